@@ -1,0 +1,1 @@
+"""normattn: the attention score as a value that you can specify."""
