@@ -1,0 +1,83 @@
+"""The `normattn` command: its sub-commands, and what every one of them does about errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from normattn.cli import evaluate, hidden, listing, report, reproduce, train
+from normattn.cli.failures import exit_code_of
+
+EPILOG = """
+**Examples**
+
+`normattn list` – every part a score can be made of, with its equation and source
+
+`normattn reproduce keynorm` – train eight scores, read past the training length, tabulate
+
+`normattn train --score KNA-logn --steps 500 --out runs/kna` – train one small model
+
+`normattn evaluate runs/kna --methods YaRN,ReRoPE` – what stretching does to it
+
+`normattn report runs/kna runs/baseline --out runs/report` – compare runs in one table
+"""
+
+app = typer.Typer(
+    name="normattn",
+    help="The attention score as a value: train with it, stretch it, measure how far it reads.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(version("normattn"))
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """The attention score as a value: train with it, stretch it, measure how far it reads."""
+
+
+app.command("list")(listing.command)
+app.command("train", epilog=train.EPILOG)(train.command)
+app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.command)
+app.command("report", epilog=report.EPILOG)(report.command)
+app.add_typer(reproduce.app, name="reproduce")
+app.command("_cell", hidden=True)(hidden.cell)
+app.command("_measure", hidden=True)(hidden.measure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 2 a mistake in the input, 3 diverged, 130 stopped.
+
+    What is wrong with the input is one sentence on stderr; a traceback is always our own bug.
+    """
+    code = 0
+    try:
+        result = app(args=arguments, standalone_mode=False)
+        code = result if isinstance(result, int) else 0
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone: that is not an error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except (Exception, KeyboardInterrupt) as error:
+        known = exit_code_of(error)
+        if known is None:
+            raise
+        code = known
+    sys.exit(code)

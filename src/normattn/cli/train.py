@@ -1,0 +1,118 @@
+"""`normattn train`: one causal language model, from a corpus to an exported model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from normattn.cli import values
+from normattn.errors import InputError
+
+EPILOG = """
+**Examples**
+
+`normattn train --score KNA-logn --steps 500 --out runs/kna`
+
+`normattn train --corpus books/ --score Baseline --length 128 --dim 256 --out runs/books`
+
+`normattn train mine.toml --set optimiser.lr=1e-3 --set model.tie_head=false --out runs/mine`
+
+`torchrun --nproc-per-node 2 -m normattn train mine.toml --out runs/two`
+
+The same command goes on where a stopped run ended; settings that differ from the run's are refused.
+"""
+
+Text = str | None
+Number = int | None
+
+
+def command(
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="Settings in TOML or JSON; what it leaves out comes from the preset."),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="The run's directory: settings, metrics, checkpoints, model.")
+    ] = Path("runs/train"),
+    corpus: Annotated[
+        Text,
+        typer.Option(help="python-source, a file or folder, hf:NAME, or synthetic:copy."),
+    ] = None,
+    score: Annotated[
+        Text, typer.Option(help="The attention score to train with; see: normattn list.")
+    ] = None,
+    steps: Annotated[Number, typer.Option(min=1, help="Optimiser steps.")] = None,
+    length: Annotated[Number, typer.Option(min=2, help="Training length L, in tokens.")] = None,
+    dim: Annotated[Number, typer.Option(min=1, help="Width of the model.")] = None,
+    layers: Annotated[Number, typer.Option(min=1, help="Blocks of the model.")] = None,
+    heads: Annotated[Number, typer.Option(min=1, help="Query heads (block mha).")] = None,
+    block: Annotated[Text, typer.Option(help="mha or gau.")] = None,
+    placement: Annotated[Text, typer.Option(help="PreLN, PostLN, DeepNorm or ReZero.")] = None,
+    vocab_size: Annotated[Number, typer.Option(min=257, help="Tokens of the tokeniser.")] = None,
+    batch_size: Annotated[Number, typer.Option(min=1, help="Sequences in a step.")] = None,
+    optimiser: Annotated[Text, typer.Option(help="adamw or tiger.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    precision: Annotated[Text, typer.Option(help="fp32 or bf16.")] = None,
+    seed: Annotated[Number, typer.Option(min=0, help="Of weights, order and dropout.")] = None,
+    threads: Annotated[Number, typer.Option(min=1, help="CPU threads of this process.")] = None,
+    preset: Annotated[
+        str, typer.Option(help="Where settings come from that nothing else says.")
+    ] = "laptop",
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, by its dotted name."),
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print size and cost, and train nothing.")
+    ] = False,
+) -> None:
+    """Train a causal language model with a chosen attention score.
+
+    Settings are laid over each other: the preset, the file CONFIG, the options, --set. The resolved
+    whole is written to OUT/config.json, which is itself a CONFIG.
+    """
+    options = {
+        "data.corpus": corpus,
+        "model.score": score,
+        "steps": steps,
+        "model.train_length": length,
+        "model.dim": dim,
+        "model.layers": layers,
+        "model.heads": heads,
+        "model.block": block,
+        "model.placement": placement,
+        "model.vocab_size": vocab_size,
+        "data.vocab_size": vocab_size,
+        "batch_size": batch_size,
+        "optimiser.name": optimiser,
+        "optimiser.lr": lr,
+        "precision": precision,
+        "seed": seed,
+        "threads": threads,
+    }
+    given = {key: value for key, value in options.items() if value is not None}
+    fields = _fields(config, preset, given, changes or [])
+
+    from normattn.recipes.single import describe, train_run
+
+    if plan:
+        print(describe(fields))
+    else:
+        train_run(fields, out)
+
+
+def _fields(
+    config: Path | None, preset: str, given: dict[str, Any], changes: list[str]
+) -> dict[str, Any]:
+    """Every setting of the run, each layer over the one before."""
+    from normattn.recipes import presets
+
+    layers: list[dict[str, Any]] = []
+    if config is not None:
+        layers.append(values.settings_file(config))
+    both = set(given) & set(assigned := values.assignments(changes))
+    if both:
+        raise InputError(f"{', '.join(sorted(both))} is given both as an option and by --set")
+    return values.merged(presets.load(preset).training, *layers, given, assigned)

@@ -1,0 +1,117 @@
+"""Values as they are typed: comma lists, counts of seeds, and `key=value` settings."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from normattn.errors import InputError
+
+
+def names(text: str | None, what: str) -> tuple[str, ...] | None:
+    """`"KNA, QNA"` as two names; None stays None; an empty or doubled name is refused."""
+    if text is None:
+        return None
+    found = tuple(part.strip() for part in text.split(","))
+    if not all(found):
+        raise InputError(f"{what} holds an empty name in {text!r}; write names divided by commas")
+    if len(set(found)) != len(found):
+        raise InputError(f"{what} names something twice: {text}")
+    return found
+
+
+def integers(text: str | None, what: str, least: int = 1) -> tuple[int, ...] | None:
+    """`"1,2,4"` as whole numbers, each at least `least`; a closing comma is allowed."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.rstrip(", ").split(",")]
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise InputError(f"{what} takes whole numbers of at least {least}, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def seeds(text: str | None) -> tuple[int, ...] | None:
+    """`"3"` is how many (0, 1, 2); `"7,8"` or `"7,"` says which."""
+    found = integers(text, "--seeds", least=0)
+    if found is None or text is None:
+        return None
+    if "," in text:
+        if len(set(found)) != len(found):
+            raise InputError(f"--seeds names a seed twice: {text}")
+        return found
+    if found[0] < 1:
+        raise InputError("--seeds takes a number of seeds (at least 1) or a list such as 7,8")
+    return tuple(range(found[0]))
+
+
+def settings_file(path: Path) -> dict[str, Any]:
+    """The settings in a TOML or JSON file; each way that it cannot be used is one sentence."""
+    try:
+        text = path.read_text("utf-8")
+    except FileNotFoundError as error:
+        raise InputError(f"the configuration {path} does not exist") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"the configuration {path} cannot be read: {error}") from error
+    try:
+        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise InputError(f"the configuration {path} is no valid {kind}: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"the configuration {path} must hold named settings, not a single value")
+    # A run's own config.json wraps its settings; it is as good a configuration as any.
+    inner = found.get("config")
+    return inner if "kind" in found and isinstance(inner, dict) else found
+
+
+def assignments(texts: Iterable[str]) -> dict[str, Any]:
+    """`["model.dim=64"]` as `{"model.dim": 64}`; a value is read as TOML, else as plain text."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not all(part.strip() for part in key.split(".")):
+            raise InputError(f"--set takes key=value, as in --set model.dim=64, got {text!r}")
+        if key.strip() in found:
+            raise InputError(f"--set gives {key.strip()} twice")
+        found[key.strip()] = _toml(value.strip())
+    return found
+
+
+def _toml(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return None if text in ("none", "null") else text
+
+
+def merged(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the nested or dotted settings of each layer laid over it.
+
+    A dotted key is a path: `{"model.dim": 64}` changes one field of `model`.
+    """
+    result = _copy(base)
+    for layer in layers:
+        for key, value in layer.items():
+            _put(result, key.split("."), value, key)
+    return result
+
+
+def _put(target: dict[str, Any], path: list[str], value: Any, key: str) -> None:
+    *parents, last = path
+    for name in parents:
+        inner = target.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise InputError(f"{key} cannot be set: {name} is a value, not a group of settings")
+        target = inner
+    if isinstance(value, Mapping) and isinstance(target.get(last), dict):
+        for name, inner_value in value.items():
+            _put(target[last], [name], inner_value, f"{key}.{name}")
+    else:
+        target[last] = _copy(value) if isinstance(value, Mapping) else value
+
+
+def _copy(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in value.items()}

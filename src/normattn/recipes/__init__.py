@@ -1,0 +1,1 @@
+"""Whole experiments as data: which cells to train, how to measure them, and a scheduler for both."""

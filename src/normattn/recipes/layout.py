@@ -1,0 +1,85 @@
+"""Where a sweep keeps what: one place that knows every path below its output directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from normattn.atomic import write_json
+from normattn.errors import InputError
+
+
+@dataclass(frozen=True)
+class CellPaths:
+    """The places of one cell: `run` holds its results, `job` what steers and describes its child.
+
+    They are apart because a run directory refuses files that are no part of a run.
+    """
+
+    run: Path
+    job: Path
+
+    @classmethod
+    def of(cls, out: Path, variant: str, seed: int) -> CellPaths:
+        """The places of the cell (variant, seed) below `out`."""
+        return cls(
+            out / "cells" / variant / f"seed{seed}", out / "jobs" / variant / f"seed{seed}"
+        )
+
+    @property
+    def settings(self) -> Path:
+        """What the child is to do."""
+        return self.job / "cell.json"
+
+    @property
+    def log(self) -> Path:
+        """What the child last said."""
+        return self.job / "log.txt"
+
+    @property
+    def progress(self) -> Path:
+        """How far the child is."""
+        return self.job / "progress.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the child at work."""
+        return self.job / ".lock"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; `InputError` when it is missing or damaged."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{path} does not exist") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is damaged or unreadable: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is damaged: it holds no JSON object")
+    return found
+
+
+def write_if_changed(path: Path, value: dict[str, Any]) -> None:
+    """Write `value` as JSON unless it stands there already."""
+    if not path.exists() or read_json(path) != value:
+        write_json(path, value)
+
+
+def note_progress(path: Path, value: dict[str, Any]) -> None:
+    """Leave `value` for whoever looks: renamed into place, but not worth waiting for the disk."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(value), "utf-8")
+    beside.replace(path)
+
+
+def peek(path: Path) -> dict[str, Any]:
+    """What `note_progress` left; empty when there is nothing (yet)."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,125 @@
+"""What a preset says: how each cell is trained, how it is measured, and what the table shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from normattn.errors import InputError
+
+Model = TypeVar("Model", bound=BaseModel)
+Protocol = Literal["train-length", "non-repeated", "repeated", "last-segment"]
+PROTOCOLS: tuple[Protocol, ...] = ("train-length", "non-repeated", "repeated", "last-segment")
+
+
+class Settings(BaseModel):
+    """Base of every group of settings: frozen, and an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EvaluationSettings(Settings):
+    """How a trained run is measured.
+
+    `multiples` are the tested lengths in units of the training length L; the longest one sets the
+    `factor` of every stretching method, for the whole table. `max_windows` bounds each set of
+    windows, `max_tokens` the tokens a batch of them holds (memory, never a result).
+    """
+
+    protocols: tuple[Protocol, ...] = PROTOCOLS
+    multiples: tuple[int, ...] = (1, 2, 4, 8)
+    max_windows: int = Field(default=128, ge=1)
+    max_tokens: int = Field(default=16384, ge=1)
+    seed: int = Field(default=0, ge=0)
+
+    @field_validator("multiples")
+    @classmethod
+    def _rising(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if not value or list(value) != sorted(set(value)) or value[0] < 1:
+            raise ValueError(f"multiples must rise and start at 1 or above, got {list(value)}")
+        return value
+
+    @field_validator("protocols")
+    @classmethod
+    def _some(cls, value: tuple[Protocol, ...]) -> tuple[Protocol, ...]:
+        if not value or len(set(value)) != len(value):
+            raise ValueError(f"name at least one protocol, each once, got {list(value)}")
+        return value
+
+    @property
+    def factor(self) -> float:
+        """The longest tested length over L: what NTK and YaRN stretch by."""
+        return float(max(self.multiples))
+
+
+class Preset(Settings):
+    """One whole setting of a recipe; `training` holds fields of `TrainingConfig`.
+
+    The score and the seed are no part of it: they are what a table varies.
+    """
+
+    name: str
+    summary: str
+    training: dict[str, Any]
+    evaluation: EvaluationSettings = EvaluationSettings()
+    seeds: int = Field(default=1, ge=1)
+
+    @field_validator("training")
+    @classmethod
+    def _no_varied_field(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "seed" in value or "score" in value.get("model", {}):
+            raise ValueError("the score and the seed are varied by the table, not set by a preset")
+        return value
+
+
+def validated(model: type[Model], fields: Mapping[str, Any], what: str) -> Model:
+    """`model` filled with `fields`; what is wrong with them comes as one `InputError` sentence."""
+    try:
+        return model.model_validate(dict(fields))
+    except ValidationError as error:
+        raise InputError(explain(error, model, what)) from error
+
+
+def explain(error: ValidationError, model: type[BaseModel], what: str) -> str:
+    """A validation error of `model` as one sentence: each field, what is wrong, and what it got."""
+    return f"{what}: " + "; ".join(_one(dict(item), model) for item in error.errors())
+
+
+def _one(item: dict[str, Any], model: type[BaseModel]) -> str:
+    path = [str(part) for part in item["loc"]]
+    name = ".".join(path) or "the whole"
+    if item["type"] == "extra_forbidden":
+        return unknown_field(path, model)
+    if item["type"] == "missing":
+        return f"{name} is missing"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    given = item.get("input")
+    shown = f" (got {given!r})" if isinstance(given, int | float | str | bool) else ""
+    return f"{name}: {message}{'' if repr(given) in message else shown}"
+
+
+def unknown_field(path: list[str], model: type[BaseModel]) -> str:
+    """The sentence for a field that `model` does not have, with the nearest that it has."""
+    known = list(field_paths(model))
+    name = ".".join(path)
+    same_end = [field for field in known if field.rsplit(".", 1)[-1] == path[-1]]
+    near = (same_end or get_close_matches(name, known, n=3, cutoff=0.5))[:3]
+    siblings = [field for field in known if field.rpartition(".")[0] == name.rpartition(".")[0]]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(siblings)}"
+    return f"there is no setting {name}; {hint}"
+
+
+def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every dotted path of a field in `model`, groups of fields opened."""
+    found = []
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found += field_paths(kind, f"{prefix}{name}.")
+        else:
+            found.append(f"{prefix}{name}")
+    return found
