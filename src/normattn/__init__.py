@@ -1,1 +1,56 @@
-"""normattn: the attention score as a value that you can specify."""
+"""normattn: the attention score as a value that you can specify.
+
+spec = normattn.ScoreSpec.parse("CosA-logn-YaRN", train_length=512, factor=8)
+out = normattn.attention(q, k, v, spec)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from normattn.errors import InputError, NormattnError
+    from normattn.layers.attend import attention
+    from normattn.layers.attention import Attention
+    from normattn.layers.gated_attention_unit import GatedAttentionUnit
+    from normattn.models.causal_lm import CausalLM
+    from normattn.models.config import CausalLMConfig
+    from normattn.score.module import Score
+    from normattn.score.spec import ScoreSpec
+
+__version__ = "0.1.0"
+__all__ = [
+    "Attention",
+    "CausalLM",
+    "CausalLMConfig",
+    "GatedAttentionUnit",
+    "InputError",
+    "NormattnError",
+    "Score",
+    "ScoreSpec",
+    "attention",
+]
+
+# Names are imported when first used, so that `normattn --help` need not wait for torch.
+_HOMES = {
+    "Attention": "layers.attention",
+    "CausalLM": "models.causal_lm",
+    "CausalLMConfig": "models.config",
+    "GatedAttentionUnit": "layers.gated_attention_unit",
+    "InputError": "errors",
+    "NormattnError": "errors",
+    "Score": "score.module",
+    "ScoreSpec": "score.spec",
+    "attention": "layers.attend",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'normattn' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"normattn.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,126 @@
+"""What a kernel is asked: tensors and who may see whom, never the name of a method.
+
+Legend: B batch, H query heads, G key heads, T queries, S keys, D score size, E value size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from normattn.errors import InputError
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys a query sees, and what is added to a score.
+
+    A key is seen when it is not padding, when `mask` (boolean, True = seen) allows it, and, if
+    `causal`, when its position is not after the query's. A floating `mask` is added to the score.
+    `aligned` says that positions are 0 … S − 1 for keys and the last T of them for queries.
+    """
+
+    causal: bool
+    query: Int[Tensor, "*b t"]
+    key: Int[Tensor, "*b s"]
+    aligned: bool
+    padding: Bool[Tensor, "b s"] | None = None
+    mask: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but aligned causality (or nothing at all) hides a key."""
+        return self.padding is None and self.mask is None and (self.aligned or not self.causal)
+
+    def distance(self, rows: slice, columns: slice) -> Int[Tensor, "*b one t s"]:
+        """i − j for a block, (t, s) or (B, 1, t, s)."""
+        query, key = self.query[..., rows], self.key[..., columns]
+        block = query[..., :, None] - key[..., None, :]
+        return block[:, None] if block.dim() == 3 else block
+
+    def hidden(self, rows: slice, columns: slice) -> Bool[Tensor, "..."] | None:
+        """True where a key is not seen, broadcastable to (B, H, t, s); None where all are."""
+        hidden: Tensor | None = None
+        if self.causal:
+            hidden = self.distance(rows, columns) < 0
+        if self.padding is not None:
+            padded = self.padding[:, None, None, columns]
+            hidden = padded if hidden is None else hidden | padded
+        if self.mask is not None and self.mask.dtype == torch.bool:
+            unseen = ~_block(self.mask, rows, columns)
+            hidden = unseen if hidden is None else hidden | unseen
+        return hidden
+
+    def added(self, rows: slice, columns: slice) -> Float[Tensor, "..."] | None:
+        """What the floating mask adds to a block of scores."""
+        if self.mask is None or self.mask.dtype == torch.bool:
+            return None
+        return _block(self.mask, rows, columns)
+
+
+def _block(mask: Tensor, rows: slice, columns: slice) -> Tensor:
+    """The block of a mask whose last two axes may be 1 to be broadcast."""
+    if mask.shape[-2] != 1:
+        mask = mask[..., rows, :]
+    return mask if mask.shape[-1] == 1 else mask[..., columns]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """o_i = Σ_j softmax_j(⟨q_i, k_j⟩) v_j, with far_q and far_k where i − j ≥ window.
+
+    q (B, H, T, D), k (B, G, S, D), v (B, G, S, E); G divides H. A query that sees no key gets 0.
+    """
+
+    q: Float[Tensor, "b h t d"]
+    k: Float[Tensor, "b g s d"]
+    v: Float[Tensor, "b g s e"]
+    visibility: Visibility
+    far_q: Float[Tensor, "b h t d"] | None = None
+    far_k: Float[Tensor, "b g s d"] | None = None
+    window: int | None = None
+    dropout: float = 0.0
+
+    @property
+    def two_regimes(self) -> bool:
+        """Whether distant pairs are scored by the far queries and keys."""
+        return self.window is not None
+
+    def expanded(self) -> Problem:
+        """The same problem with one key head per query head."""
+        groups = self.q.shape[1] // self.k.shape[1]
+        if groups == 1:
+            return self
+        far_k = self.far_k
+        return Problem(
+            self.q,
+            self.k.repeat_interleave(groups, 1),
+            self.v.repeat_interleave(groups, 1),
+            self.visibility,
+            self.far_q,
+            None if far_k is None else far_k.repeat_interleave(groups, 1),
+            self.window,
+            self.dropout,
+        )
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse tensors that do not belong together, with their shapes."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise InputError(f"q, k and v must be (batch, heads, tokens, size), but they are {shapes}")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise InputError(f"q, k and v must have the same batch size, but they are {shapes}")
+    if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
+        raise InputError(f"k and v must have the same heads and tokens, but they are {shapes}")
+    if q.shape[-1] != k.shape[-1]:
+        raise InputError(f"q and k must have the same size, but they are {shapes}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise InputError(f"the query heads must be a multiple of the key heads: {shapes}")
+    if len({q.dtype, k.dtype, v.dtype}) != 1:
+        raise InputError(
+            f"q, k and v must share a dtype, but they are {q.dtype}, {k.dtype}, {v.dtype}"
+        )

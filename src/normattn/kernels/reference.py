@@ -1,0 +1,29 @@
+"""The definition: plain matmul and softmax, the whole T × S matrix, any dtype, any derivative."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.kernels.problem import Problem
+
+
+def reference(problem: Problem) -> Float[Tensor, "b h t e"]:
+    """softmax(score) · v, a query that sees no key getting 0."""
+    p = problem.expanded()
+    every = slice(None)
+    score = p.q @ p.k.transpose(-1, -2)
+    if p.far_q is not None and p.far_k is not None and p.window is not None:
+        far = p.visibility.distance(every, every) >= p.window
+        score = torch.where(far, p.far_q @ p.far_k.transpose(-1, -2), score)
+    added = p.visibility.added(every, every)
+    if added is not None:
+        score = score + added
+    hidden = p.visibility.hidden(every, every)
+    if hidden is not None:
+        score = score.masked_fill(hidden, -torch.inf)
+    seen = (score > -torch.inf).any(-1, keepdim=True)
+    weight = torch.softmax(score.masked_fill(~seen, 0.0), -1) * seen
+    weight = torch.nn.functional.dropout(weight, p.dropout)
+    return weight @ p.v

@@ -1,0 +1,219 @@
+"""Normalisation of queries and keys: L2, LayerNorm, RMSNorm, BatchNorm, InstanceNorm.
+
+A `Normalisation` is a value; `build` makes the module that holds what it learns. Modules take
+x (B, H, T, D) and, where statistics run over the sequence, padding (B, T) with True = padding.
+Statistics are computed in float32 for half-precision inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.nn.functional import all_reduce
+
+from normattn.errors import InputError
+
+Kind = Literal["l2", "layer", "rms", "batch", "instance"]
+Across = Literal["head", "all"]
+DEFAULT_EPS: dict[str, float] = {
+    "l2": 1e-12,
+    "layer": 1e-5,
+    "rms": 1e-6,
+    "batch": 1e-5,
+    "instance": 1e-5,
+}
+
+
+class ScoreNorm(Protocol):
+    """What a built normalisation can do."""
+
+    def __call__(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Normalise x (B, H, T, D)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Which normalisation, over what, with which gain.
+
+    `across="head"` takes statistics over D of each head and shares a gain (D,) between heads;
+    `across="all"` takes them over H·D together and has a gain (H, D). LayerNorm's gain comes with
+    a bias. BatchNorm and InstanceNorm take statistics over tokens, so they leak the future.
+    """
+
+    kind: Kind
+    gain: bool = False
+    across: Across = "head"
+    eps: float | None = None
+
+    @property
+    def leaks_future(self) -> bool:
+        """Whether a token's result depends on later tokens."""
+        return self.kind in ("batch", "instance")
+
+    def build(self, heads: int, head_dim: int) -> nn.Module:
+        """The module for `heads` heads of `head_dim`."""
+        eps = DEFAULT_EPS[self.kind] if self.eps is None else self.eps
+        if self.kind == "l2":
+            return L2Norm(eps)
+        if self.kind == "batch":
+            return BatchScoreNorm(heads, head_dim, eps, self.gain)
+        if self.kind == "instance":
+            return InstanceScoreNorm(heads, head_dim, eps, self.gain)
+        shape = (head_dim,) if self.across == "head" else (heads, head_dim)
+        return FeatureNorm(self.kind, shape, eps, self.gain)
+
+
+class _L2(torch.autograd.Function):
+    """y = x / max(‖x‖, eps) with a backward that reads y and 1/‖x‖ only."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, eps: float) -> Tensor:
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = norm.clamp(min=eps).reciprocal_()
+        y = wide * inverse
+        ctx.save_for_backward(y, inverse, norm > eps)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        y, inverse, free = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad = grads[0].to(y.dtype)
+        along = (grad * y).sum(-1, keepdim=True) * free
+        by_x: Tensor = torch.addcmul(grad, y, along, value=-1).mul_(inverse)
+        return by_x.to(grads[0].dtype), None
+
+
+class L2Norm(nn.Module):
+    """x / max(‖x‖, eps): a result of Euclidean norm 1 (not √d), eps = 1e-12 by default."""
+
+    def __init__(self, eps: float = 1e-12) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(
+        self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
+    ) -> Float[Tensor, "b h t d"]:
+        """Normalise each head's vector to length 1."""
+        y: Tensor = _L2.apply(x, self.eps)  # type: ignore[no-untyped-call]
+        return y
+
+
+class FeatureNorm(nn.Module):
+    """LayerNorm or RMSNorm over a head's D features, or over H·D of all heads.
+
+    LayerNorm (x − mean)/√(var + eps), biased variance; RMSNorm x/√(mean x² + eps).
+    """
+
+    def __init__(self, kind: Kind, shape: tuple[int, ...], eps: float, gain: bool) -> None:
+        super().__init__()
+        self.kind, self.shape, self.eps = kind, shape, eps
+        self.weight = nn.Parameter(torch.ones(shape)) if gain else None
+        self.bias = nn.Parameter(torch.zeros(shape)) if gain and kind == "layer" else None
+
+    def forward(
+        self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
+    ) -> Float[Tensor, "b h t d"]:
+        """Normalise over the last axis (or over heads and the last axis)."""
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        if len(self.shape) == 2:
+            wide = wide.transpose(1, 2)
+        if self.kind == "layer":
+            y = nn.functional.layer_norm(wide, self.shape, self.weight, self.bias, self.eps)
+        else:
+            y = nn.functional.rms_norm(wide, self.shape, self.weight, self.eps)
+        return (y.transpose(1, 2) if len(self.shape) == 2 else y).to(x.dtype)
+
+
+def _moments(x: Tensor, padding: Tensor | None, dims: tuple[int, ...], sync: bool) -> list[Tensor]:
+    """Mean and biased variance over `dims`, without padded tokens, over all processes if `sync`."""
+    keep = torch.ones_like(x[:1, :1, :, :1]) if padding is None else (~padding)[:, None, :, None]
+    keep = keep.to(x.dtype).expand(x.shape[0], 1, -1, 1)
+    sums = [keep.sum(dims, keepdim=True), (x * keep).sum(dims, keepdim=True)]
+    if sync:
+        sums = [all_reduce(part) for part in sums]  # type: ignore[no-untyped-call]
+    count = sums[0].clamp(min=1)
+    mean = sums[1] / count
+    square = ((x - mean) ** 2 * keep).sum(dims, keepdim=True)
+    if sync:
+        square = all_reduce(square)  # type: ignore[no-untyped-call]
+    return [mean, square / count]
+
+
+class _SequenceNorm(nn.Module):
+    """What BatchNorm and InstanceNorm share: a gain and bias per head and feature."""
+
+    def __init__(self, heads: int, head_dim: int, eps: float, gain: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        shape = (1, heads, 1, head_dim)
+        self.weight = nn.Parameter(torch.ones(shape)) if gain else None
+        self.bias = nn.Parameter(torch.zeros(shape)) if gain else None
+
+    def _scale(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        y = (x - mean) * torch.rsqrt(variance + self.eps)
+        if self.weight is not None and self.bias is not None:
+            y = y * self.weight + self.bias
+        return y
+
+
+class BatchScoreNorm(_SequenceNorm):
+    """BatchNorm of each head's features over batch and tokens; padding does not count.
+
+    Training uses the batch's own statistics (synchronised across processes) and moves the running
+    ones by `momentum`; evaluation uses the running statistics.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(
+        self, heads: int, head_dim: int, eps: float, gain: bool, momentum: float = 0.1
+    ) -> None:
+        super().__init__(heads, head_dim, eps, gain)
+        self.momentum = momentum
+        self.register_buffer("running_mean", torch.zeros(1, heads, 1, head_dim))
+        self.register_buffer("running_var", torch.ones(1, heads, 1, head_dim))
+
+    def forward(
+        self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
+    ) -> Float[Tensor, "b h t d"]:
+        """Normalise each feature over the unpadded tokens of the batch."""
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        if not self.training:
+            return self._scale(wide, self.running_mean, self.running_var).to(x.dtype)
+        sync = dist.is_available() and dist.is_initialized()
+        mean, variance = _moments(wide, padding, (0, 2), sync)
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+            self.running_var.lerp_(variance.to(self.running_var.dtype), self.momentum)
+        return self._scale(wide, mean, variance).to(x.dtype)
+
+
+class InstanceScoreNorm(_SequenceNorm):
+    """InstanceNorm: each feature over the unpadded tokens of its own row."""
+
+    def forward(
+        self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
+    ) -> Float[Tensor, "b h t d"]:
+        """Normalise each feature over the row's unpadded tokens."""
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        mean, variance = _moments(wide, padding, (2,), sync=False)
+        return self._scale(wide, mean, variance).to(x.dtype)
+
+
+def refuse_future(causal: bool, leaks: bool, name: str) -> None:
+    """Raise `InputError` when a score that reads across the sequence is used causally."""
+    if causal and leaks:
+        raise InputError(
+            f"{name} takes statistics across the sequence and so leaks the future: "
+            "it cannot be used with causal attention"
+        )

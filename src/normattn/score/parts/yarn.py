@@ -1,0 +1,66 @@
+"""YaRN: interpolate the slow frequencies, keep the fast ones, and sharpen the logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.score.part import StretchedSpectrum, rope_frequencies
+from normattn.score.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class YaRN(StretchedSpectrum):
+    """θ'_m = ramp·θ_m/s + (1 − ramp)·θ_m, logits × (0.1·ln s + 1)² (arXiv 2309.00071).
+
+    dim(r) = d·ln(L/(2πr))/(2·ln base) is the feature pair that turns r times within L;
+    low = ⌊dim(beta_fast)⌋, high = ⌈dim(beta_slow)⌉, both clamped to [0, d − 1] (equal: high +
+    0.001); ramp = clamp((m − low)/(high − low), 0, 1). The rotation stays a pure rotation: the
+    factor enters λ once.
+    """
+
+    name: ClassVar[str] = "YaRN"
+    summary: ClassVar[str] = "slow frequencies interpolated, fast ones kept, sharper logits"
+    equation: ClassVar[str] = "θ' = ramp·θ/s + (1 − ramp)·θ; λ ← λ·(0.1·ln s + 1)²"
+    source: ClassVar[str] = "arXiv 2309.00071"
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.beta_slow > 0, "beta_slow", "above 0")
+        self.require(self.beta_fast >= self.beta_slow, "beta_fast", "at least beta_slow")
+
+    def missing(self, train_length: int | None) -> str | None:
+        """The ramp needs the training length."""
+        return super().missing(train_length) or ("train_length" if train_length is None else None)
+
+    def inverse_frequencies(
+        self, head_dim: int, base: float, train_length: int | None
+    ) -> Float[Tensor, "half"]:
+        """The blend of θ_m/s and θ_m by the ramp."""
+        if train_length is None:
+            raise InputError("YaRN needs the training length: its ramp counts turns within it")
+
+        def dim(rotations: float) -> float:
+            turns = train_length / (2 * math.pi * rotations)
+            return head_dim * math.log(turns) / (2 * math.log(base))
+
+        low = float(min(max(math.floor(dim(self.beta_fast)), 0), head_dim - 1))
+        high = float(min(max(math.ceil(dim(self.beta_slow)), 0), head_dim - 1))
+        high += 0.001 if high == low else 0.0
+        m = torch.arange(head_dim // 2, dtype=torch.float64)
+        ramp = ((m - low) / (high - low)).clamp(0, 1)
+        theta = rope_frequencies(head_dim, base)
+        return ramp * theta / self.stretch + (1 - ramp) * theta
+
+    def gain(self) -> float:
+        """(0.1·ln s + 1)²: the paper scales queries and keys, the logit takes the square."""
+        return (0.1 * math.log(self.stretch) + 1) ** 2

@@ -1,0 +1,68 @@
+"""Where queries and keys stand, and how many keys each query sees.
+
+Legend: B batch, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from normattn.errors import InputError
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Positions of queries (T,) or (B, T) and keys (S,) or (B, S), and n for each query.
+
+    `n` has the shape of the queries, or (B, 1) where all queries of a row see the same keys.
+    `regular` says that nothing but T, S and causal decided them, so that tables can be kept.
+    """
+
+    query: Int[Tensor, "*b t"]
+    key: Int[Tensor, "*b s"]
+    n: Int[Tensor, "*b u"]
+    causal: bool
+    regular: bool
+
+    @staticmethod
+    def of(
+        queries: int,
+        keys: int,
+        causal: bool,
+        device: torch.device,
+        key_padding: Bool[Tensor, "b s"] | None = None,
+        q_positions: Int[Tensor, "*b t"] | None = None,
+        k_positions: Int[Tensor, "*b s"] | None = None,
+    ) -> Positions:
+        """Fill in what is not given.
+
+        Keys count from 0, from the first real token where `key_padding` (True = padding) is
+        given; queries are the last T of the keys. n is position + 1 when causal, else the number
+        of unpadded keys.
+        """
+        if causal and q_positions is None and queries > keys:
+            raise InputError(
+                f"causal attention of {queries} queries over {keys} keys needs q_positions: "
+                "the queries cannot all be the last ones of the keys"
+            )
+        key = k_positions
+        if key is None and key_padding is not None:
+            key = ((~key_padding).cumsum(-1) - 1).clamp(min=0)
+        elif key is None:
+            key = torch.arange(keys, device=device)
+        query = q_positions
+        if query is None:
+            shift = keys - queries
+            query = key[..., shift:] if shift >= 0 else torch.arange(queries, device=device)
+        if causal:
+            n = query + 1
+        elif key_padding is not None:
+            n = (~key_padding).sum(-1, keepdim=True)
+        else:
+            n = torch.full((1,), keys, device=device)
+        regular = key_padding is None and q_positions is None and k_positions is None
+        return Positions(query, key, n.clamp(min=1), causal, regular)
