@@ -1,0 +1,18 @@
+"""What every long job shares: its directory, metrics, checkpoints and recorded environment."""
+
+from normattn.runs.checkpoints import Checkpoint, Checkpoints
+from normattn.runs.directory import RunDirectory, RunStatus, read_status
+from normattn.runs.environment import describe_environment, record_environment
+from normattn.runs.metrics import MetricsLog, read_metrics
+
+__all__ = [
+    "Checkpoint",
+    "Checkpoints",
+    "MetricsLog",
+    "RunDirectory",
+    "RunStatus",
+    "describe_environment",
+    "read_metrics",
+    "read_status",
+    "record_environment",
+]

@@ -1,0 +1,135 @@
+"""Checkpoints: tensors and a description, written beside and renamed, with their checksums.
+
+`step-00000120/` holds `tensors.safetensors` and `meta.json`. The last two are kept, so that one
+whole checkpoint exists at every moment, whatever is killed or unplugged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from normattn.atomic import write_directory
+from normattn.errors import InputError
+from normattn.runs.reading import read_object
+
+KEPT = 2
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint: `tensors` by name (on the CPU) and `meta`, at `step` in `path`."""
+
+    path: Path
+    step: int
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in the folder `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
+        """Write the checkpoint of `step`, then drop all but the last two. Returns its folder.
+
+        Tensors must not share memory. `InputError` when the disk is full; older ones then stay.
+        """
+        folder = self.path / f"step-{step:08d}"
+        content = safetensors.torch.save(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        )
+        body = {"step": step, "meta": dict(meta), "sha256": hashlib.sha256(content).hexdigest()}
+        described = {**body, "meta_sha256": _digest(body)}
+
+        def fill(temporary: Path) -> None:
+            (temporary / "tensors.safetensors").write_bytes(content)
+            (temporary / "meta.json").write_text(json.dumps(described, indent=2) + "\n", "utf-8")
+
+        write_directory(folder, fill)
+        for old in self._folders()[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+        return folder
+
+    def latest(self) -> Checkpoint | None:
+        """The newest whole checkpoint, or None when there is none at all.
+
+        A damaged one is named on stderr and the one before it taken; `InputError` when every one
+        is damaged, because starting again from nothing would hide the loss.
+        """
+        folders = self._folders()
+        for folder in reversed(folders):
+            try:
+                return _read(folder)
+            except InputError as error:
+                print(f"warning: {error}; trying the checkpoint before it", file=sys.stderr)
+        if folders:
+            raise InputError(
+                f"every checkpoint in {self.path} is damaged; delete the folder to train again "
+                "from the start"
+            )
+        return None
+
+    def load(self, step: int) -> Checkpoint:
+        """The checkpoint of exactly `step`, verified."""
+        return _read(self.path / f"step-{step:08d}")
+
+    def last_path(self) -> Path | None:
+        """The folder of the newest checkpoint, unverified; None when there is none."""
+        folders = self._folders()
+        return folders[-1] if folders else None
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename checkpoints newer than `step` (the damaged ones) so that they count no more."""
+        for folder in self._folders():
+            if _step_of(folder) > step:
+                aside = folder.with_name(f"damaged-{folder.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+
+    def _folders(self) -> list[Path]:
+        """The checkpoint folders, oldest first."""
+        if not self.path.is_dir():
+            return []
+        return sorted((p for p in self.path.iterdir() if _NAME.fullmatch(p.name)), key=_step_of)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _read(folder: Path) -> Checkpoint:
+    """Read and verify one checkpoint; `InputError` says what is wrong with it."""
+    described = read_object(folder / "meta.json")
+    expected = described.pop("meta_sha256", None)
+    if expected != _digest(described) or described.get("step") != _step_of(folder):
+        raise InputError(f"checkpoint {folder} is damaged: meta.json does not match its checksum")
+    try:
+        content = (folder / "tensors.safetensors").read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"checkpoint {folder} is damaged: tensors.safetensors: {error.strerror}"
+        ) from error
+    if hashlib.sha256(content).hexdigest() != described["sha256"]:
+        raise InputError(
+            f"checkpoint {folder} is damaged: tensors.safetensors does not match its checksum"
+        )
+    tensors = safetensors.torch.load(content)
+    return Checkpoint(folder, described["step"], tensors, described["meta"])

@@ -1,0 +1,1 @@
+"""Training: a generic loop with exact resume, optimisers, schedules, and the causal-LM task."""

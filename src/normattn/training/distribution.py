@@ -1,0 +1,117 @@
+"""One process or many: torchrun's environment, the global mean of values, and an orderly end.
+
+Every rank reads the same run directory (one machine, or a shared file system); rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from normattn.errors import DivergedError, InputError, Interrupted, NormattnError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place: `rank` of `size`, computing on `device`."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes."""
+        return self.rank == 0
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean of `values` over all ranks; the same tensor when there is one."""
+        if self.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.SUM)
+            values /= self.size
+        return values
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and give every rank its (picklable) result or its error."""
+        if self.size == 1:
+            return work()
+        outcome: list[Any] = [None, None]
+        if self.main:
+            try:
+                outcome[0] = work()
+            except NormattnError as error:
+                outcome[1] = str(error)
+        dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            dist.barrier()
+            raise InputError(outcome[1])
+        result: T = outcome[0]
+        return result
+
+    def first_of(self, value: str | None) -> str | None:
+        """The first value that is not None, in order of rank."""
+        if self.size == 1:
+            return value
+        values: list[str | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return next((found for found in values if found is not None), None)
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def world(device: str = "auto") -> Iterator[World]:
+    """Join the process group that torchrun describes, if any, and leave it in order.
+
+    A group that exists already is used and left alone. `device` is "auto" (CUDA where there is
+    one), "cpu", "cuda" or "cuda:N".
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_available() and dist.is_initialized():
+        yield World(dist.get_rank(), dist.get_world_size(), choose_device(device))
+        return
+    if size == 1:
+        yield World(0, 1, choose_device(device))
+        return
+    chosen = choose_device(device)
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), chosen)
+        dist.barrier()
+    except (DivergedError, Interrupted):
+        # Every rank raises these at the same step.
+        dist.barrier()
+        raise
+    finally:
+        # Without the barriers, destroying a gloo group under load aborts ranks that still talk.
+        dist.destroy_process_group()
+
+
+def choose_device(name: str) -> torch.device:
+    """The torch device for `name`; `InputError` where the machine lacks it."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"unknown device {name!r}; expected auto, cpu, cuda or cuda:N") from error
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= count:
+        raise InputError(f"device {name!r} asked for, but this machine offers {count} CUDA devices")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,319 @@
+"""The training loop: resume, step, record, checkpoint, stop. Generic over tasks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from normattn.errors import DivergedError, Interrupted
+from normattn.runs import MetricsLog, RunDirectory, describe_environment, record_environment
+from normattn.training.distribution import World, world
+from normattn.training.divergence import find_origin
+from normattn.training.loop_config import LoopConfig
+from normattn.training.progress import ProgressBar
+from normattn.training.reports import Callback, StepReport, TrainingResult
+from normattn.training.seeds import derive_seed
+from normattn.training.signals import StopRequest, stop_on_signals
+from normattn.training.state import all_finite, pack, unpack
+from normattn.training.step import Stepper, StepValues
+from normattn.training.task import Task
+from normattn.training.tensorboard import TensorBoard
+
+STATUS_SECONDS = 5.0
+# A checkpoint that takes long is written less often: at most this share of the time goes into it.
+CHECKPOINT_SHARE = 0.05
+
+OnStep = Callable[[StepReport], None]
+
+
+def train(
+    make_task: Callable[[World], Task],
+    config: LoopConfig,
+    run: RunDirectory,
+    *,
+    on_step: OnStep | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    callbacks: Sequence[Callback] = (),
+    show_progress: bool = True,
+    export: Callable[[Task], None] | None = None,
+) -> TrainingResult:
+    """Train to `config.steps`, going on from the run's last checkpoint; return the final values.
+
+    `make_task` builds the task for a process's place in the world, after torch's generators are
+    seeded. `export` runs once at the end, on the writing process, before the run counts as
+    finished. `should_stop` is asked once a step. Under torchrun every process calls this.
+
+    On CPU in fp32, with the same versions and thread count, a run that was stopped anywhere and
+    resumed gives the same metrics, bit for bit, as one that never was.
+
+    Raises `Interrupted` after SIGINT, SIGTERM or `should_stop`, with the state saved;
+    `DivergedError` when the loss or gradient norm is not finite; `InputError` when the directory
+    is in use, holds no whole checkpoint, or cannot be written.
+    """
+    with ExitStack() as stack:
+        place = stack.enter_context(world(config.device))
+        stack.enter_context(_threads(config.threads))
+        place.on_main(lambda: stack.enter_context(run.lock()))
+        request = stack.enter_context(stop_on_signals())
+        torch.manual_seed(derive_seed(config.seed, "initialisation"))
+        task = make_task(place)
+        stop = _StopAsked(request, should_stop)
+        stepper = Stepper(task, config, place, stop)
+        followers = list(callbacks)
+        if place.main and show_progress:
+            followers.append(ProgressBar())
+        if place.main and config.tensorboard:
+            followers.append(TensorBoard(run.path / "tensorboard", config.log_every))
+        loop = _Loop(stepper, run, stop, followers, on_step if place.main else None)
+        result = loop.run_to_end()
+        place.on_main(lambda: _finish(run, config.steps, task, export))
+        return result
+
+
+def _finish(
+    run: RunDirectory, steps: int, task: Task, export: Callable[[Task], None] | None
+) -> None:
+    if export is not None:
+        export(task)
+    run.set_status("finished", steps, steps)
+
+
+class _StopAsked:
+    """A stop by signal or by `should_stop`, and a name for it."""
+
+    def __init__(self, request: StopRequest, should_stop: Callable[[], bool] | None) -> None:
+        self._request = request
+        self._should_stop = should_stop
+
+    def __call__(self) -> bool:
+        if self._request.by is None and self._should_stop is not None and self._should_stop():
+            self._request.by = "the caller's request"
+        return self._request.by is not None
+
+    @property
+    def by(self) -> str:
+        return self._request.by or "another process of the group"
+
+
+class _Loop:
+    """One pass from the last checkpoint to the end."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        run: RunDirectory,
+        stop: _StopAsked,
+        callbacks: Sequence[Callback],
+        on_step: OnStep | None,
+    ) -> None:
+        self.stepper = stepper
+        self.config = stepper.config
+        self.world = stepper.world
+        self.task = stepper.task
+        self.run = run
+        self.stop = stop
+        self.callbacks = callbacks
+        self.on_step = on_step
+        self.timing = MetricsLog(run.path / "timing.jsonl")
+        self.saved_step = 0
+        self.last: StepReport | None = None
+
+    def run_to_end(self) -> TrainingResult:
+        """Take the remaining steps."""
+        start = self._resume()
+        self._begin_clocks(start)
+        for callback in self.callbacks:
+            callback.start(start, self.config.steps)
+        try:
+            for step in range(start + 1, self.config.steps + 1):
+                values = self.stepper.step(step)
+                if not values.finite:
+                    self._diverge(step, values)
+                self._report(step, values)
+                if values.stop and step < self.config.steps:
+                    self._interrupt(step)
+                if self.world.main:
+                    self._save_when_due(step)
+            if self.world.main and self.saved_step < self.config.steps:
+                self._save(self.config.steps)
+        finally:
+            for callback in self.callbacks:
+                callback.stop()
+            if self.world.main:
+                self.run.metrics.close()
+                self.timing.close()
+        return self._result()
+
+    def _resume(self) -> int:
+        """Load the last whole checkpoint, bring the files in line with it; return its step."""
+        step, final = self.world.on_main(self._prepare_files)
+        if step > 0:
+            checkpoint = self.run.checkpoints.load(step)
+            unpack(checkpoint.tensors, self.task.model, self.stepper.optimiser, self.stepper.names)
+        self.saved_step = step
+        self.last = StepReport(**final) if final is not None else None
+        return step
+
+    def _prepare_files(self) -> tuple[int, dict[str, Any] | None]:
+        """On the writing process: pick the checkpoint, cut the metrics, record the environment."""
+        checkpoint = self.run.checkpoints.latest()
+        step = checkpoint.step if checkpoint else 0
+        self.run.checkpoints.set_aside_after(step)
+        lines = self.run.metrics.truncate_after(step)
+        if checkpoint and lines != checkpoint.meta["metrics_lines"]:
+            print(
+                f"warning: {self.run.metrics.path} holds {lines} lines up to step {step}, but "
+                f"{checkpoint.meta['metrics_lines']} were written; the rest is lost",
+                file=sys.stderr,
+            )
+        self._record_environment(step)
+        self.run.set_status("running", step, self.config.steps)
+        return step, checkpoint.meta["last"] if checkpoint else None
+
+    def _record_environment(self, step: int) -> None:
+        current = describe_environment(
+            device=str(self.world.device.type),
+            precision=self.config.precision,
+            processes=self.world.size,
+            compile=self.config.compile,
+        )
+        changed = record_environment(self.run.path / "environment.json", current, step)
+        if changed:
+            print(
+                f"warning: {self.run.path} goes on from step {step} in another environment "
+                f"({'; '.join(changed)}); its digits may differ from those of a run never stopped",
+                file=sys.stderr,
+            )
+
+    def _begin_clocks(self, start: int) -> None:
+        now = time.monotonic()
+        self.started = now
+        self.started_step = start
+        self.status_due = now + STATUS_SECONDS
+        self.save_due = now + self.config.checkpoint_seconds
+
+    def _report(self, step: int, values: StepValues) -> None:
+        """Log a step and tell whoever listens."""
+        seconds = time.monotonic() - self.started
+        per_step = self.task.tokens_per_step
+        report = StepReport(
+            step,
+            self.config.steps,
+            values.loss,
+            values.gradient_norm,
+            values.learning_rate,
+            values.metrics,
+            step * per_step,
+            (step - self.started_step) * per_step / max(seconds, 1e-9),
+            seconds,
+        )
+        self.last = report
+        if not self.world.main:
+            return
+        if step % self.config.log_every == 0 or step in (1, self.config.steps):
+            self.run.metrics.append(
+                {
+                    "step": step,
+                    "loss": values.loss,
+                    **values.metrics,
+                    "gradient_norm": values.gradient_norm,
+                    "learning_rate": values.learning_rate,
+                    "tokens": report.tokens,
+                }
+            )
+        for callback in self.callbacks:
+            callback.step(report)
+        if self.on_step is not None:
+            self.on_step(report)
+
+    def _save_when_due(self, step: int) -> None:
+        now = time.monotonic()
+        if now >= self.save_due:
+            self._save(step)
+        elif now >= self.status_due:
+            self._write_status(step)
+
+    def _write_status(self, step: int) -> None:
+        self.run.set_status("running", step, self.config.steps)
+        if self.last is not None:
+            rate = round(self.last.tokens_per_second, 1)
+            self.timing.append(
+                {"step": step, "seconds": round(self.last.seconds, 3), "tokens_per_second": rate}
+            )
+        self.status_due = time.monotonic() + STATUS_SECONDS
+
+    def _save(self, step: int) -> None:
+        """Write the checkpoint of `step`, unless its weights are not finite."""
+        if step == self.saved_step or not all_finite(self.task.model):
+            return
+        before = time.monotonic()
+        self.run.metrics.flush()
+        tensors = pack(self.task.model, self.stepper.optimiser, self.stepper.names)
+        meta = {"metrics_lines": self.run.metrics.lines, "last": _as_json(self.last)}
+        self.run.checkpoints.save(step, tensors, meta)
+        self.saved_step = step
+        self._write_status(step)
+        now = time.monotonic()
+        every = self.config.checkpoint_seconds
+        self.save_due = now + (max(every, (now - before) / CHECKPOINT_SHARE) if every else 0.0)
+
+    def _interrupt(self, step: int) -> None:
+        message = f"stopped by {self.stop.by} after step {step} of {self.config.steps}"
+        if self.world.main:
+            self._save(step)
+            self.run.set_status("interrupted", step, self.config.steps, message)
+        self.world.barrier()
+        raise Interrupted(f"{message}; the same command goes on from there")
+
+    def _diverge(self, step: int, values: StepValues) -> None:
+        """Save the state before the bad step, find where it began, say both and stop."""
+        found = self.world.first_of(find_origin(self.stepper, step))
+        where = found or (
+            f"the gradient norm ({values.gradient_norm}), every loss and gradient being finite"
+        )
+        if self.world.main and step > 1:
+            self._save(step - 1)
+        kept = self.world.on_main(self.run.checkpoints.last_path)
+        error = DivergedError(step, where, str(kept) if kept else None)
+        if self.world.main:
+            self.run.set_status("diverged", step, self.config.steps, str(error))
+        raise error
+
+    def _result(self) -> TrainingResult:
+        assert self.last is not None
+        return TrainingResult(
+            self.run.path, self.config.steps, self.last.tokens, self.last.loss, self.last.metrics
+        )
+
+
+def _as_json(report: StepReport | None) -> dict[str, Any] | None:
+    """A report as JSON, without its clock times: checkpoints of equal runs are equal."""
+    if report is None:
+        return None
+    return {
+        "step": report.step,
+        "steps": report.steps,
+        "loss": report.loss,
+        "gradient_norm": report.gradient_norm,
+        "learning_rate": report.learning_rate,
+        "metrics": dict(report.metrics),
+        "tokens": report.tokens,
+        "tokens_per_second": 0.0,
+        "seconds": 0.0,
+    }
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Compute on `count` threads, and go back to what was set before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,50 @@
+"""The settings of the training loop, without model and data."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from normattn.training.optimisers.config import AdamWConfig, OptimiserConfig
+from normattn.training.schedules import ScheduleConfig
+
+# Settings that leave the loss curve as it is (threads: up to rounding, and then it is said), so
+# that a run may be resumed with others.
+CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "tensorboard"})
+
+
+class LoopConfig(BaseModel):
+    """How to train, in optimiser steps.
+
+    steps: optimiser steps in all. accumulate: micro-batches per step and process. clip: largest
+    gradient norm, None for no clipping. precision: fp32, or bf16 autocast (weights stay fp32).
+    device: auto (CUDA where there is one), cpu, cuda, cuda:N. seed: of everything random.
+    threads: of torch on the CPU. checkpoint_seconds: time between checkpoints (more where one
+    takes long, so that they cost 5 % at most). log_every: steps between metrics lines.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    steps: int = Field(default=1000, ge=1, le=10**9)
+    accumulate: int = Field(default=1, ge=1, le=10**6)
+    clip: float | None = Field(default=1.0, gt=0.0)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    threads: int = Field(default=1, ge=1, le=1024)
+    checkpoint_seconds: float = Field(default=30.0, ge=0.0)
+    log_every: int = Field(default=1, ge=1)
+    tensorboard: bool = False
+    optimiser: OptimiserConfig = AdamWConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.schedule.warmup_steps > self.steps:
+            raise ValueError(
+                f"schedule.warmup_steps is {self.schedule.warmup_steps}, more than the "
+                f"{self.steps} steps of the whole training"
+            )
+        return self

@@ -1,0 +1,35 @@
+"""The settings of each optimiser; a setting of another optimiser is an unknown field."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class AdamWConfig(BaseModel):
+    """AdamW (arXiv 1711.05101). Weight decay acts on matrices and embeddings only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = Field(default=1e-3, gt=0.0, le=10.0)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0.0, le=1.0)
+    weight_decay: float = Field(default=0.1, ge=0.0, le=10.0)
+
+
+class TigerConfig(BaseModel):
+    """Tiger (kexue 9512). `lr` is relative: it is multiplied by the size of each parameter."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Literal["tiger"] = "tiger"
+    lr: float = Field(default=1e-3, gt=0.0, le=10.0)
+    beta: _Beta = 0.965
+    weight_decay: float = Field(default=0.01, ge=0.0, le=10.0)
+
+
+OptimiserConfig = Annotated[AdamWConfig | TigerConfig, Field(discriminator="name")]

@@ -1,0 +1,54 @@
+"""What a training loop tells others: a report per step, callbacks, a result at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One finished step: `step` of `steps`, its means over the global batch, and the pace so far.
+
+    `tokens` counts all targets since step 1; `seconds` and `tokens_per_second` cover this process
+    only, since it began or resumed.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    metrics: Mapping[str, float]
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """A finished run: its directory, steps, tokens, and the last step's loss and metrics."""
+
+    path: Path
+    steps: int
+    tokens: int
+    loss: float
+    metrics: Mapping[str, float]
+
+
+class Callback(Protocol):
+    """Something that follows a training: a progress bar, TensorBoard."""
+
+    def start(self, done: int, steps: int) -> None:
+        """Training begins after `done` of `steps` steps."""
+        ...
+
+    def step(self, report: StepReport) -> None:
+        """A step is done."""
+        ...
+
+    def stop(self) -> None:
+        """Training ended, for whatever reason."""
+        ...

@@ -1,0 +1,45 @@
+"""Ctrl-C and SIGTERM as a request: the loop ends its step, saves, and stops."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Whether a stop was asked for, and by what."""
+
+    def __init__(self) -> None:
+        self.by: str | None = None
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Note the first SIGINT or SIGTERM; a second one acts as if this were not here.
+
+    Outside the main thread, where Python allows no handlers, nothing is installed.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before: dict[signal.Signals, Any] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        request.by = signal.Signals(number).name
+        for known, handler in before.items():
+            signal.signal(known, handler)
+
+    for known in STOP_SIGNALS:
+        before[known] = signal.signal(known, note) or signal.SIG_DFL
+    try:
+        yield request
+    finally:
+        for known, handler in before.items():
+            signal.signal(known, handler)

@@ -1,0 +1,34 @@
+"""What the loop trains: a model, batches that are functions of the step, and a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class Task(Protocol):
+    """A model with its data and loss; the loop knows nothing else about it.
+
+    `batch` must be stateless: the same arguments give the same tensor, and the shares of a step
+    make up the global batch in equal parts, whatever their number.
+    """
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that is trained and checkpointed."""
+        ...
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Targets in the global batch, for the rates shown."""
+        ...
+
+    def batch(self, step: int, share: int, shares: int) -> Tensor:
+        """Part `share` of `shares` of the global batch of `step` (from 1), on the CPU."""
+        ...
+
+    def loss(self, batch: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The mean loss () of a batch on the model's device, and other () means to log."""
+        ...

@@ -1,0 +1,88 @@
+"""A tiny task with everything that makes resuming hard: dropout, momentum, a running statistic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from normattn.runs import RunDirectory
+from normattn.training.distribution import World
+from normattn.training.loop_config import LoopConfig
+from normattn.training.optimisers import AdamWConfig
+from normattn.training.schedules import ScheduleConfig
+
+VOCABULARY = 16
+ROWS = 8
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.feed_forward = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dropout(torch.tanh(self.feed_forward(self.norm(x))))
+        return x + y
+
+
+class ToyModel(nn.Module):
+    """Predicts the next token from the last one; the head is tied to the embedding."""
+
+    def __init__(self, dropout: float = 0.0, dim: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
+        self.head = nn.Linear(dim, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = dropout
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+class ToyTask:
+    def __init__(self, world: World, dropout: float = 0.0) -> None:
+        self.model: nn.Module = ToyModel(dropout).to(world.device)
+        self.device = world.device
+
+    @property
+    def tokens_per_step(self) -> int:
+        return ROWS * 8
+
+    def batch(self, step: int, share: int, shares: int) -> Tensor:
+        rows = np.random.default_rng([7, step]).integers(0, VOCABULARY, (ROWS, 9))
+        rows[:, 1::2] = (rows[:, :-1:2] * 3 + 1) % VOCABULARY
+        each = ROWS // shares
+        return torch.from_numpy(rows[share * each : (share + 1) * each])
+
+    def loss(self, batch: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        logits = self.model(batch[:, :-1]).flatten(0, 1)
+        targets = batch[:, 1:].flatten()
+        loss = nn.functional.cross_entropy(logits.float(), targets)
+        return loss, {"accuracy": (logits.argmax(-1) == targets).float().mean()}
+
+
+def config(**changes: object) -> LoopConfig:
+    values: dict[str, object] = {
+        "steps": 30,
+        "device": "cpu",
+        "optimiser": AdamWConfig(lr=1e-2),
+        "schedule": ScheduleConfig(warmup_steps=5),
+    }
+    return LoopConfig.model_validate({**values, **changes})
+
+
+def open_run(path: Path, settings: LoopConfig) -> RunDirectory:
+    return RunDirectory.open(path, settings, "toy", changeable=("threads", "checkpoint_seconds"))
