@@ -1,0 +1,24 @@
+"""Building blocks: attention, the gated attention unit, norms, feed-forward, residual placement."""
+
+from normattn.layers.attend import attention
+from normattn.layers.attention import Attention
+from normattn.layers.feed_forward import GELU, SwiGLU, swiglu_hidden
+from normattn.layers.gated_attention_unit import GatedAttentionUnit
+from normattn.layers.norms import LayerNorm, RMSNorm
+from normattn.layers.placement import DeepNorm, PostLN, PreLN, ReZero, deepnorm_factors
+
+__all__ = [
+    "Attention",
+    "DeepNorm",
+    "GELU",
+    "GatedAttentionUnit",
+    "LayerNorm",
+    "PostLN",
+    "PreLN",
+    "RMSNorm",
+    "ReZero",
+    "SwiGLU",
+    "attention",
+    "deepnorm_factors",
+    "swiglu_hidden",
+]

@@ -1,0 +1,103 @@
+"""Multi-head and grouped-query attention whose score is a value."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from normattn.errors import InputError
+from normattn.layers.attend import attention
+from normattn.score import Score, ScoreSpec
+
+
+class Attention(nn.Module):
+    """Attention with `heads` query heads and `kv_heads` key and value heads (default: as many).
+
+    x W_qkv → q, k, v in one matmul; o = softmax(s(q, k)) v with the score s of `score`; o W_out.
+    Shapes: (B, T, dim) → (B, T, dim). `head_dim` defaults to dim / heads. `score` is a
+    `ScoreSpec` or its name; what it learns lives in `.score`. The weight of `qkv` holds the rows
+    of q, then k, then v, each head by head. `dropout` is the probability with which an attention
+    weight is dropped in training. Raises `InputError` for sizes that do not divide.
+    Source: arXiv 1706.03762; grouped queries: arXiv 2305.13245.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        score: ScoreSpec | str = "Baseline",
+        *,
+        head_dim: int | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.heads = heads
+        self.kv_heads = heads if kv_heads is None else kv_heads
+        self.head_dim = _head_dim(dim, heads, self.kv_heads, head_dim)
+        self.dropout = _probability(dropout)
+        spec = ScoreSpec.parse(score) if isinstance(score, str) else score
+        self.score = Score(spec, heads=heads, head_dim=self.head_dim, kv_heads=self.kv_heads)
+        width = (heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = nn.Linear(dim, width, bias=bias)
+        self.out = nn.Linear(heads * self.head_dim, dim, bias=bias)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t dim"],
+        *,
+        causal: bool = True,
+        attn_mask: Tensor | None = None,
+        key_padding: Bool[Tensor, "b t"] | None = None,
+        positions: Int[Tensor, "b t"] | Int[Tensor, " t"] | None = None,
+    ) -> Float[Tensor, "b t dim"]:
+        """Let every position of `x` attend; `key_padding` is True where a position is padding."""
+        heads_BHTD = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = torch.split(heads_BHTD, (self.heads, self.kv_heads, self.kv_heads), dim=1)
+        o = attention(
+            q,
+            k,
+            v,
+            self.score,
+            causal=causal,
+            attn_mask=attn_mask,
+            key_padding=key_padding,
+            q_positions=positions,
+            k_positions=positions,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        y: Tensor = self.out(o.transpose(1, 2).flatten(2))
+        return y
+
+    def extra_repr(self) -> str:
+        """Name the settings in the printed module."""
+        return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
+
+
+def _head_dim(dim: int, heads: int, kv_heads: int, head_dim: int | None) -> int:
+    """The width of one head, after checking that all sizes fit."""
+    if dim < 1 or heads < 1 or kv_heads < 1:
+        raise InputError(
+            f"attention of width {dim} with {heads} heads and {kv_heads} key heads was asked for; "
+            "each must be at least 1"
+        )
+    if heads % kv_heads:
+        raise InputError(f"{heads} query heads cannot share {kv_heads} key heads evenly")
+    if head_dim is None and dim % heads:
+        raise InputError(
+            f"a width of {dim} does not divide into {heads} heads; "
+            "give head_dim, or choose a number of heads that divides the width"
+        )
+    size = dim // heads if head_dim is None else head_dim
+    if size < 1:
+        raise InputError(f"head_dim is {size}; it must be at least 1")
+    return size
+
+
+def _probability(dropout: float) -> float:
+    if not 0 <= dropout < 1:
+        raise InputError(f"dropout is {dropout}; it must be at least 0 and below 1")
+    return dropout

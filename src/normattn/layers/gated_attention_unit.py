@@ -1,0 +1,99 @@
+"""The gated attention unit: attention and feed-forward as one sub-layer with one head."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from normattn.errors import InputError
+from normattn.layers.attend import attention
+from normattn.score import Score, ScoreSpec
+
+
+class GatedAttentionUnit(nn.Module):
+    """Gated attention unit: out = (u ⊙ softmax(s(q, k)) v) W_out.
+
+    [u, v, z] = swish(x W) in one matmul, u and v of width expansion · dim, z of width `key_size`;
+    q = γ_q ⊙ z (+ β_q), k = γ_k ⊙ z (+ β_k); one head. Shapes: (B, T, dim) → (B, T, dim).
+    Defaults: key_size 128, expansion 2, and no biases and no β, which is GAU-α; `offset=True`
+    adds β_q and β_k (zeros at the start), `bias=True` the biases of the two matmuls. γ starts at
+    ones, as in GAU-α (the paper draws it from a normal distribution of deviation 0.02, which
+    makes every weight uniform at the start). The weight of `expand` holds the rows of u, v, z.
+    `dropout` is the probability with which an attention weight is dropped in training. Raises
+    `InputError` for a size below 1. Source: arXiv 2202.10447; kexue 8934, 9052.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        key_size: int = 128,
+        expansion: int = 2,
+        score: ScoreSpec | str = "Baseline",
+        *,
+        offset: bool = False,
+        bias: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if dim < 1 or key_size < 1 or expansion < 1:
+            raise InputError(
+                f"a gated attention unit of width {dim}, key size {key_size} and expansion "
+                f"{expansion} was asked for; each must be at least 1"
+            )
+        if not 0 <= dropout < 1:
+            raise InputError(f"dropout is {dropout}; it must be at least 0 and below 1")
+        self.dim = dim
+        self.key_size = key_size
+        self.value_size = expansion * dim
+        self.dropout = dropout
+        spec = ScoreSpec.parse(score) if isinstance(score, str) else score
+        self.score = Score(spec, heads=1, head_dim=key_size)
+        self.expand = nn.Linear(dim, 2 * self.value_size + key_size, bias=bias)
+        self.out = nn.Linear(self.value_size, dim, bias=bias)
+        # Row 0 makes the query, row 1 the key: one multiplication for both.
+        self.gamma = nn.Parameter(torch.ones(2, key_size))
+        self.beta = nn.Parameter(torch.zeros(2, key_size)) if offset else None
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t dim"],
+        *,
+        causal: bool = True,
+        attn_mask: Tensor | None = None,
+        key_padding: Bool[Tensor, "b t"] | None = None,
+        positions: Int[Tensor, "b t"] | Int[Tensor, " t"] | None = None,
+    ) -> Float[Tensor, "b t dim"]:
+        """Let every position of `x` attend; `key_padding` is True where a position is padding."""
+        widths = (self.value_size, self.value_size, self.key_size)
+        u, v, z = torch.split(F.silu(self.expand(x)), widths, dim=-1)
+        q, k = self._query_and_key(z)
+        o = attention(
+            q,
+            k,
+            v.unsqueeze(1),
+            self.score,
+            causal=causal,
+            attn_mask=attn_mask,
+            key_padding=key_padding,
+            q_positions=positions,
+            k_positions=positions,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        y: Tensor = self.out(u * o.squeeze(1))
+        return y
+
+    def _query_and_key(
+        self, z: Float[Tensor, "b t s"]
+    ) -> tuple[Float[Tensor, "b 1 t s"], Float[Tensor, "b 1 t s"]]:
+        gamma = self.gamma.to(z.dtype)
+        q, k = z * gamma[0], z * gamma[1]
+        if self.beta is not None:
+            beta = self.beta.to(z.dtype)
+            q, k = q + beta[0], k + beta[1]
+        return q.unsqueeze(1), k.unsqueeze(1)
+
+    def extra_repr(self) -> str:
+        """Name the settings in the printed module."""
+        return f"key_size={self.key_size}, value_size={self.value_size}"

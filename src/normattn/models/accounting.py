@@ -1,0 +1,75 @@
+"""What a causal language model costs: parameters, and FLOPs per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from normattn.errors import InputError
+from normattn.layers.feed_forward import swiglu_hidden
+from normattn.models.causal_lm import CausalLM
+from normattn.models.config import CausalLMConfig
+
+
+def parameter_count(model: CausalLM | CausalLMConfig) -> int:
+    """The number of learned numbers, a tied head counted once.
+
+    A configuration is built without memory (on torch's meta device) and counted.
+    """
+    if isinstance(model, CausalLMConfig):
+        with torch.device("meta"):
+            model = CausalLM(model)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations per token; a multiplication and an addition count as two.
+
+    `weights` are the matmuls with weights, the head among them; `attention` the scores and the
+    weighted values of the pairs that causal attention needs, (length + 1)/2 a token on average.
+    Elementwise work (norms, rotations, softmax, gates) is left out: it is linear in the width.
+    """
+
+    weights: float
+    attention: float
+
+    @property
+    def forward(self) -> float:
+        """One forward pass."""
+        return self.weights + self.attention
+
+    @property
+    def training(self) -> float:
+        """Forward and backward: the gradients of both factors of each matmul, so three times."""
+        return 3 * self.forward
+
+
+def flops_per_token(config: CausalLMConfig, length: int) -> Flops:
+    """FLOPs per token of `config`'s model on sequences of `length` tokens.
+
+    A post-hoc method with two regimes touches the same number of pairs. Raises `InputError` for
+    a length below 1.
+    """
+    if length < 1:
+        raise InputError(f"FLOPs were asked for at a length of {length}; it must be at least 1")
+    if config.block == "gau":
+        value = config.expansion * config.dim
+        matrices = config.dim * (2 * value + config.key_size) + value * config.dim
+        pair = config.key_size + value
+    else:
+        width = config.heads * config.score_head_dim
+        kv_width = (config.kv_heads or config.heads) * config.score_head_dim
+        matrices = config.dim * (width + 2 * kv_width) + width * config.dim
+        matrices += _feed_forward_size(config)
+        pair = 2 * width
+    weights = 2 * (config.layers * matrices + config.vocab_size * config.dim)
+    attention = 2 * config.layers * pair * (length + 1) / 2
+    return Flops(weights=float(weights), attention=float(attention))
+
+
+def _feed_forward_size(config: CausalLMConfig) -> int:
+    if config.feed_forward == "swiglu":
+        return 3 * config.dim * (config.hidden or swiglu_hidden(config.dim))
+    return 2 * config.dim * (config.hidden or 4 * config.dim)

@@ -1,0 +1,224 @@
+"""The causal language model: embedding, blocks, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from normattn.errors import InputError
+from normattn.kernels.cross_entropy import (
+    LinearCrossEntropy,
+    TokenScores,
+    linear_cross_entropy,
+    token_scores,
+)
+from normattn.layers.attention import Attention
+from normattn.layers.feed_forward import GELU, SwiGLU
+from normattn.layers.gated_attention_unit import GatedAttentionUnit
+from normattn.layers.norms import LayerNorm, RMSNorm
+from normattn.layers.placement import DeepNorm, PostLN, PreLN, ReZero, deepnorm_factors
+from normattn.models.config import CausalLMConfig
+from normattn.models.initialisation import initialise
+from normattn.models.method import MethodHandle
+from normattn.score import Score, ScoreSpec
+
+# Rows scored at a time without gradient: the activations of about this many tokens are held.
+_SCORED_TOKENS = 8192
+
+
+class CausalLM(nn.Module):
+    """A decoder that predicts token t + 1 from tokens 0 … t.
+
+    `model(ids (B, T)) → logits (B, T, V)`. Blocks are an attention and a feed-forward sub-layer
+    ("mha") or one gated attention unit ("gau"), each in the configured placement. PreLN and
+    ReZero end in a norm; PostLN and DeepNorm, whose blocks end in one, instead normalise the
+    embedding, so that every sub-layer reads a normalised stream. The head is the embedding unless
+    `tie_head` is off. Weights are drawn from torch's global generator (`initialise`). Raises
+    `InputError` for token ids outside the vocabulary (on CPU) and for settings that cannot be.
+    """
+
+    def __init__(self, config: CausalLMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        ends_in_norm = config.placement in ("PostLN", "DeepNorm")
+        self.embedding_norm = _norm(config) if ends_in_norm else None
+        self.blocks = nn.ModuleList(_block(config) for _ in range(config.layers))
+        self.final_norm = None if ends_in_norm else _norm(config)
+        self.head = (
+            None if config.tie_head else nn.Linear(config.dim, config.vocab_size, bias=False)
+        )
+        initialise(self, config)
+        self._method: MethodHandle | None = None
+
+    @property
+    def head_weight(self) -> Float[Tensor, "v d"]:
+        """The matrix (V, dim) that turns a hidden vector into logits."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def forward(
+        self, ids: Int[Tensor, "b t"], key_padding: Bool[Tensor, "b t"] | None = None
+    ) -> Float[Tensor, "b t v"]:
+        """Logits for the token after each position."""
+        return F.linear(self.hidden(ids, key_padding), self.head_weight)
+
+    def hidden(
+        self, ids: Int[Tensor, "b t"], key_padding: Bool[Tensor, "b t"] | None = None
+    ) -> Float[Tensor, "b t d"]:
+        """The last block's output after the final norm, which the head reads.
+
+        `key_padding` is True where a token is padding; positions then count from each row's
+        first real token, so left padding changes nothing.
+        """
+        x = self._embed(ids)
+        for block in self.blocks:
+            x = block(x, key_padding)
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def loss(self, ids: Int[Tensor, "b t1"]) -> LinearCrossEntropy:
+        """Mean cross-entropy, in nats, of ids[:, 1:] given ids[:, :-1], in chunks; and hits.
+
+        The (B, T, V) logits are never held whole. Raises `InputError` below two tokens.
+        """
+        hidden, targets = self._predictions(ids)
+        return linear_cross_entropy(hidden, self.head_weight, targets)
+
+    @torch.no_grad()
+    def token_scores(self, ids: Int[Tensor, "b t1"]) -> TokenScores:
+        """Loss and correctness of every token of ids[:, 1:], shape (B, T), without gradients.
+
+        Dropout is off while it runs. Rows go through in groups, so that memory follows the
+        longest row, not the batch. Raises `InputError` below two tokens.
+        """
+        rows = max(1, _SCORED_TOKENS // ids.shape[1])
+        losses, correct = [], []
+        with _without_dropout(self):
+            for group in torch.split(ids, rows):
+                hidden, targets = self._predictions(group)
+                scores = token_scores(hidden, self.head_weight, targets)
+                losses.append(scores.loss)
+                correct.append(scores.correct)
+        shape = (ids.shape[0], ids.shape[1] - 1)
+        return TokenScores(torch.cat(losses).view(shape), torch.cat(correct).view(shape))
+
+    def using(self, method: ScoreSpec | str, **parameters: Any) -> MethodHandle:
+        """Switch a post-hoc method on in every layer until the handle is removed.
+
+        `method` is a method's text with its parameters (`using("YaRN", factor=8)`), added to the
+        trained score, or a whole `ScoreSpec` whose trained parts are this model's. "as is" is the
+        trained score itself. Raises `InputError` while another method is on, for trained parts
+        that differ and for parameters beside a whole spec.
+        """
+        if self._method is not None and self._method.active:
+            raise InputError(
+                f"{self._method.spec.name} is already switched on in this model; "
+                "remove it before switching on another method"
+            )
+        trained = self.config.score
+        if isinstance(method, ScoreSpec):
+            if parameters:
+                names = ", ".join(parameters)
+                raise InputError(f"a whole ScoreSpec carries its parameters; {names} cannot join")
+            spec = method
+        else:
+            spec = trained.with_method(method, **parameters)
+        spec = spec.resolve(train_length=self.config.train_length)
+        scores = [module for module in self.modules() if isinstance(module, Score)]
+        self._method = MethodHandle(scores, spec)
+        return self._method
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        try:
+            x: Tensor = self.embedding(ids)
+        except IndexError as error:
+            raise InputError(
+                f"token ids run from {int(ids.min())} to {int(ids.max())}; "
+                f"this model's vocabulary is 0 to {self.config.vocab_size - 1}"
+            ) from error
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        return x
+
+    def _predictions(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        if ids.shape[1] < 2:
+            raise InputError(f"rows of {ids.shape[1]} tokens predict nothing; give at least 2")
+        hidden = self.hidden(ids[:, :-1])
+        return hidden.flatten(0, 1), ids[:, 1:].flatten()
+
+
+class Block(nn.Module):
+    """An attention sub-layer, then, if there is one, a feed-forward sub-layer."""
+
+    def __init__(self, mixer: nn.Module, feed_forward: nn.Module | None) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.feed_forward = feed_forward
+
+    def forward(
+        self, x: Float[Tensor, "b t d"], key_padding: Bool[Tensor, "b t"] | None = None
+    ) -> Float[Tensor, "b t d"]:
+        """Apply the block; `key_padding` is True where a token is padding."""
+        x = self.mixer(x, key_padding=key_padding)
+        return x if self.feed_forward is None else self.feed_forward(x)
+
+
+def _block(config: CausalLMConfig) -> Block:
+    place = _placement(config)
+    if config.block == "gau":
+        unit = GatedAttentionUnit(
+            config.dim,
+            config.key_size,
+            config.expansion,
+            config.score,
+            dropout=config.dropout,
+        )
+        return Block(place(unit), None)
+    attention = Attention(
+        config.dim,
+        config.heads,
+        config.kv_heads,
+        config.score,
+        head_dim=config.head_dim,
+        dropout=config.dropout,
+    )
+    kind = SwiGLU if config.feed_forward == "swiglu" else GELU
+    return Block(place(attention), place(kind(config.dim, config.hidden)))
+
+
+def _placement(config: CausalLMConfig) -> Callable[[nn.Module], nn.Module]:
+    """A function that puts one sub-layer in the configured placement."""
+    alpha, _ = deepnorm_factors(config.layers, sublayers=1 if config.block == "gau" else 2)
+
+    def place(sublayer: nn.Module) -> nn.Module:
+        norm = _norm(config)
+        if config.placement == "DeepNorm":
+            return DeepNorm(sublayer, norm, alpha, config.dropout)
+        kinds = {"PreLN": PreLN, "PostLN": PostLN, "ReZero": ReZero}
+        return kinds[config.placement](sublayer, norm, config.dropout)
+
+    return place
+
+
+def _norm(config: CausalLMConfig) -> nn.Module:
+    if config.norm == "rms":
+        return RMSNorm(config.dim, config.norm_eps, gain=config.norm_gain)
+    return LayerNorm(config.dim, config.norm_eps, gain=config.norm_gain, bias=config.norm_gain)
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; each module then has its own mode again."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,142 @@
+"""A model as two files: config.json and model.safetensors, written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from normattn import atomic
+from normattn.errors import InputError
+from normattn.models.causal_lm import CausalLM
+from normattn.models.config import CausalLMConfig
+
+FORMAT = "normattn.causal_lm/1"
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+def save_model(model: CausalLM, directory: Path | str) -> None:
+    """Write the trained model to `directory`: its settings and its weights.
+
+    A post-hoc method that is switched on is not part of the trained model and is not saved.
+    config.json holds `format`, the settings under `config` and the weights' SHA-256. A directory
+    that stands there is replaced as a whole if it holds a saved model or nothing. Raises
+    `InputError` when it holds anything else, when the disk is full or cannot be written.
+    """
+    place = Path(directory)
+    _check_replaceable(place)
+
+    def fill(folder: Path) -> None:
+        tensors = {
+            name: value.detach().contiguous().cpu() for name, value in model.state_dict().items()
+        }
+        # By way of bytes, because a full disk is then an OSError that says so.
+        content = save(tensors)
+        (folder / WEIGHTS_FILE).write_bytes(content)
+        description = {
+            "format": FORMAT,
+            "config": model.config.model_dump(mode="json"),
+            "weights_sha256": hashlib.sha256(content).hexdigest(),
+        }
+        text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False)
+        (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+
+    atomic.write_directory(place, fill)
+
+
+def load_model(directory: Path | str) -> CausalLM:
+    """Read a model that `save_model` wrote; the result is in training mode, on the CPU.
+
+    The global random state is left as it was. Raises `InputError` for a missing or damaged file,
+    an unknown format or setting, and weights that are not those of the configuration.
+    """
+    place = Path(directory)
+    description = _read_description(place / CONFIG_FILE)
+    config = _read_config(description, place / CONFIG_FILE)
+    tensors = _read_weights(place / WEIGHTS_FILE, description)
+    with torch.random.fork_rng(devices=[]):
+        model = CausalLM(config)
+    _check_tensors(model, tensors, place / WEIGHTS_FILE)
+    for name, value in model.state_dict(keep_vars=True).items():
+        # A model saved in bfloat16 comes back in bfloat16.
+        value.data = tensors[name]
+    return model
+
+
+def _check_replaceable(place: Path) -> None:
+    if not place.exists():
+        return
+    if not place.is_dir():
+        raise InputError(f"{place} is a file; a model is saved as a directory")
+    others = {entry.name for entry in place.iterdir()} - {CONFIG_FILE, WEIGHTS_FILE}
+    if others:
+        raise InputError(
+            f"{place} holds {sorted(others)[0]}, which is not part of a saved model; "
+            "choose an empty or a new directory"
+        )
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    try:
+        description = json.loads(_read_bytes(path))
+    except ValueError as error:
+        raise InputError(f"{path} is not a whole JSON file: {error}") from error
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise InputError(f"{path} does not describe a model of format {FORMAT!r}")
+    unknown = sorted(set(description) - {"format", "config", "weights_sha256"})
+    if unknown:
+        raise InputError(f"{path} has the unknown field {unknown[0]!r}")
+    for name in ("config", "weights_sha256"):
+        if name not in description:
+            raise InputError(f"{path} lacks the field {name!r}")
+    return description
+
+
+def _read_config(description: dict[str, Any], path: Path) -> CausalLMConfig:
+    values = description["config"]
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: the field 'config' is not an object")
+    try:
+        return CausalLMConfig(**values)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _read_weights(path: Path, description: dict[str, Any]) -> dict[str, torch.Tensor]:
+    content = _read_bytes(path)
+    if hashlib.sha256(content).hexdigest() != description["weights_sha256"]:
+        raise InputError(f"{path} is damaged: its SHA-256 is not the one in {CONFIG_FILE}")
+    try:
+        return load(content)
+    except SafetensorError as error:
+        raise InputError(f"{path} is damaged: {error}") from error
+
+
+def _check_tensors(model: CausalLM, tensors: dict[str, torch.Tensor], path: Path) -> None:
+    expected = model.state_dict()
+    missing = sorted(set(expected) - set(tensors))
+    unknown = sorted(set(tensors) - set(expected))
+    if missing or unknown:
+        problem = f"lacks the tensor {missing[0]}" if missing else f"has the tensor {unknown[0]}"
+        raise InputError(f"{path} {problem}, unlike the model that {CONFIG_FILE} describes")
+    for name, value in expected.items():
+        if tensors[name].shape != value.shape:
+            raise InputError(
+                f"{path}: {name} is {tuple(tensors[name].shape)}, "
+                f"but {CONFIG_FILE} asks for {tuple(value.shape)}"
+            )
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise InputError(f"{path} does not exist; a saved model has this file") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
