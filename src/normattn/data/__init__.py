@@ -1,0 +1,38 @@
+"""Corpora, tokenisers, tokens, training batches and the length-controlled evaluation sets."""
+
+from __future__ import annotations
+
+from normattn.data.config import DataConfig
+from normattn.data.corpora import Corpus, Document, parse_corpus
+from normattn.data.evaluation_sets import (
+    EvaluationSet,
+    last_segment_sets,
+    non_repeated_set,
+    repeated_set,
+    train_length_set,
+)
+from normattn.data.packing import Tiling, TrainingBatches
+from normattn.data.synthetic import CopyTask
+from normattn.data.token_data import TokenData, TokenSplit
+from normattn.data.tokeniser import Tokeniser, train_tokeniser
+from normattn.data.tokens import prepare_tokens
+
+__all__ = [
+    "CopyTask",
+    "Corpus",
+    "DataConfig",
+    "Document",
+    "EvaluationSet",
+    "Tiling",
+    "TokenData",
+    "TokenSplit",
+    "Tokeniser",
+    "TrainingBatches",
+    "last_segment_sets",
+    "non_repeated_set",
+    "parse_corpus",
+    "prepare_tokens",
+    "repeated_set",
+    "train_length_set",
+    "train_tokeniser",
+]

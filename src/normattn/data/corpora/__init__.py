@@ -1,0 +1,57 @@
+"""Corpora as values: `parse_corpus("python-source")`, a path, or `hf:NAME`.
+
+A new kind of corpus, or a new file format, is one new file in this folder that registers itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from normattn.data.corpora.corpus import Corpus, Document, kinds, register
+from normattn.errors import InputError
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+
+def parse_corpus(text: str) -> Corpus:
+    """The corpus that an address names: `body` or `body?option=value&…`.
+
+    `python-source`, the path of a file or a folder, or `hf:NAME`. Raises `InputError` for
+    anything else, with the nearest name, and for options that the kind does not know.
+    """
+    body, options = _split(text)
+    for kind in kinds().values():
+        if kind.claims(body):
+            return kind.parse(body, options)
+    raise InputError(_unknown(body))
+
+
+def _split(text: str) -> tuple[str, dict[str, str]]:
+    body, mark, query = text.partition("?")
+    if not text.strip():
+        raise InputError("the corpus has no name: expected python-source, a path, or hf:NAME")
+    if not mark or Path(text).expanduser().exists():
+        return text, {}
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True)
+    except ValueError as error:
+        raise InputError(f"corpus {text!r}: expected ?option=value&… behind the name") from error
+    return body, dict(pairs)
+
+
+def _unknown(body: str) -> str:
+    named = [name for name in kinds() if name != "path"]
+    near = difflib.get_close_matches(body, named, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return (
+        f"corpus {body!r} does not exist: {hint}expected python-source, "
+        "the path of a file or folder, or hf:NAME"
+    )
+
+
+__all__ = ["Corpus", "Document", "kinds", "parse_corpus", "register"]

@@ -1,0 +1,48 @@
+"""Reading only part of a corpus: which part a limit in bytes keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from normattn.data.corpora.corpus import Document
+
+
+def spread(sizes: Sequence[int], limit: int | None) -> list[bool]:
+    """Which of several files to read so that about `limit` bytes come evenly from all of them.
+
+    A file is kept while what is kept lags behind its share of what was passed (error diffusion),
+    so the choice is deterministic and does not favour the start of the alphabet. At least one
+    file is kept when there is any: `capped` then cuts it.
+    """
+    total = sum(sizes)
+    if limit is None or total <= limit:
+        return [True] * len(sizes)
+    seen = kept = 0
+    keep = []
+    for size in sizes:
+        chosen = kept * total <= limit * seen and kept + size <= limit
+        keep.append(chosen)
+        kept += size if chosen else 0
+        seen += size
+    if keep and not any(keep):
+        keep[0] = True
+    return keep
+
+
+def capped(documents: Iterable[Document], limit: int | None) -> Iterator[Document]:
+    """The first `limit` bytes of the documents; the last one is cut behind a line if it can."""
+    left = limit
+    for document in documents:
+        if left is None:
+            yield document
+            continue
+        raw = document.text.encode()
+        if len(raw) <= left:
+            left -= len(raw)
+            yield document
+            continue
+        head = raw[:left].decode(errors="ignore")
+        text = head[: head.rfind("\n") + 1] or head
+        if text:
+            yield Document(document.name, text)
+        return

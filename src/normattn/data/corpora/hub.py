@@ -1,0 +1,124 @@
+"""A Hugging Face dataset by name, streamed: nothing but the rows in hand is kept."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from normattn.data.corpora.budget import capped
+from normattn.data.corpora.corpus import Corpus, Document, address, register, take_options
+from normattn.errors import InputError
+
+_PREFIX = "hf:"
+
+
+@register
+@dataclass(frozen=True)
+class HubCorpus(Corpus):
+    """`hf:NAME[?config=..&split=train&field=text&revision=..]`; a row is a document.
+
+    Needs the `datasets` library (extra `data`) and a network. Pin a `revision` to be sure that
+    the text stays the same: the fingerprint is the address, not the text.
+    """
+
+    name: str
+    config: str | None = None
+    split: str | None = None
+    field: str | None = None
+    revision: str | None = None
+
+    kind: ClassVar[str] = "hf"
+    summary: ClassVar[str] = "hf:NAME[?config=&split=train&field=text&revision=], from the hub"
+
+    @classmethod
+    def claims(cls, body: str) -> bool:
+        """Every address that starts with `hf:`."""
+        return body.startswith(_PREFIX)
+
+    @classmethod
+    def parse(cls, body: str, options: Mapping[str, str]) -> Self:
+        """Split the address into name and options."""
+        name = body.removeprefix(_PREFIX)
+        if not name:
+            raise InputError("corpus 'hf:' names no dataset: expected hf:NAME, such as hf:me/data")
+        return cls(name, **take_options(body, options, ["config", "split", "field", "revision"]))
+
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
+        """Stream the rows; names are the row numbers."""
+        return capped(self._rows(), limit)
+
+    def fingerprint(self) -> str:
+        """Hash of the address."""
+        return hashlib.sha256(str(self).encode()).hexdigest()
+
+    def total_bytes(self) -> int | None:
+        """Not known."""
+        return None
+
+    def __str__(self) -> str:
+        return address(
+            _PREFIX + self.name,
+            config=self.config,
+            split=self.split,
+            field=self.field,
+            revision=self.revision,
+        )
+
+    def _rows(self) -> Iterator[Document]:
+        load = self._loader()
+        field = self.field or "text"
+        try:
+            rows = iter(
+                load(
+                    self.name,
+                    self.config,
+                    split=self.split or "train",
+                    revision=self.revision,
+                    streaming=True,
+                )
+            )
+        except Exception as error:  # whatever the hub's client raises, the user gets a sentence
+            raise self._failed(error) from error
+        number = 0
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise self._failed(error) from error
+            yield Document(f"{number:09}", self._text(row, number, field))
+            number += 1
+
+    def _loader(self) -> Any:
+        try:
+            from datasets import load_dataset
+        except ImportError as error:
+            raise InputError(
+                f"corpus {str(self)!r} needs the datasets library: pip install 'normattn[data]'"
+            ) from error
+        return load_dataset
+
+    def _failed(self, error: Exception) -> InputError:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return InputError(
+            f"corpus {str(self)!r} cannot be read from the hub: {reason}; check its name, config "
+            "and split and the network, or give a local file"
+        )
+
+    def _text(self, row: Mapping[str, Any], number: int, field: str) -> str:
+        if field not in row:
+            fields = ", ".join(map(repr, row))
+            raise InputError(
+                f"corpus {str(self)!r} has no field {field!r} (its fields: {fields}); "
+                "choose with ?field="
+            )
+        text = row[field]
+        if not isinstance(text, str):
+            found = type(text).__name__
+            raise InputError(
+                f"corpus {str(self)!r}, row {number}: field {field!r} is not text but a {found}"
+            )
+        return text

@@ -1,0 +1,54 @@
+"""JSON lines: one object a line, its text under one field; every line is a document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from normattn.data.corpora.corpus import Document
+from normattn.data.corpora.formats import FileFormat, register_format
+from normattn.data.corpora.reading import not_utf8, open_bytes
+from normattn.errors import InputError
+
+
+def read_json_lines(path: Path, name: str, field: str) -> Iterator[Document]:
+    """Documents `name:1`, `name:2`, … (line numbers); blank lines are passed over.
+
+    Raises `InputError` naming file and line where a line is no JSON object with a text `field`.
+    """
+    offset = 0
+    with open_bytes(path) as file:
+        for number, raw in enumerate(file, start=1):
+            try:
+                line = raw.decode()
+            except UnicodeDecodeError as error:
+                raise not_utf8(path, offset + error.start, error) from error
+            offset += len(raw)
+            if number == 1:
+                line = line.removeprefix("\ufeff")
+            if line.strip():
+                yield Document(f"{name}:{number}", _text_of(line, f"{path}:{number}", field))
+
+
+def _text_of(line: str, where: str, field: str) -> str:
+    try:
+        value: Any = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{where} is not a JSON object: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{where} is not a JSON object but a {type(value).__name__}")
+    text = value.get(field)
+    if isinstance(text, str):
+        # A lone surrogate (\ud800) is legal JSON but no Unicode text.
+        return text.encode("utf-8", "replace").decode()
+    if field in value:
+        raise InputError(f"{where}: field {field!r} is not text but a {type(text).__name__}")
+    fields = ", ".join(map(repr, value)) or "none"
+    raise InputError(f"{where} has no field {field!r} (its fields: {fields}); choose with ?field=")
+
+
+JSON_LINES = register_format(
+    FileFormat("JSON lines", frozenset({".jsonl", ".ndjson"}), True, read_json_lines)
+)

@@ -1,0 +1,66 @@
+"""Parquet: every row is a document, its text in one column; read row group by row group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from normattn.data.corpora.corpus import Document
+from normattn.data.corpora.formats import FileFormat, register_format
+from normattn.data.corpora.reading import open_bytes
+from normattn.errors import InputError
+
+_ROWS = 256
+
+
+def read_parquet(path: Path, name: str, field: str) -> Iterator[Document]:
+    """Documents `name:0`, `name:1`, … (row numbers).
+
+    Raises `InputError` when pyarrow is missing, the file is damaged, or the column is missing or
+    holds something else than text.
+    """
+    pyarrow, parquet = _import(path)
+    row = 0
+    with open_bytes(path) as file:
+        try:
+            table = parquet.ParquetFile(file)
+            _check_column(path, table.schema_arrow, field)
+            for batch in table.iter_batches(batch_size=_ROWS, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    yield Document(f"{name}:{row}", _checked(text, path, row, field))
+                    row += 1
+        except pyarrow.ArrowException as error:
+            first = str(error).splitlines()[0]
+            raise InputError(f"{path} is not a whole Parquet file: {first}") from error
+
+
+def _import(path: Path) -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise InputError(
+            f"{path} needs pyarrow to be read: pip install 'normattn[data]'"
+        ) from error
+    return pyarrow, parquet
+
+
+def _check_column(path: Path, schema: Any, field: str) -> None:
+    if field not in schema.names:
+        columns = ", ".join(map(repr, schema.names)) or "none"
+        raise InputError(
+            f"{path} has no column {field!r} (its columns: {columns}); choose with ?field="
+        )
+    kind = str(schema.field(field).type)
+    if "string" not in kind:
+        raise InputError(f"{path}: column {field!r} is not text but {kind}")
+
+
+def _checked(text: Any, path: Path, row: int, field: str) -> str:
+    if not isinstance(text, str):
+        raise InputError(f"{path}, row {row}: column {field!r} has no value")
+    return text
+
+
+PARQUET = register_format(FileFormat("Parquet", frozenset({".parquet"}), True, read_parquet))

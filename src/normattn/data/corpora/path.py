@@ -1,0 +1,147 @@
+"""A file or a folder of files: text, JSON lines or Parquet, each by its suffix."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+from normattn.data.corpora.budget import capped, spread
+from normattn.data.corpora.corpus import Corpus, Document, address, register, take_options
+from normattn.data.corpora.formats import DEFAULT_FIELD, FileFormat, format_of, formats
+from normattn.data.corpora.text_file import TEXT
+from normattn.errors import InputError
+
+WHOLE_BYTES = 8 << 20
+"""A text file in a folder is one document up to this size, and cut like a single file beyond."""
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str
+    path: Path
+    format: FileFormat
+    size: int
+
+
+@register
+@dataclass(frozen=True)
+class PathCorpus(Corpus):
+    """The text under a path.
+
+    A single text file is cut at line ends into documents of about 32 kB. In a folder (read
+    recursively, in the order of the relative names, hidden files and unknown suffixes left out) a
+    text file is one document unless it is larger than 8 MB or packed. Every line of a JSON-lines file and
+    every row of a Parquet file is a document; `field` says where its text is. Names are relative
+    to the path, so that the split does not depend on where the folder lies.
+    """
+
+    path: str
+    field: str | None = None
+
+    kind: ClassVar[str] = "path"
+    summary: ClassVar[str] = "a file or a folder: text, .jsonl or .parquet, also .gz [?field=text]"
+
+    @classmethod
+    def claims(cls, body: str) -> bool:
+        """Every path that exists."""
+        return Path(body).expanduser().exists()
+
+    @classmethod
+    def parse(cls, body: str, options: Mapping[str, str]) -> Self:
+        """`PATH` or `PATH?field=NAME`."""
+        return cls(body, take_options(body, options, ["field"])["field"])
+
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
+        """Stream the documents; a limit takes evenly from the files of a folder."""
+        files = self._files()
+        keep = spread([file.size for file in files], limit)
+        kept = [file for file, chosen in zip(files, keep, strict=True) if chosen]
+        return capped((doc for file in kept for doc in self._read(file)), limit)
+
+    def fingerprint(self) -> str:
+        """Hash of relative names, sizes and modification times."""
+        digest = hashlib.sha256(repr((self.kind, self.field)).encode())
+        for file in self._files():
+            with _readable(file.path):
+                stat = file.path.stat()
+            digest.update(repr((file.name, stat.st_size, stat.st_mtime_ns)).encode())
+        return digest.hexdigest()
+
+    def total_bytes(self) -> int | None:
+        """The size of the text files; None with packed or tabular ones."""
+        files = self._files()
+        if any(file.format is not TEXT or file.path.suffix == ".gz" for file in files):
+            return None
+        return sum(file.size for file in files)
+
+    def __str__(self) -> str:
+        return address(self.path, field=self.field)
+
+    def _read(self, file: _File) -> Iterator[Document]:
+        whole = file.format.whole
+        packed = file.path.suffix == ".gz"  # its size says nothing about the text's
+        small = file.size <= WHOLE_BYTES and not packed
+        if whole is not None and small and self._root.is_dir():
+            return iter([Document(file.name, whole(file.path))])
+        return file.format.read(file.path, file.name, self.field or DEFAULT_FIELD)
+
+    @property
+    def _root(self) -> Path:
+        return Path(self.path).expanduser()
+
+    def _files(self) -> list[_File]:
+        root = self._root
+        if not root.exists():
+            raise InputError(f"corpus {self.path!r} does not exist")
+        if root.is_dir():
+            files = self._folder(root)
+        else:
+            with _readable(root):
+                files = [_File(root.name, root, format_of(root) or TEXT, root.stat().st_size)]
+        if self.field is not None and not any(file.format.has_field for file in files):
+            raise InputError(f"corpus {str(self)!r}: plain text has no fields; leave out ?field=")
+        return files
+
+    def _folder(self, root: Path) -> list[_File]:
+        files = []
+        for path in _walk(root):
+            file_format = format_of(path)
+            if file_format is not None and path.is_file():
+                with _readable(path):
+                    size = path.stat().st_size
+                files.append(_File(path.relative_to(root).as_posix(), path, file_format, size))
+        if not files:
+            known = " ".join(sorted(formats()))
+            raise InputError(
+                f"corpus {self.path!r} holds no file of a known kind (suffixes: {known})"
+            )
+        return sorted(files, key=lambda file: file.name)
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Every file that is not hidden; a folder that cannot be listed is an error, not a gap."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+class _readable:
+    """Turn a failing `stat` into an `InputError` that names the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise InputError(f"{self.path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,121 @@
+"""Byte-level BPE: every text has tokens and comes back from them unchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from normattn import atomic
+from normattn.errors import InputError
+
+SEPARATOR = "<|doc|>"
+SEPARATOR_ID = 0
+SAMPLE_BYTES = 32 << 20
+_VARIABLE = "TOKENIZERS_PARALLELISM"
+
+
+class Tokeniser:
+    """A trained byte-level BPE with one separator token, `<|doc|>`, which is id 0.
+
+    Text that happens to contain `<|doc|>` is encoded as the letters it is written with: only the
+    end of a document makes a separator.
+    """
+
+    def __init__(self, serialised: str) -> None:
+        self._json = serialised
+        self._bpe = Tokenizer.from_str(serialised)
+        # Not part of the serialised form: it has to be said again at every start.
+        self._bpe.encode_special_tokens = True
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries, separator included; fewer than asked for when the text was small."""
+        return int(self._bpe.get_vocab_size())
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the serialised tokeniser."""
+        return hashlib.sha256(self._json.encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of `text`, without a separator."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of several texts."""
+        with _one_thread():
+            encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; separators are shown, a half character becomes U+FFFD."""
+        return str(self._bpe.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def save(self, path: Path) -> None:
+        """Write the tokeniser as the JSON of the `tokenizers` library."""
+        atomic.write_text(path, self._json)
+
+    @classmethod
+    def load(cls, path: Path) -> Tokeniser:
+        """Read what `save` wrote; `InputError` when it is missing or damaged."""
+        try:
+            return cls(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise InputError(f"tokeniser {path} does not exist") from error
+        except Exception as error:  # tokenizers raises bare Exception for anything it dislikes
+            raise InputError(f"tokeniser {path} is damaged: {error}") from error
+
+
+def train_tokeniser(
+    texts: Iterable[str], vocab_size: int, sample_bytes: int = SAMPLE_BYTES
+) -> Tokeniser:
+    """Train a byte-level BPE on the first `sample_bytes` (default 32 MiB) of `texts`.
+
+    The result depends on the texts and sizes only: ties between merges are ordered by the pair.
+    `vocab_size` counts the separator and the 256 bytes. Raises `InputError` below 257 entries.
+    """
+    if vocab_size < 257:
+        raise InputError(
+            f"a byte-level vocabulary needs at least 257 entries (256 bytes and the separator), "
+            f"got {vocab_size}"
+        )
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[SEPARATOR],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with _one_thread():
+        bpe.train_from_iterator(_sample(texts, sample_bytes), trainer)
+    return Tokeniser(bpe.to_str())
+
+
+def _sample(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
+    taken = 0
+    for text in texts:
+        yield text
+        taken += len(text.encode())
+        if taken >= sample_bytes:
+            return
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep the library from its own threads: it warns and deadlocks when a process forks later."""
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before
