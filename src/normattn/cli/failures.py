@@ -11,9 +11,7 @@ from normattn.errors import DivergedError, InputError, Interrupted, NormattnErro
 
 INPUT, DIVERGED, STOPPED = 2, 3, 130
 # typer carries its own copy of click or uses the installed one, by version; ask it for the base.
-_UsageError = next(
-    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
-)
+_UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 def exit_code_of(error: BaseException) -> int | None:

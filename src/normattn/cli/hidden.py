@@ -12,7 +12,9 @@ def cell(directory: Path, parent: Annotated[int, typer.Argument()] = 0) -> None:
     """Train and evaluate the cell in `directory`; stop when the process `parent` is gone."""
     from normattn.recipes.cell import run_cell
 
-    run_cell(directory, parent)
+    code = run_cell(directory, parent)
+    if code:
+        raise typer.Exit(code)
 
 
 def measure(directory: Path, parent: Annotated[int, typer.Argument()] = 0) -> None:

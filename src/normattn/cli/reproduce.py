@@ -21,9 +21,9 @@ EPILOG = """
 
 `normattn reproduce keynorm` – the table itself, on two cores in about 20 minutes
 
-`normattn reproduce keynorm --variants Baseline,QNA,KNA --seeds 3` – then three seeds of three scores
+`normattn reproduce keynorm --variants Baseline,QNA,KNA --seeds 3` – more seeds
 
-`normattn reproduce keynorm --preset gpu-100m --corpus hf:NAME --plan` – what the source's scale costs
+`normattn reproduce keynorm --preset gpu-100m --corpus hf:NAME --plan` – its cost
 
 Stop it anywhere and run it again: it goes on, and ends in the same table to the last bit.
 """
@@ -62,7 +62,8 @@ def keynorm(
         Path | None, typer.Option(help="[default: runs/keynorm-PRESET]", show_default=False)
     ] = None,
     corpus: Annotated[
-        str | None, typer.Option(help="Another corpus: a file or folder, hf:NAME. [default: its own]")
+        str | None,
+        typer.Option(help="Another corpus: a file or folder, hf:NAME. [default: its own]"),
     ] = None,
     changes: Annotated[
         list[str] | None,
@@ -78,7 +79,8 @@ def keynorm(
     """
     assigned = values.assignments(changes or [])
 
-    from normattn.recipes.keynorm import Request, reproduce
+    from normattn.recipes.keynorm import Request
+    from normattn.recipes.sweep import reproduce
 
     failed = reproduce(
         Request(

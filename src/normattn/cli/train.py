@@ -95,12 +95,13 @@ def command(
     given = {key: value for key, value in options.items() if value is not None}
     fields = _fields(config, preset, given, changes or [])
 
-    from normattn.recipes.single import describe, train_run
+    from normattn.recipes.single import describe, train_run, training_config
 
+    settings = training_config(fields)
     if plan:
-        print(describe(fields))
+        print(describe(settings))
     else:
-        train_run(fields, out)
+        train_run(settings, out)
 
 
 def _fields(
@@ -108,6 +109,7 @@ def _fields(
 ) -> dict[str, Any]:
     """Every setting of the run, each layer over the one before."""
     from normattn.recipes import presets
+    from normattn.recipes.merging import merged
 
     layers: list[dict[str, Any]] = []
     if config is not None:
@@ -115,4 +117,4 @@ def _fields(
     both = set(given) & set(assigned := values.assignments(changes))
     if both:
         raise InputError(f"{', '.join(sorted(both))} is given both as an option and by --set")
-    return values.merged(presets.load(preset).training, *layers, given, assigned)
+    return merged(presets.load(preset).training, *layers, given, assigned)

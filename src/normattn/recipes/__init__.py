@@ -1,1 +1,1 @@
-"""Whole experiments as data: which cells to train, how to measure them, and a scheduler for both."""
+"""Whole experiments as data: what to train, how to measure it, and a scheduler."""

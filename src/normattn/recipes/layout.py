@@ -25,9 +25,13 @@ class CellPaths:
     @classmethod
     def of(cls, out: Path, variant: str, seed: int) -> CellPaths:
         """The places of the cell (variant, seed) below `out`."""
-        return cls(
-            out / "cells" / variant / f"seed{seed}", out / "jobs" / variant / f"seed{seed}"
-        )
+        return cls(out / "cells" / variant / f"seed{seed}", out / "jobs" / variant / f"seed{seed}")
+
+    @classmethod
+    def of_job(cls, job: Path) -> CellPaths:
+        """The places of the cell that `job` steers."""
+        job = job.resolve()
+        return cls(job.parents[2] / "cells" / job.parent.name / job.name, job)
 
     @property
     def settings(self) -> Path:

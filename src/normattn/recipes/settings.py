@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from normattn.errors import InputError
 
 Model = TypeVar("Model", bound=BaseModel)
-Protocol = Literal["train-length", "non-repeated", "repeated", "last-segment"]
-PROTOCOLS: tuple[Protocol, ...] = ("train-length", "non-repeated", "repeated", "last-segment")
+Protocol = Literal["train_length", "non_repeated", "repeated", "last_segment"]
+PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "last_segment")
 
 
 class Settings(BaseModel):
@@ -26,14 +26,18 @@ class EvaluationSettings(Settings):
 
     `multiples` are the tested lengths in units of the training length L; the longest one sets the
     `factor` of every stretching method, for the whole table. `max_windows` bounds each set of
-    windows, `max_tokens` the tokens a batch of them holds (memory, never a result).
+    windows, `max_tokens` the tokens a batch of them holds (memory, never a result). `precision`
+    "bf16" scores under autocast. `split` is the documents: settings are chosen on "validation",
+    tables made on "test".
     """
 
     protocols: tuple[Protocol, ...] = PROTOCOLS
     multiples: tuple[int, ...] = (1, 2, 4, 8)
     max_windows: int = Field(default=128, ge=1)
     max_tokens: int = Field(default=16384, ge=1)
+    precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = Field(default=0, ge=0)
+    split: Literal["test", "validation"] = "test"
 
     @field_validator("multiples")
     @classmethod

@@ -1,0 +1,81 @@
+"""How long a step and an evaluated token take here: a few seconds of the real thing, in a child."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from normattn.models import CausalLM
+from normattn.recipes.jobs import watch_parent
+from normattn.recipes.keynorm import CellConfig
+from normattn.recipes.layout import CellPaths, read_json
+from normattn.recipes.settings import validated
+from normattn.training.distribution import choose_device
+from normattn.training.optimisers import make_optimiser
+
+SECONDS = 1.5
+
+
+def measure_cell(job: Path, parent: int = 0) -> None:
+    """Time training and scoring of the cell in `job` on random tokens; print two rates as JSON.
+
+    `{"train": …, "score": …}`, both in seconds per token: forward, backward and optimiser at the
+    training length, and scoring at the longest tested one.
+    """
+    if parent:
+        watch_parent(parent)
+    paths = CellPaths.of_job(job)
+    cell = validated(CellConfig, read_json(paths.settings), str(paths.settings))
+    print(json.dumps(rates(cell)))
+
+
+def rates(cell: CellConfig) -> dict[str, float]:
+    """Seconds per token of this cell: `train` and `score`."""
+    config = cell.training_config
+    device = choose_device(config.device)
+    torch.set_num_threads(config.threads)
+    model = CausalLM(config.model).to(device)
+    optimiser, _ = make_optimiser(model, config.optimiser)
+    length = config.model.train_length
+
+    def ids(rows: int, tokens: int) -> torch.Tensor:
+        return torch.randint(config.model.vocab_size, (rows, tokens + 1), device=device)
+
+    def train(rows: int) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+            loss = model.loss(ids(rows, length)).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        loss.item()
+
+    def score(rows: int) -> None:
+        bf16 = cell.evaluation.precision == "bf16"
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            model.token_scores(ids(rows, longest)).loss.sum().item()
+
+    longest = length * max(cell.evaluation.multiples)
+    most = max(1, cell.evaluation.max_tokens // longest)
+    return {
+        "train": _per_row(train, config.batch_size) / length,
+        "score": _per_row(score, min(most, cell.evaluation.max_windows)) / longest,
+    }
+
+
+def _per_row(work: Callable[[int], None], rows: int) -> float:
+    """Seconds per row of `work(rows)`; fewer rows are taken where one alone takes long."""
+    started = time.perf_counter()
+    work(1)
+    one = time.perf_counter() - started
+    rows = max(1, min(rows, int(SECONDS / one)))
+    work(rows)
+    times: list[float] = []
+    while not times or (sum(times) < SECONDS / 2 and len(times) < 20):
+        started = time.perf_counter()
+        work(rows)
+        times.append(time.perf_counter() - started)
+    return sorted(times)[len(times) // 2] / rows

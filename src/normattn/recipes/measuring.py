@@ -1,0 +1,113 @@
+"""A trained run under stretching methods and protocols: the sets, the records, what is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from normattn.data.evaluation_sets import (
+    EvaluationSet,
+    last_segment_sets,
+    non_repeated_set,
+    repeated_set,
+    train_length_set,
+)
+from normattn.data.tokens import TokenData
+from normattn.errors import InputError
+from normattn.evaluation import EvaluationStore, evaluate_run
+from normattn.models.pretrained import load_model
+from normattn.recipes.settings import EvaluationSettings
+from normattn.reports.records import Record
+from normattn.runs import read_status
+from normattn.training import TrainingConfig
+from normattn.training.distribution import choose_device
+
+EVALUATIONS = "evaluations"
+MODEL = "model"
+
+
+def evaluation_sets(
+    data: TokenData, train_length: int, settings: EvaluationSettings
+) -> list[EvaluationSet]:
+    """The windows of held-out text that `settings` ask for, of documents never trained on.
+
+    Raises `InputError` when no test document is long enough, naming the longest.
+    """
+    split, windows, seed = data.split(settings.split), settings.max_windows, settings.seed
+    longer = [multiple for multiple in settings.multiples if multiple > 1]
+    sets: list[EvaluationSet] = []
+    if "train_length" in settings.protocols:
+        sets.append(train_length_set(split, train_length, max_windows=windows, seed=seed))
+    if "non_repeated" in settings.protocols:
+        sets += [
+            non_repeated_set(split, train_length, k, max_windows=windows, seed=seed) for k in longer
+        ]
+    if "repeated" in settings.protocols:
+        sets += [
+            repeated_set(split, train_length, k, max_windows=windows, seed=seed) for k in longer
+        ]
+    if "last_segment" in settings.protocols:
+        sets += last_segment_sets(
+            split, train_length, settings.multiples, max_windows=windows, seed=seed
+        )
+    if not sets:
+        raise InputError("nothing to evaluate: non_repeated and repeated need a multiple above 1")
+    return sets
+
+
+def set_lengths(settings: EvaluationSettings) -> list[int]:
+    """The length of each evaluation set in units of L, without making them."""
+    longer = [multiple for multiple in settings.multiples if multiple > 1]
+    lengths = {
+        "train_length": [1],
+        "non_repeated": longer,
+        "repeated": longer,
+        "last_segment": list(settings.multiples),
+    }
+    return [length for protocol in settings.protocols for length in lengths[protocol]]
+
+
+def count_evaluations(settings: EvaluationSettings) -> int:
+    """How many evaluations one method takes."""
+    return len(set_lengths(settings))
+
+
+def evaluate_trained(
+    run: Path,
+    config: TrainingConfig,
+    data: TokenData,
+    *,
+    methods: Sequence[str],
+    settings: EvaluationSettings,
+    name: str,
+    on_done: Callable[[int], None] = lambda done: None,
+) -> list[Record]:
+    """Evaluate the finished run in `run` under each method; what is on record is not done again.
+
+    `name` is how records call the run; `on_done` is told how many evaluations are done.
+    Raises `InputError` for a run that has not finished and for a method that cannot be applied.
+    """
+    status = read_status(run)
+    if status is None or status.state != "finished":
+        state = f"is {status.state} at step {status.step}" if status else "has not begun"
+        raise InputError(f"the run in {run} {state}; only a finished run can be evaluated")
+    model = load_model(run / MODEL).to(choose_device(config.device))
+    records: list[Record] = []
+
+    def count(record: Record) -> None:
+        records.append(record)
+        on_done(len(records))
+
+    evaluate_run(
+        model,
+        evaluation_sets(data, config.model.train_length, settings),
+        run=name,
+        seed=config.seed,
+        methods=methods,
+        factor=settings.factor,
+        store=EvaluationStore(run / EVALUATIONS),
+        precision=settings.precision,
+        tokens_per_batch=settings.max_tokens,
+        on_record=count,
+    )
+    return records

@@ -1,0 +1,38 @@
+"""Layers of settings: nested ones and dotted ones, each laid over the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from normattn.errors import InputError
+
+
+def merged(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the nested or dotted settings of each layer laid over it.
+
+    A dotted key is a path: `{"model.dim": 64}` changes one field of `model`.
+    """
+    result = _copy(base)
+    for layer in layers:
+        for key, value in layer.items():
+            _put(result, key.split("."), value, key)
+    return result
+
+
+def _put(target: dict[str, Any], path: list[str], value: Any, key: str) -> None:
+    *parents, last = path
+    for name in parents:
+        inner = target.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise InputError(f"{key} cannot be set: {name} is a value, not a group of settings")
+        target = inner
+    if isinstance(value, Mapping) and isinstance(target.get(last), dict):
+        for name, inner_value in value.items():
+            _put(target[last], [name], inner_value, f"{key}.{name}")
+    else:
+        target[last] = _copy(value) if isinstance(value, Mapping) else value
+
+
+def _copy(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in value.items()}

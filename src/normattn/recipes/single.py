@@ -1,0 +1,140 @@
+"""One run by itself: trained, then evaluated, and what each says on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from normattn.data.tokens import prepare_tokens
+from normattn.errors import InputError
+from normattn.models.accounting import flops_per_token, parameter_count
+from normattn.recipes.measuring import count_evaluations, evaluate_trained
+from normattn.recipes.settings import PROTOCOLS, EvaluationSettings, validated
+from normattn.reports.records import Record
+from normattn.runs import RunDirectory
+from normattn.training import TRAINING_KIND, TrainingConfig, train_causal
+
+
+def describe(config: TrainingConfig) -> str:
+    """What a run is and costs, in two lines."""
+    model = config.model
+    tokens = config.steps * config.batch_size * model.train_length
+    flops = flops_per_token(model, model.train_length)
+    return (
+        f"{model.score.name}: {parameter_count(model):,} parameters, {model.layers} layers of "
+        f"width {model.dim}, {flops.training:,.0f} FLOPs per trained token\n"
+        f"{config.steps:,} steps of {config.batch_size} sequences of {model.train_length} tokens: "
+        f"{tokens:,} tokens, {tokens * flops.training:.2g} FLOPs"
+    )
+
+
+def training_config(fields: Mapping[str, Any]) -> TrainingConfig:
+    """The checked settings of a run; `InputError` names each field that is wrong."""
+    return validated(TrainingConfig, fields, "training settings")
+
+
+def train_run(config: TrainingConfig, out: Path) -> None:
+    """Train one run into `out`, or go on with it, and say how it ended."""
+    console = Console(highlight=False)
+    console.print(describe(config), markup=False, soft_wrap=True)
+    result = train_causal(config, out)
+    console.print(
+        f"loss {result.loss:.4f} after {result.steps:,} steps; the model is in {out / 'model'}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def evaluate_run(
+    run: Path,
+    *,
+    methods: Sequence[str],
+    protocols: Sequence[str] | None,
+    multiples: Sequence[int] | None,
+    lengths: Sequence[int] | None,
+    max_windows: int,
+    max_tokens: int,
+    seed: int,
+    threads: int,
+) -> None:
+    """Evaluate the run in the directory `run` and print what was measured.
+
+    Raises `InputError` for a directory that holds no finished run, an unknown protocol or method,
+    and lengths that are no multiples of the training length.
+    """
+    stored = RunDirectory.existing(run, TRAINING_KIND)
+    config = validated(TrainingConfig, stored.config, str(run / "config.json"))
+    fields = {
+        "protocols": [_protocol(name) for name in protocols or PROTOCOLS],
+        "multiples": _multiples(multiples, lengths, config.model.train_length),
+        "max_windows": max_windows,
+        "max_tokens": max_tokens,
+        "seed": seed,
+    }
+    settings = validated(EvaluationSettings, fields, "evaluation settings")
+    for method in methods:
+        config.model.score.with_method(method).resolve(
+            train_length=config.model.train_length, factor=settings.factor
+        )
+    torch.set_num_threads(threads)
+    total = count_evaluations(settings) * len(methods)
+    with Console(file=sys.stderr).status("evaluating") as status:
+        records = evaluate_trained(
+            run,
+            config,
+            prepare_tokens(config.data),
+            methods=methods,
+            settings=settings,
+            name=run.resolve().name,
+            on_done=lambda done: status.update(f"evaluating: {done} of {total}"),
+        )
+    _show(records)
+
+
+def _protocol(name: str) -> str:
+    plain = name.replace("-", "_")
+    if plain in PROTOCOLS:
+        return plain
+    near = get_close_matches(plain, PROTOCOLS, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0].replace('_', '-')}? " if near else ""
+    known = ", ".join(known.replace("_", "-") for known in PROTOCOLS)
+    raise InputError(f"no protocol is called {name!r}: {hint}there are {known}")
+
+
+def _multiples(
+    multiples: Sequence[int] | None, lengths: Sequence[int] | None, train_length: int
+) -> list[int]:
+    if multiples is not None and lengths is not None:
+        raise InputError("--multiples and --lengths say the same thing twice; give one of them")
+    if lengths is None:
+        return list(multiples or EvaluationSettings().multiples)
+    for length in lengths:
+        if length % train_length:
+            raise InputError(
+                f"--lengths takes multiples of the run's training length {train_length}, "
+                f"got {length}"
+            )
+    return [length // train_length for length in lengths]
+
+
+def _show(records: Sequence[Record]) -> None:
+    """A table of accuracies and losses; intervals come with `normattn report`."""
+    table = Table("score", "protocol", "length", "tokens", "accuracy, %", "loss, nats")
+    for record in records:
+        tokens = record.counts("tokens").sum()
+        table.add_row(
+            record.name,
+            record.protocol.replace("_", "-"),
+            str(record.length),
+            f"{tokens:,.0f}",
+            f"{100 * record.counts('correct').sum() / tokens:.2f}",
+            f"{record.counts('loss').sum() / tokens:.4f}",
+        )
+    Console(highlight=False).print(table)

@@ -1,0 +1,136 @@
+"""From a request to a table: plan, data, cells in child processes, tabulation. Goes on anywhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from normattn.data.tokens import prepare_tokens
+from normattn.recipes.jobs import Job, Outcome, run_jobs
+from normattn.recipes.keynorm import KIND, CellConfig, Request, Sweep, resolve
+from normattn.recipes.layout import CellPaths, write_if_changed
+from normattn.recipes.measuring import evaluation_sets
+from normattn.recipes.plan import (
+    Rates,
+    cell_seconds,
+    duration,
+    estimate,
+    is_trained,
+    make_plan,
+    measure,
+    tokens_per_run,
+)
+from normattn.recipes.tabulate import tabulate
+from normattn.recipes.watch import SweepProgress
+from normattn.runs import RunDirectory
+
+# Settings that no digit of the table depends on.
+CHANGEABLE = ("training.checkpoint_seconds", "training.tensorboard", "evaluation.max_tokens")
+
+
+def reproduce(request: Request, only_plan: bool = False) -> list[str]:
+    """Run what `request` asks for, or only print what it would take; return what failed.
+
+    Raises `InputError` before anything is written when the request cannot be met, and
+    `Interrupted` when stopped; the same request then goes on. A cell that diverged is a result;
+    one that failed otherwise is named in the answer, after all others are done.
+    """
+    sweep = resolve(request)
+    console = Console(highlight=False)
+    jobs = min(request.jobs or os.cpu_count() or 1, len(sweep.cells))
+    _print_plan(console, request, sweep)
+    if sweep.out.exists() and (not sweep.out.is_dir() or any(sweep.out.iterdir())):
+        # What is no sweep, or one of another configuration, is refused before any work.
+        _open(sweep)
+    rates = _print_estimate(console, sweep, jobs)
+    if only_plan:
+        return []
+    _prepare(console, sweep)
+    with _open(sweep).lock():
+        outcomes = _run_cells(sweep, jobs, rates)
+        failed = [_failure(outcome) for outcome in outcomes if outcome.failed]
+        if len(failed) < len(outcomes):
+            tabulate([sweep.out], sweep.out)
+    for sentence in failed:
+        print(f"normattn: {sentence}", file=sys.stderr)
+    return failed
+
+
+def _open(sweep: Sweep) -> RunDirectory:
+    return RunDirectory.open(sweep.out, sweep.config, KIND, CHANGEABLE)
+
+
+def _print_plan(console: Console, request: Request, sweep: Sweep) -> None:
+    table = Table(title=f"plan: keynorm, preset {request.preset}", show_header=False)
+    for name, value in make_plan(sweep).lines():
+        table.add_row(name, value)
+    evaluation = sweep.config.evaluation
+    length = sweep.config.training["model"]["train_length"]
+    table.add_row("trained at, tested up to", f"{length}, {length * max(evaluation.multiples)}")
+    table.add_row("output", str(sweep.out))
+    console.print(table)
+    for sentence in sweep.skipped:
+        console.print(sentence, markup=False, soft_wrap=True)
+
+
+def _print_estimate(console: Console, sweep: Sweep, jobs: int) -> Rates | None:
+    rates = None
+    if not all(is_trained(sweep.out, cell) for cell in sweep.cells):
+        rates = measure(sweep.cells, jobs)
+    if rates is None:
+        return None
+    seconds = estimate(sweep, rates, jobs)
+    tokens = 1.0 / rates.train
+    console.print(
+        f"about {duration(seconds)} with {jobs} job{'s' * (jobs > 1)} "
+        f"(measured here: {tokens:,.0f} trained tokens/s and {1.0 / rates.score:,.0f} scored "
+        "tokens/s in each)",
+        soft_wrap=True,
+    )
+    return rates
+
+
+def _prepare(console: Console, sweep: Sweep) -> None:
+    """Tokenise once before the children start, and see that every window can be cut from it."""
+    config = sweep.cells[0].training_config
+    with console.status(f"preparing the corpus {config.data.corpus}"):
+        data = prepare_tokens(config.data)
+        sets = evaluation_sets(data, config.model.train_length, sweep.config.evaluation)
+    documents = {name for each in sets for name in each.documents}
+    console.print(
+        f"corpus {config.data.corpus}: {data.train.total:,} training tokens in "
+        f"{len(data.train):,} documents; {len(documents):,} held-out documents are scored",
+        markup=False,
+        soft_wrap=True,
+    )
+    passes = tokens_per_run(sweep.cells[0]) / max(1, data.train.total)
+    if passes > 1:
+        console.print(f"each run sees the training text about {passes:.1f} times")
+
+
+def _run_cells(sweep: Sweep, jobs: int, rates: Rates | None) -> list[Outcome]:
+    work = [_job(sweep, cell) for cell in sweep.cells]
+    shares = {} if rates is None else {c.name: _share(sweep, c, rates) for c in sweep.cells}
+    with SweepProgress(work, shares) as progress:
+        return run_jobs(work, jobs, progress)
+
+
+def _share(sweep: Sweep, cell: CellConfig, rates: Rates) -> float:
+    return tokens_per_run(cell) * rates.train / cell_seconds(sweep, cell, rates)
+
+
+def _job(sweep: Sweep, cell: CellConfig) -> Job:
+    """The child of one cell, told what to do by a file of its own."""
+    paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
+    write_if_changed(paths.settings, cell.model_dump(mode="json"))
+    paths.progress.unlink(missing_ok=True)
+    command = (sys.executable, "-m", "normattn", "_cell", str(paths.job), str(os.getpid()))
+    return Job(cell.name, command, paths.log)
+
+
+def _failure(outcome: Outcome) -> str:
+    said = outcome.message.removeprefix("normattn: ")
+    return f"{outcome.job.name} failed: {said} (its output is in {outcome.job.log})"
