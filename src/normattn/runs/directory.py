@@ -91,6 +91,11 @@ class RunDirectory:
         write_json(file, {"format": FORMAT, "kind": kind, "config": wanted})
         return cls(path, kind, wanted)
 
+    @staticmethod
+    def check_place(path: Path) -> None:
+        """Raise `InputError` unless `path` is absent or an empty directory, fit for a new run."""
+        _check_empty(Path(path))
+
     @classmethod
     def existing(cls, path: Path, kind: str | None = None) -> Self:
         """Reopen the run in `path` as it is; `InputError` when there is none of that kind."""

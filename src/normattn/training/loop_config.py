@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -39,6 +40,14 @@ class LoopConfig(BaseModel):
     tensorboard: bool = False
     optimiser: OptimiserConfig = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_optimiser(cls, values: Any) -> Any:
+        """An optimiser that is not named is AdamW."""
+        if isinstance(values, Mapping) and isinstance(values.get("optimiser"), Mapping):
+            return {**values, "optimiser": {"name": "adamw", **values["optimiser"]}}
+        return values
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
