@@ -56,7 +56,7 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "b t dim"]:
         """Let every position of `x` attend; `key_padding` is True where a position is padding."""
         heads_BHTD = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = torch.split(heads_BHTD, (self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k, v = torch.split(heads_BHTD, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         o = attention(
             q,
             k,

@@ -80,7 +80,7 @@ class _GatedSiLU(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (both,) = ctx.saved_tensors
         gate, up = both.chunk(2, dim=-1)

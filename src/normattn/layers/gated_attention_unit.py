@@ -66,7 +66,7 @@ class GatedAttentionUnit(nn.Module):
         positions: Int[Tensor, "b t"] | Int[Tensor, " t"] | None = None,
     ) -> Float[Tensor, "b t dim"]:
         """Let every position of `x` attend; `key_padding` is True where a position is padding."""
-        widths = (self.value_size, self.value_size, self.key_size)
+        widths = [self.value_size, self.value_size, self.key_size]
         u, v, z = torch.split(F.silu(self.expand(x)), widths, dim=-1)
         q, k = self._query_and_key(z)
         o = attention(

@@ -81,7 +81,7 @@ class RMSNorm(nn.Module):
         gain = None if self.gain is None else self.gain.to(wide.dtype)
         if self.eps_placement == "outside":
             rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) * float(self.dim**-0.5)
-            normal = wide / (rms + self.eps)
+            normal: Tensor = wide / (rms + self.eps)
             return (normal if gain is None else normal * gain).to(x.dtype)
         if wide.device.type == "cpu" and not torch.compiler.is_compiling():
             # On CPU torch runs F.rms_norm as separate small operations, several times slower.
@@ -109,7 +109,7 @@ class _RMSNormInside(torch.autograd.Function):
         return normal if gain is None else normal.mul_(gain)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         # dx = r·(g·dy − n·⟨g·dy, n⟩/dim) with n = x·r, and dg = Σ rows dy·n.
         x, gain, inverse = ctx.saved_tensors

@@ -51,7 +51,7 @@ def initialise(model: nn.Module, config: CausalLMConfig) -> None:
 def _attention(layer: Attention, config: CausalLMConfig) -> None:
     into, out = _branch_gains(config)
     kv = layer.kv_heads * layer.head_dim
-    q, k, v = torch.split(layer.qkv.weight, (layer.heads * layer.head_dim, kv, kv))
+    q, k, v = torch.split(layer.qkv.weight, [layer.heads * layer.head_dim, kv, kv])
     for weight, gain in ((q, 1.0), (k, 1.0), (v, into), (layer.out.weight, out)):
         _draw(weight, gain * _deviation(weight, config))
 
@@ -69,7 +69,7 @@ def _gated_attention_unit(layer: GatedAttentionUnit, config: CausalLMConfig) -> 
         gate, value, key, out = 1.0, beta, 1.0, beta
     else:
         gate = value = key = out = config.layers ** (-1 / 3)
-    widths = (layer.value_size, layer.value_size, layer.key_size)
+    widths = [layer.value_size, layer.value_size, layer.key_size]
     u, v, z = torch.split(layer.expand.weight, widths)
     for weight, gain in ((u, gate), (v, value), (z, key), (layer.out.weight, out)):
         # Fan-in also under DeepNorm: swish and the gate already shrink what Xavier would shrink.
