@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
@@ -74,7 +74,7 @@ class RunDirectory:
     @classmethod
     def open(
         cls, path: Path, config: BaseModel, kind: str, changeable: Collection[str] = ()
-    ) -> Self:
+    ) -> RunDirectory:
         """Create the run in `path`, or reopen it when it holds the same configuration.
 
         `changeable` names dotted fields that may differ from the stored ones because the results
@@ -97,7 +97,7 @@ class RunDirectory:
         _check_empty(Path(path))
 
     @classmethod
-    def existing(cls, path: Path, kind: str | None = None) -> Self:
+    def existing(cls, path: Path, kind: str | None = None) -> RunDirectory:
         """Reopen the run in `path` as it is; `InputError` when there is none of that kind."""
         path = Path(path)
         if not (path / "config.json").is_file():

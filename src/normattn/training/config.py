@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -43,7 +43,7 @@ class TrainingConfig(LoopConfig):
         return {**values, "model": model}
 
     @model_validator(mode="after")
-    def _check_together(self) -> Self:
+    def _check_together(self) -> TrainingConfig:
         if self.model.vocab_size != self.data.vocab_size:
             raise ValueError(
                 f"model.vocab_size is {self.model.vocab_size} but data.vocab_size is "
@@ -57,7 +57,7 @@ class TrainingConfig(LoopConfig):
         return self
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any], source: str = "the configuration") -> Self:
+    def parse(cls, values: Mapping[str, Any], source: str = "the configuration") -> TrainingConfig:
         """Check `values`; `InputError` names the field in `source` and what was expected."""
         refuse_unknown(values, cls, source)
         try:
@@ -66,6 +66,6 @@ class TrainingConfig(LoopConfig):
             raise InputError(f"{source}: {explain(error)}") from error
 
     @classmethod
-    def load(cls, path: Path | str) -> Self:
+    def load(cls, path: Path | str) -> TrainingConfig:
         """Read a .json or .toml file, or the config.json of a run."""
         return cls.parse(read_settings(Path(path)), str(path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -50,7 +50,7 @@ class LoopConfig(BaseModel):
         return values
 
     @model_validator(mode="after")
-    def _check_schedule(self) -> Self:
+    def _check_schedule(self) -> LoopConfig:
         if self.schedule.warmup_steps > self.steps:
             raise ValueError(
                 f"schedule.warmup_steps is {self.schedule.warmup_steps}, more than the "

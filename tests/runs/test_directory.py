@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from normattn.errors import InputError
+from normattn.runs import RunDirectory, RunStatus, read_status
+from normattn.runs.directory import first_difference
+
+
+class Inner(BaseModel):
+    lr: float = 0.1
+
+
+class Config(BaseModel):
+    steps: int = 5
+    threads: int = 1
+    inner: Inner = Inner()
+
+
+def open_run(path: Path, config: Config | None = None) -> RunDirectory:
+    return RunDirectory.open(path, config or Config(), "toy", changeable={"threads"})
+
+
+def test_the_configuration_is_stored_whole_and_reopened(tmp_path: Path) -> None:
+    open_run(tmp_path / "run")
+    stored = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert stored == {
+        "format": 1,
+        "kind": "toy",
+        "config": {"steps": 5, "threads": 1, "inner": {"lr": 0.1}},
+    }
+    assert open_run(tmp_path / "run").config == stored["config"]
+    assert RunDirectory.existing(tmp_path / "run").kind == "toy"
+
+
+def test_another_configuration_is_refused_by_its_first_field(tmp_path: Path) -> None:
+    open_run(tmp_path)
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(InputError, match=r"inner\.lr is 0\.1 there and 0\.2 here") as caught:
+        open_run(tmp_path, Config(inner=Inner(lr=0.2)))
+    assert str(tmp_path) in str(caught.value)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_a_changeable_field_may_differ(tmp_path: Path) -> None:
+    open_run(tmp_path)
+    assert open_run(tmp_path, Config(threads=2)).config["threads"] == 1
+
+
+def test_another_kind_of_run_is_refused(tmp_path: Path) -> None:
+    open_run(tmp_path)
+    with pytest.raises(InputError, match="kind 'toy', expected 'other'"):
+        RunDirectory.open(tmp_path, Config(), "other")
+
+
+@pytest.mark.parametrize("content", ['{"kind": "toy", "conf', "[1]", '{"kind": "toy"}', "\xff\x00"])
+def test_a_damaged_configuration_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(InputError, match=r"config\.json is damaged"):
+        open_run(tmp_path)
+
+
+def test_a_directory_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(InputError, match=r"thesis\.tex"):
+        open_run(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_in_the_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(InputError, match="is a file"):
+        open_run(tmp_path / "run")
+
+
+def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not a run directory"):
+        RunDirectory.existing(tmp_path)
+
+
+def test_status_goes_to_the_disk_and_back(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    assert run.status is None
+    run.set_status("interrupted", 3, 5, "why")
+    assert read_status(tmp_path) == RunStatus("interrupted", 3, 5, "why")
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"state": "x", "step": 1, "steps": 2}'])
+def test_a_damaged_status_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "status.json").write_text(content)
+    with pytest.raises(InputError, match=r"status\.json is damaged"):
+        read_status(tmp_path)
+
+
+def test_a_second_process_is_refused_while_the_first_writes(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, os, sys; h = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT); "
+            "fcntl.flock(h, fcntl.LOCK_EX); os.write(h, b'%d' % os.getpid()); "
+            "print('held', flush=True); sys.stdin.read()",
+            str(tmp_path / ".lock"),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(InputError, match=f"in use by process {holder.pid}"), run.lock():
+            pass
+    finally:
+        holder.communicate("")
+    with run.lock():
+        pass
+
+
+def test_the_lock_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    (tmp_path / ".status.json.abc").write_text("{")
+    (tmp_path / "checkpoints" / ".step-00000004.xyz").mkdir(parents=True)
+    (tmp_path / ".mine").write_text("kept")
+    with run.lock():
+        names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert names == {"config.json", ".lock", ".mine", "checkpoints"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "expected"),
+    [
+        ({"a": 1}, {"a": 1.0}, None),
+        ({"a": True}, {"a": 1}, ("a", "True", "1")),
+        ({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}, ("a.b", "[1, 2]", "[1, 3]")),
+        ({"a": 1, "old": 2}, {"a": 1}, ("old", "2", "absent")),
+        ({}, {"new": None}, ("new", "absent", "None")),
+    ],
+)
+def test_first_difference(
+    stored: object, wanted: object, expected: tuple[str, str, str] | None
+) -> None:
+    assert first_difference(stored, wanted) == expected
