@@ -1,0 +1,185 @@
+"""Stopped anywhere and started again, a run is bit for bit the run that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from normattn.errors import InputError, Interrupted
+from normattn.runs import read_metrics, read_status
+from normattn.training.loop import train
+from normattn.training.reports import TrainingResult
+
+from .processes import start
+from .toy import ToyTask, config, open_run
+
+DROPOUT = 0.2
+STEPS = 60
+
+
+def run(path: Path, stop_at: int | None = None, **changes: object) -> TrainingResult:
+    settings = config(**{"steps": STEPS, **changes})
+    step = 0
+
+    def should_stop() -> bool:
+        nonlocal step
+        step += 1
+        return stop_at is not None and step >= stop_at
+
+    return train(
+        lambda world: ToyTask(world, DROPOUT),
+        settings,
+        open_run(path, settings),
+        should_stop=should_stop,
+        show_progress=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("unbroken") / "run"
+    run(path)
+    return path
+
+
+def assert_same(path: Path, unbroken: Path) -> None:
+    assert (path / "metrics.jsonl").read_bytes() == (unbroken / "metrics.jsonl").read_bytes()
+    last = f"checkpoints/step-{STEPS:08d}"
+    for name in ("tensors.safetensors", "meta.json"):
+        assert (path / last / name).read_bytes() == (unbroken / last / name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_killed_process_goes_on_bit_for_bit(
+    tmp_path: Path, unbroken: Path, kind: signal.Signals
+) -> None:
+    wait_for = random.randint(2, STEPS - 20)
+    options: dict[str, object] = {
+        "steps": STEPS,
+        "dropout": DROPOUT,
+        "pause": 0.005,
+        "checkpoint_seconds": 0.02 if kind is signal.SIGKILL else 30.0,
+    }
+    child = start(tmp_path / "run", options)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if int(line) >= wait_for:
+            child.send_signal(kind)
+            break
+    _, said = child.communicate()
+    assert (tmp_path / "run" / "status.json").exists(), said
+    status = read_status(tmp_path / "run")
+    assert status is not None
+    if kind is signal.SIGKILL:
+        assert child.returncode == -signal.SIGKILL
+        assert status.state == "running"
+    else:
+        assert child.returncode == 130
+        assert (status.state, wait_for <= status.step < STEPS) == ("interrupted", True)
+        assert kind.name in said
+        assert len(said.strip().splitlines()) == 1
+    run(tmp_path / "run")
+    assert_same(tmp_path / "run", unbroken)
+    finished = read_status(tmp_path / "run")
+    assert finished is not None
+    assert (finished.state, finished.step) == ("finished", STEPS)
+
+
+def test_stopping_many_times_changes_nothing(tmp_path: Path, unbroken: Path) -> None:
+    for _ in range(5):
+        with pytest.raises(Interrupted, match="goes on from there"):
+            run(tmp_path / "run", stop_at=9)
+    run(tmp_path / "run")
+    assert_same(tmp_path / "run", unbroken)
+
+
+def test_dropout_and_order_do_depend_on_the_seed(tmp_path: Path, unbroken: Path) -> None:
+    run(tmp_path / "run", seed=1)
+    assert read_metrics(tmp_path / "run/metrics.jsonl") != read_metrics(unbroken / "metrics.jsonl")
+
+
+def test_lines_past_the_checkpoint_and_a_torn_one_are_cut(tmp_path: Path, unbroken: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", stop_at=20)
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "loss": 9.0}\n{"step": 22, "lo')
+    run(tmp_path / "run")
+    assert_same(tmp_path / "run", unbroken)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
+    tmp_path: Path, unbroken: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for stop in (10, 10):
+        with pytest.raises(Interrupted):
+            run(tmp_path / "run", stop_at=stop)
+    damaged = tmp_path / "run/checkpoints/step-00000020/tensors.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-3])
+    capsys.readouterr()
+    run(tmp_path / "run")
+    said = capsys.readouterr().err
+    assert "step-00000020 is damaged" in said
+    assert len(said.splitlines()) == 1
+    assert_same(tmp_path / "run", unbroken)
+
+
+def test_nothing_starts_again_when_every_checkpoint_is_damaged(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", stop_at=10)
+    (tmp_path / "run/checkpoints/step-00000010/meta.json").write_text("{")
+    with pytest.raises(InputError, match="every checkpoint"):
+        run(tmp_path / "run")
+    assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 10
+
+
+def test_another_environment_is_said_in_one_line_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", stop_at=10)
+    before = torch.get_num_threads()
+    run(tmp_path / "run", threads=2)
+    assert torch.get_num_threads() == before
+    said = capsys.readouterr().err
+    assert "threads 1 → 2" in said
+    assert len(said.splitlines()) == 1
+    stored = json.loads((tmp_path / "run/environment.json").read_text())
+    assert [entry["step"] for entry in stored["resumed"]] == [10]
+
+
+def test_a_stop_before_the_first_checkpoint_starts_from_the_beginning(
+    tmp_path: Path, unbroken: Path
+) -> None:
+    settings = config(steps=STEPS)
+    open_run(tmp_path / "run", settings).metrics.append({"step": 1, "loss": 0.0})
+    run(tmp_path / "run")
+    assert_same(tmp_path / "run", unbroken)
+
+
+def test_an_export_that_failed_is_done_by_the_next_run(tmp_path: Path) -> None:
+    settings = config(steps=5)
+    exported = []
+
+    def fail(_: object) -> None:
+        raise InputError("no space left")
+
+    for export in (fail, exported.append):
+        try:
+            train(
+                ToyTask,
+                settings,
+                open_run(tmp_path, settings),
+                show_progress=False,
+                export=export,
+            )
+        except InputError:
+            status = read_status(tmp_path)
+            assert status is not None
+            assert status.state == "running"
+    assert len(exported) == 1
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
