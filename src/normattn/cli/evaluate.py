@@ -52,7 +52,7 @@ def command(
     The longest tested length over L is the factor that NTK, YaRN and PI stretch by. Records go to
     RUN/evaluations; `normattn report` makes tables and figures of them.
     """
-    from normattn.recipes.single import evaluate_run
+    from normattn.recipes.evaluation_run import evaluate_run
 
     evaluate_run(
         run,

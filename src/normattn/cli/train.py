@@ -83,7 +83,6 @@ def command(
         "model.heads": heads,
         "model.block": block,
         "model.placement": placement,
-        "model.vocab_size": vocab_size,
         "data.vocab_size": vocab_size,
         "batch_size": batch_size,
         "optimiser.name": optimiser,
@@ -95,7 +94,7 @@ def command(
     given = {key: value for key, value in options.items() if value is not None}
     fields = _fields(config, preset, given, changes or [])
 
-    from normattn.recipes.single import describe, train_run, training_config
+    from normattn.recipes.training_run import describe, train_run, training_config
 
     settings = training_config(fields)
     if plan:
@@ -110,10 +109,11 @@ def _fields(
     """Every setting of the run, each layer over the one before."""
     from normattn.recipes import presets
     from normattn.recipes.merging import merged
+    from normattn.training.config_files import read_settings
 
     layers: list[dict[str, Any]] = []
     if config is not None:
-        layers.append(values.settings_file(config))
+        layers.append(read_settings(config))
     both = set(given) & set(assigned := values.assignments(changes))
     if both:
         raise InputError(f"{', '.join(sorted(both))} is given both as an option and by --set")

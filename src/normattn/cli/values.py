@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
@@ -45,26 +43,6 @@ def seeds(text: str | None) -> tuple[int, ...] | None:
     if found[0] < 1:
         raise InputError("--seeds takes a number of seeds (at least 1) or a list such as 7,8")
     return tuple(range(found[0]))
-
-
-def settings_file(path: Path) -> dict[str, Any]:
-    """The settings in a TOML or JSON file; each way that it cannot be used is one sentence."""
-    try:
-        text = path.read_text("utf-8")
-    except FileNotFoundError as error:
-        raise InputError(f"the configuration {path} does not exist") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the configuration {path} cannot be read: {error}") from error
-    try:
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:
-        kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise InputError(f"the configuration {path} is no valid {kind}: {error}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"the configuration {path} must hold named settings, not a single value")
-    # A run's own config.json wraps its settings; it is as good a configuration as any.
-    inner = found.get("config")
-    return inner if "kind" in found and isinstance(inner, dict) else found
 
 
 def assignments(texts: Iterable[str]) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from normattn.data.tokens import TokenData, prepare_tokens
 from normattn.errors import DivergedError, InputError, Interrupted
 from normattn.recipes.jobs import DIVERGED, FINISHED, watch_parent
 from normattn.recipes.keynorm import AS_IS, CellConfig
-from normattn.recipes.layout import CellPaths, note_progress, read_json
+from normattn.recipes.layout import CellPaths, note_progress
 from normattn.recipes.measuring import count_evaluations, evaluate_trained
 from normattn.recipes.settings import validated
 from normattn.runs import read_status
+from normattn.runs.reading import read_object
 from normattn.training import StepReport, TrainingConfig, train_causal
 
 PROGRESS_SECONDS = 0.5
@@ -35,7 +36,7 @@ def run_cell(job: Path, parent: int = 0) -> int:
     if parent:
         watch_parent(parent)
     paths = CellPaths.of_job(job)
-    cell = validated(CellConfig, read_json(paths.settings), str(paths.settings))
+    cell = validated(CellConfig, read_object(paths.settings), str(paths.settings))
     with _raise_when_stopped(), _only_one(paths.lock):
         config = cell.training_config
         if _diverged_before(paths.run):

@@ -50,7 +50,7 @@ class CellConfig(Settings):
     def training_config(self) -> TrainingConfig:
         """The settings of this cell's training run."""
         varied = {"seed": self.seed, "model.score": self.variant}
-        return validated(TrainingConfig, merged(self.training, varied), "training settings")
+        return TrainingConfig.parse(merged(self.training, varied), f"the settings of {self.name}")
 
     @property
     def name(self) -> str:
@@ -120,9 +120,9 @@ def _changed(preset: Preset, changes: Mapping[str, Any]) -> Preset:
 
 def _resolved(preset: Preset) -> dict[str, Any]:
     """The preset's training settings with every default filled in, less what the table varies."""
-    what = f"training settings of preset {preset.name}"
+    what = f"preset {preset.name}, training"
     varied = {"seed": 0, "model.score": "Baseline"}
-    whole = validated(TrainingConfig, merged(preset.training, varied), what)
+    whole = TrainingConfig.parse(merged(preset.training, varied), what)
     fields = whole.model_dump(mode="json")
     del fields["seed"], fields["model"]["score"]
     return fields

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.atomic import write_json
-from normattn.errors import InputError
+from normattn.runs.reading import read_object
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,9 @@ class CellPaths:
         return self.job / ".lock"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; `InputError` when it is missing or damaged."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{path} does not exist") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} is damaged or unreadable: {error}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path} is damaged: it holds no JSON object")
-    return found
-
-
 def write_if_changed(path: Path, value: dict[str, Any]) -> None:
     """Write `value` as JSON unless it stands there already."""
-    if not path.exists() or read_json(path) != value:
+    if not path.exists() or read_object(path) != value:
         write_json(path, value)
 
 

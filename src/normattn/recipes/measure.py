@@ -12,8 +12,9 @@ import torch
 from normattn.models import CausalLM
 from normattn.recipes.jobs import watch_parent
 from normattn.recipes.keynorm import CellConfig
-from normattn.recipes.layout import CellPaths, read_json
+from normattn.recipes.layout import CellPaths
 from normattn.recipes.settings import validated
+from normattn.runs.reading import read_object
 from normattn.training.distribution import choose_device
 from normattn.training.optimisers import make_optimiser
 
@@ -29,7 +30,7 @@ def measure_cell(job: Path, parent: int = 0) -> None:
     if parent:
         watch_parent(parent)
     paths = CellPaths.of_job(job)
-    cell = validated(CellConfig, read_json(paths.settings), str(paths.settings))
+    cell = validated(CellConfig, read_object(paths.settings), str(paths.settings))
     print(json.dumps(rates(cell)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from normattn.data.evaluation_sets import (
@@ -52,7 +53,8 @@ def evaluation_sets(
         )
     if not sets:
         raise InputError("nothing to evaluate: non_repeated and repeated need a multiple above 1")
-    return sets
+    # Records write protocol names with underscores.
+    return [replace(each, protocol=each.protocol.replace("-", "_")) for each in sets]
 
 
 def set_lengths(settings: EvaluationSettings) -> list[int]:

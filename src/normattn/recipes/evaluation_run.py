@@ -1,12 +1,11 @@
-"""One run by itself: trained, then evaluated, and what each says on the terminal."""
+"""One finished run measured by itself, and what was found printed as a table."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,42 +13,12 @@ from rich.table import Table
 
 from normattn.data.tokens import prepare_tokens
 from normattn.errors import InputError
-from normattn.models.accounting import flops_per_token, parameter_count
 from normattn.recipes.measuring import count_evaluations, evaluate_trained
 from normattn.recipes.settings import PROTOCOLS, EvaluationSettings, validated
 from normattn.reports.records import Record
 from normattn.runs import RunDirectory
-from normattn.training import TRAINING_KIND, TrainingConfig, train_causal
-
-
-def describe(config: TrainingConfig) -> str:
-    """What a run is and costs, in two lines."""
-    model = config.model
-    tokens = config.steps * config.batch_size * model.train_length
-    flops = flops_per_token(model, model.train_length)
-    return (
-        f"{model.score.name}: {parameter_count(model):,} parameters, {model.layers} layers of "
-        f"width {model.dim}, {flops.training:,.0f} FLOPs per trained token\n"
-        f"{config.steps:,} steps of {config.batch_size} sequences of {model.train_length} tokens: "
-        f"{tokens:,} tokens, {tokens * flops.training:.2g} FLOPs"
-    )
-
-
-def training_config(fields: Mapping[str, Any]) -> TrainingConfig:
-    """The checked settings of a run; `InputError` names each field that is wrong."""
-    return validated(TrainingConfig, fields, "training settings")
-
-
-def train_run(config: TrainingConfig, out: Path) -> None:
-    """Train one run into `out`, or go on with it, and say how it ended."""
-    console = Console(highlight=False)
-    console.print(describe(config), markup=False, soft_wrap=True)
-    result = train_causal(config, out)
-    console.print(
-        f"loss {result.loss:.4f} after {result.steps:,} steps; the model is in {out / 'model'}",
-        markup=False,
-        soft_wrap=True,
-    )
+from normattn.training import TrainingConfig
+from normattn.training.causal import KIND
 
 
 def evaluate_run(
@@ -69,8 +38,8 @@ def evaluate_run(
     Raises `InputError` for a directory that holds no finished run, an unknown protocol or method,
     and lengths that are no multiples of the training length.
     """
-    stored = RunDirectory.existing(run, TRAINING_KIND)
-    config = validated(TrainingConfig, stored.config, str(run / "config.json"))
+    stored = RunDirectory.existing(run, KIND)
+    config = TrainingConfig.parse(stored.config, str(run / "config.json"))
     fields = {
         "protocols": [_protocol(name) for name in protocols or PROTOCOLS],
         "multiples": _multiples(multiples, lengths, config.model.train_length),

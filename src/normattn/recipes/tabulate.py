@@ -1,0 +1,76 @@
+"""From directories of runs to one table: find every record and every divergence, then report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from normattn.errors import InputError
+from normattn.evaluation import EvaluationStore
+from normattn.recipes.measuring import EVALUATIONS
+from normattn.reports import Divergence, Record, build
+from normattn.runs import RunDirectory, read_status
+from normattn.training import TrainingConfig
+
+_ORIGIN = re.compile(r"; it began in (?P<where>.*?); (?:the last good|no) checkpoint")
+
+
+def tabulate(places: Sequence[Path], out: Path) -> None:
+    """Write table.md, .csv, .json and figures/ into `out` from every run at or below `places`.
+
+    Runs that diverged are rows too. Raises `InputError` where there is nothing to report.
+    """
+    records: list[Record] = []
+    diverged: list[Divergence] = []
+    for run in _runs(places):
+        records += EvaluationStore(run / EVALUATIONS).records()
+        found = divergence(run)
+        diverged += [found] if found is not None else []
+    paths = build(records, out, diverged)
+    said = Console(highlight=False)
+    said.print(f"table: {paths.markdown}", markup=False, soft_wrap=True)
+    said.print(f"figures: {out / 'figures'} ({len(paths.figures)} files)", markup=False)
+
+
+def _runs(places: Sequence[Path]) -> list[Path]:
+    """Every directory of a run that was measured or has diverged, in a fixed order."""
+    found: dict[Path, None] = {}
+    for place in places:
+        if not place.is_dir():
+            raise InputError(f"{place} is no directory of runs")
+        folders = [place, *sorted(path for path in place.rglob("*") if path.is_dir())]
+        measured = [path for path in folders if _is_run(path)]
+        if not measured:
+            raise InputError(
+                f"nothing was measured in {place}: it holds no evaluation records; "
+                "use normattn evaluate first"
+            )
+        found.update(dict.fromkeys(path.resolve() for path in measured))
+    return list(found)
+
+
+def _is_run(path: Path) -> bool:
+    if any((path / EVALUATIONS).glob("*.json")):
+        return True
+    return (path / "config.json").is_file() and divergence(path) is not None
+
+
+def divergence(run: Path) -> Divergence | None:
+    """How the run in `run` diverged; None when it did not."""
+    status = read_status(run)
+    if status is None or status.state != "diverged":
+        return None
+    config = TrainingConfig.parse(RunDirectory.existing(run).config, str(run / "config.json"))
+    model = config.model
+    origin = _ORIGIN.search(status.message)
+    return Divergence(
+        variant=model.score.variant_name,
+        step=status.step,
+        where=origin["where"] if origin else "an unknown place",
+        seed=config.seed,
+        spec=str(model.score),
+        train_length=model.train_length,
+    )
