@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.problem import Problem, Visibility
 
 CHUNK = 256
@@ -121,8 +121,8 @@ class _Chunked(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("the chunked kernel", "backend='reference'")
         q, k, v, far_q, far_k, out, lse = ctx.saved_tensors
         window, visibility, dropout, seed = ctx.settings
         far = _far(far_q, far_k, window)

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from normattn.errors import InputError
+from normattn.kernels.derivatives import refuse_second_derivative
 
 CHUNK = 512
 
@@ -71,8 +73,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss / hidden.shape[0], correct
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        refuse_second_derivative("the chunked cross-entropy", "F.cross_entropy on the logits")
         by_hidden, by_weight = ctx.saved_tensors
         by_loss = grads[0]
         return by_hidden * by_loss.to(by_hidden.dtype), by_weight * by_loss, None, None
@@ -88,6 +90,7 @@ def linear_cross_entropy(
 
     Under autocast the products run in its dtype; loss and weight gradient gather in float32.
     """
+    _check_chunk(chunk)
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with torch.autocast(hidden.device.type, enabled=False):
@@ -98,6 +101,11 @@ def linear_cross_entropy(
         return LinearCrossEntropy(scores.loss.mean(), scores.correct.sum())
 
 
+def _check_chunk(chunk: int) -> None:
+    if chunk < 1:
+        raise InputError(f"cross-entropy goes by chunks of at least 1 row, but chunk is {chunk}")
+
+
 @torch.no_grad()
 def token_scores(
     hidden: Float[Tensor, "n d"],
@@ -106,6 +114,7 @@ def token_scores(
     chunk: int = CHUNK,
 ) -> TokenScores:
     """Loss and hit of every token, without gradients."""
+    _check_chunk(chunk)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     cast = weight.to(hidden.dtype)
     parts = []

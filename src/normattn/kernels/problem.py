@@ -124,3 +124,5 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise InputError(
             f"q, k and v must share a dtype, but they are {q.dtype}, {k.dtype}, {v.dtype}"
         )
+    if not q.is_floating_point():
+        raise InputError(f"q, k and v must be of a floating dtype, but they are {q.dtype}")

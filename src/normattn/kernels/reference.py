@@ -26,4 +26,4 @@ def reference(problem: Problem) -> Float[Tensor, "b h t e"]:
     seen = (score > -torch.inf).any(-1, keepdim=True)
     weight = torch.softmax(score.masked_fill(~seen, 0.0), -1) * seen
     weight = torch.nn.functional.dropout(weight, p.dropout)
-    return weight @ p.v
+    return weight.to(p.v.dtype) @ p.v

@@ -52,6 +52,8 @@ def attention(
     check_shapes(q, k, v)
     module = score if isinstance(score, Score) else _without_parameters(score, q, k)
     _check(module, q, k, attn_mask, key_padding, dropout_p)
+    _check_positions("q_positions", q_positions, q)
+    _check_positions("k_positions", k_positions, k)
     if causal and q_positions is None and key_padding is None and k_positions is None:
         positions = _regular(q.shape[2], k.shape[2], q.device, causal=True)
     else:
@@ -113,10 +115,12 @@ def _check(
             f"the score was built for {expected[0]} query heads, {expected[1]} key heads and "
             f"dimension {expected[2]}, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
         )
-    if padding is not None and padding.shape != (k.shape[0], k.shape[2]):
+    if padding is not None and (
+        padding.shape != (k.shape[0], k.shape[2]) or padding.dtype != torch.bool
+    ):
         raise InputError(
-            f"key_padding must be (batch, keys) = {(k.shape[0], k.shape[2])}, but it is "
-            f"{tuple(padding.shape)}"
+            f"key_padding must be boolean (batch, keys) = {(k.shape[0], k.shape[2])}, True where a "
+            f"key is padding, but it is {padding.dtype} of {tuple(padding.shape)}"
         )
     if mask is not None:
         full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -131,3 +135,16 @@ def _check(
             )
     if not 0 <= dropout < 1:
         raise InputError(f"dropout_p must be at least 0 and below 1, but it is {dropout}")
+
+
+def _check_positions(name: str, positions: Tensor | None, x: Tensor) -> None:
+    if positions is None:
+        return
+    batch, tokens = x.shape[0], x.shape[2]
+    shapes = ((tokens,), (1, tokens), (batch, tokens))
+    # Differences are taken: an unsigned type would wrap around and show the future.
+    if tuple(positions.shape) not in shapes or positions.dtype not in (torch.int32, torch.int64):
+        raise InputError(
+            f"{name} must be int64 or int32 of shape {(tokens,)} or {(batch, tokens)}, but it is "
+            f"{positions.dtype} of {tuple(positions.shape)}"
+        )

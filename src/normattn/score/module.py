@@ -65,7 +65,10 @@ class Score(nn.Module):
             raise InputError(f"heads and head_dim must be at least 1, not {heads} and {head_dim}")
         if spec.position.rotary and head_dim % 2:
             raise InputError(f"{spec.name} needs an even head dimension, but it is {head_dim}")
-        self.heads, self.head_dim, self.kv_heads = heads, head_dim, kv_heads or heads
+        self.heads, self.head_dim = heads, head_dim
+        self.kv_heads = heads if kv_heads is None else kv_heads
+        if self.kv_heads < 1 or heads % self.kv_heads:
+            raise InputError(f"{heads} query heads cannot share {self.kv_heads} key heads evenly")
         self._spec = spec
         query, key = spec.variant.query_norm(), spec.variant.key_norm()
         self.query_norm = query.build(heads, head_dim) if query else None
@@ -115,20 +118,26 @@ class Score(nn.Module):
         if self.key_norm is not None:
             k = self.key_norm(k, padding)
         if self.scale is not None:
-            q = q * self.scale.to(q.dtype)
+            q = _times(q, self.scale)
         return q, k
 
 
 def _apply(tables: _Tables, q: Tensor, k: Tensor, spec: ScoreSpec) -> Prepared:
     if tables.query is None or tables.key is None:
         scale = tables.scale
-        return Prepared(q * (scale.to(q.dtype) if isinstance(scale, Tensor) else scale), k)
+        return Prepared(_times(q, scale) if isinstance(scale, Tensor) else q * scale, k)
     far = None
     if tables.far_query is not None and tables.far_key is not None:
         assert spec.regime is not None
         assert spec.regime.window is not None
         far = FarPair(tables.far_query(q), tables.far_key(k), spec.regime.window)
     return Prepared(tables.query(q), tables.key(k), far)
+
+
+def _times(q: Tensor, scale: Tensor) -> Tensor:
+    """q · scale, half precision rounded once: a rounded scale would be off for the whole row."""
+    wide = q.dtype if q.dtype == torch.float64 else torch.float32
+    return (q.to(wide) * scale.to(wide)).to(q.dtype)
 
 
 def query_scale(spec: ScoreSpec, head_dim: int, positions: Positions) -> Tensor | float:

@@ -8,13 +8,12 @@ Statistics are computed in float32 for half-precision inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.nn.functional import all_reduce
 
 from normattn.errors import InputError
@@ -71,25 +70,31 @@ class Normalisation:
 
 
 class _L2(torch.autograd.Function):
-    """y = x / max(‖x‖, eps) with a backward that reads y and 1/‖x‖ only."""
+    """y = x / max(‖x‖, eps) and 1/max(‖x‖, eps), with a backward that reads these two only.
+
+    The inverse norm is an output so that the backward, a function of outputs, can be
+    differentiated again.
+    """
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, eps: float) -> Tensor:
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    def forward(ctx: Any, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = norm.clamp(min=eps).reciprocal_()
-        y = wide * inverse
+        y = x * inverse
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(y, inverse, norm > eps)
-        return y.to(x.dtype)
+        return y, inverse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
-        y, inverse, free = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad = grads[0].to(y.dtype)
-        along = (grad * y).sum(-1, keepdim=True) * free
-        by_x: Tensor = torch.addcmul(grad, y, along, value=-1).mul_(inverse)
-        return by_x.to(grads[0].dtype), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
+        y, inverse, free = ctx.saved_tensors
+        by_y, by_inverse = grads
+        if by_y is None:
+            by_y = torch.zeros_like(y)
+        along = (by_y * y).sum(-1, keepdim=True)
+        if by_inverse is not None:
+            along = along + by_inverse * inverse
+        return torch.addcmul(by_y, y, along * free, value=-1) * inverse, None
 
 
 class L2Norm(nn.Module):
@@ -103,8 +108,9 @@ class L2Norm(nn.Module):
         self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
     ) -> Float[Tensor, "b h t d"]:
         """Normalise each head's vector to length 1."""
-        y: Tensor = _L2.apply(x, self.eps)  # type: ignore[no-untyped-call]
-        return y
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        y, _ = _L2.apply(wide, self.eps)  # type: ignore[no-untyped-call]
+        return y.to(x.dtype)  # type: ignore[no-any-return]
 
 
 class FeatureNorm(nn.Module):
@@ -126,15 +132,17 @@ class FeatureNorm(nn.Module):
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         if len(self.shape) == 2:
             wide = wide.transpose(1, 2)
+        gain = None if self.weight is None else self.weight.to(wide.dtype)
+        bias = None if self.bias is None else self.bias.to(wide.dtype)
         if self.kind == "layer":
-            y = nn.functional.layer_norm(wide, self.shape, self.weight, self.bias, self.eps)
+            y = nn.functional.layer_norm(wide, self.shape, gain, bias, self.eps)
         else:
-            y = nn.functional.rms_norm(wide, self.shape, self.weight, self.eps)
+            y = nn.functional.rms_norm(wide, self.shape, gain, self.eps)
         return (y.transpose(1, 2) if len(self.shape) == 2 else y).to(x.dtype)
 
 
 def _moments(x: Tensor, padding: Tensor | None, dims: tuple[int, ...], sync: bool) -> list[Tensor]:
-    """Mean and biased variance over `dims`, without padded tokens, over all processes if `sync`."""
+    """Mean, biased variance and count over `dims`, without padding, of all processes if `sync`."""
     keep = torch.ones_like(x[:1, :1, :, :1]) if padding is None else (~padding)[:, None, :, None]
     keep = keep.to(x.dtype).expand(x.shape[0], 1, -1, 1)
     sums = [keep.sum(dims, keepdim=True), (x * keep).sum(dims, keepdim=True)]
@@ -145,7 +153,7 @@ def _moments(x: Tensor, padding: Tensor | None, dims: tuple[int, ...], sync: boo
     square = ((x - mean) ** 2 * keep).sum(dims, keepdim=True)
     if sync:
         square = all_reduce(square)  # type: ignore[no-untyped-call]
-    return [mean, square / count]
+    return [mean, square / count, count]
 
 
 class _SequenceNorm(nn.Module):
@@ -168,8 +176,9 @@ class _SequenceNorm(nn.Module):
 class BatchScoreNorm(_SequenceNorm):
     """BatchNorm of each head's features over batch and tokens; padding does not count.
 
-    Training uses the batch's own statistics (synchronised across processes) and moves the running
-    ones by `momentum`; evaluation uses the running statistics.
+    Training uses the batch's own mean and biased variance (synchronised across processes) and
+    moves the running ones by `momentum`, the running variance by the unbiased one, as
+    `torch.nn.BatchNorm1d` does; evaluation uses the running statistics.
     """
 
     running_mean: Tensor
@@ -191,10 +200,11 @@ class BatchScoreNorm(_SequenceNorm):
         if not self.training:
             return self._scale(wide, self.running_mean, self.running_var).to(x.dtype)
         sync = dist.is_available() and dist.is_initialized()
-        mean, variance = _moments(wide, padding, (0, 2), sync)
+        mean, variance, count = _moments(wide, padding, (0, 2), sync)
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-            self.running_var.lerp_(variance.to(self.running_var.dtype), self.momentum)
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
         return self._scale(wide, mean, variance).to(x.dtype)
 
 
@@ -206,7 +216,7 @@ class InstanceScoreNorm(_SequenceNorm):
     ) -> Float[Tensor, "b h t d"]:
         """Normalise each feature over the row's unpadded tokens."""
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        mean, variance = _moments(wide, padding, (2,), sync=False)
+        mean, variance, _ = _moments(wide, padding, (2,), sync=False)
         return self._scale(wide, mean, variance).to(x.dtype)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,9 @@ class Rotation:
 
     def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
         """Turn pair (a, b) into (a·cos − b·sin, b·cos + a·sin)."""
-        y: Tensor = _Rotate.apply(x, self.cos, self.sin, self.interleaved)  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling():
+            return _turn_plainly(x, self.cos, self.sin, self.interleaved)
+        y: Tensor = _Rotate.apply(x, self.cos, self.sin, self.interleaved, False)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -66,17 +67,30 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) ->
     return y.to(x.dtype)
 
 
+def _turn_plainly(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The same rotation in operations that a compiler can fuse."""
+    a, b = _pairs(x.to(cos.dtype), interleaved)
+    left, right = a * cos - b * sin, b * cos + a * sin
+    if interleaved:
+        return torch.stack((left, right), -1).flatten(-2).to(x.dtype)
+    return torch.cat((left, right), -1).to(x.dtype)
+
+
 class _Rotate(torch.autograd.Function):
     """The rotation is linear: its backward is the rotation back, times the same scale."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _turn(x, cos, sin, interleaved, back=False)
+        ctx.settings = interleaved, back
+        return _turn(x, cos, sin, interleaved, back)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, ctx.interleaved, back=True), None, None, None
+        interleaved, back = ctx.settings
+        # With gradients on, a derivative of this derivative is wanted: it is a rotation as well.
+        turn = _Rotate.apply if torch.is_grad_enabled() else _turn
+        return turn(grads[0], cos, sin, interleaved, not back), None, None, None, None

@@ -8,6 +8,7 @@ The grammar is `PART(-PART)*(@L)?`, a part being `Name` or `Name(field=value,…
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 import types
 import typing
@@ -33,6 +34,7 @@ from normattn.score.registry import find
 _PART = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*[+†]?)(?:\((?P<fields>[^()]*)\))?")
 _LENGTH = re.compile(r"@(?P<length>[0-9]+)$")
 _SPOKEN = {"NTK-mixed": "NTKMixed"}
+_Given = tuple[type[Part], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class ScoreSpec:
     train_length: int | None = None
 
     def __post_init__(self) -> None:
-        if self.train_length is not None and self.train_length < 2:
-            raise InputError(f"a training length must be at least 2, but it is {self.train_length}")
+        if self.train_length is not None:
+            object.__setattr__(self, "train_length", _length(self.train_length))
         object.__setattr__(self, "parts", _arrange(self.parts))
         filled = tuple(part.resolved(self.train_length, None) for part in self.parts)
         object.__setattr__(self, "parts", filled)
@@ -62,27 +64,15 @@ class ScoreSpec:
         given it in the text. Raises `InputError` for unknown parts (with the nearest names),
         unknown or unused parameters, values out of range and combinations without a sense.
         """
-        body, length = text.strip(), None
-        if match := _LENGTH.search(body):
-            body, length = body[: match.start()], int(match["length"])
+        given, length = _read(text)
         if None not in (length, train_length) and length != train_length:
             raise InputError(
                 f"{text!r} says a training length of {length}, but {train_length} was given"
             )
-        for spoken, name in _SPOKEN.items():
-            body = re.sub(rf"{re.escape(spoken)}(?=$|[-(@])", name, body)
-        given = [_parse_part(match, text) for match in _split(body, text)]
-        unused = set(parameters)
-        chosen = []
-        for part, fields in given:
-            own = {field.name for field in dataclasses.fields(part)}
-            extra = {k: v for k, v in parameters.items() if k in own and k not in fields}
-            unused -= set(extra)
-            chosen.append(_make(part, fields | extra, text))
-        if unused:
-            name = sorted(unused)[0]
-            raise InputError(f"no part of {text!r} takes the parameter {name!r}, or it has it")
-        return cls(tuple(chosen), train_length if length is None else length)
+        for key, value in parameters.items():
+            _give(key, value, given, text)
+        chosen = tuple(_make(part, fields, text) for part, fields in given)
+        return cls(chosen, train_length if length is None else length)
 
     @property
     def name(self) -> str:
@@ -152,12 +142,20 @@ class ScoreSpec:
         """
         if text.strip() in ("", "as is"):
             return self
-        names = ScoreSpec.parse(f"Baseline-{text}", **parameters).parts
-        added = tuple(p for p in names if p.slot not in (Slot.VARIANT, Slot.POSITION))
-        refused = [p for p in names if not _silent(p) and p.when == "trained-in"][1:]
-        if refused:
-            raise InputError(f"{refused[0].name} is trained in; it cannot be added to {self.name}")
-        return ScoreSpec((*self.parts, *added), self.train_length)
+        given, length = _read(text)
+        for part, _ in given:
+            if part.when == "trained-in":
+                raise InputError(f"{part.name} is trained in; it cannot be added to {self.name}")
+        if None not in (length, self.train_length) and length != self.train_length:
+            raise InputError(
+                f"{text!r} says a training length of {length}, but {self} has another one"
+            )
+        for key, value in parameters.items():
+            _give(key, value, given, text)
+        added = tuple(_make(part, fields, text) for part, fields in given)
+        return ScoreSpec(
+            (*self.parts, *added), length if self.train_length is None else self.train_length
+        )
 
     def resolve(self, train_length: int | None = None, factor: float | None = None) -> ScoreSpec:
         """Fill what is open from the training length and the factor.
@@ -240,6 +238,49 @@ def _refuse_nonsense(spec: ScoreSpec) -> None:
             f"{spec.regime.name} and {spec.spectrum.name} cannot be combined: {spec.regime.name} "
             "keeps every relative position inside the trained range, so nothing is left to stretch"
         )
+    if spec.needs_causal and spec.leaks_future:
+        raise InputError(
+            f"{spec.name} makes no sense: {spec.variant.name} takes statistics across the sequence "
+            "and so is not causal, and a second regime of positions is defined for causal "
+            "attention only"
+        )
+
+
+def _length(value: Any) -> int:
+    """A training length: a whole number of at least 2."""
+    try:
+        length = operator.index(value)
+    except TypeError:
+        length = 0
+    if length < 2 or isinstance(value, bool):
+        raise InputError(
+            f"a training length must be a whole number of at least 2, but it is {value!r}"
+        )
+    return length
+
+
+def _read(text: str) -> tuple[list[_Given], int | None]:
+    """The parts that `text` names with the fields that it gives them, and its training length."""
+    body, length = text.strip(), None
+    if match := _LENGTH.search(body):
+        body, length = body[: match.start()], int(match["length"])
+    for spoken, name in _SPOKEN.items():
+        body = re.sub(rf"{re.escape(spoken)}(?=$|[-(@])", name, body)
+    return [_parse_part(match, text) for match in _split(body, text)], length
+
+
+def _give(key: str, value: Any, given: list[_Given], text: str) -> None:
+    """Hand a parameter to the one part that has such a field still open."""
+    takers = [
+        fields
+        for part, fields in given
+        if key in {field.name for field in dataclasses.fields(part)} and key not in fields
+    ]
+    if not takers:
+        raise InputError(f"no part of {text!r} takes the parameter {key!r}, or it has it already")
+    if len(takers) > 1:
+        raise InputError(f"two parts of {text!r} take {key!r}: write it behind the one you mean")
+    takers[0][key] = value
 
 
 def _split(body: str, text: str) -> list[re.Match[str]]:
@@ -263,8 +304,8 @@ def _split(body: str, text: str) -> list[re.Match[str]]:
     return found
 
 
-def _parse_part(match: re.Match[str], text: str) -> tuple[type[Part], dict[str, Any]]:
-    part, fields = find(match["name"]), {}
+def _parse_part(match: re.Match[str], text: str) -> _Given:
+    part, fields = find(match["name"]), dict[str, Any]()
     for item in filter(None, (match["fields"] or "").split(",")):
         key, equals, value = (piece.strip() for piece in item.partition("="))
         if not equals or key in fields:

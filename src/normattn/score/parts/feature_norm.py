@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ class _FeatureNormVariant(Variant):
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        self.require(self.eps >= 0, "eps", "at least 0")
+        self.require(math.isfinite(self.eps) and self.eps >= 0, "eps", "a number of at least 0")
         self.require(self.across in ("head", "all"), "across", "'head' or 'all'")
 
     def _norm(self) -> Normalisation:
@@ -52,7 +53,11 @@ def _define(sides: str, kind: str, title: str, formula: str) -> type[_FeatureNor
         "equation": f"s = ⟨{left}, {right}⟩ / √d, N(x) = {formula}",
         "source": "arXiv 2010.04245, 2302.05442",
     }
-    return register(dataclass(frozen=True)(type(f"{sides}{title}", (_FeatureNormVariant,), body)))
+    part: type[_FeatureNormVariant] = register(
+        dataclass(frozen=True)(type(f"{sides}{title}", (_FeatureNormVariant,), body))
+    )
+    globals()[part.__name__] = part  # where pickle looks for it
+    return part
 
 
 for _sides in ("QK", "Q", "K"):

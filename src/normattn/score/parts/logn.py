@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -47,4 +48,5 @@ class LogNPostHoc(LogNPart):
 
     def factor(self, n: Float[Tensor, "..."], train_length: int) -> Float[Tensor, "..."]:
         """max(1, ln n / ln L)."""
-        return (n.log() / math.log(train_length)).clamp(min=1.0)
+        # Chosen by n, not by the ratio: exactly 1 up to n = L whatever the logarithms' rounding.
+        return torch.where(n > train_length, n.log() / math.log(train_length), 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,7 +21,7 @@ class _SequenceNormVariant(Variant):
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        self.require(self.eps >= 0, "eps", "at least 0")
+        self.require(math.isfinite(self.eps) and self.eps >= 0, "eps", "a number of at least 0")
 
     def _norm(self) -> Normalisation:
         return Normalisation(self.kind, self.gain, eps=self.eps)  # type: ignore[arg-type]
@@ -49,7 +50,11 @@ def _define(sides: str, kind: str, title: str, over: str) -> type[_SequenceNormV
         "equation": f"s = ⟨{left}, {right}⟩ / √d, N over {over}",
         "source": "arXiv 1502.03167, 1607.08022; kexue.fm/archives/9859",
     }
-    return register(dataclass(frozen=True)(type(f"{sides}{title}", (_SequenceNormVariant,), body)))
+    part: type[_SequenceNormVariant] = register(
+        dataclass(frozen=True)(type(f"{sides}{title}", (_SequenceNormVariant,), body))
+    )
+    globals()[part.__name__] = part  # where pickle looks for it
+    return part
 
 
 for _sides in ("QK", "Q", "K"):

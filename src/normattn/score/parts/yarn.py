@@ -35,8 +35,11 @@ class YaRN(StretchedSpectrum):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(self.beta_slow > 0, "beta_slow", "above 0")
-        self.require(self.beta_fast >= self.beta_slow, "beta_fast", "at least beta_slow")
+        slow, fast = self.beta_slow, self.beta_fast
+        self.require(math.isfinite(slow) and slow > 0, "beta_slow", "a number above 0")
+        self.require(
+            math.isfinite(fast) and fast >= slow, "beta_fast", "a number of at least beta_slow"
+        )
 
     def missing(self, train_length: int | None) -> str | None:
         """The ramp needs the training length."""
