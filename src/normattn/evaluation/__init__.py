@@ -1,0 +1,22 @@
+"""The protocols: token accuracy and loss of any tokens-to-logits callable, as records."""
+
+from __future__ import annotations
+
+from normattn.evaluation.fingerprints import weights_digest
+from normattn.evaluation.protocols import CellInfo, bin_edges, evaluate_cell
+from normattn.evaluation.records import EvaluationStore, write_record
+from normattn.evaluation.runner import evaluate_run
+from normattn.evaluation.scorers import TokenScorer, from_causal_lm, from_logits
+
+__all__ = [
+    "CellInfo",
+    "EvaluationStore",
+    "TokenScorer",
+    "bin_edges",
+    "evaluate_cell",
+    "evaluate_run",
+    "from_causal_lm",
+    "from_logits",
+    "weights_digest",
+    "write_record",
+]

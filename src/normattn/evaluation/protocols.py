@@ -1,0 +1,191 @@
+"""One evaluation set through one scorer, in batches that fit in memory, into one record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from normattn.data.evaluation_sets import EvaluationSet
+from normattn.errors import InputError, NormattnError
+from normattn.evaluation.records import EvaluationStore, Rows, evaluation_key
+from normattn.evaluation.scorers import TokenScorer
+from normattn.reports.records import Record
+
+Counts = NDArray[np.int64]
+Sums = NDArray[np.float64]
+Progress = Callable[[int, int], None]
+"""Called with the windows done and the windows of the cell."""
+
+
+@dataclass(frozen=True)
+class CellInfo:
+    """Whose evaluation it is: the run, its seed, the score's names, the digest of its weights."""
+
+    run: str
+    seed: int
+    variant: str
+    method: str
+    name: str
+    spec: str
+    weights: str
+    precision: str = "fp32"
+
+
+def evaluate_cell(
+    scorer: TokenScorer,
+    evaluation_set: EvaluationSet,
+    cell: CellInfo,
+    *,
+    store: EvaluationStore | None = None,
+    tokens_per_batch: int = 16384,
+    progress: Progress | None = None,
+) -> Record:
+    """Evaluate one cell, or return its record when `store` already has it.
+
+    `tokens_per_batch` bounds the input tokens scored at once (one window is the least). The record
+    does not depend on it beyond the rounding of the scorer. Raises `NormattnError` when a loss is
+    not finite.
+    """
+    if tokens_per_batch < 1:
+        raise InputError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
+    data = evaluation_set.fingerprint
+    edges = bin_edges(evaluation_set.start, evaluation_set.length, evaluation_set.train_length)
+    key = evaluation_key(cell.weights, cell.spec, cell.precision, data, edges)
+    done = store.get(key) if store is not None else None
+    if done is not None:
+        return done
+    counts = _count(scorer, evaluation_set, edges, tokens_per_batch, progress, cell.name)
+    record = _record(evaluation_set, cell, key, data, edges, counts)
+    if store is not None:
+        store.put(record)
+    return record
+
+
+@dataclass(frozen=True)
+class _WindowCounts:
+    """Sums per window and bin; `seen` ones are None for natural text."""
+
+    tokens: Counts
+    correct: Counts
+    loss: Sums
+    seen_tokens: Counts | None
+    seen_correct: Counts | None
+
+
+def _count(
+    scorer: TokenScorer,
+    evaluation_set: EvaluationSet,
+    edges: tuple[int, ...],
+    tokens_per_batch: int,
+    progress: Progress | None,
+    name: str,
+) -> _WindowCounts:
+    start, length = evaluation_set.start, evaluation_set.length
+    windows, seen = evaluation_set.windows, evaluation_set.seen
+    shape = (len(windows), len(edges) - 1)
+    correct, seen_correct = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    seen_tokens, loss = np.zeros(shape, np.int64), np.zeros(shape)
+    for rows in _batches(len(windows), max(1, tokens_per_batch // length)):
+        scores = scorer(torch.from_numpy(np.array(windows[rows], dtype=np.int64)))
+        right = scores.correct[:, start:].cpu().numpy()
+        losses = scores.loss[:, start:].double().cpu().numpy()
+        _require_finite(losses, start, name, evaluation_set)
+        correct[rows] = _bin_sums(right.astype(np.int64), edges)
+        loss[rows] = _bin_sums(losses, edges)
+        if seen is not None:
+            known = seen[rows, start:]
+            seen_tokens[rows] = _bin_sums(known.astype(np.int64), edges)
+            seen_correct[rows] = _bin_sums((known & right).astype(np.int64), edges)
+        if progress is not None:
+            progress(min(rows.stop, len(windows)), len(windows))
+    return _WindowCounts(
+        tokens=np.tile(np.diff(np.asarray(edges, dtype=np.int64)), (len(windows), 1)),
+        correct=correct,
+        loss=loss,
+        seen_tokens=seen_tokens if seen is not None else None,
+        seen_correct=seen_correct if seen is not None else None,
+    )
+
+
+def _batches(windows: int, rows: int) -> Iterator[slice]:
+    for first in range(0, windows, rows):
+        yield slice(first, first + rows)
+
+
+def _bin_sums(
+    values: NDArray[np.int64] | NDArray[np.float64], edges: tuple[int, ...]
+) -> NDArray[np.int64] | NDArray[np.float64]:
+    """Sums of (windows, scored positions) within each bin; column 0 is position edges[0]."""
+    starts = np.asarray(edges[:-1]) - edges[0]
+    return np.add.reduceat(values, starts, axis=1)
+
+
+def bin_edges(start: int, length: int, train_length: int) -> tuple[int, ...]:
+    """Edges of the position bins that cover the scored positions start … length − 1.
+
+    Bins are a quarter of the training length wide (at least 1). Where the text is longer than 16
+    training lengths, the bins beyond one training length grow by 2^(1/4) each instead.
+    """
+    if not 0 <= start < length:
+        raise InputError(f"scored positions {start} to {length} are empty or negative")
+    width = max(1, train_length // 4)
+    if length <= 16 * max(train_length, 4):
+        inner = range(width, length, width)
+        return (start, *(edge for edge in inner if edge > start), length)
+    near = list(range(width, train_length + 1, width))
+    octaves = np.arange(1, 4 * np.log2(length / train_length) + 1)
+    far = [round(train_length * 2 ** (octave / 4)) for octave in octaves]
+    inner_edges = sorted({edge for edge in (*near, *far) if start < edge < length})
+    return (start, *inner_edges, length)
+
+
+def _require_finite(losses: Sums, start: int, name: str, evaluation_set: EvaluationSet) -> None:
+    if np.isfinite(losses).all():
+        return
+    position = start + int(np.argwhere(~np.isfinite(losses))[0][1])
+    raise NormattnError(
+        f"{name} gives a loss that is not finite at position {position} of the "
+        f"{evaluation_set.protocol} windows of {evaluation_set.length} tokens"
+    )
+
+
+def _record(
+    evaluation_set: EvaluationSet,
+    cell: CellInfo,
+    key: str,
+    data: str,
+    edges: tuple[int, ...],
+    counts: _WindowCounts,
+) -> Record:
+    return Record.model_validate(
+        {
+            "key": key,
+            "run": cell.run,
+            "seed": cell.seed,
+            "variant": cell.variant,
+            "method": cell.method,
+            "name": cell.name,
+            "spec": cell.spec,
+            "protocol": evaluation_set.protocol,
+            "length": evaluation_set.length,
+            "train_length": evaluation_set.train_length,
+            "precision": cell.precision,
+            "weights": cell.weights,
+            "data": data,
+            "documents": tuple(evaluation_set.documents),
+            "edges": edges,
+            "tokens": _rows(counts.tokens),
+            "correct": _rows(counts.correct),
+            "loss": _rows(counts.loss),
+            "seen_tokens": _rows(counts.seen_tokens),
+            "seen_correct": _rows(counts.seen_correct),
+        }
+    )
+
+
+def _rows(values: Counts | Sums | None) -> Rows | None:
+    return None if values is None else tuple(tuple(row) for row in values.tolist())

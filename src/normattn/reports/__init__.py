@@ -1,0 +1,31 @@
+"""From evaluation records to tables, figures and findings; imports no torch."""
+
+from __future__ import annotations
+
+from normattn.reports.bootstrap import Bootstrap
+from normattn.reports.build import ReportPaths, build
+from normattn.reports.claims import Claim, claim, paired_difference
+from normattn.reports.history import draw_history
+from normattn.reports.metrics import METRICS, Estimate, Metric
+from normattn.reports.records import Record, parse_record, read_record, record_text
+from normattn.reports.table import Divergence, Row, table_rows
+
+__all__ = [
+    "Bootstrap",
+    "Claim",
+    "Divergence",
+    "Estimate",
+    "METRICS",
+    "Metric",
+    "Record",
+    "ReportPaths",
+    "Row",
+    "build",
+    "claim",
+    "draw_history",
+    "paired_difference",
+    "parse_record",
+    "read_record",
+    "record_text",
+    "table_rows",
+]

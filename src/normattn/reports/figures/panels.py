@@ -1,0 +1,135 @@
+"""Small multiples: one panel per method, all on the same axes, lines named at their ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from normattn.reports.curves import Curve, Point
+from normattn.reports.figures.style import label_ends, line_style, method_title
+
+_WIDTH, _HEIGHT, _TOP, _BOTTOM = 4.3, 3.5, 0.75, 1.2  # inches: a panel, the title, the caption
+
+
+def panels(
+    curves: Sequence[Curve],
+    title: str,
+    caption: Sequence[str],
+    x_of: Callable[[Point], float],
+    x_label: str,
+    log_x: bool,
+) -> Figure:
+    """One panel per method with a line per variant and its shaded interval.
+
+    `x_of` places a point; `caption` lines stand under the panels. The vertical line of a panel is
+    the training length.
+    """
+    methods = list(dict.fromkeys(curve.method for curve in curves))
+    columns = min(2, len(methods))
+    lines = math.ceil(len(methods) / columns)
+    size = (_WIDTH * columns + 0.3, _HEIGHT * lines + _TOP + _BOTTOM)
+    figure = Figure(figsize=size, dpi=150)
+    axes = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    figure.subplots_adjust(
+        left=0.62 / size[0],
+        right=1 - 1.12 / size[0],
+        top=1 - _TOP / size[1],
+        bottom=_BOTTOM / size[1],
+        wspace=0.42,
+        hspace=0.26,
+    )
+    low, high = _limits(curves)
+    for index, axis in enumerate(axes.flat):
+        if index >= len(methods):
+            axis.set_visible(False)
+            continue
+        axis.set_ylim(low, high)
+        shown = [curve for curve in curves if curve.method == methods[index]]
+        _panel(axis, shown, curves, x_of, log_x)
+        axis.set_title(method_title(methods[index]), loc="left", fontweight="bold")
+        axis.tick_params(labelbottom=True, labelleft=True)
+        if index % columns == 0:
+            axis.set_ylabel("next-token accuracy (%)")
+        if index >= len(methods) - columns:
+            axis.set_xlabel(x_label)
+    figure.text(0.2 / size[0], 1 - 0.3 / size[1], title, fontsize=11, fontweight="bold")
+    text = "\n".join(caption)
+    figure.text(0.2 / size[0], 0.08 / size[1], text, fontsize=7.5, color="#404040", va="bottom")
+    return figure
+
+
+def _panel(
+    axis: Axes,
+    shown: Sequence[Curve],
+    curves: Sequence[Curve],
+    x_of: Callable[[Point], float],
+    log_x: bool,
+) -> None:
+    variants = [curve.variant for curve in curves]
+    ends, colours = [], []
+    for curve in shown:
+        style = line_style(curve.variant, variants)
+        x = [x_of(point) for point in curve.points]
+        y = [point.value for point in curve.points]
+        lower = [point.value if point.low is None else point.low for point in curve.points]
+        upper = [point.value if point.high is None else point.high for point in curve.points]
+        axis.fill_between(x, lower, upper, color=style["color"], alpha=0.10, linewidth=0)
+        axis.plot(x, y, **style, markevery=max(1, len(x) // 8))
+        ends.append((curve.variant, x[-1], y[-1]))
+        colours.append(style["color"])
+    if log_x:
+        _log_axis(axis, shown, x_of)
+    for length in sorted({curve.train_length for curve in shown}):
+        axis.axvline(length, color="#707070", linewidth=1, linestyle=":")
+        axis.annotate(
+            f"training length {length}",
+            xy=(length, 0.015),
+            xycoords=axis.get_xaxis_transform(),
+            xytext=(3, 0),
+            textcoords="offset points",
+            fontsize=7,
+            color="#505050",
+        )
+    low, high = axis.get_ylim()
+    label_ends(axis, ends, colours, (high - low) * 0.052)
+
+
+def _log_axis(axis: Axes, shown: Sequence[Curve], x_of: Callable[[Point], float]) -> None:
+    ticks = sorted({x_of(point) for curve in shown for point in curve.points})
+    lengths = {curve.train_length for curve in shown}
+    unit = lengths.pop() if len(lengths) == 1 else 0
+    if len(ticks) > 8 and unit:
+        ticks = [
+            unit * 2.0**k for k in range(-2, 24) if ticks[0] <= unit * 2.0**k <= ticks[-1] * 1.1
+        ]
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks)
+    axis.xaxis.set_minor_locator(NullLocator())
+
+    def name(value: float, _: int | None = None) -> str:
+        multiple = f"\n{value / unit:g}×" if unit else ""
+        return f"{value:g}{multiple}"
+
+    axis.xaxis.set_major_formatter(FuncFormatter(name))
+    axis.margins(x=0.06)
+
+
+def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
+    """Limits that hold every line; of a long curve's intervals only those from the third bin on.
+
+    The first bins of a position curve hold little context and wide intervals, which would flatten
+    the rest.
+    """
+    lows = [p.value for curve in curves for p in curve.points]
+    highs = list(lows)
+    for curve in curves:
+        for point in curve.points[2 if len(curve.points) > 8 else 0 :]:
+            lows.append(point.value if point.low is None else point.low)
+            highs.append(point.value if point.high is None else point.high)
+    low, high = min(lows), max(highs)
+    pad = max(0.06 * (high - low), 0.5)
+    return max(-1.0, low - pad), min(101.0, high + pad)
