@@ -46,14 +46,14 @@ class EvaluationSet:
 
     @property
     def seen(self) -> Bool[np.ndarray, "w length"] | None:
-        """Tiled windows: whether the answer to target t stands earlier, that is t ≥ segment.
+        """Tiled windows: whether the answer to target t stands earlier in its context.
 
-        From there on the current token and the one that followed it are both in the context. The
-        first token of the second copy (t = segment − 1) is left out: nothing announces it.
+        Target t is token t + 1 of the window, a copy of token t + 1 − segment, which is in the
+        context once t + 1 ≥ segment.
         """
         if self.segments is None:
             return None
-        return np.arange(self.length) >= self.segments[:, None]
+        return np.arange(1, self.length + 1) >= self.segments[:, None]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -71,14 +71,14 @@ def train_length_set(
     split: TokenSplit, train_length: int, max_windows: int = 1024, seed: int = 0
 ) -> EvaluationSet:
     """Natural text of the training length L, windows that do not overlap."""
-    return _natural("train-length", split, train_length, 1, max_windows, seed)
+    return _natural("train_length", split, train_length, 1, max_windows, seed)
 
 
 def non_repeated_set(
     split: TokenSplit, train_length: int, multiple: int = 8, max_windows: int = 256, seed: int = 0
 ) -> EvaluationSet:
     """Natural text of `multiple`·L tokens, every token scored."""
-    return _natural("non-repeated", split, train_length, multiple, max_windows, seed)
+    return _natural("non_repeated", split, train_length, multiple, max_windows, seed)
 
 
 def repeated_set(
@@ -132,7 +132,7 @@ def last_segment_sets(
     windows, documents = _windows(split, places, longest)
     return [
         EvaluationSet(
-            "last-segment",
+            "last_segment",
             multiple * train_length,
             train_length,
             windows[:, longest - multiple * train_length :],

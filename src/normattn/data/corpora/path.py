@@ -34,9 +34,9 @@ class PathCorpus(Corpus):
 
     A single text file is cut at line ends into documents of about 32 kB. In a folder (read
     recursively, in the order of the relative names, hidden files and unknown suffixes left out) a
-    text file is one document unless it is larger than 8 MB or packed. Every line of a JSON-lines file and
-    every row of a Parquet file is a document; `field` says where its text is. Names are relative
-    to the path, so that the split does not depend on where the folder lies.
+    text file is one document unless it is larger than 8 MB or packed. Every line of a JSON-lines
+    file and every row of a Parquet file is a document; `field` says where its text is. Names are
+    relative to the path, so that the split does not depend on where the folder lies.
     """
 
     path: str
