@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from normattn.data.packing import Tiling
@@ -35,7 +33,7 @@ class DataConfig(BaseModel):
     max_bytes: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _consistent(self) -> DataConfig:
         held_out = self.test_fraction + self.validation_fraction
         if held_out >= 1:
             raise ValueError(

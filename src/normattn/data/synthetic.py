@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Self
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -46,7 +45,7 @@ class CopyTask:
         return text.startswith("synthetic:")
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str) -> CopyTask:
         """Read the address; `InputError` for another task, an unknown option or no number."""
         body, _, query = text.partition("?")
         if body != _NAME:

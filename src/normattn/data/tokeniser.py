@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import SupportsInt
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -52,7 +53,7 @@ class Tokeniser:
             encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of token ids; separators are shown, a half character becomes U+FFFD."""
         return str(self._bpe.decode([int(i) for i in ids], skip_special_tokens=False))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, TypeVar
 
 from normattn.errors import InputError
 
@@ -35,7 +35,7 @@ class Corpus(ABC):
 
     @classmethod
     @abstractmethod
-    def parse(cls, body: str, options: Mapping[str, str]) -> Self:
+    def parse(cls, body: str, options: Mapping[str, str]) -> Corpus:
         """Build the corpus of an address; `InputError` for an option it does not know."""
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from normattn.data.corpora.budget import capped
 from normattn.data.corpora.corpus import Corpus, Document, address, register, take_options
@@ -38,7 +38,7 @@ class HubCorpus(Corpus):
         return body.startswith(_PREFIX)
 
     @classmethod
-    def parse(cls, body: str, options: Mapping[str, str]) -> Self:
+    def parse(cls, body: str, options: Mapping[str, str]) -> HubCorpus:
         """Split the address into name and options."""
         name = body.removeprefix(_PREFIX)
         if not name:

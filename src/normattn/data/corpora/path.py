@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from normattn.data.corpora.budget import capped, spread
 from normattn.data.corpora.corpus import Corpus, Document, address, register, take_options
@@ -51,7 +51,7 @@ class PathCorpus(Corpus):
         return Path(body).expanduser().exists()
 
     @classmethod
-    def parse(cls, body: str, options: Mapping[str, str]) -> Self:
+    def parse(cls, body: str, options: Mapping[str, str]) -> PathCorpus:
         """`PATH` or `PATH?field=NAME`."""
         return cls(body, take_options(body, options, ["field"])["field"])
 

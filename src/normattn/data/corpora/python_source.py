@@ -10,7 +10,7 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from normattn.data.corpora.budget import capped, spread
 from normattn.data.corpora.corpus import Corpus, Document, register, take_options
@@ -39,7 +39,7 @@ class PythonSource(Corpus):
         return body == cls.kind
 
     @classmethod
-    def parse(cls, body: str, options: Mapping[str, str]) -> Self:
+    def parse(cls, body: str, options: Mapping[str, str]) -> PythonSource:
         """`python-source`; there are no options."""
         take_options(body, options, [])
         return cls()

@@ -1,0 +1,314 @@
+"""Corpora as values: what they read, in which order, and what they say of bad input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from normattn.data import parse_corpus
+from normattn.data.corpora import path as path_corpus
+from normattn.data.corpora.budget import spread
+from normattn.data.corpora.reading import pieces
+from normattn.data.corpora.text_file import PIECE_CHARACTERS
+from normattn.errors import InputError
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+
+def names_and_texts(address: object, limit: int | None = None) -> list[tuple[str, str]]:
+    return [(doc.name, doc.text) for doc in parse_corpus(str(address)).documents(limit)]
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["python-source", "hf:me/data", "hf:me/data?config=en&split=test&field=body&revision=v1"],
+)
+def test_an_address_prints_and_parses_back(address: str) -> None:
+    corpus = parse_corpus(address)
+    assert str(corpus) == address
+    assert parse_corpus(str(corpus)) == corpus
+
+
+def test_python_source_is_the_library_without_tests_or_packages() -> None:
+    documents = names_and_texts("python-source")
+    names = [name for name, _ in documents]
+    root = Path(sysconfig.get_path("stdlib"))
+    assert names == sorted(names)
+    assert len({text for _, text in documents}) == len(documents)
+    assert {"argparse.py", "json/decoder.py"} <= set(names)
+    assert not [n for n in names if {"test", "tests", "site-packages"} & set(n.split("/"))]
+    assert dict(documents)["argparse.py"] == (root / "argparse.py").read_text(encoding="utf-8")
+
+
+def test_a_limit_takes_from_the_whole_library_not_from_its_start() -> None:
+    documents = names_and_texts("python-source", limit=400_000)
+    size = sum(len(text.encode()) for _, text in documents)
+    assert 300_000 < size <= 400_000
+    assert documents[-1][0] > "t"
+
+
+def test_a_folder_is_read_recursively_by_name(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.md").write_text("deep", encoding="utf-8")
+    (tmp_path / "a.txt").write_text("flat\r\n", encoding="utf-8", newline="")
+    (tmp_path / "c.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n', encoding="utf-8")
+    (tmp_path / "image.png").write_bytes(b"\xff\xd8")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "hidden.txt").write_text("no", encoding="utf-8")
+    expected = [
+        ("a.txt", "flat\r\n"),
+        ("b/x.md", "deep"),
+        ("c.jsonl:1", "one"),
+        ("c.jsonl:3", "two"),
+    ]
+    assert names_and_texts(tmp_path) == expected
+
+
+def test_a_large_file_in_a_folder_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path_corpus, "WHOLE_BYTES", 50_000)
+    (tmp_path / "big.txt").write_text("word\n" * 12_000, encoding="utf-8")
+    (tmp_path / "small.txt").write_text("word\n" * 9_000, encoding="utf-8")
+    assert [n for n, _ in names_and_texts(tmp_path)] == [
+        "big.txt#00000",
+        "big.txt#00001",
+        "small.txt",
+    ]
+
+
+def test_a_single_file_is_cut_at_line_ends_and_loses_nothing(tmp_path: Path) -> None:
+    text = "".join(f"{i}: é😀 {'x' * (i % 90)}\n" for i in range(2_000))
+    (tmp_path / "book.txt").write_text("\ufeff" + text, encoding="utf-8", newline="")
+    documents = names_and_texts(tmp_path / "book.txt")
+    assert len(documents) > 2
+    assert "".join(piece for _, piece in documents) == text
+    assert all(piece.endswith("\n") and len(piece) <= PIECE_CHARACTERS for _, piece in documents)
+    packed = tmp_path / "book.txt.gz"
+    packed.write_bytes(gzip.compress(text.encode()))
+    assert "".join(piece for _, piece in names_and_texts(packed)) == text
+
+
+def test_a_line_without_end_is_cut_inside() -> None:
+    assert list(pieces(iter(["abc", "defgh\nij"]), 4)) == ["abcd", "efgh", "\nij"]
+
+
+def test_cutting_holds_one_piece_at_a_time() -> None:
+    read = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal read
+        while True:
+            read += 1
+            yield "0123456789\n" * 100
+
+    cut = pieces(endless(), 3_000)
+    for number in range(1, 50):
+        next(cut)
+        assert read <= 3 * number + 1
+
+
+def test_json_lines_take_another_field(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"body": "Zürich"}) + "\n", encoding="utf-8")
+    assert names_and_texts(f"{file}?field=body") == [("rows.jsonl:1", "Zürich")]
+    assert str(parse_corpus(f"{file}?field=body")) == f"{file}?field=body"
+
+
+def test_parquet_streams_a_column(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "rows.parquet"
+    rows = [f"row {i}" for i in range(700)]
+    table = pyarrow.table({"body": rows, "n": list(range(700))})
+    parquet.write_table(table, file, row_group_size=100)
+    found = names_and_texts(f"{file}?field=body")
+    assert [text for _, text in found] == rows
+    assert found[699][0] == "rows.parquet:699"
+    with pytest.raises(InputError, match=r"no column 'text' \(its columns: 'body', 'n'\)"):
+        names_and_texts(file)
+    with pytest.raises(InputError, match="'n' is not text but int64"):
+        names_and_texts(f"{file}?field=n")
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(InputError, match=r"rows\.parquet is not a whole Parquet file"):
+        names_and_texts(f"{file}?field=body")
+
+
+def test_parquet_without_pyarrow_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InputError, match=r"pip install 'normattn\[data\]'"):
+        names_and_texts(tmp_path / "rows.parquet")
+
+
+def fake_datasets(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
+    module = ModuleType("datasets")
+    module.load_dataset = load  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+def test_a_hub_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    given = 0
+
+    def load(*args: Any, **options: Any) -> Iterator[dict[str, str]]:
+        nonlocal given
+        asked.append((args, options))
+        while True:
+            given += 1
+            yield {"body": f"row {given}"}
+
+    fake_datasets(monkeypatch, load)
+    rows = parse_corpus("hf:me/data?config=en&field=body").documents()
+    assert (next(rows).text, next(rows).name) == ("row 1", "000000001")
+    assert given == 2
+    assert asked == [(("me/data", "en"), {"split": "train", "revision": None, "streaming": True})]
+
+
+def test_hub_mistakes_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("no route to host\nand much more")
+
+    def half(*_: Any, **__: Any) -> Iterator[dict[str, Any]]:
+        yield {"text": "fine"}
+        raise TimeoutError("read timed out")
+
+    fake_datasets(monkeypatch, offline)
+    with pytest.raises(InputError, match=r"hf:x.*no route to host; check its name") as caught:
+        names_and_texts("hf:x")
+    assert "and much more" not in str(caught.value)
+    fake_datasets(monkeypatch, half)
+    with pytest.raises(InputError, match="read timed out"):
+        names_and_texts("hf:x")
+    fake_datasets(monkeypatch, lambda *_, **__: [{"text": None}])
+    with pytest.raises(InputError, match="row 0: field 'text' is not text but a NoneType"):
+        names_and_texts("hf:x")
+    with pytest.raises(InputError, match=r"no field 'body' \(its fields: 'text'\)"):
+        names_and_texts("hf:x?field=body")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"pip install 'normattn\[data\]'"):
+        names_and_texts("hf:x")
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("pyton-source", "'pyton-source' does not exist: did you mean 'python-source'"),
+        ("/no/such/place.txt", "'/no/such/place.txt' does not exist: expected python-source"),
+        (" ", "the corpus has no name"),
+        ("hf:", "names no dataset"),
+        ("python-source?field=x", "has no option 'field': it takes none"),
+        ("hf:x?feld=y", "has no option 'feld': it knows config, split, field, revision"),
+        ("hf:x?field=", "the option 'field' is empty"),
+        ("hf:x?field", r"expected \?option=value"),
+    ],
+)
+def test_a_wrong_address_is_refused(address: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_corpus(address)
+
+
+def test_a_byte_that_is_not_utf8_is_named_by_file_and_offset(tmp_path: Path) -> None:
+    file = tmp_path / "latin.txt"
+    # Behind the first chunk, after a character that straddles it.
+    head = b"a" * 65_535 + "é".encode() + b"b" * 10
+    file.write_bytes(head + b"\xe9 caf")
+    with pytest.raises(InputError, match=rf"latin\.txt is not UTF-8: byte 0xe9 at offset {65547}"):
+        names_and_texts(file)
+    file.write_bytes(b"cut \xc3")
+    with pytest.raises(InputError, match="offset 4"):
+        names_and_texts(file)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(b'{"text": "x"}\n{"text": "\xff"}\n')
+    with pytest.raises(InputError, match=r"rows\.jsonl is not UTF-8: byte 0xff at offset 24"):
+        names_and_texts(rows)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"body": "x"}', r"rows\.jsonl:2 has no field 'text' \(its fields: 'body'\)"),
+        ('{"text": 3}', r"rows\.jsonl:2: field 'text' is not text but a int"),
+        ("[1]", r"rows\.jsonl:2 is not a JSON object but a list"),
+        ('{"text": "x"', r"rows\.jsonl:2 is not a JSON object: "),
+    ],
+)
+def test_a_wrong_json_line_is_named_by_its_number(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"text": "ok"}}\n{line}\n', encoding="utf-8")
+    with pytest.raises(InputError, match=message):
+        names_and_texts(tmp_path / "rows.jsonl")
+
+
+def test_unreadable_files_and_folders_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "secret.txt"
+    file.write_text("x", encoding="utf-8")
+    if os.geteuid() == 0:  # the superuser may read everything, so the refusal is played
+
+        def refuse(self: Path, *_: Any, **__: Any) -> Any:
+            raise PermissionError(13, "Permission denied", str(self))
+
+        monkeypatch.setattr(Path, "open", refuse)
+    else:
+        file.chmod(0)
+    with pytest.raises(InputError, match=r"secret\.txt cannot be read: Permission denied"):
+        names_and_texts(file)
+
+
+def test_a_damaged_gzip_and_a_folder_of_nothing_known(tmp_path: Path) -> None:
+    packed = tmp_path / "x.txt.gz"
+    packed.write_bytes(gzip.compress(b"some text" * 1000)[:-12])
+    with pytest.raises(InputError, match=r"x\.txt\.gz is not a whole gzip file"):
+        names_and_texts(packed)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="holds no file of a known kind"):
+        names_and_texts(tmp_path / "empty")
+    (tmp_path / "plain.txt").write_text("x", encoding="utf-8")
+    with pytest.raises(InputError, match="plain text has no fields"):
+        names_and_texts(f"{tmp_path / 'plain.txt'}?field=body")
+
+
+def test_a_limit_is_spread_and_never_passed(tmp_path: Path) -> None:
+    assert (
+        spread([10] * 10, 30)
+        == [True] + [False, False, False, True] + [False] * 2 + [True] + [False] * 2
+    )
+    assert spread([100, 100], 30) == [True, False]
+    assert spread([5, 5], None) == [True, True]
+    file = tmp_path / "one.txt"
+    file.write_text("first line\nsecond line\n", encoding="utf-8")
+    assert names_and_texts(file, limit=15) == [("one.txt#00000", "first line\n")]
+    assert names_and_texts(file, limit=4) == [("one.txt#00000", "firs")]
+
+
+def test_the_fingerprint_sees_changes_but_not_the_place(tmp_path: Path) -> None:
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+        (place / "x.txt").write_text("text", encoding="utf-8")
+        os.utime(place / "x.txt", ns=(10**18, 10**18))
+    first, second = (parse_corpus(str(place)).fingerprint() for place in places)
+    assert first == second
+    (places[0] / "x.txt").write_text("other text", encoding="utf-8")
+    assert parse_corpus(str(places[0])).fingerprint() != first
+
+
+@pytest.mark.parametrize("name", ["wikitext-2", "shakespeare", "multi30k"])
+def test_real_text_comes_through_whole(name: str) -> None:
+    folder = SHARED / name
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not here: the real text is kept outside the repository")
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".txt", ".gz"))
+    read = [gzip.decompress(f.read_bytes()) if f.suffix == ".gz" else f.read_bytes() for f in files]
+    expected = sum(map(len, read))
+    assert sum(len(text.encode()) for _, text in names_and_texts(folder)) == expected

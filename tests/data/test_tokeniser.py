@@ -1,0 +1,93 @@
+"""Byte-level BPE: lossless, deterministic, and the separator cannot be forged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from normattn.data import Tokeniser, train_tokeniser
+from normattn.data.tokeniser import SEPARATOR, SEPARATOR_ID
+from normattn.errors import InputError
+
+# Many pairs with equal counts: a tie decides nearly every merge.
+TEXTS = ["ab cd ef gh ij kl mn op", "ba dc fe hg ji lk nm po", "xyz zyx"] * 3
+TOKENISER = train_tokeniser(TEXTS, 300)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text())
+def test_every_text_comes_back(text: str) -> None:
+    ids = TOKENISER.encode(text)
+    assert TOKENISER.decode(ids) == text
+    assert SEPARATOR_ID not in ids
+
+
+def test_the_separator_is_id_0_and_text_cannot_forge_it() -> None:
+    assert TOKENISER.decode([SEPARATOR_ID]) == SEPARATOR
+    forged = f"a{SEPARATOR}b"
+    reloaded = Tokeniser(TOKENISER._json)
+    assert SEPARATOR_ID not in reloaded.encode(forged)
+    assert reloaded.decode(reloaded.encode(forged)) == forged
+
+
+def test_a_batch_equals_its_texts_one_by_one() -> None:
+    texts = ["ab cd", "", "zyx é"]
+    assert TOKENISER.encode_batch(texts) == [TOKENISER.encode(text) for text in texts]
+
+
+def test_training_twice_gives_the_same_tokeniser_under_any_hash_seed_and_threads() -> None:
+    code = (
+        "import json, sys; from normattn.data import train_tokeniser; "
+        "print(train_tokeniser(json.loads(sys.argv[1]), 300).fingerprint)"
+    )
+    found = {TOKENISER.fingerprint, train_tokeniser(TEXTS, 300).fingerprint}
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "TOKENIZERS_PARALLELISM": "true"}
+    other = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(TEXTS)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found == {other.stdout.strip()}
+
+
+def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    TOKENISER.encode("x")
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    TOKENISER.encode("x")
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+
+
+def test_only_the_sample_is_read() -> None:
+    read = []
+
+    def texts() -> object:
+        for i in range(100):
+            read.append(i)
+            yield "x" * 100
+
+    train_tokeniser(texts(), 257, sample_bytes=350)  # type: ignore[arg-type]
+    assert read == [0, 1, 2, 3]
+
+
+def test_saving_loading_and_what_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tokeniser.json"
+    TOKENISER.save(file)
+    assert Tokeniser.load(file).fingerprint == TOKENISER.fingerprint
+    file.write_text("{", encoding="utf-8")
+    with pytest.raises(InputError, match=r"tokeniser\.json is damaged"):
+        Tokeniser.load(file)
+    with pytest.raises(InputError, match="does not exist"):
+        Tokeniser.load(tmp_path / "none.json")
+    with pytest.raises(InputError, match="at least 257 entries"):
+        train_tokeniser(TEXTS, 256)

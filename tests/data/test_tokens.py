@@ -1,0 +1,291 @@
+"""From text to cached tokens: split by document, built once, whole or absent."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tracemalloc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from normattn import atomic
+from normattn.data import Corpus, DataConfig, Document, TokenData, prepare_tokens, tokens
+from normattn.data.cache import default_cache_dir
+from normattn.errors import InputError
+
+from .helpers import write_folder
+
+
+def config(corpus: object, **changes: Any) -> DataConfig:
+    values = {"vocab_size": 300, "test_fraction": 0.3, "validation_fraction": 0.2, **changes}
+    return DataConfig(corpus=str(corpus), **values)
+
+
+def splits(data: TokenData) -> dict[str, set[str]]:
+    return {name: set(data.split(name).names) for name in ("train", "validation", "test")}
+
+
+def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "text")
+    data = prepare_tokens(config(folder), tmp_path / "cache")
+    assert data.tokeniser is not None
+    seen = set()
+    for split in (data.train, data.validation, data.test):
+        assert split.total == split.offsets[-1] == len(split.tokens)
+        assert split.text_bytes == sum((folder / n).stat().st_size for n in split.names)
+        for i, name in enumerate(split.names):
+            text = (folder / name).read_text(encoding="utf-8")
+            assert data.tokeniser.decode(split.document(i)) == text
+            assert split.tokens[split.offsets[i + 1] - 1] == 0
+            assert split.lengths[i] == len(split.document(i))
+            seen.add(name)
+    assert len(seen) == 40
+    assert isinstance(data.train.tokens, np.memmap)
+    assert not data.train.tokens.flags.writeable
+
+
+def test_splits_share_no_document_and_move_only_with_the_seed(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "text")
+    first = splits(prepare_tokens(config(folder), tmp_path / "cache"))
+    assert all(first.values())
+    assert not first["train"] & first["test"]
+    assert not first["train"] & first["validation"]
+    assert not first["validation"] & first["test"]
+    write_folder(folder, 60)
+    grown = splits(prepare_tokens(config(folder), tmp_path / "cache"))
+    assert all(first[name] <= grown[name] for name in first)
+    other = splits(prepare_tokens(config(folder, seed=1), tmp_path / "cache"))
+    assert other["test"] != grown["test"]
+    larger = splits(prepare_tokens(config(folder, test_fraction=0.5), tmp_path / "cache"))
+    assert grown["test"] < larger["test"]
+
+
+def test_the_tokeniser_learns_from_training_documents_only(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "text")
+    first = prepare_tokens(config(folder), tmp_path / "cache")
+    for name in first.test.names:
+        (folder / name).write_text("qqqq " * 500, encoding="utf-8")
+    second = prepare_tokens(config(folder), tmp_path / "cache")
+    assert first.tokeniser is not None
+    assert second.tokeniser is not None
+    assert first.tokeniser.fingerprint == second.tokeniser.fingerprint
+    assert first.fingerprint != second.fingerprint
+
+
+def test_the_cache_is_used_again_and_its_key_sees_every_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "text")
+    built = []
+    real = tokens._build
+
+    def counted(*args: Any) -> None:
+        built.append(1)
+        real(*args)
+
+    monkeypatch.setattr(tokens, "_build", counted)
+    same = [config(folder), config(folder), config(folder, tiled_fraction=0.3)]
+    found = {prepare_tokens(c, tmp_path / "cache").fingerprint for c in same}
+    assert (len(found), len(built)) == (1, 1)
+    for change in ({"vocab_size": 290}, {"seed": 3}, {"test_fraction": 0.1}, {"max_bytes": 9000}):
+        prepare_tokens(config(folder, **change), tmp_path / "cache")
+    assert len(built) == 5
+    os.utime(folder / "f000.txt", ns=(1, 1))
+    assert prepare_tokens(config(folder), tmp_path / "cache").fingerprint in found
+    assert len(built) == 6
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "remove", "manifest"])
+def test_a_damaged_cache_is_named_and_built_again(tmp_path: Path, harm: str) -> None:
+    folder = write_folder(tmp_path / "text", 10)
+    good = prepare_tokens(config(folder), tmp_path / "cache")
+    expected = good.train.tokens.copy()
+    (cached,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    file = cached / "train.tokens"
+    content = file.read_bytes()
+    if harm == "cut":
+        file.write_bytes(content[:-7])
+    elif harm == "flip":
+        file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    elif harm == "remove":
+        file.unlink()
+    else:
+        (cached / "manifest.json").write_text('{"train', encoding="utf-8")
+    named = "manifest.json" if harm == "manifest" else "train.tokens"
+    with pytest.warns(UserWarning, match=rf"tokens-\w+ is damaged \(.*{named}"):
+        again = prepare_tokens(config(folder), tmp_path / "cache")
+    np.testing.assert_array_equal(again.train.tokens, expected)
+    assert again.fingerprint == good.fingerprint
+
+
+def test_a_build_that_fails_leaves_nothing_and_the_next_one_sweeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "text", 10)
+    cache = tmp_path / "cache"
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic, "write_json", full)
+        with pytest.raises(InputError, match="no space left on the disk"):
+            prepare_tokens(config(folder), cache)
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+    name = next(cache.iterdir()).stem
+    (cache / f".{name}.killed").mkdir()
+    prepare_tokens(config(folder), cache)
+    assert {path.name for path in cache.iterdir()} == {name, f"{name}.lock"}
+
+
+def _prepare(folder: Path, cache: Path, log: Path, barrier: Any) -> None:
+    real = tokens._build
+
+    def noted(*args: Any) -> None:
+        with log.open("a") as file:
+            file.write("built\n")
+        real(*args)
+
+    setattr(tokens, "_build", noted)  # noqa: B010 — this process ends with the function
+    barrier.wait()
+    data = prepare_tokens(config(folder), cache)
+    with log.open("a") as file:
+        file.write(data.fingerprint + "\n")
+
+
+def test_two_processes_at_once_build_once(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "text", 30)
+    log = tmp_path / "log"
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(3)
+    arguments = (folder, tmp_path / "cache", log, barrier)
+    processes = [context.Process(target=_prepare, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    lines = log.read_text().split()
+    assert lines.count("built") == 1
+    assert len(lines) == 4
+    assert len(set(lines) - {"built"}) == 1
+
+
+@dataclass(frozen=True)
+class Flowing(Corpus):
+    """A corpus that makes its text as it is read."""
+
+    count: int
+    kind: ClassVar[str] = "flowing"
+    summary: ClassVar[str] = "generated"
+
+    @classmethod
+    def claims(cls, body: str) -> bool:
+        return False
+
+    @classmethod
+    def parse(cls, body: str, options: Mapping[str, str]) -> Flowing:
+        raise NotImplementedError
+
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
+        for i in range(self.count):
+            yield Document(f"d{i}", f"{i} " + "lorem ipsum dolor " * 600)
+
+    def fingerprint(self) -> str:
+        return str(self.count)
+
+    def total_bytes(self) -> int | None:
+        return None
+
+    def __str__(self) -> str:
+        return f"flowing-{self.count}"
+
+
+def test_text_streams_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "parse_corpus", lambda text: Flowing(int(text)))
+    monkeypatch.setattr(tokens, "SAMPLE_BYTES", 1)
+    monkeypatch.setattr("normattn.data.tokeniser.SAMPLE_BYTES", 1)
+    peaks = []
+    for count in (50, 250):
+        tracemalloc.start()
+        data = prepare_tokens(config(count), tmp_path / "cache")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert sum(len(data.split(name)) for name in ("train", "validation", "test")) == count
+    # 0.5 MB and 2.7 MB of text; the batches in hand are the same.
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+def test_progress_reaches_the_whole(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "text", 100)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    calls: list[tuple[int, int | None]] = []
+    prepare_tokens(
+        config(folder), tmp_path / "cache", lambda done, all_: calls.append((done, all_))
+    )
+    assert len(calls) > 1
+    assert calls[-1] == (size, size)
+    assert calls == sorted(calls)
+
+
+def test_max_bytes_caps_the_text(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "text")
+    data = prepare_tokens(config(folder, max_bytes=10_000), tmp_path / "cache")
+    read = sum(data.split(name).text_bytes for name in ("train", "validation", "test"))
+    assert 5_000 < read <= 10_000
+
+
+def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("NORMATTN_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert default_cache_dir() == Path("/home/me/.cache/normattn")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert default_cache_dir() == Path("/x/normattn")
+    monkeypatch.setenv("NORMATTN_CACHE", "~/n")
+    assert default_cache_dir() == Path("/home/me/n")
+
+
+def test_bad_corpora_and_places_are_sentences_and_leave_no_cache(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    empty = tmp_path / "empty.txt"
+    empty.write_text("", encoding="utf-8")
+    with pytest.raises(InputError, match=r"empty\.txt' is empty"):
+        prepare_tokens(config(empty), cache)
+    with pytest.raises(InputError, match="does not exist"):
+        prepare_tokens(config(tmp_path / "none"), cache)
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+    text = write_folder(tmp_path / "text", 3)
+    with pytest.raises(InputError, match=r"empty\.txt"):
+        prepare_tokens(config(text), empty / "inside")
+    with pytest.raises(InputError, match="there is no split 'dev'"):
+        prepare_tokens(config(text), cache).split("dev")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 256}, "vocab_size must be at least 257"),
+        ({"test_fraction": 0.6, "validation_fraction": 0.4}, "leave no training text"),
+        ({"tiled_low": 9, "tiled_high": 8}, "must not exceed tiled_high"),
+        ({"tiled_fraction": 1.5}, "less than or equal to 1"),
+        ({"vocabulary": 300}, "Extra inputs are not permitted"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        DataConfig(**changes)
+
+
+def test_a_config_is_a_value() -> None:
+    first = DataConfig(tiled_fraction=0.3)
+    assert DataConfig.model_validate_json(json.dumps(first.model_dump())) == first
+    assert first.tiling is not None
+    assert DataConfig().tiling is None
