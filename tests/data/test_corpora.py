@@ -312,3 +312,17 @@ def test_real_text_comes_through_whole(name: str) -> None:
     read = [gzip.decompress(f.read_bytes()) if f.suffix == ".gz" else f.read_bytes() for f in files]
     expected = sum(map(len, read))
     assert sum(len(text.encode()) for _, text in names_and_texts(folder)) == expected
+
+
+def test_python_without_source_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(InputError, match=r"finds no \*\.py under"):
+        names_and_texts("python-source")
+    (tmp_path / "a.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\n")
+    (tmp_path / "b.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\n")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "c.py").write_text("x", encoding="utf-8")
+    assert names_and_texts("python-source") == [("a.py", "# -*- coding: latin-1 -*-\n# é\n")]
+    (tmp_path / "d.py").write_bytes(b"\xe9")
+    with pytest.raises(InputError, match=r"d\.py is not encoded as Python source must be"):
+        names_and_texts("python-source")

@@ -15,7 +15,7 @@ from normattn.data.corpora.formats import DEFAULT_FIELD, FileFormat, format_of, 
 from normattn.data.corpora.text_file import TEXT
 from normattn.errors import InputError
 
-WHOLE_BYTES = 8 << 20
+WHOLE_BYTES = 1 << 20
 """A text file in a folder is one document up to this size, and cut like a single file beyond."""
 
 
@@ -34,7 +34,7 @@ class PathCorpus(Corpus):
 
     A single text file is cut at line ends into documents of about 32 kB. In a folder (read
     recursively, in the order of the relative names, hidden files and unknown suffixes left out) a
-    text file is one document unless it is larger than 8 MB or packed. Every line of a JSON-lines
+    text file is one document unless it is larger than 1 MB or packed. Every line of a JSON-lines
     file and every row of a Parquet file is a document; `field` says where its text is. Names are
     relative to the path, so that the split does not depend on where the folder lies.
     """
