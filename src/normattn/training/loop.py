@@ -64,6 +64,7 @@ def train(
         task = make_task(place)
         stop = _StopAsked(request, should_stop)
         stepper = Stepper(task, config, place, stop)
+        stack.callback(stepper.close)
         followers = list(callbacks)
         if place.main and show_progress:
             followers.append(ProgressBar())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -70,6 +71,12 @@ class Stepper:
         self._wrapped = objective
         self._call = torch.compile(objective, dynamic=False) if config.compile else objective
         self._ready: tuple[int, list[Tensor]] = (0, [])
+
+    def close(self) -> None:
+        """Let go of the wrappers: gloo may hang when its group is destroyed before they are."""
+        self._wrapped = self._call = Objective(self.task)
+        if self.world.size > 1:
+            gc.collect()
 
     def seed(self, step: int, micro: int) -> None:
         """Set torch's generators for one micro-step."""
