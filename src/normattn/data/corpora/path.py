@@ -12,7 +12,7 @@ from typing import ClassVar
 from normattn.data.corpora.budget import capped, spread
 from normattn.data.corpora.corpus import Corpus, Document, address, register, take_options
 from normattn.data.corpora.formats import DEFAULT_FIELD, FileFormat, format_of, formats
-from normattn.data.corpora.text_file import TEXT
+from normattn.data.corpora.text_file import PIECE_CHARACTERS, TEXT
 from normattn.errors import InputError
 
 WHOLE_BYTES = 1 << 20
@@ -63,8 +63,9 @@ class PathCorpus(Corpus):
         return capped((doc for file in kept for doc in self._read(file)), limit)
 
     def fingerprint(self) -> str:
-        """Hash of relative names, sizes and modification times."""
-        digest = hashlib.sha256(repr((self.kind, self.field)).encode())
+        """Hash of relative names, sizes and modification times, and of how files are cut."""
+        rules = (self.kind, self.field, WHOLE_BYTES, PIECE_CHARACTERS)
+        digest = hashlib.sha256(repr(rules).encode())
         for file in self._files():
             with _readable(file.path):
                 stat = file.path.stat()
