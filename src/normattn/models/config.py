@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from normattn.errors import InputError
-from normattn.score import ScoreSpec
+from normattn.score import Score, ScoreSpec
 
 Size = Annotated[int, Field(ge=1, strict=True)]
 
@@ -62,31 +54,36 @@ class CausalLMConfig(BaseModel):
             except ValidationError as error:
                 raise InputError(explain(error)) from error
 
-    @field_validator("score")
-    @classmethod
-    def _resolve_score(cls, score: ScoreSpec, info: ValidationInfo) -> ScoreSpec:
-        length = info.data.get("train_length")
-        if length is None:  # Its own error is already on the list.
-            return score
-        if score.train_length not in (None, length):
+    @model_validator(mode="after")
+    def _check(self) -> CausalLMConfig:
+        self._check_block()
+        # The one moment when a frozen value may still be completed.
+        object.__setattr__(self, "score", self._resolved_score())
+        return self
+
+    def _resolved_score(self) -> ScoreSpec:
+        score = self.score
+        if score.train_length not in (None, self.train_length):
             raise InputError(
                 f"the score {score} is for a train_length of {score.train_length}, "
-                f"but the model's is {length}"
+                f"but the model's is {self.train_length}"
             )
         if score.leaks_future:
             raise InputError(
                 f"{score.name} reads statistics across the sequence, so a causal language model "
                 "with it would see the future"
             )
-        return score.resolve(train_length=length)
+        score = score.resolve(train_length=self.train_length)
+        # A score refuses some shapes of heads; better now than when the model is built.
+        Score(score, self.heads, self.score_head_dim, self.kv_heads)
+        return score
 
-    @model_validator(mode="after")
-    def _check_block(self) -> Self:
+    def _check_block(self) -> None:
         if self.block == "gau":
             self._refuse_unused("gau", ("kv_heads", "head_dim", "feed_forward", "hidden"))
             if self.heads != 1:
                 raise InputError(f"a gated attention unit has one head; heads is {self.heads}")
-            return self
+            return
         self._refuse_unused("mha", ("key_size", "expansion"))
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise InputError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly")
@@ -95,7 +92,6 @@ class CausalLMConfig(BaseModel):
                 f"dim {self.dim} does not divide into {self.heads} heads; give head_dim, "
                 "or choose a number of heads that divides dim"
             )
-        return self
 
     def _refuse_unused(self, block: str, names: tuple[str, ...]) -> None:
         for name in names:

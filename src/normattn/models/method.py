@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
 
 from normattn.score import Score, ScoreSpec
 
@@ -39,7 +38,7 @@ class MethodHandle:
             score, spec = self._before.pop()
             score.use(spec)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> MethodHandle:
         return self
 
     def __exit__(

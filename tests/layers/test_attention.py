@@ -1,0 +1,139 @@
+"""Attention against plain matmuls, and what it must refuse."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from normattn.errors import InputError
+from normattn.layers.attention import Attention
+
+DIM, HEADS, LENGTH = 16, 4, 7
+
+
+def _input(batch: int = 2, length: int = LENGTH) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(batch, length, DIM, generator=generator, dtype=torch.float64)
+
+
+def _rotate(x: Tensor) -> Tensor:
+    """Rotary position by complex numbers, half-split layout; x (…, T, D)."""
+    half = x.shape[-1] // 2
+    theta = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * theta
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
+        torch.ones_like(angle), angle
+    )
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def _oracle(layer: Attention, x: Tensor, normalise_keys: bool, causal: bool = True) -> Tensor:
+    """Head by head, with one matmul per projection."""
+    size, outs = layer.head_dim, []
+    key_rows = layer.heads * size
+    value_rows = key_rows + layer.kv_heads * size
+    for head in range(layer.heads):
+        shared = head // (layer.heads // layer.kv_heads)
+        weight = layer.qkv.weight
+        q = _rotate(x @ weight[head * size : (head + 1) * size].T)
+        k = x @ weight[key_rows + shared * size : key_rows + (shared + 1) * size].T
+        v = x @ weight[value_rows + shared * size : value_rows + (shared + 1) * size].T
+        k = _rotate(F.normalize(k, dim=-1) if normalise_keys else k)
+        s = q @ k.transpose(1, 2) / (1 if normalise_keys else math.sqrt(size))
+        if causal:
+            s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
+        outs.append(s.softmax(-1) @ v)
+    return torch.cat(outs, -1) @ layer.out.weight.T
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("score", ["Baseline", "KNA"])
+def test_attention_is_plain_matmuls(score: str, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    layer = Attention(DIM, HEADS, kv_heads, score).double()
+    x = _input()
+    expected = _oracle(layer, x, normalise_keys=score == "KNA")
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-7)
+
+
+def test_gradients_are_those_of_plain_matmuls() -> None:
+    torch.manual_seed(0)
+    layer = Attention(DIM, HEADS, 2, "KNA").double()
+    x = _input().requires_grad_()
+    wanted = [x, *layer.parameters()]
+    ours = torch.autograd.grad(layer(x).sin().sum(), wanted)
+    theirs = torch.autograd.grad(_oracle(layer, x, normalise_keys=True).sin().sum(), wanted)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+
+
+def test_bidirectional_attention_sees_the_whole_row() -> None:
+    torch.manual_seed(0)
+    layer = Attention(DIM, HEADS, score="KNA").double()
+    x = _input()
+    expected = _oracle(layer, x, normalise_keys=True, causal=False)
+    torch.testing.assert_close(layer(x, causal=False), expected, rtol=0, atol=1e-7)
+
+
+def test_grouped_queries_are_attention_with_repeated_key_heads() -> None:
+    torch.manual_seed(0)
+    grouped = Attention(DIM, HEADS, kv_heads=2).double()
+    full = Attention(DIM, HEADS).double()
+    q, kv = grouped.qkv.weight[:16], grouped.qkv.weight[16:]
+    repeated = kv.view(2, 2, 4, DIM).repeat_interleave(2, dim=1).reshape(-1, DIM)
+    full.qkv.weight.data = torch.cat([q, repeated])
+    full.out.weight.data = grouped.out.weight.data
+    x = _input()
+    torch.testing.assert_close(grouped(x), full(x), rtol=0, atol=1e-12)
+
+
+def test_left_padding_changes_nothing() -> None:
+    torch.manual_seed(0)
+    layer = Attention(DIM, HEADS, score="KNA").double()
+    x = _input(batch=1)
+    padded = torch.cat([torch.full((1, 3, DIM), 9.0, dtype=torch.float64), x], 1)
+    padding = torch.arange(LENGTH + 3)[None] < 3
+    out = layer(padded, key_padding=padding)[:, 3:]
+    torch.testing.assert_close(out, layer(x), rtol=0, atol=1e-7)
+
+
+def test_only_relative_positions_matter_to_a_rotary_score() -> None:
+    torch.manual_seed(0)
+    layer = Attention(DIM, HEADS).double()
+    x = _input()
+    shifted = layer(x, positions=torch.arange(LENGTH) + 40)
+    torch.testing.assert_close(shifted, layer(x), rtol=0, atol=1e-7)
+
+
+def test_a_head_may_be_wider_than_its_share() -> None:
+    layer = Attention(DIM, 3, head_dim=8)
+    assert layer(torch.randn(1, 4, DIM)).shape == (1, 4, DIM)
+    assert layer.qkv.weight.shape == (72, DIM)
+
+
+def test_attention_weights_drop_only_in_training() -> None:
+    torch.manual_seed(0)
+    layer = Attention(DIM, HEADS, dropout=0.5).double()
+    x = _input()
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"heads": 3}, "does not divide into 3 heads"),
+        ({"heads": 4, "kv_heads": 3}, "cannot share 3"),
+        ({"heads": 0}, "each must be at least 1"),
+        ({"heads": 4, "head_dim": 0}, "head_dim is 0"),
+        ({"heads": 4, "dropout": 1.0}, "below 1"),
+    ],
+)
+def test_impossible_sizes_are_refused(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Attention(DIM, **arguments)  # type: ignore[arg-type]

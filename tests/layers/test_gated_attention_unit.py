@@ -1,0 +1,82 @@
+"""The gated attention unit against its formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from normattn.errors import InputError
+from normattn.layers.gated_attention_unit import GatedAttentionUnit
+
+DIM, KEY, VALUE = 6, 8, 12
+
+
+def _rotate(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    theta = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * theta
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
+        torch.ones_like(angle), angle
+    )
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def _oracle(unit: GatedAttentionUnit, x: Tensor, normalise_keys: bool) -> Tensor:
+    inner = x @ unit.expand.weight.T
+    inner = inner / (1 + torch.exp(-inner))
+    u, v, z = inner[..., :VALUE], inner[..., VALUE : 2 * VALUE], inner[..., 2 * VALUE :]
+    q, k = z * unit.gamma[0], z * unit.gamma[1]
+    if unit.beta is not None:
+        q, k = q + unit.beta[0], k + unit.beta[1]
+    if normalise_keys:
+        k = F.normalize(k, dim=-1)
+    s = _rotate(q) @ _rotate(k).transpose(1, 2) / (1 if normalise_keys else math.sqrt(KEY))
+    s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
+    return (u * (s.softmax(-1) @ v)) @ unit.out.weight.T
+
+
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("score", ["Baseline", "KNA"])
+def test_the_unit_is_its_formula_with_gradients(score: str, offset: bool) -> None:
+    torch.manual_seed(0)
+    unit = GatedAttentionUnit(DIM, KEY, score=score, offset=offset).double()
+    with torch.no_grad():
+        unit.gamma.normal_()
+        if unit.beta is not None:
+            unit.beta.normal_()
+    x = torch.randn(2, 5, DIM, dtype=torch.float64, requires_grad=True)
+    expected = _oracle(unit, x, normalise_keys=score == "KNA")
+    torch.testing.assert_close(unit(x), expected, rtol=0, atol=1e-7)
+    wanted = [x, *unit.parameters()]
+    ours = torch.autograd.grad(unit(x).sin().sum(), wanted)
+    for mine, other in zip(ours, torch.autograd.grad(expected.sin().sum(), wanted), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+
+
+def test_the_default_is_gau_alpha() -> None:
+    unit = GatedAttentionUnit(DIM)
+    assert unit.expand.weight.shape == (2 * 2 * DIM + 128, DIM)
+    assert unit.beta is None
+    assert unit.expand.bias is None
+    assert unit.out.bias is None
+    assert torch.equal(unit.gamma, torch.ones(2, 128))
+
+
+def test_left_padding_changes_nothing() -> None:
+    torch.manual_seed(0)
+    unit = GatedAttentionUnit(DIM, KEY, score="KNA").double()
+    x = torch.randn(1, 5, DIM, dtype=torch.float64)
+    padded = torch.cat([torch.full((1, 2, DIM), 9.0, dtype=torch.float64), x], 1)
+    out = unit(padded, key_padding=torch.arange(7)[None] < 2)[:, 2:]
+    torch.testing.assert_close(out, unit(x), rtol=0, atol=1e-7)
+
+
+def test_a_size_below_one_is_refused() -> None:
+    with pytest.raises(InputError, match="each must be at least 1"):
+        GatedAttentionUnit(DIM, key_size=0)
+    with pytest.raises(InputError, match="dropout is 1"):
+        GatedAttentionUnit(DIM, dropout=1.0)

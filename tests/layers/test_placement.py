@@ -1,0 +1,94 @@
+"""Residual placements against their equations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from normattn.errors import InputError
+from normattn.layers.norms import RMSNorm
+from normattn.layers.placement import DeepNorm, PostLN, PreLN, ReZero, deepnorm_factors
+
+
+class Square(nn.Module):
+    """A sub-layer that anyone can compute."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return scale * x.square()
+
+
+def _norm(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+X = torch.linspace(-2, 3, 24, dtype=torch.float64).view(1, 3, 8)
+
+
+def _rms() -> RMSNorm:
+    return RMSNorm(8, gain=False)
+
+
+def test_pre_norm() -> None:
+    torch.testing.assert_close(PreLN(Square(), _rms())(X), X + _norm(X).square())
+
+
+def test_post_norm_and_context_for_the_sublayer() -> None:
+    expected = _norm(X + 3 * X.square())
+    torch.testing.assert_close(PostLN(Square(), _rms())(X, scale=3.0), expected)
+
+
+def test_deep_norm() -> None:
+    expected = _norm(1.7 * X + X.square())
+    torch.testing.assert_close(DeepNorm(Square(), _rms(), alpha=1.7)(X), expected)
+
+
+def test_rezero_starts_as_the_identity_and_learns_to_leave_it() -> None:
+    layer = ReZero(Square(), _rms()).double()
+    assert torch.equal(layer(X), X)
+    layer(X).sum().backward()
+    assert layer.alpha.grad is not None
+    torch.testing.assert_close(layer.alpha.grad, _norm(X).square().sum())
+
+
+def test_rezero_without_a_norm_and_with_a_fixed_start() -> None:
+    torch.testing.assert_close(ReZero(Square(), start=0.1).double()(X), X + 0.1 * X.square())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "sublayers", "alpha", "beta"),
+    [
+        # The paper's table: (2N)^¼ and (8N)^−¼ for N = 6, 18 and 100 blocks of two.
+        (6, 2, 12**0.25, 48**-0.25),
+        (18, 2, 36**0.25, 144**-0.25),
+        (100, 2, 200**0.25, 800**-0.25),
+        # One sub-layer a block.
+        (24, 1, 24**0.25, 96**-0.25),
+    ],
+)
+def test_deepnorm_factors(blocks: int, sublayers: int, alpha: float, beta: float) -> None:
+    assert deepnorm_factors(blocks, sublayers) == pytest.approx((alpha, beta), rel=1e-12)
+
+
+def test_deepnorm_factors_meet_the_bound_they_come_from() -> None:
+    for blocks, sublayers in ((3, 1), (7, 2)):
+        alpha, beta = deepnorm_factors(blocks, sublayers)
+        assert blocks * sublayers * 2 * beta**2 / alpha**2 == pytest.approx(1, rel=1e-12)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    layer = PreLN(Square(), _rms(), dropout=0.5)
+    torch.manual_seed(0)
+    branch = layer(X) - X
+    kept = branch != 0
+    assert 0 < kept.sum() < branch.numel()
+    torch.testing.assert_close(branch[kept], 2 * _norm(X).square()[kept])
+    layer.eval()
+    torch.testing.assert_close(layer(X), X + _norm(X).square())
+
+
+def test_impossible_factors_are_refused() -> None:
+    with pytest.raises(InputError, match="both must be at least 1"):
+        deepnorm_factors(0)
+    with pytest.raises(InputError, match="must be above 0"):
+        DeepNorm(Square(), _rms(), alpha=0.0)

@@ -1,0 +1,292 @@
+"""The causal language model: causality, padding, batches, methods, loss, starting values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from normattn.errors import InputError
+from normattn.layers.attention import Attention
+from normattn.layers.feed_forward import SwiGLU
+from normattn.layers.gated_attention_unit import GatedAttentionUnit
+from normattn.layers.placement import DeepNorm, ReZero
+from normattn.models.causal_lm import CausalLM
+from normattn.models.config import CausalLMConfig
+from normattn.score import Score, ScoreSpec
+
+VOCABULARY, LENGTH = 23, 16
+BLOCKS: dict[str, dict[str, Any]] = {
+    "mha": {"heads": 4, "kv_heads": 2},
+    "gau": {"block": "gau", "key_size": 8},
+}
+PLACEMENTS = ["PreLN", "PostLN", "DeepNorm", "ReZero"]
+
+
+def _model(**changes: Any) -> CausalLM:
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "dim": 16,
+        "layers": 3,
+        "train_length": LENGTH,
+        "score": "KNA",
+        **changes,
+    }
+    torch.manual_seed(0)
+    model = CausalLM(CausalLMConfig(**settings)).double()
+    for module in model.modules():
+        if isinstance(module, ReZero):  # Away from the identity, so that tests see the layers.
+            nn.init.constant_(module.alpha, 0.7)
+    return model
+
+
+def _ids(rows: int, length: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+
+
+MODELS = {
+    (block, placement): _model(**BLOCKS[block], placement=placement)
+    for block in BLOCKS
+    for placement in PLACEMENTS
+}
+
+
+@settings(max_examples=24, deadline=None, derandomize=True)
+@given(
+    which=st.sampled_from(sorted(MODELS)),
+    length=st.integers(2, 20),
+    cut=st.floats(0, 1, exclude_max=True),
+    seed=st.integers(0, 1000),
+)
+def test_no_future_token_leaks(which: tuple[str, str], length: int, cut: float, seed: int) -> None:
+    model, past = MODELS[which], 1 + int(cut * (length - 1))
+    ids, other = _ids(1, length, seed), _ids(1, length, seed + 5000)
+    changed = torch.cat([ids[:, :past], other[:, past:]], 1)
+    with torch.no_grad():
+        difference = (model(ids) - model(changed))[:, :past].abs().max()
+    assert difference < 1e-9
+
+
+@pytest.mark.parametrize("which", sorted(MODELS))
+def test_rows_are_independent_and_every_past_token_counts(which: tuple[str, str]) -> None:
+    model, ids = MODELS[which], _ids(3, 9)
+    with torch.no_grad():
+        together = model(ids)
+        for row in range(3):
+            alone = model(ids[row : row + 1])
+            torch.testing.assert_close(together[row : row + 1], alone, rtol=0, atol=1e-9)
+        for position in range(9):
+            changed = ids.clone()
+            changed[0, position] = (ids[0, position] + 1) % VOCABULARY
+            assert (model(changed) - together)[0, -1].abs().max() > 1e-7
+
+
+@pytest.mark.parametrize("which", sorted(MODELS))
+@pytest.mark.parametrize("method", ["", "YaRN", "logn+"])
+def test_left_padding_changes_nothing(which: tuple[str, str], method: str) -> None:
+    model, ids = MODELS[which], _ids(2, 24)
+    parameters = {"factor": 4} if method == "YaRN" else {}
+    padding = torch.zeros(2, 24, dtype=torch.bool)
+    padding[1, :5] = True
+    with torch.no_grad(), model.using(method, **parameters):
+        padded = model(ids, key_padding=padding)
+        torch.testing.assert_close(padded[:1], model(ids[:1]), rtol=0, atol=1e-6)
+        torch.testing.assert_close(padded[1:, 5:], model(ids[1:, 5:]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_and_scores_are_those_of_the_logits(tied: bool) -> None:
+    model = _model(**BLOCKS["mha"], tie_head=tied)
+    ids = _ids(3, 11)
+    logits, targets = model(ids[:, :-1]), ids[:, 1:]
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    hits = logits.argmax(-1) == targets
+    result = model.loss(ids)
+    torch.testing.assert_close(result.loss, expected.mean(), rtol=0, atol=1e-12)
+    assert result.correct == hits.sum()
+    scores = model.token_scores(ids)
+    torch.testing.assert_close(scores.loss, expected.view(3, 10), rtol=0, atol=1e-12)
+    assert torch.equal(scores.correct, hits)
+    assert not scores.loss.requires_grad
+    assert (model.head_weight is model.embedding.weight) == tied
+
+
+def test_scores_in_groups_of_rows_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = MODELS["mha", "PreLN"], _ids(5, 9)
+    whole = model.token_scores(ids)
+    monkeypatch.setattr("normattn.models.causal_lm._SCORED_TOKENS", 20)
+    grouped = model.token_scores(ids)
+    torch.testing.assert_close(grouped.loss, whole.loss, rtol=0, atol=1e-12)
+    assert torch.equal(grouped.correct, whole.correct)
+
+
+def test_every_parameter_learns_from_the_loss() -> None:
+    for model in MODELS.values():
+        model.zero_grad()
+        model.loss(_ids(2, 12)).loss.backward()
+        still = [n for n, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0]
+        assert still == []
+
+
+def test_scoring_leaves_dropout_and_modes_as_they_were() -> None:
+    model = _model(**BLOCKS["mha"], dropout=0.5)
+    model.blocks[1].eval()
+    before = [module.training for module in model.modules()]
+    ids = _ids(2, 9)
+    assert torch.equal(model.token_scores(ids).loss, model.token_scores(ids).loss)
+    assert [module.training for module in model.modules()] == before
+    assert not torch.equal(model(ids), model(ids))
+
+
+@pytest.mark.parametrize("block", sorted(BLOCKS))
+def test_a_method_is_undone_exactly(block: str) -> None:
+    model, ids = MODELS[block, "PreLN"], _ids(2, 40)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        before = model(ids)
+        with model.using("YaRN", factor=8) as handle:
+            assert handle.spec.name == "KNA-YaRN"
+            assert (model(ids) - before).abs().max() > 1e-4
+        assert (model(ids) - before).abs().max() == 0.0
+        handle = model.using(ScoreSpec.parse("KNA-ReRoPE", train_length=LENGTH))
+        assert (model(ids) - before).abs().max() > 1e-4
+        handle.remove()
+        handle.remove()
+        assert (model(ids) - before).abs().max() == 0.0
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_method_is_undone_when_the_work_inside_fails() -> None:
+    model = MODELS["mha", "PreLN"]
+
+    def fail() -> None:
+        with model.using("NTK", factor=8):
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail()
+    assert all(m.spec == model.config.score for m in model.modules() if isinstance(m, Score))
+
+
+def test_what_a_method_cannot_be_is_refused_and_changes_nothing() -> None:
+    model = MODELS["mha", "PreLN"]
+    with (
+        model.using("as is"),
+        pytest.raises(InputError, match="already switched on"),
+    ):
+        model.using("YaRN", factor=8)
+    with pytest.raises(InputError, match="trained"):
+        model.using(ScoreSpec.parse("QNA-YaRN(factor=8)"))
+    with pytest.raises(InputError, match="factor cannot join"):
+        model.using(ScoreSpec.parse("KNA-YaRN(factor=8)"), factor=4)
+    with pytest.raises(InputError, match="factor"):
+        model.using("YaRN")
+    with pytest.raises(InputError, match="128"):
+        model.using(ScoreSpec.parse("KNA-NTK(factor=8)@128"))
+    with model.using("ReRoPE-logn+") as handle:
+        assert handle.active
+        assert handle.spec.train_length == LENGTH
+
+
+def test_tokens_outside_the_vocabulary_are_named() -> None:
+    with pytest.raises(InputError, match=f"from 3 to 99; .* 0 to {VOCABULARY - 1}"):
+        MODELS["mha", "PreLN"](torch.tensor([[3, 99]]))
+
+
+def test_one_token_predicts_nothing() -> None:
+    with pytest.raises(InputError, match="at least 2"):
+        MODELS["mha", "PreLN"].loss(_ids(1, 1))
+
+
+def test_rezero_starts_as_the_identity() -> None:
+    torch.manual_seed(0)
+    config = CausalLMConfig(
+        vocab_size=VOCABULARY, dim=16, layers=2, train_length=LENGTH, placement="ReZero"
+    )
+    model, ids = CausalLM(config), _ids(1, 8)
+    assert model.final_norm is not None
+    assert torch.equal(model.hidden(ids), model.final_norm(model.embedding(ids)))
+
+
+def test_post_norm_models_have_no_final_norm_and_pre_norm_models_no_first() -> None:
+    for (_, placement), model in MODELS.items():
+        after = placement in ("PostLN", "DeepNorm")
+        assert (model.final_norm is None) == after
+        assert (model.embedding_norm is not None) == after
+
+
+def _deviation(weight: Tensor) -> float:
+    return float(weight.std())
+
+
+def test_deepnorm_scales_value_output_and_feed_forward_weights() -> None:
+    torch.manual_seed(0)
+    config = CausalLMConfig(
+        vocab_size=32, dim=256, layers=8, heads=4, train_length=16, placement="DeepNorm"
+    )
+    model, beta = CausalLM(config), 64**-0.25
+    placed = [m for m in model.modules() if isinstance(m, DeepNorm)]
+    assert len(placed) == 16
+    assert {m.alpha for m in placed} == {2.0}  # (2 · 8)^¼
+    xavier = math.sqrt(2 / 512)
+    for layer in (m for m in model.modules() if isinstance(m, Attention)):
+        q, k, v = layer.qkv.weight.split(256)
+        for weight, expected in ((q, 1), (k, 1), (v, beta), (layer.out.weight, beta)):
+            assert _deviation(weight) == pytest.approx(expected * xavier, rel=0.02)
+    for feed in (m for m in model.modules() if isinstance(m, SwiGLU)):
+        expected = beta * math.sqrt(2 / (256 + feed.hidden))
+        assert _deviation(feed.up.weight) == pytest.approx(expected, rel=0.02)
+        assert _deviation(feed.down.weight) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("placement", ["PostLN", "DeepNorm"])
+def test_the_gated_units_initialisation(placement: Any) -> None:
+    torch.manual_seed(0)
+    config = CausalLMConfig(
+        vocab_size=32, dim=128, layers=8, block="gau", train_length=16, placement=placement
+    )
+    beta = 32**-0.25  # (4 · 8)^−¼: one sub-layer a block
+    scales = (1, beta, 1, beta) if placement == "DeepNorm" else (0.5, 0.5, 0.5, 0.5)  # 8^−⅓
+    for unit in (m for m in CausalLM(config).modules() if isinstance(m, GatedAttentionUnit)):
+        u, v, z = unit.expand.weight.split([256, 256, 128])
+        for weight, scale in zip((u, v, z, unit.out.weight), scales, strict=True):
+            expected = scale * weight.shape[1] ** -0.5
+            assert _deviation(weight) == pytest.approx(expected, rel=0.03)
+            assert weight.abs().max() <= 2.3 * expected  # cut off at two of the uncut normal
+
+
+def test_a_given_deviation_is_used() -> None:
+    torch.manual_seed(0)
+    config = CausalLMConfig(
+        vocab_size=512,
+        dim=128,
+        layers=2,
+        heads=4,
+        train_length=16,
+        init_std=0.02,
+        placement="PostLN",
+        tie_head=False,
+    )
+    for name, weight in CausalLM(config).named_parameters():
+        if weight.dim() == 2:
+            assert _deviation(weight) == pytest.approx(0.02, rel=0.03), name
+
+
+@pytest.mark.parametrize("which", sorted(MODELS))
+def test_bfloat16_autocast_follows_full_precision(which: tuple[str, str]) -> None:
+    settings = {**BLOCKS[which[0]], "placement": which[1]}
+    model, ids = _model(**settings).float(), _ids(2, 17)
+    exact = model.loss(ids).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.loss(ids).loss
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, exact, rtol=0.01, atol=0)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -1,0 +1,68 @@
+"""The configuration: what it resolves and what it refuses, each with a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from normattn.errors import InputError
+from normattn.models.config import CausalLMConfig
+from normattn.score import ScoreSpec
+
+GOOD: dict[str, Any] = {"vocab_size": 32, "dim": 16, "layers": 2, "heads": 2, "train_length": 64}
+
+
+def test_the_score_is_resolved_with_the_training_length() -> None:
+    config = CausalLMConfig(**GOOD, score="KNA-logn")
+    assert config.score == ScoreSpec.parse("KNA-logn", train_length=64)
+    assert str(config.score) == "KNA-logn@64"
+
+
+def test_a_spec_is_as_good_as_its_text_and_the_dump_comes_back() -> None:
+    spec = ScoreSpec.parse("CosA")
+    config = CausalLMConfig(**GOOD, score=spec)
+    assert config == CausalLMConfig(**GOOD, score="CosA@64")
+    assert CausalLMConfig(**config.model_dump(mode="json")) == config
+    assert CausalLMConfig(**GOOD) == CausalLMConfig(**GOOD, score="Baseline")
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        CausalLMConfig(**GOOD).dim = 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dim": 0}, "dim: input should be greater than or equal to 1, but it is 0"),
+        ({"dim": "wide"}, "dim: input should be a valid integer, but it is 'wide'"),
+        ({"layers": 1.5}, "layers: input should be a valid integer"),
+        ({"train_length": 1}, "train_length: .* greater than or equal to 2"),
+        ({"dropout": 1.0}, "dropout: .* less than 1"),
+        ({"init_std": 0.0}, "init_std: .* greater than 0"),
+        ({"norm_eps": float("nan")}, "norm_eps: "),
+        ({"placement": "SandwichLN"}, "placement: .*'PreLN'.*'SandwichLN'"),
+        ({"depth": 3}, "depth: there is no such setting"),
+        ({"score": "KMA"}, "score: .*KNA"),
+        ({"score": "KNA@128"}, "train_length of 128, but the model's is 64"),
+        ({"score": "Baseline-YaRN"}, "needs factor"),
+        ({"score": 3}, "score: .*3"),
+        ({"score": "KBatchNorm"}, "see the future"),
+        ({"heads": 3}, "dim 16 does not divide into 3 heads"),
+        ({"kv_heads": 4}, "2 heads cannot share 4"),
+        ({"key_size": 64}, "key_size has no meaning for block 'mha'"),
+        ({"block": "gau"}, "has one head; heads is 2"),
+        ({"block": "gau", "heads": 1, "hidden": 64}, "hidden has no meaning for block 'gau'"),
+        ({"heads": 16}, "even head dimension"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        CausalLMConfig(**(GOOD | change))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_setting_is_named() -> None:
+    with pytest.raises(InputError, match="train_length: this setting is required"):
+        CausalLMConfig(vocab_size=32, dim=16, layers=2)  # type: ignore[call-arg]
