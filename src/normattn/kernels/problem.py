@@ -24,8 +24,8 @@ class Visibility:
     """
 
     causal: bool
-    query: Int[Tensor, "*b t"]
-    key: Int[Tensor, "*b s"]
+    query: Int[Tensor, "*bq t"]
+    key: Int[Tensor, "*bk s"]
     aligned: bool
     padding: Bool[Tensor, "b s"] | None = None
     mask: Tensor | None = None
@@ -35,7 +35,7 @@ class Visibility:
         """Whether nothing but aligned causality (or nothing at all) hides a key."""
         return self.padding is None and self.mask is None and (self.aligned or not self.causal)
 
-    def distance(self, rows: slice, columns: slice) -> Int[Tensor, "*b one t s"]:
+    def distance(self, rows: slice, columns: slice) -> Int[Tensor, "*b t s"]:
         """i − j for a block, (t, s) or (B, 1, t, s)."""
         query, key = self.query[..., rows], self.key[..., columns]
         block = query[..., :, None] - key[..., None, :]

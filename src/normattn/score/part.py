@@ -151,8 +151,8 @@ class RegimePart(Part):
     window: int | None = None
 
     def far_positions(
-        self, query: Float[Tensor, "*b t"], key: Float[Tensor, "*b s"]
-    ) -> tuple[Float[Tensor, "*b t"], Float[Tensor, "*b s"]]:
+        self, query: Float[Tensor, "*bq t"], key: Float[Tensor, "*bk s"]
+    ) -> tuple[Float[Tensor, "*bq t"], Float[Tensor, "*bk s"]]:
         """The positions at which queries and keys are rotated where i − j ≥ window."""
         raise InputError(f"{self.name} defines no far positions")
 

@@ -22,9 +22,9 @@ class Positions:
     `regular` says that nothing but T, S and causal decided them, so that tables can be kept.
     """
 
-    query: Int[Tensor, "*b t"]
-    key: Int[Tensor, "*b s"]
-    n: Int[Tensor, "*b u"]
+    query: Int[Tensor, "*bq t"]
+    key: Int[Tensor, "*bk s"]
+    n: Int[Tensor, "*bn u"]
     causal: bool
     regular: bool
 
@@ -35,8 +35,8 @@ class Positions:
         causal: bool,
         device: torch.device,
         key_padding: Bool[Tensor, "b s"] | None = None,
-        q_positions: Int[Tensor, "*b t"] | None = None,
-        k_positions: Int[Tensor, "*b s"] | None = None,
+        q_positions: Int[Tensor, "*bq t"] | None = None,
+        k_positions: Int[Tensor, "*bk s"] | None = None,
     ) -> Positions:
         """Fill in what is not given.
 

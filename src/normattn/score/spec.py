@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
@@ -57,7 +57,7 @@ class ScoreSpec:
         _refuse_nonsense(self)
 
     @classmethod
-    def parse(cls, text: str, train_length: int | None = None, **parameters: Any) -> Self:
+    def parse(cls, text: str, train_length: int | None = None, **parameters: Any) -> ScoreSpec:
         """The specification that `text` names.
 
         `parameters` (factor=, window=, base=, …) go to the part that has such a field and was not

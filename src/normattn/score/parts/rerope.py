@@ -40,8 +40,8 @@ class ReRoPE(RegimePart):
         return self
 
     def far_positions(
-        self, query: Float[Tensor, "*b t"], key: Float[Tensor, "*b s"]
-    ) -> tuple[Float[Tensor, "*b t"], Float[Tensor, "*b s"]]:
+        self, query: Float[Tensor, "*bq t"], key: Float[Tensor, "*bk s"]
+    ) -> tuple[Float[Tensor, "*bq t"], Float[Tensor, "*bk s"]]:
         """Queries at w, keys at 0."""
         if self.window is None:
             raise InputError("ReRoPE needs window=…, or a training length to take a quarter of")
