@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from normattn.kernels.cross_entropy import TokenScores
-
-if TYPE_CHECKING:
-    from normattn.models.causal_lm import CausalLM
+from normattn.models.causal_lm import CausalLM
 
 TokenScorer = Callable[[Tensor], TokenScores]
 """Maps ids (b, T + 1) to the loss (b, T) in nats and the correctness (b, T) of tokens 1 … T."""

@@ -82,12 +82,19 @@ class Cell:
 
 
 class Cells:
-    """Every cell that a list of records makes, found by row, protocol and length."""
+    """Every cell that a list of records makes, found by row, protocol and length.
+
+    Rows can be compared only on one set: where a protocol was measured on several sets of one
+    length, the set with the most records counts (then the larger one) and `left_out` counts the
+    records on the others.
+    """
 
     def __init__(self, records: Iterable[RecordLike]) -> None:
+        parsed = [parse_record(value, f"record {index}") for index, value in enumerate(records)]
+        kept = _on_common_sets(parsed)
+        self.left_out = len(parsed) - len(kept)
         groups: dict[tuple[RowKey, str, int], list[Record]] = defaultdict(list)
-        for index, value in enumerate(records):
-            record = parse_record(value, f"record {index}")
+        for record in kept:
             groups[_row_key(record), record.protocol, record.length].append(record)
         self._cells = {key: gather(group) for key, group in groups.items()}
         self.rows = sorted({row for row, _, _ in groups}, key=lambda row: row.order)
@@ -119,6 +126,19 @@ class Cells:
         return next(found, None)
 
 
+def _on_common_sets(records: Sequence[Record]) -> list[Record]:
+    """The records on the set that most records of their protocol and length share."""
+    sets: dict[tuple[str, int, int], dict[str, list[Record]]] = defaultdict(dict)
+    for record in records:
+        place = (record.protocol, record.length, record.train_length)
+        sets[place].setdefault(record.data, []).append(record)
+    kept = set()
+    for by_data in sets.values():
+        ranks = {data: (len(g), len(g[0].documents), data) for data, g in by_data.items()}
+        kept.add(max(ranks, key=lambda data: ranks[data]))
+    return [record for record in records if record.data in kept]
+
+
 def gather(records: Sequence[RecordLike]) -> Cell:
     """Pool the records of one cell, one per seed.
 
@@ -135,7 +155,8 @@ def gather(records: Sequence[RecordLike]) -> Cell:
         if other.key != record.key:
             raise InputError(
                 f"seed {record.seed} of {record.name} ({record.protocol}, {record.length} tokens) "
-                f"was evaluated twice with different weights: runs {other.run} and {record.run}"
+                f"was evaluated twice with different weights: runs {other.run} and {record.run}; "
+                "report them apart"
             )
     first = parsed[0]
     seeds = tuple(sorted(by_seed))

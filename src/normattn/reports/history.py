@@ -48,7 +48,7 @@ def draw_history(runs: Mapping[str, Sequence[Path]], folder: Path) -> list[Path]
         axis.set_ylim(*_limits([losses for group in series.values() for _, losses in group]))
         axis.set_xlabel("training step")
         axis.set_ylabel("training loss (nats per token)")
-        low, high = axis.get_ylim()
+        low, high = map(float, axis.get_ylim())
         label_ends(axis, ends, colours, (high - low) * 0.045)
         figure.text(0.02, 0.94, "Training loss of every run", fontsize=11, fontweight="bold")
         figure.text(

@@ -29,7 +29,7 @@ def markdown(rows: Sequence[Row], cells: Cells, bootstrap: Bootstrap) -> str:
         "# Accuracy past the training length",
         _main_table(rows, bootstrap),
         _legend(rows),
-        _behind(rows),
+        _behind(rows, cells.left_out),
         _diverged(rows),
         _findings(cells, bootstrap),
         _beside(rows),
@@ -100,7 +100,7 @@ def _legend(rows: Sequence[Row]) -> str:
     )
 
 
-def _behind(rows: Sequence[Row]) -> str:
+def _behind(rows: Sequence[Row], left_out: int) -> str:
     """How many documents, tokens and seeds stand behind each column."""
     lines = []
     for key in COLUMNS:
@@ -122,6 +122,8 @@ def _behind(rows: Sequence[Row]) -> str:
     note = f"Seeds: {seeds}."
     if any(1 < len(row.seeds) < 5 for row in rows):
         note += " Resampling so few seeds understates how much further seeds would vary."
+    if left_out:
+        note += f" Left out: {left_out} records on other sets than most rows share."
     return f"{text}\n\n{grid(('column', *_COUNTS), lines)}\n\n{note}"
 
 

@@ -35,17 +35,17 @@ class Metric:
 
 def _columns() -> dict[str, Metric]:
     accuracies = (
-        Metric("train", "train length", "at the training length", "train-length"),
+        Metric("train", "train length", "at the training length", "train_length"),
         Metric("repeated", "repeated", "on repeated text", "repeated"),
         Metric(
             *("repeated_seen", "repeated, answer seen earlier"),
             *("on repeated text whose answer stands earlier", "repeated"),
             *("seen_correct", "seen_tokens"),
         ),
-        Metric("non_repeated", "non-repeated", "on non-repeated text", "non-repeated"),
+        Metric("non_repeated", "non-repeated", "on non-repeated text", "non_repeated"),
         Metric(
             *("last_segment", "last segment, longest context"),
-            *("on the last segment with the longest context", "last-segment"),
+            *("on the last segment with the longest context", "last_segment"),
         ),
     )
     losses = tuple(
@@ -62,7 +62,7 @@ def _columns() -> dict[str, Metric]:
 METRICS: Mapping[str, Metric] = MappingProxyType(_columns())
 """Every ratio by its key in table.json; the extrapolation tax, a difference, is not among them."""
 
-TAX = Metric("tax", "tax", "at the training length", "train-length")
+TAX = Metric("tax", "tax", "at the training length", "train_length")
 """The statistic whose paired difference is the extrapolation tax."""
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from normattn.errors import InputError
 
 RECORD_FORMAT: Literal[1] = 1
 
-Protocol = Literal["train-length", "non-repeated", "repeated", "last-segment"]
+Protocol = Literal["train_length", "non_repeated", "repeated", "last_segment"]
 
 Rows = tuple[tuple[int, ...], ...]
 FloatRows = tuple[tuple[float, ...], ...]
@@ -62,7 +62,7 @@ class Record(BaseModel):
     seen_correct: Rows | None = None
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _consistent(self) -> Record:
         shape = (len(self.documents), len(self.edges) - 1)
         if any(a >= b for a, b in zip(self.edges, self.edges[1:], strict=False)):
             raise ValueError("the bin edges do not increase")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from normattn.errors import InputError
@@ -39,11 +40,12 @@ class Row:
     lengths: Mapping[str, int]
     metrics: Mapping[str, Estimate | None]
     diverged: tuple[Divergence, ...] = field(default=())
+    label: str = ""
 
     @property
     def name(self) -> str:
-        """The row's label, e.g. "KNA-logn-YaRN"."""
-        return self.key.name
+        """The row's label, e.g. "KNA-logn-YaRN"; its whole specification where others share it."""
+        return self.label or self.key.name
 
     @property
     def empty(self) -> bool:
@@ -90,7 +92,13 @@ def table_rows(
         for variant in sorted({d.variant for d in failures} - {row.key.variant for row in rows})
         for key in _missing_rows(cells, variant, failures)
     ]
-    return sorted(rows, key=lambda row: row.key.order)
+    return _labelled(sorted(rows, key=lambda row: row.key.order))
+
+
+def _labelled(rows: list[Row]) -> list[Row]:
+    """Rows of one name (say, two factors) are told apart by their whole specification."""
+    count = Counter(row.key.name for row in rows)
+    return [replace(row, label=row.key.spec) if count[row.key.name] > 1 else row for row in rows]
 
 
 def _row(cells: Cells, key: RowKey, failures: list[Divergence], bootstrap: Bootstrap) -> Row:

@@ -18,9 +18,9 @@ def draw_by_length(curves: Sequence[Curve], folder: Path) -> list[Path]:
             title="Accuracy on the same last tokens as the context before them grows",
             caption=(
                 "Every point scores the same tokens: the last training length of each text, read "
-                "with ever more text before it. Rising: the model",
+                "with ever more text before it. Rising: the model "
                 "uses the longer context. Falling: the context confuses it. Shaded: 95 % bootstrap "
-                "interval over documents (and seeds). Dashed, hollow: log-n.",
+                "interval over documents (and seeds). Dashed, hollow: log-n."
             ),
             x_of=lambda point: float(point.last),
             x_label="context length in tokens, and in training lengths",

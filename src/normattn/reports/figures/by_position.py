@@ -10,7 +10,7 @@ from normattn.reports.figures.panels import panels
 from normattn.reports.figures.style import house_style, save
 
 _SUBJECTS = {
-    "non-repeated": "natural held-out text",
+    "non_repeated": "natural held-out text",
     "repeated": "repeated text (one segment tiled to the whole length)",
 }
 
@@ -24,12 +24,12 @@ def draw_by_position(curves: Sequence[Curve], folder: Path) -> list[Path]:
             title=f"Accuracy by position on {_SUBJECTS[protocol]}",
             caption=(
                 "Each point: share of tokens in its stretch of positions that the model predicts "
-                "exactly. Shaded: 95 % bootstrap interval over documents",
+                "exactly. Shaded: 95 % bootstrap interval over documents "
                 "(and seeds, where several). Dashed, hollow: trained with log-n scaling. "
-                "Right of the dotted line the text is longer than any seen in training.",
+                "Right of the dotted line the text is longer than any seen in training."
             ),
             x_of=lambda point: (point.first + point.last) / 2,
             x_label="position (tokens read so far)",
             log_x=curves[0].points[-1].last > 16 * curves[0].train_length,
         )
-        return save(figure, folder, f"accuracy_by_position_{protocol.replace('-', '_')}")
+        return save(figure, folder, f"accuracy_by_position_{protocol}")

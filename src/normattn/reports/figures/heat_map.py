@@ -14,17 +14,18 @@ from normattn.reports.figures.style import house_style, save
 from normattn.reports.markdown import column_title
 from normattn.reports.table import COLUMNS, Row
 
-_LINE, _TOP, _BOTTOM, _LEFT, _CELL = 0.23, 1.15, 0.75, 2.1, 1.12  # inches
+_LINE, _TOP, _BOTTOM, _CELL = 0.23, 1.15, 0.75, 1.12  # inches
 
 
 def draw_heat_map(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw the table as `table_heat_map`; darker is worse and brighter better in its column."""
     with house_style():
-        size = (_LEFT + _CELL * len(COLUMNS) + 0.2, _TOP + _LINE * len(rows) + _BOTTOM)
+        label = 0.3 + 0.075 * max(len(row.name) for row in rows)
+        size = (label + _CELL * len(COLUMNS) + 0.2, _TOP + _LINE * len(rows) + _BOTTOM)
         figure = Figure(figsize=size, dpi=150)
         axis = figure.add_axes(
             (
-                _LEFT / size[0],
+                label / size[0],
                 _BOTTOM / size[1],
                 _CELL * len(COLUMNS) / size[0],
                 _LINE * len(rows) / size[1],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from textwrap import wrap
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,33 +13,36 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from normattn.reports.curves import Curve, Point
 from normattn.reports.figures.style import label_ends, line_style, method_title
 
-_WIDTH, _HEIGHT, _TOP, _BOTTOM = 4.3, 3.5, 0.75, 1.2  # inches: a panel, the title, the caption
+_WIDTH, _HEIGHT = 4.3, 3.5  # inches: a panel with its labels
 
 
 def panels(
     curves: Sequence[Curve],
     title: str,
-    caption: Sequence[str],
+    caption: str,
     x_of: Callable[[Point], float],
     x_label: str,
     log_x: bool,
 ) -> Figure:
     """One panel per method with a line per variant and its shaded interval.
 
-    `x_of` places a point; `caption` lines stand under the panels. The vertical line of a panel is
+    `x_of` places a point; `caption` stands under the panels. The vertical line of a panel is
     the training length.
     """
     methods = list(dict.fromkeys(curve.method for curve in curves))
     columns = min(2, len(methods))
     lines = math.ceil(len(methods) / columns)
-    size = (_WIDTH * columns + 0.3, _HEIGHT * lines + _TOP + _BOTTOM)
+    width = _WIDTH * columns + 0.3
+    heading, notes = wrap(title, round(10 * width)), wrap(caption, round(16 * width))
+    top, bottom = 0.5 + 0.22 * len(heading), 0.72 + 0.14 * len(notes)
+    size = (width, _HEIGHT * lines + top + bottom)
     figure = Figure(figsize=size, dpi=150)
     axes = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     figure.subplots_adjust(
         left=0.62 / size[0],
         right=1 - 1.12 / size[0],
-        top=1 - _TOP / size[1],
-        bottom=_BOTTOM / size[1],
+        top=1 - top / size[1],
+        bottom=bottom / size[1],
         wspace=0.42,
         hspace=0.26,
     )
@@ -56,9 +60,13 @@ def panels(
             axis.set_ylabel("next-token accuracy (%)")
         if index >= len(methods) - columns:
             axis.set_xlabel(x_label)
-    figure.text(0.2 / size[0], 1 - 0.3 / size[1], title, fontsize=11, fontweight="bold")
-    text = "\n".join(caption)
-    figure.text(0.2 / size[0], 0.08 / size[1], text, fontsize=7.5, color="#404040", va="bottom")
+    left = 0.2 / size[0]
+    figure.text(
+        *(left, 1 - 0.15 / size[1], "\n".join(heading)), fontsize=11, fontweight="bold", va="top"
+    )
+    figure.text(
+        *(left, 0.1 / size[1], "\n".join(notes)), fontsize=7.5, color="#404040", va="bottom"
+    )
     return figure
 
 
@@ -94,7 +102,7 @@ def _panel(
             fontsize=7,
             color="#505050",
         )
-    low, high = axis.get_ylim()
+    low, high = map(float, axis.get_ylim())
     label_ends(axis, ends, colours, (high - low) * 0.052)
 
 

@@ -131,7 +131,7 @@ def label_ends(
 
     `ends` are (name, x, y) of the last points; `gap` is the least distance in y between names.
     """
-    low, high = axes.get_ylim()
+    low, high = map(float, axes.get_ylim())
     heights = spread([y for _, _, y in ends], gap, low, high)
     for (name, x, y), height, colour in zip(ends, heights, colours, strict=True):
         axes.annotate(

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from normattn.errors import InputError
+from normattn.reports import build, draw_history
+from normattn.reports.figures.style import line_style, spread
+from normattn.reports.history import read_losses
+
+from .make import make_record, random_records
+
+VARIANTS = ("Baseline", "Baseline-logn", "QNA", "QNA-logn", "KNA", "KNA-logn", "CosA", "CosA-logn")
+
+
+def test_pngs_have_150_dots_per_inch_and_no_text_chunks(tmp_path: Path) -> None:
+    for path in build(random_records(), tmp_path).figures:
+        content = path.read_bytes()
+        if path.suffix == ".png":
+            place = content.index(b"pHYs")
+            assert struct.unpack(">II", content[place + 4 : place + 12]) == (5906, 5906)
+            assert b"tEXt" not in content
+        else:
+            assert b"<dc:date>" not in content
+            assert not re.search(rb"[Mm]atplotlib v", content)
+
+
+def test_every_variant_has_its_own_look() -> None:
+    names = (*VARIANTS, "QKRMSNorm", "QKRMSNorm-logn", "QKLayerNorm")
+    looks = {(s["color"], s["linestyle"]) for s in (line_style(name, names) for name in names)}
+    assert len(looks) == len(names)
+
+
+def test_labels_keep_order_and_distance() -> None:
+    placed = spread([5.0, 1.0, 1.0, 1.1, 9.9], gap=1.0, low=0.0, high=10.0)
+    order = sorted(range(5), key=lambda i: placed[i])
+    assert order == [1, 2, 3, 0, 4]
+    heights = sorted(placed)
+    assert all(b - a > 0.999 for a, b in zip(heights, heights[1:], strict=False))
+    assert heights[0] >= 0
+    assert heights[-1] <= 10
+    assert placed[0] == 5.0
+    crowded = spread([1.0] * 30, gap=1.0, low=0.0, high=10.0)
+    assert min(crowded) == pytest.approx(0)
+    assert max(crowded) == pytest.approx(10)
+
+
+def test_a_64_times_longer_text_and_a_single_document_can_be_drawn(tmp_path: Path) -> None:
+    edges = (0, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    widths = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    record = make_record(
+        [[1] * 9], tokens=[widths], length=512, edges=edges, loss=[[1.0] * 9], variant="KNA"
+    )
+    assert len(build([record], tmp_path).figures) == 4
+
+
+def test_history_is_drawn_from_unfinished_runs_too(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": s, "loss": 5.0 / s, "extra": 1}) for s in range(1, 50)]
+    path.write_text("\n".join(lines) + '\n{"step": 50, "lo')
+    steps, losses = read_losses(path)
+    assert list(steps) == list(range(1, 50))
+    assert losses[4] == 1.0
+    first = draw_history({"KNA": [path, path], "Mine": [path]}, tmp_path / "a")
+    second = draw_history({"Mine": [path], "KNA": [path, path]}, tmp_path / "b")
+    assert [p.name for p in first] == ["training_loss.png", "training_loss.svg"]
+    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("oops\n{}\n", "line 1 is not"), ("", "holds no loss"), ('{"step": 1}\n', "holds no loss")],
+)
+def test_damaged_history_is_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=rf"metrics\.jsonl.*{said}"):
+        read_losses(path)
+
+
+def test_no_history_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no metrics file"):
+        draw_history({"KNA": []}, tmp_path)
