@@ -223,7 +223,7 @@ def test_post_norm_models_have_no_final_norm_and_pre_norm_models_no_first() -> N
 
 
 def _deviation(weight: Tensor) -> float:
-    return float(weight.std())
+    return float(weight.detach().std())
 
 
 def test_deepnorm_scales_value_output_and_feed_forward_weights() -> None:
