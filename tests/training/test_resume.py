@@ -163,7 +163,7 @@ def test_a_stop_before_the_first_checkpoint_starts_from_the_beginning(
 
 def test_an_export_that_failed_is_done_by_the_next_run(tmp_path: Path) -> None:
     settings = config(steps=5)
-    exported = []
+    exported: list[object] = []
 
     def fail(_: object) -> None:
         raise InputError("no space left")

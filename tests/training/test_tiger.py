@@ -26,13 +26,12 @@ def step_by_hand(kind: str, theta: np.ndarray, m: np.ndarray, g: np.ndarray) -> 
     m *= BETA
     m += (1 - BETA) * g
     if kind == "vector":
-        return theta - LR / 2 * np.sign(m)
+        return np.asarray(theta - LR / 2 * np.sign(m))
     if kind == "matrix":
         rate = LR * np.sqrt(np.mean(theta**2))
     else:
         rate = LR * np.array([[np.sqrt(np.mean(row**2))] for row in theta])
-    updated: np.ndarray = theta - rate * (np.sign(m) + DECAY * theta)
-    return updated
+    return np.asarray(theta - rate * (np.sign(m) + DECAY * theta))
 
 
 def test_five_steps_match_the_equation() -> None:

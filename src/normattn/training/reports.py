@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class TrainingResult:
     metrics: Mapping[str, float]
 
 
+@runtime_checkable
 class Callback(Protocol):
     """Something that follows a training: a progress bar, TensorBoard."""
 

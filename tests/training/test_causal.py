@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from normattn.data import TrainingBatches, prepare_tokens
+from normattn.data.tokeniser import Tokeniser
+from normattn.errors import DivergedError, InputError, Interrupted
+from normattn.models import CausalLM
+from normattn.models.pretrained import load_model
+from normattn.runs import Checkpoints, read_metrics, read_status
+from normattn.training import StepReport, TrainingConfig, train_causal
+from normattn.training import causal as causal_module
+from normattn.training.seeds import derive_seed
+
+from .settings import SMALL, small
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+def test_a_run_learns_and_leaves_a_model_that_predicts_as_it_did(tmp_path: Path) -> None:
+    reports: list[StepReport] = []
+    config = small(steps=60, optimiser={"lr": 1e-2})
+    result = train_causal(config, tmp_path / "run", on_step=reports.append, show_progress=False)
+    assert [report.step for report in reports] == list(range(1, 61))
+    assert reports[0].loss == pytest.approx(first_loss(config), rel=1e-5)
+    assert result.loss < reports[0].loss - 0.2
+    assert result.tokens == 60 * 8 * 16
+    assert reports[-1].metrics == result.metrics
+    model = load_model(tmp_path / "run" / "model")
+    assert model.config == config.model
+    assert (
+        parameters_of_last_checkpoint(tmp_path / "run").keys()
+        == dict(model.named_parameters()).keys()
+    )
+    for name, tensor in parameters_of_last_checkpoint(tmp_path / "run").items():
+        assert torch.equal(model.get_parameter(name), tensor)
+
+
+def first_loss(config: TrainingConfig) -> float:
+    """The loss before any step, from whole logits and torch's own cross-entropy."""
+    torch.manual_seed(derive_seed(config.seed, "initialisation"))
+    model = CausalLM(config.model)
+    data = prepare_tokens(config.data)
+    seed = derive_seed(config.seed, "batches")
+    rows = TrainingBatches(data.train, 16, config.batch_size, seed, config.data.tiling).batch(1)
+    ids = torch.from_numpy(rows)
+    logits = model(ids[:, :-1]).flatten(0, 1)
+    return float(torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).detach())
+
+
+def parameters_of_last_checkpoint(run: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoints(run / "checkpoints").latest()
+    assert checkpoint is not None
+    return {
+        name.removeprefix("model/"): tensor
+        for name, tensor in checkpoint.tensors.items()
+        if name.startswith("model/")
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {**SMALL["model"], "dropout": 0.1}, "accumulate": 2},
+        {"optimiser": {"name": "tiger", "lr": 1e-2}},
+        {"model": {**SMALL["model"], "score": "CosA", "placement": "PostLN"}},
+        {
+            "model": {
+                **{k: v for k, v in SMALL["model"].items() if k != "heads"},
+                "block": "gau",
+                "key_size": 8,
+                "placement": "DeepNorm",
+            },
+            "precision": "bf16",
+        },
+    ],
+)
+def test_interrupted_and_resumed_is_the_same_run(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = small(**changes)
+    whole = train_causal(config, tmp_path / "whole", show_progress=False)
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            train_causal(config, tmp_path / "cut", should_stop=stop_after(5), show_progress=False)
+    cut = train_causal(config, tmp_path / "cut", show_progress=False)
+    assert (cut.loss, cut.metrics) == (whole.loss, whole.metrics)
+    for name in ("metrics.jsonl", "model/model.safetensors", "model/config.json"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def stop_after(steps: int) -> Any:
+    left = steps
+
+    def asked() -> bool:
+        nonlocal left
+        left -= 1
+        return left <= 0
+
+    return asked
+
+
+def test_a_finished_run_is_returned_without_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = train_causal(small(), tmp_path / "run", show_progress=False)
+    before = files(tmp_path / "run")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("data was prepared for a run that is done")
+
+    monkeypatch.setattr(causal_module, "prepare_tokens", refuse)
+    assert train_causal(small(), tmp_path / "run", show_progress=False) == first
+    assert files(tmp_path / "run") == before
+
+
+def test_another_configuration_is_refused_and_threads_are_not(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        train_causal(small(), tmp_path / "run", should_stop=lambda: True, show_progress=False)
+    before = files(tmp_path / "run")
+    other = small(model={**SMALL["model"], "score": "KNA"})
+    with pytest.raises(InputError, match=r"model\.score is 'KNA-logn@16' there and 'KNA@16' here"):
+        train_causal(other, tmp_path / "run", show_progress=False)
+    assert files(tmp_path / "run") == before
+    train_causal(small(checkpoint_seconds=0), tmp_path / "run", show_progress=False)
+
+
+def test_unusable_data_leaves_nothing_behind(tmp_path: Path) -> None:
+    config = small(data={"corpus": str(tmp_path / "absent.txt"), "vocab_size": 300})
+    with pytest.raises(InputError, match=r"absent\.txt"):
+        train_causal(config, tmp_path / "run", show_progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_divergence_names_the_layer_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = causal_module.CausalTask.__init__
+
+    def poisoned(self: Any, *args: Any) -> None:
+        build(self, *args)
+        hook = self.model.get_submodule("blocks.1.feed_forward").register_forward_hook
+        hook(lambda m, i, out: out * float("nan"), prepend=True)
+
+    monkeypatch.setattr(causal_module.CausalTask, "__init__", poisoned)
+    with pytest.raises(DivergedError) as caught:
+        train_causal(small(), tmp_path / "run", show_progress=False)
+    assert (caught.value.step, caught.value.checkpoint) == (1, None)
+    assert caught.value.where.startswith("blocks.1.feed_forward")
+    status = read_status(tmp_path / "run")
+    assert status is not None
+    assert status.state == "diverged"
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_log_every_keeps_the_first_and_last_line(tmp_path: Path) -> None:
+    train_causal(small(log_every=5), tmp_path / "run", show_progress=False)
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 5, 10, 12]
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert set(json.loads(text.splitlines()[0])) == {
+        *("step", "loss", "accuracy", "gradient_norm", "learning_rate", "tokens"),
+    }
+
+
+def test_text_leaves_its_tokeniser_beside_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path / "cache"))
+    corpus = tmp_path / "text"
+    corpus.mkdir()
+    for i in range(40):
+        (corpus / f"{i}.txt").write_text(f"document {i} says that {i} times {i} is {i * i}\n" * 9)
+    config = small(data={"corpus": str(corpus), "vocab_size": 300})
+    train_causal(config, tmp_path / "run", show_progress=False)
+    tokeniser = Tokeniser.load(tmp_path / "run" / "tokeniser.json")
+    assert tokeniser.decode(tokeniser.encode("document 3 says")) == "document 3 says"
+    assert isinstance(load_model(tmp_path / "run" / "model"), CausalLM)
