@@ -36,12 +36,13 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool) -> bool:
     if wanted:
         from importlib.metadata import version
 
         print(version("normattn"))
         raise typer.Exit
+    return wanted
 
 
 @app.callback()

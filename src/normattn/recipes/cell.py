@@ -16,7 +16,7 @@ from normattn.data.tokens import TokenData, prepare_tokens
 from normattn.errors import DivergedError, InputError, Interrupted
 from normattn.recipes.jobs import DIVERGED, FINISHED, watch_parent
 from normattn.recipes.keynorm import AS_IS, CellConfig
-from normattn.recipes.layout import CellPaths, note_progress
+from normattn.recipes.layout import CellPaths, note_progress, write_if_changed
 from normattn.recipes.measuring import count_evaluations, evaluate_trained
 from normattn.recipes.settings import validated
 from normattn.runs import read_status
@@ -49,6 +49,7 @@ def run_cell(job: Path, parent: int = 0) -> int:
             print(f"normattn: {error}", file=sys.stderr)
             return DIVERGED
         _evaluate(cell, config, data, paths, progress)
+        write_if_changed(paths.done, cell.model_dump(mode="json"))
     return FINISHED
 
 

@@ -68,12 +68,12 @@ def evaluate_run(
 
 
 def _protocol(name: str) -> str:
-    plain = name.replace("-", "_")
+    plain = name.replace("_", "-")
     if plain in PROTOCOLS:
         return plain
     near = get_close_matches(plain, PROTOCOLS, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0].replace('_', '-')}? " if near else ""
-    known = ", ".join(known.replace("_", "-") for known in PROTOCOLS)
+    hint = f"did you mean {near[0]}? " if near else ""
+    known = ", ".join(PROTOCOLS)
     raise InputError(f"no protocol is called {name!r}: {hint}there are {known}")
 
 
@@ -100,7 +100,7 @@ def _show(records: Sequence[Record]) -> None:
         tokens = record.counts("tokens").sum()
         table.add_row(
             record.name,
-            record.protocol.replace("_", "-"),
+            record.protocol,
             str(record.length),
             f"{tokens:,.0f}",
             f"{100 * record.counts('correct').sum() / tokens:.2f}",

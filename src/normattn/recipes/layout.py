@@ -39,6 +39,11 @@ class CellPaths:
         return self.job / "cell.json"
 
     @property
+    def done(self) -> Path:
+        """A copy of `settings`, left when all of it was done."""
+        return self.job / "done.json"
+
+    @property
     def log(self) -> Path:
         """What the child last said."""
         return self.job / "log.txt"

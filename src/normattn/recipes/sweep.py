@@ -11,8 +11,8 @@ from rich.table import Table
 from normattn.data.tokens import prepare_tokens
 from normattn.recipes.jobs import Job, Outcome, run_jobs
 from normattn.recipes.keynorm import KIND, CellConfig, Request, Sweep, resolve
-from normattn.recipes.layout import CellPaths, write_if_changed
-from normattn.recipes.measuring import evaluation_sets
+from normattn.recipes.layout import CellPaths, peek, write_if_changed
+from normattn.recipes.measuring import EVALUATIONS, count_evaluations, evaluation_sets
 from normattn.recipes.plan import (
     Rates,
     cell_seconds,
@@ -45,14 +45,15 @@ def reproduce(request: Request, only_plan: bool = False) -> list[str]:
     if sweep.out.exists() and (not sweep.out.is_dir() or any(sweep.out.iterdir())):
         # What is no sweep, or one of another configuration, is refused before any work.
         _open(sweep)
+    if not only_plan:
+        _prepare(console, sweep)
     rates = _print_estimate(console, sweep, jobs)
     if only_plan:
         return []
-    _prepare(console, sweep)
     with _open(sweep).lock():
         outcomes = _run_cells(sweep, jobs, rates)
         failed = [_failure(outcome) for outcome in outcomes if outcome.failed]
-        if len(failed) < len(outcomes):
+        if len(failed) < len(sweep.cells):
             tabulate([sweep.out], sweep.out)
     for sentence in failed:
         print(f"normattn: {sentence}", file=sys.stderr)
@@ -112,10 +113,18 @@ def _prepare(console: Console, sweep: Sweep) -> None:
 
 
 def _run_cells(sweep: Sweep, jobs: int, rates: Rates | None) -> list[Outcome]:
-    work = [_job(sweep, cell) for cell in sweep.cells]
+    work = [_job(sweep, cell) for cell in sweep.cells if not is_done(sweep, cell)]
     shares = {} if rates is None else {c.name: _share(sweep, c, rates) for c in sweep.cells}
     with SweepProgress(work, shares) as progress:
         return run_jobs(work, jobs, progress)
+
+
+def is_done(sweep: Sweep, cell: CellConfig) -> bool:
+    """Whether the cell ended before as it is asked for now, and its records are still there."""
+    paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
+    wanted = count_evaluations(cell.evaluation) * len(cell.methods)
+    found = len(list((paths.run / EVALUATIONS).glob("*.json")))
+    return peek(paths.done) == cell.model_dump(mode="json") and found >= wanted
 
 
 def _share(sweep: Sweep, cell: CellConfig, rates: Rates) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -39,7 +38,7 @@ class SweepProgress:
         self._shown: dict[str, TaskID] = {}
         self._ended = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> SweepProgress:
         self._progress.start()
         return self
 

@@ -1,0 +1,101 @@
+"""What a request resolves to, before anything runs."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from normattn.errors import InputError
+from normattn.recipes import presets
+from normattn.recipes.keynorm import METHODS, VARIANTS, Request, resolve
+from normattn.recipes.plan import make_plan
+from normattn.score import ScoreSpec
+
+
+@pytest.mark.parametrize("name", ["smoke", "laptop", "gpu-100m"])
+def test_every_preset_gives_the_whole_table(name: str) -> None:
+    sweep = resolve(Request(preset=name))
+    rows = {(cell.variant, method) for cell in sweep.cells for method in cell.methods}
+    assert rows == {(variant, method) for variant in VARIANTS for method in METHODS}
+    assert len(rows) == 32
+    assert not sweep.skipped
+    assert sweep.out == Path("runs") / f"keynorm-{name}"
+
+
+def test_the_variants_are_those_of_the_source() -> None:
+    names = "Baseline Baseline-logn QNA QNA-logn KNA KNA-logn CosA CosA-logn"
+    assert names.split() == list(VARIANTS)
+    assert [ScoreSpec.parse(name).name for name in VARIANTS] == list(VARIANTS)
+
+
+def test_the_source_s_own_setting() -> None:
+    model = resolve(Request(preset="gpu-100m")).cells[0].training_config.model
+    assert (model.block, model.layers, model.dim, model.key_size) == ("gau", 24, 768, 128)
+    assert (model.train_length, model.placement, model.norm_gain) == (512, "DeepNorm", False)
+    sweep = resolve(Request(preset="gpu-100m"))
+    assert sweep.cells[0].training_config.optimiser.name == "tiger"
+    assert max(sweep.config.evaluation.multiples) * model.train_length == 4096
+    rerope = model.score.with_method("ReRoPE").resolve(train_length=512, factor=8)
+    assert "window=128" in str(rerope)
+    assert 90e6 < make_plan(sweep).parameters < 140e6
+
+
+def test_rows_can_be_added_without_another_configuration(tiny: Path) -> None:
+    narrow = resolve(Request(str(tiny), ("KNA",), ("as is",), (0,)))
+    wide = resolve(Request(str(tiny), ("Baseline", "KNA-logn"), ("YaRN", "NTK"), (0, 1, 2)))
+    assert narrow.config == wide.config
+    assert [cell.name for cell in wide.cells] == [
+        f"{variant} seed {seed}" for seed in range(3) for variant in ("Baseline", "KNA-logn")
+    ]
+
+
+def test_settings_change_the_configuration(tiny: Path) -> None:
+    plain = resolve(Request(str(tiny))).config
+    changed = resolve(Request(str(tiny), changes={"training.model.dim": 32})).config
+    assert plain != changed
+    assert changed.training["model"]["dim"] == 32
+    assert {**changed.training, "model": None} == {**plain.training, "model": None}
+
+
+def test_every_setting_is_resolved(tiny: Path) -> None:
+    training = resolve(Request(str(tiny))).config.training
+    assert training["optimiser"]["betas"]
+    assert training["data"]["seed"] == 0
+    assert training["model"]["vocab_size"] == 260
+    assert "seed" not in training
+    assert "score" not in training["model"]
+
+
+def test_a_method_without_sense_leaves_out_its_row_and_says_why(tiny: Path) -> None:
+    sweep = resolve(Request(str(tiny), ("KNA", "KNA-NoPE")))
+    cells = {cell.variant: cell.methods for cell in sweep.cells}
+    assert cells["KNA"] == METHODS
+    assert cells["KNA-NoPE"] == ("as is",)
+    assert len(sweep.skipped) == 3
+    assert sweep.skipped[0].startswith("KNA-NoPE with NTK is left out: NTK on NoPE makes no sense")
+
+
+def test_parameters_of_a_variant_are_kept(tiny: Path) -> None:
+    cell = resolve(Request(str(tiny), ("CosA(c=3.5)",))).cells[0]
+    assert cell.variant == "CosA(c=3.5)"
+    assert cell.training_config.model.score == ScoreSpec.parse("CosA(c=3.5)@8")
+
+
+def test_presets_hold_no_setting_twice() -> None:
+    """What a TOML file says is what the preset means: nothing in it is ignored."""
+    for name in presets.names():
+        file = resources.files(presets) / f"{name.replace('-', '_')}.toml"
+        written = tomllib.loads(file.read_text("utf-8"))
+        kept = presets.load(name).model_dump()
+        for group in ("training", "evaluation"):
+            for key, value in written[group].items():
+                stored = kept[group][key]
+                assert (list(stored) if isinstance(stored, tuple) else stored) == value
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="did you mean smoke"):
+        presets.load("smoek")
