@@ -130,7 +130,7 @@ def test_scores_in_groups_of_rows_are_the_same(monkeypatch: pytest.MonkeyPatch) 
 def test_every_parameter_learns_from_the_loss() -> None:
     for model in MODELS.values():
         model.zero_grad()
-        model.loss(_ids(2, 12)).loss.backward()
+        torch.autograd.backward(model.loss(_ids(2, 12)).loss)
         still = [n for n, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0]
         assert still == []
 
@@ -237,7 +237,7 @@ def test_deepnorm_scales_value_output_and_feed_forward_weights() -> None:
     assert {m.alpha for m in placed} == {2.0}  # (2 · 8)^¼
     xavier = math.sqrt(2 / 512)
     for layer in (m for m in model.modules() if isinstance(m, Attention)):
-        q, k, v = layer.qkv.weight.split(256)
+        q, k, v = torch.split(layer.qkv.weight, 256)
         for weight, expected in ((q, 1), (k, 1), (v, beta), (layer.out.weight, beta)):
             assert _deviation(weight) == pytest.approx(expected * xavier, rel=0.02)
     for feed in (m for m in model.modules() if isinstance(m, SwiGLU)):
@@ -255,7 +255,7 @@ def test_the_gated_units_initialisation(placement: Any) -> None:
     beta = 32**-0.25  # (4 · 8)^−¼: one sub-layer a block
     scales = (1, beta, 1, beta) if placement == "DeepNorm" else (0.5, 0.5, 0.5, 0.5)  # 8^−⅓
     for unit in (m for m in CausalLM(config).modules() if isinstance(m, GatedAttentionUnit)):
-        u, v, z = unit.expand.weight.split([256, 256, 128])
+        u, v, z = torch.split(unit.expand.weight, [256, 256, 128])
         for weight, scale in zip((u, v, z, unit.out.weight), scales, strict=True):
             expected = scale * weight.shape[1] ** -0.5
             assert _deviation(weight) == pytest.approx(expected, rel=0.03)
@@ -288,5 +288,5 @@ def test_bfloat16_autocast_follows_full_precision(which: tuple[str, str]) -> Non
         loss = model.loss(ids).loss
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, exact, rtol=0.01, atol=0)
-    loss.backward()
+    torch.autograd.backward(loss)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

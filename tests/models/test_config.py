@@ -14,7 +14,7 @@ GOOD: dict[str, Any] = {"vocab_size": 32, "dim": 16, "layers": 2, "heads": 2, "t
 
 
 def test_the_score_is_resolved_with_the_training_length() -> None:
-    config = CausalLMConfig(**GOOD, score="KNA-logn")
+    config = CausalLMConfig(**GOOD | {"score": "KNA-logn"})
     assert config.score == ScoreSpec.parse("KNA-logn", train_length=64)
     assert str(config.score) == "KNA-logn@64"
 
@@ -22,9 +22,9 @@ def test_the_score_is_resolved_with_the_training_length() -> None:
 def test_a_spec_is_as_good_as_its_text_and_the_dump_comes_back() -> None:
     spec = ScoreSpec.parse("CosA")
     config = CausalLMConfig(**GOOD, score=spec)
-    assert config == CausalLMConfig(**GOOD, score="CosA@64")
+    assert config == CausalLMConfig(**GOOD | {"score": "CosA@64"})
     assert CausalLMConfig(**config.model_dump(mode="json")) == config
-    assert CausalLMConfig(**GOOD) == CausalLMConfig(**GOOD, score="Baseline")
+    assert CausalLMConfig(**GOOD) == CausalLMConfig(**GOOD | {"score": "Baseline"})
 
 
 def test_it_is_frozen() -> None:

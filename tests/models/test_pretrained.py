@@ -91,7 +91,11 @@ def _flip(place: Path) -> None:
 
 
 def _cut(name: str) -> Callable[[Path], None]:
-    return lambda place: (place / name).write_bytes((place / name).read_bytes()[:-20]) and None
+    def damage(place: Path) -> None:
+        path = place / name
+        path.write_bytes(path.read_bytes()[:-20])
+
+    return damage
 
 
 @pytest.mark.parametrize(
