@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import struct
@@ -40,7 +41,7 @@ def test_labels_keep_order_and_distance() -> None:
     order = sorted(range(5), key=lambda i: placed[i])
     assert order == [1, 2, 3, 0, 4]
     heights = sorted(placed)
-    assert all(b - a > 0.999 for a, b in zip(heights, heights[1:], strict=False))
+    assert all(b - a > 0.999 for a, b in itertools.pairwise(heights))
     assert heights[0] >= 0
     assert heights[-1] <= 10
     assert placed[0] == 5.0
@@ -51,7 +52,7 @@ def test_labels_keep_order_and_distance() -> None:
 
 def test_a_64_times_longer_text_and_a_single_document_can_be_drawn(tmp_path: Path) -> None:
     edges = (0, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    widths = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    widths = [b - a for a, b in itertools.pairwise(edges)]
     record = make_record(
         [[1] * 9], tokens=[widths], length=512, edges=edges, loss=[[1.0] * 9], variant="KNA"
     )

@@ -37,12 +37,12 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: Any) -> None:
     text = record_text(make_record([[3, 1], [4, 0]]))
     assert damage(text) != text
     path.write_text(damage(text))
-    with pytest.raises(InputError, match="record.json is damaged"):
+    with pytest.raises(InputError, match=r"record\.json is damaged"):
         read_record(path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="none.json cannot be read"):
+    with pytest.raises(InputError, match=r"none\.json cannot be read"):
         read_record(tmp_path / "none.json")
 
 

@@ -4,6 +4,7 @@ import csv
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_rows_of_one_name_are_told_apart() -> None:
 
 
 def test_a_diverged_run_is_a_result(tmp_path: Path) -> None:
-    diverged = [
+    diverged: list[Divergence | dict[str, Any]] = [
         Divergence("QNA", 120, "blocks.1.attention"),
         {"variant": "KNA", "seed": 5, "step": 40, "where": "blocks.0", "train_length": 8},
     ]

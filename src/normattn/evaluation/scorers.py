@@ -49,7 +49,7 @@ def from_logits(
         mode = evaluation_mode(logits_of) if isinstance(logits_of, nn.Module) else nullcontext()
         device = _device(logits_of, ids)
         with mode, torch.no_grad(), _autocast(device, precision):
-            rows = [_score_window(logits_of, row.to(device)) for row in ids.split(1)]
+            rows = [_score_window(logits_of, row.to(device)) for row in torch.split(ids, 1)]
         return TokenScores(
             loss=torch.cat([row.loss for row in rows]),
             correct=torch.cat([row.correct for row in rows]),
@@ -62,7 +62,7 @@ def _score_window(logits_of: Callable[[Tensor], Tensor], ids: Int[Tensor, "1 t1"
     logits: Float[Tensor, "t v"] = logits_of(ids[:, :-1])[0]
     targets = ids[0, 1:]
     losses, correct = [], []
-    for part, target in zip(logits.split(_ROWS), targets.split(_ROWS), strict=True):
+    for part, target in zip(torch.split(logits, _ROWS), torch.split(targets, _ROWS), strict=True):
         losses.append(nn.functional.cross_entropy(part.float(), target, reduction="none"))
         correct.append(part.argmax(dim=-1) == target)
     return TokenScores(loss=torch.cat(losses)[None], correct=torch.cat(correct)[None])

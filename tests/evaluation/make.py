@@ -1,0 +1,76 @@
+"""Evaluation sets and scorers whose outcome can be counted by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from normattn.data.evaluation_sets import EvaluationSet
+from normattn.evaluation import CellInfo, TokenScorer, from_logits
+from normattn.kernels.cross_entropy import TokenScores
+
+VOCABULARY = 16
+SURE = 4.0  # logit of the predicted token; the others have 0
+
+
+def successor_logits(ids: Int[Tensor, "b t"]) -> Float[Tensor, "b t v"]:
+    """Logits of a model that always expects the number after the one it has just read."""
+    following = torch.nn.functional.one_hot((ids + 1) % VOCABULARY, VOCABULARY)
+    return SURE * following.float()
+
+
+def right_loss() -> float:
+    """The loss of a token that `successor_logits` predicts."""
+    return float(np.log(np.exp(SURE) + VOCABULARY - 1) - SURE)
+
+
+def counting(*, broken_at: int = 0) -> np.ndarray:
+    """A window 0, 1, 2 … of 8 tokens to score whose token `broken_at` (if any) is another."""
+    window = np.arange(9) % VOCABULARY
+    if broken_at:
+        window[broken_at:] = (window[broken_at:] + 5) % VOCABULARY
+    return window
+
+
+def make_set(
+    windows: Sequence[np.ndarray],
+    *,
+    protocol: str = "non_repeated",
+    train_length: int = 8,
+    documents: Sequence[str] | None = None,
+    segments: Sequence[int] | None = None,
+    start: int = 0,
+) -> EvaluationSet:
+    """An evaluation set of hand-made windows."""
+    rows = np.asarray(windows, dtype=np.int64)
+    return EvaluationSet(
+        protocol,
+        rows.shape[1] - 1,
+        train_length,
+        rows,
+        list(documents or (f"d{i}" for i in range(len(rows)))),
+        None if segments is None else np.asarray(segments, dtype=np.int64),
+        start,
+    )
+
+
+def info(**changes: str) -> CellInfo:
+    """Who is evaluated."""
+    fields = {"variant": "KNA", "method": "", "name": "KNA", "spec": "KNA@8", "weights": "w"}
+    return CellInfo(run="run", seed=0, **(fields | changes))
+
+
+class Counter:
+    """A scorer that remembers the shapes it was asked for."""
+
+    def __init__(self, scorer: TokenScorer | None = None) -> None:
+        self.scorer = scorer or from_logits(successor_logits)
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, ids: Tensor) -> TokenScores:
+        self.shapes.append(tuple(ids.shape))
+        return self.scorer(ids)

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from normattn.errors import InputError, NormattnError
+from normattn.evaluation import bin_edges, evaluate_cell, from_logits
+from normattn.kernels.cross_entropy import TokenScores
+
+from .make import VOCABULARY, Counter, counting, info, make_set, right_loss, successor_logits
+
+
+def test_counts_are_exact_for_windows_made_by_hand() -> None:
+    windows = [counting(), counting(broken_at=3), counting(broken_at=8)]
+    record = evaluate_cell(from_logits(successor_logits), make_set(windows), info())
+    # Token 3 is scored at position 2, in the second bin of two positions; token 8 in the fourth.
+    assert record.edges == (0, 2, 4, 6, 8)
+    assert record.tokens == ((2, 2, 2, 2),) * 3
+    assert record.correct == ((2, 2, 2, 2), (2, 1, 2, 2), (2, 2, 2, 1))
+    right, wrong = right_loss(), right_loss() + 4.0
+    expected = [[2 * right] * 4, [2 * right] * 4, [2 * right] * 4]
+    expected[1][1] = expected[2][3] = right + wrong
+    np.testing.assert_allclose(record.loss, expected, rtol=1e-6)
+    assert record.seen_tokens is None
+    assert (record.protocol, record.length, record.train_length) == ("non_repeated", 8, 8)
+
+
+def test_only_the_last_segment_is_scored() -> None:
+    windows = [counting(broken_at=2), counting(broken_at=6)]
+    chosen = make_set(windows, protocol="last_segment", train_length=4, start=4)
+    record = evaluate_cell(from_logits(successor_logits), chosen, info())
+    assert record.edges == (4, 5, 6, 7, 8)
+    assert record.correct == ((1, 1, 1, 1), (1, 0, 1, 1))
+
+
+def test_seen_tokens_are_those_whose_answer_stands_earlier() -> None:
+    generator = np.random.default_rng(0)
+    segments = [1, 2, 3, 5, 8]
+    windows = [generator.permutation(VOCABULARY)[np.arange(21) % period] for period in segments]
+    chosen = make_set(windows, protocol="repeated", segments=segments)
+    record = evaluate_cell(from_logits(successor_logits), chosen, info())
+    for w, window in enumerate(windows):
+        seen, right = np.zeros(20, int), np.zeros(20, int)
+        for t in range(20):  # a segment's tokens differ, so an equal token is the answer itself
+            seen[t] = window[t + 1] in window[: t + 1]
+            right[t] = window[t + 1] == (window[t] + 1) % VOCABULARY
+        bins = list(itertools.pairwise(record.edges))
+        assert record.seen_tokens is not None
+        assert record.seen_correct is not None
+        assert list(record.seen_tokens[w]) == [seen[a:b].sum() for a, b in bins]
+        assert list(record.seen_correct[w]) == [(seen & right)[a:b].sum() for a, b in bins]
+        assert list(record.correct[w]) == [right[a:b].sum() for a, b in bins]
+
+
+@pytest.mark.parametrize(("budget", "rows"), [(1, 1), (8, 1), (16, 2), (23, 2), (1000, 5)])
+def test_batches_stay_within_the_budget_and_change_nothing(budget: int, rows: int) -> None:
+    chosen = make_set([counting(broken_at=i) for i in range(1, 6)])
+    scorer, told = Counter(), []
+    record = evaluate_cell(
+        scorer,
+        chosen,
+        info(),
+        tokens_per_batch=budget,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert max(shape[0] for shape in scorer.shapes) == rows
+    assert sum(shape[0] for shape in scorer.shapes) == 5
+    assert told[-1] == (5, 5)
+    assert record == evaluate_cell(Counter(), chosen, info())
+
+
+@given(
+    train=st.integers(2, 80),
+    multiple=st.sampled_from([1, 2, 3, 8, 16, 17, 64]),
+    last=st.booleans(),
+)
+def test_bins_cover_every_scored_position_once(train: int, multiple: int, last: bool) -> None:
+    length = train * multiple
+    start = length - train if last else 0
+    edges = bin_edges(start, length, train)
+    assert (edges[0], edges[-1]) == (start, length)
+    assert all(a < b for a, b in itertools.pairwise(edges))
+    assert len(edges) <= 16 * 7 + 1
+    if train % 4 == 0 and multiple <= 16:
+        assert {b - a for a, b in itertools.pairwise(edges)} == {train // 4}
+
+
+def test_bins_of_a_64_times_longer_text_grow() -> None:
+    edges = bin_edges(0, 64 * 512, 512)
+    assert edges[:5] == (0, 128, 256, 384, 512)
+    assert {1024, 2048, 4096, 8192, 16384} <= set(edges)
+    assert len(edges) == 5 + 4 * 6
+
+
+def test_a_loss_that_is_not_finite_is_named() -> None:
+    def scorer(ids: Tensor) -> TokenScores:
+        loss = torch.zeros(ids.shape[0], ids.shape[1] - 1)
+        loss[-1, 5] = float("nan")
+        return TokenScores(loss=loss, correct=torch.zeros_like(loss, dtype=torch.bool))
+
+    with pytest.raises(NormattnError, match="KNA gives a loss that is not finite at position 5"):
+        evaluate_cell(scorer, make_set([counting()]), info())
+
+
+def test_senseless_settings_are_refused() -> None:
+    with pytest.raises(InputError, match="tokens_per_batch"):
+        evaluate_cell(Counter(), make_set([counting()]), info(), tokens_per_batch=0)
+    with pytest.raises(InputError, match="empty or negative"):
+        bin_edges(8, 8, 4)
