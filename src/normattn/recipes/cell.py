@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from normattn.data.tokens import TokenData, prepare_tokens
+from normattn.data import TokenData, prepare_tokens
 from normattn.errors import DivergedError, InputError, Interrupted
 from normattn.recipes.jobs import DIVERGED, FINISHED, watch_parent
 from normattn.recipes.keynorm import AS_IS, CellConfig

@@ -68,12 +68,12 @@ def evaluate_run(
 
 
 def _protocol(name: str) -> str:
-    plain = name.replace("_", "-")
+    plain = name.replace("-", "_")
     if plain in PROTOCOLS:
         return plain
     near = get_close_matches(plain, PROTOCOLS, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}? " if near else ""
-    known = ", ".join(PROTOCOLS)
+    hint = f"did you mean {near[0].replace('_', '-')}? " if near else ""
+    known = ", ".join(each.replace("_", "-") for each in PROTOCOLS)
     raise InputError(f"no protocol is called {name!r}: {hint}there are {known}")
 
 

@@ -49,7 +49,7 @@ def rates(cell: CellConfig) -> dict[str, float]:
     def train(rows: int) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
             loss = model.loss(ids(rows, length)).loss
-        loss.backward()
+        torch.autograd.backward(loss)
         optimiser.step()
         optimiser.zero_grad()
         loss.item()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from normattn.data.evaluation_sets import (
@@ -13,7 +12,7 @@ from normattn.data.evaluation_sets import (
     repeated_set,
     train_length_set,
 )
-from normattn.data.tokens import TokenData
+from normattn.data import TokenData
 from normattn.errors import InputError
 from normattn.evaluation import EvaluationStore, evaluate_run
 from normattn.models.pretrained import load_model
@@ -37,9 +36,9 @@ def evaluation_sets(
     split, windows, seed = data.split(settings.split), settings.max_windows, settings.seed
     longer = [multiple for multiple in settings.multiples if multiple > 1]
     sets: list[EvaluationSet] = []
-    if "train-length" in settings.protocols:
+    if "train_length" in settings.protocols:
         sets.append(train_length_set(split, train_length, max_windows=windows, seed=seed))
-    if "non-repeated" in settings.protocols:
+    if "non_repeated" in settings.protocols:
         sets += [
             non_repeated_set(split, train_length, k, max_windows=windows, seed=seed) for k in longer
         ]
@@ -47,24 +46,23 @@ def evaluation_sets(
         sets += [
             repeated_set(split, train_length, k, max_windows=windows, seed=seed) for k in longer
         ]
-    if "last-segment" in settings.protocols:
+    if "last_segment" in settings.protocols:
         sets += last_segment_sets(
             split, train_length, settings.multiples, max_windows=windows, seed=seed
         )
     if not sets:
         raise InputError("nothing to evaluate: non-repeated and repeated need a multiple above 1")
-    # Records write protocol names with hyphens.
-    return [replace(each, protocol=each.protocol.replace("_", "-")) for each in sets]
+    return sets
 
 
 def set_lengths(settings: EvaluationSettings) -> list[int]:
     """The length of each evaluation set in units of L, without making them."""
     longer = [multiple for multiple in settings.multiples if multiple > 1]
     lengths = {
-        "train-length": [1],
-        "non-repeated": longer,
+        "train_length": [1],
+        "non_repeated": longer,
         "repeated": longer,
-        "last-segment": list(settings.multiples),
+        "last_segment": list(settings.multiples),
     }
     return [length for protocol in settings.protocols for length in lengths[protocol]]
 

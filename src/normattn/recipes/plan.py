@@ -153,9 +153,8 @@ def _mean(found: Sequence[Mapping[str, float]], key: str) -> float:
     return sum(item[key] for item in found) / len(found)
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
+def _size(count: int) -> str:
+    for unit, scale in (("kB", 10**3), ("MB", 10**6)):
+        if count < 1000 * scale:
+            return f"{count / scale:.0f} {unit}"
+    return f"{count / 10**9:.1f} GB"

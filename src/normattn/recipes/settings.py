@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from normattn.errors import InputError
 
 Model = TypeVar("Model", bound=BaseModel)
-Protocol = Literal["train-length", "non-repeated", "repeated", "last-segment"]
-PROTOCOLS: tuple[Protocol, ...] = ("train-length", "non-repeated", "repeated", "last-segment")
+Protocol = Literal["train_length", "non_repeated", "repeated", "last_segment"]
+PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "last_segment")
 
 
 class Settings(BaseModel):
