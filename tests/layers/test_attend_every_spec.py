@@ -12,8 +12,9 @@ from torch import Tensor
 from normattn import InputError, ScoreSpec, attention
 from normattn.kernels import chunked
 from normattn.score import parts
-from score import naive, oracle
-from score.cases import LOGN, PLACES, VARIANTS, built, learned, recipes, tensors
+
+from ..score import naive, oracle
+from ..score.cases import LOGN, PLACES, VARIANTS, array, built, learned, recipes, tensors
 
 B, H, G, T, D = 2, 2, 1, 9, 4
 
@@ -33,7 +34,6 @@ def _gradients(out: Tensor, wanted: list[Tensor]) -> tuple[Tensor, ...]:
 def test_outputs_and_gradients(variant: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "CHUNK", 4)
     q, k, v = tensors((B, H, T, D), (B, G, T, D), (B, G, T, D))
-    arrays = [x.detach().numpy() for x in (q, k, v)]
     for turn, recipe in enumerate(recipes(variant)):
         score = built(recipe, H, D, G)
         names = learned(score)
@@ -46,10 +46,12 @@ def test_outputs_and_gradients(variant: str, causal: bool, monkeypatch: pytest.M
             with pytest.raises(InputError, match="causal attention only"):
                 attention(q, k, v, score, causal=False)
             continue
-        expected = naive.attend(recipe, q, k, v, causal, learned=names)
+        expected = naive.attend(recipe, q, k, v, causal=causal, learned=names)
         if turn % 3 == 0 or not recipe.logn:
-            values = {name: value.detach().numpy() for name, value in names.items()}
-            looped = oracle.attend(recipe, *arrays, causal, learned=values)
+            values = {name: array(value) for name, value in names.items()}
+            looped = oracle.attend(
+                recipe, array(q), array(k), array(v), causal=causal, learned=values
+            )
             torch.testing.assert_close(expected.detach(), torch.from_numpy(looped))
         by_hand = _gradients(expected, wanted)
         for backend in ("reference", "chunked", "auto", "fused"):

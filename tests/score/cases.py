@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from normattn import Score, ScoreSpec
-from score.oracle import Recipe
+
+from . import oracle
+from .oracle import Recipe
 
 VARIANTS = (
     *("Baseline", "QNA", "KNA", "CosA", "QKNorm2020"),
@@ -56,6 +59,11 @@ def tensors(
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     return [x.to(dtype).requires_grad_() for x in made]
+
+
+def array(x: Tensor) -> oracle.Array:
+    """A float64 numpy copy."""
+    return np.array(x.detach().double().numpy())
 
 
 def built(recipe: Recipe, heads: int, d: int, kv_heads: int | None = None) -> Score:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from score import oracle
-from score.oracle import Recipe
+from . import oracle
+from .oracle import Recipe
 
 
 def normalised(
@@ -48,7 +48,7 @@ def _complex(x: Tensor, layout: str) -> Tensor:
     if layout == "half":
         a, b = x.chunk(2, -1)
     else:
-        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        a, b = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
     return torch.complex(a, b)
 
 
@@ -57,6 +57,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     causal: bool = True,
     mask: Tensor | None = None,
     padding: Tensor | None = None,
@@ -99,7 +100,8 @@ def attend(
         visible = visible & mask
     elif mask is not None:
         score = score + mask
-    weight = torch.where(visible, (score - score.detach().amax(-1, keepdim=True)).exp(), 0.0)
+    top = score.detach().amax(-1, keepdim=True).clamp(min=-1e300)
+    weight = torch.where(visible, (score - top).exp(), 0.0)
     total = weight.sum(-1, keepdim=True)
     weight = weight / torch.where(total > 0, total, 1.0)
     return (weight if drop is None else weight * drop) @ v

@@ -40,7 +40,7 @@ class Recipe:
     @property
     def text(self) -> str:
         """How a user would write it."""
-        fields = {}
+        fields: dict[str, object] = {}
         if self.kind("Q") in ("layer", "rms") or self.kind("K") in ("layer", "rms"):
             fields = {"gain": str(self.gain).lower(), "across": self.across, "eps": self.eps}
         elif self.leaks:
@@ -53,10 +53,11 @@ class Recipe:
             words.append("NoPE")
         else:
             words.append(f"RoPE(base={self.base},layout={self.position})")
-        extra = {"ReRoPE": {"window": self.window}, "ABF": {"base": 500000.0}, "": {}}
-        fields = extra.get(self.method, {"factor": self.factor})
+        fields = {"factor": self.factor}
         if self.method == "NTKMixed":
-            fields = fields | {"b": self.b}
+            fields["b"] = self.b
+        elif self.method in ("ReRoPE", "ABF"):
+            fields = {"window": self.window} if self.method == "ReRoPE" else {"base": 500000.0}
         words += [self.method + _brackets(fields)] if self.method else []
         return "-".join(words) + f"@{self.train_length}"
 
@@ -222,6 +223,7 @@ def attend(
     q: Array,
     k: Array,
     v: Array,
+    *,
     causal: bool = True,
     mask: npt.NDArray[np.generic] | None = None,
     padding: npt.NDArray[np.bool_] | None = None,

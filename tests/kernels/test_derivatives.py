@@ -1,0 +1,103 @@
+"""Derivatives by finite differences: reference to the second order, chunked to the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from normattn import InputError, attention
+from normattn.kernels import chunked, linear_cross_entropy
+from normattn.score.normalisation import L2Norm
+from normattn.score.rotary import rotation
+
+from ..score.cases import built, learned, tensors
+from ..score.oracle import Recipe
+
+RECIPES = [
+    Recipe("KNA", "logn", train_length=4),
+    Recipe("CosA", "", "interleaved", "YaRN"),
+    Recipe("Baseline", "", method="ReRoPE", window=2),
+    Recipe("QKNorm2020", "logn", method="ReRoPE", window=2),
+    Recipe("QKRMSNorm", "", across="all"),
+    Recipe("QKLayerNorm", "", "none"),
+    Recipe("QKInstanceNorm"),
+]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=[r.text for r in RECIPES])
+Function = Callable[..., Tensor]
+
+
+def _problem(recipe: Recipe, backend: str) -> tuple[Function, list[Tensor]]:
+    """Attention over 5 tokens, one padded, as a function of q, k, v and what is learned."""
+    score = built(recipe, 2, 4, 1)
+    padding = torch.tensor([[True, False, False, False, False]])
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+        causal = not recipe.leaks
+        return attention(q, k, v, score, causal, key_padding=padding, backend=backend)
+
+    q, k, v = tensors((1, 2, 5, 4), (1, 1, 5, 4), (1, 1, 5, 3))
+    return run, [q, k, v, *learned(score).values()]
+
+
+@every_recipe
+@pytest.mark.parametrize("chunk", [2, 256])
+def test_the_chunked_kernel(recipe: Recipe, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "CHUNK", chunk)
+    assert gradcheck(*_problem(recipe, "chunked"), fast_mode=True)
+
+
+@every_recipe
+def test_the_reference_to_the_second_order(recipe: Recipe) -> None:
+    assert gradcheck(*_problem(recipe, "reference"), fast_mode=True)
+    assert gradgradcheck(*_problem(recipe, "reference"), fast_mode=True)
+
+
+def test_l2_also_where_its_floor_is_reached() -> None:
+    (x,) = tensors((1, 2, 3, 4))
+    for eps in (1e-12, 1.5, 100.0):
+        assert gradcheck(L2Norm(eps), (x,))
+        assert gradgradcheck(L2Norm(eps), (x,))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotation(interleaved: bool) -> None:
+    (x,) = tensors((2, 2, 3, 4))
+    turn = rotation(
+        torch.tensor([[0.0, 3.0, 7.0], [1.0, 2.0, 40.0]], dtype=torch.float64),
+        torch.tensor([1.0, 0.2], dtype=torch.float64),
+        torch.tensor([[0.5, 1.0, 2.0]], dtype=torch.float64),
+        interleaved,
+        torch.float64,
+    )
+    assert gradcheck(turn, (x,))
+    assert gradgradcheck(turn, (x,))
+
+
+def test_a_second_derivative_of_a_fast_path_is_refused_not_dropped() -> None:
+    """Also where the outer gradient is a constant, where torch itself would say nothing."""
+    q, k, v = tensors((1, 1, 5, 4), (1, 1, 5, 4), (1, 1, 5, 4))
+    out = attention(q, k, v, "KNA", backend="chunked")
+    with pytest.raises(InputError, match=r"second derivatives.*backend='reference'"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+    out = attention(q, k, v, "KNA", backend="fused")
+    (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        first.sum().backward()
+    hidden, weight = tensors((3, 4), (5, 4))
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([0, 4, 2])).loss
+    with pytest.raises(InputError, match="second derivatives"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_a_retained_graph_gives_the_same_gradient_twice() -> None:
+    recipe = RECIPES[2]
+    run, inputs = _problem(recipe, "chunked")
+    out = run(*inputs).square().sum()
+    first = torch.autograd.grad(out, inputs, retain_graph=True)
+    second = torch.autograd.grad(out, inputs)
+    for one, two in zip(first, second, strict=True):
+        assert torch.equal(one, two)

@@ -1,0 +1,116 @@
+"""Which kernel serves what; refusals by name; the memory that the chunked kernel promises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from normattn import InputError, attention
+from normattn.kernels import BACKENDS, Problem, Visibility, attend, choose, chunked
+
+from ..score.cases import tensors
+
+
+def problem(
+    queries: int = 5, keys: int = 5, size: int = 4, causal: bool = True, **changes: Any
+) -> Problem:
+    q, k, v = tensors((1, 2, queries, 4), (1, 2, keys, 4), (1, 2, keys, size))
+    key = torch.arange(keys)
+    visibility = Visibility(causal, key[keys - queries :], key, aligned=True)
+    seen = {name: changes.pop(name) for name in ("padding", "mask", "aligned") if name in changes}
+    return replace(Problem(q, k, v, replace(visibility, **seen)), **changes)
+
+
+PADDING = torch.zeros(1, 5, dtype=torch.bool)
+MASK = torch.ones(5, 5, dtype=torch.bool)
+
+
+def test_the_fastest_that_can() -> None:
+    assert choose(problem()).name == "fused"
+    assert choose(problem(queries=1)).name == "fused"
+    assert choose(problem(queries=3, causal=False)).name == "fused"
+    assert choose(problem(aligned=False, causal=False)).name == "fused"
+    assert choose(problem(queries=3)).name == "chunked"
+    assert choose(problem(size=6)).name == "chunked"
+    assert choose(problem(padding=PADDING)).name == "chunked"
+    assert choose(problem(mask=MASK)).name == "chunked"
+    assert choose(problem(aligned=False)).name == "chunked"
+    assert choose(problem(far_q=problem().q, far_k=problem().k, window=2)).name == "chunked"
+    learning = torch.zeros(5, 5, dtype=torch.float64, requires_grad=True)
+    assert choose(problem(mask=learning)).name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (problem(far_q=problem().q, far_k=problem().k, window=2), "not two regimes"),
+        (problem(mask=MASK), "no mask"),
+        (problem(padding=PADDING), "no mask"),
+        (problem(aligned=False), "no mask"),
+        (problem(queries=3), "as many queries as keys"),
+        (problem(size=6), "the size of the keys"),
+    ],
+)
+def test_what_the_fused_kernel_refuses(case: Problem, reason: str) -> None:
+    with pytest.raises(InputError, match=f"the fused kernel cannot serve this: .*{reason}"):
+        attend(case, "fused")
+
+
+def test_an_unknown_backend_names_the_known_ones() -> None:
+    with pytest.raises(InputError, match="unknown backend 'flash'; expected one of auto, fused"):
+        attend(problem(), "flash")
+    assert BACKENDS == ("auto", "fused", "chunked", "reference")
+
+
+class _Largest(TorchDispatchMode):
+    """Records the size of the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor):
+                self.numel = max(self.numel, value.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", ["KNA", "KNA-ReRoPE(window=20)"])
+@pytest.mark.parametrize("positions", [False, True])
+def test_chunks_never_make_the_whole_matrix(
+    name: str, positions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "CHUNK", 8)
+    q, k, v = tensors((1, 1, 128, 4), (1, 1, 128, 4), (1, 1, 128, 6))
+    where = torch.arange(128) if positions else None
+    with _Largest() as largest:
+        out = attention(q, k, v, name, backend="chunked", q_positions=where, k_positions=where)
+        out.sum().backward()
+    assert largest.numel == 8 * 128
+    with _Largest() as largest:
+        attention(q, k, v, name, backend="reference")
+    assert largest.numel == 128 * 128
+
+
+def test_two_regimes_touch_the_pairs_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The multiplications of near and far together are about those of one causal attention."""
+    monkeypatch.setattr(chunked, "CHUNK", 8)
+    q, k, v = tensors((1, 1, 256, 4), (1, 1, 256, 4), (1, 1, 256, 4))
+
+    def flops(name: str) -> int:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with FlopCounterMode(display=False) as counter:
+            attention(q, k, v, name, backend="chunked").sum().backward()
+        return int(counter.get_total_flops())
+
+    assert flops("KNA-ReRoPE(window=64)") <= 1.1 * flops("KNA")

@@ -1,0 +1,85 @@
+"""Dropout of attention weights: the same mask in both directions, the right expectation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from normattn import attention
+from normattn.kernels import chunked
+
+from ..score import naive
+from ..score.cases import tensors
+from ..score.oracle import Recipe
+
+RECIPES = [Recipe("KNA"), Recipe("QNA", "", method="ReRoPE", window=3)]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=["one regime", "two regimes"])
+
+
+def _weights(recipe: Recipe, q: Tensor, k: Tensor, rate: float, seed: int, backend: str) -> Tensor:
+    """The dropped attention weights, read off by values that are unit vectors."""
+    torch.manual_seed(seed)
+    unit = torch.eye(k.shape[2], dtype=k.dtype).expand(*k.shape[:2], -1, -1)
+    return attention(q, k, unit, recipe.text, dropout_p=rate, backend=backend)
+
+
+@every_recipe
+def test_forward_and_backward_drop_the_same(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "CHUNK", 4)
+    q, k, v = tensors((2, 2, 10, 4), (2, 2, 10, 4), (2, 2, 10, 4))
+    whole = _weights(recipe, q, k, 0.0, 0, "chunked").detach()
+    dropped = _weights(recipe, q, k, 0.3, 7, "chunked").detach()
+    drop = torch.where(dropped == 0, 0.0, 1 / 0.7).double()
+    torch.testing.assert_close(dropped, whole * drop)
+    assert 0.1 < 1 - (dropped != 0).sum() / (whole != 0).sum() < 0.5
+
+    torch.manual_seed(7)
+    out = attention(q, k, v, recipe.text, dropout_p=0.3, backend="chunked")
+    expected = naive.attend(recipe, q, k, v, drop=drop)
+    torch.testing.assert_close(out, expected)
+    torch.randn(3)  # the global stream moves on between forward and backward
+    ours = torch.autograd.grad(out.square().sum(), (q, k, v))
+    hand = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    for mine, other in zip(ours, hand, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@every_recipe
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+def test_the_expectation_is_no_dropout(recipe: Recipe, backend: str) -> None:
+    with torch.no_grad():
+        q, k, _ = tensors((1, 1, 6, 4), (1, 1, 6, 4), (1, 1, 6, 4))
+        many = [x.expand(4000, -1, -1, -1) for x in (q, k)]
+        whole = _weights(recipe, q, k, 0.0, 0, backend)
+        mean = _weights(recipe, many[0], many[1], 0.25, 1, backend).mean(0, keepdim=True)
+    # One weight w has a deviation of w·√(0.25/0.75) per draw; 5 of the mean's deviations.
+    assert ((mean - whole).abs() <= 5 * whole * (1 / 3) ** 0.5 / 4000**0.5 + 1e-12).all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "fused"])
+def test_rate_0_is_exact_and_draws_nothing(backend: str) -> None:
+    q, k, v = tensors((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4))
+    before = torch.get_rng_state()
+    out = attention(q, k, v, "KNA", dropout_p=0.0, backend=backend)
+    assert torch.equal(out, attention(q, k, v, "KNA", backend=backend))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_seed_decides() -> None:
+    q, k, _ = tensors((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4))
+    one, two, other = (_weights(RECIPES[0], q, k, 0.5, seed, "chunked") for seed in (3, 3, 4))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+
+
+def test_chunks_heads_and_rows_are_dropped_independently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two blocks of the mask may repeat: a seed reused by every chunk would."""
+    monkeypatch.setattr(chunked, "CHUNK", 8)
+    q, k, _ = tensors((2, 2, 32, 4), (2, 2, 32, 4), (2, 2, 32, 4))
+    kept = _weights(Recipe("KNA", position="none"), q, k, 0.5, 0, "chunked") != 0
+    blocks = [kept[b, h, i : i + 8, :8] for b in (0, 1) for h in (0, 1) for i in (8, 16, 24)]
+    for n, block in enumerate(blocks):
+        assert all(not torch.equal(block, other) for other in blocks[:n])

@@ -1,0 +1,261 @@
+"""`attention` in every shape: grouped heads, lengths, padding, masks, positions, precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from normattn import InputError, ScoreSpec, attention
+from normattn.kernels import chunked
+
+from ..score import naive, oracle
+from ..score.cases import array, built, tensors
+from ..score.oracle import Recipe
+
+PLAIN = Recipe("KNA", "logn", train_length=4)
+RECIPES = [
+    PLAIN,
+    Recipe("Baseline", "", method="ReRoPE", window=3),
+    Recipe("CosA", "logn", "none", train_length=4),
+    Recipe("QNA", "logn+", "interleaved", "YaRN", train_length=4),
+]
+IDS = [recipe.text for recipe in RECIPES]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
+
+
+@pytest.fixture(params=[3, 256], ids=["chunks of 3", "one chunk"])
+def backends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    monkeypatch.setattr(chunked, "CHUNK", request.param)
+    return ("reference", "chunked", "auto")
+
+
+def _agree(
+    recipe: Recipe, backends: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> None:
+    """All backends give the oracle's output and the naive formula's gradients."""
+    names = {"attn_mask": "mask", "key_padding": "padding"}
+    words = {names.get(word, word): value for word, value in options.items()}
+    arrays = {
+        word: value.detach().numpy() if isinstance(value, Tensor) else value
+        for word, value in words.items()
+    }
+    expected = torch.from_numpy(oracle.attend(recipe, array(q), array(k), array(v), **arrays))
+    by_hand = None
+    if not {"q_positions", "k_positions"} & set(words):
+        simple = naive.attend(recipe, q, k, v, **words)
+        torch.testing.assert_close(simple.detach(), expected)
+        by_hand = torch.autograd.grad(simple.square().sum(), (q, k, v))
+    for backend in backends:
+        out = attention(q, k, v, recipe.text, backend=backend, **options)
+        torch.testing.assert_close(out.detach(), expected, rtol=1e-9, atol=1e-10)
+        ours = torch.autograd.grad(out.square().sum(), (q, k, v))
+        for mine, hand in zip(ours, by_hand or ours, strict=True):
+            assert mine.isfinite().all()
+            torch.testing.assert_close(mine, hand, rtol=1e-8, atol=1e-10)
+
+
+@every_recipe
+@pytest.mark.parametrize(("heads", "groups"), [(4, 1), (4, 2), (3, 3)])
+def test_grouped_heads_and_values_of_another_size(
+    recipe: Recipe, heads: int, groups: int, backends: tuple[str, ...]
+) -> None:
+    q, k, v = tensors((2, heads, 7, 4), (2, groups, 7, 4), (2, groups, 7, 6))
+    _agree(recipe, backends, q, k, v)
+
+
+@every_recipe
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 8), (3, 8), (7, 8), (2, 3)])
+def test_fewer_queries_than_keys_are_the_last_ones(
+    recipe: Recipe, queries: int, keys: int, backends: tuple[str, ...]
+) -> None:
+    q, k, v = tensors((2, 2, queries, 4), (2, 2, keys, 4), (2, 2, keys, 4))
+    _agree(recipe, backends, q, k, v)
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.method != "ReRoPE"])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 5), (5, 1), (7, 4), (4, 7)])
+def test_bidirectional_over_any_lengths(
+    recipe: Recipe, queries: int, keys: int, backends: tuple[str, ...]
+) -> None:
+    q, k, v = tensors((2, 2, queries, 4), (2, 2, keys, 4), (2, 2, keys, 4))
+    _agree(recipe, (*backends, "fused"), q, k, v, causal=False)
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 20])
+@pytest.mark.parametrize("chunk", [1, 2, 4, 5])
+def test_two_regimes_at_every_ragged_length(
+    window: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "CHUNK", chunk)
+    lengths = {1, window - 1, window, window + 1, chunk - 1, chunk, chunk + 1, 2 * chunk + 1, 9}
+    recipe = Recipe("KNA", "", method="ReRoPE", window=window)
+    for length in sorted(length for length in lengths if 0 < length < 12):
+        q, k, v = tensors((1, 1, length, 4), (1, 1, length, 4), (1, 1, length, 4), seed=length)
+        _agree(recipe, ("chunked", "reference"), q, k, v)
+
+
+@every_recipe
+def test_padding_anywhere(recipe: Recipe, backends: tuple[str, ...]) -> None:
+    q, k, v = tensors((3, 2, 7, 4), (3, 1, 7, 4), (3, 1, 7, 4))
+    padding = torch.zeros(3, 7, dtype=torch.bool)
+    padding[0, :3], padding[1, 5:], padding[2, ::2] = True, True, True
+    _agree(recipe, backends, q, k, v, key_padding=padding)
+    if recipe.method != "ReRoPE":
+        _agree(recipe, backends, q, k, v, key_padding=padding, causal=False)
+
+
+@every_recipe
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_left_padding_changes_nothing(recipe: Recipe, backend: str) -> None:
+    """A row of 5 tokens gives the same, alone or behind 4 tokens of padding full of noise."""
+    alone = tensors((1, 2, 5, 4), (1, 1, 5, 4), (1, 1, 5, 4))
+    noise = tensors((1, 2, 4, 4), (1, 1, 4, 4), (1, 1, 4, 4), seed=9)
+    q, k, v = (torch.cat((n * 50, x), 2) for n, x in zip(noise, alone, strict=True))
+    padding = torch.arange(9)[None] < 4
+    short = attention(*alone, recipe.text, backend=backend)
+    long = attention(q, k, v, recipe.text, key_padding=padding, backend=backend)
+    torch.testing.assert_close(long[:, :, 4:], short, rtol=1e-10, atol=1e-12)
+
+
+def _masks() -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    seen = torch.rand(2, 2, 7, 7, generator=generator) > 0.4
+    bias = torch.randn(2, 2, 7, 7, generator=generator, dtype=torch.float64) * 3
+    yield "boolean", seen
+    yield "boolean, shared by heads", seen[:, :1]
+    yield "boolean, of two axes", seen[0, 0]
+    yield "boolean, of keys only", seen[:1, :1, :1]
+    yield "added", bias
+    yield "added, of queries only", bias[..., :1]
+    yield "added, of keys only", bias[:, :1, :1]
+    yield "added, hiding some", bias.masked_fill(~seen, -torch.inf)
+    yield "added, hiding every key of a row", bias.index_fill(2, torch.tensor([2, 5]), -torch.inf)
+
+
+@every_recipe
+@pytest.mark.parametrize(("name", "mask"), list(_masks()), ids=[name for name, _ in _masks()])
+def test_masks(recipe: Recipe, name: str, mask: Tensor, backends: tuple[str, ...]) -> None:
+    q, k, v = tensors((2, 2, 7, 4), (2, 2, 7, 4), (2, 2, 7, 4))
+    _agree(recipe, backends, q, k, v, attn_mask=mask)
+    padding = torch.arange(7)[None] < torch.tensor([[1], [3]])
+    _agree(recipe, backends, q, k, v, attn_mask=mask, key_padding=padding)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_a_query_that_sees_nothing_gets_nothing(backend: str) -> None:
+    q, k, v = tensors((2, 2, 5, 4), (2, 2, 5, 4), (2, 2, 5, 4))
+    padding = torch.tensor([[True] * 5, [False] * 5])
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    mask[3] = False
+    for recipe in RECIPES:
+        out = attention(q, k, v, recipe.text, attn_mask=mask, key_padding=padding, backend=backend)
+        assert (out[0] == 0).all()
+        assert (out[1, :, 3] == 0).all()
+        assert (out[1, :, 4] != 0).all()
+        for grad in torch.autograd.grad(out.sum(), (q, k, v)):
+            assert grad.isfinite().all()
+            assert (grad[0] == 0).all()
+
+
+@every_recipe
+def test_explicit_positions(recipe: Recipe, backends: tuple[str, ...]) -> None:
+    q, k, v = tensors((2, 2, 5, 4), (2, 2, 6, 4), (2, 2, 6, 4))
+    rows = torch.tensor([[0, 1, 5, 9, 30], [3, 2, 1, 0, 4]])
+    columns = torch.tensor([5, 0, 1, 2, 9, 3])
+    _agree(recipe, backends, q, k, v, q_positions=rows, k_positions=columns)
+    _agree(recipe, backends, q, k, v, q_positions=rows[0], k_positions=columns)
+    _agree(recipe, backends, q, k, v, q_positions=rows)
+    _agree(recipe, backends, q, k, v, k_positions=torch.stack((columns, columns.flip(0))))
+    padding = torch.arange(6)[None] < torch.tensor([[2], [0]])
+    _agree(recipe, backends, q, k, v, q_positions=rows, k_positions=columns, key_padding=padding)
+
+
+@every_recipe
+def test_positions_that_say_what_is_so_anyway(recipe: Recipe) -> None:
+    q, k, v = tensors((2, 2, 5, 4), (2, 2, 7, 4), (2, 2, 7, 4))
+    expected = attention(q, k, v, recipe.text)
+    for dtype in (torch.int32, torch.int64):
+        q_positions, k_positions = torch.arange(2, 7, dtype=dtype), torch.arange(7, dtype=dtype)
+        out = attention(
+            q, k, v, recipe.text, q_positions=q_positions[None], k_positions=k_positions
+        )
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+@every_recipe
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+def test_one_row_at_a_time_is_the_whole(recipe: Recipe, backend: str) -> None:
+    """Decoding with the last query over a growing cache of plain keys equals one full call."""
+    q, k, v = tensors((2, 2, 8, 4), (2, 1, 8, 4), (2, 1, 8, 4))
+    full = attention(q, k, v, recipe.text, backend=backend)
+    rows = [
+        attention(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1], recipe.text)
+        for i in range(8)
+    ]
+    torch.testing.assert_close(torch.cat(rows, 2), full, rtol=1e-10, atol=1e-12)
+
+
+@every_recipe
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "by_gradient"),
+    [(torch.float32, 3e-6, 3e-5), (torch.bfloat16, 0.02, 0.06)],
+    ids=["float32", "bfloat16"],
+)
+def test_precision(
+    recipe: Recipe, dtype: torch.dtype, tolerance: float, by_gradient: float
+) -> None:
+    shapes = (1, 2, 40, 16), (1, 1, 40, 16), (1, 1, 40, 16)
+    low = tensors(*shapes, dtype=dtype)
+    wide = [x.detach().double().requires_grad_() for x in low]
+    exact = attention(*wide, recipe.text, backend="reference")
+    exact_grads = torch.autograd.grad(exact.sin().sum(), wide)
+    for backend in ("auto", "chunked", "reference"):
+        out = attention(*low, recipe.text, backend=backend)
+        assert out.dtype == dtype
+        assert (out.double() - exact).norm() <= tolerance * exact.norm()
+        grads = torch.autograd.grad(out.double().sin().sum(), low)
+        for mine, hand in zip(grads, exact_grads, strict=True):
+            assert mine.dtype == dtype
+            assert (mine.double() - hand).norm() <= by_gradient * hand.norm(), backend
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+def test_a_mask_of_another_precision(backend: str) -> None:
+    q, k, v = tensors((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4), dtype=torch.bfloat16)
+    mask = torch.linspace(-2, 2, 25, dtype=torch.float32).reshape(5, 5)
+    out = attention(q, k, v, "KNA", attn_mask=mask, backend=backend)
+    exact = attention(*(x.double() for x in (q, k, v)), "KNA", attn_mask=mask.double())
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.02)
+
+
+def test_a_mask_that_learns_gets_its_gradient() -> None:
+    q, k, v = tensors((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4))
+    (mask,) = tensors((2, 5, 5), seed=5)
+    out = attention(q, k, v, PLAIN.text, attn_mask=mask)
+    (ours,) = torch.autograd.grad(out.square().sum(), mask)
+    (hand,) = torch.autograd.grad(naive.attend(PLAIN, q, k, v, mask=mask).square().sum(), mask)
+    torch.testing.assert_close(ours, hand)
+    with pytest.raises(InputError, match="no gradient to a mask"):
+        attention(q, k, v, PLAIN.text, attn_mask=mask, backend="chunked")
+
+
+def test_scales_above_the_range_of_exp() -> None:
+    q, k, v = tensors((1, 1, 6, 4), (1, 1, 6, 4), (1, 1, 6, 4), dtype=torch.float32)
+    for backend in ("reference", "chunked", "fused"):
+        out = attention(q * 1e4, k * 1e4, v, "Baseline", backend=backend)
+        assert out.isfinite().all()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_a_score_is_used_by_value_or_by_module() -> None:
+    q, k, v = tensors((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4))
+    spec = ScoreSpec.parse("CosA-logn", train_length=4)
+    by_value = attention(q, k, v, spec)
+    assert torch.equal(by_value, attention(q, k, v, "CosA-logn@4"))
+    score = built(Recipe("CosA", "logn", train_length=4), 2, 4)
+    assert torch.equal(by_value, attention(q, k, v, score))
