@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Command
+from cli.conftest import Command
 
 
 def leftovers(folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.recipes.conftest import Start
+from recipes.conftest import Start
 
 ROWS = ("--variants", "Baseline,KNA-logn", "--methods", "as is,YaRN")
 SECONDS = 90
