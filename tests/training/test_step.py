@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from normattn.errors import InputError
 from normattn.training.distribution import World
 from normattn.training.loop_config import LoopConfig
 from normattn.training.optimisers import AdamWConfig
@@ -93,3 +94,9 @@ def test_a_step_that_is_not_finite_updates_nothing() -> None:
     assert weight.grad is not None
     for name, p in taker.task.model.named_parameters():
         assert torch.equal(p, before[name])
+
+
+def test_compiling_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(InputError, match="no-such-compiler"):
+        stepper(config(compile=True))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import shutil
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from normattn.errors import InputError
 from normattn.training.distribution import World
 from normattn.training.loop_config import LoopConfig
 from normattn.training.optimisers import make_optimiser
@@ -49,6 +53,17 @@ class Objective(nn.Module):
         return self._loss(batch)
 
 
+def check_compiler(device: torch.device) -> None:
+    """Raise `InputError` where torch.compile would find no C++ compiler for the CPU."""
+    default = "clang++" if sys.platform == "darwin" else "g++"
+    compiler = os.environ.get("CXX", default)
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise InputError(
+            f"compile is on, but the C++ compiler {compiler!r} that torch.compile needs is not "
+            "installed; install it, name another one in CXX, or set compile to false"
+        )
+
+
 class Stepper:
     """Takes steps of a task's optimiser; the update is skipped where the values are not finite.
 
@@ -69,6 +84,8 @@ class Stepper:
         if world.size > 1:
             objective = DistributedDataParallel(objective)
         self._wrapped = objective
+        if config.compile:
+            check_compiler(world.device)
         self._call = torch.compile(objective, dynamic=False) if config.compile else objective
         self._ready: tuple[int, list[Tensor]] = (0, [])
 
