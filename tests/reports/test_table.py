@@ -129,6 +129,9 @@ def test_markdown_is_aligned_and_says_what_stands_behind(tmp_path: Path) -> None
         assert len({len(line) for line in block.splitlines()}) == 1
     assert "non-repeated (32)" in text
     assert "Seeds: Baseline, KNA, KNA-logn: seeds 0, 1." in text
+    assert "Fewer than 20 documents: these intervals are too narrow to rely on." in text
+    many = build(random_records(documents=20), tmp_path, figures=False).markdown.read_text()
+    assert "Fewer than" not in many
     assert "KNA above Baseline on non-repeated text by" in text
     assert "another setting, not a target" in text
     assert "47.69" in text  # the source's KNA, as is, non-repeated

@@ -122,11 +122,14 @@ def _behind(rows: Sequence[Row], left_out: int) -> str:
     note = f"Seeds: {seeds}."
     if any(1 < len(row.seeds) < 5 for row in rows):
         note += " Resampling so few seeds understates how much further seeds would vary."
+    if min(value.documents for row in rows for value in row.metrics.values() if value) < _FEW:
+        note += f" Fewer than {_FEW} documents: these intervals are too narrow to rely on."
     if left_out:
         note += f" Left out: {left_out} records on other sets than most rows share."
     return f"{text}\n\n{grid(('column', *_COUNTS), lines)}\n\n{note}"
 
 
+_FEW = 20  # documents; below, percentile intervals hold the truth less often than they say
 _COUNTS = ("documents", "tokens", "seeds")
 
 
