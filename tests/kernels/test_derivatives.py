@@ -13,9 +13,8 @@ from normattn import InputError, attention
 from normattn.kernels import chunked, linear_cross_entropy
 from normattn.score.normalisation import L2Norm
 from normattn.score.rotary import rotation
-
-from ..score.cases import built, learned, tensors
-from ..score.oracle import Recipe
+from score.cases import built, learned, tensors
+from score.oracle import Recipe
 
 RECIPES = [
     Recipe("KNA", "logn", train_length=4),

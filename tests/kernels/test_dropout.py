@@ -8,10 +8,9 @@ from torch import Tensor
 
 from normattn import attention
 from normattn.kernels import chunked
-
-from ..score import naive
-from ..score.cases import tensors
-from ..score.oracle import Recipe
+from score import naive
+from score.cases import tensors
+from score.oracle import Recipe
 
 RECIPES = [Recipe("KNA"), Recipe("QNA", "", method="ReRoPE", window=3)]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=["one regime", "two regimes"])

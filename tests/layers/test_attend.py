@@ -11,10 +11,9 @@ from torch import Tensor
 
 from normattn import InputError, ScoreSpec, attention
 from normattn.kernels import chunked
-
-from ..score import naive, oracle
-from ..score.cases import array, built, tensors
-from ..score.oracle import Recipe
+from score import naive, oracle
+from score.cases import array, built, tensors
+from score.oracle import Recipe
 
 PLAIN = Recipe("KNA", "logn", train_length=4)
 RECIPES = [
@@ -116,7 +115,7 @@ def test_left_padding_changes_nothing(recipe: Recipe, backend: str) -> None:
     noise = tensors((1, 2, 4, 4), (1, 1, 4, 4), (1, 1, 4, 4), seed=9)
     q, k, v = (torch.cat((n * 50, x), 2) for n, x in zip(noise, alone, strict=True))
     padding = torch.arange(9)[None] < 4
-    short = attention(*alone, recipe.text, backend=backend)
+    short = attention(alone[0], alone[1], alone[2], recipe.text, backend=backend)
     long = attention(q, k, v, recipe.text, key_padding=padding, backend=backend)
     torch.testing.assert_close(long[:, :, 4:], short, rtol=1e-10, atol=1e-12)
 
@@ -211,10 +210,10 @@ def test_precision(
     shapes = (1, 2, 40, 16), (1, 1, 40, 16), (1, 1, 40, 16)
     low = tensors(*shapes, dtype=dtype)
     wide = [x.detach().double().requires_grad_() for x in low]
-    exact = attention(*wide, recipe.text, backend="reference")
+    exact = attention(wide[0], wide[1], wide[2], recipe.text, backend="reference")
     exact_grads = torch.autograd.grad(exact.sin().sum(), wide)
     for backend in ("auto", "chunked", "reference"):
-        out = attention(*low, recipe.text, backend=backend)
+        out = attention(low[0], low[1], low[2], recipe.text, backend=backend)
         assert out.dtype == dtype
         assert (out.double() - exact).norm() <= tolerance * exact.norm()
         grads = torch.autograd.grad(out.double().sin().sum(), low)
@@ -228,7 +227,7 @@ def test_a_mask_of_another_precision(backend: str) -> None:
     q, k, v = tensors((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4), dtype=torch.bfloat16)
     mask = torch.linspace(-2, 2, 25, dtype=torch.float32).reshape(5, 5)
     out = attention(q, k, v, "KNA", attn_mask=mask, backend=backend)
-    exact = attention(*(x.double() for x in (q, k, v)), "KNA", attn_mask=mask.double())
+    exact = attention(q.double(), k.double(), v.double(), "KNA", attn_mask=mask.double())
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.02)
 

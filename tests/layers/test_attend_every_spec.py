@@ -12,9 +12,8 @@ from torch import Tensor
 from normattn import InputError, ScoreSpec, attention
 from normattn.kernels import chunked
 from normattn.score import parts
-
-from ..score import naive, oracle
-from ..score.cases import LOGN, PLACES, VARIANTS, array, built, learned, recipes, tensors
+from score import naive, oracle
+from score.cases import LOGN, PLACES, VARIANTS, array, built, learned, recipes, tensors
 
 B, H, G, T, D = 2, 2, 1, 9, 4
 
