@@ -38,7 +38,7 @@ def _agree(
     """All backends give the oracle's output and the naive formula's gradients."""
     names = {"attn_mask": "mask", "key_padding": "padding"}
     words = {names.get(word, word): value for word, value in options.items()}
-    arrays = {
+    arrays: dict[str, Any] = {
         word: value.detach().numpy() if isinstance(value, Tensor) else value
         for word, value in words.items()
     }
