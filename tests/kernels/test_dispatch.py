@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from normattn import InputError, attention
 from normattn.kernels import BACKENDS, Problem, Visibility, attend, choose, chunked
 from score.cases import tensors
+
+from .memory import largest
 
 
 def problem(
@@ -67,23 +67,6 @@ def test_an_unknown_backend_names_the_known_ones() -> None:
     assert BACKENDS == ("auto", "fused", "chunked", "reference")
 
 
-class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the size of the largest tensor that any operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.numel = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor):
-                self.numel = max(self.numel, value.numel())
-        return result
-
-
 @pytest.mark.parametrize("name", ["KNA", "KNA-ReRoPE(window=20)"])
 @pytest.mark.parametrize("positions", [False, True])
 def test_chunks_never_make_the_whole_matrix(
@@ -92,13 +75,13 @@ def test_chunks_never_make_the_whole_matrix(
     monkeypatch.setattr(chunked, "CHUNK", 8)
     q, k, v = tensors((1, 1, 128, 4), (1, 1, 128, 4), (1, 1, 128, 6))
     where = torch.arange(128) if positions else None
-    with _Largest() as largest:
+    with largest() as record:
         out = attention(q, k, v, name, backend="chunked", q_positions=where, k_positions=where)
         torch.autograd.grad(out.sum(), (q, k, v))
-    assert largest.numel == 8 * 128
-    with _Largest() as largest:
+    assert record.numel == 8 * 128
+    with largest() as record:
         attention(q, k, v, name, backend="reference")
-    assert largest.numel == 128 * 128
+    assert record.numel == 128 * 128
 
 
 def test_two_regimes_touch_the_pairs_of_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,132 @@
+"""Chunked linear + cross-entropy + accuracy against `F.cross_entropy` on the whole logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normattn import InputError
+from normattn.kernels import linear_cross_entropy, token_scores
+from score.cases import tensors
+
+from .memory import largest
+
+N, D, V = 11, 6, 17
+TARGETS = torch.tensor([0, 16, 3, 3, 8, 1, 2, 0, 16, 5, 9])
+CHUNKS = [1, 2, 4, 10, 11, 12, 512]
+
+
+def _close(ours: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_loss_hits_and_gradients(chunk: int) -> None:
+    hidden, weight = tensors((N, D), (V, D))
+    result = linear_cross_entropy(hidden, weight, TARGETS, chunk=chunk)
+    logits = hidden @ weight.T
+    expected = F.cross_entropy(logits, TARGETS)
+    _close(result.loss, expected)
+    assert result.correct.item() == (logits.argmax(-1) == TARGETS).sum().item()
+    ours = torch.autograd.grad(result.loss * 3, (hidden, weight))
+    for mine, hand in zip(ours, torch.autograd.grad(expected * 3, (hidden, weight)), strict=True):
+        _close(mine, hand)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_scores_of_each_token(chunk: int) -> None:
+    hidden, weight = tensors((N, D), (V, D))
+    scores = token_scores(hidden, weight, TARGETS, chunk=chunk)
+    logits = hidden @ weight.T
+    _close(scores.loss, F.cross_entropy(logits, TARGETS, reduction="none").detach())
+    assert torch.equal(scores.correct, logits.argmax(-1) == TARGETS)
+    assert not scores.loss.requires_grad
+
+
+def test_without_gradients_the_same() -> None:
+    hidden, weight = tensors((N, D), (V, D))
+    with_gradients = linear_cross_entropy(hidden, weight, TARGETS, chunk=4)
+    with torch.no_grad():
+        without = linear_cross_entropy(hidden, weight, TARGETS, chunk=4)
+    _close(without.loss, with_gradients.loss.detach())
+    assert torch.equal(without.correct, with_gradients.correct)
+    assert not without.loss.requires_grad
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_of_the_two_may_be_fixed(which: int) -> None:
+    both = tensors((N, D), (V, D))
+    inputs = [x if n == which else x.detach() for n, x in enumerate(both)]
+    loss = linear_cross_entropy(inputs[0], inputs[1], TARGETS, chunk=4).loss
+    (ours,) = torch.autograd.grad(loss, inputs[which])
+    expected = F.cross_entropy(inputs[0] @ inputs[1].T, TARGETS)
+    _close(ours, torch.autograd.grad(expected, inputs[which])[0])
+
+
+def test_a_tied_head_gathers_both_gradients() -> None:
+    """The weight is the embedding as well: its gradient arrives by two ways."""
+    (weight,) = tensors((V, D))
+    loss = linear_cross_entropy(weight[TARGETS].tanh(), weight, TARGETS.flip(0), chunk=4).loss
+    (ours,) = torch.autograd.grad(loss, weight)
+    expected = F.cross_entropy(weight[TARGETS].tanh() @ weight.T, TARGETS.flip(0))
+    _close(ours, torch.autograd.grad(expected, weight)[0])
+
+
+@pytest.mark.parametrize("chunk", [3, 512])
+def test_of_equal_logits_the_first_is_the_answer(chunk: int) -> None:
+    hidden, weight = torch.ones(6, D), torch.ones(V, D)
+    weight[0] = 0
+    targets = torch.tensor([0, 1, 2, 16, 1, 5])
+    expected = torch.tensor([False, True, False, False, True, False])
+    assert torch.equal(token_scores(hidden, weight, targets, chunk=chunk).correct, expected)
+    assert linear_cross_entropy(hidden, weight.requires_grad_(), targets, chunk).correct == 2
+
+
+def test_autocast_to_bfloat16() -> None:
+    hidden, weight = tensors((200, 32), (64, 32), dtype=torch.float32)
+    targets = torch.arange(200) % 64
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = linear_cross_entropy(hidden, weight, targets, chunk=64)
+    assert result.loss.dtype == torch.float32
+    exact = F.cross_entropy(hidden.double() @ weight.double().T, targets)
+    assert abs(result.loss.item() - exact.item()) < 0.01 * exact.item()
+    ours = torch.autograd.grad(result.loss, (hidden, weight))
+    for mine, hand in zip(ours, torch.autograd.grad(exact, (hidden, weight)), strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - hand).norm() < 0.02 * hand.norm()
+
+
+def test_logits_beyond_the_range_of_exp() -> None:
+    hidden, weight = tensors((N, D), (V, D), dtype=torch.float32)
+    result = linear_cross_entropy(hidden * 100, weight, TARGETS, chunk=4)
+    torch.testing.assert_close(result.loss, F.cross_entropy(hidden * 100 @ weight.T, TARGETS))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(result.loss, (hidden, weight)))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_whole_logits_never_exist(autocast: bool) -> None:
+    hidden, weight = tensors((512, 8), (64, 8), dtype=torch.float32)
+    targets = torch.arange(512) % 64
+    with (
+        largest() as record,
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
+    ):
+        loss = linear_cross_entropy(hidden, weight, targets, chunk=32).loss
+        torch.autograd.grad(loss, (hidden, weight))
+        token_scores(hidden, weight, targets, chunk=32)
+    assert record.numel == 512 * 8  # the gradient of hidden, twice a chunk of 32 × 64
+
+
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_a_chunk_without_rows_is_refused(chunk: int) -> None:
+    hidden, weight = tensors((N, D), (V, D))
+    for score in (linear_cross_entropy, token_scores):
+        with pytest.raises(InputError, match=f"at least 1 row, but chunk is {chunk}"):
+            score(hidden, weight, TARGETS, chunk)
+
+
+def test_no_tokens_have_no_scores() -> None:
+    scores = token_scores(torch.zeros(0, D), torch.zeros(V, D), torch.zeros(0, dtype=torch.int64))
+    assert scores.loss.shape == scores.correct.shape == (0,)
