@@ -38,7 +38,7 @@ def test_the_source_s_own_setting() -> None:
     sweep = resolve(Request(preset="gpu-100m"))
     assert sweep.cells[0].training_config.optimiser.name == "tiger"
     assert max(sweep.config.evaluation.multiples) * model.train_length == 4096
-    rerope = model.score.with_method("ReRoPE").resolve(train_length=512, factor=8)
+    rerope = model.score.with_method("ReRoPE").resolve(train_length=512, factor=8.0)
     assert "window=128" in str(rerope)
     assert 90e6 < make_plan(sweep).parameters < 140e6
 

@@ -36,11 +36,17 @@ def wait_for_training(out: Path, steps: int) -> None:
     raise AssertionError("no cell trained")
 
 
+def forget_progress(out: Path) -> None:
+    """Drop the notes of earlier children, so that those of new ones can be waited for."""
+    for path in out.glob("jobs/*/*/progress.json"):
+        path.unlink()
+
+
 def result(out: Path) -> dict[str, bytes]:
     """Every file that a reader gets."""
     names = ["table.md", "table.csv", "table.json", "by_position.csv", "by_length.csv"]
     files = [out / name for name in names] + sorted((out / "figures").glob("*"))
-    assert len(files) > 10
+    assert len(files) >= 7
     return {file.name: file.read_bytes() for file in files}
 
 
@@ -63,12 +69,15 @@ def test_killed_in_the_middle_the_table_is_the_same(
     process = start(*sweep, "--out", broken, "--jobs", 2)
     wait_for_training(broken, steps=1)
     process.kill()
+    forget_progress(broken)
     # Then everything at once, as when the power goes.
     process = start(*sweep, "--out", broken, "--jobs", 2)
     wait_for_training(broken, steps=100)
     for child in psutil.Process(process.pid).children():
         child.kill()
     process.kill()
+    process.wait()
+    forget_progress(broken)
     # Then the polite way.
     process = start(*sweep, "--out", broken, "--jobs", 2)
     wait_for_training(broken, steps=150)
@@ -123,11 +132,10 @@ def wait_for_lock(out: Path) -> None:
 
 def test_a_diverged_cell_is_a_result(tiny: Path, tmp_path: Path, start: Start) -> None:
     out = tmp_path / "out"
-    # A learning rate at which plain weights overflow in a few steps.
-    arguments = ("--variants", "Baseline,KNA", "--set", "training.steps=20", "--out", out)
-    poison = ("--set", "training.optimiser.lr=10", "--set", "training.clip=1e38")
-    poison += ("--set", "training.model.init_std=1e18", "--set", "training.model.norm_eps=0")
-    sweep = ("reproduce", "keynorm", "--preset", tiny, *arguments, *poison)
+    # Tiger's steps are relative: at this rate every weight grows tenfold a step.
+    poison = ("training.optimiser.name=tiger", "training.optimiser.lr=10")
+    changes = [word for setting in poison for word in ("--set", setting)]
+    sweep = ("reproduce", "keynorm", "--preset", tiny, *changes, "--out", out, *ROWS)
     code, said = finish(start(*sweep))
     assert code == 0, said
     assert "diverged" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from normattn.data import TokenData
 from normattn.data.evaluation_sets import (
     EvaluationSet,
     last_segment_sets,
@@ -12,7 +13,6 @@ from normattn.data.evaluation_sets import (
     repeated_set,
     train_length_set,
 )
-from normattn.data import TokenData
 from normattn.errors import InputError
 from normattn.evaluation import EvaluationStore, evaluate_run
 from normattn.models.pretrained import load_model

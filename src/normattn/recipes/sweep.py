@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 
 from rich.console import Console
 from rich.table import Table
@@ -42,15 +43,19 @@ def reproduce(request: Request, only_plan: bool = False) -> list[str]:
     console = Console(highlight=False)
     jobs = min(request.jobs or os.cpu_count() or 1, len(sweep.cells))
     _print_plan(console, request, sweep)
-    if sweep.out.exists() and (not sweep.out.is_dir() or any(sweep.out.iterdir())):
-        # What is no sweep, or one of another configuration, is refused before any work.
-        _open(sweep)
-    if not only_plan:
-        _prepare(console, sweep)
-    rates = _print_estimate(console, sweep, jobs)
     if only_plan:
+        _print_estimate(console, sweep, jobs)
         return []
-    with _open(sweep).lock():
+    with ExitStack() as stack:
+        # What is no sweep, is in use, or has another configuration is refused before any work; a
+        # new directory is made only once the corpus has been found good.
+        occupied = sweep.out.exists() and (not sweep.out.is_dir() or any(sweep.out.iterdir()))
+        if occupied:
+            stack.enter_context(_open(sweep).lock())
+        _prepare(console, sweep)
+        if not occupied:
+            stack.enter_context(_open(sweep).lock())
+        rates = _print_estimate(console, sweep, jobs)
         outcomes = _run_cells(sweep, jobs, rates)
         failed = [_failure(outcome) for outcome in outcomes if outcome.failed]
         if len(failed) < len(sweep.cells):
