@@ -1,0 +1,101 @@
+"""The documentation is true: its Python runs, its commands parse, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normattn.cli.app import main
+from normattn.score import registry
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for kind, code in FENCE.findall(page.read_text("utf-8")) if kind == language]
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Every `normattn …` line of a shell block, and every one in backquotes that has options."""
+    for page in PAGES:
+        for code in blocks(page, "bash"):
+            for line in code.splitlines():
+                for part in line.split("&&"):
+                    words = part.split("#")[0].strip()
+                    if words.startswith(("normattn ", ".venv/bin/normattn ")):
+                        yield page.name, words
+        for words in re.findall(r"`(normattn [^`…]+)`", FENCE.sub("", page.read_text("utf-8"))):
+            if " --" in words:
+                yield page.name, words
+
+
+@pytest.fixture
+def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that the documentation registers are forgotten again."""
+    registry.parts()
+    monkeypatch.setattr(registry, "_PARTS", dict(registry._PARTS))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_runs(
+    page: Path, own_parts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "documentation"}
+    for number, code in enumerate(blocks(page, "python")):
+        exec(compile(code, f"{page.name}, block {number}", "exec"), names)
+
+
+def test_there_is_something_to_test() -> None:
+    assert len(list(commands())) >= 8
+    assert sum(len(blocks(page, "python")) for page in PAGES) >= 6
+
+
+@pytest.mark.parametrize(("page", "line"), list(commands()))
+def test_commands_are_understood(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing, defaults and dispatch are real; the work itself is left out."""
+    done: list[str] = []
+
+    def work(name: str) -> Any:
+        return lambda *args, **kwargs: done.append(name)
+
+    for place in (
+        "training_run.train_run",
+        "training_run.training_config",
+        "evaluation_run.evaluate_run",
+        "tabulate.tabulate",
+        "sweep.reproduce",
+    ):
+        monkeypatch.setattr(f"normattn.recipes.{place}", work(place))
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(line)[1:])
+    assert ended.value.code == 0
+    assert done or line == "normattn list"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_ci_runs_the_second_command_of_the_readme(tmp_path: Path) -> None:
+    """The runner takes it verbatim: in a copy, another command in its place is what runs."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    stands = readme.split("<!-- command 2: test -->\n```bash\n")[1].split("\n```")[0]
+    assert stands.endswith("&& scripts/check")
+    (tmp_path / ".ci").mkdir()
+    runner = tmp_path / ".ci" / "run"
+    runner.write_text((ROOT / ".ci" / "run").read_text())
+    (tmp_path / "README.md").write_text(readme.replace(stands, "echo it ran && false"))
+    said = subprocess.run(["bash", str(runner)], capture_output=True, text=True)
+    assert said.stdout.splitlines() == ["echo it ran && false", "it ran"]
+    assert said.returncode == 1
