@@ -49,9 +49,9 @@ def test_python_runs(
     page: Path, own_parts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "documentation"}
+    names: dict[str, Any] = {"__name__": __name__}
     for number, code in enumerate(blocks(page, "python")):
-        exec(compile(code, f"{page.name}, block {number}", "exec"), names)
+        exec(compile(code, f"{page.name}, block {number}", "exec", dont_inherit=True), names)
 
 
 def test_there_is_something_to_test() -> None:
