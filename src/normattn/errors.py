@@ -8,7 +8,7 @@ class NormattnError(Exception):
 
 
 class InputError(NormattnError, ValueError):
-    """A value given from outside cannot be used; the message says what, where and what was expected."""
+    """A value from outside cannot be used; the message says what, where, what was expected."""
 
 
 class DivergedError(NormattnError):

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from normattn import InputError, attention
-from normattn.kernels import BACKENDS, Problem, Visibility, attend, choose, chunked
+from normattn.kernels import BACKENDS, Problem, Visibility, attend, choose, tiles
 from score.cases import tensors
 
 from .memory import largest
@@ -72,7 +72,7 @@ def test_an_unknown_backend_names_the_known_ones() -> None:
 def test_chunks_never_make_the_whole_matrix(
     name: str, positions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked, "CHUNK", 8)
+    monkeypatch.setattr(tiles, "ROWS", 8)
     q, k, v = tensors((1, 1, 128, 4), (1, 1, 128, 4), (1, 1, 128, 6))
     where = torch.arange(128) if positions else None
     with largest() as record:
@@ -86,7 +86,7 @@ def test_chunks_never_make_the_whole_matrix(
 
 def test_two_regimes_touch_the_pairs_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The multiplications of near and far together are about those of one causal attention."""
-    monkeypatch.setattr(chunked, "CHUNK", 8)
+    monkeypatch.setattr(tiles, "ROWS", 8)
     q, k, v = tensors((1, 1, 256, 4), (1, 1, 256, 4), (1, 1, 256, 4))
 
     def flops(name: str) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from normattn import attention
-from normattn.kernels import chunked
+from normattn.kernels import tiles
 from score import naive
 from score.cases import tensors
 from score.oracle import Recipe
@@ -27,7 +27,7 @@ def _weights(recipe: Recipe, q: Tensor, k: Tensor, rate: float, seed: int, backe
 def test_forward_and_backward_drop_the_same(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked, "CHUNK", 4)
+    monkeypatch.setattr(tiles, "ROWS", 4)
     q, k, v = tensors((2, 2, 10, 4), (2, 2, 10, 4), (2, 2, 10, 4))
     whole = _weights(recipe, q, k, 0.0, 0, "chunked").detach()
     dropped = _weights(recipe, q, k, 0.3, 7, "chunked").detach()
@@ -76,7 +76,7 @@ def test_the_seed_decides() -> None:
 
 def test_chunks_heads_and_rows_are_dropped_independently(monkeypatch: pytest.MonkeyPatch) -> None:
     """No two blocks of the mask may repeat: a seed reused by every chunk would."""
-    monkeypatch.setattr(chunked, "CHUNK", 8)
+    monkeypatch.setattr(tiles, "ROWS", 8)
     q, k, _ = tensors((2, 2, 32, 4), (2, 2, 32, 4), (2, 2, 32, 4))
     kept = _weights(Recipe("KNA", position="none"), q, k, 0.5, 0, "chunked") != 0
     blocks = [kept[b, h, i : i + 8, :8] for b in (0, 1) for h in (0, 1) for i in (8, 16, 24)]

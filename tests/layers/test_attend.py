@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from normattn import InputError, ScoreSpec, attention
-from normattn.kernels import chunked
+from normattn.kernels import tiles
 from score import naive, oracle
 from score.cases import array, built, tensors
 from score.oracle import Recipe
@@ -28,7 +28,7 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
 
 @pytest.fixture(params=[3, 256], ids=["chunks of 3", "one chunk"])
 def backends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    monkeypatch.setattr(chunked, "CHUNK", request.param)
+    monkeypatch.setattr(tiles, "ROWS", request.param)
     return ("reference", "chunked", "auto")
 
 
@@ -89,7 +89,7 @@ def test_bidirectional_over_any_lengths(
 def test_two_regimes_at_every_ragged_length(
     window: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked, "CHUNK", chunk)
+    monkeypatch.setattr(tiles, "ROWS", chunk)
     lengths = {1, window - 1, window, window + 1, chunk - 1, chunk, chunk + 1, 2 * chunk + 1, 9}
     recipe = Recipe("KNA", "", method="ReRoPE", window=window)
     for length in sorted(length for length in lengths if 0 < length < 12):

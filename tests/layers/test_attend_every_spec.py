@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from normattn import InputError, ScoreSpec, attention
-from normattn.kernels import chunked
+from normattn.kernels import tiles
 from normattn.score import parts
 from score import naive, oracle
 from score.cases import LOGN, PLACES, VARIANTS, array, built, learned, recipes, tensors
@@ -31,7 +31,7 @@ def _gradients(out: Tensor, wanted: list[Tensor]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_outputs_and_gradients(variant: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "CHUNK", 4)
+    monkeypatch.setattr(tiles, "ROWS", 4)
     q, k, v = tensors((B, H, T, D), (B, G, T, D), (B, G, T, D))
     for turn, recipe in enumerate(recipes(variant)):
         score = built(recipe, H, D, G)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -24,22 +25,35 @@ class Kernel:
     why_not: Callable[[Problem], str | None]
 
 
-# In the order in which `auto` tries them.
-KERNELS: tuple[Kernel, ...] = (
-    Kernel("fused", fused, why_not_fused),
-    Kernel("chunked", chunked, why_not_chunked),
-    Kernel("reference", reference, lambda problem: None),
-)
+_FUSED = Kernel("fused", fused, why_not_fused)
+_CHUNKED = Kernel("chunked", chunked, why_not_chunked)
+_REFERENCE = Kernel("reference", reference, lambda problem: None)
+KERNELS: tuple[Kernel, ...] = (_FUSED, _CHUNKED, _REFERENCE)
 BACKENDS: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
+# Query rows at which tiles beat the stock kernel on a CPU in float32 (results/attention.json).
+_TILES_WIN = range(128, 1025)
+
+
+def _fastest_first(problem: Problem) -> tuple[Kernel, ...]:
+    """On a CPU tiles are faster in half precision, and at middle lengths in float32.
+
+    The stock kernel comes first on a GPU, for a single query, and where a compiler would have to
+    unroll the tiles.
+    """
+    rows = problem.q.shape[2]
+    stock = problem.q.device.type != "cpu" or rows == 1 or torch.compiler.is_compiling()
+    if not stock and (problem.q.element_size() == 2 or rows in _TILES_WIN):
+        return (_CHUNKED, _FUSED, _REFERENCE)
+    return KERNELS
 
 
 def choose(problem: Problem, backend: str = "auto") -> Kernel:
-    """The kernel of that name, or the first that can serve the problem.
+    """The kernel of that name, or the fastest that can serve the problem.
 
     Raises `InputError` for an unknown name and for a kernel that cannot serve the problem.
     """
     if backend == "auto":
-        return next(kernel for kernel in KERNELS if kernel.why_not(problem) is None)
+        return next(k for k in _fastest_first(problem) if k.why_not(problem) is None)
     for kernel in KERNELS:
         if kernel.name == backend:
             if reason := kernel.why_not(problem):

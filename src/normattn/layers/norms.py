@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from normattn.errors import InputError
+from normattn.score.rms_norm import rms_norm
 
 EpsPlacement = Literal["inside", "outside"]
 
@@ -83,11 +83,7 @@ class RMSNorm(nn.Module):
             rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) * float(self.dim**-0.5)
             normal: Tensor = wide / (rms + self.eps)
             return (normal if gain is None else normal * gain).to(x.dtype)
-        if wide.device.type == "cpu" and not torch.compiler.is_compiling():
-            # On CPU torch runs F.rms_norm as separate small operations, several times slower.
-            y: Tensor = _RMSNormInside.apply(wide, gain, self.eps)  # type: ignore[no-untyped-call]
-            return y.to(x.dtype)
-        return F.rms_norm(wide, (self.dim,), gain, self.eps).to(x.dtype)
+        return rms_norm(wide, gain, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
@@ -95,38 +91,6 @@ class RMSNorm(nn.Module):
             f"{self.dim}, eps={self.eps}, gain={self.gain is not None}, "
             f"eps_placement={self.eps_placement!r}"
         )
-
-
-class _RMSNormInside(torch.autograd.Function):
-    """y = x·r·g with r = (mean(x²) + eps)^−½; two temporaries backward instead of seven."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, gain, inverse)
-        normal = x * inverse
-        return normal if gain is None else normal.mul_(gain)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        # dx = r·(g·dy − n·⟨g·dy, n⟩/dim) with n = x·r, and dg = Σ rows dy·n.
-        x, gain, inverse = ctx.saved_tensors
-        dim = x.shape[-1]
-        normal = x * inverse
-        product = grad * normal
-        grad_gain = None
-        if gain is None:
-            along = product.sum(-1, keepdim=True).div_(dim)
-            grad_x = product.copy_(grad)
-        else:
-            if ctx.needs_input_grad[1]:
-                grad_gain = product.reshape(-1, dim).sum(0)
-            along = torch.mv(product.reshape(-1, dim), gain).div_(dim).view(*x.shape[:-1], 1)
-            grad_x = torch.mul(grad, gain, out=product)
-        grad_x.addcmul_(normal, along, value=-1.0).mul_(inverse)
-        return grad_x, grad_gain, None
 
 
 def _widen(x: Tensor) -> Tensor:

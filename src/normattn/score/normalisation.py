@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
 from normattn.errors import InputError
+from normattn.score.rms_norm import rms_norm
 
 Kind = Literal["l2", "layer", "rms", "batch", "instance"]
 Across = Literal["head", "all"]
@@ -136,7 +137,10 @@ class FeatureNorm(nn.Module):
         bias = None if self.bias is None else self.bias.to(wide.dtype)
         if self.kind == "layer":
             y = nn.functional.layer_norm(wide, self.shape, gain, bias, self.eps)
+        elif wide.dtype == torch.float32 and len(self.shape) == 1:
+            y = rms_norm(wide, gain, self.eps)
         else:
+            # float64 is for proofs, which may ask for second derivatives.
             y = nn.functional.rms_norm(wide, self.shape, gain, self.eps)
         return (y.transpose(1, 2) if len(self.shape) == 2 else y).to(x.dtype)
 

@@ -157,7 +157,9 @@ class ScoreSpec:
             (*self.parts, *added), length if self.train_length is None else self.train_length
         )
 
-    def resolve(self, train_length: int | None = None, factor: float | None = None) -> ScoreSpec:
+    def resolve(
+        self, train_length: int | None = None, factor: float | int | None = None
+    ) -> ScoreSpec:
         """Fill what is open from the training length and the factor.
 
         Raises `InputError` when the training length contradicts the one it has, or when a part
@@ -169,6 +171,7 @@ class ScoreSpec:
                 " given"
             )
         length = train_length if self.train_length is None else self.train_length
+        factor = None if factor is None else float(factor)
         spec = ScoreSpec(tuple(part.resolved(length, factor) for part in self.parts), length)
         for part in spec.parts:
             if lack := part.missing(length):
