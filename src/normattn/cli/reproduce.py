@@ -56,7 +56,9 @@ def keynorm(
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, help="Children at a time; changes no result. [default: all cores]"),
+        typer.Option(
+            min=1, help="Children at a time; changes no result. [default: a core each; 1 on a GPU]"
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="[default: runs/keynorm-PRESET]", show_default=False)

@@ -6,6 +6,7 @@ import os
 import sys
 from contextlib import ExitStack
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -41,7 +42,7 @@ def reproduce(request: Request, only_plan: bool = False) -> list[str]:
     """
     sweep = resolve(request)
     console = Console(highlight=False)
-    jobs = min(request.jobs or os.cpu_count() or 1, len(sweep.cells))
+    jobs = min(request.jobs or _default_jobs(sweep), len(sweep.cells))
     _print_plan(console, request, sweep)
     if only_plan:
         _print_estimate(console, sweep, jobs)
@@ -63,6 +64,14 @@ def reproduce(request: Request, only_plan: bool = False) -> list[str]:
     for sentence in failed:
         print(f"normattn: {sentence}", file=sys.stderr)
     return failed
+
+
+def _default_jobs(sweep: Sweep) -> int:
+    """A child for each core; on a GPU, which several children would only share, one."""
+    wanted = sweep.config.training["device"]
+    if wanted != "cpu" and torch.cuda.is_available():
+        return 1
+    return os.cpu_count() or 1
 
 
 def _open(sweep: Sweep) -> RunDirectory:

@@ -1,0 +1,160 @@
+"""What each command does when all is well."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import Command
+from normattn.cli import values
+from normattn.recipes.merging import merged
+from normattn.score import registry
+
+
+def test_list_tells_every_part(command: Command) -> None:
+    parts = json.loads(command("list", "--json").out)
+    assert [part["name"] for part in parts] == list(registry.parts())
+    for part in parts:
+        assert part.keys() == {"name", "slot", "when", "summary", "equation", "source"}
+        assert all(part.values()), part
+    shown = command("list").out
+    for part in parts:
+        assert part["name"] in shown
+        assert part["equation"] in shown
+        assert part["source"] in shown
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("train",), ("evaluate",), ("report",), ("reproduce", "keynorm")]
+)
+def test_help_teaches_by_examples(command: Command, arguments: tuple[str, ...]) -> None:
+    said = command(*arguments, "--help")
+    assert said.code == 0
+    assert "Examples" in said.out
+    assert " ".join(("normattn", *arguments)) in said.out
+    assert "_cell" not in said.out
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    script = (
+        "import sys; from normattn.cli.app import main\n"
+        "try: main(['train', '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_version(command: Command) -> None:
+    import normattn
+
+    assert command("--version").out.strip() == normattn.__version__
+
+
+def test_train_evaluate_report(command: Command, trained: Path, tmp_path: Path) -> None:
+    assert {"config.json", "metrics.jsonl", "model", "status.json", "tokeniser.json"} <= {
+        path.name for path in trained.iterdir()
+    }
+    said = command("evaluate", trained, "--methods", "as is,YaRN", "--multiples", "1,4")
+    assert said.code == 0, said.err
+    assert "KNA-YaRN" in said.out
+    records = {path: path.stat().st_mtime_ns for path in trained.glob("evaluations/*.json")}
+    assert len(records) == 2 * 5
+    again = command("evaluate", trained, "--methods", "as is,YaRN", "--multiples", "1,4")
+    assert again.out == said.out
+    after = {path: path.stat().st_mtime_ns for path in trained.glob("evaluations/*.json")}
+    assert after == records
+
+    out = tmp_path / "report"
+    assert command("report", trained, "--out", out).code == 0
+    rows = json.loads((out / "table.json").read_text())
+    assert [row["name"] for row in rows] == ["KNA", "KNA-YaRN"]
+    assert rows[1]["lengths"]["non_repeated"] == 32
+    with (out / "table.csv").open() as file:
+        assert [row["name"] for row in csv.DictReader(file)] == ["KNA", "KNA-YaRN"]
+    assert list((out / "figures").glob("*.svg"))
+
+
+def test_lengths_are_multiples_in_tokens(command: Command, trained: Path) -> None:
+    arguments = ("evaluate", trained, "--protocols", "last-segment")
+    in_tokens = command(*arguments, "--lengths", "8,16")
+    assert in_tokens.code == 0, in_tokens.err
+    assert command(*arguments, "--multiples", "1,2").out == in_tokens.out
+
+
+def test_a_finished_run_is_not_trained_again(command: Command, tiny: Path, trained: Path) -> None:
+    before = (trained / "model" / "model.safetensors").stat().st_mtime_ns
+    assert command("train", "--preset", tiny, "--score", "KNA", "--out", trained).code == 0
+    assert (trained / "model" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_run_s_own_configuration_trains_it_again(
+    command: Command, tiny: Path, trained: Path, tmp_path: Path
+) -> None:
+    config = trained / "config.json"
+    assert command("train", config, "--preset", tiny, "--out", tmp_path / "twin").code == 0
+    for name in ("config.json", "metrics.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "twin" / name).read_bytes() == (trained / name).read_bytes()
+
+
+def test_options_reach_the_settings(command: Command, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text("steps = 3\nclip = 0.5\n[optimiser]\nlr = 0.5\n")
+    arguments = ("--optimiser", "tiger", "--length", 12, "--set", "model.norm_gain=false")
+    out = tmp_path / "run"
+    said = command(
+        "train", tmp_path / "own.toml", "--preset", tiny, "--out", out, "--steps", 2, *arguments
+    )
+    assert said.code == 0, said.err
+    config = json.loads((out / "config.json").read_text())["config"]
+    assert config["steps"] == 2
+    assert config["clip"] == 0.5
+    assert config["optimiser"]["name"] == "tiger"
+    assert config["optimiser"]["lr"] == 0.5
+    assert config["model"]["train_length"] == 12
+    assert config["model"]["norm_gain"] is False
+    assert config["batch_size"] == 4
+
+
+def test_plan_trains_nothing(command: Command, tiny: Path, tmp_path: Path) -> None:
+    said = command("train", "--preset", tiny, "--plan", "--out", tmp_path / "run")
+    assert said.code == 0
+    assert "parameters" in said.out
+    assert "FLOPs" in said.out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("3", (0, 1, 2)), ("1", (0,)), ("7,9", (7, 9)), ("7,", (7,)), (None, None)],
+)
+def test_seeds(text: str | None, expected: tuple[int, ...] | None) -> None:
+    assert values.seeds(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("1e-3", 1e-3),
+        ("true", True),
+        ("[1, 2]", [1, 2]),
+        ("bf16", "bf16"),
+        ("none", None),
+        ("'none'", "none"),
+        ("a b", "a b"),
+    ],
+)
+def test_assignments(text: str, value: object) -> None:
+    assert values.assignments([f"a.b={text}"]) == {"a.b": value}
+
+
+def test_layers_of_settings() -> None:
+    base = {"a": 1, "b": {"c": 2, "d": 3}}
+    result = merged(base, {"b": {"c": 4}}, {"b.d": 5, "e.f": 6})
+    assert result == {"a": 1, "b": {"c": 4, "d": 5}, "e": {"f": 6}}
+    assert base == {"a": 1, "b": {"c": 2, "d": 3}}
