@@ -17,13 +17,14 @@ from normattn.data.corpora.corpus import Corpus, Document, register, take_option
 from normattn.data.corpora.reading import open_bytes
 from normattn.errors import InputError
 
-_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+# `encodings` is a hundred tables from one template: they would stand on both sides of a split.
+_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
 
 
 @register
 @dataclass(frozen=True)
 class PythonSource(Corpus):
-    """Every `*.py` of the standard library without tests and installed packages.
+    """Every `*.py` of the standard library without tests, `encodings` and installed packages.
 
     Sorted by name; of files with the same content only the first is kept. A document is a file,
     its name the path relative to the library. The text depends on the Python version, which is
