@@ -52,7 +52,7 @@ def _close(mine: Tensor, other: Tensor) -> None:
 @pytest.mark.parametrize("factor", [1.0, 2.0, 8.0, 31.7])
 @pytest.mark.parametrize("base", [10000.0, 500000.0])
 def test_yarn_is_that_of_transformers(d: int, length: int, factor: float, base: float) -> None:
-    more = {"factor": factor, "original_max_position_embeddings": length}
+    more: dict[str, Any] = {"factor": factor, "original_max_position_embeddings": length}
     theta, gain = theirs("yarn", d, length, base, **more)
     text = f"Baseline-YaRN(factor={factor})@{length}"
     _close(ours(text, d, base), theta)
@@ -62,7 +62,11 @@ def test_yarn_is_that_of_transformers(d: int, length: int, factor: float, base: 
 
 
 def test_yarn_with_other_turns() -> None:
-    more = {"beta_fast": 16.0, "beta_slow": 2.0, "original_max_position_embeddings": 512}
+    more: dict[str, Any] = {
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "original_max_position_embeddings": 512,
+    }
     theta, _ = theirs("yarn", 64, 512, 10000.0, factor=4.0, **more)
     _close(ours("Baseline-YaRN(factor=4,beta_fast=16,beta_slow=2)@512", 64), theta)
 
