@@ -19,7 +19,7 @@ B, H, T, D = 2, 3, 5, 8
 
 
 def norm(kind: str, **options: object) -> ScoreNorm:
-    built: ScoreNorm = Normalisation(kind, **options).build(H, D)  # type: ignore[arg-type, assignment]
+    built: ScoreNorm = Normalisation(kind, **options).build(H, D)  # type: ignore[arg-type]
     return built
 
 

@@ -36,7 +36,7 @@ class NTKMixed(StretchedSpectrum):
         self, head_dim: int, base: float, train_length: int | None
     ) -> Float[Tensor, "half"]:
         """θ_m·exp(−a·(m+1)^b)."""
+        # a·(m+1)^b as ln s · ((m+1)/(d/2))^b, which no b can overflow.
         half = head_dim // 2
-        a = math.log(self.stretch) / half**self.b
-        m = torch.arange(1, half + 1, dtype=torch.float64)
-        return rope_frequencies(head_dim, base) * torch.exp(-a * m**self.b)
+        share = torch.arange(1, half + 1, dtype=torch.float64) / half
+        return rope_frequencies(head_dim, base) * torch.exp(-math.log(self.stretch) * share**self.b)

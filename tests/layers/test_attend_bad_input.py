@@ -1,0 +1,92 @@
+"""Bad tensors are refused in a sentence, by the library itself.
+
+The calls run in a process of their own, without the run-time type checks of the tests: users do
+not have those, so it is the library's own sentence that must appear.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+# name, the call, what its refusal must say
+CASES = [
+    ("three axes", "attention(q[0], k, v, 'KNA')", "q, k and v must be (batch, heads, tokens"),
+    ("batches", "attention(q[:1], k, v, 'KNA')", "must have the same batch size"),
+    ("k and v heads", "attention(q, k, v[:, :1], 'KNA')", "k and v must have the same heads"),
+    ("k and v tokens", "attention(q, k, v[:, :, 1:], 'KNA')", "the same heads and tokens"),
+    ("sizes", "attention(q, k[..., :2], v, 'KNA')", "q and k must have the same size"),
+    ("groups", "attention(q[:, :3], k, v, 'KNA')", "must be a multiple of the key heads"),
+    ("no key heads", "attention(q, k[:, :0], v[:, :0], 'KNA')", "multiple of the key heads"),
+    ("dtypes", "attention(q, k.half(), v, 'KNA')", "must share a dtype"),
+    ("integers", "attention(q.int(), k.int(), v.int(), 'KNA')", "of a floating dtype"),
+    ("odd size", "attention(q[..., :3], k[..., :3], v, 'KNA')", "an even head dimension"),
+    ("more queries", "attention(q, k[:, :, 1:], v[:, :, 1:], 'KNA')", "needs q_positions"),
+    ("backend", "attention(q, k, v, 'KNA', backend='flash')", "unknown backend 'flash'"),
+    ("dropout", "attention(q, k, v, 'KNA', dropout_p=1.0)", "at least 0 and below 1"),
+    ("no dropout", "attention(q, k, v, 'KNA', dropout_p=float('nan'))", "at least 0 and below"),
+    ("padding shape", "attention(q, k, v, 'KNA', key_padding=padding[:1])", "key_padding must be"),
+    (
+        "padding dtype",
+        "attention(q, k, v, 'KNA', key_padding=padding.int())",
+        "key_padding must be",
+    ),
+    ("mask shape", "attention(q, k, v, 'KNA', attn_mask=mask[:3])", "broadcast to (2, 4, 5, 5)"),
+    ("mask axes", "attention(q, k, v, 'KNA', attn_mask=mask[0])", "attn_mask must be boolean or"),
+    ("mask too big", "attention(q, k, v, 'KNA', attn_mask=mask[None, None, None])", "attn_mask"),
+    ("mask dtype", "attention(q, k, v, 'KNA', attn_mask=mask.int())", "attn_mask must be boolean"),
+    ("positions shape", "attention(q, k, v, 'KNA', q_positions=at[:3])", "q_positions must be"),
+    ("positions batch", "attention(q, k, v, 'KNA', k_positions=at.expand(3, 5))", "k_positions"),
+    ("real positions", "attention(q, k, v, 'KNA', q_positions=at.float())", "must be int64 or"),
+    ("unsigned", "attention(q, k, v, 'KNA', q_positions=at.byte())", "must be int64 or int32"),
+    ("bidirectional", "attention(q, k, v, 'KNA-ReRoPE@8', causal=False)", "for causal attention"),
+    ("leak", "attention(q, k, v, 'QKInstanceNorm(gain=false)')", "leaks the future"),
+    ("open", "attention(q, k, v, 'KNA-YaRN@8')", "needs factor"),
+    ("unknown", "attention(q, k, v, 'KNB')", "did you mean KNA"),
+    ("built for", "attention(q, k, v, Score('KNA', 4, 8, 2))", "the score was built for 4 query"),
+    ("learned", "attention(q, k, v, 'QKRMSNorm')", "make a Score(spec, heads=…, head_dim=…)"),
+    ("length 1", "ScoreSpec.parse('KNA', train_length=1)", "whole number of at least 2"),
+    ("length real", "ScoreSpec.parse('KNA', train_length=512.0)", "a whole number of at least 2"),
+    ("length text", "ScoreSpec.parse('KNA', train_length='512')", "a whole number of at least 2"),
+]
+PROGRAM = """
+import json, sys, torch
+from normattn import InputError, Score, ScoreSpec, attention
+q, k, v = (torch.zeros(2, heads, 5, 4) for heads in (4, 2, 2))
+at, padding = torch.arange(5), torch.zeros(2, 5, dtype=torch.bool)
+mask = torch.ones(5, 5, dtype=torch.bool)
+said = {}
+for name, call in json.load(sys.stdin):
+    try:
+        eval(call)
+        said[name] = "nothing"
+    except InputError as error:
+        said[name] = str(error)
+    except Exception as error:
+        said[name] = f"a traceback of {type(error).__name__}: {error}"
+json.dump(said, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps([(name, call) for name, call, _ in CASES]),
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    answers: dict[str, str] = json.loads(done.stdout)
+    return answers
+
+
+@pytest.mark.parametrize(("name", "call", "reason"), CASES, ids=[name for name, _, _ in CASES])
+def test_refused_in_a_sentence(said: dict[str, str], name: str, call: str, reason: str) -> None:
+    assert reason in said[name], f"{call} said: {said[name]}"
+    assert "\n" not in said[name]
