@@ -1,0 +1,58 @@
+"""`torch.compile` sees one graph, and its result and gradients are those without it.
+
+In a process of its own: the run-time type checks of the tests cannot be traced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import json, sys, warnings, torch
+from normattn import Score, attention
+from normattn.kernels import linear_cross_entropy
+warnings.simplefilter("ignore")
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 2, 7, 4, requires_grad=True) for _ in range(3))
+padding = torch.arange(7)[None] < 2
+weight = torch.randn(9, 4, requires_grad=True)
+targets = torch.arange(14) % 9
+
+def errors(run, inputs):
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    pairs = []
+    for call in (run, compiled):
+        out = call(*inputs)
+        pairs.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    return max((a - b).abs().max().item() for a, b in zip(*pairs))
+
+found = {}
+for text in json.load(sys.stdin):
+    score = Score(text, 2, 4)
+    found[text] = errors(lambda q, k, v: attention(q, k, v, score, key_padding=None), (q, k, v))
+score = Score("KNA-logn@8", 2, 4)
+found["padded"] = errors(lambda q, k, v: attention(q, k, v, score, key_padding=padding), (q, k, v))
+found["cross-entropy"] = errors(
+    lambda h, w: linear_cross_entropy(h.reshape(14, 4), w, targets, chunk=4).loss, (q, weight)
+)
+json.dump(found, sys.stdout)
+"""
+TEXTS = ["KNA-logn@8", "CosA-RoPE(layout=interleaved)-ReRoPE(window=3)@8", "QKRMSNorm-NoPE"]
+
+
+def test_one_graph_with_the_same_results() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(TEXTS),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    errors: dict[str, float] = json.loads(done.stdout)
+    assert set(errors) == {*TEXTS, "padded", "cross-entropy"}
+    assert all(error < 2e-5 for error in errors.values()), errors
