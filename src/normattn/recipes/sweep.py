@@ -32,6 +32,9 @@ from normattn.runs import RunDirectory
 # Settings that no digit of the table depends on.
 CHANGEABLE = ("training.checkpoint_seconds", "training.tensorboard", "evaluation.max_tokens")
 
+# Below this many FLOPs a sweep ends about as soon as its measurement would.
+WORTH_MEASURING = 1e10
+
 
 def reproduce(request: Request, only_plan: bool = False) -> list[str]:
     """Run what `request` asks for, or only print what it would take; return what failed.
@@ -93,6 +96,8 @@ def _print_plan(console: Console, request: Request, sweep: Sweep) -> None:
 
 def _print_estimate(console: Console, sweep: Sweep, jobs: int) -> Rates | None:
     rates = None
+    if make_plan(sweep).flops < WORTH_MEASURING:
+        return None
     if not all(is_trained(sweep.out, cell) for cell in sweep.cells):
         rates = measure(sweep.cells, jobs)
     if rates is None:
