@@ -22,6 +22,8 @@ RECIPES = [
     Recipe("Baseline", "", method="ReRoPE", window=2),
     Recipe("QKNorm2020", "logn", method="ReRoPE", window=2),
     Recipe("QKRMSNorm", "", across="all"),
+    Recipe("QKRMSNorm", gain=False),
+    Recipe("KRMSNorm"),
     Recipe("QKLayerNorm", "", "none"),
     Recipe("QKInstanceNorm"),
 ]

@@ -26,9 +26,11 @@ IDS = [recipe.text for recipe in RECIPES]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
 
 
-@pytest.fixture(params=[3, 256], ids=["chunks of 3", "one chunk"])
+@pytest.fixture(params=[(3, 1), (3, 1500), (256, 2**20)], ids=["small", "middle", "one tile"])
 def backends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    monkeypatch.setattr(tiles, "ROWS", request.param)
+    """Tiles of 3 rows of one head, of 3 rows of some heads or batch rows, and of everything."""
+    monkeypatch.setattr(tiles, "ROWS", request.param[0])
+    monkeypatch.setattr(tiles, "TILE_BYTES", request.param[1])
     return ("reference", "chunked", "auto")
 
 

@@ -93,7 +93,8 @@ def _groups(q: Tensor, rows: int, keys: int) -> Iterator[tuple[slice, slice]]:
     """Whole batch rows while they fit into a tile, else heads of one row."""
     batch, heads = q.shape[:2]
     budget = TILE_BYTES if q.device.type == "cpu" else DEVICE_TILE_BYTES
-    many = max(1, budget // (min(rows, q.shape[2]) * keys * q.element_size()))
+    one = min(rows, q.shape[2]) * keys * q.element_size()
+    many = max(1, budget // max(1, one))
     if many >= heads:
         step = many // heads
         for start in range(0, batch, step):

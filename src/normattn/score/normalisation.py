@@ -137,10 +137,9 @@ class FeatureNorm(nn.Module):
         bias = None if self.bias is None else self.bias.to(wide.dtype)
         if self.kind == "layer":
             y = nn.functional.layer_norm(wide, self.shape, gain, bias, self.eps)
-        elif wide.dtype == torch.float32 and len(self.shape) == 1:
+        elif len(self.shape) == 1:
             y = rms_norm(wide, gain, self.eps)
         else:
-            # float64 is for proofs, which may ask for second derivatives.
             y = nn.functional.rms_norm(wide, self.shape, gain, self.eps)
         return (y.transpose(1, 2) if len(self.shape) == 2 else y).to(x.dtype)
 

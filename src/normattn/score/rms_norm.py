@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
 def rms_norm(
     x: Float[Tensor, "*rows d"], gain: Float[Tensor, " d"] | None, eps: float
 ) -> Float[Tensor, "*rows d"]:
-    """x/√(mean x² + eps)·gain in the dtype of x; first derivatives only on a CPU."""
+    """x/√(mean x² + eps)·gain in the dtype of x."""
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         y: Tensor = _RMSNorm.apply(x, gain, eps)  # type: ignore[no-untyped-call]
         return y
@@ -32,14 +31,16 @@ class _RMSNorm(torch.autograd.Function):
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, gain, inverse)
+        ctx.eps = eps
         normal = x * inverse
         return normal if gain is None else normal.mul_(gain)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         # dx = r·(g·dy − n·⟨g·dy, n⟩/dim) with n = x·r, and dg = Σ rows dy·n.
         x, gain, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_differentiable(x, gain, grad, ctx.eps), None
         dim = x.shape[-1]
         normal = x * inverse
         product = grad * normal
@@ -54,3 +55,14 @@ class _RMSNorm(torch.autograd.Function):
             grad_x = torch.mul(grad, gain, out=product)
         grad_x.addcmul_(normal, along, value=-1.0).mul_(inverse)
         return grad_x, grad_gain, None
+
+
+def _differentiable(
+    x: Tensor, gain: Tensor | None, grad: Tensor, eps: float
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same gradients through torch's own operations, for a derivative of the derivative."""
+    inputs = [part for part in (x, gain) if part is not None and part.requires_grad]
+    y = F.rms_norm(x, (x.shape[-1],), gain, eps)
+    found = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
+    by_x = next(found) if x.requires_grad else None
+    return by_x, next(found) if gain is not None and gain.requires_grad else None
