@@ -12,6 +12,7 @@ from normattn.errors import InputError
 from normattn.evaluation import EvaluationStore
 from normattn.recipes.measuring import EVALUATIONS
 from normattn.reports import Divergence, Record, build
+from normattn.reports.history import draw_history
 from normattn.runs import RunDirectory, read_status
 from normattn.training import TrainingConfig
 
@@ -25,14 +26,31 @@ def tabulate(places: Sequence[Path], out: Path) -> None:
     """
     records: list[Record] = []
     diverged: list[Divergence] = []
-    for run in _runs(places):
+    runs = _runs(places)
+    for run in runs:
         records += EvaluationStore(run / EVALUATIONS).records()
         found = divergence(run)
         diverged += [found] if found is not None else []
     paths = build(records, out, diverged)
+    history = draw_history(_histories(runs), out / "figures")
     said = Console(highlight=False)
     said.print(f"table: {paths.markdown}", markup=False, soft_wrap=True)
-    said.print(f"figures: {out / 'figures'} ({len(paths.figures)} files)", markup=False)
+    said.print(
+        f"figures: {out / 'figures'} ({len(paths.figures) + len(history)} files)", markup=False
+    )
+
+
+def _histories(runs: Sequence[Path]) -> dict[str, list[Path]]:
+    """The metrics of each variant's runs."""
+    found: dict[str, list[Path]] = {}
+    for run in runs:
+        score = _trained(run).model.score
+        found.setdefault(score.variant_name, []).append(run / "metrics.jsonl")
+    return found
+
+
+def _trained(run: Path) -> TrainingConfig:
+    return TrainingConfig.parse(RunDirectory.existing(run).config, str(run / "config.json"))
 
 
 def _runs(places: Sequence[Path]) -> list[Path]:
@@ -63,7 +81,7 @@ def divergence(run: Path) -> Divergence | None:
     status = read_status(run)
     if status is None or status.state != "diverged":
         return None
-    config = TrainingConfig.parse(RunDirectory.existing(run).config, str(run / "config.json"))
+    config = _trained(run)
     model = config.model
     origin = _ORIGIN.search(status.message)
     return Divergence(
