@@ -16,11 +16,19 @@ RECIPES = [Recipe("KNA"), Recipe("QNA", "", method="ReRoPE", window=3)]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=["one regime", "two regimes"])
 
 
-def _weights(recipe: Recipe, q: Tensor, k: Tensor, rate: float, seed: int, backend: str) -> Tensor:
+def _weights(
+    recipe: Recipe,
+    q: Tensor,
+    k: Tensor,
+    rate: float,
+    seed: int,
+    backend: str,
+    causal: bool = True,
+) -> Tensor:
     """The dropped attention weights, read off by values that are unit vectors."""
     torch.manual_seed(seed)
     unit = torch.eye(k.shape[2], dtype=k.dtype).expand(*k.shape[:2], -1, -1)
-    return attention(q, k, unit, recipe.text, dropout_p=rate, backend=backend)
+    return attention(q, k, unit, recipe.text, causal, dropout_p=rate, backend=backend)
 
 
 @every_recipe
@@ -74,11 +82,15 @@ def test_the_seed_decides() -> None:
     assert not torch.equal(one, other)
 
 
-def test_chunks_heads_and_rows_are_dropped_independently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No two blocks of the mask may repeat: a seed reused by every chunk would."""
+@pytest.mark.parametrize("budget", [1, 2**20])
+def test_tiles_heads_and_rows_are_dropped_independently(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No two blocks of the mask may repeat: a seed reused by every tile would make them."""
     monkeypatch.setattr(tiles, "ROWS", 8)
+    monkeypatch.setattr(tiles, "TILE_BYTES", budget)
     q, k, _ = tensors((2, 2, 32, 4), (2, 2, 32, 4), (2, 2, 32, 4))
-    kept = _weights(Recipe("KNA", position="none"), q, k, 0.5, 0, "chunked") != 0
-    blocks = [kept[b, h, i : i + 8, :8] for b in (0, 1) for h in (0, 1) for i in (8, 16, 24)]
+    kept = _weights(Recipe("KNA", position="none"), q, k, 0.5, 0, "chunked", causal=False) != 0
+    blocks = [kept[b, h, i : i + 8, :8] for b in (0, 1) for h in (0, 1) for i in (0, 8, 16, 24)]
     for n, block in enumerate(blocks):
         assert all(not torch.equal(block, other) for other in blocks[:n])
