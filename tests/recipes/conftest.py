@@ -1,4 +1,4 @@
-"""A sweep small enough for tests, and a token cache of their own."""
+"""A sweep small enough for tests."""
 
 from __future__ import annotations
 
@@ -37,14 +37,6 @@ warmup_steps = 1
 multiples = [1, 2, 4]
 max_windows = 8
 """
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("NORMATTN_CACHE", str(tmp_path_factory.mktemp("cache")))
-    yield
-    patch.undo()
 
 
 @pytest.fixture(scope="session")

@@ -95,7 +95,7 @@ class _L2(torch.autograd.Function):
         along = (by_y * y).sum(-1, keepdim=True)
         if by_inverse is not None:
             along = along + by_inverse * inverse
-        return torch.addcmul(by_y, y, along * free, value=-1) * inverse, None
+        return torch.addcmul(by_y, y, along * free, value=-1).mul_(inverse), None
 
 
 class L2Norm(nn.Module):
