@@ -49,7 +49,8 @@ def command(
 ) -> None:
     """Measure a trained run past its training length, with and without stretching methods.
 
-    The longest tested length over L is the factor that NTK, YaRN and PI stretch by. Records go to
+    The last segment is read after every tested length, repeated and non-repeated text at the
+    longest, which over L is also the factor that NTK, YaRN and PI stretch by. Records go to
     RUN/evaluations; `normattn report` makes tables and figures of them.
     """
     from normattn.recipes.evaluation_run import evaluate_run

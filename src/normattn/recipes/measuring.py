@@ -34,17 +34,18 @@ def evaluation_sets(
     Raises `InputError` when no test document is long enough, naming the longest.
     """
     split, windows, seed = data.split(settings.split), settings.max_windows, settings.seed
-    longer = [multiple for multiple in settings.multiples if multiple > 1]
+    longest = _beyond(settings)
     sets: list[EvaluationSet] = []
     if "train_length" in settings.protocols:
         sets.append(train_length_set(split, train_length, max_windows=windows, seed=seed))
     if "non_repeated" in settings.protocols:
         sets += [
-            non_repeated_set(split, train_length, k, max_windows=windows, seed=seed) for k in longer
+            non_repeated_set(split, train_length, k, max_windows=windows, seed=seed)
+            for k in longest
         ]
     if "repeated" in settings.protocols:
         sets += [
-            repeated_set(split, train_length, k, max_windows=windows, seed=seed) for k in longer
+            repeated_set(split, train_length, k, max_windows=windows, seed=seed) for k in longest
         ]
     if "last_segment" in settings.protocols:
         sets += last_segment_sets(
@@ -55,13 +56,18 @@ def evaluation_sets(
     return sets
 
 
+def _beyond(settings: EvaluationSettings) -> list[int]:
+    """The multiple at which whole texts are scored: their shorter readings are its positions."""
+    return [multiple for multiple in settings.multiples[-1:] if multiple > 1]
+
+
 def set_lengths(settings: EvaluationSettings) -> list[int]:
     """The length of each evaluation set in units of L, without making them."""
-    longer = [multiple for multiple in settings.multiples if multiple > 1]
+    longest = _beyond(settings)
     lengths = {
         "train_length": [1],
-        "non_repeated": longer,
-        "repeated": longer,
+        "non_repeated": longest,
+        "repeated": longest,
         "last_segment": list(settings.multiples),
     }
     return [length for protocol in settings.protocols for length in lengths[protocol]]

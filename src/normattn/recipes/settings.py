@@ -24,11 +24,12 @@ class Settings(BaseModel):
 class EvaluationSettings(Settings):
     """How a trained run is measured.
 
-    `multiples` are the tested lengths in units of the training length L; the longest one sets the
-    `factor` of every stretching method, for the whole table. `max_windows` bounds each set of
-    windows, `max_tokens` the tokens a batch of them holds (memory, never a result). `precision`
-    "bf16" scores under autocast. `split` is the documents: settings are chosen on "validation",
-    tables made on "test".
+    `multiples` are the tested lengths in units of the training length L: the last segment is read
+    after each, repeated and non-repeated text at the longest one (its shorter readings are its
+    positions), which also sets the `factor` of every stretching method, for the whole table.
+    `max_windows` bounds each set of windows, `max_tokens` the tokens a batch of them holds (memory,
+    never a result). `precision` "bf16" scores under autocast. `split` is the documents: settings
+    are chosen on "validation", tables made on "test".
     """
 
     protocols: tuple[Protocol, ...] = PROTOCOLS
