@@ -31,7 +31,7 @@ _REFERENCE = Kernel("reference", reference, lambda problem: None)
 KERNELS: tuple[Kernel, ...] = (_FUSED, _CHUNKED, _REFERENCE)
 BACKENDS: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
 # Query rows at which tiles beat the stock kernel on a CPU in float32 (results/attention.json).
-_TILES_WIN = range(128, 1025)
+_TILES_WIN = range(256, 1025)
 
 
 def _fastest_first(problem: Problem) -> tuple[Kernel, ...]:
