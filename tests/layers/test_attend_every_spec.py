@@ -11,7 +11,7 @@ from torch import Tensor
 
 from normattn import InputError, ScoreSpec, attention
 from normattn.kernels import tiles
-from normattn.score import parts
+from normattn.score.registry import parts
 from score import naive, oracle
 from score.cases import LOGN, PLACES, VARIANTS, array, built, learned, recipes, tensors
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from normattn import InputError, ScoreSpec
-from normattn.score import parts
+from normattn.score.registry import parts
 
 
 def parse(text: str, **parameters: Any) -> ScoreSpec:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from normattn import InputError, Score, ScoreSpec, attention
-from normattn.score import Positions, parts
+from normattn.score import Positions
 from normattn.score.part import Part, Slot, rope_frequencies
+from normattn.score.registry import parts
 from normattn.score.rotary import rotation
 
 from .cases import tensors

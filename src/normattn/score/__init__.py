@@ -2,7 +2,6 @@
 
 from normattn.score.module import FarPair, Prepared, Score
 from normattn.score.positions import Positions
-from normattn.score.registry import parts
 from normattn.score.spec import ScoreSpec
 
-__all__ = ["FarPair", "Positions", "Prepared", "Score", "ScoreSpec", "parts"]
+__all__ = ["FarPair", "Positions", "Prepared", "Score", "ScoreSpec"]
