@@ -15,7 +15,7 @@ from types import FrameType
 
 from normattn.errors import Interrupted
 
-FINISHED, FAILED, DIVERGED, STOPPED = 0, 2, 3, 130
+FINISHED, DIVERGED = 0, 3
 GRACE_SECONDS = 60.0
 
 

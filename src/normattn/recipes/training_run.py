@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ def training_config(fields: Mapping[str, Any]) -> TrainingConfig:
 
 def train_run(config: TrainingConfig, out: Path) -> None:
     """Train one run into `out`, or go on with it, and say how it ended."""
-    console = Console(highlight=False)
+    # Under torchrun every process comes here; the first one speaks.
+    console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     console.print(describe(config), markup=False, soft_wrap=True)
     result = train_causal(config, out)
     console.print(
