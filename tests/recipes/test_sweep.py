@@ -107,7 +107,9 @@ def test_refused_and_widened(tiny: Path, tmp_path: Path, start: Start) -> None:
     sweep = ("reproduce", "keynorm", "--preset", tiny, "--set", "training.steps=5", "--out", out)
     process = start(*sweep, "--variants", "KNA", "--methods", "as is")
     wait_for_lock(out)
+    process.send_signal(signal.SIGSTOP)  # So that it cannot be done before the other one looks.
     code, said = finish(start(*sweep, "--variants", "KNA"))
+    process.send_signal(signal.SIGCONT)
     assert code == 2
     assert "is in use by process" in said
     code, said = finish(process)
