@@ -141,6 +141,8 @@ def chunked(problem: Problem) -> Float[Tensor, "b h t e"]:
 
 def why_not_chunked(problem: Problem) -> str | None:
     """The reason why this kernel cannot serve the problem, or None."""
+    if problem.bias is not None or problem.sink is not None or problem.cap is not None:
+        return "it adds no bias, no sink and no cap to the score"
     mask = problem.visibility.mask
     if mask is not None and mask.requires_grad:
         return "it gives no gradient to a mask"

@@ -28,6 +28,8 @@ def fused(problem: Problem) -> Float[Tensor, "b h t e"]:
 
 def why_not_fused(problem: Problem) -> str | None:
     """The reason why this kernel cannot serve the problem, or None."""
+    if problem.bias is not None or problem.sink is not None or problem.cap is not None:
+        return "it adds no bias, no sink and no cap to the score"
     if problem.two_regimes:
         return "it has one score per pair, not two regimes"
     if not problem.visibility.plain:

@@ -5,7 +5,7 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D score size, E 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,9 +18,11 @@ from normattn.errors import InputError
 class Visibility:
     """Which keys a query sees, and what is added to a score.
 
-    A key is seen when it is not padding, when `mask` (boolean, True = seen) allows it, and, if
-    `causal`, when its position is not after the query's. A floating `mask` is added to the score.
-    `aligned` says that positions are 0 … S − 1 for keys and the last T of them for queries.
+    A key is seen when it is not padding, when `mask` (boolean, True = seen) allows it, when it is
+    of the query's document, if `causal`, when its position is not after the query's, and, with a
+    `window`, when |i − j| < window or its position is below `kept`. A floating `mask` is added to
+    the score. `aligned` says that positions are 0 … S − 1 for keys and the last T of them for
+    queries.
     """
 
     causal: bool
@@ -29,11 +31,21 @@ class Visibility:
     aligned: bool
     padding: Bool[Tensor, "b s"] | None = None
     mask: Tensor | None = None
+    window: int | None = None
+    kept: int = 0
+    query_documents: Int[Tensor, "b t"] | None = None
+    key_documents: Int[Tensor, "b s"] | None = None
 
     @property
     def plain(self) -> bool:
         """Whether nothing but aligned causality (or nothing at all) hides a key."""
-        return self.padding is None and self.mask is None and (self.aligned or not self.causal)
+        return self.window is None and self.regular
+
+    @property
+    def regular(self) -> bool:
+        """Whether a key is hidden by aligned causality and the window only, alike in every row."""
+        bare = self.padding is None and self.mask is None and self.query_documents is None
+        return bare and (self.aligned or not (self.causal or self.window is not None))
 
     def distance(self, rows: slice, columns: slice) -> Int[Tensor, "*b t s"]:
         """i − j for a block, (t, s) or (B, 1, t, s)."""
@@ -49,6 +61,16 @@ class Visibility:
         if self.padding is not None:
             padded = self.padding[:, None, None, columns]
             hidden = padded if hidden is None else hidden | padded
+        if self.window is not None:
+            beyond = self.distance(rows, columns).abs() >= self.window
+            if self.kept:
+                key = self.key[..., columns] >= self.kept
+                beyond = beyond & (key[:, None, None] if key.dim() == 2 else key)
+            hidden = beyond if hidden is None else hidden | beyond
+        if self.query_documents is not None and self.key_documents is not None:
+            query, key = self.query_documents[:, rows], self.key_documents[:, columns]
+            other = (query[:, :, None] != key[:, None, :])[:, None]
+            hidden = other if hidden is None else hidden | other
         if self.mask is not None and self.mask.dtype == torch.bool:
             unseen = ~_block(self.mask, rows, columns)
             hidden = unseen if hidden is None else hidden | unseen
@@ -70,9 +92,13 @@ def _block(mask: Tensor, rows: slice, columns: slice) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """o_i = Σ_j softmax_j(⟨q_i, k_j⟩) v_j, with far_q and far_k where i − j ≥ window.
+    """o_i = Σ_j softmax_j(s(i, j)) v_j over the keys that query i sees.
 
-    q (B, H, T, D), k (B, G, S, D), v (B, G, S, E); G divides H. A query that sees no key gets 0.
+    s(i, j) = cap·tanh(⟨q_i, k_j⟩/cap) + bias(h, |i − j|), with far_q and far_k in the product where
+    i − j ≥ window; without a cap the product itself. A `sink` (H,) is one more logit in the
+    denominator of head h, with value 0. q (B, H, T, D), k (B, G, S, D), v (B, G, S, E); G divides
+    H. bias (H, R) has a value for every distance 0 … R − 1 that occurs. A query that sees no key
+    gets 0.
     """
 
     q: Float[Tensor, "b h t d"]
@@ -83,6 +109,9 @@ class Problem:
     far_k: Float[Tensor, "b g s d"] | None = None
     window: int | None = None
     dropout: float = 0.0
+    bias: Float[Tensor, "h r"] | None = None
+    sink: Float[Tensor, " h"] | None = None
+    cap: float | None = None
 
     @property
     def two_regimes(self) -> bool:
@@ -95,15 +124,11 @@ class Problem:
         if groups == 1:
             return self
         far_k = self.far_k
-        return Problem(
-            self.q,
-            self.k.repeat_interleave(groups, 1),
-            self.v.repeat_interleave(groups, 1),
-            self.visibility,
-            self.far_q,
-            None if far_k is None else far_k.repeat_interleave(groups, 1),
-            self.window,
-            self.dropout,
+        return replace(
+            self,
+            k=self.k.repeat_interleave(groups, 1),
+            v=self.v.repeat_interleave(groups, 1),
+            far_k=None if far_k is None else far_k.repeat_interleave(groups, 1),
         )
 
 

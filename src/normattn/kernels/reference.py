@@ -17,6 +17,13 @@ def reference(problem: Problem) -> Float[Tensor, "b h t e"]:
     if p.far_q is not None and p.far_k is not None and p.window is not None:
         far = p.visibility.distance(every, every) >= p.window
         score = torch.where(far, p.far_q @ p.far_k.transpose(-1, -2), score)
+    if p.cap is not None:
+        score = p.cap * torch.tanh(score / p.cap)
+    if p.bias is not None:
+        distance = p.visibility.distance(every, every).abs()
+        # (B, 1, T, S) or (T, S) distances pick from each head's row.
+        by_head = p.bias[:, distance]
+        score = score + (by_head.squeeze(2).transpose(0, 1) if distance.dim() == 4 else by_head)
     added = p.visibility.added(every, every)
     if added is not None:
         score = score + added
@@ -24,6 +31,11 @@ def reference(problem: Problem) -> Float[Tensor, "b h t e"]:
     if hidden is not None:
         score = score.masked_fill(hidden, -torch.inf)
     seen = (score > -torch.inf).any(-1, keepdim=True)
-    weight = torch.softmax(score.masked_fill(~seen, 0.0), -1) * seen
+    score = score.masked_fill(~seen, 0.0)
+    if p.sink is not None:
+        sink = p.sink.to(score)[None, :, None, None].expand(*score.shape[:3], 1)
+        weight = torch.softmax(torch.cat((score, sink), -1), -1)[..., :-1] * seen
+    else:
+        weight = torch.softmax(score, -1) * seen
     weight = torch.nn.functional.dropout(weight, p.dropout)
     return weight.to(p.v.dtype) @ p.v
