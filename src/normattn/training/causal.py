@@ -14,6 +14,7 @@ from normattn.models import CausalLM
 from normattn.models.pretrained import save_model
 from normattn.runs import RunDirectory, read_metrics
 from normattn.training.config import TrainingConfig
+from normattn.training.continuation import new_model
 from normattn.training.distribution import World, world
 from normattn.training.loop import OnStep, train
 from normattn.training.loop_config import CHANGEABLE
@@ -22,6 +23,9 @@ from normattn.training.seeds import derive_seed
 from normattn.training.task import Task
 
 KIND = "causal-lm"
+KEPT = "kept"
+# The weights decide where a continued run starts; their folder may move.
+_CHANGEABLE = CHANGEABLE | {"continued.start"}
 
 
 class CausalTask:
@@ -31,16 +35,16 @@ class CausalTask:
         self, config: TrainingConfig, batches: TrainingBatches, device: torch.device
     ) -> None:
         self.config = config
-        self.model = CausalLM(config.model).to(device)
+        self.model = new_model(config).to(device)
         self._batches = batches
 
     @property
     def tokens_per_step(self) -> int:
         """Targets in the global batch."""
-        return self.config.batch_size * self.config.model.train_length
+        return self.config.batch_size * self.config.sequence_length
 
     def batch(self, step: int, share: int, shares: int) -> Tensor:
-        """Part `share` of `shares` of the sequences of `step`, (rows, train_length + 1) int64."""
+        """Part `share` of `shares` of the sequences of `step`, (rows, length + 1) int64."""
         return torch.from_numpy(self._batches.batch(step, share, shares))
 
     def loss(self, batch: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -61,7 +65,8 @@ def train_causal(
     """Train what `config` says in the run directory `out`, or go on where it was stopped.
 
     At the end `out/model/` holds the trained model (config.json, model.safetensors) and
-    `out/tokeniser.json` the tokeniser, if there is one. A finished run is returned as it is.
+    `out/tokeniser.json` the tokeniser, if there is one; `out/kept/step-N/` the models of
+    `config.keep`. A finished run is returned as it is.
     Raises as `train` does, and `InputError` for unusable data or a directory of another run.
     """
     out = Path(out)
@@ -83,6 +88,10 @@ def train_causal(
                 data.tokeniser.save(out / "tokeniser.json")
             save_model(task.model, out / "model")
 
+        def export_kept(task: Task, step: int) -> None:
+            assert isinstance(task.model, CausalLM)
+            save_model(task.model, kept_model(out, step))
+
         return train(
             make_task,
             config,
@@ -92,11 +101,17 @@ def train_causal(
             callbacks=callbacks,
             show_progress=show_progress,
             export=export,
+            export_kept=export_kept,
         )
 
 
+def kept_model(run: Path, step: int) -> Path:
+    """Where the run in `run` keeps its model of `step`, one of its configuration's `keep`."""
+    return run / KEPT / f"step-{step:08d}"
+
+
 def _open(config: TrainingConfig, out: Path) -> RunDirectory:
-    return RunDirectory.open(out, config, KIND, changeable=CHANGEABLE)
+    return RunDirectory.open(out, config, KIND, changeable=_CHANGEABLE)
 
 
 def _create(config: TrainingConfig, out: Path) -> None:
@@ -136,7 +151,7 @@ def _batches(config: TrainingConfig, data: TokenData, place: World) -> TrainingB
         )
     return TrainingBatches(
         data.train,
-        config.model.train_length,
+        config.sequence_length,
         config.batch_size,
         derive_seed(config.seed, "batches"),
         config.data.tiling,

@@ -12,6 +12,7 @@ from normattn.data import DataConfig
 from normattn.errors import InputError
 from normattn.models import CausalLMConfig
 from normattn.training.config_files import explain, read_settings, refuse_unknown
+from normattn.training.continuation import Continuation
 from normattn.training.loop_config import LoopConfig
 
 
@@ -20,12 +21,15 @@ class TrainingConfig(LoopConfig):
 
     model: as `CausalLMConfig`; its vocab_size is that of `data` and may be left out, and its
     train_length is the length of every training sequence. batch_size: sequences per optimiser
-    step, over all processes and micro-batches, whose number must divide it.
+    step, over all processes and micro-batches, whose number must divide it. continued: the saved
+    model whose weights training starts from, under which method and at which length it goes on;
+    `model` is then that model's settings.
     """
 
     model: CausalLMConfig
     data: DataConfig = DataConfig()
     batch_size: int = Field(default=32, ge=1, le=10**7)
+    continued: Continuation | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -54,7 +58,15 @@ class TrainingConfig(LoopConfig):
                 f"batch_size {self.batch_size} does not divide into {self.accumulate} "
                 "micro-batches; accumulate must divide it"
             )
+        if self.continued is not None:
+            self.continued.check(self.model)
         return self
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a training sequence: the model's train_length, or what `continued` says."""
+        longer = None if self.continued is None else self.continued.length
+        return self.model.train_length if longer is None else longer
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "the configuration") -> TrainingConfig:

@@ -41,12 +41,14 @@ def train(
     callbacks: Sequence[Callback] = (),
     show_progress: bool = True,
     export: Callable[[Task], None] | None = None,
+    export_kept: Callable[[Task, int], None] | None = None,
 ) -> TrainingResult:
     """Train to `config.steps`, going on from the run's last checkpoint; return the final values.
 
     `make_task` builds the task for a process's place in the world, after torch's generators are
     seeded. `export` runs once at the end, on the writing process, before the run counts as
-    finished. `should_stop` is asked once a step. Under torchrun every process calls this.
+    finished; `export_kept` after each step of `config.keep`, on the same process.
+    `should_stop` is asked once a step. Under torchrun every process calls this.
 
     On CPU in fp32, with the same versions and thread count, a run that was stopped anywhere and
     resumed gives the same metrics, bit for bit, as one that never was.
@@ -70,7 +72,7 @@ def train(
             followers.append(ProgressBar())
         if place.main and config.tensorboard:
             followers.append(TensorBoard(run.path / "tensorboard", config.log_every))
-        loop = _Loop(stepper, run, stop, followers, on_step if place.main else None)
+        loop = _Loop(stepper, run, stop, followers, on_step if place.main else None, export_kept)
         result = loop.run_to_end()
         place.on_main(lambda: _finish(run, config.steps, task, export))
         return result
@@ -111,6 +113,7 @@ class _Loop:
         stop: _StopAsked,
         callbacks: Sequence[Callback],
         on_step: OnStep | None,
+        export_kept: Callable[[Task, int], None] | None,
     ) -> None:
         self.stepper = stepper
         self.config = stepper.config
@@ -120,6 +123,7 @@ class _Loop:
         self.stop = stop
         self.callbacks = callbacks
         self.on_step = on_step
+        self.export_kept = export_kept
         self.timing = MetricsLog(run.path / "timing.jsonl")
         self.saved_step = 0
         self.last: StepReport | None = None
@@ -136,6 +140,9 @@ class _Loop:
                 if not values.finite:
                     self._diverge(step, values)
                 self._report(step, values)
+                # Before any checkpoint of this step: a resumed run finds every kept model there.
+                if self.world.main and self.export_kept is not None and step in self.config.keep:
+                    self.export_kept(self.task, step)
                 if values.stop and step < self.config.steps:
                     self._interrupt(step)
                 if self.world.main:

@@ -22,7 +22,8 @@ class LoopConfig(BaseModel):
     gradient norm, None for no clipping. precision: fp32, or bf16 autocast (weights stay fp32).
     device: auto (CUDA where there is one), cpu, cuda, cuda:N. seed: of everything random.
     threads: of torch on the CPU. checkpoint_seconds: time between checkpoints (more where one
-    takes long, so that they cost 5 % at most). log_every: steps between metrics lines.
+    takes long, so that they cost 5 % at most). log_every: steps between metrics lines. keep: steps
+    after which the trained model is kept as it is then, beside the last one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,6 +38,7 @@ class LoopConfig(BaseModel):
     threads: int = Field(default=1, ge=1, le=1024)
     checkpoint_seconds: float = Field(default=30.0, ge=0.0)
     log_every: int = Field(default=1, ge=1)
+    keep: tuple[int, ...] = ()
     tensorboard: bool = False
     optimiser: OptimiserConfig = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -55,5 +57,16 @@ class LoopConfig(BaseModel):
             raise ValueError(
                 f"schedule.warmup_steps is {self.schedule.warmup_steps}, more than the "
                 f"{self.steps} steps of the whole training"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_keep(self) -> LoopConfig:
+        if list(self.keep) != sorted(set(self.keep)) or not all(
+            1 <= step <= self.steps for step in self.keep
+        ):
+            raise ValueError(
+                f"keep names steps from 1 to {self.steps}, each once and rising, "
+                f"got {list(self.keep)}"
             )
         return self
