@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from normattn import InputError, ScoreSpec, attention
-from normattn.score.module import query_scale
+from normattn.score.fold import query_scale
 from normattn.score.part import rope_frequencies
 from normattn.score.positions import Positions
 
@@ -146,7 +146,7 @@ def test_lambda_of_every_kind() -> None:
     where = Positions.of(1024, 1024, True, torch.device("cpu"))
 
     def at(text: str, n: int) -> float:
-        scale = query_scale(ScoreSpec.parse(text, train_length=512), 64, where)
+        scale = query_scale(ScoreSpec.parse(text, train_length=512), 64, where.n)
         return float(scale[n - 1] if isinstance(scale, Tensor) else scale)
 
     assert at("Baseline", 9) == 1 / 8

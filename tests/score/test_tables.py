@@ -14,7 +14,7 @@ from torch import Tensor
 
 from normattn import Score, attention
 from normattn.layers import attend
-from normattn.score import module
+from normattn.score import fold
 
 from .cases import tensors
 
@@ -39,8 +39,8 @@ TEXTS = (
 
 
 def _forget() -> None:
-    module._KEPT.clear()
-    attend._regular.cache_clear()
+    fold._KEPT.clear()
+    attend._counted.cache_clear()
     attend._built.cache_clear()
 
 
@@ -86,7 +86,7 @@ def test_what_ran_before_does_not_matter() -> None:
     random.Random(0).shuffle(order)
     for n in order:
         assert torch.equal(calls[n](), fresh[n]), calls[n]
-    assert len(module._KEPT) <= module._KEPT_AT_MOST
+    assert len(fold._KEPT) <= fold._KEPT_AT_MOST
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -112,7 +112,7 @@ def test_tables_are_made_once_and_shared_by_layers() -> None:
     q, k, v = tensors((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4), dtype=torch.float32)
     for score in scores:
         attention(q, k, v, score)
-    assert len(module._KEPT) == 1
+    assert len(fold._KEPT) == 2  # one for queries, one for keys
 
 
 def test_explicit_positions_are_never_kept() -> None:
@@ -124,7 +124,7 @@ def test_explicit_positions_are_never_kept() -> None:
     assert (first - second).abs().max() > 1e-6
     padding = torch.arange(6)[None] < 2
     attention(q, k, v, "KNA", key_padding=padding)
-    assert not module._KEPT
+    assert not fold._KEPT
 
 
 def test_another_device_has_tables_of_its_own() -> None:

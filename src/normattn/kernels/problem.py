@@ -5,7 +5,9 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D score size, E 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -46,6 +48,22 @@ class Visibility:
         """Whether a key is hidden by aligned causality and the window only, alike in every row."""
         bare = self.padding is None and self.mask is None and self.query_documents is None
         return bare and (self.aligned or not (self.causal or self.window is not None))
+
+    def part(self, rows: slice, keys: int) -> Visibility:
+        """What `rows` see of the first `keys` keys; rows are then the last of them if aligned."""
+        if rows == slice(0, self.query.shape[-1]) and keys == self.key.shape[-1]:
+            return self
+        columns = slice(0, keys)
+        own, theirs = self.query_documents, self.key_documents
+        return replace(
+            self,
+            query=self.query[..., rows],
+            key=self.key[..., columns],
+            padding=None if self.padding is None else self.padding[:, columns],
+            mask=None if self.mask is None else _block(self.mask, rows, columns),
+            query_documents=None if own is None else own[:, rows],
+            key_documents=None if theirs is None else theirs[:, columns],
+        )
 
     def distance(self, rows: slice, columns: slice) -> Int[Tensor, "*b t s"]:
         """i − j for a block, (t, s) or (B, 1, t, s)."""
@@ -97,8 +115,9 @@ class Problem:
     s(i, j) = cap·tanh(⟨q_i, k_j⟩/cap) + bias(h, |i − j|), with far_q and far_k in the product where
     i − j ≥ window; without a cap the product itself. A `sink` (H,) is one more logit in the
     denominator of head h, with value 0. q (B, H, T, D), k (B, G, S, D), v (B, G, S, E); G divides
-    H. bias (H, R) has a value for every distance 0 … R − 1 that occurs. A query that sees no key
-    gets 0.
+    H. With two regimes k may hold the keys from column `near_start` on only: those before are far
+    for every row. bias (H, R) has a value for every distance 0 … R − 1 that occurs. A query that
+    sees no key gets 0.
     """
 
     q: Float[Tensor, "b h t d"]
@@ -112,11 +131,22 @@ class Problem:
     bias: Float[Tensor, "h r"] | None = None
     sink: Float[Tensor, " h"] | None = None
     cap: float | None = None
+    near_start: int = 0
 
     @property
     def two_regimes(self) -> bool:
         """Whether distant pairs are scored by the far queries and keys."""
         return self.window is not None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What a gradient may reach: q, k, v, far_q, far_k, bias and sink."""
+        return self.q, self.k, self.v, self.far_q, self.far_k, self.bias, self.sink
+
+    @property
+    def settings(self) -> Settings:
+        """All the rest."""
+        return Settings(self.visibility, self.window, self.dropout, self.cap, self.near_start)
 
     def expanded(self) -> Problem:
         """The same problem with one key head per query head."""
@@ -129,6 +159,27 @@ class Problem:
             k=self.k.repeat_interleave(groups, 1),
             v=self.v.repeat_interleave(groups, 1),
             far_k=None if far_k is None else far_k.repeat_interleave(groups, 1),
+        )
+
+
+class Settings(NamedTuple):
+    """A problem without the tensors that a gradient may reach."""
+
+    visibility: Visibility
+    window: int | None
+    dropout: float
+    cap: float | None
+    near_start: int
+
+    def problem(self, tensors: Sequence[Tensor | None]) -> Problem:
+        """The problem with `Problem.tensors`."""
+        q, k, v, far_q, far_k, bias, sink = tensors
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        return Problem(
+            *(q, k, v, self.visibility, far_q, far_k, self.window, self.dropout, bias, sink),
+            *(self.cap, self.near_start),
         )
 
 

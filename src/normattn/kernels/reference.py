@@ -13,7 +13,9 @@ def reference(problem: Problem) -> Float[Tensor, "b h t e"]:
     """softmax(score) · v, a query that sees no key getting 0."""
     p = problem.expanded()
     every = slice(None)
-    score = p.q @ p.k.transpose(-1, -2)
+    # Columns before near_start are far for every row: what stands there is not read.
+    near_k = torch.nn.functional.pad(p.k, (0, 0, p.near_start, 0))
+    score = p.q @ near_k.transpose(-1, -2)
     if p.far_q is not None and p.far_k is not None and p.window is not None:
         far = p.visibility.distance(every, every) >= p.window
         score = torch.where(far, p.far_q @ p.far_k.transpose(-1, -2), score)

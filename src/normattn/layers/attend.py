@@ -5,6 +5,8 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.kernels import Problem, Visibility, attend
 from normattn.kernels.problem import check_shapes
-from normattn.score import Positions, Score, ScoreSpec
+from normattn.score import Positions, Prepared, Score, ScoreSpec
 
 
 def attention(
@@ -27,6 +29,7 @@ def attention(
     key_padding: Bool[Tensor, "b s"] | None = None,
     q_positions: Int[Tensor, "*bq t"] | None = None,
     k_positions: Int[Tensor, "*bk s"] | None = None,
+    documents: Int[Tensor, "b s"] | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Float[Tensor, "b h t e"]:
@@ -43,8 +46,10 @@ def attention(
         key_padding: True where a key is padding; positions then count from the first real token.
         q_positions: 0-based positions (T,) or (B, T).
         k_positions: 0-based positions (S,) or (B, S).
+        documents: the number of each key's document, for a score with `Packed`, which hides keys
+            of other documents and counts positions within each.
         dropout_p: probability of dropping an attention weight.
-        backend: auto, fused, chunked or reference (float64-capable, the definition).
+        backend: auto, or one kernel's name; `reference` is float64-capable, the definition.
 
     A query that sees no key gets 0. Raises `InputError` for shapes that do not fit, scores that
     cannot be used so, and backends that cannot serve the request.
@@ -54,34 +59,139 @@ def attention(
     _check(module, q, k, attn_mask, key_padding, dropout_p)
     _check_positions("q_positions", q_positions, q)
     _check_positions("k_positions", k_positions, k)
-    if causal and q_positions is None and key_padding is None and k_positions is None:
-        positions = _regular(q.shape[2], k.shape[2], q.device, causal=True)
+    _check_documents(module.spec, documents, k)
+    given = (q_positions, k_positions, key_padding, documents)
+    if causal and all(each is None for each in given):
+        positions = regular_positions(q.shape[2], k.shape[2], q.device)
     else:
-        positions = Positions.of(
-            q.shape[2], k.shape[2], causal, q.device, key_padding, q_positions, k_positions
-        )
-    prepared = module(q, k, positions, key_padding)
-    visibility = Visibility(
+        positions = Positions.of(q.shape[2], k.shape[2], causal, q.device, *_reordered(*given))
+    seen = Visibility(
         causal, positions.query, positions.key, positions.regular, key_padding, attn_mask
     )
+    if documents is not None:
+        own = documents[:, documents.shape[1] - q.shape[2] :]
+        seen = replace(seen, query_documents=own, key_documents=documents)
+
+    def part(rows: slice, keys: int, block: int) -> Tensor:
+        at, visible = positions.part(rows, keys), seen.part(rows, keys)
+        padding = None if key_padding is None else key_padding[:, :keys]
+        prepared = module(q[:, :, rows], k[:, :, :keys], at, padding, block)
+        return attend(posed(prepared, v[:, :, :keys], visible, dropout_p), backend)
+
+    return in_blocks(module.spec, positions, part)
+
+
+def attention_stored(
+    q: Float[Tensor, "b h t d"],
+    stored: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s e"],
+    score: Score,
+    key_padding: Bool[Tensor, "b s"] | None = None,
+    positions: Int[Tensor, "b s"] | None = None,
+    documents: Int[Tensor, "b s"] | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "b h t e"]:
+    """`attention` of the last T tokens over keys that a cache holds (`Score.store`), causal.
+
+    `positions` are those of the S keys where they are not simply 0 … S − 1, as with
+    `key_padding`. Raises `InputError` for shapes that do not fit.
+    """
+    check_shapes(q, stored, v)
+    queries, keys = q.shape[2], stored.shape[2]
+    given = (key_padding, positions, documents)
+    if all(each is None for each in given):
+        at = regular_positions(queries, keys, q.device)
+    else:
+        at = Positions.of(queries, keys, True, q.device, key_padding, None, positions, documents)
+    seen = Visibility(True, at.query, at.key, at.regular, key_padding)
+    if documents is not None:
+        own = documents[:, keys - queries :]
+        seen = replace(seen, query_documents=own, key_documents=documents)
+
+    def part(rows: slice, upto: int, block: int) -> Tensor:
+        prepared = score.recall(q[:, :, rows], stored[:, :, :upto], at.part(rows, upto), block)
+        return attend(posed(prepared, v[:, :, :upto], seen.part(rows, upto), 0.0), backend)
+
+    return in_blocks(score.spec, at, part)
+
+
+def posed(
+    prepared: Prepared, v: Float[Tensor, "b g s e"], seen: Visibility, dropout: float
+) -> Problem:
+    """The problem that a kernel gets."""
     far = prepared.far
-    problem = Problem(
+    if prepared.window is not None:
+        seen = replace(seen, window=prepared.window, kept=prepared.kept)
+    return Problem(
         prepared.q,
         prepared.k,
         v,
-        visibility,
+        seen,
         None if far is None else far.q,
         None if far is None else far.k,
         None if far is None else far.window,
-        dropout_p,
+        dropout,
+        prepared.bias,
+        prepared.sink,
+        prepared.cap,
+        prepared.near_start,
     )
-    return attend(problem, backend)
+
+
+def in_blocks(
+    spec: ScoreSpec, positions: Positions, part: Callable[[slice, int, int], Tensor]
+) -> Float[Tensor, "b h t e"]:
+    """All query rows at once, or, where the spectrum moves, those of each block of L positions.
+
+    `part(rows, keys, block)` attends from some rows to the first `keys` keys with the spectrum of
+    `block`. Rows of a batch may reach a block at different times: a row keeps what is its own.
+    """
+    queries, keys = positions.query.shape[-1], positions.key.shape[-1]
+    if not spec.moves:
+        return part(slice(0, queries), keys, 0)
+    assert spec.train_length is not None
+    block = positions.query // spec.train_length
+    first, last = int(block.min()), int(block.max())
+    if first == last:
+        return part(slice(0, queries), keys, first)
+    pieces: list[Tensor] = []
+    out: Tensor | None = None
+    for number in range(first, last + 1):
+        mine = block == number
+        rows = mine.reshape(-1, queries).any(0).nonzero()[:, 0]
+        if rows.numel() == 0:
+            continue
+        span = slice(int(rows[0]), int(rows[-1]) + 1)
+        upto = keys - queries + span.stop if positions.ordered else keys
+        found = part(span, upto, number)
+        if mine.dim() == 1 and positions.ordered:
+            pieces.append(found)
+            continue
+        own = mine[..., span].reshape(-1, 1, found.shape[2], 1)
+        whole = found.new_zeros(*found.shape[:2], queries, found.shape[3])
+        whole[:, :, span] = torch.where(own, found, 0.0)
+        out = whole if out is None else out + whole
+    return torch.cat(pieces, 2) if out is None else out
+
+
+def _reordered(
+    query: Tensor | None, key: Tensor | None, padding: Tensor | None, documents: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    return padding, query, key, documents
+
+
+def regular_positions(queries: int, keys: int, device: torch.device) -> Positions:
+    """Causal positions of the last `queries` of `keys` tokens."""
+    if queries > keys or torch.compiler.is_compiling():
+        return Positions.of(queries, keys, True, device)
+    capacity = max(64, 1 << (keys - 1).bit_length())
+    return _counted(capacity, device).part(slice(keys - queries, keys), keys)
 
 
 @lru_cache(maxsize=64)
-def _regular(queries: int, keys: int, device: torch.device, causal: bool) -> Positions:
+def _counted(capacity: int, device: torch.device) -> Positions:
     with torch.inference_mode(False):
-        return Positions.of(queries, keys, causal, device)
+        return Positions.of(capacity, capacity, True, device)
 
 
 @lru_cache(maxsize=64)
@@ -135,6 +245,25 @@ def _check(
             )
     if not 0 <= dropout < 1:
         raise InputError(f"dropout_p must be at least 0 and below 1, but it is {dropout}")
+
+
+def _check_documents(spec: ScoreSpec, documents: Tensor | None, k: Tensor) -> None:
+    if spec.documents is None and documents is not None:
+        raise InputError(
+            f"documents are given, but {spec.name} attends across them: name {spec.name}-Packed"
+        )
+    if spec.documents is None:
+        return
+    expected = (k.shape[0], k.shape[2])
+    if documents is None:
+        raise InputError(
+            f"{spec.name} keeps documents apart and needs documents=…, integers {expected}"
+        )
+    if tuple(documents.shape) != expected or documents.is_floating_point():
+        raise InputError(
+            f"documents must be integers of shape {expected}, but they are {documents.dtype} of "
+            f"{tuple(documents.shape)}"
+        )
 
 
 def _check_positions(name: str, positions: Tensor | None, x: Tensor) -> None:

@@ -1,22 +1,23 @@
 """`Score`: a specification with what it learns; turns q and k into plain tensors for a kernel.
 
-Legend: B batch, H heads, T queries, S keys, D head dimension.
+Legend: B batch, H heads, G key heads, T queries, S keys, D head dimension, R distances.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
+from normattn.score.fold import QueryFold, key_fold, query_fold, scaled
 from normattn.score.normalisation import refuse_future
-from normattn.score.part import rope_frequencies
+from normattn.score.part import RotaryPosition
 from normattn.score.positions import Positions
-from normattn.score.rotary import Rotation, rotation
+from normattn.score.rotary import Rotation
 from normattn.score.spec import ScoreSpec, as_spec
 
 
@@ -31,29 +32,30 @@ class FarPair:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a kernel needs: s(i, j) = ⟨q_i, k_j⟩, or ⟨far.q_i, far.k_j⟩ where i − j ≥ window."""
+    """What a kernel needs: s(i, j) = cap·tanh(⟨q_i, k_j⟩/cap) + bias(|i − j|).
+
+    Where i − j ≥ far.window the product is ⟨far.q_i, far.k_j⟩; k then may hold the keys from column
+    `near_start` on only. Keys with i − j ≥ `window` are hidden, but for the first `kept`. `sink` is
+    one more logit per head in the denominator.
+    """
 
     q: Float[Tensor, "b h t d"]
-    k: Float[Tensor, "b hk s d"]
+    k: Float[Tensor, "b hk near d"]
     far: FarPair | None = None
-
-
-@dataclass(frozen=True)
-class _Tables:
-    """The folded rotations, or, without positions, the scale of the queries alone."""
-
-    query: Rotation | None
-    key: Rotation | None
-    far_query: Rotation | None
-    far_key: Rotation | None
-    scale: Tensor | float
+    near_start: int = 0
+    bias: Float[Tensor, "h r"] | None = None
+    sink: Float[Tensor, " h"] | None = None
+    cap: float | None = None
+    window: int | None = None
+    kept: int = 0
 
 
 class Score(nn.Module):
     """The score of a `ScoreSpec` for H query heads and Hkv key heads of dimension D.
 
-    Holds gains, running statistics and learned scales; a specification that learns nothing has
-    no parameters. `use` switches post-hoc parts on and off; `spec` is the active specification.
+    Holds gains, running statistics, learned scales, biases and sinks; a specification that learns
+    nothing has no parameters. `use` switches post-hoc parts on and off; `spec` is the active
+    specification.
     """
 
     def __init__(
@@ -61,10 +63,7 @@ class Score(nn.Module):
     ) -> None:
         super().__init__()
         spec = as_spec(spec).resolve()
-        if heads < 1 or head_dim < 1:
-            raise InputError(f"heads and head_dim must be at least 1, not {heads} and {head_dim}")
-        if spec.position.rotary and head_dim % 2:
-            raise InputError(f"{spec.name} needs an even head dimension, but it is {head_dim}")
+        _refuse_sizes(spec, heads, head_dim)
         self.heads, self.head_dim = heads, head_dim
         self.kv_heads = heads if kv_heads is None else kv_heads
         if self.kv_heads < 1 or heads % self.kv_heads:
@@ -75,6 +74,9 @@ class Score(nn.Module):
         self.key_norm = key.build(self.kv_heads, head_dim) if key else None
         learned = spec.variant.learned_base(spec.train_length)
         self.scale = None if learned is None else nn.Parameter(torch.tensor(float(learned)))
+        bias = {} if spec.bias is None else spec.bias.learned(heads)
+        self.bias = nn.ParameterDict(bias) if bias else None
+        self.sink = None if spec.sink is None else nn.Parameter(torch.zeros(heads))
 
     @property
     def spec(self) -> ScoreSpec:
@@ -101,106 +103,154 @@ class Score(nn.Module):
         k: Float[Tensor, "b hk s d"],
         positions: Positions,
         key_padding: Bool[Tensor, "b s"] | None = None,
+        block: int = 0,
     ) -> Prepared:
-        """Fold normalisation, scale and rotation into q and k."""
+        """Fold normalisation, scale and rotation into q and k.
+
+        Where the spectrum moves it is that of query rows block·L … block·L + L − 1.
+        """
+        spec = self._spec.fixed(block) if self._spec.moves else self._spec
+        self._refuse(positions)
+        q_near, q_far = self._queries(spec, q, positions, key_padding)
+        first = 0 if positions.regular else None
+        fold = key_fold(spec, self.head_dim, positions.key, k.dtype, first)
+
+        def norm(x: Tensor) -> Tensor:
+            return self._normed_keys(x, key_padding)
+
+        k = k if spec.order else norm(k)
+        after = norm if spec.order else None
+        far = None
+        if q_far is not None and spec.regime is not None and spec.regime.window is not None:
+            far = FarPair(q_far, _turned(k, fold.far, after), spec.regime.window)
+        return self._prepared(spec, q_near, _turned(k, fold.near, after), far, positions)
+
+    def store(
+        self,
+        k: Float[Tensor, "b hk s d"],
+        places: Int[Tensor, "*bk s"],
+        first: int | None = None,
+    ) -> Float[Tensor, "b hk s d"]:
+        """What a cache keeps of keys at these positions (counted from `first` where it is given).
+
+        Normalised and rotated keys; rotated at their far position where there are two regimes, not
+        at all where the spectrum moves. A normalisation that follows the rotation is left to
+        `recall` then.
+        """
         spec = self._spec
-        refuse_future(positions.causal, spec.leaks_future, spec.name)
+        later = spec.moves or spec.regime is not None
+        if spec.order is None:
+            k = self._normed_keys(k, None)
+        if spec.moves:
+            return k
+        fold = key_fold(spec, self.head_dim, places, k.dtype, first)
+        after = self._normed_keys_alone if spec.order is not None and not later else None
+        return _turned(k, fold.near if spec.regime is None else fold.far, after)
+
+    def recall(
+        self,
+        q: Float[Tensor, "b h t d"],
+        stored: Float[Tensor, "b hk s d"],
+        positions: Positions,
+        block: int = 0,
+    ) -> Prepared:
+        """`forward` for keys that `store` has made; the queries are the last of the keys."""
+        spec = self._spec.fixed(block) if self._spec.moves else self._spec
+        self._refuse(positions)
+        q_near, q_far = self._queries(spec, q, positions, None)
+        after = self._normed_keys_alone if spec.order is not None else None
+        whole = 0 if positions.regular else None
+        if self._spec.moves:
+            fold = key_fold(spec, self.head_dim, positions.key, stored.dtype, whole)
+            k = _turned(stored, fold.near, after)
+            return self._prepared(spec, q_near, k, None, positions)
+        if q_far is None or spec.regime is None or spec.regime.window is None:
+            return self._prepared(spec, q_near, stored, None, positions)
+        start = _first_near(q.shape[2], stored.shape[2], spec.regime.window)
+        near = positions.key[..., start:]
+        fold = key_fold(
+            spec, self.head_dim, near, stored.dtype, start if positions.regular else None
+        )
+        k = _turned(stored[:, :, start:], fold.turn, after)
+        far = FarPair(q_far, stored if after is None else after(stored), spec.regime.window)
+        return replace(self._prepared(spec, q_near, k, far, positions), near_start=start)
+
+    def _refuse(self, positions: Positions) -> None:
+        spec = self._spec
+        if positions.causal and spec.leaks_future:
+            refuse_future(True, True, spec.name)
         if spec.needs_causal and not positions.causal:
             raise InputError(f"{spec.name} is defined for causal attention only")
-        q, k = self._normalise(q, k, key_padding)
-        tables = fold_tables(spec, self.head_dim, positions, q.dtype)
-        return _apply(tables, q, k, spec)
 
-    def _normalise(self, q: Tensor, k: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.query_norm is not None:
-            same = padding is not None and padding.shape[-1] == q.shape[2]
-            q = self.query_norm(q, padding if same else None)
-        if self.key_norm is not None:
-            k = self.key_norm(k, padding)
-        if self.scale is not None:
-            q = _times(q, self.scale)
-        return q, k
+    def _queries(
+        self, spec: ScoreSpec, q: Tensor, positions: Positions, padding: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Queries of the near and the far regime, λ and what is learned folded in."""
+        fold: QueryFold = query_fold(spec, self.head_dim, positions, q.dtype)
 
+        def norm(x: Tensor) -> Tensor:
+            if self.query_norm is not None:
+                same = padding is not None and padding.shape[-1] == x.shape[2]
+                x = self.query_norm(x, padding if same else None)
+            return x if self.scale is None else scaled(x, self.scale)
 
-def _apply(tables: _Tables, q: Tensor, k: Tensor, spec: ScoreSpec) -> Prepared:
-    if tables.query is None or tables.key is None:
-        scale = tables.scale
-        return Prepared(_times(q, scale) if isinstance(scale, Tensor) else q * scale, k)
-    far = None
-    if tables.far_query is not None and tables.far_key is not None:
-        assert spec.regime is not None
-        assert spec.regime.window is not None
-        far = FarPair(tables.far_query(q), tables.far_key(k), spec.regime.window)
-    return Prepared(tables.query(q), tables.key(k), far)
+        def last(x: Tensor) -> Tensor:
+            x = x if spec.order is None else norm(x)
+            return x if fold.scale is None else scaled(x, fold.scale)
 
+        q = norm(q) if spec.order is None else q
+        near = last(_turned(q, fold.near))
+        return near, None if fold.far is None else last(_turned(q, fold.far))
 
-def _times(q: Tensor, scale: Tensor) -> Tensor:
-    """q · scale, half precision rounded once: a rounded scale would be off for the whole row."""
-    wide = q.dtype if q.dtype == torch.float64 else torch.float32
-    return (q.to(wide) * scale.to(wide)).to(q.dtype)
+    def _normed_keys(self, k: Tensor, padding: Tensor | None) -> Tensor:
+        return k if self.key_norm is None else self.key_norm(k, padding)
 
+    def _normed_keys_alone(self, k: Tensor) -> Tensor:
+        return self._normed_keys(k, None)
 
-def query_scale(spec: ScoreSpec, head_dim: int, positions: Positions) -> Tensor | float:
-    """λ(i), in float64: a number, or a tensor (T,), (B, T) or (B, 1)."""
-    gain = 1.0 if spec.spectrum is None else spec.spectrum.gain()
-    variant, logn = spec.variant, spec.logn
-    if logn is None:
-        return variant.base(head_dim, spec.train_length) * gain
-    assert spec.train_length is not None
-    n = positions.n.double()
-    if variant.logn_replaces_base and logn.when == "trained-in":
-        return variant.base_at(n) * gain
-    return logn.factor(n, spec.train_length) * (variant.base(head_dim, spec.train_length) * gain)
+    def _prepared(
+        self, spec: ScoreSpec, q: Tensor, k: Tensor, far: FarPair | None, positions: Positions
+    ) -> Prepared:
+        window, kept = spec.visible
+        cap = None if spec.cap is None else spec.cap.cap
+        bias = None if spec.bias is None else self._bias(q, positions)
+        return Prepared(q, k, far, 0, bias, self.sink, cap, window, kept)
 
-
-_KEPT: OrderedDict[tuple[object, ...], _Tables] = OrderedDict()
-_KEPT_AT_MOST = 16
-
-
-def fold_tables(
-    spec: ScoreSpec, head_dim: int, positions: Positions, dtype: torch.dtype
-) -> _Tables:
-    """The tables for these positions; kept for regular ones under everything that decides them."""
-    if not positions.regular or torch.compiler.is_compiling():
-        return _make_tables(spec, head_dim, positions, dtype)
-    device = positions.query.device
-    shape = (positions.query.shape[-1], positions.key.shape[-1], positions.causal)
-    key = (spec, head_dim, *shape, dtype, device)
-    if key not in _KEPT:
-        # Ordinary tensors even when first asked for in inference mode: training reuses them.
-        with torch.inference_mode(False):
-            _KEPT[key] = _make_tables(spec, head_dim, positions, dtype)
-        while len(_KEPT) > _KEPT_AT_MOST:
-            _KEPT.popitem(last=False)
-    _KEPT.move_to_end(key)
-    return _KEPT[key]
+    def _bias(self, q: Tensor, positions: Positions) -> Tensor:
+        """b(h, r) for every distance r that occurs between these positions."""
+        part = self._spec.bias
+        assert part is not None
+        learned = {} if self.bias is None else dict(self.bias.items())
+        if learned and self.training:
+            with torch.no_grad():
+                part.project(learned)
+        most = max(positions.key.shape[-1], positions.query.shape[-1])
+        if not positions.regular:
+            furthest = torch.stack((positions.query.max(), positions.key.max()))
+            most = int(furthest.max()) + 1
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        distance = torch.arange(most, device=q.device, dtype=wide)
+        return part.values(distance, self.heads, learned)
 
 
-def _make_tables(
-    spec: ScoreSpec, head_dim: int, positions: Positions, dtype: torch.dtype
-) -> _Tables:
-    scale = query_scale(spec, head_dim, positions)
-    if not spec.position.rotary:
-        if isinstance(scale, Tensor):
-            scale = scale[..., None] if scale.dim() == 1 else scale[:, None, :, None]
-        return _Tables(None, None, None, None, scale)
-    base: float = spec.position.base  # type: ignore[attr-defined]
-    layout: str = spec.position.layout  # type: ignore[attr-defined]
-    interleaved = layout == "interleaved"
-    if spec.spectrum is None:
-        theta = rope_frequencies(head_dim, base)
-    else:
-        theta = spec.spectrum.inverse_frequencies(head_dim, base, spec.train_length)
-    query, key = positions.query.double(), positions.key.double()
-    near = (
-        rotation(query, theta, scale, interleaved, dtype),
-        rotation(key, theta, 1.0, interleaved, dtype),
-    )
-    far: tuple[Rotation | None, Rotation | None] = (None, None)
-    if spec.regime is not None:
-        far_query, far_key = spec.regime.far_positions(query, key)
-        far = (
-            rotation(far_query, theta, scale, interleaved, dtype),
-            rotation(far_key, theta, 1.0, interleaved, dtype),
+def _turned(
+    x: Tensor, rotation: Rotation | None, after: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    x = x if rotation is None else rotation(x)
+    return x if after is None else after(x)
+
+
+def _first_near(queries: int, keys: int, window: int) -> int:
+    """The first column that the first of the last `queries` rows reads in the near regime."""
+    return max(0, keys - queries - window + 1)
+
+
+def _refuse_sizes(spec: ScoreSpec, heads: int, head_dim: int) -> None:
+    if heads < 1 or head_dim < 1:
+        raise InputError(f"heads and head_dim must be at least 1, not {heads} and {head_dim}")
+    if isinstance(spec.position, RotaryPosition) and spec.position.rotated(head_dim) % 2:
+        raise InputError(f"{spec.name} needs an even head dimension, but it is {head_dim}")
+    if spec.layout is not None:
+        raise InputError(
+            f"{spec.name} differs from layer to layer: take spec.layer(layer, layers) for one"
         )
-    return _Tables(*near, *far, 1.0)

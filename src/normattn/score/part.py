@@ -2,9 +2,10 @@
 
 The score of query i and key j (0-based) is
 
-    s(i, j) = λ(i) · ⟨ P_i N_q(q_i), P_j N_k(k_j) ⟩
+    s(i, j) = cap( λ(i) · ⟨ P_i N_q(q_i), P_j N_k(k_j) ⟩ ) + b(i, j)
 
-Every part fills one slot of it. A new method is one new file in `score/parts`, whose class is
+and softmax runs over the keys that i may see, and over a sink where there is one. Every part fills
+one slot of it. A new method is one new file in `score/parts`, whose class is
 registered with `@register`; the parser, the tables and `normattn list` then know it.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Literal
@@ -31,9 +33,16 @@ class Slot(StrEnum):
 
     VARIANT = "variant"
     LOGN = "logn"
+    ORDER = "order"
     POSITION = "position"
     SPECTRUM = "spectrum"
     REGIME = "regime"
+    BIAS = "bias"
+    CAP = "cap"
+    SINK = "sink"
+    VISIBLE = "visible"
+    DOCUMENTS = "documents"
+    LAYOUT = "layout"
 
 
 @dataclass(frozen=True)
@@ -119,7 +128,39 @@ class PositionPart(Part):
 
     slot: ClassVar[Slot] = Slot.POSITION
     when: ClassVar[When] = "trained-in"
+    rotary: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class RotaryPosition(PositionPart):
+    """A position that turns feature pair m by the angle i·base^(−2m/d).
+
+    `layout="half"` pairs feature m with m + d/2, `layout="interleaved"` pairs 2m with 2m + 1.
+    """
+
     rotary: ClassVar[bool] = True
+    base: float = 10000.0
+    layout: Literal["half", "interleaved"] = "half"
+
+    def __post_init__(self) -> None:
+        self.require(math.isfinite(self.base) and self.base > 1, "base", "a number above 1")
+        self.require(self.layout in ("half", "interleaved"), "layout", "'half' or 'interleaved'")
+
+    def rotated(self, head_dim: int) -> int:
+        """How many leading features turn; the others carry no position."""
+        return head_dim
+
+    def log_growth(self, head_dim: int) -> Float[Tensor, "half"] | None:
+        """ln of the factor by which pair m of a query grows, and of a key shrinks, per token."""
+        return None
+
+
+@dataclass(frozen=True)
+class OrderPart(Part):
+    """Normalise the rotated queries and keys, N(P x), instead of rotating normalised ones."""
+
+    slot: ClassVar[Slot] = Slot.ORDER
+    when: ClassVar[When] = "trained-in"
 
 
 @dataclass(frozen=True)
@@ -129,6 +170,11 @@ class SpectrumPart(Part):
     slot: ClassVar[Slot] = Slot.SPECTRUM
     when: ClassVar[When] = "post-hoc"
     needs_rotary: ClassVar[bool] = True
+    moving: ClassVar[bool] = False
+
+    def at(self, block: int, train_length: int) -> SpectrumPart:
+        """The fixed spectrum of query rows block·L … block·L + L − 1; itself unless it moves."""
+        return self
 
     def inverse_frequencies(
         self, head_dim: int, base: float, train_length: int | None
@@ -153,8 +199,86 @@ class RegimePart(Part):
     def far_positions(
         self, query: Float[Tensor, "*bq t"], key: Float[Tensor, "*bk s"]
     ) -> tuple[Float[Tensor, "*bq t"], Float[Tensor, "*bk s"]]:
-        """The positions at which queries and keys are rotated where i − j ≥ window."""
+        """The positions at which queries and keys are rotated where i − j ≥ window.
+
+        A key's depends on its own position alone, so that a cache can keep the rotated key.
+        """
         raise InputError(f"{self.name} defines no far positions")
+
+    def visible(self) -> tuple[int | None, int]:
+        """(w, kept): keys with i − j ≥ w are hidden but for the first `kept`; w None hides none."""
+        return None, 0
+
+
+@dataclass(frozen=True)
+class BiasPart(Part):
+    """A bias b(h, |i − j|) of head h, added to the score."""
+
+    slot: ClassVar[Slot] = Slot.BIAS
+    when: ClassVar[When] = "trained-in"
+
+    def learned(self, heads: int) -> dict[str, Float[Tensor, "h"]]:
+        """The initial values of what is learned, by name; empty where nothing is."""
+        return {}
+
+    def project(self, learned: Mapping[str, Tensor]) -> None:
+        """Put learned values back into their range, in place, before a training step uses them."""
+
+    def values(
+        self, distance: Float[Tensor, " r"], heads: int, learned: Mapping[str, Tensor]
+    ) -> Float[Tensor, "h r"]:
+        """b(h, r) for every head and distance."""
+        raise InputError(f"{self.name} defines no values")
+
+
+@dataclass(frozen=True)
+class CapPart(Part):
+    """A bound on the product: cap·tanh(s/cap)."""
+
+    slot: ClassVar[Slot] = Slot.CAP
+    when: ClassVar[When] = "trained-in"
+    cap: float = 50.0
+
+
+@dataclass(frozen=True)
+class SinkPart(Part):
+    """One more logit per head in the denominator of softmax, learned, starting at 0."""
+
+    slot: ClassVar[Slot] = Slot.SINK
+    when: ClassVar[When] = "trained-in"
+
+
+@dataclass(frozen=True)
+class VisiblePart(Part):
+    """A window outside of which keys are hidden, trained in."""
+
+    slot: ClassVar[Slot] = Slot.VISIBLE
+    when: ClassVar[When] = "trained-in"
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class DocumentsPart(Part):
+    """Keys of other documents are hidden; positions count from the document's first token."""
+
+    slot: ClassVar[Slot] = Slot.DOCUMENTS
+    when: ClassVar[When] = "trained-in"
+    separator: int = 0
+
+
+@dataclass(frozen=True)
+class LayoutPart(Part):
+    """Different scores in different layers of a model."""
+
+    slot: ClassVar[Slot] = Slot.LAYOUT
+    when: ClassVar[When] = "trained-in"
+    stretchable: ClassVar[bool] = True
+
+    def layer(
+        self, parts: Mapping[Slot, Part], layer: int, layers: int, train_length: int
+    ) -> Iterable[Part]:
+        """The parts of layer `layer` (0-based) of `layers`, from those of the whole, less this."""
+        raise InputError(f"{self.name} defines no layers")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Legend: B batch, T queries, S keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Int
@@ -19,7 +19,8 @@ class Positions:
     """Positions of queries (T,) or (B, T) and keys (S,) or (B, S), and n for each query.
 
     `n` has the shape of the queries, or (B, 1) where all queries of a row see the same keys.
-    `regular` says that nothing but T, S and causal decided them, so that tables can be kept.
+    `regular` says that nothing but T, S and causal decided them, so that tables can be kept;
+    `ordered` that the queries are the last T of keys whose positions grow.
     """
 
     query: Int[Tensor, "*bq t"]
@@ -27,6 +28,14 @@ class Positions:
     n: Int[Tensor, "*bn u"]
     causal: bool
     regular: bool
+    ordered: bool = True
+
+    def part(self, rows: slice, keys: int) -> Positions:
+        """The positions of some rows and of the first `keys` keys; of such rows the last ones."""
+        if rows == slice(0, self.query.shape[-1]) and keys == self.key.shape[-1]:
+            return self
+        n = self.n[..., rows] if self.n.shape[-1] == self.query.shape[-1] else self.n
+        return replace(self, query=self.query[..., rows], key=self.key[..., :keys], n=n)
 
     @staticmethod
     def of(
@@ -37,12 +46,13 @@ class Positions:
         key_padding: Bool[Tensor, "b s"] | None = None,
         q_positions: Int[Tensor, "*bq t"] | None = None,
         k_positions: Int[Tensor, "*bk s"] | None = None,
+        documents: Int[Tensor, "b s"] | None = None,
     ) -> Positions:
         """Fill in what is not given.
 
         Keys count from 0, from the first real token where `key_padding` (True = padding) is
-        given; queries are the last T of the keys. n is position + 1 when causal, else the number
-        of unpadded keys.
+        given, and from the first token of each document where `documents` numbers them; queries
+        are the last T of the keys. n is position + 1 when causal, else the number of unpadded keys.
         """
         if causal and q_positions is None and queries > keys:
             raise InputError(
@@ -50,7 +60,9 @@ class Positions:
                 "the queries cannot all be the last ones of the keys"
             )
         key = k_positions
-        if key is None and key_padding is not None:
+        if key is None and documents is not None:
+            key = _within(documents, key_padding)
+        elif key is None and key_padding is not None:
             key = ((~key_padding).cumsum(-1) - 1).clamp(min=0)
         elif key is None:
             key = torch.arange(keys, device=device)
@@ -64,5 +76,19 @@ class Positions:
             n = (~key_padding).sum(-1, keepdim=True)
         else:
             n = torch.full((1,), keys, device=device)
-        regular = key_padding is None and q_positions is None and k_positions is None
-        return Positions(query, key, n.clamp(min=1), causal, regular)
+        given = (key_padding, q_positions, k_positions, documents)
+        regular = all(each is None for each in given)
+        ordered = q_positions is None and k_positions is None
+        return Positions(query, key, n.clamp(min=1), causal, regular, ordered)
+
+
+def _within(
+    documents: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None
+) -> Int[Tensor, "b s"]:
+    """The position of each token in its document, padding not counted."""
+    if key_padding is not None:
+        documents = documents.masked_fill(key_padding, -1)
+    place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return place - torch.where(begins, place, 0).cummax(-1).values

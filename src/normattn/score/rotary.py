@@ -5,6 +5,7 @@ Legend: B batch, H heads, T tokens, D head dimension, P = D/2 pairs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +13,34 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from normattn.errors import InputError
+
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin of the angles, each (T, P) or (B, 1, T, P), already multiplied by a scale."""
+    """cos and sin of the angles, each (T, P) or (B, 1, T, P), already multiplied by a scale.
+
+    Features beyond the first 2·P do not turn: they are multiplied by `rest`, (T, 1) or
+    (B, 1, T, 1).
+    """
 
     cos: Float[Tensor, "*b t p"]
     sin: Float[Tensor, "*b t p"]
+    rest: Float[Tensor, "*b t 1"]
     interleaved: bool
 
     def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
         """Turn pair (a, b) into (a·cos − b·sin, b·cos + a·sin)."""
+        tables = self.cos, self.sin, self.rest
         if torch.compiler.is_compiling():
-            return _turn_plainly(x, self.cos, self.sin, self.interleaved)
-        y: Tensor = _Rotate.apply(x, self.cos, self.sin, self.interleaved, False)  # type: ignore[no-untyped-call]
+            return _turn_plainly(x, *tables, self.interleaved)
+        y: Tensor = _Rotate.apply(x, *tables, self.interleaved, False)  # type: ignore[no-untyped-call]
         return y
+
+    def rows(self, rows: slice) -> Rotation:
+        """The rotation of some of the positions."""
+        cos, sin, rest = (x[..., rows, :] for x in (self.cos, self.sin, self.rest))
+        return Rotation(cos, sin, rest, self.interleaved)
 
 
 def rotation(
@@ -35,16 +49,37 @@ def rotation(
     scale: Float[Tensor, "*c u"] | float,
     interleaved: bool,
     dtype: torch.dtype,
+    log_growth: Float[Tensor, "p"] | None = None,
 ) -> Rotation:
-    """The rotation of these positions, times `scale` per position; angles in float64."""
-    angle = positions.double()[..., None] * frequencies.to(positions.device)
+    """The rotation of these positions, times `scale` per position; angles in float64.
+
+    Pair m is multiplied by exp(position · log_growth_m) as well, where growth is given.
+    """
+    positions = positions.double()
+    angle = positions[..., None] * frequencies.to(positions.device)
     if isinstance(scale, Tensor):
         scale = scale.double()[..., None]
     cos, sin = angle.cos() * scale, angle.sin() * scale
+    if log_growth is not None:
+        exponent = positions[..., None] * log_growth.to(positions.device)
+        _refuse_overflow(exponent, log_growth, dtype)
+        cos, sin = cos * exponent.exp(), sin * exponent.exp()
+    rest = torch.ones_like(positions)[..., None] * scale
     if cos.dim() == 3:
-        cos, sin = cos[:, None], sin[:, None]
+        cos, sin, rest = cos[:, None], sin[:, None], rest[:, None]
     table = torch.float64 if dtype == torch.float64 else torch.float32
-    return Rotation(cos.to(table), sin.to(table), interleaved)
+    return Rotation(cos.to(table), sin.to(table), rest.to(table), interleaved)
+
+
+def _refuse_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -> None:
+    """Growth with the absolute position ends where the dtype does."""
+    room = math.log(torch.finfo(dtype).max) / 2
+    if not torch.compiler.is_compiling() and float(exponent.abs().max()) > room:
+        last = int(room / float(log_growth.abs().max()))
+        raise InputError(
+            f"XPos in {dtype} reads up to position {last}: beyond it a key shrinks and a query "
+            "grows out of the dtype's range; use a larger scale or a wider dtype"
+        )
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -54,11 +89,16 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half:]
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+def _turn(
+    x: Tensor, cos: Tensor, sin: Tensor, rest: Tensor, interleaved: bool, back: bool
+) -> Tensor:
     wide = x if x.dtype == cos.dtype else x.to(cos.dtype)
     y = torch.empty_like(wide, memory_format=torch.contiguous_format)
-    a, b = _pairs(wide, interleaved)
-    left, right = _pairs(y, interleaved)
+    turned = 2 * cos.shape[-1]
+    a, b = _pairs(wide[..., :turned], interleaved)
+    left, right = _pairs(y[..., :turned], interleaved)
+    if turned < x.shape[-1]:
+        torch.mul(wide[..., turned:], rest, out=y[..., turned:])
     sign = -1 if back else 1
     torch.mul(a, cos, out=left)
     left.addcmul_(b, sin, value=-sign)
@@ -67,13 +107,15 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) ->
     return y.to(x.dtype)
 
 
-def _turn_plainly(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _turn_plainly(x: Tensor, cos: Tensor, sin: Tensor, rest: Tensor, interleaved: bool) -> Tensor:
     """The same rotation in operations that a compiler can fuse."""
-    a, b = _pairs(x.to(cos.dtype), interleaved)
+    wide, turned = x.to(cos.dtype), 2 * cos.shape[-1]
+    a, b = _pairs(wide[..., :turned], interleaved)
     left, right = a * cos - b * sin, b * cos + a * sin
-    if interleaved:
-        return torch.stack((left, right), -1).flatten(-2).to(x.dtype)
-    return torch.cat((left, right), -1).to(x.dtype)
+    y = torch.stack((left, right), -1).flatten(-2) if interleaved else torch.cat((left, right), -1)
+    if turned < x.shape[-1]:
+        y = torch.cat((y, wide[..., turned:] * rest), -1)
+    return y.to(x.dtype)
 
 
 class _Rotate(torch.autograd.Function):
@@ -81,16 +123,22 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rest: Tensor,
+        interleaved: bool,
+        back: bool,
     ) -> Tensor:
-        ctx.save_for_backward(cos, sin)
+        ctx.save_for_backward(cos, sin, rest)
         ctx.settings = interleaved, back
-        return _turn(x, cos, sin, interleaved, back)
+        return _turn(x, cos, sin, rest, interleaved, back)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        cos, sin = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin, rest = ctx.saved_tensors
         interleaved, back = ctx.settings
         # With gradients on, a derivative of this derivative is wanted: it is a rotation as well.
         turn = _Rotate.apply if torch.is_grad_enabled() else _turn
-        return turn(grads[0], cos, sin, interleaved, not back), None, None, None, None
+        return turn(grads[0], cos, sin, rest, interleaved, not back), None, None, None, None, None

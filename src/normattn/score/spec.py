@@ -7,34 +7,35 @@ The grammar is `PART(-PART)*(@L)?`, a part being `Name` or `Name(field=value,…
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import operator
-import re
-import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from normattn.errors import InputError
+from normattn.score.grammar import give, label, make, print_part, read
 from normattn.score.part import (
+    BiasPart,
+    CapPart,
+    DocumentsPart,
+    LayoutPart,
     LogNPart,
+    OrderPart,
     Part,
     PositionPart,
     RegimePart,
+    SinkPart,
     Slot,
     SpectrumPart,
     Variant,
+    VisiblePart,
 )
 from normattn.score.registry import find
-
-_PART = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*[+†]?)(?:\((?P<fields>[^()]*)\))?")
-_LENGTH = re.compile(r"@(?P<length>[0-9]+)$")
-_SPOKEN = {"NTK-mixed": "NTKMixed"}
-_Given = tuple[type[Part], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -64,23 +65,23 @@ class ScoreSpec:
         given it in the text. Raises `InputError` for unknown parts (with the nearest names),
         unknown or unused parameters, values out of range and combinations without a sense.
         """
-        given, length = _read(text)
+        given, length = read(text)
         if None not in (length, train_length) and length != train_length:
             raise InputError(
                 f"{text!r} says a training length of {length}, but {train_length} was given"
             )
         for key, value in parameters.items():
-            _give(key, value, given, text)
-        chosen = tuple(_make(part, fields, text) for part, fields in given)
+            give(key, value, given, text)
+        chosen = tuple(make(part, fields, text) for part, fields in given)
         return cls(chosen, train_length if length is None else length)
 
     @property
     def name(self) -> str:
         """The label of the literature's tables, e.g. `CosA-logn-YaRN`."""
-        return "-".join(_label(part) for part in self.parts if not _silent(part))
+        return "-".join(label(part) for part in self._shown)
 
     def __str__(self) -> str:
-        shown = "-".join(_print_part(part) for part in self.parts if not _silent(part))
+        shown = "-".join(print_part(part) for part in self._shown)
         return shown if self.train_length is None else f"{shown}@{self.train_length}"
 
     @property
@@ -109,6 +110,71 @@ class ScoreSpec:
         return typing.cast(RegimePart | None, self._slot(Slot.REGIME))
 
     @property
+    def order(self) -> OrderPart | None:
+        """Normalisation after the rotation."""
+        return typing.cast(OrderPart | None, self._slot(Slot.ORDER))
+
+    @property
+    def bias(self) -> BiasPart | None:
+        """A bias by distance."""
+        return typing.cast(BiasPart | None, self._slot(Slot.BIAS))
+
+    @property
+    def cap(self) -> CapPart | None:
+        """A bound on the score."""
+        return typing.cast(CapPart | None, self._slot(Slot.CAP))
+
+    @property
+    def sink(self) -> SinkPart | None:
+        """A learned logit in the denominator."""
+        return typing.cast(SinkPart | None, self._slot(Slot.SINK))
+
+    @property
+    def documents(self) -> DocumentsPart | None:
+        """Whether documents packed into one row see each other."""
+        return typing.cast(DocumentsPart | None, self._slot(Slot.DOCUMENTS))
+
+    @property
+    def layout(self) -> LayoutPart | None:
+        """Different scores in different layers."""
+        return typing.cast(LayoutPart | None, self._slot(Slot.LAYOUT))
+
+    @property
+    def visible(self) -> tuple[int | None, int]:
+        """(w, kept): keys with i − j ≥ w are hidden but for the first `kept`; w None hides none."""
+        part = typing.cast(VisiblePart | None, self._slot(Slot.VISIBLE))
+        if part is not None:
+            return part.window, 0
+        return (None, 0) if self.regime is None else self.regime.visible()
+
+    def layer(self, layer: int, layers: int) -> ScoreSpec:
+        """The score of layer `layer` (0-based) of a model of `layers`: itself without a layout."""
+        if self.layout is None:
+            return self
+        if self.train_length is None:
+            raise InputError(f"{self.layout.name} needs a training length, and nothing gives it")
+        parts: dict[Slot, Part] = {part.slot: part for part in self.parts}
+        del parts[Slot.LAYOUT]
+        return ScoreSpec(
+            tuple(self.layout.layer(parts, layer, layers, self.train_length)), self.train_length
+        )
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 (specifications are small values)
+    def fixed(self, block: int) -> ScoreSpec:
+        """The score of query rows block·L … block·L + L − 1, whose spectrum does not move."""
+        if self.spectrum is None or not self.spectrum.moving:
+            return self
+        assert self.train_length is not None
+        still = self.spectrum.at(block, self.train_length)
+        parts = (still if part.slot is Slot.SPECTRUM else part for part in self.parts)
+        return ScoreSpec(tuple(parts), self.train_length)
+
+    @functools.cached_property
+    def moves(self) -> bool:
+        """Whether the spectrum depends on the row that reads."""
+        return self.spectrum is not None and self.spectrum.moving
+
+    @functools.cached_property
     def leaks_future(self) -> bool:
         """Whether a normalisation reads across the sequence (refused when causal)."""
         norms = (self.variant.query_norm(), self.variant.key_norm())
@@ -116,8 +182,8 @@ class ScoreSpec:
 
     @property
     def needs_causal(self) -> bool:
-        """Whether the score is defined for causal attention only."""
-        return self.regime is not None
+        """Whether the score is defined for causal attention only: two regimes, moving spectra."""
+        return self.regime is not None or self.moves
 
     @property
     def trained(self) -> ScoreSpec:
@@ -133,7 +199,7 @@ class ScoreSpec:
     @property
     def method(self) -> str:
         """The name of the post-hoc parts, e.g. `YaRN`; empty when there are none."""
-        return "-".join(_label(part) for part in self.parts if part.when != "trained-in")
+        return "-".join(label(part) for part in self.parts if part.when != "trained-in")
 
     def with_method(self, text: str, **parameters: Any) -> ScoreSpec:
         """This specification with the post-hoc parts that `text` names; "" or "as is" adds none.
@@ -142,7 +208,7 @@ class ScoreSpec:
         """
         if text.strip() in ("", "as is"):
             return self
-        given, length = _read(text)
+        given, length = read(text)
         for part, _ in given:
             if part.when == "trained-in":
                 raise InputError(f"{part.name} is trained in; it cannot be added to {self.name}")
@@ -151,8 +217,8 @@ class ScoreSpec:
                 f"{text!r} says a training length of {length}, but {self} has another one"
             )
         for key, value in parameters.items():
-            _give(key, value, given, text)
-        added = tuple(_make(part, fields, text) for part, fields in given)
+            give(key, value, given, text)
+        added = tuple(make(part, fields, text) for part, fields in given)
         return ScoreSpec(
             (*self.parts, *added), length if self.train_length is None else self.train_length
         )
@@ -180,6 +246,12 @@ class ScoreSpec:
                 )
         return spec
 
+    @property
+    def _shown(self) -> tuple[Part, ...]:
+        """The parts that a name spells: all but the position that stands there unasked."""
+        silent = _unasked_position({part.slot for part in self.parts})
+        return tuple(part for part in self.parts if part != silent)
+
     def _slot(self, slot: Slot) -> Part | None:
         return next((part for part in self.parts if part.slot is slot), None)
 
@@ -204,13 +276,9 @@ def _validate(value: Any) -> ScoreSpec:
     raise InputError(f"a score is a ScoreSpec or its name, but {value!r} was given")
 
 
-def _silent(part: Part) -> bool:
-    """Whether names leave the part out: RoPE as it is by default."""
-    return part.name == "RoPE" and part == type(part)()
-
-
-def _label(part: Part) -> str:
-    return part.label or part.name
+def _unasked_position(slots: Container[Slot]) -> Part:
+    """RoPE by default, NoPE beside a bias, which is a position of its own."""
+    return find("NoPE" if Slot.BIAS in slots else "RoPE")()
 
 
 def _arrange(parts: Iterable[Part]) -> tuple[Part, ...]:
@@ -225,21 +293,32 @@ def _arrange(parts: Iterable[Part]) -> tuple[Part, ...]:
         slots[part.slot] = part
     if Slot.VARIANT not in slots:
         raise InputError("a score needs a variant first, e.g. Baseline, KNA or CosA")
-    slots.setdefault(Slot.POSITION, find("RoPE")())
+    slots.setdefault(Slot.POSITION, _unasked_position(slots))
     return tuple(slots[slot] for slot in Slot if slot in slots)
 
 
 def _refuse_nonsense(spec: ScoreSpec) -> None:
     for part in spec.parts:
         if part.needs_rotary and not spec.position.rotary:
+            place = spec.position.name if spec.bias is None else spec.bias.name
             raise InputError(
-                f"{part.name} on {spec.position.name} makes no sense: {part.name} changes rotary "
-                f"positions, and {spec.position.name} has none"
+                f"{part.name} on {place} makes no sense: {part.name} changes rotary positions, and "
+                f"{spec.name} has none"
+            )
+        if spec.layout is not None and not spec.layout.stretchable and part.when != "trained-in":
+            raise InputError(
+                f"{part.name} on {spec.layout.name} makes no sense: all but its last layer read "
+                "within a window, and the last has no rotary position and log-n of its own"
             )
     if spec.regime is not None and spec.spectrum is not None:
         raise InputError(
             f"{spec.regime.name} and {spec.spectrum.name} cannot be combined: {spec.regime.name} "
             "keeps every relative position inside the trained range, so nothing is left to stretch"
+        )
+    if spec._slot(Slot.VISIBLE) is not None and spec.regime is not None:
+        raise InputError(
+            f"{spec.regime.name} cannot be used on a sliding window: a model whose layers see no "
+            "further than their window has no far regime"
         )
     if spec.needs_causal and spec.leaks_future:
         raise InputError(
@@ -260,109 +339,3 @@ def _length(value: Any) -> int:
             f"a training length must be a whole number of at least 2, but it is {value!r}"
         )
     return length
-
-
-def _read(text: str) -> tuple[list[_Given], int | None]:
-    """The parts that `text` names with the fields that it gives them, and its training length."""
-    body, length = text.strip(), None
-    if match := _LENGTH.search(body):
-        body, length = body[: match.start()], int(match["length"])
-    for spoken, name in _SPOKEN.items():
-        body = re.sub(rf"{re.escape(spoken)}(?=$|[-(@])", name, body)
-    return [_parse_part(match, text) for match in _split(body, text)], length
-
-
-def _give(key: str, value: Any, given: list[_Given], text: str) -> None:
-    """Hand a parameter to the one part that has such a field still open."""
-    takers = [
-        fields
-        for part, fields in given
-        if key in {field.name for field in dataclasses.fields(part)} and key not in fields
-    ]
-    if not takers:
-        raise InputError(f"no part of {text!r} takes the parameter {key!r}, or it has it already")
-    if len(takers) > 1:
-        raise InputError(f"two parts of {text!r} take {key!r}: write it behind the one you mean")
-    takers[0][key] = value
-
-
-def _split(body: str, text: str) -> list[re.Match[str]]:
-    found, start = [], 0
-    while start < len(body):
-        match = _PART.match(body, start)
-        if match is None:
-            break
-        found.append(match)
-        start = match.end()
-        if start < len(body) and body[start] == "-" and start + 1 < len(body):
-            start += 1
-        elif start < len(body):
-            break
-    if start != len(body) or not found:
-        near = body[start : start + 12]
-        raise InputError(
-            f"{text!r} is not a score: expected names joined by hyphens, like "
-            f"CosA-logn-YaRN(factor=8)@512, but found {near!r}"
-        )
-    return found
-
-
-def _parse_part(match: re.Match[str], text: str) -> _Given:
-    part, fields = find(match["name"]), dict[str, Any]()
-    for item in filter(None, (match["fields"] or "").split(",")):
-        key, equals, value = (piece.strip() for piece in item.partition("="))
-        if not equals or key in fields:
-            raise InputError(f"{text!r}: {item.strip()!r} is not one new field=value")
-        fields[key] = value
-    return part, fields
-
-
-def _make(part: type[Part], values: dict[str, Any], text: str) -> Part:
-    hints = typing.get_type_hints(part)
-    known = {field.name for field in dataclasses.fields(part)}
-    for key in values:
-        if key not in known:
-            has = ", ".join(sorted(known)) or "no parameters"
-            raise InputError(f"{text!r}: {part.name} has no parameter {key!r}; it has {has}")
-    return part(**{key: _convert(hints[key], value, part, key) for key, value in values.items()})
-
-
-def _convert(hint: Any, value: Any, part: type[Part], key: str) -> Any:
-    """`value` as the field's type; text is read, numbers must be of the right kind."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
-    if typing.get_origin(hint) is Literal:
-        if value in typing.get_args(hint):
-            return value
-        expected = " or ".join(repr(choice) for choice in typing.get_args(hint))
-    elif hint is bool:
-        if isinstance(value, bool) or value in ("true", "false"):
-            return value if isinstance(value, bool) else value == "true"
-        expected = "true or false"
-    else:
-        expected = "a whole number" if hint is int else "a number"
-        try:
-            number = float(value)
-            if not isinstance(value, bool) and (hint is float or number == int(number)):
-                return hint(number)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    raise InputError(f"{part.name}: {key} must be {expected}, but it is {value!r}")
-
-
-def _print_part(part: Part) -> str:
-    changed = [
-        f"{field.name}={_print_value(getattr(part, field.name))}"
-        for field in dataclasses.fields(part)
-        if getattr(part, field.name) != field.default
-    ]
-    name = part.name
-    return f"{name}({','.join(changed)})" if changed else name
-
-
-def _print_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return str(int(value))
-    return str(value)

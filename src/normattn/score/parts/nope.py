@@ -18,4 +18,3 @@ class NoPE(PositionPart):
     summary: ClassVar[str] = "no position"
     equation: ClassVar[str] = "P_i = 1"
     source: ClassVar[str] = "arXiv 2305.19466"
-    rotary: ClassVar[bool] = False

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from normattn.score.part import PositionPart
+from normattn.score.part import RotaryPosition
 from normattn.score.registry import register
 
 
 @register
 @dataclass(frozen=True)
-class RoPE(PositionPart):
+class RoPE(RotaryPosition):
     """Rotate feature pair m of position i by the angle i·base^(−2m/d) (kexue.fm/archives/8265).
 
     `layout="half"` pairs feature m with m + d/2, `layout="interleaved"` pairs 2m with 2m + 1.
@@ -22,9 +21,3 @@ class RoPE(PositionPart):
     summary: ClassVar[str] = "rotary position (the default)"
     equation: ClassVar[str] = "P_i: pair m turned by i·base^(−2m/d)"
     source: ClassVar[str] = "kexue.fm/archives/8265, arXiv 2104.09864"
-    base: float = 10000.0
-    layout: Literal["half", "interleaved"] = "half"
-
-    def __post_init__(self) -> None:
-        self.require(math.isfinite(self.base) and self.base > 1, "base", "a number above 1")
-        self.require(self.layout in ("half", "interleaved"), "layout", "'half' or 'interleaved'")

@@ -1,0 +1,139 @@
+"""The grammar of specifications: texts to parts and back.
+
+`PART(-PART)*(@L)?`, a part being `Name` or `Name(field=value,…)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from typing import Any, Literal
+
+from normattn.errors import InputError
+from normattn.score.part import Part
+from normattn.score.registry import find
+
+_PART = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*[+†]?)(?:\((?P<fields>[^()]*)\))?")
+_LENGTH = re.compile(r"@(?P<length>[0-9]+)$")
+_SPOKEN = {"NTK-mixed": "NTKMixed", "NTK-old": "NTKOld", "NTK-fixed": "NTK"}
+Given = tuple[type[Part], dict[str, Any]]
+
+
+def label(part: Part) -> str:
+    """How tables call the part."""
+    return part.label or part.name
+
+
+def read(text: str) -> tuple[list[Given], int | None]:
+    """The parts that `text` names with the fields that it gives them, and its training length."""
+    body, length = text.strip(), None
+    if match := _LENGTH.search(body):
+        body, length = body[: match.start()], int(match["length"])
+    for spoken, name in _SPOKEN.items():
+        body = re.sub(rf"{re.escape(spoken)}(?=$|[-(@])", name, body)
+    return [_parse_part(match, text) for match in _split(body, text)], length
+
+
+def give(key: str, value: Any, given: list[Given], text: str) -> None:
+    """Hand a parameter to the one part that has such a field still open."""
+    takers = [
+        fields
+        for part, fields in given
+        if key in {field.name for field in dataclasses.fields(part)} and key not in fields
+    ]
+    if not takers:
+        raise InputError(f"no part of {text!r} takes the parameter {key!r}, or it has it already")
+    if len(takers) > 1:
+        raise InputError(f"two parts of {text!r} take {key!r}: write it behind the one you mean")
+    takers[0][key] = value
+
+
+def _split(body: str, text: str) -> list[re.Match[str]]:
+    found, start = [], 0
+    while start < len(body):
+        match = _PART.match(body, start)
+        if match is None:
+            break
+        found.append(match)
+        start = match.end()
+        if start < len(body) and body[start] == "-" and start + 1 < len(body):
+            start += 1
+        elif start < len(body):
+            break
+    if start != len(body) or not found:
+        near = body[start : start + 12]
+        raise InputError(
+            f"{text!r} is not a score: expected names joined by hyphens, like "
+            f"CosA-logn-YaRN(factor=8)@512, but found {near!r}"
+        )
+    return found
+
+
+def _parse_part(match: re.Match[str], text: str) -> Given:
+    part, fields = find(match["name"]), dict[str, Any]()
+    for item in filter(None, (match["fields"] or "").split(",")):
+        key, equals, value = (piece.strip() for piece in item.partition("="))
+        if not equals or key in fields:
+            raise InputError(f"{text!r}: {item.strip()!r} is not one new field=value")
+        fields[key] = value
+    return part, fields
+
+
+def make(part: type[Part], values: dict[str, Any], text: str) -> Part:
+    """The part with these values, each read as the type of its field."""
+    hints = typing.get_type_hints(part)
+    known = {field.name for field in dataclasses.fields(part)}
+    for key in values:
+        if key not in known:
+            has = ", ".join(sorted(known)) or "no parameters"
+            raise InputError(f"{text!r}: {part.name} has no parameter {key!r}; it has {has}")
+    return part(**{key: _convert(hints[key], value, part, key) for key, value in values.items()})
+
+
+def _convert(hint: Any, value: Any, part: type[Part], key: str) -> Any:
+    """`value` as the field's type; text is read, numbers must be of the right kind."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
+    if typing.get_origin(hint) is Literal:
+        if value in typing.get_args(hint):
+            return value
+        expected = " or ".join(repr(choice) for choice in typing.get_args(hint))
+    elif typing.get_origin(hint) is tuple:
+        pieces = value.split(":") if isinstance(value, str) else value
+        return tuple(_convert(typing.get_args(hint)[0], piece, part, key) for piece in pieces)
+    elif hint is bool:
+        if isinstance(value, bool) or value in ("true", "false"):
+            return value if isinstance(value, bool) else value == "true"
+        expected = "true or false"
+    else:
+        expected = "a whole number" if hint is int else "a number"
+        try:
+            number = float(value)
+            if not isinstance(value, bool) and (hint is float or number == int(number)):
+                return hint(number)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise InputError(f"{part.name}: {key} must be {expected}, but it is {value!r}")
+
+
+def print_part(part: Part) -> str:
+    """The part as `make` reads it: its name, and the fields that are not as by default."""
+    changed = [
+        f"{field.name}={_print_value(getattr(part, field.name))}"
+        for field in dataclasses.fields(part)
+        if getattr(part, field.name) != field.default
+    ]
+    name = part.name
+    return f"{name}({','.join(changed)})" if changed else name
+
+
+def _print_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ":".join(_print_value(item) for item in value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return str(value)
