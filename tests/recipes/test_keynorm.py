@@ -10,15 +10,22 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.recipes import presets
-from normattn.recipes.keynorm import METHODS, VARIANTS, Request, resolve
+from normattn.recipes.keynorm import METHODS, VARIANTS, resolve
 from normattn.recipes.plan import make_plan
-from normattn.score import ScoreSpec
+from normattn.recipes.studies import Cell, ReadCell, Request
+from normattn.recipes.variants import trained_in_variants
+from normattn.score import ScoreSpec, registry
+
+
+def methods_of(cell: Cell) -> tuple[str, ...]:
+    assert isinstance(cell, ReadCell)
+    return cell.methods
 
 
 @pytest.mark.parametrize("name", ["smoke", "laptop", "gpu-100m"])
 def test_every_preset_gives_the_whole_table(name: str) -> None:
     sweep = resolve(Request(preset=name))
-    rows = {(cell.variant, method) for cell in sweep.cells for method in cell.methods}
+    rows = {(cell.variant, method) for cell in sweep.cells for method in methods_of(cell)}
     assert rows == {(variant, method) for variant in VARIANTS for method in METHODS}
     assert len(rows) == 32
     assert not sweep.skipped
@@ -71,7 +78,7 @@ def test_every_setting_is_resolved(tiny: Path) -> None:
 
 def test_a_method_without_sense_leaves_out_its_row_and_says_why(tiny: Path) -> None:
     sweep = resolve(Request(str(tiny), ("KNA", "KNA-NoPE")))
-    cells = {cell.variant: cell.methods for cell in sweep.cells}
+    cells = {cell.variant: methods_of(cell) for cell in sweep.cells}
     assert cells["KNA"] == METHODS
     assert cells["KNA-NoPE"] == ("as is",)
     assert len(sweep.skipped) == 3
@@ -99,3 +106,51 @@ def test_presets_hold_no_setting_twice() -> None:
 def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean smoke"):
         presets.load("smoek")
+
+
+def test_parameters_of_a_method_are_kept(tiny: Path) -> None:
+    named = ("ReRoPE(window=3)", "ReRoPE(window=3)-logn+", "YaRN(factor=2)", "NTK-mixed")
+    sweep = resolve(Request(str(tiny), ("KNA",), named))
+    kept = ("ReRoPE(window=3)", "logn+-ReRoPE(window=3)", "YaRN(factor=2)", "NTKMixed")
+    assert methods_of(sweep.cells[0]) == kept
+
+
+def test_all_is_every_part_that_a_row_can_have(tiny: Path) -> None:
+    for request in (
+        Request(str(tiny), methods=("all",)),
+        Request(str(tiny), variants=("all",), methods=("all",)),
+    ):
+        sweep = resolve(request)
+        rows = {cell.variant: methods_of(cell) for cell in sweep.cells}
+        found = [name for name in trained_in_variants() if name in rows]
+        assert list(rows) == found
+        assert {"Baseline", "KNA-logn", "CosA", "QKRMSNorm(gain=true)", "KNA-NoPE"} <= rows.keys()
+        for name, part in registry.parts().items():
+            if part.when != "trained-in":
+                said = any(f"with {name} is left out" in reason for reason in sweep.skipped)
+                assert any(name in methods for methods in rows.values()) or said
+        assert {"as is", "YaRN", "ReRoPE"} <= set(rows["Baseline"])
+        # Nothing rotary is left to stretch on a model without positions.
+        assert "YaRN" not in rows["Baseline-NoPE"]
+    some = resolve(Request(str(tiny), ("KNA",), ("all",)))
+    assert [cell.variant for cell in some.cells] == ["KNA"]
+
+
+def test_every_trained_in_part_has_a_row_of_its_own() -> None:
+    shown = "-".join(trained_in_variants())
+    for name, part in registry.parts().items():
+        slots = ("order", "position", "bias", "cap", "sink", "visible", "layout")
+        if part.when == "trained-in" and part.slot.value in slots and name != "RoPE":
+            assert name in shown
+
+
+@pytest.mark.parametrize("option", ["variants", "methods"])
+def test_all_stands_alone(tiny: Path, option: str) -> None:
+    request = Request(str(tiny), **{option: ("all", "KNA")})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=f"--{option} all is said alone"):
+        resolve(request)
+
+
+def test_settings_of_another_study_are_refused(tiny: Path) -> None:
+    with pytest.raises(InputError, match="there is no setting nowhere"):
+        resolve(Request(str(tiny), changes={"nowhere.steps": 1}))

@@ -81,10 +81,12 @@ def keynorm(
     """
     assigned = values.assignments(changes or [])
 
-    from normattn.recipes.keynorm import Request
+    from normattn.recipes.keynorm import resolve
+    from normattn.recipes.studies import Request
     from normattn.recipes.sweep import reproduce
 
     failed = reproduce(
+        resolve,
         Request(
             preset=preset,
             variants=values.names(variants, "--variants"),

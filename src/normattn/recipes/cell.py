@@ -1,4 +1,4 @@
-"""One cell in its own process: train, then read on in every way; each step only if not yet done."""
+"""One cell in its own process: each of its stages in turn, and only what is not yet done."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from normattn.data import TokenData, prepare_tokens
-from normattn.errors import DivergedError, InputError, Interrupted
+from normattn.data import prepare_tokens
+from normattn.errors import InputError, Interrupted
 from normattn.recipes.jobs import DIVERGED, FINISHED, watch_parent
-from normattn.recipes.keynorm import AS_IS, CellConfig
 from normattn.recipes.layout import CellPaths, note_progress, write_if_changed
-from normattn.recipes.measuring import count_evaluations, evaluate_trained
 from normattn.recipes.settings import validated
-from normattn.runs import read_status
+from normattn.recipes.stages import Note
+from normattn.recipes.studies import Cell, ReadCell
 from normattn.runs.reading import read_object
-from normattn.training import StepReport, TrainingConfig, train_causal
 
 PROGRESS_SECONDS = 0.5
 LOCK_SECONDS = 120.0
+
+KINDS: dict[str, type[Cell]] = {"read": ReadCell}
+"""What a cell.json may describe, by its `kind`."""
 
 
 def run_cell(job: Path, parent: int = 0) -> int:
@@ -36,75 +37,39 @@ def run_cell(job: Path, parent: int = 0) -> int:
     if parent:
         watch_parent(parent)
     paths = CellPaths.of_job(job)
-    cell = validated(CellConfig, read_object(paths.settings), str(paths.settings))
+    cell = read_cell(paths.settings)
     with _raise_when_stopped(), _only_one(paths.lock):
-        config = cell.training_config
-        if _diverged_before(paths.run):
-            return DIVERGED
-        data = prepare_tokens(config.data)
-        progress = _Progress(paths.progress)
-        try:
-            train_causal(config, paths.run, on_step=progress.step, show_progress=False)
-        except DivergedError as error:
-            print(f"normattn: {error}", file=sys.stderr)
-            return DIVERGED
-        _evaluate(cell, config, data, paths, progress)
+        data = prepare_tokens(cell.training_config.data)
+        for number, stage in enumerate(cell.stages(paths)):
+            diverged = stage.run(data, _noting(paths.progress, number, stage.phase))
+            if diverged is not None:
+                print(f"normattn: {diverged}", file=sys.stderr)
+                return DIVERGED
         write_if_changed(paths.done, cell.model_dump(mode="json"))
     return FINISHED
 
 
-def _evaluate(
-    cell: CellConfig,
-    config: TrainingConfig,
-    data: TokenData,
-    paths: CellPaths,
-    progress: _Progress,
-) -> None:
-    total = count_evaluations(cell.evaluation) * len(cell.methods)
-    evaluate_trained(
-        paths.run,
-        config,
-        data,
-        methods=["" if method == AS_IS else method for method in cell.methods],
-        settings=cell.evaluation,
-        name=f"{cell.variant}/seed{cell.seed}",
-        on_done=lambda done: progress.evaluated(done, total),
-    )
+def read_cell(settings: Path) -> Cell:
+    """The cell that a cell.json describes."""
+    fields = read_object(settings)
+    kind = KINDS.get(str(fields.get("kind")))
+    if kind is None:
+        raise InputError(f"{settings} describes no cell that this version knows")
+    return validated(kind, fields, str(settings))
 
 
-def _diverged_before(run: Path) -> bool:
-    """Whether the run ended in NaN: that is its result, and training again would give the same."""
-    status = read_status(run)
-    if status is None or status.state != "diverged":
-        return False
-    print(f"normattn: {status.message}", file=sys.stderr)
-    return True
+def _noting(path: Path, stage: int, phase: str) -> Note:
+    """Leaves a note of how far a stage is, twice a second at most."""
+    due = 0.0
 
+    def note(done: int, total: int, text: str) -> None:
+        nonlocal due
+        if time.monotonic() >= due or done == total:
+            due = time.monotonic() + PROGRESS_SECONDS
+            facts = {"stage": stage, "phase": phase, "done": done, "total": total, "text": text}
+            note_progress(path, facts)
 
-class _Progress:
-    """Leaves a note of how far the cell is, twice a second at most."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._due = 0.0
-
-    def step(self, report: StepReport) -> None:
-        """A training step is done."""
-        if time.monotonic() >= self._due or report.step == report.steps:
-            self._note(
-                "training",
-                report.step,
-                report.steps,
-                f"loss {report.loss:.3f}, {report.tokens_per_second:,.0f} tokens/s",
-            )
-
-    def evaluated(self, done: int, total: int) -> None:
-        """An evaluation is done."""
-        self._note("evaluation", done, total, "")
-
-    def _note(self, phase: str, done: int, total: int, text: str) -> None:
-        self._due = time.monotonic() + PROGRESS_SECONDS
-        note_progress(self._path, {"phase": phase, "done": done, "total": total, "text": text})
+    return note
 
 
 @contextmanager

@@ -17,21 +17,24 @@ class CellPaths:
     """The places of one cell: `run` holds its results, `job` what steers and describes its child.
 
     They are apart because a run directory refuses files that are no part of a run.
+    `continued` holds the runs that go on from `run`.
     """
 
     run: Path
     job: Path
+    continued: Path
 
     @classmethod
     def of(cls, out: Path, variant: str, seed: int) -> CellPaths:
         """The places of the cell (variant, seed) below `out`."""
-        return cls(out / "cells" / variant / f"seed{seed}", out / "jobs" / variant / f"seed{seed}")
+        cell = Path(variant) / f"seed{seed}"
+        return cls(out / "cells" / cell, out / "jobs" / cell, out / "continued" / cell)
 
     @classmethod
     def of_job(cls, job: Path) -> CellPaths:
         """The places of the cell that `job` steers."""
         job = job.resolve()
-        return cls(job.parents[2] / "cells" / job.parent.name / job.name, job)
+        return cls.of(job.parents[2], job.parent.name, int(job.name.removeprefix("seed")))
 
     @property
     def settings(self) -> Path:

@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 
 from normattn.models import CausalLM
+from normattn.recipes.cell import read_cell
 from normattn.recipes.jobs import watch_parent
-from normattn.recipes.keynorm import CellConfig
 from normattn.recipes.layout import CellPaths
-from normattn.recipes.settings import validated
-from normattn.runs.reading import read_object
+from normattn.recipes.studies import Cell
 from normattn.training.distribution import choose_device
 from normattn.training.optimisers import make_optimiser
 
@@ -29,12 +28,10 @@ def measure_cell(job: Path, parent: int = 0) -> None:
     """
     if parent:
         watch_parent(parent)
-    paths = CellPaths.of_job(job)
-    cell = validated(CellConfig, read_object(paths.settings), str(paths.settings))
-    print(json.dumps(rates(cell)))
+    print(json.dumps(rates(read_cell(CellPaths.of_job(job).settings))))
 
 
-def rates(cell: CellConfig) -> dict[str, float]:
+def rates(cell: Cell) -> dict[str, float]:
     """Seconds per token of this cell: `train` and `score`."""
     config = cell.training_config
     device = choose_device(config.device)

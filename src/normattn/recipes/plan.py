@@ -12,10 +12,9 @@ from pathlib import Path
 
 from normattn.models.accounting import flops_per_token, parameter_count
 from normattn.recipes.jobs import FINISHED, Job, run_jobs
-from normattn.recipes.keynorm import CellConfig, Sweep
 from normattn.recipes.layout import CellPaths, write_if_changed
-from normattn.recipes.measuring import set_lengths
-from normattn.runs import read_status
+from normattn.recipes.stages import Stage, TrainStage
+from normattn.recipes.studies import Cell, Sweep
 
 BYTES = 4
 CHECKPOINTS = 2
@@ -31,8 +30,8 @@ class Plan:
     finished: int
     rows: int
     parameters: int
-    tokens_per_run: int
-    scored_per_run: int
+    trained_tokens: int
+    scored_tokens: int
     flops: float
     disk_bytes: int
 
@@ -43,8 +42,8 @@ class Plan:
             ("rows of the table", f"{self.rows}"),
             ("training runs", f"{self.runs}{done}"),
             ("parameters of a model", f"{self.parameters:,}"),
-            ("training tokens", f"{self.tokens_per_run:,} a run"),
-            ("scored tokens", f"up to {self.scored_per_run:,} a run"),
+            ("training tokens", f"{self.trained_tokens:,} in all"),
+            ("scored tokens", f"up to {self.scored_tokens:,} in all"),
             ("floating-point operations", f"{self.flops:.2g} still to do"),
             ("disk", f"about {_size(self.disk_bytes)}"),
         ]
@@ -52,62 +51,58 @@ class Plan:
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds per trained and per scored token of one child among `jobs`."""
+    """Seconds per trained and per scored token of one child among `jobs`.
+
+    `flops` are those of one trained token then: a longer sequence costs more by its own.
+    """
 
     train: float
     score: float
+    flops: float
     jobs: int
+
+    def seconds(self, stage: Stage) -> float:
+        """What a stage takes when nothing of it is done."""
+        cost = stage.cost
+        if isinstance(stage, TrainStage):
+            return cost.flops / self.flops * self.train
+        return cost.scored * self.score
 
 
 def make_plan(sweep: Sweep) -> Plan:
     """Count runs, tokens, FLOPs and bytes of a sweep; needs no data and no measurement."""
     config = sweep.cells[0].training_config
-    finished = [cell for cell in sweep.cells if is_trained(sweep.out, cell)]
-    training = tokens_per_run(sweep.cells[0])
-    scoring = scored_tokens(sweep.cells[0])
+    stages = [stage for cell in sweep.cells for stage in sweep.stages(cell)]
+    trainings = [stage for stage in stages if isinstance(stage, TrainStage)]
+    finished = sum(stage.is_done() for stage in trainings)
+    to_do = [s for s in stages if not (isinstance(s, TrainStage) and s.is_done())]
     parameters = parameter_count(config.model)
-    trained = flops_per_token(config.model, config.model.train_length).training * training
-    scored = sum(
-        flops_per_token(config.model, length * config.model.train_length).forward
-        * length
-        * config.model.train_length
-        * sweep.cells[0].evaluation.max_windows
-        * len(sweep.cells[0].methods)
-        for length in set_lengths(sweep.config.evaluation)
-    )
     moments = 2 if config.optimiser.name == "adamw" else 1
-    weights = BYTES * parameters
+    kept = sum(1 + len(stage.config.keep) + CHECKPOINTS * (1 + moments) for stage in trainings)
     return Plan(
-        runs=len(sweep.cells),
-        finished=len(finished),
-        rows=len({(cell.variant, m) for cell in sweep.cells for m in cell.methods}),
+        runs=len(trainings),
+        finished=finished,
+        rows=sum({cell.variant: cell.readings for cell in sweep.cells}.values()),
         parameters=parameters,
-        tokens_per_run=training,
-        scored_per_run=scoring,
-        flops=(len(sweep.cells) - len(finished)) * trained + len(sweep.cells) * scored,
-        disk_bytes=len(sweep.cells) * weights * (1 + CHECKPOINTS * (1 + moments)),
+        trained_tokens=sum(stage.cost.trained for stage in stages),
+        scored_tokens=sum(stage.cost.scored for stage in stages),
+        flops=sum(stage.cost.flops for stage in to_do),
+        disk_bytes=kept * BYTES * parameters,
     )
 
 
-def tokens_per_run(cell: CellConfig) -> int:
+def tokens_per_run(cell: Cell) -> int:
     """Targets that the training of a cell sees."""
     config = cell.training_config
     return config.steps * config.batch_size * config.model.train_length
 
 
-def scored_tokens(cell: CellConfig) -> int:
-    """Tokens that pass through the model while a cell is evaluated, at most."""
-    units = sum(set_lengths(cell.evaluation)) * len(cell.methods) * cell.evaluation.max_windows
-    return units * cell.training_config.model.train_length
+def is_trained(sweep: Sweep, cell: Cell) -> bool:
+    """Whether every training of the cell has ended, in a model or in NaN."""
+    return all(s.is_done() for s in sweep.stages(cell) if isinstance(s, TrainStage))
 
 
-def is_trained(out: Path, cell: CellConfig) -> bool:
-    """Whether the cell's training has ended, in a model or in NaN."""
-    status = read_status(CellPaths.of(out, cell.variant, cell.seed).run)
-    return status is not None and status.state in ("finished", "diverged")
-
-
-def measure(cells: Sequence[CellConfig], jobs: int) -> Rates | None:
+def measure(cells: Sequence[Cell], jobs: int) -> Rates | None:
     """Time a few steps in as many children at once as the sweep will run; None where that fails.
 
     The children share the machine as they will later, so that the estimate is honest.
@@ -125,7 +120,9 @@ def measure(cells: Sequence[CellConfig], jobs: int) -> Rates | None:
         if any(outcome.code != FINISHED for outcome in outcomes):
             return None
         found = [json.loads(path.log.read_text().splitlines()[-1]) for path in paths]
-    return Rates(_mean(found, "train"), _mean(found, "score"), len(paths))
+    model = cells[0].training_config.model
+    flops = flops_per_token(model, model.train_length).training
+    return Rates(_mean(found, "train"), _mean(found, "score"), flops, len(paths))
 
 
 def estimate(sweep: Sweep, rates: Rates, jobs: int) -> float:
@@ -134,10 +131,17 @@ def estimate(sweep: Sweep, rates: Rates, jobs: int) -> float:
     return max(sum(cells) / min(jobs, len(cells)), max(cells))
 
 
-def cell_seconds(sweep: Sweep, cell: CellConfig, rates: Rates) -> float:
+def cell_seconds(sweep: Sweep, cell: Cell, rates: Rates) -> float:
     """Seconds that a cell takes in its child."""
-    training = 0.0 if is_trained(sweep.out, cell) else tokens_per_run(cell) * rates.train
-    return START_SECONDS + training + scored_tokens(cell) * rates.score
+    to_do = [s for s in sweep.stages(cell) if not (isinstance(s, TrainStage) and s.is_done())]
+    return START_SECONDS + sum(rates.seconds(stage) for stage in to_do)
+
+
+def stage_shares(sweep: Sweep, cell: Cell, rates: Rates | None) -> list[float]:
+    """What part of the cell's time each of its stages takes (by FLOPs if unmeasured)."""
+    stages = sweep.stages(cell)
+    parts = [stage.cost.flops if rates is None else rates.seconds(stage) for stage in stages]
+    return [part / sum(parts) for part in parts]
 
 
 def duration(seconds: float) -> str:

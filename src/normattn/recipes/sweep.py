@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -12,41 +13,41 @@ from rich.table import Table
 
 from normattn.data.tokens import prepare_tokens
 from normattn.recipes.jobs import Job, Outcome, run_jobs
-from normattn.recipes.keynorm import KIND, CellConfig, Request, Sweep, resolve
 from normattn.recipes.layout import CellPaths, peek, write_if_changed
-from normattn.recipes.measuring import EVALUATIONS, count_evaluations, evaluation_sets
 from normattn.recipes.plan import (
     Rates,
-    cell_seconds,
     duration,
     estimate,
     is_trained,
     make_plan,
     measure,
+    stage_shares,
     tokens_per_run,
 )
-from normattn.recipes.tabulate import tabulate
+from normattn.recipes.studies import CHANGEABLE, Cell, Request, Sweep
 from normattn.recipes.watch import SweepProgress
 from normattn.runs import RunDirectory
-
-# Settings that no digit of the table depends on.
-CHANGEABLE = ("training.checkpoint_seconds", "training.tensorboard", "evaluation.max_tokens")
 
 # Below this many FLOPs a sweep ends about as soon as its measurement would.
 WORTH_MEASURING = 1e10
 
+# Sentences about rows left out that are shown before the rest is only counted.
+SHOWN_SENTENCES = 12
 
-def reproduce(request: Request, only_plan: bool = False) -> list[str]:
-    """Run what `request` asks for, or only print what it would take; return what failed.
 
-    Raises `InputError` before anything is written when the request cannot be met, and
-    `Interrupted` when stopped; the same request then goes on. A cell that diverged is a result;
-    one that failed otherwise is named in the answer, after all others are done.
+def reproduce(
+    resolve: Callable[[Request], Sweep], request: Request, only_plan: bool = False
+) -> list[str]:
+    """Run what a study makes of `request`, or only print its plan; return what failed.
+
+    Raises `InputError` before anything is written when it cannot be done, and `Interrupted` when
+    stopped; the same command then goes on. A cell that diverged is a result; one that failed
+    otherwise is named in the answer, after all others are done.
     """
     sweep = resolve(request)
     console = Console(highlight=False)
     jobs = min(request.jobs or _default_jobs(sweep), len(sweep.cells))
-    _print_plan(console, request, sweep)
+    _print_plan(console, sweep, every=only_plan)
     if only_plan:
         _print_estimate(console, sweep, jobs)
         return []
@@ -63,7 +64,7 @@ def reproduce(request: Request, only_plan: bool = False) -> list[str]:
         outcomes = _run_cells(sweep, jobs, rates)
         failed = [_failure(outcome) for outcome in outcomes if outcome.failed]
         if len(failed) < len(sweep.cells):
-            tabulate([sweep.out], sweep.out)
+            sweep.report(sweep.out)
     for sentence in failed:
         print(f"normattn: {sentence}", file=sys.stderr)
     return failed
@@ -78,27 +79,33 @@ def _default_jobs(sweep: Sweep) -> int:
 
 
 def _open(sweep: Sweep) -> RunDirectory:
-    return RunDirectory.open(sweep.out, sweep.config, KIND, CHANGEABLE)
+    return RunDirectory.open(sweep.out, sweep.config, sweep.study, CHANGEABLE)
 
 
-def _print_plan(console: Console, request: Request, sweep: Sweep) -> None:
-    table = Table(title=f"plan: keynorm, preset {request.preset}", show_header=False)
+def _print_plan(console: Console, sweep: Sweep, every: bool) -> None:
+    title = f"plan: {sweep.study}, preset {sweep.config.preset}"
+    table = Table(title=title, show_header=False)
     for name, value in make_plan(sweep).lines():
         table.add_row(name, value)
-    evaluation = sweep.config.evaluation
-    length = sweep.config.training["model"]["train_length"]
-    table.add_row("trained at, tested up to", f"{length}, {length * max(evaluation.multiples)}")
+    length, multiples = sweep.config.train_length, sweep.config.evaluation.multiples
+    table.add_row("trained at, tested up to", f"{length}, {length * max(multiples)}")
     table.add_row("output", str(sweep.out))
     console.print(table)
-    for sentence in sweep.skipped:
+    skipped = sweep.skipped
+    shown = skipped if every or len(skipped) <= SHOWN_SENTENCES else ()
+    for sentence in shown:
         console.print(sentence, markup=False, soft_wrap=True)
+    if len(shown) < len(skipped):
+        console.print(
+            f"{len(skipped)} combinations make no sense and are left out; --plan says why"
+        )
 
 
 def _print_estimate(console: Console, sweep: Sweep, jobs: int) -> Rates | None:
     rates = None
     if make_plan(sweep).flops < WORTH_MEASURING:
         return None
-    if not all(is_trained(sweep.out, cell) for cell in sweep.cells):
+    if not all(is_trained(sweep, cell) for cell in sweep.cells):
         rates = measure(sweep.cells, jobs)
     if rates is None:
         return None
@@ -118,8 +125,7 @@ def _prepare(console: Console, sweep: Sweep) -> None:
     config = sweep.cells[0].training_config
     with console.status(f"preparing the corpus {config.data.corpus}"):
         data = prepare_tokens(config.data)
-        sets = evaluation_sets(data, config.model.train_length, sweep.config.evaluation)
-    documents = {name for each in sets for name in each.documents}
+        documents = sweep.documents(data)
     console.print(
         f"corpus {config.data.corpus}: {data.train.total:,} training tokens in "
         f"{len(data.train):,} documents; {len(documents):,} held-out documents are scored",
@@ -133,24 +139,19 @@ def _prepare(console: Console, sweep: Sweep) -> None:
 
 def _run_cells(sweep: Sweep, jobs: int, rates: Rates | None) -> list[Outcome]:
     work = [_job(sweep, cell) for cell in sweep.cells if not is_done(sweep, cell)]
-    shares = {} if rates is None else {c.name: _share(sweep, c, rates) for c in sweep.cells}
+    shares = {cell.name: stage_shares(sweep, cell, rates) for cell in sweep.cells}
     with SweepProgress(work, shares) as progress:
         return run_jobs(work, jobs, progress)
 
 
-def is_done(sweep: Sweep, cell: CellConfig) -> bool:
+def is_done(sweep: Sweep, cell: Cell) -> bool:
     """Whether the cell ended before as it is asked for now, and its records are still there."""
     paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
-    wanted = count_evaluations(cell.evaluation) * len(cell.methods)
-    found = len(list((paths.run / EVALUATIONS).glob("*.json")))
-    return peek(paths.done) == cell.model_dump(mode="json") and found >= wanted
+    same = peek(paths.done) == cell.model_dump(mode="json")
+    return same and all(stage.is_done() for stage in sweep.stages(cell))
 
 
-def _share(sweep: Sweep, cell: CellConfig, rates: Rates) -> float:
-    return tokens_per_run(cell) * rates.train / cell_seconds(sweep, cell, rates)
-
-
-def _job(sweep: Sweep, cell: CellConfig) -> Job:
+def _job(sweep: Sweep, cell: Cell) -> Job:
     """The child of one cell, told what to do by a file of its own."""
     paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
     write_if_changed(paths.settings, cell.model_dump(mode="json"))

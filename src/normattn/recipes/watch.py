@@ -13,16 +13,16 @@ from normattn.recipes.jobs import DIVERGED, Job, Outcome
 from normattn.recipes.layout import peek
 from normattn.recipes.plan import duration
 
-# Of a cell's time, where nothing was measured.
-TRAINING_SHARE = 0.8
-
 
 class SweepProgress:
-    """Shows the whole sweep and each running cell; made for `run_jobs`' `observe`."""
+    """Shows the whole sweep and each running cell; made for `run_jobs`' `observe`.
 
-    def __init__(self, jobs: Sequence[Job], shares: Mapping[str, float] | None = None) -> None:
+    `shares` says of each job what part of its time each of its stages takes.
+    """
+
+    def __init__(self, jobs: Sequence[Job], shares: Mapping[str, Sequence[float]]) -> None:
         self._jobs = jobs
-        self._shares = shares or {}
+        self._shares = shares
         self._console = Console(file=sys.stderr, highlight=False)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -65,8 +65,8 @@ class SweepProgress:
         if not note:
             return 0.0
         done = note["done"] / max(1, note["total"])
-        share = self._shares.get(job.name, TRAINING_SHARE)
-        part = done * share if note["phase"] == "training" else share + done * (1.0 - share)
+        shares, stage = self._shares[job.name], note["stage"]
+        part = sum(shares[:stage]) + shares[stage] * done
         text = f"{note['phase']} {note['done']}/{note['total']} {note['text']}"
         self._progress.update(self._shown[job.name], completed=part, text=text)
         return float(part)

@@ -1,0 +1,141 @@
+"""The steps of a cell: train a run, read it, … each done once, in a directory of its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from normattn.data import TokenData
+from normattn.errors import DivergedError
+from normattn.models.accounting import flops_per_token
+from normattn.recipes.measuring import (
+    EVALUATIONS,
+    count_evaluations,
+    evaluate_trained,
+    set_lengths,
+)
+from normattn.recipes.settings import EvaluationSettings
+from normattn.runs import read_status
+from normattn.training import StepReport, TrainingConfig, train_causal
+
+AS_IS = "as is"
+Note = Callable[[int, int, str], None]
+"""Told how much of a stage is done, of how much, and a few words."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Tokens that a stage trains on and scores, and its floating-point operations."""
+
+    trained: int = 0
+    scored: int = 0
+    flops: float = 0.0
+
+
+class Stage(ABC):
+    """One step of a cell; a finished one is found done and costs nothing again."""
+
+    phase: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def cost(self) -> Cost:
+        """What the whole stage takes, done or not."""
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether nothing is left to do; a training that diverged has ended too."""
+
+    @abstractmethod
+    def run(self, data: TokenData, note: Note) -> str | None:
+        """Do what is not yet done; the sentence of a divergence that ends the whole cell, or None.
+
+        Raises `Interrupted` when stopped, with its state saved.
+        """
+
+
+@dataclass(frozen=True)
+class TrainStage(Stage):
+    """Train `config` in `run`. Where an `essential` one diverges, the cell ends."""
+
+    phase = "training"
+    config: TrainingConfig
+    place: Path
+    essential: bool = True
+
+    @property
+    def cost(self) -> Cost:
+        """Every target of every step."""
+        config = self.config
+        tokens = config.steps * config.batch_size * config.sequence_length
+        per_token = flops_per_token(config.model, config.sequence_length).training
+        return Cost(trained=tokens, flops=tokens * per_token)
+
+    def is_done(self) -> bool:
+        """Whether the training has ended, in a model or in NaN."""
+        status = read_status(self.place)
+        return status is not None and status.state in ("finished", "diverged")
+
+    def run(self, data: TokenData, note: Note) -> str | None:
+        """Train, or go on training; NaN once is NaN again, so it is not tried twice."""
+        status = read_status(self.place)
+        if status is not None and status.state == "diverged":
+            return status.message if self.essential else None
+        try:
+            train_causal(self.config, self.place, on_step=_noting(note), show_progress=False)
+        except DivergedError as error:
+            return str(error) if self.essential else None
+        return None
+
+
+def _noting(note: Note) -> Callable[[StepReport], None]:
+    def step(report: StepReport) -> None:
+        rate = f"{report.tokens_per_second:,.0f} tokens/s"
+        note(report.step, report.steps, f"loss {report.loss:.3f}, {rate}")
+
+    return step
+
+
+@dataclass(frozen=True)
+class ReadStage(Stage):
+    """Read the run in `place` as it is and under each method, by the protocols of `settings`."""
+
+    phase = "evaluation"
+    config: TrainingConfig
+    place: Path
+    methods: tuple[str, ...]
+    settings: EvaluationSettings
+    name: str
+
+    @property
+    def cost(self) -> Cost:
+        """Every token that passes through the model, at most."""
+        model, rows = self.config.model, self.settings.max_windows * len(self.methods)
+        lengths = [length * model.train_length for length in set_lengths(self.settings)]
+        flops = sum(flops_per_token(model, length).forward * length for length in lengths)
+        return Cost(scored=sum(lengths) * rows, flops=flops * rows)
+
+    @property
+    def wanted(self) -> int:
+        """The number of evaluations."""
+        return count_evaluations(self.settings) * len(self.methods)
+
+    def is_done(self) -> bool:
+        """Whether there are as many records as this stage leaves (it may be asked for others)."""
+        return len(list((self.place / EVALUATIONS).glob("*.json"))) >= self.wanted
+
+    def run(self, data: TokenData, note: Note) -> str | None:
+        """Evaluate what is not yet on record."""
+        evaluate_trained(
+            self.place,
+            self.config,
+            data,
+            methods=["" if method == AS_IS else method for method in self.methods],
+            settings=self.settings,
+            name=self.name,
+            on_done=lambda done: note(done, self.wanted, ""),
+        )
+        return None
