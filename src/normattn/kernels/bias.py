@@ -1,0 +1,319 @@
+"""Attention with a bias by distance, tile by tile: no T × S matrix, O(S) numbers of bias.
+
+score(i, j) = ⟨q_i, k_j⟩ + b(h, |i − j|)
+
+Seen from the last query to the first, the bias of a tile is a Hankel matrix: entry (u, j) depends
+on u + j alone, so it is a strided view of one line of b, both strides positive. The gradient of b
+is the sums of the score gradient's antidiagonals: with a zero margin to its right, a view whose
+rows start one entry earlier each puts every antidiagonal into a column. Backward computes a tile's
+weights once more instead of keeping them. In half precision scores and bias are rounded to it
+before softmax, which runs in float32.
+
+Where the bias falls so far that no score can make up for it, a weight is 0 in the tensors' type:
+by Cauchy and Schwarz it is at most exp(2 max|q| max|k| + b(d) − b(0)). A head's keys beyond that
+distance, its reach, are left out, which is most of them in ALiBi's steep heads.
+
+Legend: B batch, H heads, T queries, S keys, D score size, E value size, R distances; n heads and r
+rows of a tile, w its columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.kernels.derivatives import refuse_second_derivative
+from normattn.kernels.problem import Problem
+
+# Query rows of a tile, and the bytes of its scores: about what a core's second cache holds.
+ROWS, TILE_BYTES = 128, 2**21
+# Keys from which on it is asked how far a head reaches.
+REACH_FROM = 512
+# On a GPU a tile must fill the device instead.
+DEVICE_ROWS, DEVICE_TILE_BYTES = 256, 2**28
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Rows of heads `flat` of (B·H, …), which are heads `heads` of `copies` batch rows.
+
+    Its keys are `columns`; the bias of its last row and first key is at `offset` of the line.
+    """
+
+    flat: slice
+    heads: slice
+    copies: int
+    rows: slice
+    columns: slice
+    offset: int
+
+    @property
+    def count(self) -> int:
+        """r."""
+        return int(self.rows.stop - self.rows.start)
+
+    @property
+    def width(self) -> int:
+        """w."""
+        return int(self.columns.stop - self.columns.start)
+
+    @property
+    def queries(self) -> tuple[slice, slice]:
+        """Where the tile's queries are in (B·H, T, …)."""
+        return self.flat, self.rows
+
+    @property
+    def keys(self) -> tuple[slice, slice]:
+        """Where the tile's keys are in (B·H, S, …)."""
+        return self.flat, self.columns
+
+    def room(self, scratch: Tensor, margin: int) -> Tensor:
+        """The part of `scratch` for this tile, (n, r, w + margin)."""
+        shape = self.flat.stop - self.flat.start, self.count, self.width + margin
+        return scratch[: math.prod(shape)].view(shape)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a problem falls into tiles."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    causal: bool
+    rows: int
+    tile_bytes: int
+    reach: tuple[int, ...]
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, bias: Tensor, causal: bool) -> _Layout:
+        """By the shapes, and on a CPU by how far each head's weights are not 0."""
+        keys = k.shape[2]
+        batch, heads, queries, _ = q.shape
+        near = q.device.type == "cpu"
+        rows, size = (ROWS, TILE_BYTES) if near else (DEVICE_ROWS, DEVICE_TILE_BYTES)
+        return _Layout(
+            batch,
+            heads,
+            queries,
+            keys,
+            causal,
+            max(1, min(rows, queries)),
+            size,
+            _reach(q, k, bias),
+        )
+
+    def tiles(self, itemsize: int) -> Iterator[_Tile]:
+        """All tiles; those of the same heads have ever more keys where causal."""
+        shift = self.keys - self.queries
+        for flat, heads, copies in self._groups(itemsize):
+            reach = max(self.reach[heads])
+            for start in range(0, self.queries, self.rows):
+                stop = min(start + self.rows, self.queries)
+                first = max(0, start + shift - reach + 1)
+                last = stop + shift if self.causal else min(self.keys, stop + shift + reach - 1)
+                rows, columns = slice(start, stop), slice(first, last)
+                yield _Tile(flat, heads, copies, rows, columns, self.queries - stop + first)
+
+    def _groups(self, itemsize: int) -> Iterator[tuple[slice, slice, int]]:
+        """Whole batch rows while they fit into a tile, else heads of one row."""
+        many = max(1, self.tile_bytes // max(1, self.rows * self.keys * itemsize))
+        if many >= self.heads:
+            step = many // self.heads
+            for start in range(0, self.batch, step):
+                stop = min(start + step, self.batch)
+                yield slice(start * self.heads, stop * self.heads), slice(None), stop - start
+            return
+        for row in range(0, self.batch * self.heads, self.heads):
+            for start in range(0, self.heads, many):
+                stop = min(start + many, self.heads)
+                yield slice(row + start, row + stop), slice(start, stop), 1
+
+    def line(self, bias: Tensor, dtype: torch.dtype) -> Tensor:
+        """b of distance S − 1 … 0, then of keys after the query, −∞ where causal: (H, ·)."""
+        back = bias[:, : self.keys].flip(-1)
+        if self.causal:
+            ahead = bias.new_full((self.heads, self.rows), -torch.inf)
+        else:
+            ahead = bias[:, 1 : self.keys]
+        return torch.cat((back, ahead), -1).to(dtype)
+
+    def scratch(self, like: Tensor, margin: int) -> Tensor:
+        """Room for the scores of the largest tile."""
+        tiles = self.tiles(like.element_size())
+        heads = max((tile.flat.stop - tile.flat.start for tile in tiles), default=0)
+        return like.new_empty(heads * self.rows * (self.keys + margin))
+
+    def unlined(self, line: Tensor, distances: int) -> Tensor:
+        """The gradient of b (H, R) from that of its line."""
+        grad = line.new_zeros(self.heads, distances)
+        grad[:, : self.keys] = line[:, : self.keys].flip(-1)
+        if not self.causal:
+            grad[:, 1 : self.keys] += line[:, self.keys : 2 * self.keys - 1]
+        return grad
+
+
+def _reach(q: Tensor, k: Tensor, bias: Tensor) -> tuple[int, ...]:
+    """For each head a distance from which on every weight is 0 in the type of q."""
+    keys = k.shape[2]
+    everything = (keys,) * q.shape[1]
+    # Elsewhere the host would have to wait for the answer; a few rows are not worth the question.
+    if q.device.type != "cpu" or torch.compiler.is_compiling() or keys < REACH_FROM:
+        return everything
+    type_ = torch.finfo(q.dtype)
+    least = math.log(type_.smallest_normal * type_.eps)
+    fall = bias.detach()[:, :keys] - bias.detach()[:, :1]
+    if fall.amin() >= least:
+        return everything
+    wide = torch.float32 if q.element_size() == 2 else q.dtype
+    longest = [torch.linalg.vector_norm(x, dim=-1, dtype=wide).amax((0, 2)) for x in (q, k)]
+    most = fall + 2 * (longest[0] * longest[1])[:, None]
+    unseen = (most < least).flip(-1).to(torch.uint8)
+    # How many distances at the end are all below.
+    beyond = unseen.cumprod(-1).sum(-1)
+    return tuple(keys - n for n in beyond.tolist())
+
+
+def _hankel(line: Tensor, tile: _Tile) -> Tensor:
+    """The bias of a tile, (copies, n, r, w), the last query first: a view."""
+    part = line[tile.heads]
+    shape = tile.copies, part.shape[0], tile.count, tile.width
+    return part.as_strided(shape, (0, line.stride(0), 1, 1), part.storage_offset() + tile.offset)
+
+
+def _weights(weight: Tensor, q: Tensor, k: Tensor, line: Tensor, tile: _Tile) -> Tensor:
+    """The weights of a tile, (n, r, w and a margin of 0), written into `weight`.
+
+    `q` are the tile's queries, the last first.
+    """
+    score = weight[..., : tile.width]
+    bias = _hankel(line, tile)
+    score.view(bias.shape).copy_(bias)
+    score.baddbmm_(q, k[tile.keys].transpose(1, 2))
+    weight[..., tile.width :] = -torch.inf
+    return torch.softmax(weight, -1, out=weight)
+
+
+def _antidiagonals(by_score: Tensor, tile: _Tile) -> Tensor:
+    """Sums over u + j of (n, r, w + r), 0 from w on, for each head: (n of one row, w + r − 1)."""
+    heads, rows, columns = by_score.shape
+    shape, strides = (heads, rows, tile.width + rows - 1), (rows * columns, columns - 1, 1)
+    wide = torch.float32 if by_score.element_size() == 2 else by_score.dtype
+    sums = by_score.as_strided(shape, strides).sum(1, dtype=wide)
+    return sums.view(tile.copies, heads // tile.copies, -1).sum(0)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.flatten(0, 1)
+
+
+class _Bias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, causal: bool) -> Tensor:
+        layout = _Layout.of(q, k, bias, causal)
+        out = q.new_empty(*q.shape[:3], v.shape[-1])
+        line, scratch = layout.line(bias, q.dtype), layout.scratch(q, 0)
+        flat_q, flat_k, flat_v, flat_out = _flat(q), _flat(k), _flat(v), _flat(out)
+        for tile in layout.tiles(q.element_size()):
+            queries = flat_q[tile.queries].flip(1)
+            weight = _weights(tile.room(scratch, 0), queries, flat_k, line, tile)
+            flat_out[tile.queries] = (weight @ flat_v[tile.keys]).flip(1)
+        ctx.save_for_backward(q, k, v, bias)
+        ctx.layout = layout
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("the bias kernel", "backend='reference'")
+        q, k, v, bias = ctx.saved_tensors
+        layout: _Layout = ctx.layout
+        learned = ctx.needs_input_grad[3]
+        sums = _Gradients.like(q, k, v)
+        line = layout.line(bias, q.dtype)
+        by_line = torch.zeros_like(line, dtype=sums.k.dtype)
+        one, other = (layout.scratch(q, layout.rows if learned else 0) for _ in range(2))
+        flat_q, flat_k, flat_v, grad = _flat(q), _flat(k), _flat(v), _flat(grads[0])
+        for tile in layout.tiles(q.element_size()):
+            margin = tile.count if learned else 0
+            queries, by_out = flat_q[tile.queries].flip(1), grad[tile.queries].flip(1)
+            weight = _weights(tile.room(one, margin), queries, flat_k, line, tile)
+            by_score = tile.room(other, margin)
+            torch.bmm(by_out, flat_v[tile.keys].transpose(1, 2), out=by_score[..., : tile.width])
+            by_score[..., tile.width :] = 0
+            torch._softmax_backward_data(by_score, weight, -1, q.dtype, grad_input=by_score)
+            if learned:
+                part = _antidiagonals(by_score, tile)
+                by_line[tile.heads, tile.offset : tile.offset + part.shape[-1]] += part
+            weight, by_score = weight[..., : tile.width], by_score[..., : tile.width]
+            sums.q[tile.queries] = (by_score @ flat_k[tile.keys]).flip(1)
+            _accumulate(sums.k[tile.keys], by_score, queries)
+            _accumulate(sums.v[tile.keys], weight, by_out)
+        by_bias = layout.unlined(by_line, bias.shape[1]).to(bias.dtype) if learned else None
+        return *sums.of(q, k, v), by_bias, None
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Gradients under construction, (B·H, …); keys and values gather over tiles in wide type."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @staticmethod
+    def like(q: Tensor, k: Tensor, v: Tensor) -> _Gradients:
+        """Zeros, and for the queries, each of which is in one tile, room."""
+        wide = torch.float32 if q.element_size() == 2 else q.dtype
+        shapes = [(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (q, k, v)]
+        by_k, by_v = (q.new_zeros(shape, dtype=wide) for shape in shapes[1:])
+        return _Gradients(q.new_empty(shapes[0]), by_k, by_v)
+
+    def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """In the inputs' shapes and type."""
+        by_k, by_v = self.k.to(k.dtype), self.v.to(v.dtype)
+        return self.q.view(q.shape), by_k.view(k.shape), by_v.view(v.shape)
+
+
+def _accumulate(total: Tensor, weight: Tensor, rows: Tensor) -> None:
+    """total += weightᵀ · rows, in the type of `total`."""
+    if total.dtype == rows.dtype:
+        total.baddbmm_(weight.transpose(1, 2), rows)
+    else:
+        total += weight.transpose(1, 2) @ rows
+
+
+def bias_attention(problem: Problem) -> Float[Tensor, "b h t e"]:
+    """softmax(⟨q_i, k_j⟩ + b(h, |i − j|)) · v by tiles of about 2 MiB of scores.
+
+    Gradients reach the bias where it wants them. b must be finite at distance 0.
+    """
+    p = problem.expanded()
+    out: Tensor = _Bias.apply(p.q, p.k, p.v, p.bias, p.visibility.causal)  # type: ignore[no-untyped-call]
+    return out
+
+
+def why_not_bias(problem: Problem) -> str | None:
+    """The reason why this kernel cannot serve the problem, or None."""
+    if problem.bias is None:
+        return "it is for a bias by distance, and there is none"
+    if problem.sink is not None or problem.cap is not None:
+        return "it has no sink and no cap"
+    if problem.two_regimes:
+        return "it has one score per pair, not two regimes"
+    if problem.dropout:
+        return "it drops no weights"
+    if not (problem.visibility.plain and problem.visibility.aligned):
+        return "it needs consecutive positions and takes no mask beside plain causality"
+    queries, keys = problem.q.shape[2], problem.k.shape[2]
+    if queries > keys:
+        return "it needs a key at every query's position"
+    if problem.bias.shape[1] < keys:
+        return f"the bias has {problem.bias.shape[1]} distances for {keys} keys"
+    return None
