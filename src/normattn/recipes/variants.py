@@ -9,7 +9,7 @@ from normattn.score.registry import parts
 
 BASES = ("Baseline", "Baseline-logn", "KNA", "KNA-logn", "CosA", "CosA-logn")
 CONTROLS = (
-    *("QKLayerNorm", "QKLayerNorm(gain=true)", "QKRMSNorm", "QKRMSNorm(gain=true)"),
+    *("QKLayerNorm", "QKLayerNorm(gain=false)", "QKRMSNorm", "QKRMSNorm(gain=false)"),
     "QKNorm2020",
 )
 """Other norms of the score: does their gain undo them?"""
@@ -17,7 +17,7 @@ CONTROLS = (
 ON_BASELINE = ("position", "bias", "cap", "sink", "visible", "layout")
 """The slots whose parts each get a row on Baseline."""
 
-ORDERED = "QKRMSNorm(gain=true)"
+ORDERED = "QKRMSNorm"
 """What a part of the slot `order` is shown on: it needs a norm, whose gain may matter."""
 
 
