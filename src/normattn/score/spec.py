@@ -11,7 +11,7 @@ import functools
 import operator
 import typing
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
@@ -44,10 +44,14 @@ class ScoreSpec:
 
     Made by `ScoreSpec.parse`. A value that a part takes from the training length or from the
     table's factor may still be open (None); `resolve` fills it and refuses what stays open.
+    `leaks_future`: a normalisation reads across the sequence (refused when causal). `moves`: the
+    spectrum depends on the row that reads.
     """
 
     parts: tuple[Part, ...]
     train_length: int | None = None
+    leaks_future: bool = field(init=False, compare=False, repr=False, default=False)
+    moves: bool = field(init=False, compare=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
         if self.train_length is not None:
@@ -55,6 +59,11 @@ class ScoreSpec:
         object.__setattr__(self, "parts", _arrange(self.parts))
         filled = tuple(part.resolved(self.train_length, None) for part in self.parts)
         object.__setattr__(self, "parts", filled)
+        norms = (self.variant.query_norm(), self.variant.key_norm())
+        leaks = any(norm is not None and norm.leaks_future for norm in norms)
+        object.__setattr__(self, "leaks_future", leaks)
+        moves = self.spectrum is not None and self.spectrum.moving
+        object.__setattr__(self, "moves", moves)
         _refuse_nonsense(self)
 
     @classmethod
@@ -168,17 +177,6 @@ class ScoreSpec:
         still = self.spectrum.at(block, self.train_length)
         parts = (still if part.slot is Slot.SPECTRUM else part for part in self.parts)
         return ScoreSpec(tuple(parts), self.train_length)
-
-    @functools.cached_property
-    def moves(self) -> bool:
-        """Whether the spectrum depends on the row that reads."""
-        return self.spectrum is not None and self.spectrum.moving
-
-    @functools.cached_property
-    def leaks_future(self) -> bool:
-        """Whether a normalisation reads across the sequence (refused when causal)."""
-        norms = (self.variant.query_norm(), self.variant.key_norm())
-        return any(norm is not None and norm.leaks_future for norm in norms)
 
     @property
     def needs_causal(self) -> bool:
