@@ -53,6 +53,7 @@ class Attention(nn.Module):
         attn_mask: Tensor | None = None,
         key_padding: Bool[Tensor, "b t"] | None = None,
         positions: Int[Tensor, "b t"] | Int[Tensor, " t"] | None = None,
+        documents: Int[Tensor, "b t"] | None = None,
     ) -> Float[Tensor, "b t dim"]:
         """Let every position of `x` attend; `key_padding` is True where a position is padding."""
         heads_BHTD = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -67,6 +68,7 @@ class Attention(nn.Module):
             key_padding=key_padding,
             q_positions=positions,
             k_positions=positions,
+            documents=documents,
             dropout_p=self.dropout if self.training else 0.0,
         )
         y: Tensor = self.out(o.transpose(1, 2).flatten(2))

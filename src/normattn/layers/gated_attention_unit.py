@@ -64,6 +64,7 @@ class GatedAttentionUnit(nn.Module):
         attn_mask: Tensor | None = None,
         key_padding: Bool[Tensor, "b t"] | None = None,
         positions: Int[Tensor, "b t"] | Int[Tensor, " t"] | None = None,
+        documents: Int[Tensor, "b t"] | None = None,
     ) -> Float[Tensor, "b t dim"]:
         """Let every position of `x` attend; `key_padding` is True where a position is padding."""
         widths = [self.value_size, self.value_size, self.key_size]
@@ -79,6 +80,7 @@ class GatedAttentionUnit(nn.Module):
             key_padding=key_padding,
             q_positions=positions,
             k_positions=positions,
+            documents=documents,
             dropout_p=self.dropout if self.training else 0.0,
         )
         y: Tensor = self.out(u * o.squeeze(1))

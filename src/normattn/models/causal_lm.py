@@ -49,7 +49,7 @@ class CausalLM(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         ends_in_norm = config.placement in ("PostLN", "DeepNorm")
         self.embedding_norm = _norm(config) if ends_in_norm else None
-        self.blocks = nn.ModuleList(_block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(_block(config, layer) for layer in range(config.layers))
         self.final_norm = None if ends_in_norm else _norm(config)
         self.head = (
             None if config.tie_head else nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -77,8 +77,9 @@ class CausalLM(nn.Module):
         first real token, so left padding changes nothing.
         """
         x = self._embed(ids)
+        documents = self._documents(ids)
         for block in self.blocks:
-            x = block(x, key_padding)
+            x = block(x, key_padding, documents)
         return x if self.final_norm is None else self.final_norm(x)
 
     def loss(self, ids: Int[Tensor, "b t1"]) -> LinearCrossEntropy:
@@ -130,8 +131,18 @@ class CausalLM(nn.Module):
             spec = trained.with_method(method, **parameters)
         spec = spec.resolve(train_length=self.config.train_length)
         scores = [module for module in self.modules() if isinstance(module, Score)]
-        self._method = MethodHandle(scores, spec)
+        layers = self.config.layers
+        specs = [spec.layer(layer, layers) for layer in range(layers)]
+        self._method = MethodHandle(scores, specs, spec)
         return self._method
+
+    def _documents(self, ids: Tensor) -> Tensor | None:
+        """The number of each token's document; a separator belongs to the document it ends."""
+        packed = self.config.score.documents
+        if packed is None:
+            return None
+        ends = (ids == packed.separator).long()
+        return ends.cumsum(-1) - ends
 
     def _embed(self, ids: Tensor) -> Tensor:
         try:
@@ -161,21 +172,25 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
 
     def forward(
-        self, x: Float[Tensor, "b t d"], key_padding: Bool[Tensor, "b t"] | None = None
+        self,
+        x: Float[Tensor, "b t d"],
+        key_padding: Bool[Tensor, "b t"] | None = None,
+        documents: Int[Tensor, "b t"] | None = None,
     ) -> Float[Tensor, "b t d"]:
         """Apply the block; `key_padding` is True where a token is padding."""
-        x = self.mixer(x, key_padding=key_padding)
+        x = self.mixer(x, key_padding=key_padding, documents=documents)
         return x if self.feed_forward is None else self.feed_forward(x)
 
 
-def _block(config: CausalLMConfig) -> Block:
+def _block(config: CausalLMConfig, layer: int) -> Block:
     place = _placement(config)
+    score = config.score.layer(layer, config.layers)
     if config.block == "gau":
         unit = GatedAttentionUnit(
             config.dim,
             config.key_size,
             config.expansion,
-            config.score,
+            score,
             dropout=config.dropout,
         )
         return Block(place(unit), None)
@@ -183,7 +198,7 @@ def _block(config: CausalLMConfig) -> Block:
         config.dim,
         config.heads,
         config.kv_heads,
-        config.score,
+        score,
         head_dim=config.head_dim,
         dropout=config.dropout,
     )

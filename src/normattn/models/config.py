@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from normattn.errors import InputError
@@ -16,7 +17,7 @@ class CausalLMConfig(BaseModel):
     """Everything that decides a `CausalLM`'s shape; frozen, unknown fields refused.
 
     `score` is a `ScoreSpec` or its text; it is resolved with `train_length`, the number of tokens
-    that the model is trained to read. `block="mha"` is attention and a feed-forward layer,
+    that the model is trained to read, and says by `score.layer` what each layer's is. `block="mha"` is attention and a feed-forward layer,
     `block="gau"` one gated attention unit with one head. A setting of the other kind of block is
     refused, not ignored. `hidden` is the feed-forward width (None: 8/3 of `dim` for SwiGLU, 4
     `dim` for GELU). `init_std` is the weights' standard deviation (None: 1/√fan-in, see
@@ -74,8 +75,11 @@ class CausalLMConfig(BaseModel):
                 "with it would see the future"
             )
         score = score.resolve(train_length=self.train_length)
-        # A score refuses some shapes of heads; better now than when the model is built.
-        Score(score, self.heads, self.score_head_dim, self.kv_heads)
+        # A score refuses some shapes of heads; better now than when the model is built. What it
+        # draws at random is thrown away with it.
+        with torch.random.fork_rng(devices=[]):
+            for each in {score.layer(layer, self.layers) for layer in range(self.layers)}:
+                Score(each, self.heads, self.score_head_dim, self.kv_heads)
         return score
 
     def _check_block(self) -> None:

@@ -12,16 +12,18 @@ class MethodHandle:
     """A method that is switched on; `.remove()` or leaving the `with` block switches it off.
 
     Only the active spec of each `Score` changes: no weight, no buffer, no train or eval mode.
-    `.spec` is the active one. Removing twice is harmless.
+    `specs` has one for each of `scores`; `.spec` is the whole model's. Removing twice is harmless.
     """
 
-    def __init__(self, scores: Sequence[Score], spec: ScoreSpec) -> None:
+    def __init__(
+        self, scores: Sequence[Score], specs: Sequence[ScoreSpec], spec: ScoreSpec
+    ) -> None:
         self.spec = spec
         self._before: list[tuple[Score, ScoreSpec]] = []
         try:
-            for score in scores:
+            for score, own in zip(scores, specs, strict=True):
                 before = score.spec
-                score.use(spec)
+                score.use(own)
                 self._before.append((score, before))
         except BaseException:
             self.remove()
