@@ -17,11 +17,12 @@ class CausalLMConfig(BaseModel):
     """Everything that decides a `CausalLM`'s shape; frozen, unknown fields refused.
 
     `score` is a `ScoreSpec` or its text; it is resolved with `train_length`, the number of tokens
-    that the model is trained to read, and says by `score.layer` what each layer's is. `block="mha"` is attention and a feed-forward layer,
-    `block="gau"` one gated attention unit with one head. A setting of the other kind of block is
-    refused, not ignored. `hidden` is the feed-forward width (None: 8/3 of `dim` for SwiGLU, 4
-    `dim` for GELU). `init_std` is the weights' standard deviation (None: 1/√fan-in, see
-    `models.initialisation`). Raises `InputError` with one sentence per value out of range.
+    that the model is trained to read, and `score.layer` says what each layer's is. `block="mha"` is
+    attention and a feed-forward layer, `block="gau"` one gated attention unit with one head. A
+    setting of the other kind of block is refused, not ignored. `hidden` is the feed-forward width
+    (None: 8/3 of `dim` for SwiGLU, 4 `dim` for GELU). `init_std` is the weights' standard deviation
+    (None: 1/√fan-in, see `models.initialisation`). Raises `InputError` with one sentence per value
+    out of range.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
