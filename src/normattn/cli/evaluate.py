@@ -18,7 +18,10 @@ EPILOG = """
 
 `normattn evaluate runs/kna --protocols last-segment --lengths 512,1024`
 
-What was measured before is not measured again. `as is` among the methods is the model unchanged.
+`normattn evaluate runs/kna --protocols by-position,retrieval --methods all --multiples 1,4,16,64`
+
+What was measured before is not measured again. `as is` among the methods is the model unchanged,
+`all` that and every post-hoc method that the run's score can take.
 """
 
 
@@ -26,11 +29,14 @@ def command(
     run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
     methods: Annotated[
         str,
-        typer.Option(help="Post-hoc methods, by commas: NTK, YaRN, ReRoPE, logn+, PI, ABF."),
+        typer.Option(help="Post-hoc methods, by commas: NTK, YaRN, ReRoPE, logn+, PI …; or all."),
     ] = "as is",
     protocols: Annotated[
         str | None,
-        typer.Option(help="train-length, non-repeated, repeated, last-segment; all unless said."),
+        typer.Option(
+            help="train-length, non-repeated, repeated, last-segment (these unless said), "
+            "by-position, retrieval."
+        ),
     ] = None,
     multiples: Annotated[
         str | None, typer.Option(help="Tested lengths in units of L. [default: 1,2,4,8]")
@@ -49,9 +55,10 @@ def command(
 ) -> None:
     """Measure a trained run past its training length, with and without stretching methods.
 
-    The last segment is read after every tested length, repeated and non-repeated text at the
-    longest, which over L is also the factor that NTK, YaRN and PI stretch by. Records go to
-    RUN/evaluations; `normattn report` makes tables and figures of them.
+    The last segment is read after every tested length and retrieval asked at each; repeated,
+    non-repeated and by-position text is read at the longest, which over L is also the factor that
+    NTK, YaRN and PI stretch by. Records go to RUN/evaluations; `normattn report` makes tables and
+    figures of them.
     """
     from normattn.recipes.evaluation_run import evaluate_run
 

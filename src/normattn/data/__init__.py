@@ -6,12 +6,14 @@ from normattn.data.config import DataConfig
 from normattn.data.corpora import Corpus, Document, parse_corpus
 from normattn.data.evaluation_sets import (
     EvaluationSet,
+    by_position_set,
     last_segment_sets,
     non_repeated_set,
     repeated_set,
     train_length_set,
 )
 from normattn.data.packing import Tiling, TrainingBatches
+from normattn.data.retrieval import RetrievalSet, retrieval_set
 from normattn.data.synthetic import CopyTask
 from normattn.data.token_data import TokenData, TokenSplit
 from normattn.data.tokeniser import Tokeniser, train_tokeniser
@@ -23,16 +25,19 @@ __all__ = [
     "DataConfig",
     "Document",
     "EvaluationSet",
+    "RetrievalSet",
     "Tiling",
     "TokenData",
     "TokenSplit",
     "Tokeniser",
     "TrainingBatches",
+    "by_position_set",
     "last_segment_sets",
     "non_repeated_set",
     "parse_corpus",
     "prepare_tokens",
     "repeated_set",
+    "retrieval_set",
     "train_length_set",
     "train_tokeniser",
 ]

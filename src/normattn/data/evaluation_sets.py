@@ -81,6 +81,13 @@ def non_repeated_set(
     return _natural("non_repeated", split, train_length, multiple, max_windows, seed)
 
 
+def by_position_set(
+    split: TokenSplit, train_length: int, multiple: int = 64, max_windows: int = 32, seed: int = 0
+) -> EvaluationSet:
+    """Natural text of `multiple`·L tokens, to be read off in bins that grow with the position."""
+    return _natural("by_position", split, train_length, multiple, max_windows, seed)
+
+
 def repeated_set(
     split: TokenSplit, train_length: int, multiple: int = 8, max_windows: int = 256, seed: int = 0
 ) -> EvaluationSet:
@@ -95,7 +102,7 @@ def repeated_set(
     if not periods:
         raise InputError(f"no segment is shorter than a window of {length} tokens")
     share = max(1, max_windows // len(periods))
-    chosen = [_choose(split, period, share, seed) for period in periods]
+    chosen = [choose_places(split, period, share, seed) for period in periods]
     count = min(len(places) for places in chosen)
     rows, documents, segments = [], [], []
     for period, places in zip(periods, chosen, strict=True):
@@ -128,7 +135,7 @@ def last_segment_sets(
     if not multiples or min(multiples) < 1:
         raise InputError(f"context multiples must be at least 1, got {tuple(multiples)}")
     longest = _length(train_length, max(multiples))
-    places = _choose(split, longest + 1, max_windows, seed)
+    places = choose_places(split, longest + 1, max_windows, seed)
     windows, documents = _windows(split, places, longest)
     return [
         EvaluationSet(
@@ -147,7 +154,9 @@ def _natural(
     protocol: str, split: TokenSplit, train_length: int, multiple: int, max_windows: int, seed: int
 ) -> EvaluationSet:
     length = _length(train_length, multiple)
-    windows, documents = _windows(split, _choose(split, length + 1, max_windows, seed), length)
+    windows, documents = _windows(
+        split, choose_places(split, length + 1, max_windows, seed), length
+    )
     return EvaluationSet(protocol, length, train_length, windows, documents)
 
 
@@ -169,7 +178,9 @@ def _windows(
     return np.asarray(split.tokens)[index].astype(np.int64), documents
 
 
-def _choose(split: TokenSplit, size: int, max_windows: int, seed: int) -> Int64[np.ndarray, "w 2"]:
+def choose_places(
+    split: TokenSplit, size: int, max_windows: int, seed: int
+) -> Int64[np.ndarray, "w 2"]:
     """Up to `max_windows` disjoint windows of `size` tokens as (document, first token), in order.
 
     Round r takes a window from every document that has more than r; a last round that would be

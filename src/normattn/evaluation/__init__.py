@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from normattn.evaluation.cells import AnySet, CellInfo
 from normattn.evaluation.fingerprints import weights_digest
-from normattn.evaluation.protocols import CellInfo, bin_edges, evaluate_cell
+from normattn.evaluation.protocols import bin_edges, evaluate_cell, rising_edges
 from normattn.evaluation.records import EvaluationStore, write_record
+from normattn.evaluation.retrieval import evaluate_retrieval
 from normattn.evaluation.runner import evaluate_run
 from normattn.evaluation.scorers import TokenScorer, from_causal_lm, from_logits
 
 __all__ = [
+    "AnySet",
     "CellInfo",
     "EvaluationStore",
     "TokenScorer",
     "bin_edges",
     "evaluate_cell",
+    "evaluate_retrieval",
     "evaluate_run",
     "from_causal_lm",
     "from_logits",
+    "rising_edges",
     "weights_digest",
     "write_record",
 ]

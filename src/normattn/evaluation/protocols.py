@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,28 +10,13 @@ from numpy.typing import NDArray
 
 from normattn.data.evaluation_sets import EvaluationSet
 from normattn.errors import InputError, NormattnError
-from normattn.evaluation.records import EvaluationStore, Rows, evaluation_key
+from normattn.evaluation.cells import CellInfo, Progress, batches, cell_fields
+from normattn.evaluation.records import EvaluationStore, evaluation_key, rows_of
 from normattn.evaluation.scorers import TokenScorer
 from normattn.reports.records import Record
 
 Counts = NDArray[np.int64]
 Sums = NDArray[np.float64]
-Progress = Callable[[int, int], None]
-"""Called with the windows done and the windows of the cell."""
-
-
-@dataclass(frozen=True)
-class CellInfo:
-    """Whose evaluation it is: the run, its seed, the score's names, the digest of its weights."""
-
-    run: str
-    seed: int
-    variant: str
-    method: str
-    name: str
-    spec: str
-    weights: str
-    precision: str = "fp32"
 
 
 def evaluate_cell(
@@ -53,13 +37,13 @@ def evaluate_cell(
     if tokens_per_batch < 1:
         raise InputError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
     data = evaluation_set.fingerprint
-    edges = bin_edges(evaluation_set.start, evaluation_set.length, evaluation_set.train_length)
+    edges = _edges(evaluation_set)
     key = evaluation_key(cell.weights, cell.spec, cell.precision, data, edges)
     done = store.get(key) if store is not None else None
-    if done is not None:
+    if isinstance(done, Record):
         return done
     counts = _count(scorer, evaluation_set, edges, tokens_per_batch, progress, cell.name)
-    record = _record(evaluation_set, cell, key, data, edges, counts)
+    record = _record(evaluation_set, cell, key, edges, counts)
     if store is not None:
         store.put(record)
     return record
@@ -89,7 +73,7 @@ def _count(
     shape = (len(windows), len(edges) - 1)
     correct, seen_correct = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     seen_tokens, loss = np.zeros(shape, np.int64), np.zeros(shape)
-    for rows in _batches(len(windows), max(1, tokens_per_batch // length)):
+    for rows in batches(len(windows), max(1, tokens_per_batch // length)):
         scores = scorer(torch.from_numpy(np.array(windows[rows], dtype=np.int64)))
         right = scores.correct[:, start:].cpu().numpy()
         losses = scores.loss[:, start:].double().cpu().numpy()
@@ -109,11 +93,6 @@ def _count(
         seen_tokens=seen_tokens if seen is not None else None,
         seen_correct=seen_correct if seen is not None else None,
     )
-
-
-def _batches(windows: int, rows: int) -> Iterator[slice]:
-    for first in range(0, windows, rows):
-        yield slice(first, first + rows)
 
 
 def _bin_sums(
@@ -143,6 +122,25 @@ def bin_edges(start: int, length: int, train_length: int) -> tuple[int, ...]:
     return (start, *inner_edges, length)
 
 
+def rising_edges(length: int, train_length: int) -> tuple[int, ...]:
+    """Edges of bins that grow from position 0 to `length`, for a logarithmic axis.
+
+    Two bins to an octave below the training length L, four beyond; L·2^k is an edge for every k.
+    """
+    if length < 1 or train_length < 1:
+        raise InputError(f"a text of {length} tokens at a training length of {train_length}")
+    below = [round(train_length * 2 ** (-step / 2)) for step in range(1, 2 * 30)]
+    above = [round(train_length * 2 ** (step / 4)) for step in range(4 * 30)]
+    return (0, *sorted({edge for edge in (*below, *above) if 0 < edge < length}), length)
+
+
+def _edges(evaluation_set: EvaluationSet) -> tuple[int, ...]:
+    length, train_length = evaluation_set.length, evaluation_set.train_length
+    if evaluation_set.protocol == "by_position":
+        return rising_edges(length, train_length)
+    return bin_edges(evaluation_set.start, length, train_length)
+
+
 def _require_finite(losses: Sums, start: int, name: str, evaluation_set: EvaluationSet) -> None:
     if np.isfinite(losses).all():
         return
@@ -157,35 +155,17 @@ def _record(
     evaluation_set: EvaluationSet,
     cell: CellInfo,
     key: str,
-    data: str,
     edges: tuple[int, ...],
     counts: _WindowCounts,
 ) -> Record:
     return Record.model_validate(
         {
-            "key": key,
-            "run": cell.run,
-            "seed": cell.seed,
-            "variant": cell.variant,
-            "method": cell.method,
-            "name": cell.name,
-            "spec": cell.spec,
-            "protocol": evaluation_set.protocol,
-            "length": evaluation_set.length,
-            "train_length": evaluation_set.train_length,
-            "precision": cell.precision,
-            "weights": cell.weights,
-            "data": data,
-            "documents": tuple(evaluation_set.documents),
+            **cell_fields(cell, evaluation_set, key),
             "edges": edges,
-            "tokens": _rows(counts.tokens),
-            "correct": _rows(counts.correct),
-            "loss": _rows(counts.loss),
-            "seen_tokens": _rows(counts.seen_tokens),
-            "seen_correct": _rows(counts.seen_correct),
+            "tokens": rows_of(counts.tokens),
+            "correct": rows_of(counts.correct),
+            "loss": rows_of(counts.loss),
+            "seen_tokens": rows_of(counts.seen_tokens),
+            "seen_correct": rows_of(counts.seen_correct),
         }
     )
-
-
-def _rows(values: Counts | Sums | None) -> Rows | None:
-    return None if values is None else tuple(tuple(row) for row in values.tolist())

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-from normattn.data.evaluation_sets import EvaluationSet
+from normattn.data.retrieval import RetrievalSet
 from normattn.errors import InputError
+from normattn.evaluation.cells import AnySet, CellInfo, Progress
 from normattn.evaluation.fingerprints import weights_digest
-from normattn.evaluation.protocols import CellInfo, Progress, evaluate_cell
+from normattn.evaluation.protocols import evaluate_cell
 from normattn.evaluation.records import EvaluationStore
-from normattn.evaluation.scorers import Precision, from_causal_lm
+from normattn.evaluation.retrieval import evaluate_retrieval
+from normattn.evaluation.scorers import Precision, TokenScorer, from_causal_lm
 from normattn.models.causal_lm import CausalLM
-from normattn.reports.records import Record
+from normattn.reports.records import AnyRecord
 from normattn.score.spec import ScoreSpec
 
 
 def evaluate_run(
     model: CausalLM,
-    evaluation_sets: Sequence[EvaluationSet],
+    evaluation_sets: Sequence[AnySet],
     *,
     run: str,
     seed: int,
@@ -27,9 +29,9 @@ def evaluate_run(
     store: EvaluationStore | None = None,
     precision: Precision = "fp32",
     tokens_per_batch: int = 16384,
-    on_record: Callable[[Record], None] | None = None,
+    on_record: Callable[[AnyRecord], None] | None = None,
     progress: Progress | None = None,
-) -> list[Record]:
+) -> list[AnyRecord]:
     """Evaluate a trained model as it is or under each method on each set; undo every method.
 
     `methods` are texts such as "" (as is), "YaRN", "ReRoPE-logn+". `factor` is what stretching
@@ -44,24 +46,34 @@ def evaluate_run(
     weights = weights_digest(model)
     scorer = from_causal_lm(model, precision)
     own = model.config.score.resolve(train_length=train_length)
-    records = []
+    records: list[AnyRecord] = []
     for method in methods:
         spec = own.with_method(method).resolve(train_length=train_length, factor=factor)
         cell = _cell_info(spec, run, seed, weights, precision)
         with nullcontext() if spec == own else model.using(spec):
             for evaluation_set in evaluation_sets:
-                record = evaluate_cell(
-                    scorer,
-                    evaluation_set,
-                    cell,
-                    store=store,
-                    tokens_per_batch=tokens_per_batch,
-                    progress=progress,
-                )
+                record = _evaluate(scorer, evaluation_set, cell, store, tokens_per_batch, progress)
                 records.append(record)
                 if on_record is not None:
                     on_record(record)
     return records
+
+
+def _evaluate(
+    scorer: TokenScorer,
+    chosen: AnySet,
+    cell: CellInfo,
+    store: EvaluationStore | None,
+    tokens: int,
+    progress: Progress | None,
+) -> AnyRecord:
+    if isinstance(chosen, RetrievalSet):
+        return evaluate_retrieval(
+            scorer, chosen, cell, store=store, tokens_per_batch=tokens, progress=progress
+        )
+    return evaluate_cell(
+        scorer, chosen, cell, store=store, tokens_per_batch=tokens, progress=progress
+    )
 
 
 def _cell_info(spec: ScoreSpec, run: str, seed: int, weights: str, precision: str) -> CellInfo:

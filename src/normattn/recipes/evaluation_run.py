@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import get_args
 
 import torch
 from rich.console import Console
@@ -14,9 +15,13 @@ from rich.table import Table
 from normattn.data.tokens import prepare_tokens
 from normattn.errors import InputError
 from normattn.recipes.measuring import count_evaluations, evaluate_trained
-from normattn.recipes.settings import PROTOCOLS, EvaluationSettings, validated
-from normattn.reports.records import Record
+from normattn.recipes.selections import ALL, left_out, post_hoc_methods
+from normattn.recipes.settings import PROTOCOLS, EvaluationSettings, Protocol, validated
+from normattn.reports.records import AnyRecord
+from normattn.reports.retrieval import TITLES
+from normattn.reports.retrieval_record import RetrievalRecord
 from normattn.runs import RunDirectory
+from normattn.score import ScoreSpec
 from normattn.training import TrainingConfig
 from normattn.training.causal import KIND
 
@@ -35,8 +40,10 @@ def evaluate_run(
 ) -> None:
     """Evaluate the run in the directory `run` and print what was measured.
 
-    Raises `InputError` for a directory that holds no finished run, an unknown protocol or method,
-    and lengths that are no multiples of the training length.
+    "all" among the methods is the model as it is and every registered post-hoc method that its
+    score can take; a sentence is printed for each that it cannot. Raises `InputError` for a
+    directory that holds no finished run, an unknown protocol or method, and lengths that are no
+    multiples of the training length or too short for what is asked.
     """
     stored = RunDirectory.existing(run, KIND)
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
@@ -48,10 +55,12 @@ def evaluate_run(
         "seed": seed,
     }
     settings = validated(EvaluationSettings, fields, "evaluation settings")
+    score = config.model.score.resolve(train_length=config.model.train_length)
+    methods, sentences = _methods(methods, score, settings.factor)
     for method in methods:
-        config.model.score.with_method(method).resolve(
-            train_length=config.model.train_length, factor=settings.factor
-        )
+        score.with_method(method).resolve(factor=settings.factor)
+    for sentence in sentences:
+        Console(highlight=False).print(sentence, markup=False, soft_wrap=True)
     torch.set_num_threads(threads)
     total = count_evaluations(settings) * len(methods)
     with Console(file=sys.stderr).status("evaluating") as status:
@@ -67,13 +76,23 @@ def evaluate_run(
     _show(records)
 
 
+def _methods(
+    asked: Sequence[str], score: ScoreSpec, factor: float
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The methods with "all" written out, each once, and what was left out of "all" and why."""
+    every = ("as is", *post_hoc_methods(score, factor))
+    found = [each for method in asked for each in (every if method == ALL else (method,))]
+    sentences = left_out(score, factor) if ALL in asked else ()
+    return tuple(dict.fromkeys(found)), sentences
+
+
 def _protocol(name: str) -> str:
-    plain = name.replace("-", "_")
-    if plain in PROTOCOLS:
+    plain, protocols = name.replace("-", "_"), get_args(Protocol)
+    if plain in protocols:
         return plain
-    near = get_close_matches(plain, PROTOCOLS, n=1, cutoff=0.4)
+    near = get_close_matches(plain, protocols, n=1, cutoff=0.4)
     hint = f"did you mean {near[0].replace('_', '-')}? " if near else ""
-    known = ", ".join(each.replace("_", "-") for each in PROTOCOLS)
+    known = ", ".join(each.replace("_", "-") for each in protocols)
     raise InputError(f"no protocol is called {name!r}: {hint}there are {known}")
 
 
@@ -93,17 +112,39 @@ def _multiples(
     return [length // train_length for length in lengths]
 
 
-def _show(records: Sequence[Record]) -> None:
-    """A table of accuracies and losses; intervals come with `normattn report`."""
-    table = Table("score", "protocol", "length", "tokens", "accuracy, %", "loss, nats")
+def _show(records: Sequence[AnyRecord]) -> None:
+    """Tables of accuracies and losses; intervals come with `normattn report`."""
+    counted = [record for record in records if not isinstance(record, RetrievalRecord)]
+    asked = [record for record in records if isinstance(record, RetrievalRecord)]
+    console = Console(highlight=False)
+    if counted:
+        table = Table("score", "protocol", "length", "tokens", "accuracy, %", "loss, nats")
+        for record in counted:
+            tokens = record.counts("tokens").sum()
+            table.add_row(
+                record.name,
+                record.protocol,
+                str(record.length),
+                f"{tokens:,.0f}",
+                f"{100 * record.counts('correct').sum() / tokens:.2f}",
+                f"{record.counts('loss').sum() / tokens:.4f}",
+            )
+        console.print(table)
+    if asked:
+        console.print(_retrieval_table(asked))
+
+
+def _retrieval_table(records: Sequence[RetrievalRecord]) -> Table:
+    table = Table("score", "task", "length", "answers", "whole answers, %", "their tokens, %")
     for record in records:
-        tokens = record.counts("tokens").sum()
+        exact = record.counts("exact")
+        tokens = record.counts("correct").sum() / record.counts("tokens").sum()
         table.add_row(
             record.name,
-            record.protocol,
+            TITLES[record.task],
             str(record.length),
-            f"{tokens:,.0f}",
-            f"{100 * record.counts('correct').sum() / tokens:.2f}",
-            f"{record.counts('loss').sum() / tokens:.4f}",
+            str(exact.size),
+            f"{100 * exact.mean():.1f}",
+            f"{100 * tokens:.1f}",
         )
-    Console(highlight=False).print(table)
+    return table

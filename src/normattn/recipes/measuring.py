@@ -7,17 +7,18 @@ from pathlib import Path
 
 from normattn.data import TokenData
 from normattn.data.evaluation_sets import (
-    EvaluationSet,
+    by_position_set,
     last_segment_sets,
     non_repeated_set,
     repeated_set,
     train_length_set,
 )
+from normattn.data.retrieval import TASKS, retrieval_set
 from normattn.errors import InputError
-from normattn.evaluation import EvaluationStore, evaluate_run
+from normattn.evaluation import AnySet, EvaluationStore, evaluate_run
 from normattn.models.pretrained import load_model
 from normattn.recipes.settings import EvaluationSettings
-from normattn.reports.records import Record
+from normattn.reports.records import AnyRecord
 from normattn.runs import read_status
 from normattn.training import TrainingConfig
 from normattn.training.distribution import choose_device
@@ -28,14 +29,15 @@ MODEL = "model"
 
 def evaluation_sets(
     data: TokenData, train_length: int, settings: EvaluationSettings
-) -> list[EvaluationSet]:
+) -> list[AnySet]:
     """The windows of held-out text that `settings` ask for, of documents never trained on.
 
-    Raises `InputError` when no test document is long enough, naming the longest.
+    Raises `InputError` when no test document is long enough, naming the longest, and when a length
+    is too short for what retrieval states and asks.
     """
     split, windows, seed = data.split(settings.split), settings.max_windows, settings.seed
     longest = _beyond(settings)
-    sets: list[EvaluationSet] = []
+    sets: list[AnySet] = []
     if "train_length" in settings.protocols:
         sets.append(train_length_set(split, train_length, max_windows=windows, seed=seed))
     if "non_repeated" in settings.protocols:
@@ -51,6 +53,17 @@ def evaluation_sets(
         sets += last_segment_sets(
             split, train_length, settings.multiples, max_windows=windows, seed=seed
         )
+    if "by_position" in settings.protocols:
+        longest_multiple = settings.multiples[-1]
+        sets.append(
+            by_position_set(split, train_length, longest_multiple, max_windows=windows, seed=seed)
+        )
+    if "retrieval" in settings.protocols:
+        sets += [
+            retrieval_set(data, task, train_length, k, windows, seed, settings.split)
+            for task in TASKS
+            for k in settings.multiples
+        ]
     if not sets:
         raise InputError("nothing to evaluate: non-repeated and repeated need a multiple above 1")
     return sets
@@ -69,6 +82,8 @@ def set_lengths(settings: EvaluationSettings) -> list[int]:
         "non_repeated": longest,
         "repeated": longest,
         "last_segment": list(settings.multiples),
+        "by_position": list(settings.multiples[-1:]),
+        "retrieval": len(TASKS) * list(settings.multiples),
     }
     return [length for protocol in settings.protocols for length in lengths[protocol]]
 
@@ -87,7 +102,7 @@ def evaluate_trained(
     settings: EvaluationSettings,
     name: str,
     on_done: Callable[[int], None] = lambda done: None,
-) -> list[Record]:
+) -> list[AnyRecord]:
     """Evaluate the finished run in `run` under each method; what is on record is not done again.
 
     `name` is how records call the run; `on_done` is told how many evaluations are done.
@@ -98,9 +113,9 @@ def evaluate_trained(
         state = f"is {status.state} at step {status.step}" if status else "has not begun"
         raise InputError(f"the run in {run} {state}; only a finished run can be evaluated")
     model = load_model(run / MODEL).to(choose_device(config.device))
-    records: list[Record] = []
+    records: list[AnyRecord] = []
 
-    def count(record: Record) -> None:
+    def count(record: AnyRecord) -> None:
         records.append(record)
         on_done(len(records))
 

@@ -11,8 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from normattn.errors import InputError
 
 Model = TypeVar("Model", bound=BaseModel)
-Protocol = Literal["train_length", "non_repeated", "repeated", "last_segment"]
+Protocol = Literal[
+    "train_length", "non_repeated", "repeated", "last_segment", "by_position", "retrieval"
+]
 PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "last_segment")
+"""What is measured unless said: what the columns of the table hold."""
 
 
 class Settings(BaseModel):
@@ -25,8 +28,9 @@ class EvaluationSettings(Settings):
     """How a trained run is measured.
 
     `multiples` are the tested lengths in units of the training length L: the last segment is read
-    after each, repeated and non-repeated text at the longest one (its shorter readings are its
-    positions), which also sets the `factor` of every stretching method, for the whole table.
+    after each and retrieval asked at each, repeated, non-repeated and by-position text read at the
+    longest one (its shorter readings are its positions), which also sets the `factor` of every
+    stretching method, for the whole table.
     `max_windows` bounds each set of windows, `max_tokens` the tokens a batch of them holds (memory,
     never a result). `precision` "bf16" scores under autocast. `split` is the documents: settings
     are chosen on "validation", tables made on "test".

@@ -11,7 +11,7 @@ from rich.console import Console
 from normattn.errors import InputError
 from normattn.evaluation import EvaluationStore
 from normattn.recipes.measuring import EVALUATIONS
-from normattn.reports import Divergence, Record, build
+from normattn.reports import AnyRecord, Divergence, build
 from normattn.reports.history import draw_history
 from normattn.runs import RunDirectory, read_status
 from normattn.training import TrainingConfig
@@ -24,7 +24,7 @@ def tabulate(places: Sequence[Path], out: Path) -> None:
 
     Runs that diverged are rows too. Raises `InputError` where there is nothing to report.
     """
-    records: list[Record] = []
+    records: list[AnyRecord] = []
     diverged: list[Divergence] = []
     runs = _runs(places)
     for run in runs:

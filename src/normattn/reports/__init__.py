@@ -7,10 +7,12 @@ from normattn.reports.build import ReportPaths, build
 from normattn.reports.claims import Claim, claim, paired_difference
 from normattn.reports.history import draw_history
 from normattn.reports.metrics import METRICS, Estimate, Metric
-from normattn.reports.records import Record, parse_record, read_record, record_text
+from normattn.reports.records import AnyRecord, Record, parse_record, read_record, record_text
+from normattn.reports.retrieval_record import RetrievalRecord
 from normattn.reports.table import Divergence, Row, table_rows
 
 __all__ = [
+    "AnyRecord",
     "Bootstrap",
     "Claim",
     "Divergence",
@@ -19,6 +21,7 @@ __all__ = [
     "Metric",
     "Record",
     "ReportPaths",
+    "RetrievalRecord",
     "Row",
     "build",
     "claim",

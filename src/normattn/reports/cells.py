@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from normattn.errors import InputError
+from normattn.reports.cell_record import CellRecord
 from normattn.reports.records import Record, parse_record
 
 Array = NDArray[np.float64]
@@ -95,7 +96,7 @@ class Cells:
         self.left_out = len(parsed) - len(kept)
         groups: dict[tuple[RowKey, str, int], list[Record]] = defaultdict(list)
         for record in kept:
-            groups[_row_key(record), record.protocol, record.length].append(record)
+            groups[row_key(record), record.protocol, record.length].append(record)
         self._cells = {key: gather(group) for key, group in groups.items()}
         self.rows = sorted({row for row, _, _ in groups}, key=lambda row: row.order)
 
@@ -170,7 +171,7 @@ def gather(records: Sequence[RecordLike]) -> Cell:
             np.add.at(values[index], rows, by_seed[seed].counts(field))
         sums[field] = values
     return Cell(
-        _row_key(first),
+        row_key(first),
         first.protocol,
         first.length,
         seeds,
@@ -182,7 +183,7 @@ def gather(records: Sequence[RecordLike]) -> Cell:
 
 
 def _refuse_mixture(first: Record, record: Record) -> None:
-    cells = [(_row_key(r), r.protocol, r.length) for r in (first, record)]
+    cells = [(row_key(r), r.protocol, r.length) for r in (first, record)]
     if cells[0] != cells[1]:
         raise InputError(
             f"records of different cells cannot be pooled: {first.spec} under {first.protocol} at "
@@ -195,7 +196,8 @@ def _refuse_mixture(first: Record, record: Record) -> None:
         )
 
 
-def _row_key(record: Record) -> RowKey:
+def row_key(record: CellRecord) -> RowKey:
+    """The row that a record belongs to."""
     return RowKey(record.variant, record.method, record.spec, record.train_length, record.name)
 
 

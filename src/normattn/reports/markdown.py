@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from normattn.errors import InputError
 from normattn.reports.bootstrap import Bootstrap
@@ -23,16 +23,29 @@ _TITLES = {
 _COMPARED = ("non_repeated", "repeated", "last_segment")
 
 
-def markdown(rows: Sequence[Row], cells: Cells, bootstrap: Bootstrap) -> str:
-    """The whole of table.md; equal records give equal bytes."""
+def markdown(
+    rows: Sequence[Row],
+    cells: Cells,
+    bootstrap: Bootstrap,
+    pages: Mapping[str, str] | None = None,
+) -> str:
+    """The whole of table.md; equal records give equal bytes.
+
+    `pages` are the files beside it and what each holds.
+    """
+    title = "# Accuracy past the training length"
+    beside = [f"- [{name}]({name}): {what}." for name, what in (pages or {}).items()]
+    if not rows:
+        return "\n\n".join((title, "Measured, each on its own page:", "\n".join(beside))) + "\n"
     parts = [
-        "# Accuracy past the training length",
+        title,
         _main_table(rows, bootstrap),
         _legend(rows),
         _behind(rows, cells.left_out),
         _diverged(rows),
         _findings(cells, bootstrap),
         _beside(rows),
+        "\n".join(("Also measured:", "", *beside)) if beside else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -1,8 +1,7 @@
 """The record of one evaluated cell: what a protocol counted, as JSON, and how it is read back.
 
-A cell is one trained run, one post-hoc method, one protocol and one context length. The record
-holds sums per window and position bin, never rates, so that any statistic (and any resampling of
-documents) can be made from it later without the model.
+A cell is one trained run, one post-hoc method, one protocol and one context length. `Record` holds
+sums per window and position bin, `RetrievalRecord` sums per sample and depth.
 """
 
 from __future__ import annotations
@@ -15,45 +14,33 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from normattn.errors import InputError
+from normattn.reports.cell_record import (
+    RECORD_FORMAT,
+    CellRecord,
+    FloatRows,
+    Rows,
+    check_bounded,
+    checked_array,
+)
+from normattn.reports.retrieval_record import RetrievalRecord
 
-RECORD_FORMAT: Literal[1] = 1
-
-Protocol = Literal["train_length", "non_repeated", "repeated", "last_segment"]
-
-Rows = tuple[tuple[int, ...], ...]
-FloatRows = tuple[tuple[float, ...], ...]
+Protocol = Literal["train_length", "non_repeated", "repeated", "last_segment", "by_position"]
 
 
-class Record(BaseModel):
+class Record(CellRecord):
     """Sums of one cell, with windows as rows and position bins as columns.
 
     Position t (0-based) is the position of the query whose next token is scored: it sees t + 1
     tokens. Bin b holds the positions `edges[b] <= t < edges[b + 1]`; the first edge is the first
     scored position and the last edge is `length`. `loss` is summed in nats. `seen_tokens` and
     `seen_correct` count the tokens whose answer stands earlier in the context (repeated protocol
-    only, otherwise None). `weights` and `data` are fingerprints, `key` names the evaluation.
+    only, otherwise None).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    format: Literal[1] = RECORD_FORMAT
-    key: str
-    run: str
-    seed: int
-    variant: str
-    method: str
-    name: str
-    spec: str
     protocol: Protocol
-    length: int = Field(ge=1)
-    train_length: int = Field(ge=1)
-    precision: str = "fp32"
-    weights: str
-    data: str
-    documents: tuple[str, ...] = Field(min_length=1)
     edges: tuple[int, ...] = Field(min_length=2)
     tokens: Rows
     correct: Rows
@@ -68,16 +55,16 @@ class Record(BaseModel):
             raise ValueError("the bin edges do not increase")
         if self.edges[0] < 0 or self.edges[-1] != self.length:
             raise ValueError(f"the bin edges do not end at the length {self.length}")
-        tokens = _array(self.tokens, shape, "tokens")
-        _bounded(_array(self.correct, shape, "correct"), tokens, "correct", "tokens")
-        _array(self.loss, shape, "loss")
+        tokens = checked_array(self.tokens, shape, "tokens")
+        check_bounded(checked_array(self.correct, shape, "correct"), tokens, "correct", "tokens")
+        checked_array(self.loss, shape, "loss")
         if (self.seen_tokens is None) != (self.seen_correct is None):
             raise ValueError("seen_tokens and seen_correct belong together")
         if self.seen_tokens is not None and self.seen_correct is not None:
-            seen = _array(self.seen_tokens, shape, "seen_tokens")
-            _bounded(seen, tokens, "seen_tokens", "tokens")
-            correct = _array(self.seen_correct, shape, "seen_correct")
-            _bounded(correct, seen, "seen_correct", "seen_tokens")
+            seen = checked_array(self.seen_tokens, shape, "seen_tokens")
+            check_bounded(seen, tokens, "seen_tokens", "tokens")
+            correct = checked_array(self.seen_correct, shape, "seen_correct")
+            check_bounded(correct, seen, "seen_correct", "seen_tokens")
         return self
 
     def counts(self, field: str) -> NDArray[np.float64]:
@@ -91,20 +78,10 @@ class Record(BaseModel):
         return np.asarray(rows, dtype=np.float64)
 
 
-def _array(rows: Rows | FloatRows, shape: tuple[int, int], name: str) -> NDArray[np.float64]:
-    if len(rows) != shape[0] or any(len(row) != shape[1] for row in rows):
-        raise ValueError(f"{name} is not of {shape[0]} windows by {shape[1]} bins")
-    return np.asarray(rows, dtype=np.float64)
+AnyRecord = Record | RetrievalRecord
 
 
-def _bounded(
-    part: NDArray[np.float64], whole: NDArray[np.float64], part_name: str, whole_name: str
-) -> None:
-    if np.any(part < 0) or np.any(part > whole):
-        raise ValueError(f"a count of {part_name} is not between 0 and its {whole_name}")
-
-
-def record_text(record: Record) -> str:
+def record_text(record: AnyRecord) -> str:
     """The record as JSON text, one field a line, closed by a digest of its own content."""
     fields = record.model_dump(mode="json")
     fields["digest"] = _digest(fields)
@@ -113,12 +90,20 @@ def record_text(record: Record) -> str:
 
 
 def parse_record(value: Mapping[str, Any] | Record, source: str = "record") -> Record:
-    """Check a mapping (as read from JSON) and make it a `Record`.
+    """Check a mapping (as read from JSON) and make it a `Record`; retrieval is refused."""
+    record = parse_any(value, source)
+    if isinstance(record, RetrievalRecord):
+        raise InputError(f"{source} is a record of retrieval, which has no bins of positions")
+    return record
+
+
+def parse_any(value: Mapping[str, Any] | AnyRecord, source: str = "record") -> AnyRecord:
+    """Check a mapping (as read from JSON) and make it the record of its protocol.
 
     `source` names the file or place in messages. A "digest" is compared when there is one.
     Raises `InputError` naming `source` when a field is missing, unknown or inconsistent.
     """
-    if isinstance(value, Record):
+    if isinstance(value, CellRecord):
         return value
     fields = dict(value)
     digest = fields.pop("digest", None)
@@ -129,15 +114,16 @@ def parse_record(value: Mapping[str, Any] | Record, source: str = "record") -> R
         raise InputError(
             f"{source} is not an evaluation record of format {RECORD_FORMAT} (found {found!r})"
         )
+    kind = RetrievalRecord if fields.get("protocol") == "retrieval" else Record
     try:
-        return Record.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the record"
         raise InputError(f"{source} is damaged: {place}: {first['msg']}") from None
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> AnyRecord:
     """Read and check one record file; `InputError` names the file when it cannot be used."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -149,7 +135,7 @@ def read_record(path: Path) -> Record:
         raise InputError(f"{path} is damaged: expected a JSON object")
     if "digest" not in value:
         raise InputError(f"{path} is damaged: its digest is missing")
-    return parse_record(value, str(path))
+    return parse_any(value, str(path))
 
 
 def _compact(value: Any) -> str:

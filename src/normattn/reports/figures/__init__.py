@@ -9,9 +9,18 @@ from normattn.reports.curves import Curve
 from normattn.reports.figures.by_length import draw_by_length
 from normattn.reports.figures.by_position import draw_by_position
 from normattn.reports.figures.heat_map import draw_heat_map
+from normattn.reports.figures.reading import draw_readings
+from normattn.reports.figures.retrieval import draw_retrieval
 from normattn.reports.table import Row
 
-__all__ = ["draw_by_length", "draw_by_position", "draw_figures", "draw_heat_map"]
+__all__ = [
+    "draw_by_length",
+    "draw_by_position",
+    "draw_figures",
+    "draw_heat_map",
+    "draw_readings",
+    "draw_retrieval",
+]
 
 
 def draw_figures(
@@ -24,4 +33,4 @@ def draw_figures(
         paths += draw_by_position(shown, folder)
     if lengths:
         paths += draw_by_length(lengths, folder)
-    return paths + draw_heat_map(rows, folder)
+    return paths + (draw_heat_map(rows, folder) if rows else [])

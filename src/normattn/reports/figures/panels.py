@@ -90,7 +90,11 @@ def _panel(
         ends.append((curve.variant, x[-1], y[-1]))
         colours.append(style["color"])
     if log_x:
-        _log_axis(axis, shown, x_of)
+        lengths = {curve.train_length for curve in shown}
+        unit = lengths.pop() if len(lengths) == 1 else 0
+        places = sorted({x_of(point) for curve in shown for point in curve.points})
+        many = len(places) > 8 and unit > 0
+        log_axis(axis, octaves(unit, places[0], places[-1]) if many else places, unit)
     for length in sorted({curve.train_length for curve in shown}):
         axis.axvline(length, color="#707070", linewidth=1, linestyle=":")
         axis.annotate(
@@ -106,14 +110,16 @@ def _panel(
     label_ends(axis, ends, colours, (high - low) * 0.052)
 
 
-def _log_axis(axis: Axes, shown: Sequence[Curve], x_of: Callable[[Point], float]) -> None:
-    ticks = sorted({x_of(point) for curve in shown for point in curve.points})
-    lengths = {curve.train_length for curve in shown}
-    unit = lengths.pop() if len(lengths) == 1 else 0
-    if len(ticks) > 8 and unit:
-        ticks = [
-            unit * 2.0**k for k in range(-2, 24) if ticks[0] <= unit * 2.0**k <= ticks[-1] * 1.1
-        ]
+def octaves(unit: int, first: float, last: float, least: int = -2) -> list[float]:
+    """L·2^k from `first` to `last` (and a little more), k at least `least`."""
+    return [unit * 2.0**k for k in range(least, 24) if first <= unit * 2.0**k <= last * 1.1]
+
+
+def log_axis(axis: Axes, ticks: Sequence[float], unit: int) -> None:
+    """A logarithmic axis with a tick at each of `ticks`.
+
+    `unit` is the training length L, in which each tick is told a second time; 0 for none.
+    """
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks)
     axis.xaxis.set_minor_locator(NullLocator())

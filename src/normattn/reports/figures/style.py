@@ -61,6 +61,16 @@ def save(figure: Figure, folder: Path, stem: str) -> list[Path]:
     return paths
 
 
+def write_around(
+    figure: Figure, size: tuple[float, float], heading: Sequence[str], caption: Sequence[str]
+) -> None:
+    """The lines of a bold heading above a figure of `size` inches, those of a caption below it."""
+    left = 0.15 / size[0]
+    above, below = "\n".join(heading), "\n".join(caption)
+    figure.text(left, 1 - 0.13 / size[1], above, fontsize=11, fontweight="bold", va="top")
+    figure.text(left, 0.1 / size[1], below, fontsize=7.5, color="#404040", va="bottom")
+
+
 def line_style(variant: str, variants: Sequence[str]) -> dict[str, Any]:
     """Colour and marker by base variant, dashes and hollow markers for `-logn`.
 
