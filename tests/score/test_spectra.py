@@ -58,7 +58,7 @@ def test_yarn_is_that_of_transformers(d: int, length: int, factor: float, base: 
     _close(ours(text, d, base), theta)
     spectrum = ScoreSpec.parse(text).spectrum
     assert spectrum is not None
-    assert spectrum.gain() == pytest.approx(gain**2, rel=1e-12)
+    assert spectrum.gain(length) == pytest.approx(gain**2, rel=1e-12)
 
 
 def test_yarn_with_other_turns() -> None:

@@ -59,7 +59,7 @@ def _rows(rotation: Rotation | None, rows: slice) -> Rotation | None:
 
 def query_scale(spec: ScoreSpec, head_dim: int, n: Int[Tensor, "*bn u"]) -> Tensor | float:
     """λ(i), in float64: a number, or a tensor of the shape of n, the number of visible keys."""
-    gain = 1.0 if spec.spectrum is None else spec.spectrum.gain()
+    gain = 1.0 if spec.spectrum is None else spec.spectrum.gain(spec.train_length)
     variant, logn = spec.variant, spec.logn
     if logn is None:
         return variant.base(head_dim, spec.train_length) * gain

@@ -18,6 +18,7 @@ from normattn.score.registry import find
 _PART = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*[+†]?)(?:\((?P<fields>[^()]*)\))?")
 _LENGTH = re.compile(r"@(?P<length>[0-9]+)$")
 _SPOKEN = {"NTK-mixed": "NTKMixed", "NTK-old": "NTKOld", "NTK-fixed": "NTK"}
+_SPOKEN |= {"KERPLE-log": "KERPLELog", "KERPLE-power": "KERPLEPower"}
 Given = tuple[type[Part], dict[str, Any]]
 
 

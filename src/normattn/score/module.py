@@ -153,17 +153,20 @@ class Score(nn.Module):
         stored: Float[Tensor, "b hk s d"],
         positions: Positions,
         block: int = 0,
+        turned: Float[Tensor, "b hk s d"] | None = None,
     ) -> Prepared:
-        """`forward` for keys that `store` has made; the queries are the last of the keys."""
+        """`forward` for keys that `store` has made; the queries are the last of the keys.
+
+        `turned` is what `turn` has made of the keys where the spectrum moves, if that is at hand.
+        """
         spec = self._spec.fixed(block) if self._spec.moves else self._spec
         self._refuse(positions)
         q_near, q_far = self._queries(spec, q, positions, None)
-        after = self._normed_keys_alone if spec.order is not None else None
-        whole = 0 if positions.regular else None
         if self._spec.moves:
-            fold = key_fold(spec, self.head_dim, positions.key, stored.dtype, whole)
-            k = _turned(stored, fold.near, after)
+            whole = 0 if positions.regular else None
+            k = self.turn(stored, positions.key, block, whole) if turned is None else turned
             return self._prepared(spec, q_near, k, None, positions)
+        after = self._normed_keys_alone if spec.order is not None else None
         if q_far is None or spec.regime is None or spec.regime.window is None:
             return self._prepared(spec, q_near, stored, None, positions)
         start = _first_near(q.shape[2], stored.shape[2], spec.regime.window)
@@ -174,6 +177,19 @@ class Score(nn.Module):
         k = _turned(stored[:, :, start:], fold.turn, after)
         far = FarPair(q_far, stored if after is None else after(stored), spec.regime.window)
         return replace(self._prepared(spec, q_near, k, far, positions), near_start=start)
+
+    def turn(
+        self,
+        stored: Float[Tensor, "b hk s d"],
+        places: Int[Tensor, "*bk s"],
+        block: int,
+        first: int | None = None,
+    ) -> Float[Tensor, "b hk s d"]:
+        """Keys of `store` as rows of `block` read them, where the spectrum moves."""
+        spec = self._spec.fixed(block)
+        fold = key_fold(spec, self.head_dim, places, stored.dtype, first)
+        after = self._normed_keys_alone if spec.order is not None else None
+        return _turned(stored, fold.near, after)
 
     def _refuse(self, positions: Positions) -> None:
         spec = self._spec
@@ -248,7 +264,8 @@ def _first_near(queries: int, keys: int, window: int) -> int:
 def _refuse_sizes(spec: ScoreSpec, heads: int, head_dim: int) -> None:
     if heads < 1 or head_dim < 1:
         raise InputError(f"heads and head_dim must be at least 1, not {heads} and {head_dim}")
-    if isinstance(spec.position, RotaryPosition) and spec.position.rotated(head_dim) % 2:
+    turned = spec.position.rotated(head_dim) if isinstance(spec.position, RotaryPosition) else 0
+    if turned % 2 or turned > head_dim:
         raise InputError(f"{spec.name} needs an even head dimension, but it is {head_dim}")
     if spec.layout is not None:
         raise InputError(

@@ -71,6 +71,10 @@ class Part:
         empty = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) is None]
         return empty[0] if empty else None
 
+    def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
+        """Why this part makes no sense beside the others of a score; None where it does."""
+        return None
+
     def require(self, condition: bool, field: str, expected: str) -> None:
         """Raise `InputError` naming the part, the field, its value and what was expected."""
         if not condition:
@@ -182,7 +186,7 @@ class SpectrumPart(Part):
         """θ'_m in float64, m = 0 … d/2 − 1, in radians per token."""
         raise InputError(f"{self.name} defines no frequencies")
 
-    def gain(self) -> float:
+    def gain(self, train_length: int | None) -> float:
         """What the spectrum multiplies λ with."""
         return 1.0
 
@@ -275,7 +279,7 @@ class LayoutPart(Part):
     stretchable: ClassVar[bool] = True
 
     def layer(
-        self, parts: Mapping[Slot, Part], layer: int, layers: int, train_length: int
+        self, parts: Mapping[Slot, Part], layer: int, layers: int, train_length: int | None
     ) -> Iterable[Part]:
         """The parts of layer `layer` (0-based) of `layers`, from those of the whole, less this."""
         raise InputError(f"{self.name} defines no layers")

@@ -160,8 +160,6 @@ class ScoreSpec:
         """The score of layer `layer` (0-based) of a model of `layers`: itself without a layout."""
         if self.layout is None:
             return self
-        if self.train_length is None:
-            raise InputError(f"{self.layout.name} needs a training length, and nothing gives it")
         parts: dict[Slot, Part] = {part.slot: part for part in self.parts}
         del parts[Slot.LAYOUT]
         return ScoreSpec(
@@ -296,7 +294,10 @@ def _arrange(parts: Iterable[Part]) -> tuple[Part, ...]:
 
 
 def _refuse_nonsense(spec: ScoreSpec) -> None:
+    slots = {part.slot: part for part in spec.parts}
     for part in spec.parts:
+        if reason := part.conflict(slots):
+            raise InputError(reason)
         if part.needs_rotary and not spec.position.rotary:
             place = spec.position.name if spec.bias is None else spec.bias.name
             raise InputError(
@@ -313,16 +314,12 @@ def _refuse_nonsense(spec: ScoreSpec) -> None:
             f"{spec.regime.name} and {spec.spectrum.name} cannot be combined: {spec.regime.name} "
             "keeps every relative position inside the trained range, so nothing is left to stretch"
         )
-    if spec._slot(Slot.VISIBLE) is not None and spec.regime is not None:
-        raise InputError(
-            f"{spec.regime.name} cannot be used on a sliding window: a model whose layers see no "
-            "further than their window has no far regime"
-        )
     if spec.needs_causal and spec.leaks_future:
+        causal = spec.spectrum if spec.regime is None else spec.regime
+        assert causal is not None
         raise InputError(
             f"{spec.name} makes no sense: {spec.variant.name} takes statistics across the sequence "
-            "and so is not causal, and a second regime of positions is defined for causal "
-            "attention only"
+            f"and so is not causal, and {causal.name} is defined for causal attention only"
         )
 
 

@@ -64,6 +64,6 @@ class YaRN(StretchedSpectrum):
         theta = rope_frequencies(head_dim, base)
         return ramp * theta / self.stretch + (1 - ramp) * theta
 
-    def gain(self) -> float:
+    def gain(self, train_length: int | None) -> float:
         """(0.1·ln s + 1)²: the paper scales queries and keys, the logit takes the square."""
         return (0.1 * math.log(self.stretch) + 1) ** 2

@@ -1,0 +1,79 @@
+"""KERPLELog and KERPLEPower: learned penalties by distance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.score.part import BiasPart
+from normattn.score.registry import register
+
+_LEAST = 0.01
+
+
+@dataclass(frozen=True)
+class _Kerple(BiasPart):
+    """What both have: p and a per head, p ~ U(0, 2), a ~ U(0, 1) at first, kept in a range."""
+
+    source: ClassVar[str] = "arXiv 2205.09921"
+    largest: ClassVar[Mapping[str, float | None]] = {"p": None, "a": None}
+
+    def learned(self, heads: int) -> dict[str, Float[Tensor, "h"]]:
+        """p and a, drawn from torch's global generator."""
+        first = {"p": 2 * torch.rand(heads), "a": torch.rand(heads)}
+        return {name: value.clamp(min=_LEAST) for name, value in first.items()}
+
+    def project(self, learned: Mapping[str, Tensor]) -> None:
+        """Clamp p and a in place."""
+        for name, value in learned.items():
+            value.clamp_(min=_LEAST, max=self.largest[name])
+
+    def kept(
+        self, learned: Mapping[str, Tensor], distance: Float[Tensor, " r"]
+    ) -> tuple[Float[Tensor, "h 1"], Float[Tensor, "h 1"]]:
+        """p and a within their range, in the dtype of the distances."""
+        p, a = (
+            learned[name].to(distance.dtype).clamp(min=_LEAST, max=self.largest[name])[:, None]
+            for name in ("p", "a")
+        )
+        return p, a
+
+
+@register
+@dataclass(frozen=True)
+class KERPLELog(_Kerple):
+    """b(h, r) = −p_h·ln(1 + a_h·r), p and a learned per head, at least 0.01 (arXiv 2205.09921)."""
+
+    name: ClassVar[str] = "KERPLELog"
+    summary: ClassVar[str] = "a learned penalty that grows with the logarithm of distance"
+    equation: ClassVar[str] = "b = −p_h·ln(1 + a_h·|i−j|)"
+
+    def values(
+        self, distance: Float[Tensor, " r"], heads: int, learned: Mapping[str, Tensor]
+    ) -> Float[Tensor, "h r"]:
+        """−p_h·ln(1 + a_h·r)."""
+        p, a = self.kept(learned, distance)
+        return -p * torch.log1p(a * distance)
+
+
+@register
+@dataclass(frozen=True)
+class KERPLEPower(_Kerple):
+    """b(h, r) = −p_h·r^(a_h), p ≥ 0.01 and 0.01 ≤ a ≤ 2 learned per head (arXiv 2205.09921)."""
+
+    name: ClassVar[str] = "KERPLEPower"
+    summary: ClassVar[str] = "a learned penalty that grows with a power of distance"
+    equation: ClassVar[str] = "b = −p_h·|i−j|^(a_h)"
+    largest: ClassVar[Mapping[str, float | None]] = {"p": None, "a": 2.0}
+
+    def values(
+        self, distance: Float[Tensor, " r"], heads: int, learned: Mapping[str, Tensor]
+    ) -> Float[Tensor, "h r"]:
+        """−p_h·r^(a_h)."""
+        p, a = self.kept(learned, distance)
+        return -p * distance**a
