@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from interleaved import Step, interleave, provenance, save
 from normattn import attention
+from normattn.atomic import write_json
+from normattn.bench.machine import provenance
+from normattn.bench.timing import Step, interleave
 
 HEADS, SIZE, TOKENS = 4, 64, 4096
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -52,7 +54,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
                     "length": length,
                     "pass": "f+b" if backward else "f",
                     "ratio": timings["chunked"].median / timings["fused"].median,
-                    **timings,
+                    **{name: timing.summary() for name, timing in timings.items()},
                 }
                 rows.append(row)
                 print(f"{precision} {length:5} {row['pass']:4} {row['ratio']:.2f}", flush=True)
@@ -73,7 +75,7 @@ def main() -> None:
         "rounds": arguments.rounds,
         "rows": measure(arguments.rounds),
     }
-    save(arguments.out, record)
+    write_json(arguments.out, record)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from normattn.cli import evaluate, hidden, listing, report, reproduce, train
+from normattn.cli import bench, evaluate, hidden, listing, report, reproduce, train
 from normattn.cli.failures import exit_code_of
 
 EPILOG = """
@@ -58,6 +58,7 @@ app.command("list")(listing.command)
 app.command("train", epilog=train.EPILOG)(train.command)
 app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.command)
 app.command("report", epilog=report.EPILOG)(report.command)
+app.command("bench", epilog=bench.EPILOG)(bench.command)
 app.add_typer(reproduce.app, name="reproduce")
 app.command("_cell", hidden=True)(hidden.cell)
 app.command("_measure", hidden=True)(hidden.measure)

@@ -1,0 +1,106 @@
+"""Every goal as a dot beside its limit, on a log axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from normattn.bench.judge import Verdict
+from normattn.reports.figures.style import house_style, save
+
+_LINE, _TOP, _BOTTOM, _LABEL, _PLOT = 0.19, 0.75, 0.75, 5.0, 4.2  # inches
+_COLOURS = {True: "#0072B2", False: "#D55E00", None: "#7F7F7F"}
+_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+
+
+def draw(suites: Mapping[str, Sequence[dict[str, Any]]], folder: Path) -> list[Path]:
+    """Write ratios.png and ratios.svg: ours / peer of every goal with its interval."""
+    shown = [
+        (name, f"{row['case']}: {_pair(verdict)}", verdict)
+        for name, rows in suites.items()
+        for row in rows
+        for verdict in map(Verdict.read, row["goals"])
+    ]
+    with house_style():
+        height = _TOP + _LINE * (len(shown) + len(suites)) + _BOTTOM
+        width = _LABEL + _PLOT + 0.3
+        figure = Figure(figsize=(width, height), dpi=150)
+        box = (_LABEL / width, _BOTTOM / height, _PLOT / width, 1 - (_TOP + _BOTTOM) / height)
+        axis = figure.add_axes(box)
+        _fill(axis, shown)
+        figure.text(
+            0.15 / width,
+            1 - 0.3 / height,
+            "Time and peak memory beside the peers, one interleaved run each",
+            fontsize=11,
+            fontweight="bold",
+            va="center",
+        )
+        figure.text(
+            0.15 / width,
+            0.1 / height,
+            "Bars are 95 % intervals over rounds; the upright stroke is the goal. Blue: met within "
+            "5 %; orange: missed; grey: no goal.",
+            fontsize=7,
+            color="#404040",
+        )
+        return save(figure, folder, "ratios")
+
+
+def _pair(verdict: Verdict) -> str:
+    memory = ", memory" if verdict.of == "memory" else ""
+    return f"{verdict.ours} / {verdict.peer}{memory}"
+
+
+def _fill(axis: Axes, shown: Sequence[tuple[str, str, Verdict]]) -> None:
+    """A heading per suite, a line per goal, from top to bottom."""
+    heights, labels, place, suite = [], [], 0.0, ""
+    for name, label, verdict in shown:
+        if name != suite:
+            axis.text(
+                0.0,
+                place,
+                f"{name}  ",
+                transform=axis.get_yaxis_transform(),
+                ha="right",
+                va="center",
+                fontsize=8,
+                fontweight="bold",
+            )
+            suite, place = name, place + 1
+        _dot(axis, place, verdict)
+        heights.append(place)
+        labels.append(label)
+        place += 1
+    axis.set_xscale("log")
+    _frame(axis, heights, labels, place)
+
+
+def _dot(axis: Axes, place: float, verdict: Verdict) -> None:
+    colour, ratio = _COLOURS[verdict.met], verdict.ratio
+    axis.plot((ratio.low, ratio.high), (place, place), color=colour, linewidth=1.2)
+    axis.plot(ratio.value, place, "o", color=colour, markersize=3.5)
+    if verdict.limit is not None:
+        ends = (place - 0.4, place + 0.4)
+        axis.plot((verdict.limit,) * 2, ends, color="black", linewidth=1.2)
+
+
+def _frame(axis: Axes, heights: Sequence[float], labels: Sequence[str], end: float) -> None:
+    axis.axvline(1.0, color="#BDBDBD", linewidth=0.8, zorder=0)
+    axis.set_ylim(end - 0.3, -0.7)
+    axis.set_yticks(heights)
+    axis.set_yticklabels(labels, fontsize=7)
+    axis.tick_params(axis="y", length=0)
+    axis.grid(False, axis="y")
+    low, high = axis.get_xlim()
+    low, high = min(low, 0.8), max(high, 1.25)
+    axis.set_xlim(low, high)
+    axis.set_xticks([tick for tick in _TICKS if low <= tick <= high])
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.set_xlabel("ours / peer (log; to the left ours is faster or smaller)", fontsize=8)

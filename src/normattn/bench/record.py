@@ -1,0 +1,119 @@
+"""OUT/SUITE.json: the cases of a suite as they were measured, each with its stamp."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from normattn.atomic import explain_os_errors, write_json
+from normattn.bench.case import Case, Suite
+from normattn.bench.judge import Verdict, judge, roofline, why_missed
+from normattn.bench.machine import provenance, source_digest
+from normattn.bench.measure import Measurement
+from normattn.bench.settings import Settings
+from normattn.errors import InputError
+from normattn.runs.reading import read_object
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """The file of one suite; a row is used again when its case, settings and stamp are the same.
+
+    The stamp holds machine, versions and a digest of the source that is measured, so that a row
+    of other code is measured again.
+    """
+
+    path: Path
+    suite: Suite
+    settings: Settings
+
+    def rows(self) -> list[Row]:
+        """What is on record; none where there is no file.
+
+        Raises `InputError` for a file that is damaged or of the other kind (quick or not).
+        """
+        if not self.path.exists():
+            return []
+        rows = read_object(self.path).get("rows")
+        if not isinstance(rows, list) or not all(_whole(row) for row in rows):
+            raise InputError(f"{self.path} is damaged: it holds no rows of a benchmark")
+        if any(row["settings"]["quick"] != self.settings.quick for row in rows):
+            kinds = ("measured", "quick") if self.settings.quick else ("quick", "measured")
+            raise InputError(
+                f"{self.path} holds {kinds[0]} rows, which {kinds[1]} ones do not go with; "
+                "choose another --out"
+            )
+        return rows
+
+    def find(self, case: Case) -> Row | None:
+        """The row of this very case, settings and stamp, or None."""
+        key, stamp = self._key(case), self._stamp()
+        same = (row for row in self.rows() if row["key"] == key and row["stamp"] == stamp)
+        return next(same, None)
+
+    def add(self, case: Case, found: Measurement, profiles: Row | None = None) -> Row:
+        """Put a measured case in place of its row, or behind all others; the file is whole."""
+        row = self._row(case, found, profiles or {})
+        rows = self.rows()
+        places = [i for i, old in enumerate(rows) if old["case"] == case.name]
+        if places:
+            rows[places[0]] = row
+        else:
+            rows.append(row)
+        write_json(self.path, {"suite": self.suite.name, "what": self.suite.summary, "rows": rows})
+        return row
+
+    def _row(self, case: Case, found: Measurement, profiles: Row) -> Row:
+        lines = roofline(case, found)
+        verdicts = judge(case, found, claims=not self.settings.quick)
+        return {
+            "case": case.name,
+            "key": self._key(case),
+            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+            "stamp": self._stamp(),
+            "settings": self.settings.summary(),
+            "goals": [_goal(verdict, lines, found) for verdict in verdicts],
+            **found.summary(),
+            "roofline": lines,
+            "profiles": profiles,
+        }
+
+    def _key(self, case: Case) -> str:
+        values = ",".join(f"{name}={value}" for name, value in self.settings.summary().items())
+        return f"{case.digest}:{values}"
+
+    def _stamp(self) -> Row:
+        packages = ("torch", "normattn", *self.suite.packages)
+        found = provenance(packages, self.settings.threads, self.settings.device)
+        del found["date"]
+        return {**found, "source": source_digest()}
+
+
+def _goal(verdict: Verdict, lines: dict[str, dict[str, float]], found: Measurement) -> Row:
+    return {
+        "ours": verdict.ours,
+        "peer": verdict.peer,
+        "of": verdict.of,
+        "goal": verdict.goal,
+        "limit": verdict.limit,
+        "ratio": vars(verdict.ratio),
+        "met": verdict.met,
+        "why": why_missed(verdict, lines, found),
+    }
+
+
+def _whole(row: Any) -> bool:
+    wanted = {"case", "key", "date", "stamp", "settings", "goals", "seconds", "memory_mib"}
+    return isinstance(row, dict) and wanted <= set(row)
+
+
+def check_out(out: Path) -> None:
+    """Raise `InputError` unless records can be written into `out`; makes the folder."""
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out {out} is a file; it must be a folder")
+    with explain_os_errors(out):
+        out.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,138 @@
+"""Run suites: measure what is not on record, write every case down, then tabulate and plot."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from normattn.atomic import write_text
+from normattn.bench.case import Case, Suite
+from normattn.bench.figure import draw
+from normattn.bench.machine import require_packages
+from normattn.bench.measure import WARM, Measurement, measure
+from normattn.bench.profiling import top_operations
+from normattn.bench.record import Record, Row, check_out
+from normattn.bench.settings import Settings
+from normattn.bench.suites import SUITES, chosen
+from normattn.bench.table import markdown, terminal
+
+
+def run_bench(
+    names: Sequence[str], settings: Settings, out: Path, profile: bool = False
+) -> list[Row]:
+    """Measure the suites of these names (all for none) into `out`; return their rows.
+
+    Rows on record for the same case, settings, machine, versions and source are not measured
+    again, so a stopped run goes on. With `profile` the timed entries of missed goals are profiled.
+    Writes SUITE.json, table.md and ratios.png/.svg of everything in `out`. Raises `InputError`
+    for unknown suites, peers that are not installed, and an `out` that is no folder.
+    """
+    suites = chosen(names)
+    require_packages(dict.fromkeys(package for suite in suites for package in suite.packages))
+    check_out(out)
+    work = [
+        (Record(_path(out, suite.name), suite, settings), case)
+        for suite in suites
+        for case in suite.cases(settings)
+    ]
+    with _Bar(work, settings) as bar:
+        rows = [bar.run(record, case, profile) for record, case in work]
+    _report(out, suites, settings)
+    return rows
+
+
+def _path(out: Path, suite: str) -> Path:
+    return out / f"{suite.replace('-', '_')}.json"
+
+
+def _report(out: Path, suites: Sequence[Suite], settings: Settings) -> None:
+    """Tables and a figure of every record in the folder; the terminal shows what was asked for."""
+    found = {
+        name: Record(_path(out, name), suite, settings).rows() for name, suite in SUITES.items()
+    }
+    found = {name: rows for name, rows in found.items() if rows}
+    write_text(out / "table.md", markdown(found))
+    figures = draw(found, out)
+    console = Console(highlight=False)
+    for suite in suites:
+        console.print(terminal(suite.name, found[suite.name]))
+    console.print(f"table: {out / 'table.md'}", markup=False, soft_wrap=True)
+    console.print(f"figure: {figures[0]}", markup=False, soft_wrap=True)
+
+
+class _Bar:
+    """A bar over all cases that are still to be measured, weighted by their work."""
+
+    def __init__(self, work: Sequence[tuple[Record, Case]], settings: Settings) -> None:
+        self._settings = settings
+        self._found = {id(case): record.find(case) for record, case in work}
+        open_cases = [case for _, case in work if self._found[id(case)] is None]
+        console = Console(file=sys.stderr, highlight=False)
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._console = console
+        self._count, self._done = len(work), 0
+        total = sum(map(self._cost, open_cases))
+        self._task: TaskID = self._progress.add_task("benchmarks", total=total)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def run(self, record: Record, case: Case, profile: bool) -> Row:
+        """The row of a case: the one on record, or a new one."""
+        self._progress.update(self._task, description=case.name)
+        row = self._found[id(case)]
+        said = "on record"
+        if row is None:
+            row, said = record.add(case, self._measure(case)), "measured"
+        if profile and (profiles := self._profiles(case, row)):
+            row = record.add(case, Measurement.read(_stored(row)), profiles)
+            said += " and profiled"
+        self._done += 1
+        line = f"{case.name}: {said} ({self._done} of {self._count})"
+        self._console.print(line, markup=False, soft_wrap=True)
+        return row
+
+    def _measure(self, case: Case) -> Measurement:
+        """Measure, moving the bar with every round."""
+        each = self._cost(case) / (self._settings.rounds + WARM)
+        before = self._progress.tasks[0].completed
+
+        def moved(done: int) -> None:
+            self._progress.update(self._task, completed=before + each * (WARM + done))
+
+        found = measure(case, self._settings, moved)
+        self._progress.update(self._task, completed=before + self._cost(case))
+        return found
+
+    def _cost(self, case: Case) -> float:
+        """About how long a case takes, in operations."""
+        once = sum(entry.work().flops for entry in case.entries.values())
+        return once * (self._settings.rounds + WARM)
+
+    def _profiles(self, case: Case, row: Row) -> dict[str, Any]:
+        """The profiles of timed entries that missed a goal, unless they are on record."""
+        missed = [g["ours"] for g in row["goals"] if g["met"] is False and g["of"] == "time"]
+        if set(missed) <= set(row["profiles"]):
+            return {}
+        wanted = dict.fromkeys(missed)
+        return {name: top_operations(case.entries[name], self._settings) for name in wanted}
+
+
+def _stored(row: Row) -> dict[str, Any]:
+    return {name: row[name] for name in ("seconds", "memory_mib", "machine")}

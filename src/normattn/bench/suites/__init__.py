@@ -1,0 +1,35 @@
+"""Every suite by its name; a suite is one file: cases and goals as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from normattn.bench.case import Suite
+from normattn.bench.suites import (
+    cross_entropy,
+    folded,
+    memory,
+    plain,
+    train_step,
+    two_regime,
+)
+from normattn.errors import InputError
+
+SUITES: dict[str, Suite] = {
+    module.SUITE.name: module.SUITE
+    for module in (folded, two_regime, plain, cross_entropy, train_step, memory)
+}
+
+
+def chosen(names: Sequence[str]) -> list[Suite]:
+    """The suites of these names in their own order, all of them for none.
+
+    Raises `InputError` for an unknown name, with the nearest ones.
+    """
+    for name in names:
+        if name not in SUITES:
+            near = get_close_matches(name, SUITES, n=3, cutoff=0.4)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(SUITES)}"
+            raise InputError(f"unknown benchmark suite {name!r}; {hint}")
+    return [suite for name, suite in SUITES.items() if not names or name in names]

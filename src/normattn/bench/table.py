@@ -1,0 +1,102 @@
+"""Records → table.md and what the terminal shows: goal, measured, met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from normattn.bench.judge import Verdict
+from normattn.reports.markdown import grid
+
+Row = dict[str, Any]
+_HEAD = ("what", "ours / peer", "measured (95 % interval)", "goal", "met")
+_MET = {True: "yes", False: "no", None: "–"}
+
+
+def lines(rows: Iterable[Row]) -> list[tuple[str, str, str, str, str]]:
+    """One line per goal, as texts."""
+    return [
+        (row["case"], _pair(verdict), verdict.shown, verdict.goal, _MET[verdict.met])
+        for row in rows
+        for verdict in map(Verdict.read, row["goals"])
+    ]
+
+
+def _pair(verdict: Verdict) -> str:
+    memory = ", memory" if verdict.of == "memory" else ""
+    return f"{verdict.ours} / {verdict.peer}{memory}"
+
+
+def terminal(suite: str, rows: Sequence[Row]) -> Table:
+    """A suite's goals as a coloured table, a heading for each case."""
+    table = Table(*_HEAD[1:], title=escape(suite), title_justify="left", title_style="bold")
+    colours = {"yes": "green", "no": "red", "–": "dim"}
+    for row in rows:
+        table.add_section()
+        table.add_row(f"[bold]{escape(row['case'])}[/]")
+        for _, *texts, met in lines([row]):
+            table.add_row(*map(escape, texts), f"[{colours[met]}]{met}[/]")
+    return table
+
+
+def markdown(suites: Mapping[str, Sequence[Row]]) -> str:
+    """The whole of table.md."""
+    every = [row for rows in suites.values() for row in rows]
+    parts = ["# Ratios to peers, each within one interleaved run", _summary(every)]
+    parts += [f"## {name}\n\n{grid(_HEAD, lines(rows))}" for name, rows in suites.items()]
+    return "\n\n".join([*parts, *_missed(every), _behind(every)]) + "\n"
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    claimed = [goal["met"] for row in rows for goal in row["goals"] if goal["met"] is not None]
+    if not claimed:
+        return "A quick run: it shows that everything runs and claims nothing about goals."
+    return (
+        f"{sum(claimed)} of {len(claimed)} goals are met, within 5 %. A ratio is ours / peer of the"
+        " medians of time or peak memory: below 1 ours is faster or smaller. Intervals resample"
+        " the rounds."
+    )
+
+
+def _missed(rows: Sequence[Row]) -> list[str]:
+    """Why each goal was missed, and the profiles that were taken."""
+    found = [
+        f"- {row['case']}: {goal['why']}." for row in rows for goal in row["goals"] if goal["why"]
+    ]
+    parts = ["## Missed goals\n\n" + "\n".join(found)] if found else []
+    for row in rows:
+        for entry, operations in row.get("profiles", {}).items():
+            parts.append(f"### Profile of {entry}, {row['case']}\n\n{_profile(operations)}")
+    return parts
+
+
+def _profile(operations: Sequence[Row]) -> str:
+    head = ("operation", "calls", "ms", "share")
+    body = [
+        (
+            f"`{row['operation']}`",
+            f"{row['calls']:.0f}",
+            f"{row['milliseconds']:.2f}",
+            f"{row['share']:.0%}",
+        )
+        for row in operations
+    ]
+    return grid(head, body)
+
+
+def _behind(rows: Sequence[Row]) -> str:
+    """Machines, versions and dates of the rows."""
+    found: dict[str, None] = {}
+    for row in rows:
+        stamp, settings = row["stamp"], row["settings"]
+        versions = ", ".join(f"{name} {version}" for name, version in stamp["versions"].items())
+        machine = stamp.get("device", f"{stamp['processor']} ({stamp['capability']})")
+        found[
+            f"- {row['date']}: {machine}, {settings['threads']} thread"
+            f"{'s' if settings['threads'] > 1 else ''}, {settings['rounds']} rounds, Python "
+            f"{stamp['python']}, {versions}, source {stamp['source']}"
+        ] = None
+    return "## Behind it\n\n" + "\n".join(found)

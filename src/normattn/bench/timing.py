@@ -1,0 +1,128 @@
+"""Interleaved timing: every entry once per round, medians over rounds, ratios within one run.
+
+A machine's speed drifts; entries that are timed in turn drift together, so their ratio does not.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+Step = Callable[[], object]
+
+# One timed sample lasts at least this long, so that the clock and the loop around it vanish.
+LEAST_SECONDS = 0.02
+_RESAMPLES, _LEVEL = 2000, 0.95
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call in every round; a round's sample is the mean of `calls` calls."""
+
+    rounds: tuple[float, ...]
+    calls: int = 1
+
+    @property
+    def median(self) -> float:
+        """The middle round."""
+        return statistics.median(self.rounds)
+
+    @property
+    def low(self) -> float:
+        """The quickest round."""
+        return min(self.rounds)
+
+    @property
+    def high(self) -> float:
+        """The slowest round."""
+        return max(self.rounds)
+
+    def summary(self) -> dict[str, Any]:
+        """Median, low and high, and every round, as JSON values."""
+        return {
+            "median": self.median,
+            "low": self.low,
+            "high": self.high,
+            "calls": self.calls,
+            "rounds": list(self.rounds),
+        }
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of medians and its 95 % bootstrap interval (the value itself where none exists)."""
+
+    value: float
+    low: float
+    high: float
+
+
+def ratio(ours: Sequence[float], peer: Sequence[float]) -> Ratio:
+    """median(ours) / median(peer).
+
+    Where both have the same number of values (≥ 2), values of one round belong together and rounds
+    are resampled as pairs: the interval lies between the 2.5th and the 97.5th percentile.
+    """
+    value = statistics.median(ours) / statistics.median(peer)
+    if len(ours) != len(peer) or len(ours) < 2:
+        return Ratio(value, value, value)
+    drawn = np.random.default_rng(0).integers(len(ours), size=(_RESAMPLES, len(ours)))
+    above, below = (np.median(np.asarray(x)[drawn], axis=1) for x in (ours, peer))
+    tail = 50 * (1 - _LEVEL)
+    low, high = np.percentile(above / below, [tail, 100 - tail])
+    return Ratio(value, float(low), float(high))
+
+
+def interleave(
+    entries: Mapping[str, Step],
+    rounds: int,
+    warm: int = 2,
+    device: str = "cpu",
+    least_seconds: float = LEAST_SECONDS,
+    on_round: Callable[[int], None] = lambda done: None,
+) -> dict[str, Timing]:
+    """Time each entry once per round, after `warm` (at least 1) untimed calls of each.
+
+    An entry quicker than `least_seconds` is called several times a sample. Every round has an
+    order of its own, the same in every run; `on_round` is told how many rounds are done.
+    """
+    calls = {name: _calls(step, warm, device, least_seconds) for name, step in entries.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in entries}
+    shuffle = random.Random(0)
+    order = list(entries)
+    for turn in range(rounds):
+        # Another order each round, so that no entry always follows the same one.
+        shuffle.shuffle(order)
+        for name in order:
+            seconds[name].append(_sample(entries[name], calls[name], device))
+        on_round(turn + 1)
+    return {name: Timing(tuple(taken), calls[name]) for name, taken in seconds.items()}
+
+
+def _calls(step: Step, warm: int, device: str, least_seconds: float) -> int:
+    """How many calls make a sample, from the quickest of the last warm calls."""
+    taken = [_sample(step, 1, device) for _ in range(max(1, warm))]
+    return max(1, round(least_seconds / max(min(taken), 1e-7)))
+
+
+def _sample(step: Step, calls: int, device: str) -> float:
+    """Seconds per call; on a GPU until the device has finished."""
+    synchronise(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    synchronise(device)
+    return (time.perf_counter() - start) / calls
+
+
+def synchronise(device: str) -> None:
+    """Wait until the device has done what it was given."""
+    if device != "cpu":
+        torch.cuda.synchronize(device)
