@@ -119,12 +119,15 @@ def _convert(hint: Any, value: Any, part: type[Part], key: str) -> Any:
     raise InputError(f"{part.name}: {key} must be {expected}, but it is {value!r}")
 
 
-def print_part(part: Part) -> str:
-    """The part as `make` reads it: its name, and the fields that are not as by default."""
+def print_part(part: Part, usual: Part | None = None) -> str:
+    """The part as `make` reads it: its name, and the fields that are not as by default.
+
+    Fields as in `usual` are left out too.
+    """
     changed = [
         f"{field.name}={_print_value(getattr(part, field.name))}"
         for field in dataclasses.fields(part)
-        if getattr(part, field.name) != field.default
+        if getattr(part, field.name) not in (field.default, getattr(usual, field.name, None))
     ]
     name = part.name
     return f"{name}({','.join(changed)})" if changed else name

@@ -189,8 +189,14 @@ class ScoreSpec:
 
     @property
     def variant_name(self) -> str:
-        """The name of the trained parts, e.g. `KNA-logn`."""
-        return self.trained.name
+        """The name of the trained parts with what was chosen in them, e.g. `CosA(c=3.5)-logn`.
+
+        A value that the training length gives anyway is not spelled.
+        """
+        length, trained = self.train_length, self.trained
+        return "-".join(
+            print_part(part, type(part)().resolved(length, None)) for part in trained._shown
+        )
 
     @property
     def method(self) -> str:
