@@ -64,7 +64,7 @@ def test_what_the_fused_kernel_refuses(case: Problem, reason: str) -> None:
 def test_an_unknown_backend_names_the_known_ones() -> None:
     with pytest.raises(InputError, match="unknown backend 'flash'; expected one of auto, fused"):
         attend(problem(), "flash")
-    assert BACKENDS == ("auto", "fused", "chunked", "reference")
+    assert BACKENDS == ("auto", "fused", "bias", "chunked", "reference")
 
 
 @pytest.mark.parametrize("name", ["KNA", "KNA-ReRoPE(window=20)"])
@@ -78,7 +78,8 @@ def test_chunks_never_make_the_whole_matrix(
     with largest() as record:
         out = attention(q, k, v, name, backend="chunked", q_positions=where, k_positions=where)
         torch.autograd.grad(out.sum(), (q, k, v))
-    assert record.numel == 8 * 128
+    # With two regimes the columns where both are near the window are there twice.
+    assert record.numel <= 8 * 128 * (2 if positions else 1) + 8 * 8
     with largest() as record:
         attention(q, k, v, name, backend="reference")
     assert record.numel == 128 * 128

@@ -1,15 +1,14 @@
-"""Attention tile by tile: no T × S matrix, any mask, any value size, two regimes.
+"""Attention tile by tile: no T × S matrix, any mask, any value size, two regimes, bias, cap, sink.
 
 A tile's weights fit into the cache, so softmax costs little beside the products; the backward
 computes them once more instead of keeping them. In half precision the scores are rounded to it
 before softmax, which runs in float32; `backend="fused"` keeps them in float32 throughout.
 
-Legend: B batch, H heads, T queries, S keys, D score size, E value size.
+Legend: B batch, H heads, G key heads, T queries, S keys, D score size, E value size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,113 +16,100 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.kernels.derivatives import refuse_second_derivative
-from normattn.kernels.problem import Problem, Visibility
-from normattn.kernels.tiles import Regimes, Tile, distant, tiles, weights
-
-
-def _keep(weight: Tensor, rate: float, seed: int, number: int) -> Tensor:
-    """The dropout mask of a tile, over 1 − rate; the same in forward and backward."""
-    generator = torch.Generator(device=weight.device)
-    generator.manual_seed(seed + number)
-    keep = torch.rand(weight.shape, generator=generator, device=weight.device) >= rate
-    return keep.to(weight.dtype) / (1 - rate)
+from normattn.kernels.gradients import Gradients, GroupGradients
+from normattn.kernels.problem import Problem, Settings
+from normattn.kernels.rows import Rows, grouped, keep_mask, ungrouped
+from normattn.kernels.tiles import Plan
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        far_q: Tensor | None,
-        far_k: Tensor | None,
-        window: int | None,
-        visibility: Visibility,
-        dropout: float,
-        seed: int,
-    ) -> Tensor:
-        v = v.contiguous()
-        out = q.new_empty(*q.shape[:3], v.shape[-1])
-        regimes = Regimes(q, k, far_q, far_k, window)
-        for number, tile in enumerate(tiles(q, k.shape[2], window, visibility)):
-            weight = weights(regimes, tile)
-            if dropout:
-                weight *= _keep(weight, dropout, seed, number)
-            out[tile.queries] = weight @ v[tile.keys(0, tile.end)]
-        ctx.save_for_backward(q, k, v, far_q, far_k)
-        ctx.settings = window, visibility, dropout, seed
-        return out
+    def forward(ctx: Any, settings: Settings, seed: int, *tensors: Tensor | None) -> Tensor:
+        problem = settings.problem(tensors)
+        ctx.save_for_backward(*tensors)
+        ctx.settings = settings, seed
+        return forward_tiles(problem, Plan.of(problem), seed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the chunked kernel", "backend='reference'")
-        q, k, v, far_q, far_k = ctx.saved_tensors
-        window, visibility, dropout, seed = ctx.settings
-        regimes = Regimes(q, k, far_q, far_k, window)
-        grad = grads[0].contiguous()
-        sums = _Gradients.like(regimes, v)
-        for number, tile in enumerate(tiles(q, k.shape[2], window, visibility)):
-            weight = weights(regimes, tile)
-            values = tile.keys(0, tile.end)
-            by_out = grad[tile.queries]
-            by_weight = by_out @ v[values].transpose(-1, -2)
+        settings, seed = ctx.settings
+        problem = settings.problem(ctx.saved_tensors)
+        sums = backward_tiles(problem, Plan.of(problem), grads[0], seed)
+        return (None, None, *sums.all(problem))
+
+
+def forward_tiles(
+    problem: Problem,
+    plan: Plan,
+    seed: int = 0,
+    extra: Tensor | None = None,
+    share: Tensor | None = None,
+) -> Float[Tensor, "b h t e"]:
+    """softmax(score) · v.
+
+    `extra` (B, G, T, r, X) are further logits of each row, whose values another kernel adds: their
+    weights are written to `share`.
+    """
+    q, v = problem.q, problem.v
+    out = v.new_empty(*grouped(q, plan.repeat).shape[:-1], v.shape[-1])
+    number = 0
+    for group in plan.groups(q):
+        rows = Rows.of(problem, plan, group, extra)
+        target = out[group.batch, group.heads].flatten(0, 1).flatten(1, 2)
+        for tile in plan.tiles:
+            weight = rows.weights(tile)
+            if share is not None:
+                rows.at(share, tile).copy_(rows.apart(weight)[..., tile.width :])
+            if problem.dropout:
+                keep = keep_mask(weight, tile.width, problem.dropout, seed + number)
+                weight[..., : tile.width] *= keep
+            rows.values(weight, tile, target[:, rows.lines(tile)])
+            number += 1
+    return ungrouped(out)
+
+
+def backward_tiles(
+    problem: Problem,
+    plan: Plan,
+    by_out: Float[Tensor, "b h t e"],
+    seed: int = 0,
+    extra: Tensor | None = None,
+    delta: Tensor | None = None,
+) -> Gradients:
+    """The gradients, the weights computed once more.
+
+    `delta` (B, G, T, r, 1) is Σ_e out·by_out of each row where `extra` holds logits whose values
+    are elsewhere.
+    """
+    sums = Gradients.like(problem, plan)
+    by_out = grouped(by_out, plan.repeat)
+    number = 0
+    for group in plan.groups(problem.q):
+        rows = Rows.of(problem, plan, group, extra)
+        part = GroupGradients(sums, rows)
+        grad = by_out[group.batch, group.heads].flatten(0, 1).flatten(1, 2)
+        for tile in plan.tiles:
+            weight = rows.weights(tile, capped=True)
+            here = grad[:, rows.lines(tile)]
+            by_weight = rows.by_weight(here, tile)
             used = weight
-            if dropout:
-                keep = _keep(weight, dropout, seed, number)
-                used, by_weight = weight * keep, by_weight.mul_(keep)
-            sums.v[values] += used.transpose(-1, -2) @ by_out
-            by_score = torch._softmax_backward_data(by_weight, weight, -1, weight.dtype)
-            sums.add(by_score, regimes, tile)
-        return (*sums.all(), None, None, None, None)
-
-
-@dataclass
-class _Gradients:
-    """Gradients under construction; those of keys and values gather over tiles in wide type."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    far_q: Tensor | None
-    far_k: Tensor | None
-    dtype: torch.dtype
-
-    @staticmethod
-    def like(regimes: Regimes, v: Tensor) -> _Gradients:
-        """Zeros of the right shapes."""
-        dtype = v.dtype
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        far = regimes.far_q is not None and regimes.far_k is not None
-        return _Gradients(
-            torch.empty_like(regimes.q),
-            torch.zeros_like(regimes.k, dtype=wide),
-            torch.zeros_like(v, dtype=wide),
-            torch.zeros_like(regimes.q) if far else None,
-            torch.zeros_like(regimes.k, dtype=wide) if far else None,
-            dtype,
-        )
-
-    def add(self, by_score: Tensor, regimes: Regimes, tile: Tile) -> None:
-        """Send a tile's gradient of the scores to queries and keys of both regimes."""
-        rows, near = tile.queries, tile.keys(tile.near_start, tile.end)
-        if self.far_q is not None and self.far_k is not None and tile.far_end:
-            assert regimes.far_q is not None
-            assert regimes.far_k is not None
-            cut = tile.keys(0, tile.far_end)
-            is_far = distant(regimes, tile, slice(0, tile.far_end))
-            beyond = by_score[..., : tile.far_end] * is_far
-            by_score[..., : tile.far_end].masked_fill_(is_far, 0.0)
-            self.far_q[rows] = beyond @ regimes.far_k[cut]
-            self.far_k[cut] += beyond.transpose(-1, -2) @ regimes.far_q[rows]
-        close = by_score[..., tile.near_start :]
-        self.q[rows] = close @ regimes.k[near]
-        self.k[near] += close.transpose(-1, -2) @ regimes.q[rows]
-
-    def all(self) -> tuple[Tensor | None, ...]:
-        """The gradients of q, k, v, far q, far k and of the window (none)."""
-        far_k = None if self.far_k is None else self.far_k.to(self.dtype)
-        return (self.q, self.k.to(self.dtype), self.v.to(self.dtype), self.far_q, far_k, None)
+            if problem.dropout:
+                keep = keep_mask(weight, tile.width, problem.dropout, seed + number)
+                used = weight[..., : tile.width] * keep
+                by_weight[..., : tile.width] *= keep
+            part.add_values(here, used, tile)
+            if delta is None:
+                torch._softmax_backward_data(
+                    by_weight, weight, -1, weight.dtype, grad_input=by_weight
+                )
+            else:
+                rows.apart(by_weight).sub_(rows.at(delta, tile))
+                by_weight.mul_(weight)
+            part.add_scores(by_weight, tile)
+            number += 1
+        part.close()
+    return sums
 
 
 def chunked(problem: Problem) -> Float[Tensor, "b h t e"]:
@@ -131,18 +117,17 @@ def chunked(problem: Problem) -> Float[Tensor, "b h t e"]:
 
     A floating mask gets no gradient here: `why_not_chunked` refuses one that wants it.
     """
-    p = problem.expanded()
-    seed = int(torch.randint(2**62, ()).item()) if p.dropout else 0
-    out: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
-        p.q, p.k, p.v, p.far_q, p.far_k, p.window, p.visibility, p.dropout, seed
-    )
+    out: Tensor = _Chunked.apply(problem.settings, draw_seed(problem), *problem.tensors)  # type: ignore[no-untyped-call]
     return out
+
+
+def draw_seed(problem: Problem) -> int:
+    """The seed of the problem's dropout."""
+    return int(torch.randint(2**62, ()).item()) if problem.dropout else 0
 
 
 def why_not_chunked(problem: Problem) -> str | None:
     """The reason why this kernel cannot serve the problem, or None."""
-    if problem.bias is not None or problem.sink is not None or problem.cap is not None:
-        return "it adds no bias, no sink and no cap to the score"
     mask = problem.visibility.mask
     if mask is not None and mask.requires_grad:
         return "it gives no gradient to a mask"

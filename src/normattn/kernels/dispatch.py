@@ -10,7 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.kernels.bias import bias_attention, why_not_bias
 from normattn.kernels.chunked import chunked, why_not_chunked
+from normattn.kernels.compiled import chunked_node
 from normattn.kernels.fused import fused, why_not_fused
 from normattn.kernels.problem import Problem
 from normattn.kernels.reference import reference
@@ -25,10 +27,15 @@ class Kernel:
     why_not: Callable[[Problem], str | None]
 
 
+def _tiles(problem: Problem) -> Tensor:
+    return chunked_node(problem) if torch.compiler.is_compiling() else chunked(problem)
+
+
+_BIAS = Kernel("bias", bias_attention, why_not_bias)
 _FUSED = Kernel("fused", fused, why_not_fused)
-_CHUNKED = Kernel("chunked", chunked, why_not_chunked)
+_CHUNKED = Kernel("chunked", _tiles, why_not_chunked)
 _REFERENCE = Kernel("reference", reference, lambda problem: None)
-KERNELS: tuple[Kernel, ...] = (_FUSED, _CHUNKED, _REFERENCE)
+KERNELS: tuple[Kernel, ...] = (_FUSED, _BIAS, _CHUNKED, _REFERENCE)
 BACKENDS: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
 # Query rows at which tiles beat the stock kernel on a CPU in float32 (results/attention.json).
 _TILES_WIN = range(256, 1025)
@@ -40,10 +47,12 @@ def _fastest_first(problem: Problem) -> tuple[Kernel, ...]:
     The stock kernel comes first on a GPU, for a single query, and where a compiler would have to
     unroll the tiles.
     """
+    if torch.compiler.is_compiling():
+        return (_FUSED, _CHUNKED, _REFERENCE)
     rows = problem.q.shape[2]
-    stock = problem.q.device.type != "cpu" or rows == 1 or torch.compiler.is_compiling()
+    stock = problem.q.device.type != "cpu" or rows == 1
     if not stock and (problem.q.element_size() == 2 or rows in _TILES_WIN):
-        return (_CHUNKED, _FUSED, _REFERENCE)
+        return (_BIAS, _CHUNKED, _FUSED, _REFERENCE)
     return KERNELS
 
 

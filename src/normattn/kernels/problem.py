@@ -121,7 +121,7 @@ class Problem:
     """
 
     q: Float[Tensor, "b h t d"]
-    k: Float[Tensor, "b g s d"]
+    k: Float[Tensor, "b g near d"]
     v: Float[Tensor, "b g s e"]
     visibility: Visibility
     far_q: Float[Tensor, "b h t d"] | None = None

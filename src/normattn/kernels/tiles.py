@@ -1,86 +1,181 @@
-"""A tile: some query rows of some heads, small enough for the cache, and its scores.
+"""A tile: some query rows of some heads and the columns that they need, small enough for the cache.
 
-In two regimes a tile multiplies only the keys that it needs of each: the near columns start at
-the window, the far ones end before it, so together they are about the pairs of one causal
-attention.
+The columns of a tile are spans laid side by side: in two regimes the near keys and the far ones,
+with a sliding window the first keys that stay and the last ones. So a tile multiplies only what it
+needs, and near and far together are about the pairs of one causal attention.
 
-Legend: B batch, H heads, T queries, S keys, D score size; b, h, c a tile's batch rows, heads,
-query rows.
+Legend: B batch, G key heads, r query heads per key head, T queries, S keys; c token rows of a tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from normattn.kernels.problem import Visibility
+from normattn.kernels.problem import Problem, Visibility
 
 # Scores of one tile, in bytes: about the second-level cache of a core.
 TILE_BYTES = 2**20
-# Query rows of a tile. Fewer rows waste fewer hidden pairs; half-precision products want more.
-ROWS = 64
-HALF_ROWS = 128
+# Rows of a tile's products. Fewer waste fewer hidden pairs; half-precision products want more.
+ROWS = 128
+HALF_ROWS = 256
 # On a GPU a tile must fill the device instead.
 DEVICE_TILE_BYTES, DEVICE_ROWS = 2**28, 256
 
 
 @dataclass(frozen=True)
-class Regimes:
-    """The near queries and keys, and where there is a window, the far ones."""
+class Span:
+    """Columns `start` … `stop` − 1, seen where `lowest` ≤ i − j ≤ `highest`; of the far regime?"""
 
-    q: Tensor
-    k: Tensor
-    far_q: Tensor | None = None
-    far_k: Tensor | None = None
-    window: int | None = None
+    far: bool
+    start: int
+    stop: int
+    lowest: int | None = None
+    highest: int | None = None
+
+    @property
+    def columns(self) -> slice:
+        """As a slice."""
+        return slice(self.start, self.stop)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Slices of batch, heads and rows; the columns end at `end`, far ones at `far_end`.
+    """Token rows and the spans whose columns lie side by side in its scores."""
 
-    The near columns begin at `near_start`. `seen` says who may see whom in this part of the batch.
-    """
+    rows: slice
+    spans: tuple[Span, ...]
+
+    @property
+    def width(self) -> int:
+        """The number of columns."""
+        return sum(span.stop - span.start for span in self.spans)
+
+    def laid(self) -> Iterator[tuple[Span, slice]]:
+        """Each span and where its columns lie in the tile."""
+        at = 0
+        for span in self.spans:
+            end = at + span.stop - span.start
+            yield span, slice(at, end)
+            at = end
+
+
+@dataclass(frozen=True)
+class Group:
+    """Slices of the batch and of the key heads, and who may see whom in this part of the batch."""
 
     batch: slice
     heads: slice
-    rows: slice
-    end: int
-    far_end: int
-    near_start: int
     seen: Visibility
 
+
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is cut: `near_only` leaves the far columns to another kernel."""
+
+    queries: int
+    keys: int
+    repeat: int
+    rows: int
+    window: int | None
+    near_start: int
+    near_only: bool
+    seen: Visibility
+
+    @staticmethod
+    def of(problem: Problem, near_only: bool = False) -> Plan:
+        """The plan of a problem."""
+        q = problem.q
+        repeat = q.shape[1] // problem.k.shape[1]
+        rows = max(1, _rows(q) // repeat)
+        return Plan(
+            *(q.shape[2], problem.v.shape[2], repeat, rows, problem.window),
+            *(problem.near_start, near_only, problem.visibility),
+        )
+
     @property
-    def queries(self) -> tuple[slice, slice, slice]:
-        """Where the tile's queries are in (B, H, T, …)."""
-        return self.batch, self.heads, self.rows
+    def aligned(self) -> bool:
+        """Whether i − j is known from the row and the column alone."""
+        return self.seen.aligned and self.queries <= self.keys
 
-    def keys(self, start: int, end: int) -> tuple[slice, slice, slice]:
-        """Where keys `start` … `end` of the tile's heads are in (B, H, S, …)."""
-        return self.batch, self.heads, slice(start, end)
+    def groups(self, q: Tensor) -> Iterator[Group]:
+        """Whole batch rows while they fit into a tile, else heads of one row."""
+        batch, heads = q.shape[0], q.shape[1] // self.repeat
+        budget = TILE_BYTES if q.device.type == "cpu" else DEVICE_TILE_BYTES
+        rows = min(self.rows, self.queries) * self.repeat
+        width = max((tile.width for tile in self.tiles), default=0)
+        many = max(1, budget // max(1, rows * width * q.element_size()))
+        if many >= heads:
+            step = many // heads
+            for start in range(0, batch, step):
+                yield self._group(slice(start, min(start + step, batch)), slice(0, heads))
+            return
+        for row in range(batch):
+            for start in range(0, heads, many):
+                yield self._group(slice(row, row + 1), slice(start, min(start + many, heads)))
 
+    def _group(self, batch: slice, heads: slice) -> Group:
+        queries = slice(heads.start * self.repeat, heads.stop * self.repeat)
+        return Group(batch, heads, _narrow(self.seen, batch, queries))
 
-def tiles(q: Tensor, keys: int, window: int | None, visibility: Visibility) -> Iterator[Tile]:
-    """Every tile of the problem, group of heads by group of heads."""
-    shift = keys - q.shape[2]
-    rows = _rows(q)
-    for batch, heads in _groups(q, rows, keys):
-        seen = _narrow(visibility, batch, heads)
-        for start in range(0, q.shape[2], rows):
-            stop = min(start + rows, q.shape[2])
-            where = batch, heads, slice(start, stop)
-            if not (visibility.aligned and visibility.causal):
-                yield Tile(*where, keys, 0 if window is None else keys, 0, seen)
-            elif window is None:
-                yield Tile(*where, stop + shift, 0, 0, seen)
-            else:
-                far_end = max(0, stop + shift - window)
-                near_start = max(0, start + shift - window + 1)
-                yield Tile(*where, stop + shift, far_end, near_start, seen)
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """The tiles of a group, rows upwards."""
+        tiles = []
+        for start in range(0, self.queries, self.rows):
+            rows = slice(start, min(start + self.rows, self.queries))
+            spans = self._aligned(rows) if self.aligned else self._whole()
+            tiles.append(Tile(rows, tuple(span for span in spans if span.start < span.stop)))
+        return tuple(tiles)
+
+    def _whole(self) -> Iterator[Span]:
+        """Every column: masks say what is seen."""
+        if self.window is not None and not self.near_only:
+            yield Span(far=True, start=0, stop=self.keys)
+        yield Span(far=False, start=self.near_start, stop=self.keys)
+
+    def _aligned(self, rows: slice) -> Iterator[Span]:
+        """The columns that a row among `rows` sees, with the bounds on i − j."""
+        first = rows.start + self.keys - self.queries
+        last = rows.stop + self.keys - self.queries - 1
+        sliding, kept = self.seen.window, self.seen.kept
+        lowest = 0 if self.seen.causal else None
+        if sliding is None:
+            yield from self._regimes((0, self.keys), first, last, lowest, None)
+            return
+        begin = max(0, first - sliding + 1)
+        kept = min(kept, last + 1) if self.seen.causal else kept
+        yield from self._regimes((0, min(kept, self.keys)), first, last, lowest, None)
+        lowest = 1 - sliding if lowest is None else lowest
+        bounds = (max(begin, kept), self.keys)
+        yield from self._regimes(bounds, first, last, lowest, sliding - 1)
+
+    def _regimes(
+        self,
+        bounds: tuple[int, int],
+        first: int,
+        last: int,
+        lowest: int | None,
+        highest: int | None,
+    ) -> Iterator[Span]:
+        """Columns within `bounds`, the distant ones far."""
+        start, stop = bounds
+        # Columns that even the last row is too near to, or the first too far from, are left out.
+        stop = stop if lowest is None else min(stop, last - lowest + 1)
+        if self.window is None:
+            yield Span(False, start, stop, lowest, highest)
+            return
+        if not self.near_only:
+            end = min(stop, last - self.window + 1)
+            low = self.window if lowest is None else max(lowest, self.window)
+            yield Span(True, start, end, low, highest)
+        high = self.window - 1 if highest is None else min(highest, self.window - 1)
+        begin = max(start, first - self.window + 1)
+        yield Span(False, begin, stop, lowest, high)
 
 
 def _rows(q: Tensor) -> int:
@@ -89,84 +184,66 @@ def _rows(q: Tensor) -> int:
     return HALF_ROWS if q.element_size() == 2 else ROWS
 
 
-def _groups(q: Tensor, rows: int, keys: int) -> Iterator[tuple[slice, slice]]:
-    """Whole batch rows while they fit into a tile, else heads of one row."""
-    batch, heads = q.shape[:2]
-    budget = TILE_BYTES if q.device.type == "cpu" else DEVICE_TILE_BYTES
-    one = min(rows, q.shape[2]) * keys * q.element_size()
-    many = max(1, budget // max(1, one))
-    if many >= heads:
-        step = many // heads
-        for start in range(0, batch, step):
-            yield slice(start, min(start + step, batch)), slice(0, heads)
-        return
-    for row in range(batch):
-        for start in range(0, heads, many):
-            yield slice(row, row + 1), slice(start, min(start + many, heads))
+def _narrow(seen: Visibility, batch: slice, heads: slice) -> Visibility:
+    """The same visibility for a part of the batch and of the query heads."""
 
+    def rows(x: Tensor | None) -> Tensor | None:
+        return x[batch] if x is not None and x.dim() >= 2 and x.shape[0] > 1 else x
 
-def _narrow(visibility: Visibility, batch: slice, heads: slice) -> Visibility:
-    """The same visibility for a part of the batch and of the heads."""
-
-    def rows(x: Tensor) -> Tensor:
-        return x[batch] if x.dim() == 2 and x.shape[0] > 1 else x
-
-    mask = visibility.mask
+    mask = seen.mask
     if mask is not None:
         if mask.dim() >= 3 and mask.shape[-3] > 1:
             mask = mask[..., heads, :, :]
         if mask.dim() == 4 and mask.shape[0] > 1:
             mask = mask[batch]
-    padding = None if visibility.padding is None else visibility.padding[batch]
+    query, key = rows(seen.query), rows(seen.key)
+    assert query is not None
+    assert key is not None
     return replace(
-        visibility,
-        query=rows(visibility.query),
-        key=rows(visibility.key),
-        padding=padding,
+        seen,
+        query=query,
+        key=key,
+        padding=rows(seen.padding),
         mask=mask,
+        query_documents=rows(seen.query_documents),
+        key_documents=rows(seen.key_documents),
     )
 
 
-@lru_cache(maxsize=16)
-def _upper(rows: int, device: torch.device) -> Tensor:
+def hide_edges(score: Tensor, tile: Tile, shift: int) -> None:
+    """−∞ where i − j leaves a span's bounds: a corner of its columns, alike in most tiles.
+
+    `score` is (…, c, r, width); `shift` is S − T.
+    """
+    first, last = tile.rows.start + shift, tile.rows.stop + shift - 1
+    count = last - first + 1
+    for span, at in tile.laid():
+        if span.lowest is not None:
+            begin = max(span.start, first - span.lowest + 1)
+            if begin < span.stop:
+                corner = _corner(
+                    (count, span.stop - begin), first - span.lowest - begin + 1, True, score.device
+                )
+                _hide(score[..., at.stop - (span.stop - begin) : at.stop], corner)
+        if span.highest is not None:
+            end = min(span.stop, last - span.highest)
+            if end > span.start:
+                corner = _corner(
+                    (count, end - span.start),
+                    first - span.highest - span.start - 1,
+                    False,
+                    score.device,
+                )
+                _hide(score[..., at.start : at.start + end - span.start], corner)
+
+
+def _hide(score: Tensor, corner: Tensor) -> None:
+    score.masked_fill_(corner[:, None], -torch.inf)
+
+
+@lru_cache(maxsize=256)
+def _corner(shape: tuple[int, int], diagonal: int, upper: bool, device: torch.device) -> Tensor:
+    """True on and above, or on and below, a diagonal."""
     with torch.inference_mode(False):
-        return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
-
-
-def weights(regimes: Regimes, tile: Tile) -> Tensor:
-    """softmax of the tile's scores, (b, h, c, end); 0 for a query that sees no key."""
-    score = _scores(regimes, tile)
-    if tile.seen.plain:
-        if tile.seen.causal:
-            rows = tile.rows.stop - tile.rows.start
-            score[..., tile.end - rows :].masked_fill_(_upper(rows, score.device), -torch.inf)
-        return torch.softmax(score, -1)
-    every = slice(0, tile.end)
-    added = tile.seen.added(tile.rows, every)
-    if added is not None:
-        score += added
-    hidden = tile.seen.hidden(tile.rows, every)
-    if hidden is not None:
-        score.masked_fill_(hidden, -torch.inf)
-    nothing = (score == -torch.inf).all(-1, keepdim=True)
-    return torch.softmax(score, -1).masked_fill_(nothing, 0.0)
-
-
-def _scores(regimes: Regimes, tile: Tile) -> Tensor:
-    """⟨q, k⟩, or ⟨far q, far k⟩ where i − j ≥ window, of a tile."""
-    near_keys = tile.keys(tile.near_start, tile.end)
-    near = regimes.q[tile.queries] @ regimes.k[near_keys].transpose(-1, -2)
-    if regimes.far_q is None or regimes.far_k is None or tile.far_end == 0:
-        return near
-    far = regimes.far_q[tile.queries] @ regimes.far_k[tile.keys(0, tile.far_end)].transpose(-1, -2)
-    overlap = tile.far_end - tile.near_start
-    if overlap > 0:
-        is_far = distant(regimes, tile, slice(tile.near_start, tile.far_end))
-        near[..., :overlap] = torch.where(is_far, far[..., tile.near_start :], near[..., :overlap])
-    return torch.cat((far[..., : tile.near_start], near), -1)
-
-
-def distant(regimes: Regimes, tile: Tile, columns: slice) -> Tensor:
-    """Where i − j ≥ window among these columns."""
-    assert regimes.window is not None
-    return tile.seen.distance(tile.rows, columns) >= regimes.window
+        ones = torch.ones(shape, dtype=torch.bool, device=device)
+        return ones.triu(diagonal) if upper else ones.tril(diagonal)

@@ -1,0 +1,152 @@
+"""Gradients under construction, group of heads by group of heads.
+
+Those of keys and values gather over tiles in wide type and transposed, (n, D, S): the products
+gradᵀ · weights read the weights row by row, which is several times faster than weightsᵀ · grad.
+
+Legend: B batch, H query heads, G key heads, r query heads per key head, T queries, S keys, D score
+size, E value size, R distances; n = b·g of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from normattn.kernels.problem import Problem
+from normattn.kernels.rows import Rows, times, ungrouped
+from normattn.kernels.tiles import Plan, Tile
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums over tiles gather."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class Gradients:
+    """Of q and far_q as (B, G, T, r, D); of k, v, far_k like them; of bias and sink wide."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    far_q: Tensor | None
+    far_k: Tensor | None
+    bias: Tensor | None
+    sink: Tensor | None
+
+    @staticmethod
+    def like(problem: Problem, plan: Plan) -> Gradients:
+        """Room for all of them, whatever the layout of the operands."""
+        p = problem
+
+        def queries() -> Tensor:
+            b, h, t, d = p.q.shape
+            return p.q.new_empty(b, h // plan.repeat, t, plan.repeat, d)
+
+        def same(x: Tensor) -> Tensor:
+            return x.new_empty(x.shape)
+
+        def sums(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.new_zeros(x.shape, dtype=wide(p.q.dtype))
+
+        far = p.far_k if not plan.near_only else None
+        return Gradients(
+            queries(),
+            same(p.k),
+            same(p.v),
+            None if far is None else queries(),
+            None if far is None else same(far),
+            sums(p.bias),
+            sums(p.sink),
+        )
+
+    def all(self, problem: Problem) -> tuple[Tensor | None, ...]:
+        """In the order of `Problem.tensors`, in their shapes and types."""
+        bias = None if problem.bias is None or self.bias is None else self.bias.to(problem.bias)
+        sink = None if problem.sink is None or self.sink is None else self.sink.to(problem.sink)
+        far_q = None if self.far_q is None else ungrouped(self.far_q)
+        return ungrouped(self.q), self.k, self.v, far_q, self.far_k, bias, sink
+
+
+class GroupGradients:
+    """The sums of one group; `close` writes them where they belong."""
+
+    def __init__(self, whole: Gradients, rows: Rows) -> None:
+        """Zero sums."""
+        self.whole, self.rows = whole, rows
+        self.where = (rows.group.batch, rows.group.heads)
+        self.k, self.v = self._sum(rows.k), self._sum(rows.v)
+        self.far_k = None if rows.far_k is None else self._sum(rows.far_k)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return x.new_zeros(x.shape[0], x.shape[2], x.shape[1], dtype=wide(x.dtype))
+
+    def add_values(self, by_out: Tensor, weight: Tensor, tile: Tile) -> None:
+        """Weightᵀ · by_out to the values."""
+        for span, where in tile.laid():
+            _gather(self.v[..., span.columns], by_out, weight[..., where])
+
+    def add_scores(self, by_score: Tensor, tile: Tile) -> None:
+        """Send a tile's gradient of the scores to bias, sink, queries and keys."""
+        rows, problem = self.rows, self.rows.problem
+        if self.whole.sink is not None and rows.extra is not None:
+            by_sink = rows.apart(by_score)[..., tile.width].sum((0, 2), dtype=self.whole.sink.dtype)
+            heads = self.whole.sink.view(-1, rows.plan.repeat)
+            heads[rows.group.heads] += by_sink
+        if self.whole.bias is not None:
+            self._add_bias(by_score, tile)
+        if problem.cap is not None:
+            rows.uncap(by_score, tile)
+        self._add_side(by_score, tile, False, self.whole.q, self.k)
+        if self.whole.far_q is not None and self.far_k is not None:
+            self._add_side(by_score, tile, True, self.whole.far_q, self.far_k)
+
+    def _add_side(
+        self, by_score: Tensor, tile: Tile, far: bool, into: Tensor, sums: Tensor
+    ) -> None:
+        """To the queries and keys of one regime."""
+        rows = self.rows
+        pairs = []
+        for span, where in tile.laid():
+            if span.far != far:
+                continue
+            q, k, _, columns = rows.side(span)
+            pairs.append((by_score[..., where], k[:, columns]))
+            _gather(sums[..., columns], q[:, rows.lines(tile)], by_score[..., where])
+        target = into[self.where].flatten(0, 1).flatten(1, 2)
+        times(pairs, target[:, rows.lines(tile)])
+
+    def _add_bias(self, by_score: Tensor, tile: Tile) -> None:
+        """Scatter to each head's distances."""
+        rows, bias = self.rows, self.whole.bias
+        assert bias is not None
+        apart = rows.apart(by_score)
+        heads = slice(*(rows.plan.repeat * x for x in (self.where[1].start, self.where[1].stop)))
+        for span, where in tile.laid():
+            distance = rows.group.seen.distance(tile.rows, span.columns).abs()
+            block = ungrouped(apart[..., where]).to(bias.dtype)
+            if distance.dim() == 2:
+                bias[heads].index_add_(1, distance.flatten(), block.sum(0).flatten(1))
+                continue
+            each = distance[:, 0].expand(block.shape[0], *block.shape[2:])
+            bias[heads].index_add_(1, each.flatten(), block.transpose(0, 1).flatten(1))
+
+    def close(self) -> None:
+        """Write the sums over tiles in the type of the operands."""
+        self._write(self.whole.k, self.k)
+        self._write(self.whole.v, self.v)
+        if self.whole.far_k is not None and self.far_k is not None:
+            self._write(self.whole.far_k, self.far_k)
+
+    def _write(self, into: Tensor, sums: Tensor) -> None:
+        into[self.where].copy_(sums.transpose(1, 2).view_as(into[self.where]))
+
+
+def _gather(sums: Tensor, rows: Tensor, weight: Tensor) -> None:
+    """Sums (n, D, s) += rowsᵀ (n, D, c) · weight (n, c, s)."""
+    if sums.dtype == rows.dtype:
+        sums.baddbmm_(rows.transpose(1, 2), weight)
+    else:
+        sums += rows.transpose(1, 2) @ weight

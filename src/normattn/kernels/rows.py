@@ -1,0 +1,243 @@
+"""The query rows of some heads: their scores and weights tile by tile, and the way back.
+
+Query heads that share a key head are rows of one product, so keys are never repeated.
+
+Legend: B batch, G key heads, r query heads per key head, T queries, S keys, D score size, E value
+size; n = b·g of a group, c token rows of a tile, W its columns, X further logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from normattn.kernels.problem import Problem, Visibility
+from normattn.kernels.tiles import Group, Plan, Span, Tile, hide_edges
+
+
+def grouped(x: Tensor, repeat: int) -> Tensor:
+    """(B, H, T, …) as (B, G, T, r, …)."""
+    batch, heads = x.shape[:2]
+    return x.reshape(batch, heads // repeat, repeat, *x.shape[2:]).transpose(2, 3)
+
+
+def ungrouped(x: Tensor) -> Tensor:
+    """(B, G, T, r, …) as (B, H, T, …)."""
+    return x.transpose(2, 3).flatten(1, 2)
+
+
+def keep_mask(weight: Tensor, columns: int, rate: float, seed: int) -> Tensor:
+    """The dropout mask of a tile, over 1 − rate; the same in forward and backward."""
+    generator = torch.Generator(device=weight.device)
+    generator.manual_seed(seed)
+    shape = (*weight.shape[:-1], columns)
+    keep = torch.rand(shape, generator=generator, device=weight.device) >= rate
+    return keep.to(weight.dtype) / (1 - rate)
+
+
+class Scratch:
+    """Room for the scores of any tile, taken once: fresh pages cost as much as the arithmetic."""
+
+    def __init__(self, like: Tensor, size: int) -> None:
+        """Take room for `size` elements."""
+        self.room = like.new_empty(size)
+
+    def shaped(self, *shape: int) -> Tensor:
+        """The first elements in a shape."""
+        return self.room[: torch.Size(shape).numel()].view(shape)
+
+
+@dataclass
+class Rows:
+    """The operands of one group of heads, flattened: q (n, T·r, D), k (n, S, D), v (n, S, E)."""
+
+    problem: Problem
+    plan: Plan
+    group: Group
+    extra: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    far_q: Tensor | None
+    far_k: Tensor | None
+    turned: dict[str, Tensor] = field(default_factory=dict)
+    rooms: dict[str, Scratch] = field(default_factory=dict)
+
+    @staticmethod
+    def of(problem: Problem, plan: Plan, group: Group, extra: Tensor | None = None) -> Rows:
+        """The operands of a group; `extra` (B, G, T, r, X) are further logits of each row."""
+        p, at = problem, (group.batch, group.heads)
+
+        def queries(x: Tensor | None) -> Tensor | None:
+            return None if x is None else grouped(x, plan.repeat)[at].flatten(0, 1).flatten(1, 2)
+
+        def keys(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[at].flatten(0, 1)
+
+        far_q, far_k = (None, None) if plan.near_only else (queries(p.far_q), keys(p.far_k))
+        q, k, v = queries(p.q), keys(p.k), keys(p.v)
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        if extra is None and p.sink is not None:
+            sink = p.sink.to(p.q.dtype).view(1, -1, 1, plan.repeat, 1)
+            extra = sink.expand(p.q.shape[0], -1, plan.queries, -1, -1)
+        return Rows(p, plan, group, extra, q, k, v, far_q, far_k)
+
+    def at(self, x: Tensor, tile: Tile) -> Tensor:
+        """The rows of a tile in (B, G, T, r, …): (b, g, c, r, …)."""
+        return x[self.group.batch, self.group.heads, tile.rows]
+
+    def apart(self, score: Tensor) -> Tensor:
+        """(n, c·r, W) as (b, g, c, r, W)."""
+        heads = self.group.heads.stop - self.group.heads.start
+        repeat, (n, lines, width) = self.plan.repeat, score.shape
+        return score.view(n // heads, heads, lines // repeat, repeat, width)
+
+    def lines(self, tile: Tile) -> slice:
+        """The rows of a tile in (n, T·r, …)."""
+        repeat = self.plan.repeat
+        return slice(tile.rows.start * repeat, tile.rows.stop * repeat)
+
+    def room(self, name: str, tile: Tile) -> Tensor:
+        """(n, c·r, W + X) of uninitialised scores."""
+        further = 0 if self.extra is None else self.extra.shape[-1]
+        lines = self.lines(tile)
+        n = self.q.shape[0]
+        if name not in self.rooms:
+            largest = max(
+                (t.rows.stop - t.rows.start) * (t.width + further) for t in self.plan.tiles
+            )
+            self.rooms[name] = Scratch(self.q, n * self.plan.repeat * largest)
+        return self.rooms[name].shaped(n, lines.stop - lines.start, tile.width + further)
+
+    def across(self, name: str, x: Tensor) -> Tensor:
+        """xᵀ; in half precision a copy, if many tiles use it: its products are then faster."""
+        if x.device.type != "cpu" or x.element_size() != 2 or len(self.plan.tiles) < 4:
+            return x.transpose(1, 2)
+        if name not in self.turned:
+            self.turned[name] = x.transpose(1, 2).contiguous()
+        return self.turned[name]
+
+    def side(self, span: Span) -> tuple[Tensor, Tensor, str, slice]:
+        """Queries and keys of a span's regime, the name of the keys, and their columns."""
+        if span.far:
+            assert self.far_q is not None
+            assert self.far_k is not None
+            return self.far_q, self.far_k, "far_k", span.columns
+        start = self.plan.near_start
+        return self.q, self.k, "k", slice(span.start - start, span.stop - start)
+
+    def weights(self, tile: Tile, capped: bool = False) -> Tensor:
+        """softmax of the tile's scores and further logits, (n, c·r, W + X).
+
+        0 for a query that sees no key. `capped` keeps tanh of the product over the cap for
+        `uncap`.
+        """
+        score = self.room("score", tile)
+        for span, where in tile.laid():
+            q, k, name, columns = self.side(span)
+            torch.bmm(
+                q[:, self.lines(tile)], self.across(name, k)[..., columns], out=score[..., where]
+            )
+        apart = self.apart(score)
+        if self.problem.cap is not None:
+            seen = score[..., : tile.width].div_(self.problem.cap).tanh_()
+            if capped:
+                self.room("tanh", tile)[..., : tile.width].copy_(seen)
+            seen.mul_(self.problem.cap)
+        self._add_bias(apart, tile)
+        certain = self._hide(apart, tile)
+        if self.extra is not None:
+            apart[..., tile.width :].copy_(self.at(self.extra, tile))
+        if certain:
+            return torch.softmax(score, -1, out=score)
+        if score.shape[-1] == 0:
+            return score
+        nothing = (score == -torch.inf).all(-1, keepdim=True)
+        return torch.softmax(score, -1, out=score).masked_fill_(nothing, 0.0)
+
+    def uncap(self, by_score: Tensor, tile: Tile) -> None:
+        """The gradient of the product from that of the capped score, in place."""
+        tanh = self.room("tanh", tile)[..., : tile.width]
+        by_score[..., : tile.width].mul_(tanh.square_().neg_().add_(1))
+
+    def _add_bias(self, apart: Tensor, tile: Tile) -> None:
+        if self.problem.bias is None:
+            return
+        bias = self.heads(self.problem.bias).to(apart.dtype)
+        for span, where in tile.laid():
+            distance = self.group.seen.distance(tile.rows, span.columns).abs()
+            values = bias[:, distance]
+            # (H, b, 1, c, s) where every batch row has its own positions, else (H, c, s).
+            values = values.squeeze(2).transpose(0, 1) if distance.dim() == 4 else values
+            apart[..., where] += self.spread(values)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """The query heads of the group in (H, …)."""
+        apart = x.reshape(-1, self.plan.repeat, *x.shape[1:])
+        return apart[self.group.heads].flatten(0, 1)
+
+    def spread(self, block: Tensor) -> Tensor:
+        """What is broadcastable to (b, h, c, s), to (b, g, c, r, s)."""
+        if block.dim() < 4:
+            block = block[(None,) * (4 - block.dim())]
+        if block.shape[1] == 1:
+            return block.unsqueeze(3)
+        return grouped(block, self.plan.repeat)
+
+    def _hide(self, apart: Tensor, tile: Tile) -> bool:
+        """−∞ where no key is seen; whether every row is certain to see one."""
+        aligned, seen = self.plan.aligned, self.group.seen
+        if aligned:
+            hide_edges(apart, tile, self.plan.keys - self.plan.queries)
+            if seen.regular:
+                return True
+            # Causality and the sliding window are in the edges already.
+            seen = replace(seen, causal=False, window=None)
+        for span, where in tile.laid():
+            score = apart[..., where]
+            added = seen.added(tile.rows, span.columns)
+            if added is not None:
+                score += self.spread(added)
+            hidden = self._hidden(seen, tile, span, aligned)
+            if hidden is not None:
+                score.masked_fill_(self.spread(hidden), -torch.inf)
+        return False
+
+    def _hidden(self, seen: Visibility, tile: Tile, span: Span, aligned: bool) -> Tensor | None:
+        hidden = seen.hidden(tile.rows, span.columns)
+        if aligned or self.plan.window is None:
+            return hidden
+        far = seen.distance(tile.rows, span.columns) >= self.plan.window
+        other = ~far if span.far else far
+        return other if hidden is None else hidden | other
+
+    def values(self, weight: Tensor, tile: Tile, out: Tensor) -> None:
+        """Σ_j weight · v into `out` (n, c·r, E)."""
+        times(((weight[..., where], self.v[:, span.columns]) for span, where in tile.laid()), out)
+
+    def by_weight(self, by_out: Tensor, tile: Tile) -> Tensor:
+        """⟨by_out, v⟩, (n, c·r, W + X); 0 for the further logits, whose values are 0."""
+        result = self.room("gradient", tile)
+        result[..., tile.width :] = 0
+        turned = self.across("v", self.v)
+        for span, where in tile.laid():
+            torch.bmm(by_out, turned[..., span.columns], out=result[..., where])
+        return result
+
+
+def times(pairs: Iterable[tuple[Tensor, Tensor]], out: Tensor) -> None:
+    """Σ a·b into `out`."""
+    first = True
+    for a, b in pairs:
+        if first:
+            torch.bmm(a, b, out=out)
+        else:
+            out.baddbmm_(a, b)
+        first = False
+    if first:
+        out.zero_()
