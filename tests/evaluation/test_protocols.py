@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from normattn.errors import InputError, NormattnError
-from normattn.evaluation import bin_edges, evaluate_cell, from_logits
+from normattn.evaluation import bin_edges, evaluate_cell, from_logits, rising_edges
 from normattn.kernels.cross_entropy import TokenScores
 
 from .make import VOCABULARY, Counter, counting, info, make_set, right_loss, successor_logits
@@ -113,3 +113,32 @@ def test_senseless_settings_are_refused() -> None:
         evaluate_cell(Counter(), make_set([counting()]), info(), tokens_per_batch=0)
     with pytest.raises(InputError, match="empty or negative"):
         bin_edges(8, 8, 4)
+    with pytest.raises(InputError, match="text of 0 tokens"):
+        rising_edges(0, 4)
+
+
+@given(train=st.integers(1, 600), multiple=st.sampled_from([1, 2, 8, 16, 64]))
+def test_rising_bins_cover_every_position_once_with_an_edge_at_every_octave(
+    train: int, multiple: int
+) -> None:
+    length = train * multiple
+    edges = rising_edges(length, train)
+    assert (edges[0], edges[-1]) == (0, length)
+    assert all(a < b for a, b in itertools.pairwise(edges))
+    assert {train * 2**k for k in range(7) if train * 2**k <= length} <= set(edges)
+    wide = [(a, b) for a, b in itertools.pairwise(edges) if a >= 8 * train]
+    assert all(b / a < 1.3 for a, b in wide)
+    assert len(edges) < 4 * 6 + 2 * 11
+
+
+def test_text_read_by_position_has_rising_bins() -> None:
+    generator = np.random.default_rng(0)
+    chosen = make_set(
+        list(generator.integers(0, VOCABULARY, (3, 65))), protocol="by_position", train_length=4
+    )
+    record = evaluate_cell(Counter(), chosen, info())
+    assert record.edges == rising_edges(64, 4)
+    assert record.protocol == "by_position"
+    right = (chosen.windows[:, 1:] == (chosen.windows[:, :-1] + 1) % VOCABULARY).astype(int)
+    for bin_, (first, last) in enumerate(itertools.pairwise(record.edges)):
+        assert [row[bin_] for row in record.correct] == list(right[:, first:last].sum(axis=1))

@@ -20,7 +20,7 @@ from normattn.evaluation import (
 )
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
-from normattn.reports.records import Record
+from normattn.reports.records import AnyRecord
 from normattn.score.spec import ScoreSpec
 
 from .make import make_set
@@ -150,7 +150,7 @@ def test_nothing_is_scored_again(
     model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = EvaluationStore(tmp_path)
-    told: list[Record] = []
+    told: list[AnyRecord] = []
     first = evaluate_run(model, _sets(), run="r", seed=0, methods=("", "NTK"), store=store)
     monkeypatch.setattr(CausalLM, "token_scores", None)
     again = evaluate_run(

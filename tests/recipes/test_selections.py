@@ -26,7 +26,7 @@ def test_what_a_score_cannot_take_is_left_out_with_a_sentence() -> None:
     assert "YaRN" not in post_hoc_methods(spec)
     said = [sentence for sentence in left_out(spec) if "YaRN is left out" in sentence]
     assert said
-    assert "NoPE has none" in said[0]
+    assert "makes no sense" in said[0]
     logn = ScoreSpec.parse("KNA-logn", train_length=64)
     assert not [method for method in post_hoc_methods(logn) if "logn+" in method]
     assert refusal(logn, "logn+") is not None

@@ -26,8 +26,7 @@ from normattn.data.retrieval_statements import Ids, Statements, statements_for
 from normattn.data.token_data import TokenData
 from normattn.errors import InputError
 
-Task = Literal["passkey", "multi_key", "variable_tracking"]
-TASKS: tuple[Task, ...] = ("passkey", "multi_key", "variable_tracking")
+TASKS = ("passkey", "multi_key", "variable_tracking")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 KEYS, LINKS = 4, 3
 _TRIES = 100
@@ -46,7 +45,7 @@ class RetrievalSet:
     statement (of a chain: the first) begins.
     """
 
-    task: Task
+    task: str
     length: int
     train_length: int
     windows: Int32[np.ndarray, "n d length_1"]
@@ -72,7 +71,7 @@ class RetrievalSet:
 
 def retrieval_set(
     data: TokenData,
-    task: Task,
+    task: str,
     train_length: int,
     multiple: int = 8,
     max_windows: int = 125,
@@ -91,6 +90,8 @@ def retrieval_set(
             f"the training length and its multiple must be at least 1, got {train_length} and "
             f"{multiple}"
         )
+    if max_windows < 1:
+        raise InputError(f"an evaluation set needs at least 1 window, got {max_windows}")
     length, count = train_length * multiple, max(1, max_windows // len(DEPTHS))
     held_out, statements = data.split(split), statements_for(data)
     # A document may give several samples, each with other names, where long ones are few.
@@ -114,7 +115,8 @@ def retrieval_set(
 class _Facts:
     """`statements[0]` stands at the depth, `ordered` ones behind it in turn, others anywhere.
 
-    `asked` are the questions at the end, each with its answer; `words` all names and values.
+    `asked` are the questions at the end, each with its answer; `words` all names and values, and
+    all that could be asked.
     """
 
     statements: tuple[Ids, ...]
@@ -149,7 +151,8 @@ def _keys(write: Statements, random: np.random.Generator, count: int) -> _Facts:
     names = [write.name(random) for _ in range(count)]
     values = [write.value(random) for _ in range(count)]
     stated = tuple(write.state(*pair) for pair in zip(names, values, strict=True))
-    return _Facts(stated, ((write.question(names[0]), values[0]),), (*names, *values))
+    words = (*names, *values, *(write.question(name) for name in names))
+    return _Facts(stated, ((write.question(names[0]), values[0]),), words)
 
 
 def _variable_tracking(write: Statements, random: np.random.Generator) -> _Facts:
@@ -159,7 +162,8 @@ def _variable_tracking(write: Statements, random: np.random.Generator) -> _Facts
     stated = tuple(write.state(*pair) for pair in zip(names, sources, strict=True))
     links = zip(names[::-1], sources[::-1], strict=True)
     asked = tuple((write.question(name), source) for name, source in links)
-    return _Facts(stated, asked, (*names, value), ordered=True)
+    words = (*names, value, *(question for question, _ in asked))
+    return _Facts(stated, asked, words, ordered=True)
 
 
 _FACTS: dict[str, Callable[[Statements, np.random.Generator], _Facts]] = {
@@ -234,7 +238,10 @@ def _break_near(breaks: np.ndarray, share: float) -> int:
 
 
 def _unmistakable(facts: _Facts, window: np.ndarray) -> bool:
-    """Whether every name and value stands just where it was put, and no two are the same."""
+    """Whether every name, value and question stands just where it was put, all of them different.
+
+    A statement and the filler around it could make another one between them.
+    """
     if len(set(facts.words)) < len(facts.words):
         return False
     pieces = [np.array(piece, dtype=np.int64) for piece in (*facts.statements, facts.end)]

@@ -21,7 +21,7 @@ from normattn.errors import InputError
 Ids = tuple[int, ...]
 
 _CONSONANTS = "bcdfghjkmnpqrstvwxz"
-_NAME_TOKENS, _VALUE_TOKENS = 3, 4
+_NAME_TOKENS, _VALUE_TOKENS, _LINK = 3, 4, 1
 
 
 class Statements(ABC):
@@ -86,15 +86,19 @@ class CodeStatements(Statements):
 
 
 class TokenStatements(Statements):
-    """For generated tokens that have no text: a name is 3 tokens, a value 4, nothing links them."""
+    """For generated tokens that have no text: a name is 3 tokens, a value 4.
+
+    Token 1 links a name to its source: without it, the name in `b = a` and the one in `c = b` could
+    not be told apart. Names and values are made of the tokens from 2 on.
+    """
 
     def __init__(self, vocab_size: int) -> None:
-        if vocab_size < 2:
-            raise InputError(f"retrieval needs at least 2 tokens to write with, got {vocab_size}")
+        if vocab_size < 4:
+            raise InputError(f"retrieval needs a vocabulary of at least 4, got {vocab_size}")
         self._vocab_size = vocab_size
 
     def name(self, random: np.random.Generator) -> Ids:
-        """Three tokens; the separator, token 0, is never among them."""
+        """Three tokens."""
         return self._draw(random, _NAME_TOKENS)
 
     def value(self, random: np.random.Generator) -> Ids:
@@ -102,15 +106,15 @@ class TokenStatements(Statements):
         return self._draw(random, _VALUE_TOKENS)
 
     def question(self, name: Ids) -> Ids:
-        """The name itself."""
-        return name
+        """The name and the link."""
+        return (*name, _LINK)
 
     def breaks(self, filler: np.ndarray) -> Bool[np.ndarray, "n"]:
         """Everywhere."""
         return np.ones(len(filler), dtype=bool)
 
     def _draw(self, random: np.random.Generator, count: int) -> Ids:
-        return tuple(int(token) for token in random.integers(1, self._vocab_size, count))
+        return tuple(int(token) for token in random.integers(_LINK + 1, self._vocab_size, count))
 
 
 def statements_for(data: TokenData) -> Statements:

@@ -1,0 +1,195 @@
+"""Retrieval sets: facts where they are said to be, asked for once, and nothing else scored."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from normattn.data import CopyTask, RetrievalSet, TokenData, retrieval_set, train_tokeniser
+from normattn.data.retrieval import DEPTHS, KEYS, TASKS
+from normattn.data.splits import SPLITS
+from normattn.data.token_data import TokenSplit
+from normattn.errors import InputError
+
+L = 64
+
+
+@cache
+def code_data(lines: int = 400) -> TokenData:
+    """Three documents of made-up source code for every split."""
+    texts = [
+        "".join(f"    {'ab'[i % 2]}{n} = call_{(i * i + n) % 17}(x, {i})\n" for i in range(lines))
+        for n in range(3)
+    ]
+    tokeniser = train_tokeniser(texts, 300)
+    rows = [[*tokeniser.encode(text), 0] for text in texts]
+    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int64)
+    tokens = np.concatenate([np.array(row, dtype=np.uint16) for row in rows])
+    names = ["one", "two", "three"]
+    splits = {name: TokenSplit(name, tokens, offsets, names) for name in SPLITS}
+    return TokenData(**splits, tokeniser=tokeniser, vocab_size=300, fingerprint="made")
+
+
+@cache
+def token_data() -> TokenData:
+    """Generated tokens without any text."""
+    return CopyTask(tokens=1000, documents=6, document_tokens=2000).token_data(64, 0)
+
+
+DATA = {"code": code_data, "tokens": token_data}
+
+
+def make(kind: str, task: str, multiple: int = 4, windows: int = 15, seed: int = 0) -> RetrievalSet:
+    return retrieval_set(DATA[kind](), task, L, multiple, windows, seed)
+
+
+def occurrences(window: np.ndarray, piece: np.ndarray) -> list[int]:
+    """Where `piece` begins in `window`, found by looking everywhere."""
+    size = len(piece)
+    return [i for i in range(len(window) - size + 1) if list(window[i : i + size]) == list(piece)]
+
+
+def asked(found: RetrievalSet, sample: int, kind: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The questions at the end of a sample, each with its answer, read off what is scored."""
+    window = found.windows[sample, 0]
+    scored = [False, *found.scored[sample].tolist(), False]
+    edges = [i for i in range(1, len(scored)) if scored[i] != scored[i - 1]]
+    pairs = []
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        begin = start - 4  # a name of three tokens and the link
+        if kind == "code":  # a line
+            begin = max(i for i in range(start) if window[i] == newline())
+        pairs.append((window[begin:start], window[start:end]))
+    return pairs
+
+
+def newline() -> int:
+    tokeniser = code_data().tokeniser
+    assert tokeniser is not None
+    return tokeniser.encode("\n")[0]
+
+
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("task", TASKS)
+def test_a_set_is_a_function_of_its_arguments(kind: str, task: str) -> None:
+    first, again = make(kind, task), make(kind, task)
+    assert first.fingerprint == again.fingerprint
+    np.testing.assert_array_equal(first.windows, again.windows)
+    others = (make(kind, task, seed=1), make(kind, task, multiple=5), make(kind, task, windows=10))
+    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 4
+
+
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_answer_stands_once_before_it_is_asked(kind: str, task: str) -> None:
+    found = make(kind, task)
+    assert found.windows.shape == (3, len(DEPTHS), 4 * L + 1)
+    for sample in range(len(found)):
+        pairs = asked(found, sample, kind)
+        assert len(pairs) == (3 if task == "variable_tracking" else 1)
+        for depth in range(len(DEPTHS)):
+            window = found.windows[sample, depth]
+            for question, answer in pairs:
+                statement = np.concatenate([question, answer])
+                places = occurrences(window, question)
+                assert places == occurrences(window, statement)
+                assert len(places) == 2
+            asked_first = np.concatenate(pairs[-1])
+            # The first statement of a chain is the last one that is asked for.
+            assert occurrences(window, asked_first)[0] == found.places[sample, depth]
+        assert not found.scored[sample, : -sum(len(q) + len(a) for q, a in pairs)].any()
+        assert found.scored[sample].sum() == sum(len(answer) for _, answer in pairs)
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_the_passkey_stands_at_its_depth_of_one_document(kind: str) -> None:
+    data = DATA[kind]()
+    found = make(kind, "passkey")
+    for sample, document in enumerate(found.documents):
+        ((question, answer),) = asked(found, sample, kind)
+        size = len(question) + len(answer)
+        text = list(data.test.document(list(data.test.names).index(document)))
+        fillers = []
+        for depth, place, window in zip(
+            DEPTHS, found.places[sample], found.windows[sample], strict=True
+        ):
+            filler = [*window[:place], *window[place + size : -size]]
+            fillers.append(filler)
+            assert abs(place - depth * len(filler)) <= len(filler) / 16 + 1
+            np.testing.assert_array_equal(window[-size:], [*question, *answer])
+        assert all(filler == fillers[0] for filler in fillers)
+        assert occurrences(np.array(text), np.array(fillers[0]))
+    assert (found.places[:, 0] <= 4 * L / 16 + 1).all()
+    assert (found.windows[:, -1, -1] == found.windows[:, 0, -1]).all()
+
+
+def test_code_is_written_as_code() -> None:
+    tokeniser = code_data().tokeniser
+    assert tokeniser is not None
+    found = make("code", "variable_tracking")
+    text = tokeniser.decode(found.windows[0, 2])
+    end = text.rsplit("\n", 3)[1:]
+    (last, middle), (_, first), (_, value) = (line.split("=") for line in end)
+    assert value.isdecimal()
+    assert len(value) == 4
+    for line in (f"\n{last}={middle}", f"\n{middle}={first}", f"\n{first}={value}"):
+        assert text.count(line) == 2
+    assert text.index(f"\n{first}=") < text.index(f"\n{middle}=") < text.index(f"\n{last}=")
+    lines = tokeniser.decode(make("code", "multi_key").windows[0, 1]).split("\n")
+    keys = [line for line in lines if "=" in line and " " not in line]
+    assert len(keys) == KEYS + 1
+    assert keys.count(keys[-1]) == 2
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    task=st.sampled_from(TASKS),
+    multiple=st.integers(1, 8),
+    seed=st.integers(0, 1000),
+    kind=st.sampled_from(list(DATA)),
+)
+def test_windows_hold_no_separator_and_score_only_their_end(
+    task: str, multiple: int, seed: int, kind: str
+) -> None:
+    found = retrieval_set(DATA[kind](), task, L, multiple, 5, seed)
+    assert found.windows.shape == (1, len(DEPTHS), multiple * L + 1)
+    assert 0 not in found.windows
+    scored = np.flatnonzero(found.scored[0])
+    assert scored[-1] == multiple * L - 1
+    ends = found.windows[0][:, scored[0] + 1 :]
+    assert (ends == ends[0]).all()
+    # All but the order is the same at every depth.
+    assert all(sorted(window) == sorted(found.windows[0, 0]) for window in found.windows[0])
+
+
+def test_few_documents_give_several_samples_with_other_names() -> None:
+    found = make("code", "passkey", multiple=16, windows=60)
+    assert len(found) == 12
+    assert len(set(found.documents)) <= 3
+    ends = {tuple(np.concatenate(asked(found, sample, "code")[0])) for sample in range(12)}
+    assert len(ends) == 12
+
+
+def test_senseless_requests_are_refused() -> None:
+    with pytest.raises(InputError, match="no retrieval task is called 'needle'"):
+        retrieval_set(code_data(), "needle", L)
+    with pytest.raises(InputError, match=r"16 tokens is too short for multi-key: .* alone take"):
+        retrieval_set(code_data(), "multi_key", 16, 1)
+    with pytest.raises(InputError, match=r"no document of the test split .* is long enough"):
+        retrieval_set(code_data(), "passkey", L, 4096)
+    with pytest.raises(InputError, match="at least 1, got 64 and 0"):
+        retrieval_set(code_data(), "passkey", L, 0)
+    with pytest.raises(InputError, match="at least 1 window"):
+        make("code", "passkey", windows=0)
+
+
+def test_a_vocabulary_too_small_for_distinct_names_is_refused() -> None:
+    tiny = CopyTask(tokens=100, documents=2, document_tokens=2000).token_data(4, 0)
+    with pytest.raises(InputError, match="100 times the names and values drawn for passkey"):
+        retrieval_set(tiny, "passkey", L, 16)
+    with pytest.raises(InputError, match="vocabulary of at least 4"):
+        retrieval_set(CopyTask(tokens=9, documents=2).token_data(3, 0), "passkey", L, 1)
