@@ -65,7 +65,7 @@ def reading_markdown(readings_in_octaves: Sequence[Reading], bootstrap: Bootstra
         parts += [f"## Accuracy, % (training length {length})", _table(shown, "accuracy", 1)]
         parts += [f"## Loss, nats (training length {length})", _table(shown, "loss", 3)]
         counts = sorted({(each.documents, each.tokens, each.seeds) for each in shown})
-        behind = "; ".join(f"{d:,} documents, {t:,} tokens, {s} seeds" for d, t, s in counts)
+        behind = "; ".join(f"{d:,} documents, {t:,} tokens, seeds: {s}" for d, t, s in counts)
         parts.append(f"Behind each row: {behind}.")
     return "\n\n".join(parts) + "\n"
 

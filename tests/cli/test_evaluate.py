@@ -1,0 +1,89 @@
+"""`normattn evaluate` and `report` with retrieval, reading by position and every method."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import Command
+from normattn.recipes.selections import left_out, post_hoc_methods
+from normattn.score import ScoreSpec
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, to be measured from nothing."""
+    copy = tmp_path / "kna"
+    shutil.copytree(trained, copy, ignore=shutil.ignore_patterns("evaluations"))
+    return copy
+
+
+def records(run: Path) -> dict[str, int]:
+    """Each record's name and when it was written."""
+    return {path.name: path.stat().st_mtime_ns for path in run.glob("evaluations/*.json")}
+
+
+def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -> None:
+    arguments = ("evaluate", run, "--protocols", "retrieval,by-position", "--max-windows", 5)
+    said = command(*arguments, "--lengths", "64,128", "--methods", "as is,ReRoPE")
+    assert said.code == 0, said.err
+    for expected in ("KNA-ReRoPE", "by_position", "multi-key", "128"):
+        assert expected in said.out
+    first = records(run)
+    assert len(first) == 2 * (1 + 3 * 2)
+    again = command(*arguments, "--lengths", "64,128", "--methods", "as is,ReRoPE")
+    assert again.out == said.out
+    assert records(run) == first
+    # Another length in the middle asks nothing again that was asked as it is, nor at the longest.
+    wider = command(*arguments, "--lengths", "64,96,128", "--methods", "as is,ReRoPE")
+    assert wider.code == 0, wider.err
+    assert first.items() <= records(run).items()
+    assert len(records(run)) == 2 * (1 + 3 * 3)
+
+    out = tmp_path / "report"
+    assert command("report", run, "--out", out).code == 0
+    assert "[retrieval.md]" in (out / "table.md").read_text()
+    with (out / "retrieval.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 2 * 3 * 3 * 5
+    with (out / "reading.csv").open() as file:
+        assert {row["name"] for row in csv.DictReader(file)} == {"KNA", "KNA-ReRoPE"}
+    assert (out / "figures" / "retrieval_passkey_KNA.png").is_file()
+    assert (out / "figures" / "reading_by_position_KNA.svg").is_file()
+
+
+def test_every_method(command: Command, run: Path) -> None:
+    arguments = ("--protocols", "by-position", "--multiples", "1,4", "--max-windows", 1)
+    said = command("evaluate", run, *arguments, "--methods", "all,YaRN(factor=2)")
+    assert said.code == 0, said.err
+    spec = ScoreSpec.parse("KNA", train_length=8)
+    methods = post_hoc_methods(spec, 4.0)
+    assert "ReRoPE-logn+" in methods
+    assert len(records(run)) == 1 + len(methods) + 1
+    for sentence in left_out(spec, 4.0):
+        assert sentence in said.out
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--protocols", "retreival"], ["retreival", "did you mean retrieval"]),
+        (["--protocols", "by-positions"], ["did you mean by-position"]),
+        (["--protocols", "retrieval", "--lengths", "60"], ["60", "training length 8"]),
+        (["--protocols", "retrieval", "--lengths", "8,64"], ["8 tokens is too short for passkey"]),
+        (["--protocols", "retrieval", "--multiples", "9000"], ["long enough", "longest"]),
+        (["--protocols", "by-position", "--multiples", "9000"], ["long enough", "longest"]),
+        (["--methods", "all,all"], ["twice"]),
+        (["--methods", "al"], ["unknown", "al"]),
+    ],
+)
+def test_what_cannot_be_asked(
+    command: Command, run: Path, options: list[str], expected: list[str]
+) -> None:
+    said = command("evaluate", run, *options)
+    assert said.code == 2
+    for part in expected:
+        assert part in said.sentence
+    assert not records(run)
