@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from normattn.bench.case import Work
@@ -22,6 +23,7 @@ from normattn.score import Score, ScoreSpec
 
 _SMALL = 128
 Call = Callable[[], Tensor]
+Kind = Literal["plain", "two-regime", "fixed bias", "learned bias"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Scored(OfCausal):
 class KernelAlone(OfCausal):
     """A kernel on a prepared problem: no normalisation and no rotation is measured with it."""
 
-    kind: Literal["plain", "two-regime", "fixed bias", "learned bias"]
+    kind: Kind
     backend: str = "auto"
     window: int = 512
 
@@ -130,7 +132,12 @@ class KernelAlone(OfCausal):
             return dataclasses.replace(problem, far_q=far_q, far_k=far_k, window=self.window)
         if self.kind == "plain":
             return problem
-        slopes = torch.arange(1, self.call.heads + 1, device=self.call.device) / self.call.heads
+        slopes = slopes_of(self.call.heads).to(self.call.device)
         bias = -slopes[:, None] * positions
         learned = self.kind == "learned bias" and self.call.backward
         return dataclasses.replace(problem, bias=bias.requires_grad_(learned))
+
+
+def slopes_of(heads: int) -> Float[Tensor, " h"]:
+    """ALiBi's slopes 2^(−8(h + 1)/H), H a power of two (arXiv 2108.12409)."""
+    return 2.0 ** (-8 * torch.arange(1, heads + 1) / heads)

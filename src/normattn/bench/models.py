@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,9 @@ from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 from normattn.score import ScoreSpec
 
-X_TRANSFORMERS, LLAMA = "x-transformers", "transformers"
 Family = Literal["normattn", "x-transformers", "transformers"]
+X_TRANSFORMERS: Final = "x-transformers"
+LLAMA: Final = "transformers"
 
 
 @dataclass(frozen=True)

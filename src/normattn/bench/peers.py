@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from normattn.bench.attending import Call, Causal, OfCausal
+from normattn.bench.attending import Call, Causal, OfCausal, slopes_of
 from normattn.bench.timing import Step
 from normattn.errors import InputError
 
@@ -39,6 +39,38 @@ class Stock(OfCausal):
 
 
 @dataclass(frozen=True)
+class MaskedALiBi(OfCausal):
+    """The stock kernel with a mask that holds −m_h·(i − j) of every pair: (H, N, N) numbers.
+
+    With `learned` the slopes want a gradient, as every learned bias does, and the mask is made
+    anew in each step.
+    """
+
+    learned: bool = False
+
+    def build(self) -> Step:
+        """The call on fixed queries, keys and values."""
+        q, k, v = self.call.tensors(3)
+        slopes = slopes_of(self.call.heads).to(q).requires_grad_(self.learned)
+        positions = torch.arange(self.call.length, device=self.call.device)
+        distance = (positions[:, None] - positions).to(q.dtype)
+        future = distance < 0
+
+        def mask() -> Tensor:
+            return (-slopes[:, None, None] * distance).masked_fill(future, -torch.inf)[None]
+
+        with torch.no_grad():
+            fixed = mask()
+        if not self.learned:
+            return self.call.step(
+                lambda: scaled_dot_product_attention(q, k, v, attn_mask=fixed), (q, k, v)
+            )
+        return self.call.step(
+            lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask()), (q, k, v, slopes)
+        )
+
+
+@dataclass(frozen=True)
 class Flex(OfCausal):
     """Compiled `flex_attention`, causal, bare or with ALiBi's bias: the peer on a GPU."""
 
@@ -51,8 +83,7 @@ class Flex(OfCausal):
         if self.call.device == "cpu":
             raise InputError("flex_attention has no backward on a CPU; it is a peer on a GPU only")
         q, k, v = self.call.tensors(3)
-        size, heads = self.call.length, self.call.heads
-        slopes = torch.tensor([2 ** (-8 * (h + 1) / heads) for h in range(heads)]).to(q.device)
+        size, slopes = self.call.length, slopes_of(self.call.heads).to(q.device)
 
         def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return i >= j

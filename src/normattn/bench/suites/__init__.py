@@ -7,6 +7,7 @@ from difflib import get_close_matches
 
 from normattn.bench.case import Suite
 from normattn.bench.suites import (
+    bias,
     cross_entropy,
     folded,
     memory,
@@ -18,7 +19,7 @@ from normattn.errors import InputError
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
-    for module in (folded, two_regime, plain, cross_entropy, train_step, memory)
+    for module in (folded, two_regime, plain, bias, cross_entropy, train_step, memory)
 }
 
 

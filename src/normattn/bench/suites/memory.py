@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from normattn.bench.attending import Causal, KernelAlone
+from normattn.bench.attending import Causal, KernelAlone, Kind
 from normattn.bench.case import Case, Entry, Goal, Suite
 from normattn.bench.peers import Stock
 from normattn.bench.settings import Settings
+from normattn.kernels.dispatch import KERNELS
 
-# What each kernel is asked. The reference, which holds the whole matrix, is not among them.
-KINDS = {
+# What each kernel is asked: the most that it is made for.
+KINDS: dict[str, Kind] = {
     "fused": "plain",
     "chunked": "plain",
+    "bias": "learned bias",
+    "two-regime": "two-regime",
 }
 _AT_MOST = 2.0
 
@@ -25,9 +28,11 @@ def _case(precision: str, settings: Settings) -> Case:
     dtype = settings.dtypes[precision]
     causal = Causal(length, dtype, True, settings.device)
     entries: dict[str, Entry] = {"SDPA": Stock(causal)}
-    for backend, kind in KINDS.items():
-        entries[backend] = KernelAlone(causal, kind, backend, settings.window)  # type: ignore[arg-type]
-    goals = [Goal(name, "SDPA", of="memory", at_most=_AT_MOST) for name in KINDS]
+    # Every kernel but the reference, which holds the whole matrix.
+    names = [kernel.name for kernel in KERNELS if kernel.name != "reference"]
+    for name in names:
+        entries[name] = KernelAlone(causal, KINDS[name], name, settings.window)
+    goals = [Goal(name, "SDPA", of="memory", at_most=_AT_MOST) for name in names]
     return Case(f"peak memory {precision} f+b, N {length}", entries, tuple(goals), dtype)
 
 
