@@ -11,6 +11,7 @@ import pytest
 from normattn.errors import InputError
 from normattn.recipes import presets
 from normattn.recipes.keynorm import METHODS, VARIANTS, resolve
+from normattn.recipes.omissions import Omission, grouped
 from normattn.recipes.plan import make_plan
 from normattn.recipes.studies import Cell, ReadCell, Request
 from normattn.recipes.variants import trained_in_variants
@@ -82,7 +83,9 @@ def test_a_method_without_sense_leaves_out_its_row_and_says_why(tiny: Path) -> N
     assert cells["KNA"] == METHODS
     assert cells["KNA-NoPE"] == ("as is",)
     assert len(sweep.skipped) == 3
-    assert sweep.skipped[0].startswith("KNA-NoPE with NTK is left out: NTK on NoPE makes no sense")
+    assert sweep.skipped[0].sentence.startswith(
+        "KNA-NoPE with NTK is left out: NTK on NoPE makes no sense"
+    )
 
 
 def test_parameters_of_a_variant_are_kept(tiny: Path) -> None:
@@ -124,14 +127,15 @@ def test_all_is_every_part_that_a_row_can_have(tiny: Path) -> None:
         rows = {cell.variant: methods_of(cell) for cell in sweep.cells}
         found = [name for name in trained_in_variants() if name in rows]
         assert list(rows) == found
-        assert {"Baseline", "KNA-logn", "CosA", "QKRMSNorm(gain=false)", "KNA-NoPE"} <= rows.keys()
+        assert {"Baseline", "KNA-logn", "CosA", "KNA-NoPE"} <= rows.keys()
         for name, part in registry.parts().items():
             if part.when != "trained-in":
-                said = any(f"with {name} is left out" in reason for reason in sweep.skipped)
+                said = any(each.method == name for each in sweep.skipped)
                 assert any(name in methods for methods in rows.values()) or said
         assert {"as is", "YaRN", "ReRoPE"} <= set(rows["Baseline"])
         # Nothing rotary is left to stretch on a model without positions.
-        assert "YaRN" not in rows["Baseline-NoPE"]
+        assert rows["Baseline-NoPE"] == ("as is",)
+        assert rows["Baseline-Sink"] == ("as is", "YaRN", "ReRoPE")
     some = resolve(Request(str(tiny), ("KNA",), ("all",)))
     assert [cell.variant for cell in some.cells] == ["KNA"]
 
@@ -154,3 +158,18 @@ def test_all_stands_alone(tiny: Path, option: str) -> None:
 def test_settings_of_another_study_are_refused(tiny: Path) -> None:
     with pytest.raises(InputError, match="there is no setting nowhere"):
         resolve(Request(str(tiny), changes={"nowhere.steps": 1}))
+
+
+def test_rows_left_out_for_one_reason_are_named_together() -> None:
+    omissions = [
+        Omission(variant, method, f"{method} on NoPE is odd: {variant}-{method} has none")
+        for variant in ("KNA-NoPE", "QNA-NoPE")
+        for method in ("YaRN", "NTK")
+    ]
+    odd = Omission("KNA-HWFA", "NTK", "NTK needs more")
+    assert omissions[0].sentence.startswith("KNA-NoPE with YaRN is left out: YaRN on NoPE is odd")
+    assert grouped([*omissions, odd]) == [
+        "KNA-NoPE, QNA-NoPE with YaRN, NTK are left out, as "
+        "YaRN on NoPE is odd: KNA-NoPE-YaRN has none",
+        "KNA-HWFA with NTK is left out: NTK needs more",
+    ]

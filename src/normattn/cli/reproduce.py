@@ -1,9 +1,9 @@
-"""`normattn reproduce keynorm`: eight trained scores, four ways of reading on, one table."""
+"""`normattn reproduce STUDY`: a published experiment, from data to table and figures."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,10 +11,14 @@ from normattn.cli import values
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Run a published experiment from data to table. There is one so far: `keynorm`.",
+    help="Run a published experiment from data to table: keynorm, window, continue, mechanism.",
 )
 
-EPILOG = """
+GOES_ON = (
+    "Stop it anywhere and run it again: it goes on, and ends in the same table to the last bit."
+)
+
+KEYNORM = f"""
 **Examples**
 
 `normattn reproduce keynorm --preset smoke` – the whole path in about a minute
@@ -23,10 +27,52 @@ EPILOG = """
 
 `normattn reproduce keynorm --variants Baseline,QNA,KNA --seeds 3` – more seeds
 
+`normattn reproduce keynorm --methods all --plan` – every method and trained-in part: its cost
+
 `normattn reproduce keynorm --preset gpu-100m --corpus hf:NAME --plan` – its cost
 
-Stop it anywhere and run it again: it goes on, and ends in the same table to the last bit.
+{GOES_ON}
 """
+
+WINDOW = f"""
+**Examples**
+
+`normattn reproduce window --preset smoke` – the whole path in half a minute
+
+`normattn reproduce window` – the study itself, on two cores in about 10 minutes
+
+`normattn reproduce window --seeds 3` – with intervals over three trained models
+
+`normattn reproduce window --set "window.shares=[0.25,0.5,1,2]"` – other windows
+
+{GOES_ON}
+"""
+
+Preset = Annotated[str, typer.Option(help="smoke, laptop, gpu-100m, or a TOML file of your own.")]
+Variants = Annotated[
+    str | None,
+    typer.Option(help="Trained scores, by commas; any that `normattn list` can name."),
+]
+Seeds = Annotated[
+    str | None,
+    typer.Option(help="How many (3 means 0, 1, 2), or which (7,8). [default: the preset's]"),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Children at a time; changes no result. [default: a core each; 1 on a GPU]"
+    ),
+]
+Out = Annotated[Path | None, typer.Option(help="[default: runs/STUDY-PRESET]", show_default=False)]
+Corpus = Annotated[
+    str | None,
+    typer.Option(help="Another corpus: a file or folder, hf:NAME. [default: its own]"),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as training.steps=100."),
+]
+Plan = Annotated[bool, typer.Option("--plan", help="Print the plan and stop.")]
 
 
 @app.callback()
@@ -34,44 +80,29 @@ def _group() -> None:
     """Run a published experiment from data to table."""
 
 
-@app.command(epilog=EPILOG)
+@app.command(epilog=KEYNORM)
 def keynorm(
-    preset: Annotated[
-        str, typer.Option(help="smoke, laptop, gpu-100m, or a TOML file of your own.")
-    ] = "laptop",
+    preset: Preset = "laptop",
     variants: Annotated[
         str | None,
         typer.Option(
-            help="Trained scores, by commas; any that `normattn list` can name. "
+            help="Trained scores, by commas; any that `normattn list` can name; or `all`. "
             "[default: Baseline, QNA, KNA, CosA, each with and without -logn]"
         ),
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option(help="Ways of reading on. [default: as is,NTK,YaRN,ReRoPE]"),
-    ] = None,
-    seeds: Annotated[
-        str | None,
-        typer.Option(help="How many (3 means 0, 1, 2), or which (7,8). [default: the preset's]"),
-    ] = None,
-    jobs: Annotated[
-        int | None,
         typer.Option(
-            min=1, help="Children at a time; changes no result. [default: a core each; 1 on a GPU]"
+            help="Ways of reading on, or `all`: every one that a score can take, and a row for "
+            "every part that can be trained in. [default: as is,NTK,YaRN,ReRoPE]"
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="[default: runs/keynorm-PRESET]", show_default=False)
-    ] = None,
-    corpus: Annotated[
-        str | None,
-        typer.Option(help="Another corpus: a file or folder, hf:NAME. [default: its own]"),
-    ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as training.steps=100."),
-    ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Print the plan and stop.")] = False,
+    seeds: Seeds = None,
+    jobs: Jobs = None,
+    out: Out = None,
+    corpus: Corpus = None,
+    changes: Changes = None,
+    plan: Plan = False,
 ) -> None:
     """Train each score, read to 8 times the training length each way, tabulate and plot.
 
@@ -79,24 +110,56 @@ def keynorm(
     Rows are added by running it again with other --variants, --methods or --seeds on the same OUT;
     any other setting that differs is refused.
     """
-    assigned = values.assignments(changes or [])
+    _reproduce(
+        "keynorm",
+        plan,
+        preset=preset,
+        variants=values.names(variants, "--variants"),
+        methods=values.names(methods, "--methods"),
+        seeds=values.seeds(seeds),
+        jobs=jobs,
+        out=out,
+        changes=_changes(corpus, changes),
+    )
 
-    from normattn.recipes.keynorm import resolve
+
+@app.command(epilog=WINDOW)
+def window(
+    preset: Preset = "laptop",
+    seeds: Seeds = None,
+    jobs: Jobs = None,
+    out: Out = None,
+    corpus: Corpus = None,
+    changes: Changes = None,
+    plan: Plan = False,
+) -> None:
+    """Read with ReRoPE at windows of ⅛ to 1 training lengths, without log-n, with it and log-n†.
+
+    Trains Baseline and Baseline-logn, reads to 8 times the training length, and writes one table
+    and one figure: accuracy against the window, a line for each form of log-n.
+    """
+    _reproduce(
+        "window",
+        plan,
+        preset=preset,
+        seeds=values.seeds(seeds),
+        jobs=jobs,
+        out=out,
+        changes=_changes(corpus, changes),
+    )
+
+
+def _changes(corpus: str | None, changes: list[str] | None) -> dict[str, Any]:
+    assigned = values.assignments(changes or [])
+    return {**({"training.data.corpus": corpus} if corpus else {}), **assigned}
+
+
+def _reproduce(study: str, only_plan: bool, **request: Any) -> None:
+    from importlib import import_module
+
     from normattn.recipes.studies import Request
     from normattn.recipes.sweep import reproduce
 
-    failed = reproduce(
-        resolve,
-        Request(
-            preset=preset,
-            variants=values.names(variants, "--variants"),
-            methods=values.names(methods, "--methods"),
-            seeds=values.seeds(seeds),
-            jobs=jobs,
-            out=out,
-            changes={**({"training.data.corpus": corpus} if corpus else {}), **assigned},
-        ),
-        only_plan=plan,
-    )
-    if failed:
+    resolve = import_module(f"normattn.recipes.{study}").resolve
+    if reproduce(resolve, Request(**request), only_plan=only_plan):
         raise typer.Exit(2)

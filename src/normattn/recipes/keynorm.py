@@ -2,14 +2,16 @@
 
 Eight scores are trained (Baseline, QNA, KNA and CosA, each with and without log-n scaling), and
 each reads on past its training length in four ways: as it is, and with NTK, YaRN or ReRoPE.
-"all" asks for the extended table: every trained-in part as a row, every post-hoc method.
+"all" asks for the extended table: a row for every trained-in part, and every post-hoc method on
+Baseline, KNA and CosA.
 """
 
 from __future__ import annotations
 
 from normattn.errors import InputError
 from normattn.recipes.measuring import evaluation_sets
-from normattn.recipes.selections import ALL, left_out, post_hoc_methods
+from normattn.recipes.omissions import Omission
+from normattn.recipes.selections import ALL, candidates
 from normattn.recipes.settings import Preset
 from normattn.recipes.stages import AS_IS
 from normattn.recipes.studies import (
@@ -26,8 +28,7 @@ from normattn.recipes.studies import (
     usable_methods,
 )
 from normattn.recipes.tabulate import tabulate
-from normattn.recipes.variants import trained_in_variants
-from normattn.score import ScoreSpec
+from normattn.recipes.variants import BASES, READ_WITH, trained_in_variants
 
 KIND = "keynorm"
 VARIANTS = tuple(
@@ -50,8 +51,8 @@ def resolve(request: Request) -> Sweep:
     cells = []
     for seed in seeds_of(request, preset):
         for variant in variants:
-            usable, reasons = _usable(variant, methods, config)
-            skipped += [reason for reason in reasons if reason not in skipped]
+            usable, omissions = _usable(variant, methods, config)
+            skipped += [each for each in omissions if each not in skipped]
             cells.append(
                 ReadCell(
                     variant=variant,
@@ -79,19 +80,19 @@ def sweep_config(preset: Preset) -> SweepConfig:
     )
 
 
-def _variants(request: Request, config: SweepConfig) -> tuple[tuple[str, ...], list[str]]:
-    """The scores to train, and a sentence for each that cannot be trained here."""
+def _variants(request: Request, config: SweepConfig) -> tuple[tuple[str, ...], list[Omission]]:
+    """The scores to train, and why each of the others cannot be trained here."""
     every = (ALL,) in (request.variants, request.methods) and request.variants in (None, (ALL,))
     if not every:
         return canonical(_listed(request.variants, "--variants") or VARIANTS, config), []
     found: list[str] = []
-    reasons: list[str] = []
+    omissions: list[Omission] = []
     for variant in trained_in_variants():
         try:
             found += canonical([variant], config)
         except InputError as error:
-            reasons.append(f"{variant} is left out: {error}")
-    return tuple(dict.fromkeys(found)), reasons
+            omissions.append(Omission(variant, "", str(error)))
+    return tuple(dict.fromkeys(found)), omissions
 
 
 def _methods(request: Request, config: SweepConfig) -> tuple[str, ...]:
@@ -106,10 +107,13 @@ def _listed(names: tuple[str, ...] | None, option: str) -> tuple[str, ...] | Non
 
 def _usable(
     variant: str, methods: tuple[str, ...] | None, config: SweepConfig
-) -> tuple[tuple[str, ...], list[str]]:
-    """The methods of one row, None standing for all, and a sentence for each it cannot take."""
-    if methods is not None:
-        return usable_methods(variant, methods, config)
-    spec = ScoreSpec.parse(variant, train_length=config.train_length)
-    factor = config.evaluation.factor
-    return (AS_IS, *post_hoc_methods(spec, factor)), list(left_out(spec, factor))
+) -> tuple[tuple[str, ...], list[Omission]]:
+    """The methods of one row, None standing for all, and why each of the others cannot be.
+
+    All methods are read on the scores of the table; a row that shows another part is read as it is
+    and with two methods.
+    """
+    if methods is None:
+        whole = variant in (*BASES, *VARIANTS)
+        methods = (AS_IS, *(candidates() if whole else READ_WITH))
+    return usable_methods(variant, methods, config)

@@ -18,12 +18,12 @@ def post_hoc_methods(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
     `NTK-logn+`, `YaRN-logn+` and `ReRoPE-logn+`. The model as it is is not among them. `factor` is
     what stretching methods stretch by; it only decides whether their parameters are in range.
     """
-    return tuple(method for method in _candidates() if refusal(spec, method, factor) is None)
+    return tuple(method for method in candidates() if refusal(spec, method, factor) is None)
 
 
 def left_out(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
     """A sentence for each registered post-hoc method that `spec` cannot take."""
-    reasons = ((method, refusal(spec, method, factor)) for method in _candidates())
+    reasons = ((method, refusal(spec, method, factor)) for method in candidates())
     return tuple(
         f"{spec.name} with {method} is left out: {why}"
         for method, why in reasons
@@ -40,7 +40,8 @@ def refusal(spec: ScoreSpec, method: str, factor: float = 8.0) -> str | None:
     return None
 
 
-def _candidates() -> tuple[str, ...]:
+def candidates() -> tuple[str, ...]:
+    """Every registered post-hoc method by itself, then those read with log-n scaling too."""
     alone = [name for name, part in parts().items() if part.when != "trained-in"]
     together = [f"{name}-logn+" for name in WITH_LOGN if name in alone]
     return (*alone, *together)

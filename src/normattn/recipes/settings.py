@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -64,16 +64,31 @@ class EvaluationSettings(Settings):
         return float(max(self.multiples))
 
 
+class WindowSettings(Settings):
+    """`reproduce window`: the windows of ReRoPE, as shares of the training length."""
+
+    shares: tuple[Annotated[float, Field(gt=0)], ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
+
+    @field_validator("shares")
+    @classmethod
+    def _rising(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not value or list(value) != sorted(set(value)):
+            raise ValueError(f"shares must rise, got {list(value)}")
+        return value
+
+
 class Preset(Settings):
     """One whole setting of a recipe; `training` holds fields of `TrainingConfig`.
 
-    The score and the seed are no part of it: they are what a table varies.
+    The score and the seed are no part of it: they are what a table varies. `window` is what the
+    study of that name reads besides.
     """
 
     name: str
     summary: str
     training: dict[str, Any]
     evaluation: EvaluationSettings = EvaluationSettings()
+    window: WindowSettings = WindowSettings()
     seeds: int = Field(default=1, ge=1)
 
     @field_validator("training")

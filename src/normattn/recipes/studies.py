@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from normattn.data import TokenData
-from normattn.data.evaluation_sets import EvaluationSet
 from normattn.errors import InputError
+from normattn.evaluation import AnySet
 from normattn.recipes import presets
 from normattn.recipes.layout import CellPaths
 from normattn.recipes.merging import merged
+from normattn.recipes.omissions import Omission
 from normattn.recipes.settings import EvaluationSettings, Preset, Settings, validated
 from normattn.recipes.stages import AS_IS, ReadStage, Stage, TrainStage
 from normattn.score import ScoreSpec
@@ -118,10 +119,10 @@ class Sweep:
     study: str
     config: SweepConfig
     cells: tuple[Cell, ...]
-    skipped: tuple[str, ...]
+    skipped: tuple[Omission, ...]
     out: Path
     report: Callable[[Path], None]
-    windows: Callable[[TokenData], Sequence[EvaluationSet]]
+    windows: Callable[[TokenData], Sequence[AnySet]]
 
     def documents(self, data: TokenData) -> set[str]:
         """The held-out documents that are read; `InputError` where none is long enough."""
@@ -144,6 +145,18 @@ def opened(request: Request, study: str, group: str | None = None) -> Preset:
         if top in Preset.model_fields and top not in read:
             raise InputError(f"--set {name}: reproduce {study} reads no {top} settings")
     return validated(Preset, merged(preset.model_dump(), request.changes), f"preset {preset.name}")
+
+
+def refuse_choices(
+    request: Request, study: str, *, variants: bool = True, methods: bool = False
+) -> None:
+    """Raise `InputError` for --variants or --methods where a study has its own."""
+    for option, given, allowed in (
+        ("--variants", request.variants, variants),
+        ("--methods", request.methods, methods),
+    ):
+        if given is not None and not allowed:
+            raise InputError(f"reproduce {study} chooses its own {option[2:]}; leave {option} out")
 
 
 def shared_training(preset: Preset) -> dict[str, Any]:
@@ -218,9 +231,9 @@ def checked_methods(methods: Sequence[str], config: SweepConfig) -> tuple[str, .
 
 def usable_methods(
     variant: str, methods: Sequence[str], config: SweepConfig
-) -> tuple[tuple[str, ...], list[str]]:
-    """The methods that can be applied to a score, and a sentence for each that cannot."""
-    usable, reasons = [], []
+) -> tuple[tuple[str, ...], list[Omission]]:
+    """The methods that can be applied to a score, and why each of the others cannot."""
+    usable, omissions = [], []
     spec = ScoreSpec.parse(variant, train_length=config.train_length)
     for method in methods:
         try:
@@ -228,7 +241,7 @@ def usable_methods(
                 train_length=config.train_length, factor=config.evaluation.factor
             )
         except InputError as error:
-            reasons.append(f"{variant} with {method} is left out: {error}")
+            omissions.append(Omission(variant, method, str(error)))
         else:
             usable.append(method)
-    return tuple(usable), reasons
+    return tuple(usable), omissions

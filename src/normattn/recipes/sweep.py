@@ -11,9 +11,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from normattn.atomic import write_text
 from normattn.data.tokens import prepare_tokens
 from normattn.recipes.jobs import Job, Outcome, run_jobs
 from normattn.recipes.layout import CellPaths, peek, write_if_changed
+from normattn.recipes.omissions import grouped
 from normattn.recipes.plan import (
     Rates,
     duration,
@@ -31,8 +33,9 @@ from normattn.runs import RunDirectory
 # Below this many FLOPs a sweep ends about as soon as its measurement would.
 WORTH_MEASURING = 1e10
 
-# Sentences about rows left out that are shown before the rest is only counted.
+# Above this number, the sentences about rows left out are only written to a file.
 SHOWN_SENTENCES = 12
+LEFT_OUT = "left_out.txt"
 
 
 def reproduce(
@@ -60,6 +63,9 @@ def reproduce(
         _prepare(console, sweep)
         if not occupied:
             stack.enter_context(_open(sweep).lock())
+        if sweep.skipped:
+            sentences = (each.sentence for each in sweep.skipped)
+            write_text(sweep.out / LEFT_OUT, "\n".join(sentences) + "\n")
         rates = _print_estimate(console, sweep, jobs)
         outcomes = _run_cells(sweep, jobs, rates)
         failed = [_failure(outcome) for outcome in outcomes if outcome.failed]
@@ -91,14 +97,13 @@ def _print_plan(console: Console, sweep: Sweep, every: bool) -> None:
     table.add_row("trained at, tested up to", f"{length}, {length * max(multiples)}")
     table.add_row("output", str(sweep.out))
     console.print(table)
-    skipped = sweep.skipped
-    shown = skipped if every or len(skipped) <= SHOWN_SENTENCES else ()
-    for sentence in shown:
-        console.print(sentence, markup=False, soft_wrap=True)
-    if len(shown) < len(skipped):
-        console.print(
-            f"{len(skipped)} combinations make no sense and are left out; --plan says why"
-        )
+    sentences = grouped(sweep.skipped)
+    if every or len(sentences) <= SHOWN_SENTENCES:
+        for sentence in sentences:
+            console.print(sentence, markup=False, soft_wrap=True)
+    else:
+        counted = f"{len(sweep.skipped)} rows make no sense and are left out"
+        console.print(f"{counted}; {sweep.out / LEFT_OUT} says why", soft_wrap=True)
 
 
 def _print_estimate(console: Console, sweep: Sweep, jobs: int) -> Rates | None:

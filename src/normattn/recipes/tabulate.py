@@ -24,20 +24,29 @@ def tabulate(places: Sequence[Path], out: Path) -> None:
 
     Runs that diverged are rows too. Raises `InputError` where there is nothing to report.
     """
+    runs = measured_runs(places)
+    records, diverged = collected(runs)
+    paths = build(records, out, diverged)
+    history = draw_history(_histories(runs), out / "figures")
+    say_where(out, len(paths.figures) + len(history))
+
+
+def collected(runs: Sequence[Path]) -> tuple[list[AnyRecord], list[Divergence]]:
+    """Every record of the runs, and every run that diverged."""
     records: list[AnyRecord] = []
     diverged: list[Divergence] = []
-    runs = _runs(places)
     for run in runs:
         records += EvaluationStore(run / EVALUATIONS).records()
         found = divergence(run)
         diverged += [found] if found is not None else []
-    paths = build(records, out, diverged)
-    history = draw_history(_histories(runs), out / "figures")
+    return records, diverged
+
+
+def say_where(out: Path, figures: int) -> None:
+    """Print where the table and the figures are."""
     said = Console(highlight=False)
-    said.print(f"table: {paths.markdown}", markup=False, soft_wrap=True)
-    said.print(
-        f"figures: {out / 'figures'} ({len(paths.figures) + len(history)} files)", markup=False
-    )
+    said.print(f"table: {out / 'table.md'}", markup=False, soft_wrap=True)
+    said.print(f"figures: {out / 'figures'} ({figures} files)", markup=False)
 
 
 def _histories(runs: Sequence[Path]) -> dict[str, list[Path]]:
@@ -53,7 +62,7 @@ def _trained(run: Path) -> TrainingConfig:
     return TrainingConfig.parse(RunDirectory.existing(run).config, str(run / "config.json"))
 
 
-def _runs(places: Sequence[Path]) -> list[Path]:
+def measured_runs(places: Sequence[Path]) -> list[Path]:
     """Every directory of a run that was measured or has diverged, in a fixed order."""
     found: dict[Path, None] = {}
     for place in places:
