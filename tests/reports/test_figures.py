@@ -10,7 +10,7 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.reports import build, draw_history
-from normattn.reports.figures.style import line_style, spread
+from normattn.reports.figures.style import line_style, pages, spread
 from normattn.reports.history import read_losses
 
 from .make import make_record, random_records
@@ -86,3 +86,18 @@ def test_damaged_history_is_named(tmp_path: Path, text: str, said: str) -> None:
 def test_no_history_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no metrics file"):
         draw_history({"KNA": []}, tmp_path)
+
+
+def test_many_variants_are_drawn_on_several_pages(tmp_path: Path) -> None:
+    variants = [f"V{i:02}" for i in range(23)]
+    records = random_records(variants=variants, methods=("", "A", "B"), seeds=(0,), documents=2)
+    drawn = {path.stem for path in build(records, tmp_path).figures}
+    by_length = {"accuracy_by_context_length" + end for end in ("", "_2", "_3")}
+    assert by_length | {"table_heat_map", "table_heat_map_2"} <= drawn
+    assert not {"accuracy_by_context_length_4", "table_heat_map_3"} & drawn
+
+
+def test_pages_keep_groups_whole() -> None:
+    assert pages(list("aaabbccccd"), 5) == [["a", "b"], ["c", "d"]]
+    assert pages(list("aaa"), 2) == [["a"]]
+    assert pages([], 2) == []

@@ -103,3 +103,13 @@ def test_a_single_document_and_the_training_length_alone_can_be_drawn(tmp_path: 
         [[1, 2]], tokens=[[4, 4]], protocol="by_position", length=8, edges=(0, 4, 8)
     )
     assert len(build([short], tmp_path).figures) == 2
+
+
+def test_two_lengths_and_two_factors_of_one_variant_are_told_apart(tmp_path: Path) -> None:
+    one = read("YaRN")
+    two = one.model_copy(update={"spec": "KNA-YaRN(factor=2)@8", "key": "other"})
+    paths = build([read(), one, two], tmp_path / "factors", figures=False)
+    assert "KNA-YaRN(factor=2)@8" in paths.more[0].read_text()
+    longer = read().model_copy(update={"train_length": 16, "spec": "KNA@16", "data": "longer"})
+    drawn = {path.stem for path in build([read(), longer], tmp_path / "lengths").figures}
+    assert drawn == {"reading_by_position_KNA_8", "reading_by_position_KNA_16"}

@@ -82,7 +82,7 @@ def _cell_info(spec: ScoreSpec, run: str, seed: int, weights: str, precision: st
         seed=seed,
         variant=spec.variant_name,
         method=spec.method,
-        name=spec.name,
+        name="-".join(filter(None, (spec.variant_name, spec.method))),
         spec=str(spec),
         weights=weights,
         precision=precision,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +47,20 @@ class RowKey:
             self.method,
             self.spec,
         )
+
+
+def row_labels(rows: Iterable[RowKey]) -> dict[RowKey, str]:
+    """What each row is called: its name; its whole specification where others share the name."""
+    distinct = list(dict.fromkeys(rows))
+    count = Counter(row.name for row in distinct)
+    return {row: row.spec if count[row.name] > 1 else row.name for row in distinct}
+
+
+def method_labels(rows: Iterable[RowKey]) -> dict[RowKey, str]:
+    """What a row's method is called among rows of one variant: as `row_labels` does."""
+    distinct = list(dict.fromkeys(rows))
+    count = Counter(row.method for row in distinct)
+    return {row: row.spec if count[row.method] > 1 else row.method for row in distinct}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from normattn.reports.bootstrap import Bootstrap
-from normattn.reports.cells import Cell, Cells, RowKey
+from normattn.reports.cells import Cell, Cells, RowKey, row_labels
 from normattn.reports.curves import Point
 from normattn.reports.markdown import grid
 from normattn.reports.metrics import Metric, curve
@@ -114,8 +114,10 @@ def _in_octaves(cell: Cell) -> Cell:
 def _table(shown: Sequence[Reading], kind: str, digits: int) -> str:
     first: tuple[Point, ...] = getattr(shown[0], kind)
     head = ["score", *(f"{point.first:,} to {point.last:,}" for point in first)]
+    labels = row_labels(each.row for each in shown)
     lines = [
-        (each.row.name, *(_shown(point, digits) for point in getattr(each, kind))) for each in shown
+        (labels[each.row], *(_shown(point, digits) for point in getattr(each, kind)))
+        for each in shown
     ]
     return grid(head, lines)
 

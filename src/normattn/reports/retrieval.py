@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from normattn.errors import InputError
 from normattn.reports.bootstrap import Bootstrap, ratio
-from normattn.reports.cells import RowKey, row_key
+from normattn.reports.cells import RowKey, row_key, row_labels
 from normattn.reports.markdown import grid
 from normattn.reports.retrieval_record import RetrievalRecord
 
@@ -175,9 +175,12 @@ def _table(cells: Sequence[RetrievalCell], kind: str) -> str:
     lengths = sorted({cell.length for cell in cells})
     unit = cells[0].row.train_length
     found = {(cell.row, cell.length): str(getattr(cell, kind)) for cell in cells}
-    rows = list(dict.fromkeys(cell.row for cell in cells))
+    labels = row_labels(cell.row for cell in cells)
     head = ["score", *(f"{length:,} ({length / unit:g}×)" for length in lengths)]
-    lines = [(row.name, *(found.get((row, length), "–") for length in lengths)) for row in rows]
+    lines = [
+        (label, *(found.get((row, length), "–") for length in lengths))
+        for row, label in labels.items()
+    ]
     return grid(head, lines)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from normattn.errors import InputError
 from normattn.reports.bootstrap import Bootstrap
-from normattn.reports.cells import Cells, RecordLike, RowKey
+from normattn.reports.cells import Cells, RecordLike, RowKey, row_labels
 from normattn.reports.metrics import METRICS, TAX, Estimate, Metric, difference, estimate
 
 COLUMNS = ("train", "repeated", "repeated_seen", "non_repeated", "last_segment", "tax")
@@ -97,8 +96,11 @@ def table_rows(
 
 def _labelled(rows: list[Row]) -> list[Row]:
     """Rows of one name (say, two factors) are told apart by their whole specification."""
-    count = Counter(row.key.name for row in rows)
-    return [replace(row, label=row.key.spec) if count[row.key.name] > 1 else row for row in rows]
+    labels = row_labels(row.key for row in rows)
+    return [
+        row if labels[row.key] == row.key.name else replace(row, label=labels[row.key])
+        for row in rows
+    ]
 
 
 def _row(cells: Cells, key: RowKey, failures: list[Divergence], bootstrap: Bootstrap) -> Row:

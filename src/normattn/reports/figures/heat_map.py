@@ -10,15 +10,27 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from normattn.reports.figures.style import house_style, save
+from normattn.reports.figures.style import house_style, paged_stem, pages, save
 from normattn.reports.markdown import column_title
 from normattn.reports.table import COLUMNS, Row
 
 _LINE, _TOP, _BOTTOM, _CELL = 0.23, 1.15, 0.75, 1.12  # inches
+_ROWS = 64  # on a page
 
 
 def draw_heat_map(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw the table as `table_heat_map`; darker is worse and brighter better in its column."""
+    """Draw the table as `table_heat_map`; darker is worse and brighter better in its column.
+
+    A table of more than 64 rows goes on in `table_heat_map_2`, each page with its own colours.
+    """
+    paths = []
+    for page, variants in enumerate(pages([row.key.variant for row in rows], _ROWS)):
+        shown = [row for row in rows if row.key.variant in variants]
+        paths += _draw_page(shown, folder, paged_stem("table_heat_map", page))
+    return paths
+
+
+def _draw_page(rows: Sequence[Row], folder: Path, stem: str) -> list[Path]:
     with house_style():
         label = 0.3 + 0.075 * max(len(row.name) for row in rows)
         size = (label + _CELL * len(COLUMNS) + 0.2, _TOP + _LINE * len(rows) + _BOTTOM)
@@ -52,7 +64,7 @@ def draw_heat_map(rows: Sequence[Row], folder: Path) -> list[Path]:
             color="#404040",
             va="bottom",
         )
-        return save(figure, folder, "table_heat_map")
+        return save(figure, folder, stem)
 
 
 def _frame(axis: Axes, rows: Sequence[Row]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from textwrap import wrap
 
 from matplotlib.axes import Axes
@@ -11,9 +12,39 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from normattn.reports.curves import Curve, Point
-from normattn.reports.figures.style import label_ends, line_style, method_title
+from normattn.reports.figures.style import (
+    house_style,
+    label_ends,
+    line_style,
+    method_title,
+    paged_stem,
+    pages,
+    save,
+)
 
 _WIDTH, _HEIGHT = 4.3, 3.5  # inches: a panel with its labels
+_VARIANTS = 10  # lines that a panel bears
+
+
+def draw_panels(
+    curves: Sequence[Curve],
+    folder: Path,
+    stem: str,
+    title: str,
+    caption: str,
+    x_of: Callable[[Point], float],
+    x_label: str,
+    log_x: bool,
+) -> list[Path]:
+    """Save `panels` as `stem`; more than 10 variants go on in `stem_2` and so on."""
+    paths = []
+    variants = list(dict.fromkeys(curve.variant for curve in curves))
+    for page, names in enumerate(pages(variants, _VARIANTS)):
+        shown = [curve for curve in curves if curve.variant in names]
+        with house_style():
+            figure = panels(shown, title, caption, x_of, x_label, log_x)
+            paths += save(figure, folder, paged_stem(stem, page))
+    return paths
 
 
 def panels(

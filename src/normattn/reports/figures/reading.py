@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
@@ -12,9 +11,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from normattn.reports.cells import method_labels
 from normattn.reports.curves import Point
 from normattn.reports.figures.panels import log_axis, octaves
-from normattn.reports.figures.style import house_style, label_ends, save, write_around
+from normattn.reports.figures.style import file_stem, house_style, label_ends, save, write_around
 from normattn.reports.reading import Reading
 
 # Colours that can be told apart side by side; the model as it is is black.
@@ -29,11 +29,16 @@ _WIDTH, _HEIGHT = 5.0, 4.4  # inches: a panel with its labels
 
 
 def draw_readings(curves: Sequence[Reading], folder: Path) -> list[Path]:
-    """Draw `reading_by_position_<variant>` for every trained variant in `curves`."""
+    """Draw `reading_by_position_<variant>` for every trained variant in `curves`.
+
+    Where they were trained at several lengths, the length joins the name.
+    """
     paths = []
-    for variant in dict.fromkeys(each.row.variant for each in curves):
-        shown = [each for each in curves if each.row.variant == variant]
-        stem = f"reading_by_position_{re.sub(r'[^A-Za-z0-9.+-]+', '_', variant)}"
+    several = len({each.row.train_length for each in curves}) > 1
+    for row in dict.fromkeys((each.row.variant, each.row.train_length) for each in curves):
+        variant, length = row
+        shown = [each for each in curves if (each.row.variant, each.row.train_length) == row]
+        stem = file_stem("reading_by_position", variant, *[str(length)] * several)
         with house_style():
             paths += save(_figure(shown, variant), folder, stem)
     return paths
@@ -82,20 +87,21 @@ def _figure(curves: Sequence[Reading], variant: str) -> Figure:
 
 
 def _panel(axis: Axes, curves: Sequence[Reading], kind: str, label: str) -> None:
-    methods = [each.row.method for each in curves]
+    labels = method_labels(each.row for each in curves)
+    methods = list(labels.values())
     ends, colours, xs = [], [], set()
     unit = curves[0].row.train_length
     lines = [_shown(getattr(each, kind), unit) for each in curves]
     axis.set_ylim(*_limits(lines))
     for each, points in zip(curves, lines, strict=True):
-        style = method_style(each.row.method, methods)
+        style = method_style(labels[each.row], methods)
         x = [math.sqrt(point.first * point.last) for point in points]
         y = [point.value for point in points]
         low = [point.value if point.low is None else point.low for point in points]
         high = [point.value if point.high is None else point.high for point in points]
         axis.fill_between(x, low, high, color=style["color"], alpha=0.07, linewidth=0)
         axis.plot(x, y, **style, markevery=max(1, len(x) // 10))
-        ends.append((each.row.method or "as trained", x[-1], y[-1]))
+        ends.append((labels[each.row] or "as trained", x[-1], y[-1]))
         colours.append(style["color"])
         xs |= {float(point.last) for point in points}
     log_axis(axis, octaves(unit, min(xs), max(xs), least=-4), unit)

@@ -7,7 +7,6 @@ shows nothing in the first.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
@@ -19,7 +18,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from normattn.reports.figures.style import house_style, method_title, save, write_around
+from normattn.reports.cells import method_labels
+from normattn.reports.figures.style import file_stem, house_style, method_title, save, write_around
 from normattn.reports.retrieval import TITLES, RetrievalCell
 
 _CELL, _LINE, _COLUMNS = 0.42, 0.27, 4  # inches: one cell; panels beside each other at most
@@ -35,10 +35,12 @@ _ASKED = {
 def draw_retrieval(cells: Sequence[RetrievalCell], folder: Path) -> list[Path]:
     """Draw `retrieval_<task>_<variant>` and `…_tokens` for every task and variant in `cells`."""
     paths = []
-    for variant in dict.fromkeys(cell.row.variant for cell in cells):
+    several = len({cell.row.train_length for cell in cells}) > 1
+    for variant, length in dict.fromkeys((c.row.variant, c.row.train_length) for c in cells):
+        own = [c for c in cells if (c.row.variant, c.row.train_length) == (variant, length)]
         for task in TITLES:
-            shown = [c for c in cells if (c.row.variant, c.task) == (variant, task)]
-            stem = f"retrieval_{task}_{re.sub(r'[^A-Za-z0-9.+-]+', '_', variant)}"
+            shown = [cell for cell in own if cell.task == task]
+            stem = file_stem("retrieval", task, variant, *[str(length)] * several)
             for kind, end in (("exact", ""), ("tokens", "_tokens")) if shown else ():
                 with house_style():
                     paths += save(_figure(shown, variant, task, kind), folder, stem + end)
@@ -46,7 +48,8 @@ def draw_retrieval(cells: Sequence[RetrievalCell], folder: Path) -> list[Path]:
 
 
 def _figure(cells: Sequence[RetrievalCell], variant: str, task: str, kind: str) -> Figure:
-    rows = list(dict.fromkeys(cell.row for cell in cells))
+    labels = method_labels(cell.row for cell in cells)
+    rows = list(labels)
     lengths = sorted({cell.length for cell in cells})
     columns = min(_COLUMNS, len(rows))
     lines = math.ceil(len(rows) / columns)
@@ -76,7 +79,7 @@ def _figure(cells: Sequence[RetrievalCell], variant: str, task: str, kind: str) 
             axis.set_ylabel("depth", fontsize=8)
         values = [value for column in found.values() for value in column]
         mean = sum(values) / len(values)
-        axis.set_title(f"{method_title(row.method)}  (m {mean:.0f})", loc="left", fontsize=8)
+        axis.set_title(f"{method_title(labels[row])}  (m {mean:.0f})", loc="left", fontsize=8)
     _colour_bar(figure, size, top, high)
     write_around(figure, size, heading, caption)
     return figure

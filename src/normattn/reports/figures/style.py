@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +71,30 @@ def write_around(
     above, below = "\n".join(heading), "\n".join(caption)
     figure.text(left, 1 - 0.13 / size[1], above, fontsize=11, fontweight="bold", va="top")
     figure.text(left, 0.1 / size[1], below, fontsize=7.5, color="#404040", va="bottom")
+
+
+def pages(groups: Sequence[str], most: int) -> list[list[str]]:
+    """The groups of a figure's lines in pages of at most `most` entries; a group stays whole."""
+    found: list[list[str]] = []
+    count = Counter(groups)
+    room = 0
+    for group in dict.fromkeys(groups):
+        if not found or count[group] > room:
+            found.append([])
+            room = most
+        found[-1].append(group)
+        room -= count[group]
+    return found
+
+
+def paged_stem(stem: str, page: int) -> str:
+    """`stem` for the first page (0), `stem_2` for the second."""
+    return stem if page == 0 else f"{stem}_{page + 1}"
+
+
+def file_stem(*parts: str) -> str:
+    """The parts joined by underscores, without what file names take badly."""
+    return re.sub(r"[^A-Za-z0-9.+_-]+", "_", "_".join(parts))
 
 
 def line_style(variant: str, variants: Sequence[str]) -> dict[str, Any]:
