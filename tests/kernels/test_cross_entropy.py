@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normattn import InputError
-from normattn.kernels import linear_cross_entropy, token_scores
+from normattn.kernels import cross_entropy, linear_cross_entropy, token_scores
 from score.cases import tensors
 
 from .memory import largest
@@ -55,6 +55,29 @@ def test_without_gradients_the_same() -> None:
     assert not without.loss.requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_retained_graph_gives_the_same_gradients_again(dtype: torch.dtype) -> None:
+    """The first backward scales and hands out what the forward made; later ones make it anew."""
+    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in tensors((N, D), (V, D)))
+    loss = linear_cross_entropy(hidden, weight, TARGETS, chunk=4).loss
+    first = torch.autograd.grad(loss * 3, (hidden, weight), retain_graph=True)
+    kept = [x.clone() for x in first]
+    second = torch.autograd.grad(loss * 3, (hidden, weight), retain_graph=True)
+    third = torch.autograd.grad(loss * 6, (hidden, weight))
+    for one, copy, two, three in zip(first, kept, second, third, strict=True):
+        assert one.dtype == dtype
+        assert torch.equal(one, copy)
+        assert torch.equal(one, two)
+        assert torch.equal(one * 2, three)
+
+
+def test_hits_among_ties_on_both_sides_of_the_answer() -> None:
+    weight = torch.tensor([[1.0], [2.0], [2.0], [2.0], [0.0]])
+    hidden, targets = torch.ones(5, 1), torch.arange(5)
+    expected = torch.tensor([False, True, False, False, False])
+    assert torch.equal(token_scores(hidden, weight, targets, chunk=2).correct, expected)
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_one_of_the_two_may_be_fixed(which: int) -> None:
     both = tensors((N, D), (V, D))
@@ -84,7 +107,9 @@ def test_of_equal_logits_the_first_is_the_answer(chunk: int) -> None:
     assert linear_cross_entropy(hidden, weight.requires_grad_(), targets, chunk).correct == 2
 
 
-def test_autocast_to_bfloat16() -> None:
+@pytest.mark.parametrize("part", [1, 32 * 10, 2**20])
+def test_autocast_to_bfloat16(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "PART", part)
     hidden, weight = tensors((200, 32), (64, 32), dtype=torch.float32)
     targets = torch.arange(200) % 64
     with torch.autocast("cpu", dtype=torch.bfloat16):
