@@ -223,7 +223,8 @@ class Rows:
     def by_weight(self, by_out: Tensor, tile: Tile) -> Tensor:
         """⟨by_out, v⟩, (n, c·r, W + X); 0 for the further logits, whose values are 0."""
         result = self.room("gradient", tile)
-        result[..., tile.width :] = 0
+        if self.extra is not None:
+            result[..., tile.width :] = 0
         turned = self.across("v", self.v)
         for span, where in tile.laid():
             torch.bmm(by_out, turned[..., span.columns], out=result[..., where])

@@ -20,9 +20,9 @@ from normattn.kernels.problem import Problem, Visibility
 
 # Scores of one tile, in bytes: about the second-level cache of a core.
 TILE_BYTES = 2**20
-# Rows of a tile's products. Fewer waste fewer hidden pairs; half-precision products want more.
-ROWS = 128
-HALF_ROWS = 256
+# Rows of a tile's products. Fewer waste fewer hidden pairs, above all in a narrow band;
+# half-precision products want more.
+ROWS, NEAR_ROWS, HALF_ROWS = 128, 64, 256
 # On a GPU a tile must fill the device instead.
 DEVICE_TILE_BYTES, DEVICE_ROWS = 2**28, 256
 
@@ -91,7 +91,7 @@ class Plan:
         """The plan of a problem."""
         q = problem.q
         repeat = q.shape[1] // problem.k.shape[1]
-        rows = max(1, _rows(q) // repeat)
+        rows = max(1, _rows(q, near_only) // repeat)
         return Plan(
             *(q.shape[2], problem.v.shape[2], repeat, rows, problem.window),
             *(problem.near_start, near_only, problem.visibility),
@@ -178,10 +178,12 @@ class Plan:
         yield Span(False, begin, stop, lowest, high)
 
 
-def _rows(q: Tensor) -> int:
+def _rows(q: Tensor, near_only: bool) -> int:
     if q.device.type != "cpu":
         return DEVICE_ROWS
-    return HALF_ROWS if q.element_size() == 2 else ROWS
+    if q.element_size() == 2:
+        return HALF_ROWS
+    return min(NEAR_ROWS, ROWS) if near_only else ROWS
 
 
 def _narrow(seen: Visibility, batch: slice, heads: slice) -> Visibility:

@@ -1,0 +1,158 @@
+"""Two regimes, causal: the far part is an ordinary causal call, the near part a band of tiles.
+
+Queries at positions p ≥ w see the far keys j ≤ p − w: that is causal attention of (far_q[w:],
+far_k[: S − w], v[: S − w]) and goes to the stock flash kernel, which returns its log-sum-exp too.
+The band |p − j| < w goes by tiles that take this log-sum-exp as one more logit: its weight is what
+the far output counts for. The backward is the flash backward of the far part with the *global*
+output and log-sum-exp, which is exact and needs no gradient through the log-sum-exp.
+
+Together they touch about the pairs of one causal attention. On a CPU only.
+
+Legend: B batch, H heads, G key heads, r query heads per key head, T queries, S keys, w window,
+X parts of the far keys, D size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.kernels.chunked import backward_tiles, forward_tiles
+from normattn.kernels.derivatives import refuse_second_derivative
+from normattn.kernels.problem import Problem, Settings
+from normattn.kernels.rows import grouped, ungrouped
+from normattn.kernels.tiles import Plan
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Query rows from `first` on, some far keys that they see, and whether causally."""
+
+    first: int
+    keys: slice
+    causal: bool
+
+
+def _parts(problem: Problem) -> Iterator[_Part]:
+    """The far keys in one causal call, after a dense one where fewer queries than keys are far.
+
+    The stock causal mask aligns the first query with the first key, so it needs as many of both.
+    """
+    assert problem.window is not None
+    queries, keys = problem.q.shape[2], problem.v.shape[2]
+    far_keys = keys - problem.window
+    first = max(0, problem.window - (keys - queries))
+    dense = far_keys - (queries - first)
+    if far_keys <= 0 or first >= queries:
+        return
+    if dense > 0:
+        yield _Part(first, slice(0, dense), causal=False)
+    yield _Part(first, slice(dense, far_keys), causal=True)
+
+
+class _TwoRegime(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, settings: Settings, *tensors: Tensor | None) -> Tensor:
+        problem = settings.problem(tensors)
+        plan = Plan.of(problem, near_only=True)
+        q = grouped(problem.q, plan.repeat)
+        parts = list(_parts(problem))
+        outs, extra = [], _room(q, problem, len(parts), -torch.inf)
+        for number, part in enumerate(parts):
+            out, sums = _far(problem, part)
+            outs.append(out)
+            extra[:, :, part.first :, :, number] = grouped(sums, plan.repeat)
+        share = _room(q, problem, len(parts), 0.0)
+        near = forward_tiles(problem, plan, extra=extra, share=share)
+        for number, (part, out) in enumerate(zip(parts, outs, strict=True)):
+            weight = ungrouped(share[..., number : number + 1])
+            near[:, :, part.first :].addcmul_(weight[:, :, part.first :], out)
+        # Where the far keys weigh nothing this is +∞, and their weights 0 in the backward.
+        whole = extra.logsumexp(-1) - share.sum(-1).log() if parts else extra
+        ctx.save_for_backward(*tensors, near, extra, whole)
+        ctx.settings = settings
+        return near
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("the two-regime kernel", "backend='reference'")
+        *tensors, out, extra, whole = ctx.saved_tensors
+        problem = ctx.settings.problem(tensors)
+        plan = Plan.of(problem, near_only=True)
+        delta = grouped((grads[0] * out).sum(-1, keepdim=True), plan.repeat)
+        sums = backward_tiles(problem, plan, grads[0], extra=extra, delta=delta)
+        assert problem.far_q is not None
+        assert problem.far_k is not None
+        by_far_q = problem.far_q.new_empty(problem.far_q.shape)
+        by_far_k = problem.far_k.new_empty(problem.far_k.shape)
+        first, end = by_far_q.shape[2], 0
+        for number, part in enumerate(_parts(problem)):
+            first, end = part.first, part.keys.stop
+            rows = slice(first, None)
+            q, k, v = _far_side(problem, part)
+            by_q, by_k, by_v = _flash_backward(
+                *(grads[0][:, :, rows], q, k, v, out[:, :, rows], ungrouped(whole)[:, :, rows]),
+                *(0.0, part.causal),
+                scale=1.0,
+            )
+            if number:
+                by_far_q[:, :, rows] += by_q
+            else:
+                by_far_q[:, :, rows] = by_q
+            by_far_k[:, :, part.keys] = by_k
+            sums.v[:, :, part.keys] += by_v
+        by_far_q[:, :, :first] = 0
+        by_far_k[:, :, end:] = 0
+        found = sums.all(problem)
+        return (None, *found[:3], by_far_q, by_far_k, *found[5:])
+
+
+def _room(q: Tensor, problem: Problem, parts: int, value: float) -> Tensor:
+    return q.new_full((*q.shape[:-1], parts), value)
+
+
+def _far_side(problem: Problem, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
+    assert problem.far_q is not None
+    assert problem.far_k is not None
+    q = problem.far_q[:, :, part.first :]
+    return q, problem.far_k[:, :, part.keys], problem.v[:, :, part.keys]
+
+
+def _far(problem: Problem, part: _Part) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a part."""
+    out, sums = _flash(*_far_side(problem, part), 0.0, part.causal, scale=1.0)
+    return out, sums
+
+
+def two_regime(problem: Problem) -> Float[Tensor, "b h t e"]:
+    """Causal attention of two regimes by the stock flash kernel and a band of tiles."""
+    out: Tensor = _TwoRegime.apply(problem.settings, *problem.tensors)  # type: ignore[no-untyped-call]
+    return out
+
+
+def why_not_two_regime(problem: Problem) -> str | None:
+    """The reason why this kernel cannot serve the problem, or None."""
+    if not problem.two_regimes:
+        return "it is for two regimes, and there is one"
+    if problem.bias is not None or problem.sink is not None or problem.cap is not None:
+        return "it adds no bias, no sink and no cap to the score"
+    if problem.dropout:
+        return "it drops no weights"
+    if problem.q.device.type != "cpu":
+        return "it stands on the flash kernel of a CPU"
+    visibility = problem.visibility
+    if not (visibility.causal and visibility.aligned and visibility.plain):
+        return "it needs consecutive positions and takes no mask beside plain causality"
+    if not 0 < problem.q.shape[2] <= problem.v.shape[2]:
+        return "it needs a query, and a key at every query's position"
+    if problem.v.shape[-1] != problem.q.shape[-1]:
+        return "its values must have the size of the keys"
+    return None
