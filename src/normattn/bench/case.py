@@ -12,7 +12,9 @@ import torch
 from normattn.bench.settings import Settings
 from normattn.bench.timing import Step
 
-Quantity = Literal["time", "memory"]
+# "memory" is the peak of a step that ran before; "first memory" that of the first one, which also
+# compiles and keeps what libraries compile and keep for its shapes.
+Quantity = Literal["time", "memory", "first memory"]
 
 # A goal counts as met within this share of it.
 TOLERANCE = 0.05
@@ -90,19 +92,15 @@ class Case:
     @property
     def timed(self) -> dict[str, Entry]:
         """The entries whose time a goal asks for."""
-        return self._asked("time")
-
-    @property
-    def weighed(self) -> dict[str, Entry]:
-        """The entries whose memory a goal asks for."""
-        return self._asked("memory")
+        return self.asked("time")
 
     @property
     def digest(self) -> str:
         """12 digits that change when anything about the case does."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:12]
 
-    def _asked(self, of: Quantity) -> dict[str, Entry]:
+    def asked(self, of: Quantity) -> dict[str, Entry]:
+        """The entries of which a goal asks for this quantity."""
         names = {name for goal in self.goals if goal.of == of for name in (goal.ours, goal.peer)}
         return {name: entry for name, entry in self.entries.items() if name in names}
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from normattn.bench.judge import Verdict
+from normattn.bench.table import pair
 from normattn.reports.figures.style import house_style, save
 
 _LINE, _TOP, _BOTTOM, _LABEL, _PLOT = 0.19, 0.75, 0.75, 5.0, 4.2  # inches
@@ -21,7 +22,7 @@ _TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 def draw(suites: Mapping[str, Sequence[dict[str, Any]]], folder: Path) -> list[Path]:
     """Write ratios.png and ratios.svg: ours / peer of every goal with its interval."""
     shown = [
-        (name, f"{row['case']}: {_pair(verdict)}", verdict)
+        (name, f"{row['case']}: {pair(verdict)}", verdict)
         for name, rows in suites.items()
         for row in rows
         for verdict in map(Verdict.read, row["goals"])
@@ -50,11 +51,6 @@ def draw(suites: Mapping[str, Sequence[dict[str, Any]]], folder: Path) -> list[P
             color="#404040",
         )
         return save(figure, folder, "ratios")
-
-
-def _pair(verdict: Verdict) -> str:
-    memory = ", memory" if verdict.of == "memory" else ""
-    return f"{verdict.ours} / {verdict.peer}{memory}"
 
 
 def _fill(axis: Axes, shown: Sequence[tuple[str, str, Verdict]]) -> None:

@@ -94,7 +94,7 @@ def why_missed(
     ours, peer = (
         statistics.median(found.values(name, verdict.of)) for name in (verdict.ours, verdict.peer)
     )
-    if verdict.of == "memory":
+    if verdict.of != "time":
         return f"{verdict.ours} adds {ours:.1f} MiB at its peak, {verdict.peer} {peer:.1f} MiB"
     line, other = lines[verdict.ours], lines[verdict.peer]
     return (

@@ -17,7 +17,7 @@ from normattn.bench.settings import Settings
 from normattn.bench.timing import Timing, interleave
 
 WARM = 2
-_MEMORY_RUNS = 3
+_MEMORY_RUNS = 2
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,21 @@ class Measurement:
 
     seconds: dict[str, Timing]
     memory: dict[str, tuple[float, ...]]
+    first_memory: dict[str, tuple[float, ...]]
     probes: dict[str, float]
 
     def values(self, name: str, of: str) -> tuple[float, ...]:
         """The rounds of an entry's time, or the runs of its memory."""
-        return self.seconds[name].rounds if of == "time" else self.memory[name]
+        if of == "time":
+            return self.seconds[name].rounds
+        return (self.memory if of == "memory" else self.first_memory)[name]
 
     def summary(self) -> dict[str, Any]:
         """The measurement as JSON values."""
         return {
             "seconds": {name: timing.summary() for name, timing in self.seconds.items()},
-            "memory_mib": {name: list(values) for name, values in self.memory.items()},
+            "memory_mib": _lists(self.memory),
+            "first_memory_mib": _lists(self.first_memory),
             "machine": self.probes,
         }
 
@@ -47,8 +51,11 @@ class Measurement:
             name: Timing(tuple(map(float, timing["rounds"])), int(timing["calls"]))
             for name, timing in stored["seconds"].items()
         }
-        memory = {name: tuple(map(float, runs)) for name, runs in stored["memory_mib"].items()}
-        return Measurement(seconds, memory, dict(stored["machine"]))
+        memory, first = (
+            {name: tuple(map(float, runs)) for name, runs in stored[key].items()}
+            for key in ("memory_mib", "first_memory_mib")
+        )
+        return Measurement(seconds, memory, first, dict(stored["machine"]))
 
 
 def measure(
@@ -57,8 +64,12 @@ def measure(
     """Time what the goals of `case` ask for, and weigh it, in `settings.threads` threads."""
     with _threads(settings.threads):
         seconds, probes = _time(case, settings, on_round)
-    memory = {name: _weigh(entry, settings) for name, entry in case.weighed.items()}
-    return Measurement(seconds, memory, probes)
+    memory = {name: _weigh(entry, entry, settings) for name, entry in case.asked("memory").items()}
+    first = {
+        name: _weigh(entry, entry.small(), settings)
+        for name, entry in case.asked("first memory").items()
+    }
+    return Measurement(seconds, memory, first, probes)
 
 
 def _time(
@@ -81,14 +92,17 @@ def _time(
     return {name: timings[name] for name in case.timed}, machine.reached(timings).summary()
 
 
-def _weigh(entry: Entry, settings: Settings) -> tuple[float, ...]:
+def _weigh(entry: Entry, warm: Entry, settings: Settings) -> tuple[float, ...]:
     """MiB of as many processes; two pages at least, so that a ratio of tiny peaks exists."""
     runs = 1 if settings.quick else _MEMORY_RUNS
-    small = entry.small().build
     return tuple(
-        max(2**-7, peak_memory(entry.build, settings.threads, small, settings.device))
+        max(2**-7, peak_memory(entry.build, settings.threads, warm.build, settings.device))
         for _ in range(runs)
     )
+
+
+def _lists(values: dict[str, tuple[float, ...]]) -> dict[str, list[float]]:
+    return {name: list(runs) for name, runs in values.items()}
 
 
 @contextmanager

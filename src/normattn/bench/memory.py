@@ -29,9 +29,9 @@ def peak_memory(
 ) -> float:
     """MiB by which two calls of `make()` raise the peak over what stands once it is built.
 
-    On a CPU: of a fresh process, by the kernel's own high-water mark (Linux); `warm` is a small
-    step that is built and called first, so that libraries loaded on first use do not count. On a
-    GPU: of torch's allocator in this process. Raises `InputError` where the system keeps no mark.
+    On a CPU: of a fresh process, by the kernel's own high-water mark (Linux); `warm` is built and
+    called twice before, so that what libraries load, compile and keep for it does not count. On
+    a GPU: of torch's allocator in this process. Raises `InputError` where the system keeps no mark.
     """
     if device != "cpu":
         return _on_device(make, device)
@@ -65,10 +65,10 @@ def _in_child(
     torch.set_num_threads(threads)
     _keep_nothing()
     if warm is not None:
-        small = warm()
-        small()
-        small()
-        del small
+        before_that = warm()
+        before_that()
+        before_that()
+        del before_that
     step = make()
     _give_back()
     before = psutil.Process().memory_info().rss

@@ -107,7 +107,7 @@ def _goal(verdict: Verdict, lines: dict[str, dict[str, float]], found: Measureme
 
 
 def _whole(row: Any) -> bool:
-    wanted = {"case", "key", "date", "stamp", "settings", "goals", "seconds", "memory_mib"}
+    wanted = {"case", "key", "date", "stamp", "settings", "goals", "seconds", "machine"}
     return isinstance(row, dict) and wanted <= set(row)
 
 

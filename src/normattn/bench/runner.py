@@ -135,4 +135,5 @@ class _Bar:
 
 
 def _stored(row: Row) -> dict[str, Any]:
-    return {name: row[name] for name in ("seconds", "memory_mib", "machine")}
+    kept = ("seconds", "memory_mib", "first_memory_mib", "machine")
+    return {name: row[name] for name in kept}

@@ -19,15 +19,15 @@ _MET = {True: "yes", False: "no", None: "–"}
 def lines(rows: Iterable[Row]) -> list[tuple[str, str, str, str, str]]:
     """One line per goal, as texts."""
     return [
-        (row["case"], _pair(verdict), verdict.shown, verdict.goal, _MET[verdict.met])
+        (row["case"], pair(verdict), verdict.shown, verdict.goal, _MET[verdict.met])
         for row in rows
         for verdict in map(Verdict.read, row["goals"])
     ]
 
 
-def _pair(verdict: Verdict) -> str:
-    memory = ", memory" if verdict.of == "memory" else ""
-    return f"{verdict.ours} / {verdict.peer}{memory}"
+def pair(verdict: Verdict) -> str:
+    """Which entries are compared, and in what unless it is time."""
+    return f"{verdict.ours} / {verdict.peer}{'' if verdict.of == 'time' else f', {verdict.of}'}"
 
 
 def terminal(suite: str, rows: Sequence[Row]) -> Table:
@@ -57,7 +57,8 @@ def _summary(rows: Sequence[Row]) -> str:
     return (
         f"{sum(claimed)} of {len(claimed)} goals are met, within 5 %. A ratio is ours / peer of the"
         " medians of time or peak memory: below 1 ours is faster or smaller. Intervals resample"
-        " the rounds."
+        " the rounds. Memory is the peak of a step beyond what it was given, once it has run;"
+        " first memory that of the first call, with what libraries compile and keep for it."
     )
 
 
