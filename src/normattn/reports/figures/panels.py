@@ -156,8 +156,10 @@ def log_axis(axis: Axes, ticks: Sequence[float], unit: int) -> None:
     axis.xaxis.set_minor_locator(NullLocator())
 
     def name(value: float, _: int | None = None) -> str:
-        multiple = f"\n{value / unit:g}×" if unit else ""
-        return f"{value:g}{multiple}"
+        if not unit:
+            return f"{value:g}"
+        multiple = f"1/{unit / value:g}" if value < unit else f"{value / unit:g}"
+        return f"{value:g}\n{multiple}×"
 
     axis.xaxis.set_major_formatter(FuncFormatter(name))
     axis.margins(x=0.06)

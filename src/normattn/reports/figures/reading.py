@@ -99,7 +99,8 @@ def _panel(axis: Axes, curves: Sequence[Reading], kind: str, label: str) -> None
         y = [point.value for point in points]
         low = [point.value if point.low is None else point.low for point in points]
         high = [point.value if point.high is None else point.high for point in points]
-        axis.fill_between(x, low, high, color=style["color"], alpha=0.07, linewidth=0)
+        alpha = 0.10 if len(curves) < 6 else 0.05
+        axis.fill_between(x, low, high, color=style["color"], alpha=alpha, linewidth=0)
         axis.plot(x, y, **style, markevery=max(1, len(x) // 10))
         ends.append((labels[each.row] or "as trained", x[-1], y[-1]))
         colours.append(style["color"])
