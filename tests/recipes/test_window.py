@@ -42,7 +42,7 @@ def test_stopped_anywhere_it_is_the_same(
     request = {"preset": str(tiny), "changes": FEW}
     run(resolve(Request(out=tmp_path / "whole", **request)))  # type: ignore[arg-type]
     broken = resolve(Request(out=tmp_path / "broken", **request))  # type: ignore[arg-type]
-    assert run_killed(broken, 17, monkeypatch) > 3
+    assert run_killed(broken, 17, monkeypatch) > 1
     assert files(tmp_path / "broken") == files(tmp_path / "whole")
 
     rows = json.loads((tmp_path / "whole" / "table.json").read_text())

@@ -48,6 +48,20 @@ WINDOW = f"""
 {GOES_ON}
 """
 
+CONTINUE = f"""
+**Examples**
+
+`normattn reproduce continue --preset smoke` – the whole path in a minute
+
+`normattn reproduce continue` – the study itself, on two cores in about 15 minutes
+
+`normattn reproduce continue --seeds 3` – with intervals over three trained models of each kind
+
+`normattn reproduce continue --set continued.multiple=8 --plan` – at 8 training lengths: its cost
+
+{GOES_ON}
+"""
+
 Preset = Annotated[str, typer.Option(help="smoke, laptop, gpu-100m, or a TOML file of your own.")]
 Variants = Annotated[
     str | None,
@@ -149,6 +163,33 @@ def window(
     )
 
 
+@app.command("continue", epilog=CONTINUE)
+def continue_(
+    preset: Preset = "laptop",
+    seeds: Seeds = None,
+    jobs: Jobs = None,
+    out: Out = None,
+    corpus: Corpus = None,
+    changes: Changes = None,
+    plan: Plan = False,
+) -> None:
+    """Train at L, go on at 4 L: KeyNorm as it is, Baseline as it is, with PI and with ABF.
+
+    Each model is read at L (what is forgotten), 4 L and 16 L before and along the continued
+    training; tables and a figure of loss and accuracy by continued steps. The settings of the
+    continued training are said once, in the preset, for all scores.
+    """
+    _reproduce(
+        "continue",
+        plan,
+        preset=preset,
+        seeds=values.seeds(seeds),
+        jobs=jobs,
+        out=out,
+        changes=_changes(corpus, changes),
+    )
+
+
 def _changes(corpus: str | None, changes: list[str] | None) -> dict[str, Any]:
     assigned = values.assignments(changes or [])
     return {**({"training.data.corpus": corpus} if corpus else {}), **assigned}
@@ -160,6 +201,8 @@ def _reproduce(study: str, only_plan: bool, **request: Any) -> None:
     from normattn.recipes.studies import Request
     from normattn.recipes.sweep import reproduce
 
-    resolve = import_module(f"normattn.recipes.{study}").resolve
+    # The modules are named after what they do: `continue` is a word of Python.
+    module = {"continue": "continued"}.get(study, study)
+    resolve = import_module(f"normattn.recipes.{module}").resolve
     if reproduce(resolve, Request(**request), only_plan=only_plan):
         raise typer.Exit(2)

@@ -14,6 +14,7 @@ from types import FrameType
 
 from normattn.data import prepare_tokens
 from normattn.errors import InputError, Interrupted
+from normattn.recipes.continued import ContinueCell
 from normattn.recipes.jobs import DIVERGED, FINISHED, watch_parent
 from normattn.recipes.layout import CellPaths, note_progress, write_if_changed
 from normattn.recipes.settings import validated
@@ -24,7 +25,7 @@ from normattn.runs.reading import read_object
 PROGRESS_SECONDS = 0.5
 LOCK_SECONDS = 120.0
 
-KINDS: dict[str, type[Cell]] = {"read": ReadCell}
+KINDS: dict[str, type[Cell]] = {"read": ReadCell, "continue": ContinueCell}
 """What a cell.json may describe, by its `kind`."""
 
 

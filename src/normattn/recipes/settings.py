@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from normattn.errors import InputError
 
@@ -77,11 +77,43 @@ class WindowSettings(Settings):
         return value
 
 
+class ContinueSettings(Settings):
+    """`reproduce continue`: how training goes on at `multiple` training lengths.
+
+    `batch_size` None takes as many tokens a step as before. The learning rate rises to `lr` over
+    `warmup_steps` and follows the schedule of the preset to the last of `steps`. The models of the
+    steps in `keep` are read at the lengths in `read`, in units of L.
+    """
+
+    multiple: int = Field(default=4, ge=2)
+    steps: int = Field(default=200, ge=1)
+    batch_size: int | None = Field(default=None, ge=1)
+    warmup_steps: int = Field(default=20, ge=0)
+    lr: float = Field(default=1e-3, gt=0)
+    keep: tuple[int, ...] = (25, 50, 100, 200)
+    read: tuple[int, ...] = (1, 4, 16)
+
+    @field_validator("read")
+    @classmethod
+    def _rising(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if not value or list(value) != sorted(set(value)) or value[0] != 1:
+            raise ValueError(f"read must rise from 1 (what is forgotten), got {list(value)}")
+        return value
+
+    @model_validator(mode="after")
+    def _ends_at_the_last_step(self) -> ContinueSettings:
+        if not self.keep or self.keep[-1] != self.steps:
+            raise ValueError(
+                f"keep must end with the last step {self.steps}, got {list(self.keep)}"
+            )
+        return self
+
+
 class Preset(Settings):
     """One whole setting of a recipe; `training` holds fields of `TrainingConfig`.
 
-    The score and the seed are no part of it: they are what a table varies. `window` is what the
-    study of that name reads besides.
+    The score and the seed are no part of it: they are what a table varies. `window` and
+    `continued` are what one study alone reads.
     """
 
     name: str
@@ -89,6 +121,7 @@ class Preset(Settings):
     training: dict[str, Any]
     evaluation: EvaluationSettings = EvaluationSettings()
     window: WindowSettings = WindowSettings()
+    continued: ContinueSettings = ContinueSettings()
     seeds: int = Field(default=1, ge=1)
 
     @field_validator("training")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from normattn.data import TokenData
+from normattn.data.evaluation_sets import EvaluationSet
 from normattn.errors import DivergedError
+from normattn.evaluation import EvaluationStore, evaluate_run
 from normattn.models.accounting import flops_per_token
+from normattn.models.pretrained import CONFIG_FILE, load_model
 from normattn.recipes.measuring import (
     EVALUATIONS,
     count_evaluations,
@@ -20,8 +23,14 @@ from normattn.recipes.measuring import (
 from normattn.recipes.settings import EvaluationSettings
 from normattn.runs import read_status
 from normattn.training import StepReport, TrainingConfig, train_causal
+from normattn.training.causal import kept_model
+from normattn.training.continuation import Continuation
+from normattn.training.distribution import choose_device
 
 AS_IS = "as is"
+UNKNOWN = "0" * 64
+"""The digest of weights that are not trained yet."""
+
 Note = Callable[[int, int, str], None]
 """Told how much of a stage is done, of how much, and a few words."""
 
@@ -59,7 +68,11 @@ class Stage(ABC):
 
 @dataclass(frozen=True)
 class TrainStage(Stage):
-    """Train `config` in `run`. Where an `essential` one diverges, the cell ends."""
+    """Train `config` in `place`. Where an `essential` one diverges, the cell ends.
+
+    A configuration that goes on from a model which an earlier stage trains says `UNKNOWN` weights:
+    they are looked up when the stage runs.
+    """
 
     phase = "training"
     config: TrainingConfig
@@ -85,10 +98,21 @@ class TrainStage(Stage):
         if status is not None and status.state == "diverged":
             return status.message if self.essential else None
         try:
-            train_causal(self.config, self.place, on_step=_noting(note), show_progress=False)
+            train_causal(
+                _with_weights(self.config), self.place, on_step=_noting(note), show_progress=False
+            )
         except DivergedError as error:
             return str(error) if self.essential else None
         return None
+
+
+def _with_weights(config: TrainingConfig) -> TrainingConfig:
+    """The configuration with the weights that its start holds by now."""
+    planned = config.continued
+    if planned is None or planned.weights != UNKNOWN:
+        return config
+    found = Continuation.of(Path(planned.start), planned.method, planned.length)
+    return config.model_copy(update={"continued": found})
 
 
 def _noting(note: Note) -> Callable[[StepReport], None]:
@@ -139,3 +163,79 @@ class ReadStage(Stage):
             on_done=lambda done: note(done, self.wanted, ""),
         )
         return None
+
+
+@dataclass(frozen=True)
+class KeptStage(Stage):
+    """Read the models that the continued run in `place` kept, and the one it began with (step 0).
+
+    Each is read under the method that the run trains with, on the windows that `sets` makes;
+    its records are in a folder of its step.
+    """
+
+    phase = "evaluation"
+    config: TrainingConfig
+    place: Path
+    sets: Callable[[TokenData], Sequence[EvaluationSet]]
+    lengths: tuple[int, ...]
+    settings: EvaluationSettings
+    name: str
+
+    @property
+    def cost(self) -> Cost:
+        """Every token that passes through a model, at most."""
+        rows = self.settings.max_windows * len(self.steps)
+        model = self.config.model
+        flops = sum(flops_per_token(model, length).forward * length for length in self.lengths)
+        return Cost(scored=sum(self.lengths) * rows, flops=flops * rows)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that are read."""
+        return (0, *self.config.keep)
+
+    def is_done(self) -> bool:
+        """Whether every step that the run came to has its records."""
+        found = [list(records_of(self.place, step).glob("*.json")) for step in self._reached()]
+        return bool(found) and all(len(records) >= len(self.lengths) for records in found)
+
+    def run(self, data: TokenData, note: Note) -> str | None:
+        """Evaluate what is not yet on record."""
+        sets, done = self.sets(data), 0
+        steps = self._reached()
+        for step in steps:
+
+            def count(record: object) -> None:
+                nonlocal done
+                done += 1
+                note(done, len(steps) * len(sets), "")
+
+            evaluate_run(
+                load_model(self._model(step)).to(choose_device(self.config.device)),
+                sets,
+                run=f"{self.name}/step{step}",
+                seed=self.config.seed,
+                methods=[self._continued.method],
+                store=EvaluationStore(records_of(self.place, step)),
+                precision=self.settings.precision,
+                tokens_per_batch=self.settings.max_tokens,
+                on_record=count,
+            )
+        return None
+
+    @property
+    def _continued(self) -> Continuation:
+        assert self.config.continued is not None
+        return self.config.continued
+
+    def _reached(self) -> list[int]:
+        """The steps whose models are there; a run that diverged came to fewer."""
+        return [step for step in self.steps if (self._model(step) / CONFIG_FILE).is_file()]
+
+    def _model(self, step: int) -> Path:
+        return kept_model(self.place, step) if step else Path(self._continued.start)
+
+
+def records_of(place: Path, step: int) -> Path:
+    """Where the records of a kept model are."""
+    return place / EVALUATIONS / f"step-{step:08d}"
