@@ -10,7 +10,7 @@ from typing import get_args
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from normattn.data.tokens import prepare_tokens
 from normattn.errors import InputError
@@ -118,7 +118,8 @@ def _show(records: Sequence[AnyRecord]) -> None:
     asked = [record for record in records if isinstance(record, RetrievalRecord)]
     console = Console(highlight=False)
     if counted:
-        table = Table("score", "protocol", "length", "tokens", "accuracy, %", "loss, nats")
+        rest = ("protocol", "length", "tokens", "accuracy, %", "loss, nats")
+        table = Table(_names(counted), *rest)
         for record in counted:
             tokens = record.counts("tokens").sum()
             table.add_row(
@@ -134,8 +135,13 @@ def _show(records: Sequence[AnyRecord]) -> None:
         console.print(_retrieval_table(asked))
 
 
+def _names(records: Sequence[AnyRecord]) -> Column:
+    """A column as wide as the longest name: scores differ at their ends."""
+    return Column("score", min_width=max(len(record.name) for record in records))
+
+
 def _retrieval_table(records: Sequence[RetrievalRecord]) -> Table:
-    table = Table("score", "task", "length", "answers", "whole answers, %", "their tokens, %")
+    table = Table(_names(records), "task", "length", "answers", "right, %", "tokens, %")
     for record in records:
         exact = record.counts("exact")
         tokens = record.counts("correct").sum() / record.counts("tokens").sum()
