@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.layers.attend import attention
+from normattn.layers.attend_cached import attention_cached, refuse_beside_cache
+from normattn.layers.cache import KeyValueCache
 from normattn.score import Score, ScoreSpec
 
 
@@ -51,13 +53,22 @@ class Attention(nn.Module):
         *,
         causal: bool = True,
         attn_mask: Tensor | None = None,
-        key_padding: Bool[Tensor, "b t"] | None = None,
-        positions: Int[Tensor, "b t"] | Int[Tensor, " t"] | None = None,
-        documents: Int[Tensor, "b t"] | None = None,
+        key_padding: Bool[Tensor, "b s"] | None = None,
+        positions: Int[Tensor, "b s"] | Int[Tensor, " s"] | None = None,
+        documents: Int[Tensor, "b s"] | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Float[Tensor, "b t dim"]:
-        """Let every position of `x` attend; `key_padding` is True where a position is padding."""
+        """Let every position of `x` attend; `key_padding` is True where a position is padding.
+
+        With a `cache`, which this call extends, `x` are new tokens that see those read before as
+        well; `key_padding`, `positions` and `documents` are then those of all S tokens.
+        """
         heads_BHTD = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = torch.split(heads_BHTD, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if cache is not None:
+            refuse_beside_cache(causal, attn_mask, self.training and self.dropout > 0)
+            o = attention_cached(*(q, k, v, self.score, cache, key_padding, positions, documents))
+            return self._joined(o)
         o = attention(
             q,
             k,
@@ -71,6 +82,9 @@ class Attention(nn.Module):
             documents=documents,
             dropout_p=self.dropout if self.training else 0.0,
         )
+        return self._joined(o)
+
+    def _joined(self, o: Float[Tensor, "b h t d"]) -> Float[Tensor, "b t dim"]:
         y: Tensor = self.out(o.transpose(1, 2).flatten(2))
         return y
 

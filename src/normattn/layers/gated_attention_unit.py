@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.layers.attend import attention
+from normattn.layers.attend_cached import attention_cached, refuse_beside_cache
+from normattn.layers.cache import KeyValueCache
 from normattn.score import Score, ScoreSpec
 
 
@@ -62,14 +64,25 @@ class GatedAttentionUnit(nn.Module):
         *,
         causal: bool = True,
         attn_mask: Tensor | None = None,
-        key_padding: Bool[Tensor, "b t"] | None = None,
-        positions: Int[Tensor, "b t"] | Int[Tensor, " t"] | None = None,
-        documents: Int[Tensor, "b t"] | None = None,
+        key_padding: Bool[Tensor, "b s"] | None = None,
+        positions: Int[Tensor, "b s"] | Int[Tensor, " s"] | None = None,
+        documents: Int[Tensor, "b s"] | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Float[Tensor, "b t dim"]:
-        """Let every position of `x` attend; `key_padding` is True where a position is padding."""
+        """Let every position of `x` attend; `key_padding` is True where a position is padding.
+
+        With a `cache`, which this call extends, `x` are new tokens that see those read before as
+        well; `key_padding`, `positions` and `documents` are then those of all S tokens.
+        """
         widths = [self.value_size, self.value_size, self.key_size]
         u, v, z = torch.split(F.silu(self.expand(x)), widths, dim=-1)
         q, k = self._query_and_key(z)
+        if cache is not None:
+            refuse_beside_cache(causal, attn_mask, self.training and self.dropout > 0)
+            o = attention_cached(
+                *(q, k, v.unsqueeze(1), self.score, cache, key_padding, positions, documents)
+            )
+            return self._gated(u, o)
         o = attention(
             q,
             k,
@@ -83,6 +96,11 @@ class GatedAttentionUnit(nn.Module):
             documents=documents,
             dropout_p=self.dropout if self.training else 0.0,
         )
+        return self._gated(u, o)
+
+    def _gated(
+        self, u: Float[Tensor, "b t e"], o: Float[Tensor, "b 1 t e"]
+    ) -> Float[Tensor, "b t dim"]:
         y: Tensor = self.out(u * o.squeeze(1))
         return y
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,17 +19,21 @@ from normattn.kernels.cross_entropy import (
     token_scores,
 )
 from normattn.layers.attention import Attention
+from normattn.layers.cache import KeyValueCache
 from normattn.layers.feed_forward import GELU, SwiGLU
 from normattn.layers.gated_attention_unit import GatedAttentionUnit
 from normattn.layers.norms import LayerNorm, RMSNorm
 from normattn.layers.placement import DeepNorm, PostLN, PreLN, ReZero, deepnorm_factors
+from normattn.models.cache import ModelCache, Reading
 from normattn.models.config import CausalLMConfig
 from normattn.models.initialisation import initialise
 from normattn.models.method import MethodHandle
 from normattn.score import Score, ScoreSpec
 
-# Rows scored at a time without gradient: the activations of about this many tokens are held.
+# Tokens scored at a time without gradient: the activations of about this many are held.
 _SCORED_TOKENS = 8192
+# Longer rows, and prompts, are read this many tokens at a time, which a cache remembers.
+CHUNK = 512
 
 
 class CausalLM(nn.Module):
@@ -63,24 +67,87 @@ class CausalLM(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def forward(
-        self, ids: Int[Tensor, "b t"], key_padding: Bool[Tensor, "b t"] | None = None
+        self,
+        ids: Int[Tensor, "b t"],
+        key_padding: Bool[Tensor, "b t"] | None = None,
+        cache: ModelCache | None = None,
     ) -> Float[Tensor, "b t v"]:
         """Logits for the token after each position."""
-        return F.linear(self.hidden(ids, key_padding), self.head_weight)
+        return F.linear(self.hidden(ids, key_padding, cache), self.head_weight)
 
     def hidden(
-        self, ids: Int[Tensor, "b t"], key_padding: Bool[Tensor, "b t"] | None = None
+        self,
+        ids: Int[Tensor, "b t"],
+        key_padding: Bool[Tensor, "b t"] | None = None,
+        cache: ModelCache | None = None,
     ) -> Float[Tensor, "b t d"]:
         """The last block's output after the final norm, which the head reads.
 
         `key_padding` is True where a token is padding; positions then count from each row's
-        first real token, so left padding changes nothing.
+        first real token, so left padding changes nothing. With a `cache` (`new_cache`) the ids
+        go on from those that it holds, and join them; it is for inference, without gradients.
         """
         x = self._embed(ids)
-        documents = self._documents(ids)
-        for block in self.blocks:
-            x = block(x, key_padding, documents)
+        if cache is None:
+            reading = Reading(key_padding, None, self._documents(ids))
+            layers: Sequence[KeyValueCache | None] = [None] * len(self.blocks)
+        else:
+            reading, layers = cache.read(ids, key_padding), cache.layers
+        for block, layer in zip(self.blocks, layers, strict=True):
+            x = block(x, reading, layer)
+        if cache is not None:
+            cache.done(ids.shape[1])
         return x if self.final_norm is None else self.final_norm(x)
+
+    def new_cache(self, max_length: int | None = None) -> ModelCache:
+        """An empty cache for the scores that are active now.
+
+        It grows, or, with `max_length`, takes room for so many tokens at once and refuses more.
+        """
+        scores = (module for module in self.modules() if isinstance(module, Score))
+        return ModelCache([score.spec for score in scores], max_length)
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        ids: Int[Tensor, "b t"],
+        key_padding: Bool[Tensor, "b t"] | None = None,
+        cache: ModelCache | None = None,
+        chunk: int = CHUNK,
+    ) -> tuple[Float[Tensor, "b v"], ModelCache]:
+        """Read `ids`, `chunk` tokens at a time: the logits after the last one, and the cache.
+
+        Beside the cache memory follows `chunk`, not the length. Dropout is off while it runs.
+        `cache` is a new one unless given; padding must stand on the left.
+        """
+        cache = self.new_cache() if cache is None else cache
+        last = None
+        with without_dropout(self):
+            for hidden in self._in_chunks(ids, key_padding, cache, chunk):
+                last = hidden[:, -1]
+        if last is None:
+            raise InputError("no token was given to read; a prompt needs at least one")
+        return F.linear(last, self.head_weight), cache
+
+    def _in_chunks(
+        self, ids: Tensor, key_padding: Tensor | None, cache: ModelCache, chunk: int
+    ) -> Iterator[Tensor]:
+        """The hidden vectors of `chunk` tokens after another."""
+        if chunk < 1:
+            raise InputError(f"chunk is {chunk}; it must be at least 1")
+        for start in range(0, ids.shape[1], chunk):
+            part = slice(start, start + chunk)
+            padding = None if key_padding is None else key_padding[:, part]
+            yield self.hidden(ids[:, part], padding, cache)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **settings: Any
+    ) -> list[Any]:
+        """The `Answer` to each prompt; settings are those of `normattn.models.generate`."""
+        # That file is about models and so reads this one.
+        from normattn.models.generation import generate
+
+        return generate(self, prompts, max_new_tokens, **settings)
 
     def loss(self, ids: Int[Tensor, "b t1"]) -> LinearCrossEntropy:
         """Mean cross-entropy, in nats, of ids[:, 1:] given ids[:, :-1], in chunks; and hits.
@@ -94,19 +161,35 @@ class CausalLM(nn.Module):
     def token_scores(self, ids: Int[Tensor, "b t1"]) -> TokenScores:
         """Loss and correctness of every token of ids[:, 1:], shape (B, T), without gradients.
 
-        Dropout is off while it runs. Rows go through in groups, so that memory follows the
-        longest row, not the batch. Raises `InputError` below two tokens.
+        Dropout is off while it runs. Rows go through in groups, and a row of more than 8192 tokens
+        in chunks, so that memory follows neither the batch nor, beside keys and values, the
+        length. Raises `InputError` below two tokens.
         """
         rows = max(1, _SCORED_TOKENS // ids.shape[1])
-        losses, correct = [], []
-        with _without_dropout(self):
-            for group in torch.split(ids, rows):
-                hidden, targets = self._predictions(group)
-                scores = token_scores(hidden, self.head_weight, targets)
-                losses.append(scores.loss)
-                correct.append(scores.correct)
+        long = ids.shape[1] - 1 > _SCORED_TOKENS
+        with without_dropout(self):
+            scores = [
+                self._scores_in_chunks(group) if long else self._scores(group)
+                for group in torch.split(ids, rows)
+            ]
         shape = (ids.shape[0], ids.shape[1] - 1)
-        return TokenScores(torch.cat(losses).view(shape), torch.cat(correct).view(shape))
+        loss = torch.cat([each.loss for each in scores]).view(shape)
+        return TokenScores(loss, torch.cat([each.correct for each in scores]).view(shape))
+
+    def _scores(self, ids: Tensor) -> TokenScores:
+        hidden, targets = self._predictions(ids)
+        return token_scores(hidden, self.head_weight, targets)
+
+    def _scores_in_chunks(self, ids: Tensor) -> TokenScores:
+        """The same for one row, read with a cache."""
+        chunks = self._in_chunks(ids[:, :-1], None, self.new_cache(), CHUNK)
+        targets = torch.split(ids[:, 1:], CHUNK, 1)
+        scores = [
+            token_scores(hidden.flatten(0, 1), self.head_weight, target.flatten())
+            for hidden, target in zip(chunks, targets, strict=True)
+        ]
+        loss = torch.cat([each.loss for each in scores])
+        return TokenScores(loss, torch.cat([each.correct for each in scores]))
 
     def using(self, method: ScoreSpec | str, **parameters: Any) -> MethodHandle:
         """Switch a post-hoc method on in every layer until the handle is removed.
@@ -174,11 +257,18 @@ class Block(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "b t d"],
-        key_padding: Bool[Tensor, "b t"] | None = None,
-        documents: Int[Tensor, "b t"] | None = None,
+        reading: Reading | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Float[Tensor, "b t d"]:
-        """Apply the block; `key_padding` is True where a token is padding."""
-        x = self.mixer(x, key_padding=key_padding, documents=documents)
+        """Apply the block to tokens of which `reading` says more; `cache` is its layer's."""
+        reading = Reading() if reading is None else reading
+        x = self.mixer(
+            x,
+            key_padding=reading.key_padding,
+            positions=reading.positions,
+            documents=reading.documents,
+            cache=cache,
+        )
         return x if self.feed_forward is None else self.feed_forward(x)
 
 
@@ -227,7 +317,7 @@ def _norm(config: CausalLMConfig) -> nn.Module:
 
 
 @contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for a while; each module then has its own mode again."""
     training = [module for module in model.modules() if module.training]
     for module in training:

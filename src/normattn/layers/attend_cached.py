@@ -1,0 +1,157 @@
+"""`attention_cached`: new tokens attend to themselves and to all that a cache holds.
+
+Legend: B batch, H query heads, G key heads, T new tokens, S tokens in all, D head dimension,
+E value size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.kernels import Visibility, attend
+from normattn.kernels.problem import check_shapes
+from normattn.layers.attend import in_blocks, posed, regular_positions
+from normattn.layers.cache import KeyValueCache, Room
+from normattn.score import Positions, Score
+
+
+def attention_cached(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g t d"],
+    v: Float[Tensor, "b g t e"],
+    score: Score,
+    cache: KeyValueCache,
+    key_padding: Bool[Tensor, "b s"] | None = None,
+    positions: Int[Tensor, "b s"] | None = None,
+    documents: Int[Tensor, "b s"] | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "b h t e"]:
+    """Causal attention of T new tokens, whose keys and values join the cache.
+
+    Args:
+        q: queries (B, H, T, D) of the new tokens, not yet normalised, scaled or rotated.
+        k: their keys (B, G, T, D), likewise.
+        v: their values (B, G, T, E).
+        score: the score that filled the cache.
+        cache: what the layer has read before; changed by this call.
+        key_padding: True where one of all S tokens is padding, which may stand on the left only.
+        positions: those of all S tokens where they are not simply 0 … S − 1; found from
+            `key_padding` and `documents` where they are not given.
+        documents: the number of each of all S tokens' document, for a score with `Packed`.
+        backend: auto, or one kernel's name.
+
+    Equal to the last T rows of `attention` over all tokens. Raises `InputError` for shapes that do
+    not fit, a full cache, and a cache that another score filled.
+    """
+    check_shapes(q, k, v)
+    cache.claim(score.spec)
+    first, count = cache.length, k.shape[2]
+    given = (key_padding, positions, documents)
+    if positions is None and (key_padding is not None or documents is not None):
+        _check_given(given, q.shape[0], first + count)
+        positions = Positions.of(
+            count, first + count, True, q.device, key_padding, documents=documents
+        ).key
+    if positions is None:
+        counted = regular_positions(count, first + count, q.device)
+        stored = score.store(k, counted.query, first)
+    else:
+        _check_given((key_padding, positions, documents), q.shape[0], first + count)
+        stored = score.store(k, positions[..., first:])
+    keys, values = cache.append(stored, v)
+    at, seen = _standing(cache, count, q.device, key_padding, positions, documents)
+    live = _live_blocks(score, at)
+
+    def part(rows: slice, upto: int, block: int) -> Tensor:
+        place = at.part(rows, upto)
+        turned = None
+        if score.spec.moves:
+            turned = _turned(score, cache, keys, at, block, upto, live)
+        prepared = score.recall(q[:, :, rows], keys[:, :, :upto], place, block, turned)
+        return attend(posed(prepared, values[:, :, :upto], seen.part(rows, upto), 0.0), backend)
+
+    out = in_blocks(score.spec, at, part)
+    for block in set(cache.turned) - live:
+        del cache.turned[block]
+    return out
+
+
+def _standing(
+    cache: KeyValueCache,
+    count: int,
+    device: torch.device,
+    padding: Tensor | None,
+    positions: Tensor | None,
+    documents: Tensor | None,
+) -> tuple[Positions, Visibility]:
+    """Where the last `count` tokens and all tokens that are kept stand, and who sees whom."""
+    length, gone = cache.length, cache.dropped
+    if positions is None and not gone:
+        at = regular_positions(count, length, device)
+        return at, Visibility(True, at.query, at.key, at.regular)
+    if positions is None:
+        key = regular_positions(length - gone, length, device).query
+    else:
+        key = positions[..., gone:]
+    query = key[..., key.shape[-1] - count :]
+    at = Positions(query, key, query + 1, causal=True, regular=False)
+    # Distances of tokens that are simply counted are those of their columns.
+    seen = Visibility(True, query, key, positions is None)
+    if padding is not None:
+        seen = replace(seen, padding=padding[:, gone:])
+    if documents is not None:
+        own = documents[:, length - count :]
+        seen = replace(seen, query_documents=own, key_documents=documents[:, gone:])
+    return at, seen
+
+
+def _live_blocks(score: Score, at: Positions) -> set[int]:
+    """The blocks that the last rows are in, whose turned keys the next tokens will want."""
+    if not score.spec.moves:
+        return set()
+    assert score.spec.train_length is not None
+    last = at.query[..., -1] // score.spec.train_length
+    return set(last.reshape(-1).tolist())
+
+
+def _turned(
+    score: Score,
+    cache: KeyValueCache,
+    keys: Tensor,
+    at: Positions,
+    block: int,
+    upto: int,
+    live: set[int],
+) -> Tensor:
+    """The first `upto` keys as the rows of a block read them; those of live blocks are kept."""
+    room = cache.turned.setdefault(block, Room(2)) if block in live else Room(2)
+    if room.used < upto:
+        new = slice(room.used, upto)
+        first = room.used if at.regular else None
+        room.append(score.turn(keys[:, :, new], at.key[..., new], block, first))
+    return room.view(upto)
+
+
+def _check_given(given: tuple[Tensor | None, ...], batch: int, tokens: int) -> None:
+    names = ("key_padding", "positions", "documents")
+    for name, value in zip(names, given, strict=True):
+        if value is not None and tuple(value.shape) != (batch, tokens):
+            raise InputError(
+                f"with a cache {name} is that of all tokens, {(batch, tokens)} with those read "
+                f"before, but it is {tuple(value.shape)}"
+            )
+
+
+def refuse_beside_cache(causal: bool, mask: Tensor | None, dropping: bool) -> None:
+    """Refuse what a layer that reads with a cache would otherwise ignore."""
+    if not causal:
+        raise InputError("a cache is for causal attention: leave it out, or causal=False")
+    if mask is not None:
+        raise InputError("attn_mask has no meaning beside a cache; use key_padding")
+    if dropping:
+        raise InputError("a cache is for inference: call .eval() first, dropout is on")

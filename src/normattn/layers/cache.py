@@ -1,0 +1,227 @@
+"""What one attention layer keeps of the tokens that it has read: their keys and values.
+
+Legend: B batch, G key heads, T new tokens, S tokens in all, D key size, E value size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.score import ScoreSpec
+
+_SMALLEST = 64
+
+
+class Room:
+    """A tensor that is filled along one axis; where it is full, its size is doubled.
+
+    So appending one by one copies each element a constant number of times. With a `limit` all
+    room is taken at once and never more.
+    """
+
+    def __init__(self, axis: int, limit: int | None = None) -> None:
+        self.axis = axis
+        self.limit = limit
+        self.used = 0
+        self.data: Tensor | None = None
+
+    def append(self, x: Tensor) -> Tensor:
+        """Put `x` behind what is there and return a view of all of it."""
+        count = x.shape[self.axis]
+        end = self.used + count
+        data = self.data
+        if data is None or end > data.shape[self.axis]:
+            data = self._enlarge(x, end)
+        data.narrow(self.axis, self.used, count).copy_(x)
+        self.used = end
+        return data.narrow(self.axis, 0, end)
+
+    def view(self, end: int) -> Tensor:
+        """The first `end` places."""
+        assert self.data is not None
+        return self.data.narrow(self.axis, 0, end)
+
+    def choose(self, rows: Int[Tensor, " r"]) -> None:
+        """Batch row i becomes the old row rows[i]."""
+        if self.data is not None:
+            self.data = self._fresh(self.data, self.data.shape[self.axis], len(rows)).copy_(
+                self.data[rows]
+            )
+
+    def drop(self, begin: int, end: int, capacity: int) -> None:
+        """Forget places `begin` … `end` − 1, and hold room for `capacity`."""
+        if self.data is None:
+            return
+        kept = torch.cat(
+            (self.view(begin), self.view(self.used).narrow(self.axis, end, self.used - end)),
+            self.axis,
+        )
+        self.data, self.used = self._fresh(kept, capacity, kept.shape[0]), 0
+        self.append(kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken, used or not."""
+        return 0 if self.data is None else self.data.numel() * self.data.element_size()
+
+    def _enlarge(self, x: Tensor, wanted: int) -> Tensor:
+        room = max(_SMALLEST, 1 << (wanted - 1).bit_length()) if self.limit is None else self.limit
+        fresh = self._fresh(x, room, x.shape[0])
+        if self.data is not None:
+            fresh.narrow(self.axis, 0, self.used).copy_(self.view(self.used))
+        self.data = fresh
+        return fresh
+
+    def _fresh(self, like: Tensor, size: int, rows: int) -> Tensor:
+        shape = list(like.shape)
+        shape[0], shape[self.axis] = rows, size
+        # An ordinary tensor even when first filled in inference mode: later calls write to it.
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+class KeyValueCache(ABC):
+    """Keys, as `Score.store` makes them, and values of the tokens that one layer has read.
+
+    `length` counts the tokens read. The first `dropped` of them may be forgotten. `turned` holds
+    keys turned by the spectrum of a block of rows, where the spectrum moves. A cache belongs to
+    the score that filled it and to inference: tensors that want a gradient are refused.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.length = 0
+        self.dropped = 0
+        self.window = 0
+        self.turned: dict[int, Room] = {}
+        self._limit = limit
+        self._keys, self._values = Room(2, limit), Room(2, limit)
+        self._spec: ScoreSpec | None = None
+
+    @abstractmethod
+    def make_room(self, tokens: int) -> None:
+        """Prepare for more tokens; raises `InputError` where there is no room for them."""
+
+    def claim(self, spec: ScoreSpec) -> None:
+        """Refuse keys of another score than the one that filled this cache."""
+        if self._spec is spec:
+            return
+        if self._spec is not None and self.length and self._spec != spec:
+            raise InputError(
+                f"this cache holds keys of {self._spec}, and {spec} cannot read them: make a new "
+                "cache after switching methods"
+            )
+        self._spec = spec
+
+    def append(
+        self, k: Float[Tensor, "b g t d"], v: Float[Tensor, "b g t e"]
+    ) -> tuple[Float[Tensor, "b g s d"], Float[Tensor, "b g s e"]]:
+        """Add the keys and values of T tokens and return those of all that are kept."""
+        if k.requires_grad or v.requires_grad:
+            raise InputError(
+                "a cache keeps no gradients: read with it under torch.no_grad() or "
+                "torch.inference_mode()"
+            )
+        held = self._keys.data
+        if held is not None and (held.shape[:2] != k.shape[:2] or held.dtype != k.dtype):
+            raise InputError(
+                f"this cache holds {held.shape[0]} rows of {held.shape[1]} key heads in "
+                f"{held.dtype}, but keys of {tuple(k.shape)} in {k.dtype} were added"
+            )
+        self.make_room(k.shape[2])
+        keys, values = self._keys.append(k), self._values.append(v)
+        self.length += k.shape[2]
+        return keys, values
+
+    def reorder(self, rows: Int[Tensor, " r"]) -> None:
+        """Row i becomes the old row rows[i], as beam search asks; rows may repeat or lack."""
+        for room in self._rooms():
+            room.choose(rows)
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens after the first `length`."""
+        if length == self.length:
+            return
+        if not 0 <= length <= self.length:
+            raise InputError(
+                f"a cache of {self.length} tokens cannot be cut to {length}; give 0 … {self.length}"
+            )
+        self.check_cut(length)
+        for room in (self._keys, self._values):
+            room.used = max(0, length - self.dropped)
+        for room in self.turned.values():
+            room.used = min(room.used, self._keys.used)
+        self.length = length
+
+    def check_cut(self, length: int) -> None:
+        """Raise `InputError` where what rows after `length` must see is forgotten."""
+        if self.dropped and length - self.window + 1 < self.dropped:
+            raise InputError(
+                f"a layer with a window of {self.window} has forgotten the keys before token "
+                f"{self.dropped}, which rows after token {length} see: read the text again"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, used or not."""
+        return sum(room.nbytes for room in self._rooms())
+
+    def _rooms(self) -> tuple[Room, ...]:
+        return self._keys, self._values, *self.turned.values()
+
+
+class GrowingCache(KeyValueCache):
+    """Memory grows with the tokens read, by doubling."""
+
+    def make_room(self, tokens: int) -> None:
+        """There always is."""
+
+
+class StaticCache(KeyValueCache):
+    """Room for `max_length` tokens, taken at the first one; more are refused."""
+
+    def __init__(self, max_length: int) -> None:
+        if max_length < 1:
+            raise InputError(f"a cache of {max_length} tokens was asked for; give at least 1")
+        super().__init__(max_length)
+        self.max_length = max_length
+
+    def make_room(self, tokens: int) -> None:
+        """Refuse more than `max_length` tokens."""
+        refuse_overflow(self.length, tokens, self.max_length)
+
+
+class WindowCache(KeyValueCache):
+    """For a layer that sees a sliding window: keys that no later row can see are forgotten.
+
+    Holds at most about 2·window tokens beside those of the last call.
+    """
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def make_room(self, tokens: int) -> None:
+        """Forget all but the last window − 1 tokens when the room is full."""
+        data, used = self._keys.data, self._keys.used
+        if data is None or used + tokens <= data.shape[2]:
+            return
+        gone = max(0, used - self.window + 1)
+        if gone:
+            capacity = max(2 * self.window, used - gone + tokens)
+            for room in (self._keys, self._values):
+                room.drop(0, gone, capacity)
+            self.dropped += gone
+
+
+def refuse_overflow(length: int, tokens: int, max_length: int) -> None:
+    """Raise `InputError` where `tokens` more do not fit."""
+    if length + tokens > max_length:
+        raise InputError(
+            f"the cache has room for {max_length} tokens, and {length} of it are taken: {tokens} "
+            "more do not fit; give a larger max_length, or none for a cache that grows"
+        )

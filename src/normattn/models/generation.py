@@ -1,0 +1,177 @@
+"""`generate`: a model goes on from prompts, each row by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.models.causal_lm import CHUNK, CausalLM, without_dropout
+from normattn.models.sampling import Sampling, row_generators
+
+Decode = Callable[[Sequence[int]], str]
+OnToken = Callable[[int, int], None]
+Ending = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What followed one prompt: `tokens` without the stop token, and their text if asked for.
+
+    `ended` is "stop" where a stop token or string came, else "length". `text`, which needs a
+    `decode`, ends before the stop string.
+    """
+
+    tokens: tuple[int, ...]
+    ended: Ending
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Stops:
+    """When a row ends: at one of `tokens`, or once its text holds one of `strings`."""
+
+    tokens: frozenset[int]
+    strings: tuple[str, ...]
+    decode: Decode | None
+
+    @staticmethod
+    def of(stop: Iterable[int | str], decode: Decode | None, vocabulary: int) -> Stops:
+        """Sort tokens and strings; raises `InputError` for those that can never come."""
+        given = list(stop)
+        tokens = frozenset(each for each in given if isinstance(each, int))
+        strings = tuple(each for each in given if isinstance(each, str))
+        outside = sorted(each for each in tokens if not 0 <= each < vocabulary)
+        if outside:
+            raise InputError(
+                f"stop token {outside[0]} is outside the vocabulary 0 … {vocabulary - 1}"
+            )
+        if not all(strings):
+            raise InputError("a stop string is empty; every text holds it")
+        if strings and decode is None:
+            raise InputError("stop strings need decode=…, a function from tokens to text")
+        return Stops(tokens, strings, decode)
+
+    def reached(self, tokens: Sequence[int]) -> bool:
+        """Whether the last token completes a stop string."""
+        if not self.strings or self.decode is None:
+            return False
+        # A token is at least a byte; a character cut off at the front is of no account.
+        tail = self.decode(tokens[-max(len(each.encode()) for each in self.strings) - 4 :])
+        return any(each in tail for each in self.strings)
+
+    def text(self, tokens: Sequence[int]) -> str | None:
+        """The text before the first stop string."""
+        if self.decode is None:
+            return None
+        text = self.decode(tokens)
+        found = [at for at in (text.find(each) for each in self.strings) if at >= 0]
+        return text[: min(found)] if found else text
+
+
+@dataclass
+class _Row:
+    """A row under way."""
+
+    number: int
+    generator: torch.Generator
+    tokens: list[int] = field(default_factory=list)
+    ended: Ending | None = None
+
+    def accept(self, token: int, stops: Stops, most: int, on_token: OnToken | None) -> None:
+        """Add the token to the answer, or end it."""
+        if token in stops.tokens:
+            self.ended = "stop"
+            return
+        self.tokens.append(token)
+        if on_token is not None:
+            on_token(self.number, token)
+        if stops.reached(self.tokens):
+            self.ended = "stop"
+        elif len(self.tokens) >= most:
+            self.ended = "length"
+
+    def answer(self, stops: Stops) -> Answer:
+        """What the caller gets."""
+        assert self.ended is not None
+        return Answer(tuple(self.tokens), self.ended, stops.text(self.tokens))
+
+
+@torch.inference_mode()
+def generate(
+    model: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Collection[int | str] = (),
+    decode: Decode | None = None,
+    seed: int | Sequence[int] = 0,
+    on_token: OnToken | None = None,
+    chunk: int = CHUNK,
+) -> list[Answer]:
+    """Up to `max_new_tokens` tokens after each prompt, with the scores that are active now.
+
+    Args:
+        model: the model; its dropout is off meanwhile.
+        prompts: the token ids of each prompt, of any lengths, at least one token each.
+        max_new_tokens: a row ends after so many tokens.
+        temperature: 0 takes the likeliest token; above, tokens are drawn (`Sampling`).
+        top_k: draw among so many likeliest tokens.
+        top_p: draw among the likeliest tokens that have this probability together.
+        stop: token ids and strings at which a row ends.
+        decode: tokens to text; for stop strings and the answers' text.
+        seed: prompt r draws with a generator of its own, of seed + r or of seed[r].
+        on_token: called with the prompt's number and each token of its answer at once.
+        chunk: the prompts are read so many tokens at a time.
+
+    A row's answer does not depend on the other rows, nor on earlier calls. Raises `InputError` for
+    an empty prompt, ids outside the vocabulary and settings out of range.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    stops = Stops.of(stop, decode, model.config.vocab_size)
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    rows = [
+        _Row(number, generator)
+        for number, generator in enumerate(row_generators(seed, len(prompts)))
+    ]
+    ids, padding = left_padded(prompts, model.head_weight.device)
+    with without_dropout(model):
+        logits, cache = model.prefill(ids, padding, chunk=chunk)
+        alive = rows
+        while alive:
+            drawn = sampling.next_tokens(logits, [row.generator for row in alive])
+            for row, token in zip(alive, drawn, strict=True):
+                row.accept(token, stops, max_new_tokens, on_token)
+            going = [place for place, row in enumerate(alive) if row.ended is None]
+            if 0 < len(going) < len(alive):
+                cache.reorder(going)
+            alive = [alive[place] for place in going]
+            if alive:
+                last = [row.tokens[-1] for row in alive]
+                logits = model(torch.tensor(last, device=ids.device)[:, None], cache=cache)[:, -1]
+    return [row.answer(stops) for row in rows]
+
+
+def left_padded(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Prompts as one matrix of ids, padded on the left, and where the padding is."""
+    empty = [number for number, prompt in enumerate(prompts) if len(prompt) == 0]
+    if empty or not prompts:
+        which = f"prompt {empty[0]} is empty" if empty else "there is no prompt"
+        raise InputError(f"{which}: a model goes on from at least one token")
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    padding = torch.ones(len(prompts), longest, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.as_tensor(prompt)
+        padding[row, longest - len(prompt) :] = False
+    return ids.to(device), padding.to(device) if bool(padding.any()) else None
