@@ -5,22 +5,46 @@ The oracle is a double loop in numpy, the gradients are autograd's of the naive 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from normattn import InputError, ScoreSpec, attention
-from normattn.kernels import tiles
+from normattn.kernels import BACKENDS, tiles
 from normattn.score.registry import parts
 from score import naive, oracle
-from score.cases import LOGN, PLACES, VARIANTS, array, built, learned, recipes, tensors
+from score.cases import (
+    ALONE,
+    BIASES,
+    LAYOUTS,
+    LOGN,
+    METHODS,
+    PLACES,
+    SHAPES,
+    VARIANTS,
+    additions,
+    array,
+    built,
+    documents,
+    learned,
+    methods,
+    recipes,
+    tensors,
+)
+from score.recipe import REGIMES, Recipe
 
 B, H, G, T, D = 2, 2, 1, 9, 4
 
 
 def test_the_cases_name_every_registered_part() -> None:
-    named = {*VARIANTS, *LOGN, *(method for _, method in PLACES), "RoPE", "NoPE"} - {""}
+    named = {*VARIANTS, *LOGN, *METHODS, *SHAPES, *BIASES, *ALONE, *LAYOUTS, "RoPE", "NoPE"} - {""}
     assert named == set(parts())
+    assert {method for _, method in PLACES} <= {*METHODS, ""}
 
 
 def _gradients(out: Tensor, wanted: list[Tensor]) -> tuple[Tensor, ...]:
@@ -28,41 +52,104 @@ def _gradients(out: Tensor, wanted: list[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad((out * weights).sum(), wanted)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@contextmanager
+def _may_refuse() -> Iterator[None]:
+    """A kernel either serves a problem or says that it cannot."""
+    try:
+        yield
+    except InputError as refusal:
+        if "kernel cannot serve this" not in str(refusal):
+            raise
+
+
+def _check(
+    recipe: Recipe,
+    causal: bool,
+    looped: bool,
+    kv: int = G,
+    keys: int = T,
+    d: int = D,
+    **options: Any,
+) -> None:
+    """Outputs by the oracle, gradients by the naive formula, of every kernel that can serve it."""
+    heads = 3 if kv == 1 else H
+    q, k, v = tensors((B, heads, T, d), (B, kv, keys, d), (B, kv, keys, d))
+    score = built(recipe, heads, d, kv)
+    names = learned(score)
+    if causal and recipe.leaks:
+        with pytest.raises(InputError, match="leaks the future"):
+            attention(q, k, v, score, **options)
+        return
+    if not causal and recipe.needs_causal:
+        with pytest.raises(InputError, match="causal attention only"):
+            attention(q, k, v, score, causal=False, **options)
+        return
+    wanted = [q, k, v, *names.values()]
+    words = {{"key_padding": "padding"}.get(word, word): each for word, each in options.items()}
+    expected = naive.attend(recipe, q, k, v, causal=causal, learned=names, **words)
+    if looped:
+        values = {name: array(value) for name, value in names.items()}
+        arrays = {word: each.numpy() for word, each in words.items()}
+        by_loop = oracle.attend(
+            recipe, array(q), array(k), array(v), causal=causal, learned=values, **arrays
+        )
+        torch.testing.assert_close(expected.detach(), torch.from_numpy(by_loop))
+    by_hand = _gradients(expected, wanted)
+    for backend in BACKENDS:
+        # A kernel may be made for less than all, but these are not.
+        must = backend in ("auto", "chunked", "reference")
+        plain = recipe.folds and not options and keys == T and recipe.method != "DynamicNTK"
+        refused = nullcontext() if must or (backend == "fused" and plain) else _may_refuse()
+        out = None
+        with refused:
+            out = attention(q, k, v, score, causal, backend=backend, **options)
+        if out is None:
+            continue
+        where = f"{recipe.text} by {backend}"
+        _close(out, expected, where)
+        for ours, hand in zip(_gradients(out, wanted), by_hand, strict=True):
+            _close(ours, hand, where)
+
+
+both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+
+
+@both
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_outputs_and_gradients(variant: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "ROWS", 4)
-    q, k, v = tensors((B, H, T, D), (B, G, T, D), (B, G, T, D))
     for turn, recipe in enumerate(recipes(variant)):
-        score = built(recipe, H, D, G)
-        names = learned(score)
-        wanted = [q, k, v, *names.values()]
-        if causal and recipe.leaks:
-            with pytest.raises(InputError, match="leaks the future"):
-                attention(q, k, v, score)
+        _check(recipe, causal, turn % 3 == 0 or not recipe.logn)
+
+
+@both
+@pytest.mark.parametrize("method", METHODS)
+def test_methods(method: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "ROWS", 4)
+    for recipe in methods(method):
+        _check(recipe, causal, True, d=8)
+
+
+@both
+def test_additions(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "ROWS", 4)
+    for turn, recipe in enumerate(additions()):
+        _check(recipe, causal, True, kv=1 + turn % 2, d=8)
+
+
+@both
+@pytest.mark.parametrize("padded", [False, True])
+def test_documents(causal: bool, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents apart, with every method and addition, left padding and fewer queries as well."""
+    monkeypatch.setattr(tiles, "ROWS", 4)
+    every = [recipe for method in METHODS for recipe in methods(method)][::3]
+    for turn, recipe in enumerate([*recipes("KNA"), *every, *additions()]):
+        if turn % 4 and recipe.method not in REGIMES:
             continue
-        if not causal and recipe.method == "ReRoPE":
-            with pytest.raises(InputError, match="causal attention only"):
-                attention(q, k, v, score, causal=False)
-            continue
-        expected = naive.attend(recipe, q, k, v, causal=causal, learned=names)
-        if turn % 3 == 0 or not recipe.logn:
-            values = {name: array(value) for name, value in names.items()}
-            looped = oracle.attend(
-                recipe, array(q), array(k), array(v), causal=causal, learned=values
-            )
-            torch.testing.assert_close(expected.detach(), torch.from_numpy(looped))
-        by_hand = _gradients(expected, wanted)
-        for backend in ("reference", "chunked", "auto", "fused"):
-            if backend == "fused" and recipe.method == "ReRoPE":
-                with pytest.raises(InputError, match="two regimes"):
-                    attention(q, k, v, score, causal, backend="fused")
-                continue
-            out = attention(q, k, v, score, causal, backend=backend)
-            where = f"{recipe.text} by {backend}"
-            _close(out, expected, where)
-            for ours, hand in zip(_gradients(out, wanted), by_hand, strict=True):
-                _close(ours, hand, where)
+        keys = T + 3 * (turn % 2)
+        number, padding = documents(B, keys, padded)
+        options = {"documents": number} | ({} if padding is None else {"key_padding": padding})
+        _check(replace(recipe, packed=True), causal, turn % 3 == 0, 1, keys, 8, **options)
 
 
 def _close(ours: Tensor, expected: Tensor, where: str) -> None:

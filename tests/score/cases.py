@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from normattn import Score, ScoreSpec
 
 from . import oracle
-from .oracle import Recipe
+from .recipe import REGIMES, Recipe
 
 VARIANTS = (
     *("Baseline", "QNA", "KNA", "CosA", "QKNorm2020"),
@@ -34,6 +35,14 @@ PLACES = (
     ("half", "ReRoPE"),
     ("interleaved", "ReRoPE"),
 )
+METHODS = (
+    *("PI", "ABF", "NTK", "NTKOld", "NTKMixed", "YaRN", "Llama3", "LongRoPE", "DynamicNTK"),
+    *("ReRoPE", "LeakyReRoPE", "SelfExtend", "StreamingLLM"),
+)
+SHAPES = ("XPos", "PartialRoPE")
+BIASES = ("ALiBi", "KERPLELog", "KERPLEPower")
+ALONE = ("RotateFirst", "SoftCap", "Sink", "SlidingWindow", "Packed")
+LAYOUTS = ("HWFA", "NoPEEvery")
 _WORDS = {"query_norm": "Q", "key_norm": "K", "weight": "gain", "bias": "bias"}
 
 
@@ -50,6 +59,54 @@ def recipes(variant: str) -> Iterator[Recipe]:
         )
         if not (recipe.leaks and method == "ReRoPE"):
             yield recipe
+
+
+def methods(method: str) -> Iterator[Recipe]:
+    """A post-hoc method on some variants, log-n forms, layouts and kinds of rotary position."""
+    turning = [Recipe(position="half"), Recipe("KNA", "logn+", "interleaved", shape="XPos")]
+    turning += [Recipe("CosA", "logn", "interleaved"), Recipe("QKNorm2020", "", "half")]
+    turning += [Recipe("KLayerNorm", "", "half", shape="PartialRoPE", fraction=0.6)]
+    turning += [Recipe("QKRMSNorm", "logn", "half", rotate_first=True)]
+    turning += [Recipe("QLayerNorm", "logn+", "interleaved", rotate_first=True, across="all")]
+    for recipe in turning:
+        yield replace(recipe, method=method, train_length=4)
+    if method == "LongRoPE":
+        yield Recipe("KNA", "logn", method=method, factors=(1.0, 1.25, 2.0, 3.5))
+    if method not in REGIMES and method != "DynamicNTK":
+        yield Recipe("KBatchNorm", "logn", method=method)
+
+
+def additions() -> Iterator[Recipe]:
+    """What stands beside the product, alone, with variants, and all at once."""
+    for bias in BIASES:
+        yield Recipe("Baseline", "", "none", bias=bias)
+        yield Recipe("KNA", "logn", "none", bias=bias, sink=True)
+        yield Recipe("QKRMSNorm", "logn+", "interleaved", "ReRoPE", bias=bias, cap=1.5)
+        yield Recipe("QNA", "", "half", "DynamicNTK", bias=bias, near=None, train_length=4)
+    for variant in ("Baseline", "CosA", "QKNorm2020"):
+        yield Recipe(variant, "logn", cap=0.7)
+        yield Recipe(variant, "logn+", "interleaved", sink=True)
+        yield Recipe(variant, "", near=3)
+        yield Recipe(variant, "logn", "none", near=2, sink=True)
+    for shape in SHAPES:
+        yield Recipe("Baseline", "", "half", shape=shape)
+        yield Recipe("QKLayerNorm", "logn", "interleaved", shape=shape, fraction=1.0)
+        yield Recipe("QBatchNorm", "", "half", shape=shape)
+    for variant in ("KNA", "QKLayerNorm", "QRMSNorm", "KLayerNorm", "QKBatchNorm", "QInstanceNorm"):
+        for gain in (True, False):
+            yield Recipe(variant, "logn", rotate_first=True, gain=gain)
+    everything = Recipe("QKRMSNorm", "logn", rotate_first=True, cap=2.0, sink=True)
+    for method in ("", "SelfExtend", "StreamingLLM", "YaRN", "DynamicNTK"):
+        yield replace(everything, method=method, bias="KERPLELog", shape="PartialRoPE")
+    yield replace(everything, near=4, bias="ALiBi")
+
+
+def documents(batch: int, tokens: int, padded: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Documents of several lengths in each row, and padding on the left where it is wanted."""
+    ends = torch.tensor([[2, tokens // 2], [1, tokens - 2], [tokens // 3, tokens]])[:batch]
+    place = torch.arange(tokens)
+    number = (place[None, :, None] >= ends[:, None]).sum(-1)
+    return number, (place[None] < torch.arange(batch)[:, None]) if padded else None
 
 
 def tensors(

@@ -1,19 +1,20 @@
 """The same attention as vectorised torch formulas, for its gradients by autograd.
 
-Rotations are complex numbers and act on relative positions, over a whole (T, S, D/2) tensor. It
-shares only the scalars (frequencies, λ) with the oracle, and nothing with the library.
+Rotations are complex numbers, and each of the T·S pairs is turned for itself. It shares only the
+scalars (frequencies, λ) with the oracle, and nothing with the library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from . import oracle
-from .oracle import Recipe
+from . import recipe as scalars
+from .oracle import Array
+from .recipe import Recipe
 
 
 def normalised(
@@ -44,12 +45,86 @@ def normalised(
     return y
 
 
-def _complex(x: Tensor, layout: str) -> Tensor:
-    if layout == "half":
-        a, b = x.chunk(2, -1)
+def _turned(recipe: Recipe, x: Tensor, at: Tensor, theta: Tensor, growing: float = 0.0) -> Tensor:
+    """x (B, H, N, D) turned at the positions (B, N) by frequencies (B, N, P), as complex numbers.
+
+    `growing` is +1 where pairs grow with the position, -1 where they shrink.
+    """
+    turning = 2 * theta.shape[-1]
+    if recipe.position == "half":
+        a, b = x[..., :turning].chunk(2, -1)
     else:
-        a, b = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
-    return torch.complex(a, b)
+        a, b = x[..., :turning].reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    decay = torch.tensor(scalars.decays(recipe, x.shape[-1]), dtype=torch.float64)
+    phase = torch.exp((1j * theta + growing * decay) * at[..., None])[:, None]
+    y = torch.complex(a, b) * phase
+    parts = (y.real, y.imag)
+    left = torch.cat(parts, -1) if recipe.position == "half" else torch.stack(parts, -1).flatten(-2)
+    return torch.cat((left, x[..., turning:]), -1)
+
+
+def _products(
+    recipe: Recipe,
+    q: Tensor,
+    k: Tensor,
+    where: tuple[Array, Array],
+    learned: Mapping[str, Tensor],
+    real: Tensor | None,
+) -> Tensor:
+    """⟨P N(q), P N(k)⟩ or ⟨N(P q), N(P k)⟩ of all pairs, (B, H, T, S).
+
+    A pair may be turned at positions of its own, so each is: as T·S tokens.
+    """
+    batch, heads, queries, d = q.shape
+    keys, groups = k.shape[2], heads // k.shape[1]
+    own = real if queries == keys else None
+
+    def norm(side: str, x: Tensor) -> Tensor:
+        return normalised(recipe, side, x, learned, own if side == "Q" else real)
+
+    if not recipe.rotate_first:
+        q, k = norm("Q", q), norm("K", k)
+    if recipe.position == "none":
+        return torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(groups, 1))
+    size = scalars.turning(recipe, d)
+    blocks = where[0] // recipe.train_length
+    theta = torch.tensor(
+        [[scalars.frequencies(recipe, size, int(n)) for n in row] for row in blocks],
+        dtype=torch.float64,
+    )
+    if recipe.leaks and recipe.rotate_first:
+        # Statistics over tokens: each stands at one position only.
+        q = norm("Q", _turned(recipe, q, torch.from_numpy(where[0]), theta))
+        k = norm("K", _turned(recipe, k, torch.from_numpy(where[1]), theta[:, :1]))
+        return torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(groups, 1))
+    at = torch.tensor(
+        [
+            [[scalars.rotated_at(recipe, int(i), int(j)) for j in columns] for i in rows]
+            for rows, columns in zip(*where, strict=True)
+        ],
+        dtype=torch.float64,
+    )
+    wide = theta[:, :, None].expand(-1, -1, keys, -1).flatten(1, 2)
+    left = q[:, :, :, None].expand(-1, -1, -1, keys, -1).flatten(2, 3)
+    right = k[:, :, None].expand(-1, -1, queries, -1, -1).flatten(2, 3)
+    left = _turned(recipe, left, at[..., 0].flatten(1), wide, 1.0)
+    right = _turned(recipe, right, at[..., 1].flatten(1), wide, -1.0)
+    if recipe.rotate_first:
+        left, right = norm("Q", left), norm("K", right)
+    product = (left * right.repeat_interleave(groups, 1)).sum(-1)
+    return product.reshape(batch, heads, queries, keys)
+
+
+def _penalty(recipe: Recipe, distance: Tensor, heads: int, learned: Mapping[str, Tensor]) -> Tensor:
+    """b(h, r), without its sign, (B, H, T, S)."""
+    r = distance[:, None].double()
+    if recipe.bias == "ALiBi":
+        slopes = torch.tensor([scalars.alibi(h, heads) for h in range(heads)], dtype=torch.float64)
+        return slopes[:, None, None] * r
+    p, a = (learned[f"bias.{name}"][:, None, None] for name in "pa")
+    if recipe.bias == "KERPLELog":
+        return p * (1 + a * r).log()
+    return p * torch.where(r > 0, (a * r.clamp(min=1).log()).exp(), 0.0)
 
 
 def attend(
@@ -61,6 +136,7 @@ def attend(
     causal: bool = True,
     mask: Tensor | None = None,
     padding: Tensor | None = None,
+    documents: Tensor | None = None,
     learned: Mapping[str, Tensor] | None = None,
     drop: Tensor | None = None,
 ) -> Tensor:
@@ -68,34 +144,31 @@ def attend(
     learned = {} if learned is None else learned
     batch, heads, queries, d = q.shape
     keys, real = k.shape[2], None if padding is None else ~padding
-    q = normalised(recipe, "Q", q, learned, real if queries == keys else None)
-    k = normalised(recipe, "K", k, learned, real).repeat_interleave(heads // k.shape[1], 1)
-    v = v.repeat_interleave(heads // v.shape[1], 1)
-    at_q, at_k = oracle.places(
-        queries, keys, batch, None if padding is None else padding.numpy(), None, None
+    padded = None if padding is None else padding.numpy()
+    apart = None if documents is None else documents.numpy()
+    where = oracle.places(queries, keys, batch, padded, None, None, apart)
+    relative = torch.from_numpy(where[0][:, :, None] - where[1][:, None, :])
+    visible = torch.tensor(
+        [
+            [[scalars.sees(recipe, int(i), int(j)) for j in columns] for i in rows]
+            for rows, columns in zip(*where, strict=True)
+        ]
     )
-    relative = torch.from_numpy(at_q[:, :, None] - at_k[:, None, :])
-    visible = relative >= 0 if causal else torch.ones_like(relative, dtype=torch.bool)
+    visible = visible & (relative >= 0) if causal else visible
+    if documents is not None:
+        visible = visible & (documents[:, keys - queries :, None] == documents[:, None])
     visible = visible[:, None].expand(batch, heads, -1, -1)
     if real is not None:
         visible = visible & real[:, None, None]
-    if recipe.position == "none":
-        score = torch.einsum("bhid,bhjd->bhij", q, k)
-    else:
-        if recipe.method == "ReRoPE":
-            relative = relative.clamp(max=recipe.window)
-        theta = torch.tensor(oracle.frequencies(recipe, d), dtype=torch.float64)
-        phase = torch.exp(1j * relative[..., None] * theta)
-        left, right = _complex(q, recipe.position), _complex(k, recipe.position)
-        score = torch.einsum("bhip,bhjp,bijp->bhij", left, right.conj(), phase).real
-    if causal:
-        counts = at_q + 1
-    else:
-        seen = np.full(batch, keys) if real is None else real.sum(-1).numpy()
-        counts = np.broadcast_to(seen[:, None], (batch, queries))
-    factor = [[oracle.scale(recipe, d, max(int(n), 1)) for n in row] for row in counts]
+    counts = oracle.counts(recipe, where[0], keys, causal, padded, apart)
+    factor = [[scalars.scale(recipe, d, int(n)) for n in row] for row in counts]
+    score = _products(recipe, q, k, where, learned, real)
     score = score * torch.tensor(factor, dtype=torch.float64)[:, None, :, None]
     score = score * learned["scale"] if "scale" in learned else score
+    if recipe.cap is not None:
+        score = recipe.cap * (score / recipe.cap).tanh()
+    if recipe.bias:
+        score = score - _penalty(recipe, relative.abs(), heads, learned)
     if mask is not None and mask.dtype == torch.bool:
         visible = visible & mask
     elif mask is not None:
@@ -103,5 +176,8 @@ def attend(
     top = score.detach().amax(-1, keepdim=True).clamp(min=-1e300)
     weight = torch.where(visible, (score - top).exp(), 0.0)
     total = weight.sum(-1, keepdim=True)
+    if "sink" in learned:
+        total = total + (learned["sink"][:, None, None] - top).exp()
     weight = weight / torch.where(total > 0, total, 1.0)
+    v = v.repeat_interleave(heads // v.shape[1], 1)
     return (weight if drop is None else weight * drop) @ v

@@ -8,128 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from . import recipe as scalars
+from .recipe import Recipe as Recipe
+
 Array = npt.NDArray[np.float64]
-
-FEATURE = {"LayerNorm": "layer", "RMSNorm": "rms", "BatchNorm": "batch", "InstanceNorm": "instance"}
-L2_SIDES = {"QNA": "Q", "KNA": "K", "CosA": "QK", "QKNorm2020": "QK"}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """One score, spelt out. `method` is a spectrum, "ReRoPE" or nothing."""
-
-    variant: str = "Baseline"
-    logn: str = ""
-    position: str = "half"
-    method: str = ""
-    train_length: int = 6
-    base: float = 10000.0
-    factor: float = 4.0
-    window: int = 3
-    b: float = 0.625
-    c: float = 4.0
-    eps: float = 1e-6
-    gain: bool = True
-    across: str = "head"
-
-    @property
-    def text(self) -> str:
-        """How a user would write it."""
-        fields: dict[str, object] = {}
-        if self.kind("Q") in ("layer", "rms") or self.kind("K") in ("layer", "rms"):
-            fields = {"gain": str(self.gain).lower(), "across": self.across, "eps": self.eps}
-        elif self.leaks:
-            fields = {"gain": str(self.gain).lower(), "eps": self.eps}
-        elif self.variant == "CosA":
-            fields = {"c": self.c}
-        words = [self.variant + _brackets(fields)]
-        words += [self.logn] if self.logn else []
-        if self.position == "none":
-            words.append("NoPE")
-        else:
-            words.append(f"RoPE(base={self.base},layout={self.position})")
-        fields = {"factor": self.factor}
-        if self.method == "NTKMixed":
-            fields["b"] = self.b
-        elif self.method in ("ReRoPE", "ABF"):
-            fields = {"window": self.window} if self.method == "ReRoPE" else {"base": 500000.0}
-        words += [self.method + _brackets(fields)] if self.method else []
-        return "-".join(words) + f"@{self.train_length}"
-
-    def kind(self, side: str) -> str:
-        """Which normalisation the side ("Q" or "K") gets; empty for none."""
-        if self.variant in L2_SIDES:
-            return "l2" if side in L2_SIDES[self.variant] else ""
-        for title, kind in FEATURE.items():
-            if self.variant.endswith(title):
-                return kind if side in self.variant.removesuffix(title) else ""
-        return ""
-
-    @property
-    def leaks(self) -> bool:
-        """Whether statistics run over tokens."""
-        return {self.kind("Q"), self.kind("K")} & {"batch", "instance"} != set()
-
-
-def _brackets(fields: Mapping[str, object]) -> str:
-    inside = ",".join(f"{key}={value}" for key, value in fields.items())
-    return f"({inside})" if inside else ""
-
-
-def frequencies(recipe: Recipe, d: int) -> list[float]:
-    """θ'_m, m = 0 … d/2 − 1."""
-    s, base, length = recipe.factor, recipe.base, recipe.train_length
-    plain = [base ** (-2 * m / d) for m in range(d // 2)]
-    if recipe.method in ("", "ReRoPE"):
-        return plain
-    if recipe.method == "PI":
-        return [theta / s for theta in plain]
-    if recipe.method == "ABF":
-        return [500000.0 ** (-2 * m / d) for m in range(d // 2)]
-    if recipe.method == "NTK":
-        return [(base * s ** (d / (d - 2))) ** (-2 * m / d) for m in range(d // 2)]
-    if recipe.method == "NTKMixed":
-        a = math.log(s) / (d / 2) ** recipe.b
-        return [theta * math.exp(-a * (m + 1) ** recipe.b) for m, theta in enumerate(plain)]
-    assert recipe.method == "YaRN"
-
-    def dim(r: float) -> float:
-        return d * math.log(length / (2 * math.pi * r)) / (2 * math.log(base))
-
-    low: float = min(max(math.floor(dim(32)), 0), d - 1)
-    high: float = min(max(math.ceil(dim(1)), 0), d - 1)
-    if low == high:
-        high += 0.001
-    result = []
-    for m, theta in enumerate(plain):
-        ramp = min(max((m - low) / (high - low), 0.0), 1.0)
-        result.append(ramp * theta / s + (1 - ramp) * theta)
-    return result
-
-
-def scale(recipe: Recipe, d: int, n: int, learned: float = 1.0) -> float:
-    """λ for n visible keys."""
-    length = recipe.train_length
-    if recipe.variant in ("QNA", "KNA"):
-        value = 1.0
-    elif recipe.variant == "CosA":
-        value = recipe.c * math.log(n if recipe.logn == "logn" else length / 2)
-    elif recipe.variant == "QKNorm2020":
-        value = learned
-    else:
-        value = 1 / math.sqrt(d)
-    if recipe.logn == "logn" and recipe.variant != "CosA":
-        value *= math.log(n) / math.log(length)
-    if recipe.logn == "logn+":
-        value *= max(1.0, math.log(n) / math.log(length))
-    if recipe.method == "YaRN":
-        value *= (0.1 * math.log(recipe.factor) + 1) ** 2
-    return value
 
 
 def normalised(
@@ -179,13 +65,16 @@ def _per_feature(value: Array, heads: int, d: int) -> Array:
     return np.broadcast_to(value.reshape(-1, d), (heads, d))[None, :, None, :]
 
 
-def turned(x: Array, angles: list[float], layout: str) -> Array:
-    """x (D,) with pair m turned by angles[m]."""
-    half, y = len(angles), np.array(x)
-    for m, angle in enumerate(angles):
-        a, b = (m, m + half) if layout == "half" else (2 * m, 2 * m + 1)
-        y[a] = math.cos(angle) * x[a] - math.sin(angle) * x[b]
-        y[b] = math.sin(angle) * x[a] + math.cos(angle) * x[b]
+def turned(x: Array, recipe: Recipe, by: float, block: int, growing: float = 0.0) -> Array:
+    """x (D,) turned by the position `by`, its pairs multiplied as for the distance `growing`."""
+    theta = scalars.frequencies(recipe, scalars.turning(recipe, len(x)), block)
+    decay, half, y = scalars.decays(recipe, len(x)), len(theta), np.array(x)
+    for m, frequency in enumerate(theta):
+        a, b = (m, m + half) if recipe.position == "half" else (2 * m, 2 * m + 1)
+        cos, sin = math.cos(by * frequency), math.sin(by * frequency)
+        size = math.exp(growing * decay[m])
+        y[a] = size * (cos * x[a] - sin * x[b])
+        y[b] = size * (sin * x[a] + cos * x[b])
     return y
 
 
@@ -196,6 +85,7 @@ def places(
     padding: npt.NDArray[np.bool_] | None,
     q_positions: npt.NDArray[np.int64] | None,
     k_positions: npt.NDArray[np.int64] | None,
+    documents: npt.NDArray[np.int64] | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Positions (B, T) and (B, S): counted from the first real token, queries at the end."""
     key = np.zeros((batch, keys), np.int64)
@@ -204,11 +94,11 @@ def places(
         for j in range(keys):
             if k_positions is not None:
                 key[b, j] = np.broadcast_to(k_positions, (batch, keys))[b, j]
-            elif padding is None:
-                key[b, j] = j
-            else:
-                count += 0 if padding[b, j] else 1
-                key[b, j] = max(count - 1, 0)
+                continue
+            if documents is not None and j > 0 and documents[b, j] != documents[b, j - 1]:
+                count = 0
+            count += 0 if padding is not None and padding[b, j] else 1
+            key[b, j] = max(count - 1, 0)
     if q_positions is not None:
         query = np.broadcast_to(q_positions, (batch, queries)).astype(np.int64)
     elif queries <= keys:
@@ -216,6 +106,81 @@ def places(
     else:
         query = np.broadcast_to(np.arange(queries), (batch, queries))
     return query, key
+
+
+def counts(
+    recipe: Recipe,
+    query: npt.NDArray[np.int64],
+    keys: int,
+    causal: bool,
+    padding: npt.NDArray[np.bool_] | None,
+    documents: npt.NDArray[np.int64] | None,
+) -> npt.NDArray[np.int64]:
+    """n of every query (B, T)."""
+    n = np.zeros_like(query)
+    for b, i in np.ndindex(*query.shape):
+        if causal:
+            n[b, i] = query[b, i] + 1
+            continue
+        for j in range(keys):
+            own = documents is None or documents[b, keys - query.shape[1] + i] == documents[b, j]
+            n[b, i] += own and not (padding is not None and padding[b, j])
+    return np.maximum(n, 1)
+
+
+class _Products:
+    """⟨P_i N(q_i), P_j N(k_j)⟩ of a pair, or ⟨N(P_i q_i), N(P_j k_j)⟩."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        q: Array,
+        k: Array,
+        where: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+        learned: Mapping[str, Array],
+        real: npt.NDArray[np.bool_] | None,
+    ) -> None:
+        self.recipe, self.q, self.k, self.where = recipe, q, k, where
+        self.learned, self.real, self.whole = learned, real, q.shape[2] == k.shape[2]
+        self.known: dict[tuple[int, bool], tuple[Array, Array]] = {}
+        if not recipe.rotate_first:
+            self.q, self.k = self._normalised(q, k)
+
+    def _normalised(self, q: Array, k: Array) -> tuple[Array, Array]:
+        own = self.real if self.whole else None
+        return (
+            normalised(self.recipe, "Q", q, self.learned, own),
+            normalised(self.recipe, "K", k, self.learned, self.real),
+        )
+
+    def _rotated(self, block: int, far: bool) -> tuple[Array, Array]:
+        """All queries and keys turned by their own position and then normalised."""
+        if (block, far) not in self.known:
+            q, k, w = np.array(self.q), np.array(self.k), self.recipe.window
+            for b, h, i in np.ndindex(*q.shape[:3]):
+                at = int(self.where[0][b, i])
+                at_far = scalars.rotated_at(self.recipe, at, at - w)[0]
+                q[b, h, i] = turned(q[b, h, i], self.recipe, at_far if far else at, block)
+            for b, h, j in np.ndindex(*k.shape[:3]):
+                at = int(self.where[1][b, j])
+                at_far = scalars.rotated_at(self.recipe, at + w, at)[1]
+                k[b, h, j] = turned(k[b, h, j], self.recipe, at_far if far else at, block)
+            self.known[block, far] = self._normalised(q, k)
+        return self.known[block, far]
+
+    def __call__(self, b: int, h: int, i: int, j: int) -> float:
+        g = h // (self.q.shape[1] // self.k.shape[1])
+        at_q, at_k = int(self.where[0][b, i]), int(self.where[1][b, j])
+        block = at_q // self.recipe.train_length
+        if self.recipe.rotate_first:
+            far = self.recipe.method in scalars.REGIMES and at_q - at_k >= self.recipe.window
+            q, k = self._rotated(block, far)
+            return float(q[b, h, i] @ k[b, g, j])
+        query = self.q[b, h, i]
+        if self.recipe.position != "none":
+            left, right = scalars.rotated_at(self.recipe, at_q, at_k)
+            query = turned(query, self.recipe, left - right, block, left - right)
+        return float(query @ self.k[b, g, j])
 
 
 def attend(
@@ -229,6 +194,7 @@ def attend(
     padding: npt.NDArray[np.bool_] | None = None,
     q_positions: npt.NDArray[np.int64] | None = None,
     k_positions: npt.NDArray[np.int64] | None = None,
+    documents: npt.NDArray[np.int64] | None = None,
     learned: Mapping[str, Array] | None = None,
 ) -> Array:
     """o_i = Σ_j softmax_j(s(i, j)) v_j, (B, H, T, E); 0 for a query that sees no key."""
@@ -236,38 +202,40 @@ def attend(
     batch, heads, queries, d = q.shape
     groups, keys = heads // k.shape[1], k.shape[2]
     real = None if padding is None else ~padding
-    q = normalised(recipe, "Q", q, learned, real if queries == keys else None)
-    k = normalised(recipe, "K", k, learned, real)
-    theta = frequencies(recipe, d)
-    where_q, where_k = places(queries, keys, batch, padding, q_positions, k_positions)
+    where_q, where_k = places(queries, keys, batch, padding, q_positions, k_positions, documents)
+    product = _Products(recipe, q, k, (where_q, where_k), learned, real)
+    n = counts(recipe, where_q, keys, causal, padding, documents)
     full = None if mask is None else np.broadcast_to(mask, (batch, heads, queries, keys))
     out = np.zeros((batch, heads, queries, v.shape[-1]))
     g = float(learned.get("scale", np.array(1.0)))
     for b, h, i in np.ndindex(batch, heads, queries):
         seen, scores = [], []
-        n = int(where_q[b, i]) + 1 if causal else keys if real is None else int(real[b].sum())
-        factor = scale(recipe, d, max(n, 1), g)
+        factor = scalars.scale(recipe, d, int(n[b, i]), g)
+        p, a = (float(learned.get(f"bias.{x}", np.ones(heads))[h]) for x in "pa")
         for j in range(keys):
-            relative = int(where_q[b, i] - where_k[b, j])
-            if (causal and relative < 0) or (padding is not None and padding[b, j]):
+            at_q, at_k = int(where_q[b, i]), int(where_k[b, j])
+            if (causal and at_q < at_k) or (padding is not None and padding[b, j]):
                 continue
-            bias = 0.0
+            other = documents is not None and documents[b, keys - queries + i] != documents[b, j]
+            if other or not scalars.sees(recipe, at_q, at_k):
+                continue
+            added = 0.0
             if full is not None and full.dtype == np.bool_:
                 if not full[b, h, i, j]:
                     continue
             elif full is not None:
-                bias = float(full[b, h, i, j])
-            if bias == -math.inf:
+                added = float(full[b, h, i, j])
+            if added == -math.inf:
                 continue
-            if recipe.method == "ReRoPE":
-                relative = min(relative, recipe.window)
-            query = q[b, h, i]
-            if recipe.position != "none":
-                query = turned(query, [relative * t for t in theta], recipe.position)
+            score = factor * product(b, h, i, j)
+            if recipe.cap is not None:
+                score = recipe.cap * math.tanh(score / recipe.cap)
+            score -= scalars.penalty(recipe, h, heads, abs(at_q - at_k), p, a)
             seen.append(j)
-            scores.append(factor * float(query @ k[b, h // groups, j]) + bias)
-        top = max(scores, default=0.0)
-        total = sum(math.exp(s - top) for s in scores)
+            scores.append(score + added)
+        extra = [float(learned["sink"][h])] if "sink" in learned else []
+        top = max(scores + extra, default=0.0)
+        total = sum(math.exp(s - top) for s in scores + extra)
         for j, s in zip(seen, scores, strict=True):
             out[b, h, i] += math.exp(s - top) / total * v[b, h // groups, j]
     return out

@@ -16,9 +16,8 @@ from normattn.score.fold import query_scale
 from normattn.score.part import rope_frequencies
 from normattn.score.positions import Positions
 
-from . import oracle
 from .cases import tensors
-from .oracle import Recipe
+from .recipe import Recipe, frequencies
 
 SIZES = [(16, 64), (64, 512), (128, 2048), (64, 32), (8, 16)]
 
@@ -126,7 +125,7 @@ def test_abf_is_another_base() -> None:
 @pytest.mark.parametrize(("d", "length"), SIZES)
 def test_all_against_the_oracle(method: str, d: int, length: int) -> None:
     recipe = Recipe(method=method, train_length=length, factor=5.5, base=20000.0)
-    expected = torch.tensor(oracle.frequencies(recipe, d), dtype=torch.float64)
+    expected = torch.tensor(frequencies(recipe, d), dtype=torch.float64)
     torch.testing.assert_close(ours(recipe.text, d, 20000.0), expected, rtol=1e-12, atol=0)
 
 

@@ -52,7 +52,8 @@ class Positions:
 
         Keys count from 0, from the first real token where `key_padding` (True = padding) is
         given, and from the first token of each document where `documents` numbers them; queries
-        are the last T of the keys. n is position + 1 when causal, else the number of unpadded keys.
+        are the last T of the keys. n is position + 1 when causal, else the number of unpadded keys,
+        those of the document where there are documents.
         """
         if causal and q_positions is None and queries > keys:
             raise InputError(
@@ -72,6 +73,8 @@ class Positions:
             query = key[..., shift:] if shift >= 0 else torch.arange(queries, device=device)
         if causal:
             n = query + 1
+        elif documents is not None:
+            n = _in_document(documents, key_padding)[:, keys - queries :]
         elif key_padding is not None:
             n = (~key_padding).sum(-1, keepdim=True)
         else:
@@ -80,6 +83,16 @@ class Positions:
         regular = all(each is None for each in given)
         ordered = q_positions is None and k_positions is None
         return Positions(query, key, n.clamp(min=1), causal, regular, ordered)
+
+
+def _in_document(
+    documents: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None
+) -> Int[Tensor, "b s"]:
+    """How many tokens that are not padding the document of each token has."""
+    names, number = documents.unique(return_inverse=True)
+    real = torch.ones_like(number) if key_padding is None else (~key_padding).long()
+    sizes = real.new_zeros(documents.shape[0], names.numel()).scatter_add_(1, number, real)
+    return sizes.gather(1, number)
 
 
 def _within(

@@ -31,7 +31,8 @@ class _Kerple(BiasPart):
     def project(self, learned: Mapping[str, Tensor]) -> None:
         """Clamp p and a in place."""
         for name, value in learned.items():
-            value.clamp_(min=_LEAST, max=self.largest[name])
+            # Not a change for autograd: a graph of an earlier call may still hold the parameter.
+            value.data.clamp_(min=_LEAST, max=self.largest[name])
 
     def kept(
         self, learned: Mapping[str, Tensor], distance: Float[Tensor, " r"]

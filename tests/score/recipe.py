@@ -1,0 +1,275 @@
+"""A score spelt out for the oracle: what each pair (i, j) does, as scalars from the formulas."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FEATURE = {"LayerNorm": "layer", "RMSNorm": "rms", "BatchNorm": "batch", "InstanceNorm": "instance"}
+L2_SIDES = {"QNA": "Q", "KNA": "K", "CosA": "QK", "QKNorm2020": "QK"}
+REGIMES = ("ReRoPE", "LeakyReRoPE", "SelfExtend", "StreamingLLM")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One score. `method` is a spectrum, a regime or nothing; `shape` a kind of rotary position.
+
+    `position` is the layout of the rotation, or "none". `near` is the width of a sliding window.
+    """
+
+    variant: str = "Baseline"
+    logn: str = ""
+    position: str = "half"
+    method: str = ""
+    train_length: int = 6
+    base: float = 10000.0
+    factor: float = 4.0
+    window: int = 3
+    b: float = 0.625
+    c: float = 4.0
+    eps: float = 1e-6
+    gain: bool = True
+    across: str = "head"
+    shape: str = "RoPE"
+    gamma: float = 0.4
+    decay: float = 8.0
+    fraction: float = 0.5
+    low: float = 0.3
+    high: float = 0.8
+    factors: tuple[float, ...] = ()
+    leak: float = 2.5
+    group: int = 2
+    sinks: int = 2
+    rotate_first: bool = False
+    bias: str = ""
+    cap: float | None = None
+    sink: bool = False
+    near: int | None = None
+    packed: bool = False
+
+    @property
+    def text(self) -> str:
+        """How a user would write it."""
+        words = [self.variant + _brackets(self._variant_fields), self.logn]
+        words += ["RotateFirst" if self.rotate_first else ""]
+        if self.position != "none":
+            words += [self.shape + _brackets(self._position_fields)]
+        else:
+            words += ["" if self.bias else "NoPE"]
+        words += [self.method + _brackets(self._method_fields) if self.method else ""]
+        words += [self.bias, "" if self.cap is None else f"SoftCap(cap={self.cap})"]
+        words += ["Sink" if self.sink else ""]
+        words += ["" if self.near is None else f"SlidingWindow(window={self.near})"]
+        words += ["Packed" if self.packed else ""]
+        return "-".join(filter(None, words)) + f"@{self.train_length}"
+
+    @property
+    def _variant_fields(self) -> dict[str, object]:
+        if self.kind("Q") in ("layer", "rms") or self.kind("K") in ("layer", "rms"):
+            return {"gain": str(self.gain).lower(), "across": self.across, "eps": self.eps}
+        if self.leaks:
+            return {"gain": str(self.gain).lower(), "eps": self.eps}
+        return {"c": self.c} if self.variant == "CosA" else {}
+
+    @property
+    def _position_fields(self) -> dict[str, object]:
+        own: dict[str, dict[str, object]] = {
+            "RoPE": {},
+            "XPos": {"gamma": self.gamma, "scale": self.decay},
+            "PartialRoPE": {"fraction": self.fraction},
+        }
+        return {"base": self.base, "layout": self.position, **own[self.shape]}
+
+    @property
+    def _method_fields(self) -> dict[str, object]:
+        fields: dict[str, dict[str, object]] = {
+            "ABF": {"base": 500000.0},
+            "NTKMixed": {"factor": self.factor, "b": self.b},
+            "Llama3": {"factor": self.factor, "low": self.low, "high": self.high},
+            "ReRoPE": {"window": self.window},
+            "LeakyReRoPE": {"window": self.window, "s": self.leak},
+            "SelfExtend": {"window": self.window, "group": self.group},
+            "StreamingLLM": {"window": self.window, "sinks": self.sinks},
+        }
+        if self.method == "LongRoPE" and self.factors:
+            return {"factor": self.factor, "factors": ":".join(map(str, self.factors))}
+        return fields.get(self.method, {"factor": self.factor})
+
+    def kind(self, side: str) -> str:
+        """Which normalisation the side ("Q" or "K") gets; empty for none."""
+        if self.variant in L2_SIDES:
+            return "l2" if side in L2_SIDES[self.variant] else ""
+        for title, kind in FEATURE.items():
+            if self.variant.endswith(title):
+                return kind if side in self.variant.removesuffix(title) else ""
+        return ""
+
+    @property
+    def leaks(self) -> bool:
+        """Whether statistics run over tokens."""
+        return {self.kind("Q"), self.kind("K")} & {"batch", "instance"} != set()
+
+    @property
+    def needs_causal(self) -> bool:
+        """Whether it is defined for causal attention only."""
+        return self.method in (*REGIMES, "DynamicNTK")
+
+    @property
+    def folds(self) -> bool:
+        """Whether the score is the product of two vectors, over all keys before."""
+        more = self.bias or self.cap is not None or self.sink or self.near is not None
+        return not (more or self.method in REGIMES or self.packed)
+
+
+def _brackets(fields: Mapping[str, object]) -> str:
+    inside = ",".join(f"{key}={value}" for key, value in fields.items())
+    return f"({inside})" if inside else ""
+
+
+def turning(recipe: Recipe, d: int) -> int:
+    """How many of the features turn."""
+    if recipe.position == "none":
+        return 0
+    if recipe.shape != "PartialRoPE":
+        return d
+    return max(2, 2 * math.floor(recipe.fraction * d / 2))
+
+
+@functools.cache
+def frequencies(recipe: Recipe, d: int, block: int = 0) -> list[float]:
+    """θ'_m, m = 0 … d/2 − 1, for d features that turn and rows of the given block."""
+    s, base, length = recipe.factor, recipe.base, recipe.train_length
+    plain = [base ** (-2 * m / d) for m in range(d // 2)]
+    if recipe.method == "" or recipe.method in REGIMES:
+        return plain
+    if recipe.method == "PI":
+        return [theta / s for theta in plain]
+    if recipe.method == "ABF":
+        return [500000.0 ** (-2 * m / d) for m in range(d // 2)]
+    if recipe.method == "NTK":
+        return [(base * s ** (d / (d - 2))) ** (-2 * m / d) for m in range(d // 2)]
+    if recipe.method == "NTKOld":
+        return [(base * s) ** (-2 * m / d) for m in range(d // 2)]
+    if recipe.method == "DynamicNTK":
+        n = length * (block + 1)
+        larger = base * (s * max(n, length) / length - (s - 1)) ** (d / (d - 2))
+        return [larger ** (-2 * m / d) for m in range(d // 2)]
+    if recipe.method == "NTKMixed":
+        a = math.log(s) / (d / 2) ** recipe.b
+        return [theta * math.exp(-a * (m + 1) ** recipe.b) for m, theta in enumerate(plain)]
+    if recipe.method == "LongRoPE":
+        factors = recipe.factors or [s ** (2 * m / (d - 2)) for m in range(d // 2)]
+        return [theta / factor for theta, factor in zip(plain, factors, strict=True)]
+    if recipe.method == "Llama3":
+        return [_llama3(recipe, theta) for theta in plain]
+    assert recipe.method == "YaRN"
+    return _yarn(recipe, d, plain)
+
+
+def _llama3(recipe: Recipe, theta: float) -> float:
+    """The three cases of the published code, by wavelength."""
+    length, s, low, high = recipe.train_length, recipe.factor, recipe.low, recipe.high
+    wavelength = 2 * math.pi / theta
+    if wavelength < length / high:
+        return theta
+    if wavelength > length / low:
+        return theta / s
+    smooth = (length / wavelength - low) / (high - low)
+    return (1 - smooth) * theta / s + smooth * theta
+
+
+def _yarn(recipe: Recipe, d: int, plain: list[float]) -> list[float]:
+    def dim(r: float) -> float:
+        turns = recipe.train_length / (2 * math.pi * r)
+        return d * math.log(turns) / (2 * math.log(recipe.base))
+
+    low: float = min(max(math.floor(dim(32)), 0), d - 1)
+    high: float = min(max(math.ceil(dim(1)), 0), d - 1)
+    if low == high:
+        high += 0.001
+    result = []
+    for m, theta in enumerate(plain):
+        ramp = min(max((m - low) / (high - low), 0.0), 1.0)
+        result.append(ramp * theta / recipe.factor + (1 - ramp) * theta)
+    return result
+
+
+@functools.cache
+def decays(recipe: Recipe, d: int) -> list[float]:
+    """ln of what pair m is multiplied by per token of distance."""
+    if recipe.shape != "XPos":
+        return [0.0] * (turning(recipe, d) // 2)
+    gamma = recipe.gamma
+    zeta = [(2 * m / d + gamma) / (1 + gamma) for m in range(d // 2)]
+    return [math.log(each) / recipe.decay for each in zeta]
+
+
+def scale(recipe: Recipe, d: int, n: int, learned: float = 1.0) -> float:
+    """λ for n visible keys."""
+    length = recipe.train_length
+    if recipe.variant in ("QNA", "KNA"):
+        value = 1.0
+    elif recipe.variant == "CosA":
+        value = recipe.c * math.log(n if recipe.logn == "logn" else length / 2)
+    elif recipe.variant == "QKNorm2020":
+        value = learned
+    else:
+        value = 1 / math.sqrt(d)
+    if recipe.logn == "logn" and recipe.variant != "CosA":
+        value *= math.log(n) / math.log(length)
+    if recipe.logn == "logn+":
+        value *= max(1.0, math.log(n) / math.log(length))
+    if recipe.method == "YaRN":
+        value *= (0.1 * math.log(recipe.factor) + 1) ** 2
+    if recipe.method == "LongRoPE":
+        value *= 1 + math.log(recipe.factor) / math.log(length)
+    return value
+
+
+def rotated_at(recipe: Recipe, i: int, j: int) -> tuple[float, float]:
+    """The positions at which query i and key j are rotated for this pair."""
+    w = recipe.window
+    if i - j < w or recipe.method not in REGIMES:
+        return i, j
+    if recipe.method == "ReRoPE":
+        return w, 0
+    if recipe.method == "LeakyReRoPE":
+        return (i + w * (recipe.leak - 1)) / recipe.leak, j / recipe.leak
+    if recipe.method == "SelfExtend":
+        g = recipe.group
+        return i // g + w - w // g, j // g
+    # The place in a cache that holds the sinks and w recent tokens.
+    return min(i, recipe.sinks + w - 1), j
+
+
+def sees(recipe: Recipe, i: int, j: int) -> bool:
+    """Whether a window lets query i see key j."""
+    if recipe.near is not None:
+        return abs(i - j) < recipe.near
+    if recipe.method == "StreamingLLM":
+        return i - j < recipe.window or j < recipe.sinks
+    return True
+
+
+def alibi(head: int, heads: int) -> float:
+    """The slope of a head, by the recursion of the paper's code."""
+
+    def slopes(count: int) -> list[float]:
+        if math.log2(count).is_integer():
+            start = 2 ** (-(2 ** -(math.log2(count) - 3)))
+            return [start * start**n for n in range(count)]
+        lower = 2 ** math.floor(math.log2(count))
+        return slopes(lower) + slopes(2 * lower)[0::2][: count - lower]
+
+    return slopes(heads)[head]
+
+
+def penalty(recipe: Recipe, head: int, heads: int, r: int, p: float, a: float) -> float:
+    """b(h, r), without its sign."""
+    if recipe.bias == "ALiBi":
+        return alibi(head, heads) * r
+    if recipe.bias == "KERPLELog":
+        return p * math.log(1 + a * r)
+    return p * r**a if recipe.bias else 0.0
