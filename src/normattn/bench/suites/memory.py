@@ -6,11 +6,13 @@ half precision oneDNN compiles a product for every shape of a tile. It is report
 
 from __future__ import annotations
 
+import dataclasses
+
 from normattn.bench.attending import Causal, KernelAlone, Kind
 from normattn.bench.case import Case, Entry, Goal, Suite
 from normattn.bench.peers import Stock
 from normattn.bench.settings import Settings
-from normattn.kernels.dispatch import KERNELS
+from normattn.kernels.dispatch import KERNELS, Kernel
 
 # What each kernel is asked: the most that it is made for.
 KINDS: dict[str, Kind] = {
@@ -18,6 +20,7 @@ KINDS: dict[str, Kind] = {
     "chunked": "plain",
     "bias": "learned bias",
     "two-regime": "two-regime",
+    "triton": "two-regime",
 }
 _AT_MOST = 2.0
 
@@ -32,13 +35,21 @@ def _case(precision: str, settings: Settings) -> Case:
     dtype = settings.dtypes[precision]
     causal = Causal(length, dtype, True, settings.device)
     entries: dict[str, Entry] = {"SDPA": Stock(causal)}
-    # Every kernel but the reference, which holds the whole matrix.
-    names = [kernel.name for kernel in KERNELS if kernel.name != "reference"]
+    names = [kernel.name for kernel in KERNELS if _serves(kernel, causal, settings.window)]
     for name in names:
         entries[name] = KernelAlone(causal, KINDS[name], name, settings.window)
     goals = [Goal(name, "SDPA", of="memory", at_most=_AT_MOST) for name in names]
     goals += [Goal(name, "SDPA", of="first memory") for name in names]
     return Case(f"peak memory {precision} f+b, N {length}", entries, tuple(goals), dtype)
+
+
+def _serves(kernel: Kernel, causal: Causal, window: int) -> bool:
+    """Whether it is a kernel of this device; the reference, which holds the matrix, is left out."""
+    if kernel.name == "reference":
+        return False
+    short = dataclasses.replace(causal, length=min(causal.length, 2 * window))
+    problem = KernelAlone(short, KINDS[kernel.name], window=window).problem()
+    return kernel.why_not(problem) is None
 
 
 SUITE = Suite("memory", "peak memory of every kernel, f+b, beside SDPA's", cases)
