@@ -147,6 +147,7 @@ def test_a_report_of_retrieval_alone(tmp_path: Path) -> None:
     assert [path.name for path in paths.more] == ["retrieval.md", "retrieval.csv"]
     assert "[retrieval.md](retrieval.md)" in paths.markdown.read_text()
     text = paths.more[0].read_text()
+    assert "10 samples at 3 depths, seeds: 1. Fewer than 20 samples" in text
     for expected in ("## Passkey", "## Multi-key", "## Variable tracking", "32 (4×)", "KNA-YaRN"):
         assert expected in text
     with paths.more[1].open() as file:

@@ -135,14 +135,22 @@ def _behind(rows: Sequence[Row], left_out: int) -> str:
     note = f"Seeds: {seeds}."
     if any(1 < len(row.seeds) < 5 for row in rows):
         note += " Resampling so few seeds understates how much further seeds would vary."
-    if min(value.documents for row in rows for value in row.metrics.values() if value) < _FEW:
-        note += f" Fewer than {_FEW} documents: these intervals are too narrow to rely on."
+    if min(value.documents for row in rows for value in row.metrics.values() if value) < FEW:
+        note += few_note("documents")
     if left_out:
         note += f" Left out: {left_out} records on other sets than most rows share."
     return f"{text}\n\n{grid(('column', *_COUNTS), lines)}\n\n{note}"
 
 
-_FEW = 20  # documents; below, percentile intervals hold the truth less often than they say
+FEW = 20
+"""Documents or samples below which percentile intervals hold the truth less often than they say."""
+
+
+def few_note(what: str) -> str:
+    """The warning that fewer than `FEW` stand behind an interval."""
+    return f" Fewer than {FEW} {what}: these intervals are too narrow to rely on."
+
+
 _COUNTS = ("documents", "tokens", "seeds")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from normattn.reports.bootstrap import Bootstrap
 from normattn.reports.cells import Cell, Cells, RowKey, row_labels
 from normattn.reports.curves import Point
-from normattn.reports.markdown import grid
+from normattn.reports.markdown import FEW, few_note, grid
 from normattn.reports.metrics import Metric, curve
 
 PROTOCOL = "by_position"
@@ -66,7 +66,8 @@ def reading_markdown(readings_in_octaves: Sequence[Reading], bootstrap: Bootstra
         parts += [f"## Loss, nats (training length {length})", _table(shown, "loss", 3)]
         counts = sorted({(each.documents, each.tokens, each.seeds) for each in shown})
         behind = "; ".join(f"{d:,} documents, {t:,} tokens, seeds: {s}" for d, t, s in counts)
-        parts.append(f"Behind each row: {behind}.")
+        few = any(each.documents < FEW for each in shown)
+        parts.append(f"Behind each row: {behind}.{few_note('documents') if few else ''}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from normattn.errors import InputError
 from normattn.reports.bootstrap import Bootstrap, ratio
 from normattn.reports.cells import RowKey, row_key, row_labels
-from normattn.reports.markdown import grid
+from normattn.reports.markdown import FEW, few_note, grid
 from normattn.reports.retrieval_record import RetrievalRecord
 
 TITLES = {
@@ -97,7 +97,8 @@ def retrieval_markdown(cells: Sequence[RetrievalCell], bootstrap: Bootstrap) -> 
             parts += [f"## {title}: tokens of the answers", _table(shown, "token")]
             counts = sorted({(c.samples, len(c.depths), c.seeds) for c in shown})
             behind = "; ".join(f"{n} samples at {d} depths, seeds: {s}" for n, d, s in counts)
-            parts.append(f"Behind each value: {behind}.")
+            few = any(cell.samples < FEW for cell in shown)
+            parts.append(f"Behind each value: {behind}.{few_note('samples') if few else ''}")
     return "\n\n".join(parts) + "\n"
 
 
