@@ -13,6 +13,7 @@ import torch
 from normattn import attention
 from normattn.bench.attending import Causal, Scored
 from normattn.bench.case import Case, Entry, Goal
+from normattn.bench.decoding import DecodeStep
 from normattn.bench.memory import peak_memory
 from normattn.bench.models import SMALL, TrainingStep
 from normattn.bench.peers import MaskedALiBi, Stock, TwoMatrices
@@ -61,6 +62,15 @@ def test_the_mask_is_alibi() -> None:
     *same, by_slopes = found
     torch.testing.assert_close(tuple(same), fixed)
     assert by_slopes.shape == (DOUBLE.heads,)
+
+
+@pytest.mark.parametrize("length", [1, 40])
+def test_plain_decoding_is_baseline_again_and_again(length: int) -> None:
+    call = Causal(length, torch.float64, False)
+    plain, ours = DecodeStep(call).build(), DecodeStep(call, "Baseline").build()
+    first = plain()
+    for step in (ours, plain, ours):
+        torch.testing.assert_close(step(), first, rtol=1e-9, atol=1e-10)
 
 
 def test_both_cross_entropies_agree() -> None:

@@ -109,7 +109,7 @@ def test_stopped_in_the_middle_it_goes_on(
     assert len(set(measured)) == len(measured)
 
 
-def test_other_code_rounds_or_threads_are_measured_again(
+def test_other_code_or_rounds_are_measured_again(
     measured: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def run(**settings: Any) -> int:
@@ -121,9 +121,8 @@ def test_other_code_rounds_or_threads_are_measured_again(
     assert run(lengths=(1024,)) == 0
     assert run(lengths=(1024, 2048)) == 2
     assert run(lengths=(1024,), rounds=11) == 2
-    assert run(lengths=(1024,), rounds=11, threads=2) == 2
     monkeypatch.setattr(record, "source_digest", lambda: "other")
-    assert run(lengths=(1024,), rounds=11, threads=2) == 2
+    assert run(lengths=(1024,), rounds=11) == 2
     cases = [row["case"] for row in json.loads((tmp_path / "plain.json").read_text())["rows"]]
     assert len(cases) == len(set(cases)) == 4
 
@@ -222,10 +221,21 @@ def test_a_damaged_record(command: Command, tmp_path: Path, text: str) -> None:
     assert (tmp_path / "plain.json").read_text() == text
 
 
-def test_quick_and_measured_rows_do_not_mix(measured: list[str], tmp_path: Path) -> None:
-    runner.run_bench(["plain"], Settings.of(device="cpu", lengths=(1024,)), tmp_path)
-    with pytest.raises(InputError, match="holds measured rows"):
-        runner.run_bench(["plain"], Settings.of(device="cpu", quick=True), tmp_path)
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (Settings(lengths=(1024,), quick=True), "quick False, and quick True"),
+        (Settings(lengths=(1024,), threads=2), "threads 1, and threads 2"),
+    ],
+)
+def test_rows_of_one_folder_are_of_one_kind(
+    measured: list[str], tmp_path: Path, other: Settings, words: str
+) -> None:
+    runner.run_bench(["plain"], Settings(lengths=(1024,)), tmp_path)
+    before = (tmp_path / "plain.json").read_bytes()
+    with pytest.raises(InputError, match=f"rows of {words} was asked for; choose another --out"):
+        runner.run_bench(["plain"], other, tmp_path)
+    assert (tmp_path / "plain.json").read_bytes() == before
 
 
 def test_every_suite_can_be_judged(measured: list[str], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from normattn.errors import InputError
 from normattn.runs.reading import read_object
 
 Row = dict[str, Any]
+_APART = ("quick", "threads", "device")
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,27 @@ class Record:
     def rows(self) -> list[Row]:
         """What is on record; none where there is no file.
 
-        Raises `InputError` for a file that is damaged or of the other kind (quick or not).
+        Raises `InputError` for a file that is damaged or of other threads, device or kind.
         """
         if not self.path.exists():
             return []
         rows = read_object(self.path).get("rows")
         if not isinstance(rows, list) or not all(_whole(row) for row in rows):
             raise InputError(f"{self.path} is damaged: it holds no rows of a benchmark")
-        if any(row["settings"]["quick"] != self.settings.quick for row in rows):
-            kinds = ("measured", "quick") if self.settings.quick else ("quick", "measured")
-            raise InputError(
-                f"{self.path} holds {kinds[0]} rows, which {kinds[1]} ones do not go with; "
-                "choose another --out"
-            )
+        for row in rows:
+            self._refuse_others(row["settings"])
         return rows
+
+    def _refuse_others(self, stored: Row) -> None:
+        """One folder holds rows of one kind: they would replace each other under one name."""
+        mine = self.settings.summary()
+        other = [f"{name} {stored[name]}" for name in _APART if stored[name] != mine[name]]
+        if other:
+            asked = [f"{name} {mine[name]}" for name in _APART if stored[name] != mine[name]]
+            raise InputError(
+                f"{self.path} holds rows of {', '.join(other)}, and {', '.join(asked)} was asked "
+                "for; choose another --out"
+            )
 
     def find(self, case: Case) -> Row | None:
         """The row of this very case, settings and stamp, or None."""

@@ -9,6 +9,7 @@ from normattn.bench.case import Suite
 from normattn.bench.suites import (
     bias,
     cross_entropy,
+    decode,
     folded,
     memory,
     plain,
@@ -19,7 +20,7 @@ from normattn.errors import InputError
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
-    for module in (folded, two_regime, plain, bias, cross_entropy, train_step, memory)
+    for module in (folded, two_regime, plain, bias, decode, cross_entropy, train_step, memory)
 }
 
 
