@@ -62,11 +62,21 @@ CONTINUE = f"""
 {GOES_ON}
 """
 
+MECHANISM = f"""
+**Examples**
+
+`normattn reproduce mechanism --preset smoke` – the whole path in a minute
+
+`normattn reproduce mechanism` – the study itself, on two cores in about 20 minutes
+
+`normattn reproduce mechanism --variants Baseline,KNA --seeds 3` – two scores, three models each
+
+`normattn reproduce mechanism --set mechanism.multiple=16 --plan` – read to 16 L: its cost
+
+{GOES_ON}
+"""
+
 Preset = Annotated[str, typer.Option(help="smoke, laptop, gpu-100m, or a TOML file of your own.")]
-Variants = Annotated[
-    str | None,
-    typer.Option(help="Trained scores, by commas; any that `normattn list` can name."),
-]
 Seeds = Annotated[
     str | None,
     typer.Option(help="How many (3 means 0, 1, 2), or which (7,8). [default: the preset's]"),
@@ -183,6 +193,41 @@ def continue_(
         "continue",
         plan,
         preset=preset,
+        seeds=values.seeds(seeds),
+        jobs=jobs,
+        out=out,
+        changes=_changes(corpus, changes),
+    )
+
+
+@app.command(epilog=MECHANISM)
+def mechanism(
+    preset: Preset = "laptop",
+    variants: Annotated[
+        str | None,
+        typer.Option(
+            help="Trained scores, by commas. [default: Baseline, KNA, KNA-NoPE, and QKLayerNorm "
+            "and QKRMSNorm with and without gain]"
+        ),
+    ] = None,
+    seeds: Seeds = None,
+    jobs: Jobs = None,
+    out: Out = None,
+    corpus: Corpus = None,
+    changes: Changes = None,
+    plan: Plan = False,
+) -> None:
+    """Test the source's explanation: key norms against attention, and cosines at L and 8 L.
+
+    Trains each score and counts, by hooks on the trained model: the rank correlation of ‖k_j‖ with
+    the attention that key j receives, and the range of cos(q, k) at L and at 8 L. A table and two
+    figures, with intervals over documents (and seeds).
+    """
+    _reproduce(
+        "mechanism",
+        plan,
+        preset=preset,
+        variants=values.names(variants, "--variants"),
         seeds=values.seeds(seeds),
         jobs=jobs,
         out=out,

@@ -17,6 +17,7 @@ from normattn.errors import InputError, Interrupted
 from normattn.recipes.continued import ContinueCell
 from normattn.recipes.jobs import DIVERGED, FINISHED, watch_parent
 from normattn.recipes.layout import CellPaths, note_progress, write_if_changed
+from normattn.recipes.mechanism import MechanismCell
 from normattn.recipes.settings import validated
 from normattn.recipes.stages import Note
 from normattn.recipes.studies import Cell, ReadCell
@@ -25,7 +26,11 @@ from normattn.runs.reading import read_object
 PROGRESS_SECONDS = 0.5
 LOCK_SECONDS = 120.0
 
-KINDS: dict[str, type[Cell]] = {"read": ReadCell, "continue": ContinueCell}
+KINDS: dict[str, type[Cell]] = {
+    "read": ReadCell,
+    "continue": ContinueCell,
+    "mechanism": MechanismCell,
+}
 """What a cell.json may describe, by its `kind`."""
 
 

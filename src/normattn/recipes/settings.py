@@ -109,11 +109,19 @@ class ContinueSettings(Settings):
         return self
 
 
+class MechanismSettings(Settings):
+    """`reproduce mechanism`: at most `max_windows` texts, read at L and at `multiple` times L."""
+
+    multiple: int = Field(default=8, ge=2)
+    max_windows: int = Field(default=64, ge=1)
+    max_tokens: int = Field(default=4096, ge=1)
+
+
 class Preset(Settings):
     """One whole setting of a recipe; `training` holds fields of `TrainingConfig`.
 
-    The score and the seed are no part of it: they are what a table varies. `window` and
-    `continued` are what one study alone reads.
+    The score and the seed are no part of it: they are what a table varies. `window`, `continued`
+    and `mechanism` are what one study alone reads.
     """
 
     name: str
@@ -122,6 +130,7 @@ class Preset(Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
     window: WindowSettings = WindowSettings()
     continued: ContinueSettings = ContinueSettings()
+    mechanism: MechanismSettings = MechanismSettings()
     seeds: int = Field(default=1, ge=1)
 
     @field_validator("training")

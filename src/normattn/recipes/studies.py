@@ -21,7 +21,12 @@ from normattn.score import ScoreSpec
 from normattn.training import TrainingConfig
 
 # Settings that no digit of a table depends on.
-CHANGEABLE = ("training.checkpoint_seconds", "training.tensorboard", "evaluation.max_tokens")
+CHANGEABLE = (
+    "training.checkpoint_seconds",
+    "training.tensorboard",
+    "evaluation.max_tokens",
+    "mechanism.max_tokens",
+)
 
 
 class SweepConfig(Settings):

@@ -1,0 +1,158 @@
+"""The source's explanation of KeyNorm, measured in one trained model (kexue.fm/archives/9859)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from normattn.data.evaluation_sets import EvaluationSet
+from normattn.diagnostics.cosines import BINS, count_cosines
+from normattn.diagnostics.ranks import rank_correlation
+from normattn.diagnostics.received import received_attention
+from normattn.diagnostics.watching import Seen, watching
+from normattn.models import CausalLM
+from normattn.reports.mechanism_records import DENSITY, MechanismRecord
+
+# Norms that differ by less than this share of their mean differ by rounding only.
+_SAME = 1e-4
+
+
+def measure_mechanism(
+    model: CausalLM,
+    texts: EvaluationSet,
+    *,
+    seed: int,
+    weights: str,
+    tokens_per_batch: int = 4096,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> MechanismRecord:
+    """Read each text whole and its first L tokens alone, and count what the scores do.
+
+    Key norms and attention received are those at L, over a horizon of L/2; cosines are counted at
+    both lengths. `tokens_per_batch` bounds memory; `progress` is told texts done, of how many.
+    """
+    counts = _Counts(model, texts)
+    rows = max(1, tokens_per_batch // texts.length)
+    device = next(model.parameters()).device
+    # No dropout, and every module as it was afterwards.
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        for first in range(0, len(texts), rows):
+            part = slice(first, min(first + rows, len(texts)))
+            ids = torch.from_numpy(np.array(texts.windows[part], dtype=np.int64)).to(device)
+            with torch.no_grad():
+                with watching(model, counts.near(part)):
+                    model.hidden(ids[:, : texts.train_length])
+                with watching(model, counts.far(part)):
+                    model.hidden(ids[:, : texts.length])
+            progress(part.stop, len(texts))
+    finally:
+        for module, training in modes:
+            module.training = training
+    return counts.record(seed, weights)
+
+
+class _Counts:
+    """Sums by document and head, filled layer by layer."""
+
+    def __init__(self, model: CausalLM, texts: EvaluationSet) -> None:
+        self.model, self.texts = model, texts
+        self.documents = sorted(set(texts.documents))
+        place = {name: index for index, name in enumerate(self.documents)}
+        self.place = np.array([place[name] for name in texts.documents])
+        config = model.config
+        self.layers, self.heads = config.layers, config.heads
+        shape = (len(self.documents), self.layers, self.heads)
+        names = ("correlation", "varied", "raw_correlation", "spread")
+        self.sums = {name: np.zeros(shape) for name in names}
+        self.cosines = {name: np.zeros((*shape, BINS), np.int64) for name in ("near", "far")}
+        self.ends = {
+            name: np.tile([np.inf, -np.inf], (len(self.documents), 1)) for name in ("near", "far")
+        }
+        self.density = np.zeros([len(edges) - 1 for edges in DENSITY], np.int64)
+
+    def near(self, part: slice) -> Callable[[Seen], None]:
+        def see(seen: Seen) -> None:
+            self._cosines("near", part, seen)
+            self._norms(part, seen)
+
+        return see
+
+    def far(self, part: slice) -> Callable[[Seen], None]:
+        return lambda seen: self._cosines("far", part, seen)
+
+    def _cosines(self, name: str, part: slice, seen: Seen) -> None:
+        found = count_cosines(seen)
+        rows = self.place[part]
+        np.add.at(self.cosines[name][:, seen.layer], rows, found.counts.cpu().numpy())
+        ends = self.ends[name]
+        np.minimum.at(ends[:, 0], rows, found.least.amin(-1).cpu().numpy())
+        np.maximum.at(ends[:, 1], rows, found.most.amax(-1).cpu().numpy())
+
+    def _norms(self, part: slice, seen: Seen) -> None:
+        received = received_attention(seen, max(1, self.texts.train_length // 2))
+        kept = received.shape[-1]
+        norms = _key_norms(seen.prepared.k, self.heads)[..., :kept]
+        spread = norms.std(-1, correction=0) / norms.mean(-1)
+        varied = spread > _SAME
+        correlation = rank_correlation(norms, received)
+        raw = rank_correlation(_key_norms(seen.key, self.heads)[..., :kept], received)
+        values = {
+            "spread": spread,
+            "varied": varied.double(),
+            "correlation": torch.where(varied, correlation, 0.0),
+            "raw_correlation": raw.nan_to_num(0.0),
+        }
+        for name, value in values.items():
+            rows = self.sums[name][:, seen.layer]
+            np.add.at(rows, self.place[part], value.nan_to_num(0.0).cpu().numpy())
+        x = (norms / norms.mean(-1, keepdim=True)).log2().clamp(*_ends(DENSITY[0]))
+        y = received.clamp_min(1e-12).log2().clamp(*_ends(DENSITY[1]))
+        flat = (x.flatten().cpu().numpy(), y.flatten().cpu().numpy())
+        self.density += np.histogram2d(*flat, bins=DENSITY)[0].astype(np.int64)
+
+    def record(self, seed: int, weights: str) -> MechanismRecord:
+        config = self.model.config
+        flat = {name: _rows(sums.reshape(len(sums), -1)) for name, sums in self.sums.items()}
+        fields: dict[str, Any] = {
+            "variant": config.score.variant_name,
+            "seed": seed,
+            "train_length": self.texts.train_length,
+            "length": self.texts.length,
+            "weights": weights,
+            "data": self.texts.fingerprint,
+            "layers": self.layers,
+            "heads": self.heads,
+            "documents": tuple(self.documents),
+            "windows": np.bincount(self.place, minlength=len(self.documents)).tolist(),
+            **flat,
+            **{
+                name: [_rows(each.reshape(-1, BINS)) for each in counts]
+                for name, counts in self.cosines.items()
+            },
+            **{f"{name}_ends": _rows(ends) for name, ends in self.ends.items()},
+            "density": _rows(self.density),
+        }
+        return MechanismRecord.model_validate(fields)
+
+
+def _key_norms(k: Tensor, heads: int) -> Tensor:
+    """‖k_j‖ for every query head, (B, H, S), in float64."""
+    norms: Tensor = k.double().norm(dim=-1)
+    return norms.repeat_interleave(heads // k.shape[1], 1)
+
+
+def _ends(edges: NDArray[np.float64]) -> tuple[float, float]:
+    """The ends of the edges, the last one just inside."""
+    return float(edges[0]), float(edges[-1]) - 1e-9
+
+
+def _rows(values: NDArray[Any]) -> list[list[Any]]:
+    found: list[list[Any]] = values.tolist()
+    return found

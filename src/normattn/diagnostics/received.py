@@ -1,0 +1,63 @@
+"""How much attention a key receives, over what uniform attention would give it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.diagnostics.watching import Seen
+from normattn.errors import InputError
+from normattn.kernels import Problem, Visibility
+from normattn.kernels.reference import reference
+
+_ROWS = 64
+
+
+@torch.no_grad()
+def received_attention(seen: Seen, horizon: int) -> Float[Tensor, "b h kept"]:
+    """r_j = mean over i = j … j + horizon − 1 of α_ij · (i + 1), for the keys j ≤ S − horizon.
+
+    Every key is looked at by the same number of queries at the same distances, so that neither its
+    place nor the length of the text decides; 1 is what uniform attention gives. Computed in blocks
+    of query rows: no (T, S) matrix is kept. Shapes: (B, H, S − horizon + 1). Raises `InputError`
+    for a horizon that is not in 1 … S.
+    """
+    keys = seen.prepared.k.shape[2]
+    if not 1 <= horizon <= keys:
+        raise InputError(f"a horizon must lie in 1 … {keys}, the number of keys, got {horizon}")
+    kept = keys - horizon + 1
+    batch, heads = seen.prepared.q.shape[:2]
+    total = torch.zeros(batch, heads, kept, dtype=torch.float64, device=seen.prepared.q.device)
+    for first in range(0, keys, _ROWS):
+        rows = slice(first, min(first + _ROWS, keys))
+        query = torch.arange(rows.start, rows.stop, device=total.device)
+        key = torch.arange(kept, device=total.device)
+        behind = query[:, None] - key
+        counted = (behind >= 0) & (behind < horizon)
+        share = weights(seen, rows)[..., :kept].double() * (query[:, None] + 1)
+        total += (share * counted).sum(-2)
+    return total / horizon
+
+
+def weights(seen: Seen, rows: slice) -> Float[Tensor, "b h t s"]:
+    """The attention weights α of some query rows, by the kernels' own definition."""
+    prepared, at = seen.prepared, seen.positions
+    batch, groups, keys = prepared.k.shape[:3]
+    visible = Visibility(True, at.query[..., rows], at.key, False)
+    if prepared.window is not None:
+        visible = replace(visible, window=prepared.window, kept=prepared.kept)
+    # Values that are the unit vectors turn outputs into weights.
+    unit = torch.eye(keys, dtype=prepared.q.dtype, device=prepared.q.device)
+    problem = Problem(
+        prepared.q[:, :, rows],
+        prepared.k,
+        unit.expand(batch, groups, keys, keys),
+        visible,
+        bias=prepared.bias,
+        sink=prepared.sink,
+        cap=prepared.cap,
+    )
+    return reference(problem)
