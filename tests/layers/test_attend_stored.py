@@ -51,8 +51,9 @@ def _stored(
         else:
             here = score.store(new, places[:, first:last])
         kept = torch.cat((kept, here), 2)
-        given = (None if x is None else x[:, :last] for x in (padding, places, apart))
-        pieces.append(attention_stored(q[:, :, first:last], kept, v[:, :, :last], score, *given))
+        pad, at, own = (None if x is None else x[:, :last] for x in (padding, places, apart))
+        rows, values = q[:, :, first:last], v[:, :, :last]
+        pieces.append(attention_stored(rows, kept, values, score, pad, at, own))
         first = last
     return torch.cat(pieces, 2)
 

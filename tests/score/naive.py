@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import oracle
 from . import recipe as scalars
-from .oracle import Array
+from .oracle import Places
 from .recipe import Recipe
 
 
@@ -67,7 +67,7 @@ def _products(
     recipe: Recipe,
     q: Tensor,
     k: Tensor,
-    where: tuple[Array, Array],
+    where: tuple[Places, Places],
     learned: Mapping[str, Tensor],
     real: Tensor | None,
 ) -> Tensor:

@@ -16,6 +16,7 @@ from . import recipe as scalars
 from .recipe import Recipe as Recipe
 
 Array = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int64]
 
 
 def normalised(

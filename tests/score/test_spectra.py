@@ -99,6 +99,57 @@ def test_ntk_is_dynamic_ntk_of_transformers_at_one_length(
     _close(ours(f"Baseline-NTK(factor={stretch!r})", d), theta)
 
 
+@pytest.mark.parametrize(("d", "length"), SIZES)
+@pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
+def test_dynamic_ntk_is_that_of_transformers_at_prefill(d: int, length: int, factor: float) -> None:
+    """A prompt that ends with a block: its last row has the spectrum of the whole prompt."""
+    spec = ScoreSpec.parse(f"Baseline-DynamicNTK(factor={factor})@{length}")
+    for block in (0, 1, 3):
+        theta, _ = theirs("dynamic", d, length, 10000.0, at=length * (block + 1), factor=factor)
+        spectrum = spec.fixed(block).spectrum
+        assert spectrum is not None
+        _close(spectrum.inverse_frequencies(d, 10000.0, length), theta)
+    assert spec.spectrum is not None
+    with pytest.raises(InputError, match="a spectrum for each block of rows"):
+        spec.spectrum.inverse_frequencies(d, 10000.0, length)
+
+
+@pytest.mark.parametrize(("d", "length"), SIZES)
+@pytest.mark.parametrize("factor", [1.0, 2.0, 8.0, 31.7])
+@pytest.mark.parametrize("base", [10000.0, 500000.0])
+def test_llama3_is_that_of_transformers(d: int, length: int, factor: float, base: float) -> None:
+    for low, high in ((1.0, 4.0), (0.5, 20.0)):
+        more: dict[str, Any] = {
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": length,
+        }
+        theta, _ = theirs("llama3", d, length, base, **more)
+        _close(
+            ours(f"Baseline-Llama3(factor={factor},low={low},high={high})@{length}", d, base), theta
+        )
+
+
+@pytest.mark.parametrize(("d", "length"), SIZES)
+@pytest.mark.parametrize("factor", [1.0, 4.0, 32.0])
+def test_long_rope_is_that_of_transformers(d: int, length: int, factor: float) -> None:
+    factors = [1 + 0.37 * m for m in range(d // 2)]
+    more: dict[str, Any] = {
+        "factor": factor,
+        "long_factor": factors,
+        "short_factor": [1.0] * (d // 2),
+        "original_max_position_embeddings": length,
+    }
+    theta, gain = theirs("longrope", d, length, 10000.0, at=length + 1, **more)
+    written = ":".join(map(repr, factors))
+    text = f"Baseline-LongRoPE(factor={factor},factors={written})@{length}"
+    _close(ours(text, d), theta)
+    spectrum = ScoreSpec.parse(text).spectrum
+    assert spectrum is not None
+    assert spectrum.gain(length) == pytest.approx(gain**2, rel=1e-12)
+
+
 def test_ntk_divides_the_lowest_by_the_factor_and_keeps_the_highest() -> None:
     theta, plain = ours("Baseline-NTK(factor=8)", 32), rope_frequencies(32, 10000.0)
     assert theta[0] == plain[0] == 1
@@ -121,7 +172,9 @@ def test_abf_is_another_base() -> None:
     _close(ours("Baseline-ABF(base=1e6)", 16), rope_frequencies(16, 1e6))
 
 
-@pytest.mark.parametrize("method", ["PI", "ABF", "NTK", "NTKMixed", "YaRN"])
+@pytest.mark.parametrize(
+    "method", ["PI", "ABF", "NTK", "NTKOld", "NTKMixed", "YaRN", "Llama3", "LongRoPE"]
+)
 @pytest.mark.parametrize(("d", "length"), SIZES)
 def test_all_against_the_oracle(method: str, d: int, length: int) -> None:
     recipe = Recipe(method=method, train_length=length, factor=5.5, base=20000.0)
@@ -167,6 +220,9 @@ def test_lambda_of_every_kind() -> None:
     ("spec", "d", "reason"),
     [
         ("Baseline-NTK(factor=2)", 2, "NTK needs a head dimension of at least 4"),
+        ("Baseline-LongRoPE(factor=2)@8", 2, "LongRoPE needs factors=… where the head dimension"),
+        ("Baseline-LongRoPE(factor=2,factors=1:2)@8", 8, "one factor for each of the 4 pairs"),
+        ("Baseline-DynamicNTK@2", 2, "NTK needs a head dimension of at least 4"),
         ("Baseline", 3, "Baseline needs an even head dimension, but it is 3"),
     ],
 )

@@ -89,7 +89,7 @@ def _in_document(
     documents: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None
 ) -> Int[Tensor, "b s"]:
     """How many tokens that are not padding the document of each token has."""
-    names, number = documents.unique(return_inverse=True)
+    names, number = documents.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     real = torch.ones_like(number) if key_padding is None else (~key_padding).long()
     sizes = real.new_zeros(documents.shape[0], names.numel()).scatter_add_(1, number, real)
     return sizes.gather(1, number)

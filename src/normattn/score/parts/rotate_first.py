@@ -15,7 +15,8 @@ from normattn.score.registry import register
 class RotateFirst(OrderPart):
     """N(P x) instead of P N(x): the gain of a normalisation then meets rotated features.
 
-    Without a gain, LayerNorm's mean apart, both are the same: a rotation keeps lengths.
+    Without gain and mean both are the same: a rotation keeps lengths. With either the score does
+    not depend on the distance alone.
     """
 
     name: ClassVar[str] = "RotateFirst"
