@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from normattn.errors import InputError, NormattnError
     from normattn.layers.attend import attention
     from normattn.layers.attention import Attention
+    from normattn.layers.explain import Explanation, explain
     from normattn.layers.gated_attention_unit import GatedAttentionUnit
     from normattn.models.causal_lm import CausalLM
     from normattn.models.config import CausalLMConfig
@@ -24,12 +25,14 @@ __all__ = [
     "Attention",
     "CausalLM",
     "CausalLMConfig",
+    "Explanation",
     "GatedAttentionUnit",
     "InputError",
     "NormattnError",
     "Score",
     "ScoreSpec",
     "attention",
+    "explain",
 ]
 
 # Names are imported when first used, so that `normattn --help` need not wait for torch.
@@ -37,12 +40,14 @@ _HOMES = {
     "Attention": "layers.attention",
     "CausalLM": "models.causal_lm",
     "CausalLMConfig": "models.config",
+    "Explanation": "layers.explain",
     "GatedAttentionUnit": "layers.gated_attention_unit",
     "InputError": "errors",
     "NormattnError": "errors",
     "Score": "score.module",
     "ScoreSpec": "score.spec",
     "attention": "layers.attend",
+    "explain": "layers.explain",
 }
 
 

@@ -40,7 +40,13 @@ def test_the_fastest_that_can() -> None:
     assert choose(problem(padding=PADDING)).name == "chunked"
     assert choose(problem(mask=MASK)).name == "chunked"
     assert choose(problem(aligned=False)).name == "chunked"
-    assert choose(problem(far_q=problem().q, far_k=problem().k, window=2)).name == "chunked"
+    far = {"far_q": problem().q, "far_k": problem().k}
+    assert choose(problem(window=2, **far)).name == "two-regime"
+    assert choose(problem(window=5, **far)).name == "chunked"
+    assert choose(problem(window=2, cap=1.0, **far)).name == "chunked"
+    bias = torch.zeros(2, 5, dtype=torch.float64)
+    assert choose(problem(bias=bias)).name == "bias"
+    assert choose(problem(bias=bias, cap=1.0)).name == "chunked"
     learning = torch.zeros(5, 5, dtype=torch.float64, requires_grad=True)
     assert choose(problem(mask=learning)).name == "reference"
 
@@ -50,7 +56,7 @@ def test_the_fastest_that_can() -> None:
     [
         (problem(far_q=problem().q, far_k=problem().k, window=2), "not two regimes"),
         (problem(mask=MASK), "no mask"),
-        (problem(padding=PADDING), "no mask"),
+        (problem(padding=PADDING), "no padding"),
         (problem(aligned=False), "no mask"),
         (problem(queries=3), "as many queries as keys"),
         (problem(size=6), "the size of the keys"),
@@ -64,7 +70,8 @@ def test_what_the_fused_kernel_refuses(case: Problem, reason: str) -> None:
 def test_an_unknown_backend_names_the_known_ones() -> None:
     with pytest.raises(InputError, match="unknown backend 'flash'; expected one of auto, fused"):
         attend(problem(), "flash")
-    assert BACKENDS == ("auto", "fused", "bias", "chunked", "reference")
+    assert BACKENDS[0] == "auto"
+    assert {"fused", "triton", "two-regime", "bias", "chunked", "reference"} == {*BACKENDS[1:]}
 
 
 @pytest.mark.parametrize("name", ["KNA", "KNA-ReRoPE(window=20)"])

@@ -115,7 +115,7 @@ def backward_tiles(
 def chunked(problem: Problem) -> Float[Tensor, "b h t e"]:
     """Attention by tiles of about 1 MiB of scores; memory O((T + S)·(D + E)) per head beside them.
 
-    A floating mask gets no gradient here: `why_not_chunked` refuses one that wants it.
+    A floating mask gets no gradient here: `capabilities` refuses one that wants it.
     """
     out: Tensor = _Chunked.apply(problem.settings, draw_seed(problem), *problem.tensors)  # type: ignore[no-untyped-call]
     return out
@@ -124,11 +124,3 @@ def chunked(problem: Problem) -> Float[Tensor, "b h t e"]:
 def draw_seed(problem: Problem) -> int:
     """The seed of the problem's dropout."""
     return int(torch.randint(2**62, ()).item()) if problem.dropout else 0
-
-
-def why_not_chunked(problem: Problem) -> str | None:
-    """The reason why this kernel cannot serve the problem, or None."""
-    mask = problem.visibility.mask
-    if mask is not None and mask.requires_grad:
-        return "it gives no gradient to a mask"
-    return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -11,11 +12,14 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels.bias import bias_attention, why_not_bias
-from normattn.kernels.chunked import chunked, why_not_chunked
+from normattn.kernels.capabilities import why_not
+from normattn.kernels.chunked import chunked
 from normattn.kernels.compiled import chunked_node
-from normattn.kernels.fused import fused, why_not_fused
+from normattn.kernels.fused import fused
 from normattn.kernels.problem import Problem
 from normattn.kernels.reference import reference
+from normattn.kernels.triton_two_regime import triton_two_regime, why_not_triton
+from normattn.kernels.two_regime import two_regime
 
 
 @dataclass(frozen=True)
@@ -27,33 +31,79 @@ class Kernel:
     why_not: Callable[[Problem], str | None]
 
 
+@dataclass(frozen=True)
+class Decision:
+    """The kernel of a problem, why it, and why not each of the others."""
+
+    kernel: str
+    why: str
+    refused: Mapping[str, str]
+
+
 def _tiles(problem: Problem) -> Tensor:
     return chunked_node(problem) if torch.compiler.is_compiling() else chunked(problem)
 
 
-_BIAS = Kernel("bias", bias_attention, why_not_bias)
-_FUSED = Kernel("fused", fused, why_not_fused)
-_CHUNKED = Kernel("chunked", _tiles, why_not_chunked)
-_REFERENCE = Kernel("reference", reference, lambda problem: None)
-KERNELS: tuple[Kernel, ...] = (_FUSED, _BIAS, _CHUNKED, _REFERENCE)
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("fused", fused, partial(why_not, "fused")),
+    Kernel("triton", triton_two_regime, why_not_triton),
+    Kernel("two-regime", two_regime, partial(why_not, "two-regime")),
+    Kernel("bias", bias_attention, why_not_bias),
+    Kernel("chunked", _tiles, partial(why_not, "chunked")),
+    Kernel("reference", reference, partial(why_not, "reference")),
+)
 BACKENDS: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
 # Query rows at which tiles beat the stock kernel on a CPU in float32 (results/attention.json).
 _TILES_WIN = range(256, 1025)
 
 
-def _fastest_first(problem: Problem) -> tuple[Kernel, ...]:
-    """On a CPU tiles are faster in half precision, and at middle lengths in float32.
+def _fastest_first(problem: Problem) -> Iterator[tuple[str, str]]:
+    """Names of kernels and why each stands where it does.
 
-    The stock kernel comes first on a GPU, for a single query, and where a compiler would have to
-    unroll the tiles.
+    On a CPU tiles are faster than the stock kernel in half precision, and at middle lengths in
+    float32; for two regimes in float32 the stock kernel takes the far part. It comes first for a
+    single query and on a GPU. Hand-written loops are unrolled by a compiler, but for the tiles,
+    which are one node of its graph.
     """
-    if torch.compiler.is_compiling():
-        return (_FUSED, _CHUNKED, _REFERENCE)
-    rows = problem.q.shape[2]
-    stock = problem.q.device.type != "cpu" or rows == 1
-    if not stock and (problem.q.element_size() == 2 or rows in _TILES_WIN):
-        return (_BIAS, _CHUNKED, _FUSED, _REFERENCE)
-    return KERNELS
+    rows, cpu = problem.q.shape[2], problem.q.device.type == "cpu"
+    half = problem.q.element_size() == 2
+    if cpu and rows > 1 and not torch.compiler.is_compiling():
+        if problem.bias is not None:
+            yield "bias", "the bias is a strided view of one line, added tile by tile"
+        if problem.window is not None and problem.v.shape[2] > problem.window and not half:
+            yield "two-regime", "the far part goes to the stock flash kernel, the band by tiles"
+    if cpu and rows > 1 and half:
+        yield "chunked", "in half precision on a CPU tiles are faster than the stock kernel"
+    if cpu and rows in _TILES_WIN and not torch.compiler.is_compiling():
+        yield "chunked", "at these lengths on a CPU tiles are faster than the stock kernel"
+    yield "fused", "everything is folded into queries and keys: the stock kernel does the rest"
+    if not cpu and not torch.compiler.is_compiling():
+        yield "triton", "both regimes in one pass on the device"
+        yield "bias", "the bias is a strided view of one line, added tile by tile"
+    yield "chunked", "it serves nearly any problem without a T × S matrix"
+    yield "reference", "no other kernel serves it; it holds the whole T × S matrix"
+
+
+def reasons(problem: Problem, backend: str = "auto") -> Decision:
+    """The kernel that `attend` takes, why, and why not each of the others.
+
+    Raises `InputError` for an unknown name and for a kernel that cannot serve the problem.
+    """
+    found = {kernel.name: kernel.why_not(problem) for kernel in KERNELS}
+    if backend != "auto":
+        kernel, why = choose(problem, backend).name, "it was asked for by name"
+    else:
+        kernel, why = next((k, w) for k, w in _fastest_first(problem) if found[k] is None)
+    refused = {
+        name: reason or f"it could, but {kernel} {_preferred(backend)}"
+        for name, reason in found.items()
+        if name != kernel
+    }
+    return Decision(kernel, why, refused)
+
+
+def _preferred(backend: str) -> str:
+    return "is faster here" if backend == "auto" else "was asked for"
 
 
 def choose(problem: Problem, backend: str = "auto") -> Kernel:
@@ -62,13 +112,17 @@ def choose(problem: Problem, backend: str = "auto") -> Kernel:
     Raises `InputError` for an unknown name and for a kernel that cannot serve the problem.
     """
     if backend == "auto":
-        return next(k for k in _fastest_first(problem) if k.why_not(problem) is None)
-    for kernel in KERNELS:
-        if kernel.name == backend:
-            if reason := kernel.why_not(problem):
-                raise InputError(f"the {backend} kernel cannot serve this: {reason}")
-            return kernel
-    raise InputError(f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}")
+        able = (_NAMED[name] for name, _ in _fastest_first(problem))
+        return next(kernel for kernel in able if kernel.why_not(problem) is None)
+    if backend not in _NAMED:
+        raise InputError(f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}")
+    kernel = _NAMED[backend]
+    if reason := kernel.why_not(problem):
+        raise InputError(f"the {backend} kernel cannot serve this: {reason}")
+    return kernel
+
+
+_NAMED: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
 
 
 def attend(problem: Problem, backend: str = "auto") -> Float[Tensor, "b h t e"]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from normattn.kernels.chunked import backward_tiles, forward_tiles
 from normattn.kernels.derivatives import refuse_second_derivative
+from normattn.kernels.gradients import wide
 from normattn.kernels.problem import Problem, Settings
 from normattn.kernels.rows import grouped, ungrouped
 from normattn.kernels.tiles import Plan
@@ -73,7 +74,7 @@ class _TwoRegime(torch.autograd.Function):
         share = _room(q, problem, len(parts), 0.0)
         near = forward_tiles(problem, plan, extra=extra, share=share)
         for number, (part, out) in enumerate(zip(parts, outs, strict=True)):
-            weight = ungrouped(share[..., number : number + 1])
+            weight = ungrouped(share[..., number : number + 1]).to(out.dtype)
             near[:, :, part.first :].addcmul_(weight[:, :, part.first :], out)
         # Where the far keys weigh nothing this is +∞, and their weights 0 in the backward.
         whole = extra.logsumexp(-1) - share.sum(-1).log() if parts else extra
@@ -87,8 +88,10 @@ class _TwoRegime(torch.autograd.Function):
         *tensors, out, extra, whole = ctx.saved_tensors
         problem = ctx.settings.problem(tensors)
         plan = Plan.of(problem, near_only=True)
-        delta = grouped((grads[0] * out).sum(-1, keepdim=True), plan.repeat)
-        sums = backward_tiles(problem, plan, grads[0], extra=extra, delta=delta)
+        delta = (grads[0] * out).sum(-1, keepdim=True, dtype=extra.dtype)
+        sums = backward_tiles(
+            problem, plan, grads[0], extra=extra, delta=grouped(delta, plan.repeat)
+        )
         assert problem.far_q is not None
         assert problem.far_k is not None
         by_far_q = problem.far_q.new_empty(problem.far_q.shape)
@@ -116,7 +119,8 @@ class _TwoRegime(torch.autograd.Function):
 
 
 def _room(q: Tensor, problem: Problem, parts: int, value: float) -> Tensor:
-    return q.new_full((*q.shape[:-1], parts), value)
+    """(B, G, T, r, X) in wide type: what the flash operator gives and takes."""
+    return q.new_full((*q.shape[:-1], parts), value, dtype=wide(q.dtype))
 
 
 def _far_side(problem: Problem, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,23 +140,3 @@ def two_regime(problem: Problem) -> Float[Tensor, "b h t e"]:
     """Causal attention of two regimes by the stock flash kernel and a band of tiles."""
     out: Tensor = _TwoRegime.apply(problem.settings, *problem.tensors)  # type: ignore[no-untyped-call]
     return out
-
-
-def why_not_two_regime(problem: Problem) -> str | None:
-    """The reason why this kernel cannot serve the problem, or None."""
-    if not problem.two_regimes:
-        return "it is for two regimes, and there is one"
-    if problem.bias is not None or problem.sink is not None or problem.cap is not None:
-        return "it adds no bias, no sink and no cap to the score"
-    if problem.dropout:
-        return "it drops no weights"
-    if problem.q.device.type != "cpu":
-        return "it stands on the flash kernel of a CPU"
-    visibility = problem.visibility
-    if not (visibility.causal and visibility.aligned and visibility.plain):
-        return "it needs consecutive positions and takes no mask beside plain causality"
-    if not 0 < problem.q.shape[2] <= problem.v.shape[2]:
-        return "it needs a query, and a key at every query's position"
-    if problem.v.shape[-1] != problem.q.shape[-1]:
-        return "its values must have the size of the keys"
-    return None

@@ -1,0 +1,40 @@
+"""How much memory a kernel takes beside its operands and its output: an estimate of a forward."""
+
+from __future__ import annotations
+
+from normattn.kernels.problem import Problem
+from normattn.kernels.tiles import Plan
+
+
+def working_bytes(kernel: str, problem: Problem) -> int:
+    """Bytes of a forward beside q, k, v and the output.
+
+    The reference holds scores and weights, T × S each; the stock kernels a log-sum-exp; tiles one
+    tile of scores and, in half precision, a group's keys across.
+    """
+    batch, heads, rows, _ = problem.q.shape
+    size = problem.q.element_size()
+    if kernel == "reference":
+        return 2 * batch * heads * rows * problem.v.shape[2] * size
+    lines = batch * heads * rows * 4
+    if kernel in ("fused", "triton"):
+        return lines
+    if kernel == "two-regime":
+        far = batch * heads * rows * problem.v.shape[3] * size
+        return _tile(problem, near_only=True) + far + 4 * lines
+    return _tile(problem, near_only=False)
+
+
+def _tile(problem: Problem, near_only: bool) -> int:
+    """The largest tile of the first, largest group."""
+    plan = Plan.of(problem, near_only)
+    group = next(plan.groups(problem.q), None)
+    if group is None:
+        return 0
+    batch, heads = group.batch, group.heads
+    many: int = (batch.stop - batch.start) * (heads.stop - heads.start)
+    rows: int = max(tile.rows.stop - tile.rows.start for tile in plan.tiles) * plan.repeat
+    width = max(tile.width for tile in plan.tiles)
+    scores = many * rows * width
+    turned = many * plan.keys * problem.q.shape[3] if problem.q.element_size() == 2 else 0
+    return (scores + turned) * problem.q.element_size()

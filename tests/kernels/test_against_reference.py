@@ -1,0 +1,201 @@
+"""Every kernel against the reference in float64, outputs and all gradients, over drawn problems."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from normattn.kernels import Problem, Visibility, tiles
+from normattn.kernels.capabilities import TABLE, why_not
+from normattn.kernels.chunked import chunked
+from normattn.kernels.dispatch import KERNELS
+from normattn.kernels.reference import reference
+from normattn.kernels.two_regime import two_regime
+
+few = settings(max_examples=25, deadline=None)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "ROWS", 8)
+    monkeypatch.setattr(tiles, "TILE_BYTES", 20000)
+
+
+def _agree(run: Any, problem: Problem, tolerance: float = 1e-11) -> None:
+    inputs = [x for x in problem.tensors if x is not None]
+    ours, expected = run(problem), reference(problem)
+    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
+    grad = torch.randn(ours.shape, dtype=ours.dtype, generator=torch.Generator().manual_seed(1))
+    mine = torch.autograd.grad(ours, inputs, grad, allow_unused=True)
+    hand = torch.autograd.grad(expected, inputs, grad, allow_unused=True)
+    for one, two, x in zip(mine, hand, inputs, strict=True):
+        assert one is not None
+        assert one.shape == x.shape
+        two = torch.zeros_like(x) if two is None else two
+        torch.testing.assert_close(one, two, atol=tolerance, rtol=tolerance)
+
+
+def _mask(draw: random.Random, shape: tuple[int, int, int, int], seed: Any) -> Tensor:
+    batch, heads, rows, keys = shape
+    size = draw.choice(
+        [(rows, keys), (1, keys), (batch, 1, rows, keys), shape, (1, heads, 1, keys)]
+    )
+    if draw.random() < 0.5:
+        return torch.rand(size, generator=seed) < 0.7
+    return torch.randn(size, generator=seed, dtype=torch.float64)
+
+
+def _drawn(draw: random.Random, plain: bool) -> Problem:
+    """A problem of any kind; `plain` ones are causal two-regime problems without masks."""
+    seed = torch.Generator().manual_seed(draw.randrange(2**31))
+    batch, groups, repeat = draw.choice([1, 3]), draw.choice([1, 2]), draw.choice([1, 1, 2, 3])
+    rows = draw.choice([1, 2, 7, 8, 9, 17])
+    keys = rows + draw.choice([0, 0, 3, 9, 20])
+    heads = groups * repeat
+
+    def leaf(*shape: int) -> Tensor:
+        made = torch.randn(shape, generator=seed, dtype=torch.float64)
+        return made.requires_grad_()
+
+    def sometimes(value: Any, chance: float = 0.3) -> Any:
+        return value if draw.random() < chance and not plain else None
+
+    window = draw.choice([1, 3, 6, 25]) if plain or draw.random() < 0.6 else None
+    aligned, causal = plain or draw.random() < 0.6, plain or draw.random() < 0.7
+    key = torch.arange(keys)
+    if not aligned:
+        key = (key - torch.randint(0, 3, (batch, 1), generator=seed)).clamp(min=0)
+        key = key[0] if draw.random() < 0.3 else key
+    documents = torch.randint(0, 3, (batch, keys), generator=seed).sort(-1).values
+    documents = sometimes(documents)
+    sliding = sometimes(draw.choice([1, 3, 5, 30]), 0.5)
+    seen = Visibility(
+        causal,
+        key[..., keys - rows :],
+        key,
+        aligned,
+        sometimes(torch.rand((batch, keys), generator=seed) < 0.3),
+        sometimes(_mask(draw, (batch, heads, rows, keys), seed)),
+        sliding,
+        draw.choice([0, 1, 4]) if sliding else 0,
+        None if documents is None else documents[:, keys - rows :],
+        documents,
+    )
+    skipped = 0
+    if window is not None and aligned and draw.random() < 0.3:
+        skipped = draw.randint(0, max(0, keys - rows - window + 1))
+    return Problem(
+        leaf(batch, heads, rows, 4),
+        leaf(batch, groups, keys - skipped, 4),
+        leaf(batch, groups, keys, 4 if plain else draw.choice([4, 6])),
+        seen,
+        None if window is None else leaf(batch, heads, rows, 4),
+        None if window is None else leaf(batch, groups, keys, 4),
+        window,
+        bias=sometimes(leaf(heads, keys + 5)),
+        sink=sometimes(leaf(heads)),
+        cap=sometimes(1.5),
+        near_start=skipped,
+    )
+
+
+@few
+@given(st.randoms(use_true_random=False))
+def test_chunked_serves_everything_together(draw: random.Random) -> None:
+    _agree(chunked, _drawn(draw, plain=False))
+
+
+@few
+@given(st.randoms(use_true_random=False))
+def test_two_regime(draw: random.Random) -> None:
+    problem = _drawn(draw, plain=True)
+    assert why_not("two-regime", problem) is None
+    _agree(two_regime, problem)
+
+
+def _regular(
+    rows: int, window: int, dtype: torch.dtype, keys: int | None = None, scale: float = 1.0
+) -> Problem:
+    keys = keys or rows
+    seed = torch.Generator().manual_seed(rows)
+    key = torch.arange(keys)
+
+    def leaf(count: int, size: float = 1.0) -> Tensor:
+        made = torch.randn((2, 2, count, 8), generator=seed) * size
+        return made.to(dtype).requires_grad_()
+
+    seen = Visibility(True, key[keys - rows :], key, True)
+    q, k, v, far_q, far_k = leaf(rows, scale), leaf(keys), leaf(keys), leaf(rows), leaf(keys)
+    return Problem(q, k, v, seen, far_q, far_k, window)
+
+
+@pytest.mark.parametrize("kernel", ["two-regime", "chunked"])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 11, 12, 13, 25])
+def test_lengths_about_the_window_and_the_tile(kernel: str, rows: int) -> None:
+    run = next(k.run for k in KERNELS if k.name == kernel)
+    _agree(run, _regular(rows, 12, torch.float64))
+    _agree(run, _regular(rows, 12, torch.float64, keys=rows + 15))
+
+
+@pytest.mark.parametrize(("near", "far"), [(200.0, 1.0), (1.0, 200.0)])
+def test_one_regime_that_outweighs_the_other(near: float, far: float) -> None:
+    """Where the far weights vanish, their gradients are 0, and no infinity comes of it."""
+    problem = _regular(30, 4, torch.float64, scale=near)
+    assert problem.far_q is not None
+    problem.far_q.data *= far
+    _agree(two_regime, problem, 1e-9)
+    _agree(chunked, problem, 1e-9)
+
+
+@pytest.mark.parametrize("kernel", ["two-regime", "chunked"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 2e-5), (torch.bfloat16, 4e-2), (torch.float16, 6e-3)],
+)
+def test_lower_precision(kernel: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Against float64 on the same rounded inputs."""
+    problem = _regular(40, 12, dtype)
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in problem.tensors]
+    expected = reference(problem.settings.problem(wide))
+    out = next(k.run for k in KERNELS if k.name == kernel)(problem)
+    assert out.dtype == dtype
+    grads = torch.autograd.grad(out.sum(), [x for x in problem.tensors if x is not None])
+    hand = torch.autograd.grad(expected.sum(), [x for x in wide if x is not None])
+    for mine, other in zip((out, *grads), (expected, *hand), strict=True):
+        error = (mine.double() - other).abs().max() / other.abs().max()
+        assert error < tolerance
+
+
+def test_one_key_head_of_128_and_wide_values() -> None:
+    """The gated attention unit: key size 128, values 2·d wide, not causal too."""
+    seed = torch.Generator().manual_seed(0)
+    for causal in (True, False):
+        key = torch.arange(37)
+        q, k = (torch.randn((2, 1, 37, 128), generator=seed).double() / 8 for _ in range(2))
+        v = torch.randn((2, 1, 37, 192), generator=seed).double()
+        seen = Visibility(causal, key, key, True)
+        _agree(chunked, Problem(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), seen))
+
+
+def test_operands_of_any_layout() -> None:
+    """Heads cut from one projection are not contiguous, nor is an expanded gradient."""
+    qkv = torch.randn(2, 21, 6 * 8, dtype=torch.float64, requires_grad=True)
+    heads = qkv.view(2, 21, 6, 8).transpose(1, 2)
+    q, k, v = heads[:, :2], heads[:, 2:4], heads[:, 4:]
+    key = torch.arange(21)
+    seen = Visibility(True, key, key, True)
+    for problem in (Problem(q, k, v, seen), Problem(q, k, v, seen, k, q, 5)):
+        for run in (chunked, two_regime) if problem.two_regimes else (chunked,):
+            (mine,) = torch.autograd.grad(run(problem).sum(), qkv, retain_graph=True)
+            (hand,) = torch.autograd.grad(reference(problem).sum(), qkv, retain_graph=True)
+            torch.testing.assert_close(mine, hand)
+
+
+def test_the_table_names_every_kernel() -> None:
+    assert set(TABLE) == {kernel.name for kernel in KERNELS}

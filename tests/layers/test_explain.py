@@ -1,0 +1,94 @@
+"""`explain` says what `attention` does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import normattn.kernels.dispatch as dispatch
+from normattn import InputError, Score, attention, explain
+from normattn.kernels import Problem
+
+SPECS = [
+    "KNA",
+    "CosA-logn-YaRN(factor=8)@16",
+    "KNA-ReRoPE(window=4)@16",
+    "KNA-StreamingLLM(window=4)@16",
+    "Baseline-ALiBi",
+    "Baseline-KERPLELog",
+    "Baseline-SoftCap-Sink",
+    "Baseline-SlidingWindow(window=3)",
+    "Baseline-Packed",
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("queries", [1, 5, 9])
+def test_it_names_the_kernel_that_runs(
+    spec: str, dtype: torch.dtype, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Any] = []
+    choose = dispatch.choose
+
+    def spy(problem: Problem, backend: str = "auto") -> dispatch.Kernel:
+        kernel = choose(problem, backend)
+        taken.append(kernel)
+        return kernel
+
+    monkeypatch.setattr(dispatch, "choose", spy)
+    shapes = (1, 4, queries, 8), (1, 2, 9, 8), (1, 2, 9, 8)
+    q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
+    documents = torch.zeros(1, 9, dtype=torch.int64) if "Packed" in spec else None
+    attention(q, k, v, Score(spec, 4, 8, 2).to(dtype), documents=documents)
+    found = explain(spec, *shapes, dtype=dtype)
+    assert [kernel.name for kernel in taken] == [found.kernel]
+    assert set(found.refused) == {k.name for k in dispatch.KERNELS} - {found.kernel}
+
+
+def test_it_reads_well() -> None:
+    text = str(explain("KNA-ReRoPE(window=512)@2048", (1, 8, 100_000, 64), (1, 2, 100_000, 64)))
+    assert text.startswith("KNA-ReRoPE(window=512)@2048 on q (1, 8, 100000, 64)")
+    assert "folded into q and k:\n  - KNA: " in text
+    assert "left to the kernel:\n  - ReRoPE: " in text
+    assert "kernel: two-regime (" in text
+    assert "  - fused: it has one score per pair, not two regimes" in text
+    assert "195.3 MiB of output" in text
+
+
+def test_a_device_that_is_not_there_is_explained_too() -> None:
+    arguments: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    found = explain("KNA", (1, 4, 512, 64), **arguments)
+    assert found.kernel == "fused"
+    two = explain("KNA-ReRoPE(window=8)@32", (1, 4, 512, 64), **arguments)
+    assert "only a CPU has" in two.refused["two-regime"]
+    assert found.working_bytes < found.output_bytes
+
+
+def test_the_whole_matrix_is_counted_where_it_is_held() -> None:
+    found = explain("KNA", (1, 4, 512, 64), backend="reference")
+    assert found.working_bytes == 2 * 4 * 512 * 512 * 4
+    assert explain("KNA", (1, 4, 512, 64), backend="chunked").working_bytes < 2**21
+
+
+def test_a_moving_spectrum_is_told() -> None:
+    assert "blocks of 16" in str(explain("KNA-DynamicNTK@16", (1, 4, 64, 8)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "arguments", "said"),
+    [
+        ("KNA-HWFA(window=4)@16", {}, "score in each layer"),
+        ("KNA-ReRoPE(window=4)", {"causal": False}, "causal attention only"),
+        ("QKInstanceNorm", {}, "not causal"),
+        ("KNA", {"device": "mps"}, "CPU or a CUDA device"),
+        ("KNA", {"k_shape": (1, 4, 5, 8)}, "give positions"),
+        ("KNA", {"k_shape": (1, 3, 9, 8)}, "multiple of the key heads"),
+        ("KNA-SoftCap", {"backend": "fused"}, "no cap"),
+    ],
+)
+def test_what_attention_refuses(spec: str, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        explain(spec, (1, 4, 9, 8), **arguments)
