@@ -61,6 +61,7 @@ def test_quick_run_and_again(command: Command, tmp_path: Path) -> None:
     assert {"torch", "normattn"} <= set(rows[0]["stamp"]["versions"])
     assert rows[0]["date"]
     assert len(rows[0]["seconds"]["SDPA"]["rounds"]) == 2
+    assert rows[0]["kernels"] == {"normattn": "chunked"}
     assert all(goal["met"] is None for row in rows for goal in row["goals"])
     assert "claims nothing" in (tmp_path / "table.md").read_text()
     before = (tmp_path / "plain.json").read_bytes()

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from normattn.bench.case import Work
 from normattn.bench.timing import Step
-from normattn.kernels import Problem, Visibility, attend
-from normattn.layers.attend import attention
+from normattn.kernels import Problem, Visibility, attend, choose
+from normattn.layers.attend import attention, posed, regular_positions
 from normattn.score import Score, ScoreSpec
 
 _SMALL = 128
@@ -99,10 +99,21 @@ class Scored(OfCausal):
     def build(self) -> Step:
         """The call on fixed queries, keys and values."""
         q, k, v = self.call.tensors(3)
-        score = Score(ScoreSpec.parse(self.spec), heads=self.call.heads, head_dim=self.call.size)
-        score = score.to(self.call.device)
+        score = self._score()
         inputs = [q, k, v, *score.parameters()]
         return self.call.step(lambda: attention(q, k, v, score), inputs)
+
+    def kernel(self) -> str:
+        """The kernel that the dispatcher takes."""
+        q, k, v = self.call.tensors(3)
+        at = regular_positions(self.call.length, self.call.length, q.device)
+        seen = Visibility(True, at.query, at.key, at.regular)
+        with torch.set_grad_enabled(self.call.backward):
+            return choose(posed(self._score()(q, k, at), v, seen, 0.0)).name
+
+    def _score(self) -> Score:
+        spec = ScoreSpec.parse(self.spec)
+        return Score(spec, self.call.heads, self.call.size).to(self.call.device)
 
 
 @dataclass(frozen=True)
@@ -119,6 +130,10 @@ class KernelAlone(OfCausal):
         inputs = [problem.q, problem.k, problem.v, problem.far_q, problem.far_k, problem.bias]
         kept = [x for x in inputs if x is not None]
         return self.call.step(lambda: attend(problem, self.backend), kept)
+
+    def kernel(self) -> str:
+        """The kernel that is taken."""
+        return choose(self.problem(), self.backend).name
 
     def problem(self) -> Problem:
         """The problem of this kind; queries carry the scale 1/√D."""

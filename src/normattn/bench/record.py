@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.atomic import explain_os_errors, write_json
+from normattn.bench.attending import KernelAlone, Scored
 from normattn.bench.case import Case, Suite
 from normattn.bench.judge import Verdict, judge, roofline, why_missed
 from normattn.bench.machine import provenance, source_digest
@@ -86,6 +87,7 @@ class Record:
             "settings": self.settings.summary(),
             "goals": [_goal(verdict, lines, found) for verdict in verdicts],
             **found.summary(),
+            "kernels": kernels(case),
             "roofline": lines,
             "profiles": profiles,
         }
@@ -99,6 +101,12 @@ class Record:
         found = provenance(packages, self.settings.threads, self.settings.device)
         del found["date"]
         return {**found, "source": source_digest()}
+
+
+def kernels(case: Case) -> dict[str, str]:
+    """The kernel that each of our entries ran, where the dispatcher chose one."""
+    ours = (Scored, KernelAlone)
+    return {name: e.kernel() for name, e in case.entries.items() if isinstance(e, ours)}
 
 
 def _goal(verdict: Verdict, lines: dict[str, dict[str, float]], found: Measurement) -> Row:
@@ -115,7 +123,7 @@ def _goal(verdict: Verdict, lines: dict[str, dict[str, float]], found: Measureme
 
 
 def _whole(row: Any) -> bool:
-    wanted = {"case", "key", "date", "stamp", "settings", "goals", "seconds", "machine"}
+    wanted = {"case", "key", "date", "stamp", "settings", "goals", "seconds", "machine", "kernels"}
     return isinstance(row, dict) and wanted <= set(row)
 
 

@@ -47,7 +47,8 @@ def markdown(suites: Mapping[str, Sequence[Row]]) -> str:
     every = [row for rows in suites.values() for row in rows]
     parts = ["# Ratios to peers, each within one interleaved run", _summary(every)]
     parts += [f"## {name}\n\n{grid(_HEAD, lines(rows))}" for name, rows in suites.items()]
-    return "\n\n".join([*parts, *_missed(every), _behind(every)]) + "\n"
+    parts += [_chosen(every), *_missed(every), _behind(every)]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _summary(rows: Sequence[Row]) -> str:
@@ -72,6 +73,16 @@ def _missed(rows: Sequence[Row]) -> list[str]:
         for entry, operations in row.get("profiles", {}).items():
             parts.append(f"### Profile of {entry}, {row['case']}\n\n{_profile(operations)}")
     return parts
+
+
+def _chosen(rows: Sequence[Row]) -> str:
+    """Which kernel each of our entries ran."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        for entry, kernel in row["kernels"].items():
+            found.setdefault(kernel, []).append(f"{entry} ({row['case']})")
+    named = [f"- {kernel}: {'; '.join(entries)}" for kernel, entries in found.items()]
+    return "## Kernels that ran\n\n" + "\n".join(named) if named else ""
 
 
 def _profile(operations: Sequence[Row]) -> str:
