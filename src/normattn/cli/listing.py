@@ -3,47 +3,134 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from normattn.score.part import Part
+
+TOKENS, HEADS, HEAD_DIM, LAYERS = 2048, 4, 64, 4
+"""The attention for which a kernel is named."""
+PLACES = (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "bfloat16"))
 
 
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead.")] = False,
 ) -> None:
-    """List every part of a score: its name, equation, source, and when it enters.
+    """List every part of a score: its equation and source, when it enters, what goes with it.
 
     Names are joined by hyphens into a score: `KNA-logn` is trained, `KNA-logn-YaRN` is that model
-    stretched afterwards.
+    stretched afterwards. What goes together is found by trying, and kernels by asking the
+    dispatcher about 2048 tokens.
     """
     from normattn.score import registry
 
-    parts = [
-        {
-            "name": name,
-            "slot": str(part.slot),
-            "when": part.when,
-            "summary": part.summary,
-            "equation": part.equation,
-            "source": part.source,
-        }
-        for name, part in registry.parts().items()
-    ]
+    described = [_described(name, part) for name, part in registry.parts().items()]
     if as_json:
-        print(json.dumps(parts, indent=2, ensure_ascii=False))
+        print(json.dumps(described, indent=2, ensure_ascii=False))
     else:
-        _show(parts)
+        _show(described)
 
 
-def _show(parts: list[dict[str, str]]) -> None:
+def _described(name: str, part: type[Part]) -> dict[str, Any]:
+    """Everything that is known of a part, for JSON."""
+    from normattn.score.combining import combinations, needs
+
+    together = combinations()[name]
+    return {
+        "name": name,
+        "slot": str(part.slot),
+        "when": part.when,
+        "summary": part.summary,
+        "equation": part.equation,
+        "source": part.source,
+        "parameters": _parameters(name, part),
+        "attention": needs(name),
+        "excludes": [{"part": each.part, "why": each.why} for each in together.excludes],
+        "beside_rope": list(together.beside_rope),
+        "kernels": _kernels(name),
+    }
+
+
+def _parameters(name: str, part: type[Part]) -> list[dict[str, Any]]:
+    """Fields with their defaults, and what an open one becomes at L = 512 and a factor of 8."""
+    import dataclasses
+
+    from normattn.score.combining import example
+
+    made = next(each for each in example(name).parts if each.slot is part.slot)
+    return [
+        {"name": field.name, "default": field.default, "example": getattr(made, field.name)}
+        for field in dataclasses.fields(part)
+    ]
+
+
+def _kernels(name: str) -> dict[str, str]:
+    """The kernels that serve the smallest score with this part, of all layers where they differ."""
+    import torch
+
+    from normattn.layers.explain import explain
+    from normattn.score.combining import example
+
+    spec, shape, found = example(name), (1, HEADS, TOKENS, HEAD_DIM), {}
+    layers = dict.fromkeys(spec.layer(layer, LAYERS) for layer in range(LAYERS))
+    for device, dtype in PLACES:
+        asked = {
+            explain(
+                layer,
+                shape,
+                dtype=getattr(torch, dtype),
+                device=device,
+                causal=not layer.leaks_future,
+            ).kernel: None
+            for layer in layers
+        }
+        found[f"{device} {dtype}"] = ", ".join(asked)
+    return found
+
+
+def _show(described: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.markup import escape
 
     console = Console(highlight=False)
-    for slot in dict.fromkeys(part["slot"] for part in parts):
+    for slot in dict.fromkeys(part["slot"] for part in described):
         console.print(f"\n[bold underline]{escape(slot)}[/]")
-        for part in parts:
+        for part in described:
             if part["slot"] == slot:
                 console.print(f"[bold cyan]{escape(part['name'])}[/]  [dim]{part['when']}[/]")
-                for line in (part["summary"], part["equation"], part["source"]):
+                for line in _lines(part):
                     console.print(f"    {escape(line)}", soft_wrap=True)
+
+
+def _lines(part: dict[str, Any]) -> list[str]:
+    """What is said of a part, a line each."""
+    lines = [part["summary"], part["equation"], part["source"]]
+    if part["parameters"]:
+        lines.append("parameters: " + ", ".join(map(_parameter, part["parameters"])))
+    if part["attention"] != "either":
+        lines.append(f"{part['attention']} attention only")
+    groups: dict[str, list[dict[str, str]]] = {}
+    for each in part["excludes"]:
+        groups.setdefault(each["why"].replace(each["part"], "it"), []).append(each)
+    for group in groups.values():
+        names = ", ".join(each["part"] for each in group)
+        lines.append(f"not with {names}: {group[0]['why']}")
+    if part["beside_rope"]:
+        lines.append(f"only with RoPE named as well: {', '.join(part['beside_rope'])}")
+    by_kernel: dict[str, list[str]] = {}
+    for place, kernel in part["kernels"].items():
+        by_kernel.setdefault(kernel, []).append(place)
+    served = "; ".join(f"{kernel} ({', '.join(places)})" for kernel, places in by_kernel.items())
+    return [*lines, f"served by {served}"]
+
+
+def _parameter(field: dict[str, Any]) -> str:
+    """A parameter as a line tells it."""
+    if field["default"] is not None:
+        return f"{field['name']}={field['default']}"
+    if field["example"] is None:
+        return f"{field['name']} (open)"
+    value = f"{field['example']:.6g}"
+    return f"{field['name']} ({value} at L = 512 and factor 8)"

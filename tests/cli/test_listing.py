@@ -1,0 +1,76 @@
+"""What `normattn list` says of every part beside its equation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from cli.conftest import Command
+from normattn import InputError, ScoreSpec
+from normattn.kernels import BACKENDS
+from normattn.score.combining import combinations, example, needs
+from normattn.score.registry import parts
+
+
+@pytest.fixture
+def listed(command: Command) -> dict[str, dict[str, Any]]:
+    return {part["name"]: part for part in json.loads(command("list", "--json").out)}
+
+
+def test_the_json_of_every_part(listed: dict[str, dict[str, Any]]) -> None:
+    assert list(listed) == list(parts())
+    for name, part in listed.items():
+        assert part["attention"] in ("causal", "bidirectional", "either")
+        assert set(part["kernels"]) == {"cpu float32", "cpu bfloat16", "cuda bfloat16"}
+        kernels = {each for said in part["kernels"].values() for each in said.split(", ")}
+        assert kernels <= set(BACKENDS) - {"auto"}
+        fields = {field.name for field in dataclasses.fields(parts()[name])}
+        assert {each["name"] for each in part["parameters"]} == fields
+        for each in part["excludes"]:
+            back = [other["part"] for other in listed[each["part"]]["excludes"]]
+            assert name in back
+
+
+def test_some_facts(listed: dict[str, dict[str, Any]]) -> None:
+    def excluded(name: str) -> set[str]:
+        return {each["part"] for each in listed[name]["excludes"]}
+
+    assert listed["Baseline"]["kernels"]["cpu float32"] == "fused"
+    assert listed["ReRoPE"]["attention"] == "causal"
+    assert listed["QKBatchNorm"]["attention"] == "bidirectional"
+    assert listed["ReRoPE"]["parameters"] == [{"name": "window", "default": None, "example": 128}]
+    assert {"NoPE", "ReRoPE", "HWFA"} <= excluded("YaRN")
+    assert "YaRN" in listed["ALiBi"]["beside_rope"]
+    assert {"Baseline", "NoPE", "XPos"} == excluded("RotateFirst")
+    assert not excluded("Sink") | excluded("KNA") | excluded("Packed")
+    why = {each["part"]: each["why"] for each in listed["NoPE"]["excludes"]}
+    assert why["PI"].startswith("PI on NoPE makes no sense: PI changes rotary positions")
+
+
+def test_the_text_tells_the_same(command: Command, listed: dict[str, dict[str, Any]]) -> None:
+    shown = command("list").out
+    for part in listed.values():
+        for each in part["excludes"]:
+            assert f"not with {each['part']}" in shown or f", {each['part']}" in shown
+        for field in part["parameters"]:
+            assert field["name"] in shown
+    assert "window (128 at L = 512 and factor 8)" in shown
+    assert "causal attention only" in shown
+    assert "only with RoPE named as well: ALiBi, KERPLELog, KERPLEPower" in shown
+    assert "served by fused (cpu float32, cuda bfloat16); chunked (cpu bfloat16)" in shown
+
+
+def test_what_is_said_to_be_excluded_is_refused() -> None:
+    for name, together in combinations().items():
+        assert name in str(example(name)) or name == "RoPE"
+        assert needs(name) in ("causal", "bidirectional", "either")
+        for each in together.excludes:
+            text = "-".join(dict.fromkeys(("QKRMSNorm", name, each.part)))
+            slots = [parts()[word].slot for word in (name, each.part)]
+            if "variant" in slots:
+                continue
+            with pytest.raises(InputError, match=r"sense|combined"):
+                ScoreSpec.parse(text, train_length=512).resolve(factor=8)
