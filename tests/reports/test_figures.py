@@ -10,7 +10,7 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.reports import Bootstrap, build, draw_history
-from normattn.reports.figures.style import line_style, pages, spread
+from normattn.reports.figures.style import line_style, pages, spread, variant_pages
 from normattn.reports.history import read_losses
 
 from .make import make_record, random_records
@@ -97,13 +97,25 @@ def test_no_history_is_said(tmp_path: Path) -> None:
 def test_many_variants_are_drawn_on_several_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("normattn.reports.figures.panels._VARIANTS", 2)
+    monkeypatch.setattr("normattn.reports.figures.style._VARIANTS", 2)
     monkeypatch.setattr("normattn.reports.figures.heat_map._ROWS", 5)
     records = random_records(seeds=(0,), documents=2)  # three variants, two methods
     quick = Bootstrap(resamples=10)
     drawn = {path.stem for path in build(records, tmp_path, bootstrap=quick).figures}
     expected = {f"{stem}{end}" for stem in _STEMS for end in ("", "_2")}
     assert drawn == expected
+
+
+def test_every_page_of_variants_shows_the_baseline() -> None:
+    names = ["Baseline", *(f"V{i}" for i in range(20))]
+    found = variant_pages([*names, "V3", "Baseline"])
+    assert [len(page) for page in found] == [8, 8, 7]
+    assert all(page[0] == "Baseline" for page in found)
+    assert sorted({name for page in found for name in page}) == sorted(names)
+    assert variant_pages(["KNA", "QNA"]) == [["KNA", "QNA"]]
+    assert [len(page) for page in variant_pages(names[1:])] == [8, 8, 4]
+    looks = [line_style(name, found[1]) for name in found[1]]
+    assert len({(look["color"], look["marker"]) for look in looks}) == 8
 
 
 def test_pages_keep_groups_whole() -> None:

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from normattn.errors import InputError
 from normattn.reports.cells import VARIANT_ORDER
-from normattn.reports.figures.style import house_style, label_ends, line_style, save
+from normattn.reports.figures.style import (
+    house_style,
+    label_ends,
+    label_width,
+    line_style,
+    paged_stem,
+    save,
+    variant_pages,
+)
 
 Series = tuple[NDArray[np.float64], NDArray[np.float64]]
 
@@ -21,6 +29,7 @@ Series = tuple[NDArray[np.float64], NDArray[np.float64]]
 def draw_history(runs: Mapping[str, Sequence[Path]], folder: Path) -> list[Path]:
     """Draw loss by step as `training_loss`: one line per seed, coloured by variant.
 
+    More than 8 variants go on in `training_loss_2` and so on.
     `runs` maps a variant's name to the metrics.jsonl files of its runs. A thin line is every
     logged step, a thick one its running mean over about a fiftieth of the run. A half-written last
     line (a run that is still going) is left out. Raises `InputError` for a file that cannot be
@@ -28,39 +37,50 @@ def draw_history(runs: Mapping[str, Sequence[Path]], folder: Path) -> list[Path]
     """
     names = sorted(runs, key=_order)
     series = {name: [read_losses(path) for path in runs[name]] for name in names}
-    if not any(series.values()):
+    series = {name: losses for name, losses in series.items() if losses}
+    if not series:
         raise InputError("there is no training history to draw: no metrics file was given")
-    with house_style():
-        figure = Figure(figsize=(8.2, 5.0), dpi=150)
-        axis = figure.add_axes((0.085, 0.2, 0.75, 0.68))
-        ends, colours = [], []
-        for name in names:
-            style = line_style(name, names)
-            for steps, losses in series[name]:
-                axis.plot(steps, losses, color=style["color"], linewidth=0.4, alpha=0.25)
-                smooth = _running_mean(losses)
-                axis.plot(
-                    steps, smooth, color=style["color"], linestyle=style["linestyle"], linewidth=1.3
-                )
-            if series[name]:
-                ends.append((name, float(steps[-1]), float(smooth[-1])))
-                colours.append(style["color"])
-        axis.set_ylim(*_limits([losses for group in series.values() for _, losses in group]))
-        axis.set_xlabel("training step")
-        axis.set_ylabel("training loss (nats per token)")
-        low, high = map(float, axis.get_ylim())
-        label_ends(axis, ends, colours, (high - low) * 0.045)
-        figure.text(0.02, 0.94, "Training loss of every run", fontsize=11, fontweight="bold")
-        figure.text(
-            0.02,
-            0.02,
-            "Faint: every logged step. Strong: running mean over about a fiftieth of the run. "
-            "Dashed: trained with log-n scaling.\nSeveral lines of one kind are its seeds; the "
-            "name stands at the last seed's end.",
-            fontsize=7.5,
-            color="#404040",
-        )
-        return save(figure, folder, "training_loss")
+    paths = []
+    for page, shown in enumerate(variant_pages(list(series))):
+        with house_style():
+            figure = _figure({name: series[name] for name in shown})
+            paths += save(figure, folder, paged_stem("training_loss", page))
+    return paths
+
+
+def _figure(series: Mapping[str, Sequence[Series]]) -> Figure:
+    beside = label_width(list(series))
+    width = 7.1 + beside
+    figure = Figure(figsize=(width, 5.0), dpi=150)
+    axis = figure.add_axes((0.7 / width, 0.2, 6.2 / width, 0.68))
+    ends, colours = [], []
+    for name, runs in series.items():
+        style = line_style(name, list(series))
+        for steps, losses in runs:
+            axis.plot(steps, losses, color=style["color"], linewidth=0.4, alpha=0.25)
+            smooth = _running_mean(losses)
+            axis.plot(
+                steps, smooth, color=style["color"], linestyle=style["linestyle"], linewidth=1.3
+            )
+        if runs:
+            ends.append((name, float(steps[-1]), float(smooth[-1])))
+            colours.append(style["color"])
+    axis.set_ylim(*_limits([losses for group in series.values() for _, losses in group]))
+    axis.set_xlabel("training step")
+    axis.set_ylabel("training loss (nats per token)")
+    low, high = map(float, axis.get_ylim())
+    label_ends(axis, ends, colours, (high - low) * 0.045)
+    figure.text(0.02, 0.94, "Training loss of every run", fontsize=11, fontweight="bold")
+    figure.text(
+        0.02,
+        0.02,
+        "Faint: every logged step. Strong: running mean over about a fiftieth of the run. "
+        "Dashed: trained with log-n scaling.\nSeveral lines of one kind are its seeds; the "
+        "name stands at the last seed's end.",
+        fontsize=7.5,
+        color="#404040",
+    )
+    return figure
 
 
 def read_losses(path: Path) -> Series:

@@ -13,17 +13,19 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from normattn.reports.curves import Curve, Point
 from normattn.reports.figures.style import (
+    REFERENCE,
     house_style,
     label_ends,
+    label_width,
     line_style,
     method_title,
     paged_stem,
-    pages,
     save,
+    variant_pages,
 )
 
-_WIDTH, _HEIGHT = 4.3, 3.5  # inches: a panel with its labels
-_VARIANTS = 10  # lines that a panel bears
+_WIDTH, _HEIGHT = 2.9, 3.5  # inches: the axes of a panel, and a panel with its titles
+_LEFT, _GAP = 0.62, 0.22  # inches: left of the first panel, and between labels and a panel
 
 
 def draw_panels(
@@ -36,11 +38,12 @@ def draw_panels(
     x_label: str,
     log_x: bool,
 ) -> list[Path]:
-    """Save `panels` as `stem`; more than 10 variants go on in `stem_2` and so on."""
+    """Save `panels` as `stem`; more than 8 variants go on in `stem_2` and so on."""
     paths = []
-    variants = list(dict.fromkeys(curve.variant for curve in curves))
-    for page, names in enumerate(pages(variants, _VARIANTS)):
-        shown = [curve for curve in curves if curve.variant in names]
+    for page, names in enumerate(variant_pages([curve.variant for curve in curves])):
+        own = [name for name in names if page == 0 or name != REFERENCE]
+        methods = {curve.method for curve in curves if curve.variant in own}
+        shown = [c for c in curves if c.variant in names and c.method in methods]
         with house_style():
             figure = panels(shown, title, caption, x_of, x_label, log_x)
             paths += save(figure, folder, paged_stem(stem, page))
@@ -63,18 +66,19 @@ def panels(
     methods = list(dict.fromkeys(curve.method for curve in curves))
     columns = min(2, len(methods))
     lines = math.ceil(len(methods) / columns)
-    width = _WIDTH * columns + 0.3
+    beside = label_width([curve.variant for curve in curves])
+    width = _LEFT + columns * (_WIDTH + beside) + (columns - 1) * _GAP
     heading, notes = wrap(title, round(10 * width)), wrap(caption, round(16 * width))
     top, bottom = 0.5 + 0.22 * len(heading), 0.72 + 0.14 * len(notes)
     size = (width, _HEIGHT * lines + top + bottom)
     figure = Figure(figsize=size, dpi=150)
     axes = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     figure.subplots_adjust(
-        left=0.62 / size[0],
-        right=1 - 1.12 / size[0],
+        left=_LEFT / size[0],
+        right=1 - beside / size[0],
         top=1 - top / size[1],
         bottom=bottom / size[1],
-        wspace=0.42,
+        wspace=(beside + _GAP) / _WIDTH,
         hspace=0.26,
     )
     low, high = _limits(curves)

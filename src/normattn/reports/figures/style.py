@@ -20,9 +20,15 @@ from normattn.atomic import write_bytes
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; yellow is too pale for lines.
 _KNOWN = {"Baseline": "#000000", "QNA": "#E69F00", "KNA": "#0072B2", "CosA": "#009E73"}
-_OTHERS = ("#D55E00", "#CC79A7", "#56B4E9", "#8C6D31", "#7F7F7F")
+_OTHERS = (
+    *("#D55E00", "#CC79A7", "#56B4E9", "#8C6D31", "#7F7F7F"),
+    *("#332288", "#44AA99", "#AA4466"),
+)
 _MARKERS = {"Baseline": "o", "QNA": "^", "KNA": "s", "CosA": "D"}
-_OTHER_MARKERS = ("v", "P", "X", "<", ">")
+_OTHER_MARKERS = ("v", "P", "X", "<", ">", "h", "p", "*")
+_VARIANTS = 8  # lines that a panel bears
+REFERENCE = "Baseline"
+"""The variant that every page of a figure shows."""
 
 _SETTINGS: dict[str, Any] = {
     "font.family": "DejaVu Sans",
@@ -85,6 +91,20 @@ def pages(groups: Sequence[str], most: int) -> list[list[str]]:
         found[-1].append(group)
         room -= count[group]
     return found
+
+
+def variant_pages(variants: Sequence[str]) -> list[list[str]]:
+    """The distinct variants in pages of 8; every page after the first shows the baseline again."""
+    distinct = list(dict.fromkeys(variants))
+    first, rest = distinct[:_VARIANTS], distinct[_VARIANTS:]
+    again = [REFERENCE] if REFERENCE in first else []
+    step = _VARIANTS - len(again)
+    return [first, *(again + rest[i : i + step] for i in range(0, len(rest), step))]
+
+
+def label_width(names: Sequence[str]) -> float:
+    """Inches that the names at the ends of lines take to the right of a panel."""
+    return max(1.12, 0.3 + 0.062 * max(map(len, names)))
 
 
 def paged_stem(stem: str, page: int) -> str:
