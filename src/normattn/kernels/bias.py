@@ -32,7 +32,7 @@ from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.problem import Problem
 
 # Query rows of a tile, and the bytes of its scores: about what a core's second cache holds.
-ROWS, TILE_BYTES = 128, 2**21
+ROWS, TILE_BYTES = 128, 2**20
 # Keys from which on it is asked how far a head reaches.
 REACH_FROM = 512
 # On a GPU a tile must fill the device instead.
@@ -290,7 +290,7 @@ def _accumulate(total: Tensor, weight: Tensor, rows: Tensor) -> None:
 
 
 def bias_attention(problem: Problem) -> Float[Tensor, "b h t e"]:
-    """softmax(⟨q_i, k_j⟩ + b(h, |i − j|)) · v by tiles of about 2 MiB of scores.
+    """softmax(⟨q_i, k_j⟩ + b(h, |i − j|)) · v by tiles of about 1 MiB of scores.
 
     Gradients reach the bias where it wants them. b must be finite at distance 0.
     """
