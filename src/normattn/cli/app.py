@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from normattn.cli import bench, evaluate, hidden, listing, report, reproduce, train
+from normattn.cli import bench, evaluate, generate, hidden, listing, report, reproduce, train
 from normattn.cli.failures import exit_code_of
 
 EPILOG = """
@@ -21,6 +21,8 @@ EPILOG = """
 `normattn train --score KNA-logn --steps 500 --out runs/kna` – train one small model
 
 `normattn evaluate runs/kna --methods YaRN,ReRoPE` – what stretching does to it
+
+`normattn generate runs/kna --prompt "def main("` – let it go on from a text
 
 `normattn report runs/kna runs/baseline --out runs/report` – compare runs in one table
 """
@@ -57,6 +59,7 @@ def _root(
 app.command("list")(listing.command)
 app.command("train", epilog=train.EPILOG)(train.command)
 app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.command)
+app.command("generate", epilog=generate.EPILOG)(generate.command)
 app.command("report", epilog=report.EPILOG)(report.command)
 app.command("bench", epilog=bench.EPILOG)(bench.command)
 app.add_typer(reproduce.app, name="reproduce")

@@ -67,7 +67,9 @@ class ModelCache:
             padded = padded or bool(key_padding.any())
         if not padded and self._separator is None:
             return Reading()
-        if padded:
+        if not padded:
+            key_padding = None
+        else:
             new = torch.zeros_like(ids, dtype=torch.bool) if key_padding is None else key_padding
             key_padding = self._padding.append(new)
         documents = None

@@ -1,0 +1,74 @@
+"""`normattn generate`: a trained run goes on from a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EPILOG = """
+**Examples**
+
+`normattn generate runs/kna --prompt "def main("` – go on, always with the likeliest token
+
+`normattn generate runs/kna --file chapter.txt --method YaRN --max-new-tokens 500` – from a text
+longer than the model was trained to read; the stretch is taken from the length
+
+`normattn generate runs/kna --prompt "import " --temperature 0.8 --top-p 0.95 --seed 7`
+
+`normattn generate runs/kna --prompt "class " --prompt "if " --stop ":"` – each up to a colon
+
+The answer alone goes to stdout, so that it can be piped on.
+"""
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A text to go on from; may be given several times.")
+    ] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option(help="A file whose whole text is one more prompt.")
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="Post-hoc method for reading on, as in `normattn evaluate`.")
+    ] = "as is",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token; above, tokens are drawn.")
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Draw among so many likeliest tokens.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw among the likeliest with this probability together.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A text at which an answer ends; may be repeated.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of drawn tokens; prompt r takes SEED + r.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of this process.")] = 1,
+) -> None:
+    """Go on from one or more prompts; an answer appears as it is made.
+
+    An answer also ends where the model ends a document. Of several prompts the first is answered
+    before your eyes, the others, made at the same time, follow with their prompts. Methods that
+    stretch by a factor take the one that reaches the end of the longest answer, unless METHOD says
+    it: YaRN(factor=8).
+    """
+    from normattn.recipes.generation import generate_run
+
+    generate_run(
+        run,
+        prompts=prompt or [],
+        files=file or [],
+        method=method,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop or [],
+        seed=seed,
+        threads=threads,
+    )

@@ -1,0 +1,208 @@
+"""The model's cache: beams, going back, a fixed size, bounded memory, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.memory import largest
+from normattn.errors import InputError
+from normattn.kernels.tiles import TILE_BYTES
+from normattn.models.causal_lm import CausalLM
+from normattn.models.config import CausalLMConfig
+
+VOCABULARY, L = 11, 5
+
+
+def _model(score: str = "KNA-logn", dtype: torch.dtype = torch.float64, **changes: Any) -> CausalLM:
+    torch.manual_seed(0)
+    settings = {"dim": 8, "layers": 2, "heads": 2, "train_length": L, **changes}
+    return CausalLM(CausalLMConfig(vocab_size=VOCABULARY, score=score, **settings)).to(dtype).eval()
+
+
+def _ids(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(
+        0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed)
+    )
+
+
+MODELS = {
+    text: _model(text)
+    for text in (
+        "KNA-logn",
+        "KNA-Packed",
+        "Baseline-SlidingWindow(window=3)",
+        "CosA-HWFA",
+        "QNA-ALiBi",
+    )
+}
+METHODS = ("", "DynamicNTK", "ReRoPE(window=3)", "StreamingLLM(window=4)")
+
+
+def _close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    method=st.sampled_from(METHODS),
+    sizes=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    pads=st.lists(st.integers(0, 8), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_any_chunks_and_any_left_padding(
+    name: str, method: str, sizes: list[int], pads: list[int], seed: int
+) -> None:
+    model, length = MODELS[name], sum(sizes)
+    if name != "KNA-logn" and name != "KNA-Packed":
+        method = ""
+    ids, padding = _ids(len(pads), length, seed), torch.zeros(len(pads), length, dtype=torch.bool)
+    for row, count in enumerate(pads):
+        padding[row, : min(count, length - 1)] = True
+    with model.using(method):
+        cache = model.new_cache()
+        parts = zip(torch.split(ids, sizes, 1), torch.split(padding, sizes, 1), strict=True)
+        read = torch.cat([model(part, pad, cache) for part, pad in parts], 1)
+        for row, count in enumerate(padding.sum(1).tolist()):
+            _close(read[row : row + 1, count:], model(ids[row : row + 1, count:]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_beams_go_on_from_any_row(name: str, padded: bool) -> None:
+    model, ids, more = MODELS[name], _ids(3, 9), _ids(4, 7, seed=1)
+    padding = torch.zeros(3, 9, dtype=torch.bool)
+    if padded:
+        padding[1, :4] = True
+    _, cache = model.prefill(ids, padding, chunk=4)
+    beams = [1, 1, 0, 2]
+    cache.reorder(beams)
+    read = torch.cat([model(part, cache=cache) for part in torch.split(more, [1, 2, 1, 3], 1)], 1)
+    for row, beam in enumerate(beams):
+        start = 4 if padded and beam == 1 else 0
+        whole = torch.cat((ids[beam : beam + 1, start:], more[row : row + 1]), 1)
+        _close(read[row : row + 1], model(whole)[:, -7:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", METHODS)
+def test_going_back_forgets(method: str) -> None:
+    model, ids, other = MODELS["KNA-Packed"], _ids(2, 9), _ids(2, 8, seed=1)
+    with model.using(method):
+        _, cache = model.prefill(ids)
+        model(other, cache=cache)
+        cache.truncate(6)
+        read = torch.cat([model(part, cache=cache) for part in torch.split(other, [1, 7], 1)], 1)
+        _close(read, model(torch.cat((ids[:, :6], other), 1))[:, 6:])
+        cache.truncate(0)
+        _close(model(ids, cache=cache), model(ids))
+    with pytest.raises(InputError, match="cannot be cut to 99"):
+        cache.truncate(99)
+
+
+@torch.no_grad()
+def test_a_window_bounds_the_memory_and_how_far_one_can_go_back() -> None:
+    model, ids = MODELS["Baseline-SlidingWindow(window=3)"], _ids(1, 90)
+    cache = model.new_cache()
+    read = torch.cat([model(part, cache=cache) for part in torch.split(ids, 1, 1)], 1)
+    _close(read, model(ids))
+    per_token = 2 * 2 * 8 * 8  # two layers, keys and values, width 8, float64
+    assert cache.nbytes <= 64 * per_token
+    cache.truncate(89)
+    _close(model(ids[:, 89:], cache=cache), read[:, 89:])
+    with pytest.raises(InputError, match="has forgotten the keys before token"):
+        cache.truncate(30)
+    assert cache.length == 90
+
+
+@torch.no_grad()
+def test_a_static_cache_takes_its_room_at_once_and_never_more() -> None:
+    model, ids = MODELS["KNA-logn"], _ids(2, 12)
+    cache = model.new_cache(max_length=12)
+    model(ids[:, :3], cache=cache)
+    taken = cache.nbytes
+    model(ids[:, 3:11], cache=cache)
+    with pytest.raises(InputError, match="room for 12 tokens, and 11 of it are taken: 2 more"):
+        model(ids[:, 10:], cache=cache)
+    last = model(ids[:, 11:], cache=cache)[:, -1]
+    _close(last, model(ids)[:, -1])
+    assert cache.nbytes == taken == 2 * 2 * 2 * 12 * 8 * 8
+    with pytest.raises(InputError, match="at least 1"):
+        model.new_cache(max_length=0)
+
+
+@torch.no_grad()
+def test_growing_doubles() -> None:
+    model = MODELS["KNA-logn"]
+    cache, sizes = model.new_cache(), set()
+    for part in torch.split(_ids(1, 260), 20, 1):
+        model(part, cache=cache)
+        sizes.add(cache.nbytes)
+    assert sorted(sizes) == [2 * 2 * 64 * 8 * 8 * n for n in (1, 2, 4, 8)]
+
+
+@torch.no_grad()
+def test_a_call_that_failed_changes_nothing() -> None:
+    model, ids = MODELS["KNA-Packed"], _ids(1, 9)
+    _, cache = model.prefill(ids[:, :5])
+    with pytest.raises(InputError, match="vocabulary"):
+        model(torch.tensor([[1, 99]]), cache=cache)
+    handle = model.blocks[1].register_forward_pre_hook(_fail)
+    with pytest.raises(RuntimeError, match="half-way"):
+        model(ids[:, 6:], cache=cache)
+    handle.remove()
+    _close(model(ids[:, 5:], cache=cache), model(ids)[:, 5:])
+
+
+def _fail(module: torch.nn.Module, args: Any) -> None:
+    raise RuntimeError("half-way")
+
+
+@torch.no_grad()
+def test_what_a_cache_refuses() -> None:
+    model, ids = MODELS["KNA-logn"], _ids(2, 6)
+    _, cache = model.prefill(ids)
+    with (
+        model.using("YaRN", factor=2),
+        pytest.raises(InputError, match="new cache after switching"),
+    ):
+        model(ids, cache=cache)
+    with pytest.raises(InputError, match="holds 2 rows"):
+        model(ids[:1], cache=cache)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 0] = True
+    with pytest.raises(InputError, match="pad on the left"):
+        model(ids, padding, cache)
+    with pytest.raises(InputError, match="pad on the left"):
+        model(ids, padding.flip(1), model.new_cache())
+    with pytest.raises(InputError, match="at least one"):
+        model.prefill(ids[:, :0])
+    with torch.enable_grad(), pytest.raises(InputError, match="no gradients"):
+        model(ids, cache=model.new_cache())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["", "DynamicNTK", "ReRoPE"])
+def test_64_times_the_length_is_read_in_bounded_memory(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _model("KNA", torch.float32, layers=1, train_length=16)
+    ids = _ids(1, 64 * 16 + 1)
+    with model.using(method):
+        whole = model.token_scores(ids)
+        monkeypatch.setattr("normattn.models.causal_lm._SCORED_TOKENS", 256)
+        monkeypatch.setattr("normattn.models.causal_lm.CHUNK", 64)
+        with largest() as memory:
+            read = model.token_scores(ids)
+    torch.testing.assert_close(read.loss, whole.loss, rtol=0, atol=1e-5)
+    assert (read.correct == whole.correct).float().mean() > 0.999
+    # A tile of scores is the largest: an eighth of what the length squared would be.
+    assert memory.numel <= TILE_BYTES // 4 == 2 * (64 * 16) ** 2 // 8
