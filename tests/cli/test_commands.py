@@ -31,7 +31,14 @@ def test_list_tells_every_part(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("train",), ("evaluate",), ("report",), ("reproduce", "keynorm")]
+    "arguments",
+    [
+        (),
+        ("train",),
+        ("evaluate",),
+        ("report",),
+        *(("reproduce", study) for study in ("keynorm", "window", "continue", "mechanism")),
+    ],
 )
 def test_help_teaches_by_examples(command: Command, arguments: tuple[str, ...]) -> None:
     said = command(*arguments, "--help")

@@ -27,7 +27,7 @@ KEYNORM = f"""
 
 `normattn reproduce keynorm --variants Baseline,QNA,KNA --seeds 3` – more seeds
 
-`normattn reproduce keynorm --methods all --plan` – every method and trained-in part: its cost
+`normattn reproduce keynorm --methods all` – every method, a row for every trained-in part: an hour
 
 `normattn reproduce keynorm --preset gpu-100m --corpus hf:NAME --plan` – its cost
 
