@@ -1,0 +1,125 @@
+"""`normattn generate`: what it prints, and what it refuses in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import TINY, Command
+from normattn.recipes.generation import TextStream
+
+
+def test_answers(command: Command, trained: Path, tmp_path: Path) -> None:
+    plain = command("generate", trained, "--prompt", "word1 word2", "--max-new-tokens", 6)
+    assert plain.code == 0, plain.err
+    assert plain.out
+    file = tmp_path / "prompt.txt"
+    file.write_text("word1 word2")
+    assert command("generate", trained, "--file", file, "--max-new-tokens", 6).out == plain.out
+    two = command(
+        *("generate", trained, "--prompt", "word3", "--file", file, "--max-new-tokens", 6)
+    )
+    assert two.out.startswith("> word3\n")
+    assert two.out.endswith(f"\n\n> word1 word2\n{plain.out}")
+
+
+def test_a_seed_decides_what_is_drawn(command: Command, trained: Path) -> None:
+    arguments = ("generate", trained, "--prompt", "word1", "--temperature", 2, "--top-p", 0.99)
+    first = command(*arguments, "--seed", 3, "--max-new-tokens", 12)
+    assert first.code == 0, first.err
+    assert command(*arguments, "--seed", 3, "--max-new-tokens", 12).out == first.out
+    assert command(*arguments, "--seed", 4, "--max-new-tokens", 12).out != first.out
+
+
+def test_methods_read_on(command: Command, trained: Path) -> None:
+    """Longer than L, where the methods differ from the model as it is."""
+    for method in ("YaRN", "ReRoPE-logn+", "DynamicNTK", "YaRN(factor=4)", "StreamingLLM"):
+        said = command(
+            *("generate", trained, "--prompt", "word1 word2 word3", "--method", method),
+            *("--max-new-tokens", 4, "--top-k", 5, "--temperature", 1),
+        )
+        assert said.code == 0, said.err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ["--prompt", "--file"]),
+        (["--prompt", ""], ["prompt is empty"]),
+        (["--file", "gone.txt"], ["gone.txt", "cannot be read"]),
+        (["--prompt", "a", "--method", "YARN"], ["YARN", "did you mean YaRN"]),
+        (["--prompt", "a", "--method", "logn"], ["logn is trained in"]),
+        (["--prompt", "a", "--method", "YaRN-ReRoPE"], ["cannot be combined"]),
+        (["--prompt", "a", "--method", "YaRN(factor=0)"], ["factor", "at least 1"]),
+        (["--prompt", "a", "--temperature", "-1"], ["temperature is -1"]),
+        (["--prompt", "a", "--top-p", "2", "--temperature", "1"], ["top_p is 2"]),
+        (["--prompt", "a", "--top-k", "5"], ["temperature 0 always takes the likeliest"]),
+        (["--prompt", "a", "--max-new-tokens", "0"], ["--max-new-tokens"]),
+        (["--prompt", "a", "--stop", ""], ["stop string is empty"]),
+        (["--prompt", "a", "--colour", "red"], ["--colour"]),
+    ],
+)
+def test_what_is_refused(
+    command: Command, trained: Path, options: list[str], expected: list[str]
+) -> None:
+    said = command("generate", trained, *options)
+    assert said.code == 2
+    for part in expected:
+        assert part in said.sentence
+    assert said.out == ""
+
+
+def test_runs_that_cannot_answer(command: Command, trained: Path, tmp_path: Path) -> None:
+    assert "no config.json" in command("generate", tmp_path, "--prompt", "a").sentence
+    broken = tmp_path / "broken"
+    shutil.copytree(trained, broken)
+    status = json.loads((broken / "status.json").read_text())
+    (broken / "status.json").write_text(json.dumps({**status, "state": "running"}))
+    assert "only a finished run" in command("generate", broken, "--prompt", "a").sentence
+    (broken / "status.json").write_text(json.dumps(status))
+    (broken / "tokeniser.json").unlink()
+    assert "tokeniser.json does not exist" in command("generate", broken, "--prompt", "a").sentence
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    said = command("generate", trained, "--file", tmp_path / "latin.txt")
+    assert "not UTF-8" in said.sentence
+
+
+def test_generated_tokens_are_no_text(command: Command, tmp_path: Path) -> None:
+    preset = tmp_path / "synthetic.toml"
+    preset.write_text(TINY.format(corpus="synthetic:copy"))
+    run = tmp_path / "run"
+    assert command("train", "--preset", preset, "--length", 64, "--out", run).code == 0
+    said = command("generate", run, "--prompt", "a")
+    assert said.code == 2
+    assert "generated tokens of synthetic:copy" in said.sentence
+
+
+def _decode(tokens: object) -> str:
+    assert isinstance(tokens, list)
+    return bytes(tokens).decode(errors="replace")
+
+
+def _streamed(text: str, stops: list[str], end: str) -> list[str]:
+    told: list[str] = []
+    stream = TextStream(_decode, stops, told.append)
+    for byte in text.encode():
+        stream.add(byte)
+    stream.finish(end)
+    return told
+
+
+def test_text_streams_by_whole_characters() -> None:
+    assert _streamed("aé€b", [], "aé€b") == ["a", "é", "€", "b"]
+    # Bytes that never become a character come with the end.
+    assert (
+        "".join(_streamed("ab", [], "ab\N{REPLACEMENT CHARACTER}")) == "ab\N{REPLACEMENT CHARACTER}"
+    )
+
+
+def test_what_may_become_a_stop_string_is_held_back() -> None:
+    assert _streamed("one <end", ["<end>"], "one <end") == [*"one ", "<end"]
+    assert "".join(_streamed("one <end>", ["<end>"], "one ")) == "one "
+    assert "".join(_streamed("<en<end>", ["<end>", "zzz"], "<en")) == "<en"
