@@ -81,13 +81,11 @@ def query_fold(
     if not positions.causal:
         name = ("queries", spec, head_dim, dtype, device, queries, keys)
         return _kept(name, lambda: _query_fold(spec, head_dim, positions.query, positions.n, dtype))
-
-    def make() -> QueryFold:
-        place = torch.arange(capacity, device=device)
-        return _query_fold(spec, head_dim, place, place + 1, dtype)
-
     capacity = _capacity(keys)
-    whole = _kept(("queries", spec, head_dim, dtype, device, capacity), make)
+    whole = _kept(
+        ("queries", spec, head_dim, dtype, device, capacity),
+        lambda: _counted_fold(spec, head_dim, torch.arange(capacity, device=device), dtype),
+    )
     return whole.rows(slice(keys - queries, keys))
 
 
@@ -108,6 +106,11 @@ def key_fold(
         lambda: _key_fold(spec, head_dim, torch.arange(capacity, device=device), dtype),
     )
     return whole.rows(slice(first, last))
+
+
+def _counted_fold(spec: ScoreSpec, head_dim: int, place: Tensor, dtype: torch.dtype) -> QueryFold:
+    """Causal, at positions 0, 1, …."""
+    return _query_fold(spec, head_dim, place, place + 1, dtype)
 
 
 def _query_fold(
@@ -137,10 +140,22 @@ def _key_fold(spec: ScoreSpec, head_dim: int, place: Tensor, dtype: torch.dtype)
     return KeyFold(turn(place, 1.0, -1), turn(far, 1.0, -1), turn(at - far, 1.0, -1))
 
 
-def _turner(
-    spec: ScoreSpec, head_dim: int, dtype: torch.dtype
-) -> Callable[[Tensor, Tensor | float, int], Rotation] | None:
-    """A function of position, scale and the sign of growth; None where nothing turns."""
+@dataclass(frozen=True)
+class _Turner:
+    """The rotation at positions, as a function of them, a scale and the sign of growth."""
+
+    theta: Tensor
+    growth: Tensor | None
+    interleaved: bool
+    dtype: torch.dtype
+
+    def __call__(self, place: Tensor, scale: Tensor | float, sign: int) -> Rotation:
+        signed = None if self.growth is None else self.growth * sign
+        return rotation(place.double(), self.theta, scale, self.interleaved, self.dtype, signed)
+
+
+def _turner(spec: ScoreSpec, head_dim: int, dtype: torch.dtype) -> _Turner | None:
+    """How things turn; None where nothing does."""
     position = spec.position
     if not isinstance(position, RotaryPosition):
         return None
@@ -149,14 +164,7 @@ def _turner(
         theta = rope_frequencies(size, position.base)
     else:
         theta = spec.spectrum.inverse_frequencies(size, position.base, spec.train_length)
-    growth = position.log_growth(head_dim)
-    interleaved = position.layout == "interleaved"
-
-    def turn(place: Tensor, scale: Tensor | float, sign: int) -> Rotation:
-        signed = None if growth is None else growth * sign
-        return rotation(place.double(), theta, scale, interleaved, dtype, signed)
-
-    return turn
+    return _Turner(theta, position.log_growth(head_dim), position.layout == "interleaved", dtype)
 
 
 def _beside(scale: Tensor | float) -> Tensor | float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -114,10 +115,7 @@ class Score(nn.Module):
         q_near, q_far = self._queries(spec, q, positions, key_padding)
         first = 0 if positions.regular else None
         fold = key_fold(spec, self.head_dim, positions.key, k.dtype, first)
-
-        def norm(x: Tensor) -> Tensor:
-            return self._normed_keys(x, key_padding)
-
+        norm = partial(self._normed_keys, padding=key_padding)
         k = k if spec.order else norm(k)
         after = norm if spec.order else None
         far = None
@@ -203,20 +201,18 @@ class Score(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Queries of the near and the far regime, λ and what is learned folded in."""
         fold: QueryFold = query_fold(spec, self.head_dim, positions, q.dtype)
+        norm = partial(self._normed_queries, padding=padding)
+        q, after = (norm(q), None) if spec.order is None else (q, norm)
+        near = _scaled(_turned(q, fold.near, after), fold.scale)
+        if fold.far is None:
+            return near, None
+        return near, _scaled(_turned(q, fold.far, after), fold.scale)
 
-        def norm(x: Tensor) -> Tensor:
-            if self.query_norm is not None:
-                same = padding is not None and padding.shape[-1] == x.shape[2]
-                x = self.query_norm(x, padding if same else None)
-            return x if self.scale is None else scaled(x, self.scale)
-
-        def last(x: Tensor) -> Tensor:
-            x = x if spec.order is None else norm(x)
-            return x if fold.scale is None else scaled(x, fold.scale)
-
-        q = norm(q) if spec.order is None else q
-        near = last(_turned(q, fold.near))
-        return near, None if fold.far is None else last(_turned(q, fold.far))
+    def _normed_queries(self, q: Tensor, padding: Tensor | None) -> Tensor:
+        if self.query_norm is not None:
+            same = padding is not None and padding.shape[-1] == q.shape[2]
+            q = self.query_norm(q, padding if same else None)
+        return _scaled(q, self.scale)
 
     def _normed_keys(self, k: Tensor, padding: Tensor | None) -> Tensor:
         return k if self.key_norm is None else self.key_norm(k, padding)
@@ -254,6 +250,10 @@ def _turned(
 ) -> Tensor:
     x = x if rotation is None else rotation(x)
     return x if after is None else after(x)
+
+
+def _scaled(x: Tensor, scale: Tensor | float | None) -> Tensor:
+    return x if scale is None else scaled(x, scale)
 
 
 def _first_near(queries: int, keys: int, window: int) -> int:
