@@ -197,5 +197,23 @@ def test_operands_of_any_layout() -> None:
             torch.testing.assert_close(mine, hand)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoding_step_over_keys_cut_from_a_cache(dtype: torch.dtype) -> None:
+    """Keys that are a part of a larger buffer, near ones of their own; one query."""
+    made = [torch.randn(2, 2, count, 8).to(dtype) for count in (1, 1, 50, 50, 6)]
+    q, far_q, values, far_k, near = made
+    key = torch.arange(40)
+    seen = Visibility(True, key[-1:], key, True)
+    v, cut = values[:, :, :40], far_k[:, :, :40]
+    two = Problem(q, near, v, seen, far_q, cut, 6, near_start=34)
+    for problem in (two, Problem(q, cut, v, seen)):
+        wide = [None if x is None else x.double() for x in problem.tensors]
+        expected = reference(problem.settings.problem(wide))
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(
+            chunked(problem).double(), expected, atol=tolerance, rtol=tolerance
+        )
+
+
 def test_the_table_names_every_kernel() -> None:
     assert set(TABLE) == {kernel.name for kernel in KERNELS}

@@ -26,6 +26,13 @@ def problem(
     return replace(Problem(q, k, v, replace(visibility, **seen)), **changes)
 
 
+def _step(dtype: torch.dtype, groups: int, keys: int) -> Problem:
+    """One query over many keys."""
+    q, k = torch.zeros(1, 2, 1, 4, dtype=dtype), torch.zeros(1, groups, keys, 4, dtype=dtype)
+    key = torch.arange(keys)
+    return Problem(q, k, k, Visibility(True, key[-1:], key, aligned=True))
+
+
 PADDING = torch.zeros(1, 5, dtype=torch.bool)
 MASK = torch.ones(5, 5, dtype=torch.bool)
 
@@ -33,6 +40,9 @@ MASK = torch.ones(5, 5, dtype=torch.bool)
 def test_the_fastest_that_can() -> None:
     assert choose(problem()).name == "fused"
     assert choose(problem(queries=1)).name == "fused"
+    assert choose(_step(torch.float32, 2, 300)).name == "fused"
+    assert choose(_step(torch.bfloat16, 2, 300)).name == "chunked"
+    assert choose(_step(torch.float32, 1, 3000)).name == "chunked"
     assert choose(problem(queries=3, causal=False)).name == "fused"
     assert choose(problem(aligned=False, causal=False)).name == "fused"
     assert choose(problem(queries=3)).name == "chunked"

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from normattn.kernels.problem import Problem, Visibility
 from normattn.kernels.tiles import Group, Plan, Span, Tile, hide_edges
+
+# Rows of a product below which a strided operand costs more than a copy of it.
+_FEW = 16
 
 
 def grouped(x: Tensor, repeat: int) -> Tensor:
@@ -140,9 +144,8 @@ class Rows:
         score = self.room("score", tile)
         for span, where in tile.laid():
             q, k, name, columns = self.side(span)
-            torch.bmm(
-                q[:, self.lines(tile)], self.across(name, k)[..., columns], out=score[..., where]
-            )
+            across = self.across(name, k)
+            product(q[:, self.lines(tile)], across, columns, score[..., where])
         apart = self.apart(score)
         if self.problem.cap is not None:
             seen = score[..., : tile.width].div_(self.problem.cap).tanh_()
@@ -218,6 +221,12 @@ class Rows:
 
     def values(self, weight: Tensor, tile: Tile, out: Tensor) -> None:
         """Σ_j weight · v into `out` (n, c·r, E)."""
+        spans = tile.spans
+        if weight.shape[1] < _FEW and all(a.stop == b.start for a, b in pairwise(spans)):
+            # As in a decoding step: far and near columns follow each other.
+            columns = slice(spans[0].start, spans[-1].stop) if spans else slice(0)
+            times([(weight[..., : tile.width], self.v[:, columns])], out)
+            return
         times(((weight[..., where], self.v[:, span.columns]) for span, where in tile.laid()), out)
 
     def by_weight(self, by_out: Tensor, tile: Tile) -> Tensor:
@@ -227,18 +236,41 @@ class Rows:
             result[..., tile.width :] = 0
         turned = self.across("v", self.v)
         for span, where in tile.laid():
-            torch.bmm(by_out, turned[..., span.columns], out=result[..., where])
+            product(by_out, turned, span.columns, result[..., where])
         return result
+
+
+def product(a: Tensor, b: Tensor, columns: slice, out: Tensor) -> None:
+    """a·b[columns] into `out`.
+
+    Few rows go to a space of their own, as a strided one is slow for them. Half-precision ones are
+    ten times slower still where b is not whole: then all columns are taken, or one head at a time.
+    """
+    part = b[..., columns]
+    if a.shape[1] >= _FEW:
+        torch.bmm(a, part, out=out)
+    elif a.element_size() != 2 or part.shape[0] == 1 or _dense(part):
+        out.copy_(torch.bmm(a, part))
+    elif _dense(b) and 2 * part.shape[-1] >= b.shape[-1]:
+        out.copy_(torch.bmm(a, b)[..., columns])
+    else:
+        for number in range(a.shape[0]):
+            torch.mm(a[number], part[number], out=out[number])
+
+
+def _dense(x: Tensor) -> bool:
+    return x.is_contiguous() or x.transpose(1, 2).is_contiguous()
 
 
 def times(pairs: Iterable[tuple[Tensor, Tensor]], out: Tensor) -> None:
     """Σ a·b into `out`."""
     first = True
     for a, b in pairs:
+        dense = a if a.shape[1] >= _FEW else a.contiguous()
         if first:
-            torch.bmm(a, b, out=out)
+            torch.bmm(dense, b, out=out)
         else:
-            out.baddbmm_(a, b)
+            out.baddbmm_(dense, b)
         first = False
     if first:
         out.zero_()
