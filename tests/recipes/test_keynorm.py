@@ -125,7 +125,7 @@ def test_all_is_every_part_that_a_row_can_have(tiny: Path) -> None:
     ):
         sweep = resolve(request)
         rows = {cell.variant: methods_of(cell) for cell in sweep.cells}
-        found = [name for name in trained_in_variants() if name in rows]
+        found = [name for name in trained_in_variants(1) if name in rows]
         assert list(rows) == found
         assert {"Baseline", "KNA-logn", "CosA", "KNA-NoPE"} <= rows.keys()
         for name, part in registry.parts().items():
@@ -141,11 +141,17 @@ def test_all_is_every_part_that_a_row_can_have(tiny: Path) -> None:
 
 
 def test_every_trained_in_part_has_a_row_of_its_own() -> None:
-    shown = "-".join(trained_in_variants())
+    shown = trained_in_variants(layers=4)
     for name, part in registry.parts().items():
-        slots = ("order", "position", "bias", "cap", "sink", "visible", "layout")
-        if part.when == "trained-in" and part.slot.value in slots and name != "RoPE":
-            assert name in shown
+        if part.when == "trained-in" and part.slot.value not in ("variant", "logn"):
+            assert name == "RoPE" or any(row.endswith(f"-{name}") for row in shown)
+
+
+def test_a_part_of_every_few_layers_reaches_one_of_them() -> None:
+    assert "Baseline-NoPEEvery" in trained_in_variants(layers=4)
+    few = trained_in_variants(layers=3)
+    assert "Baseline-NoPEEvery(every=3)" in few
+    assert "Baseline-NoPEEvery" not in few
 
 
 @pytest.mark.parametrize("option", ["variants", "methods"])

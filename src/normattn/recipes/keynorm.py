@@ -87,7 +87,7 @@ def _variants(request: Request, config: SweepConfig) -> tuple[tuple[str, ...], l
         return canonical(_listed(request.variants, "--variants") or VARIANTS, config), []
     found: list[str] = []
     omissions: list[Omission] = []
-    for variant in trained_in_variants():
+    for variant in trained_in_variants(int(config.training["model"]["layers"])):
         try:
             found += canonical([variant], config)
         except InputError as error:
