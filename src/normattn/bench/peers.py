@@ -120,14 +120,13 @@ class TwoMatrices(OfCausal):
         near = Turn.at(positions, self.call)
         far = Turn.at(torch.full_like(positions, self.window), self.call)
         distance = positions[:, None] - positions
-        is_near, hidden = distance < self.window, distance < 0
+        hidden = torch.zeros_like(distance, dtype=q.dtype).masked_fill(distance < 0, -torch.inf)
 
         def call() -> Tensor:
-            first = near(q) @ near(k).transpose(-1, -2)
-            second = far(q) @ k.transpose(-1, -2)
-            score = torch.where(is_near, first, second) / self.call.size**0.5
-            weight = torch.softmax(score.masked_fill(hidden, -torch.inf), -1)
-            return weight @ v
+            first = near(q) @ near(k).transpose(-1, -2) / self.call.size**0.5
+            second = far(q) @ k.transpose(-1, -2) / self.call.size**0.5
+            score = torch.where(distance < self.window, first, second) + hidden
+            return torch.softmax(score, -1) @ v
 
         return call
 
