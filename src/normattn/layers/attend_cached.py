@@ -17,6 +17,7 @@ from normattn.kernels import Visibility, attend
 from normattn.kernels.problem import check_shapes
 from normattn.layers.attend import in_blocks, posed, regular_positions
 from normattn.layers.cache import KeyValueCache, Room
+from normattn.layers.one_token import one_token
 from normattn.score import Positions, Score
 
 
@@ -52,6 +53,10 @@ def attention_cached(
     cache.claim(score.spec)
     first, count = cache.length, k.shape[2]
     given = (key_padding, positions, documents)
+    if count == 1 and backend == "auto" and key_padding is positions is documents is None:
+        ready = one_token(score, cache, q, v)
+        if ready is not None:
+            return ready(q, k, v, score, cache)
     if positions is None and (key_padding is not None or documents is not None):
         _check_given(given, q.shape[0], first + count)
         positions = Positions.of(

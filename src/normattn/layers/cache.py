@@ -89,7 +89,8 @@ class KeyValueCache(ABC):
     """Keys, as `Score.store` makes them, and values of the tokens that one layer has read.
 
     `length` counts the tokens read. The first `dropped` of them may be forgotten. `turned` holds
-    keys turned by the spectrum of a block of rows, where the spectrum moves. A cache belongs to
+    keys turned by the spectrum of a block of rows, where the spectrum moves, and `one_token` what
+    a single token's attention needs of its score beforehand. A cache belongs to
     the score that filled it and to inference: tensors that want a gradient are refused.
     """
 
@@ -98,6 +99,7 @@ class KeyValueCache(ABC):
         self.dropped = 0
         self.window = 0
         self.turned: dict[int, Room] = {}
+        self.one_token: object = None
         self._limit = limit
         self._keys, self._values = Room(2, limit), Room(2, limit)
         self._spec: ScoreSpec | None = None

@@ -110,6 +110,10 @@ class L2Norm(nn.Module):
     ) -> Float[Tensor, "b h t d"]:
         """Normalise each head's vector to length 1."""
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        if not torch.is_grad_enabled():
+            # A decode step has so little to do that the recording of a backward would show.
+            norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+            return (wide * norm.clamp_(min=self.eps).reciprocal_()).to(x.dtype)
         y, _ = _L2.apply(wide, self.eps)  # type: ignore[no-untyped-call]
         return y.to(x.dtype)  # type: ignore[no-any-return]
 

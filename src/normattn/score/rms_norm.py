@@ -18,9 +18,19 @@ def rms_norm(
 ) -> Float[Tensor, "*rows d"]:
     """x/√(mean x² + eps)·gain in the dtype of x."""
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            return _normed(x, gain, eps)[0]
         y: Tensor = _RMSNorm.apply(x, gain, eps)  # type: ignore[no-untyped-call]
         return y
     return F.rms_norm(x, (x.shape[-1],), gain, eps)
+
+
+def _normed(x: Tensor, gain: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """y and r = (mean(x²) + eps)^−½."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    normal = x * inverse
+    return normal if gain is None else normal.mul_(gain), inverse
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -28,12 +38,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y, inverse = _normed(x, gain, eps)
         ctx.save_for_backward(x, gain, inverse)
         ctx.eps = eps
-        normal = x * inverse
-        return normal if gain is None else normal.mul_(gain)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
