@@ -18,7 +18,7 @@ parse = ScoreSpec.parse
         ("CosA-logn-YaRN(factor=8)@512", "CosA-logn", "YaRN"),
         ("CosA-logn+-NTK(factor=8)@512", "CosA", "logn†-NTK"),
         ("Baseline-NoPE@512", "Baseline-NoPE", ""),
-        ("QNA-RoPE(base=50)-ReRoPE@512", "QNA-RoPE", "ReRoPE"),
+        ("QNA-RoPE(base=50)-ReRoPE@512", "QNA-RoPE(base=50)", "ReRoPE"),
     ],
 )
 def test_what_was_trained_and_what_came_after(text: str, variant: str, method: str) -> None:
