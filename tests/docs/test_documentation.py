@@ -68,13 +68,15 @@ def test_commands_are_understood(page: str, line: str, monkeypatch: pytest.Monke
         return lambda *args, **kwargs: done.append(name)
 
     for place in (
-        "training_run.train_run",
-        "training_run.training_config",
-        "evaluation_run.evaluate_run",
-        "tabulate.tabulate",
-        "sweep.reproduce",
+        "recipes.training_run.train_run",
+        "recipes.training_run.training_config",
+        "recipes.evaluation_run.evaluate_run",
+        "recipes.generation.generate_run",
+        "recipes.tabulate.tabulate",
+        "recipes.sweep.reproduce",
+        "bench.runner.run_bench",
     ):
-        monkeypatch.setattr(f"normattn.recipes.{place}", work(place))
+        monkeypatch.setattr(f"normattn.{place}", work(place))
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(line)[1:])
     assert ended.value.code == 0

@@ -25,6 +25,8 @@ EPILOG = """
 `normattn generate runs/kna --prompt "def main("` – let it go on from a text
 
 `normattn report runs/kna runs/baseline --out runs/report` – compare runs in one table
+
+`normattn bench` – beside the peers, against goals
 """
 
 app = typer.Typer(
