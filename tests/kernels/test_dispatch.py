@@ -50,7 +50,7 @@ def test_the_fastest_that_can() -> None:
     assert choose(problem(padding=PADDING)).name == "chunked"
     assert choose(problem(mask=MASK)).name == "chunked"
     assert choose(problem(aligned=False)).name == "chunked"
-    far = {"far_q": problem().q, "far_k": problem().k}
+    far: dict[str, Any] = {"far_q": problem().q, "far_k": problem().k}
     assert choose(problem(window=2, **far)).name == "two-regime"
     assert choose(problem(window=5, **far)).name == "chunked"
     assert choose(problem(window=2, cap=1.0, **far)).name == "chunked"
