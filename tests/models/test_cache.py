@@ -21,8 +21,8 @@ VOCABULARY, L = 11, 5
 
 def _model(score: str = "KNA-logn", dtype: torch.dtype = torch.float64, **changes: Any) -> CausalLM:
     torch.manual_seed(0)
-    settings = {"dim": 8, "layers": 2, "heads": 2, "train_length": L, **changes}
-    return CausalLM(CausalLMConfig(vocab_size=VOCABULARY, score=score, **settings)).to(dtype).eval()
+    settings = {"dim": 8, "layers": 2, "heads": 2, "train_length": L, "score": score, **changes}
+    return CausalLM(CausalLMConfig(vocab_size=VOCABULARY, **settings)).to(dtype).eval()
 
 
 def _ids(rows: int, length: int, seed: int = 0) -> Tensor:
@@ -98,10 +98,14 @@ def test_going_back_forgets(method: str) -> None:
     model, ids, other = MODELS["KNA-Packed"], _ids(2, 9), _ids(2, 8, seed=1)
     with model.using(method):
         _, cache = model.prefill(ids)
-        model(other, cache=cache)
+        for part in torch.split(other, 1, 1):
+            model(part, cache=cache)
         cache.truncate(6)
-        read = torch.cat([model(part, cache=cache) for part in torch.split(other, [1, 7], 1)], 1)
-        _close(read, model(torch.cat((ids[:, :6], other), 1))[:, 6:])
+        # As long as before, by other tokens, when the next ones come one by one again.
+        sizes = [11, 1, 1, 1]
+        more = torch.cat((other, ids[:, :6]), 1)
+        read = torch.cat([model(part, cache=cache) for part in torch.split(more, sizes, 1)], 1)
+        _close(read, model(torch.cat((ids[:, :6], more), 1))[:, 6:])
         cache.truncate(0)
         _close(model(ids, cache=cache), model(ids))
     with pytest.raises(InputError, match="cannot be cut to 99"):

@@ -17,7 +17,8 @@ from normattn.kernels import Visibility, attend
 from normattn.kernels.problem import check_shapes
 from normattn.layers.attend import in_blocks, posed, regular_positions
 from normattn.layers.cache import KeyValueCache, Room
-from normattn.layers.one_token import one_token
+from normattn.layers.one_token import OneToken, foldable, made, serves
+from normattn.layers.one_token_far import OneTokenFar, made_far
 from normattn.score import Positions, Score
 
 
@@ -54,7 +55,7 @@ def attention_cached(
     first, count = cache.length, k.shape[2]
     given = (key_padding, positions, documents)
     if count == 1 and backend == "auto" and key_padding is positions is documents is None:
-        ready = one_token(score, cache, q, v)
+        ready = _ready(score, cache, q)
         if ready is not None:
             return ready(q, k, v, score, cache)
     if positions is None and (key_padding is not None or documents is not None):
@@ -84,6 +85,28 @@ def attention_cached(
     for block in set(cache.turned) - live:
         del cache.turned[block]
     return out
+
+
+def _ready(score: Score, cache: KeyValueCache, q: Tensor) -> OneToken | OneTokenFar | None:
+    """The quick way for one more token, kept in the cache; None where it is not enough."""
+    found = cache.one_token
+    if isinstance(found, OneToken | OneTokenFar) and (
+        found.spec is score.spec and found.capacity > cache.length and found.dtype == q.dtype
+    ):
+        return found
+    spec = score.spec
+    if serves(score, q):
+        cache.one_token = made(score, cache.length, q)
+    elif (
+        foldable(score, q)
+        and spec.regime is not None
+        and spec.visible[0] is None
+        and spec.bias is None
+    ):
+        cache.one_token = made_far(score, cache.length, q)
+    else:
+        return None
+    return _ready(score, cache, q)
 
 
 def _standing(

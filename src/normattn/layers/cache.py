@@ -90,7 +90,8 @@ class KeyValueCache(ABC):
 
     `length` counts the tokens read. The first `dropped` of them may be forgotten. `turned` holds
     keys turned by the spectrum of a block of rows, where the spectrum moves, and `one_token` what
-    a single token's attention needs of its score beforehand. A cache belongs to
+    a single token's attention needs of its score beforehand; `near` has the keys before token
+    `near_end` at their near positions, where there are two regimes. A cache belongs to
     the score that filled it and to inference: tensors that want a gradient are refused.
     """
 
@@ -100,6 +101,7 @@ class KeyValueCache(ABC):
         self.window = 0
         self.turned: dict[int, Room] = {}
         self.one_token: object = None
+        self.near, self.near_end = Room(2), 0
         self._limit = limit
         self._keys, self._values = Room(2, limit), Room(2, limit)
         self._spec: ScoreSpec | None = None
@@ -157,6 +159,7 @@ class KeyValueCache(ABC):
             room.used = max(0, length - self.dropped)
         for room in self.turned.values():
             room.used = min(room.used, self._keys.used)
+        self.near.used = self.near_end = 0
         self.length = length
 
     def check_cut(self, length: int) -> None:
@@ -173,7 +176,7 @@ class KeyValueCache(ABC):
         return sum(room.nbytes for room in self._rooms())
 
     def _rooms(self) -> tuple[Room, ...]:
-        return self._keys, self._values, *self.turned.values()
+        return self._keys, self._values, self.near, *self.turned.values()
 
 
 class GrowingCache(KeyValueCache):
