@@ -81,40 +81,6 @@ def attention(
     return in_blocks(module.spec, positions, part)
 
 
-def attention_stored(
-    q: Float[Tensor, "b h t d"],
-    stored: Float[Tensor, "b g s d"],
-    v: Float[Tensor, "b g s e"],
-    score: Score,
-    key_padding: Bool[Tensor, "b s"] | None = None,
-    positions: Int[Tensor, "b s"] | None = None,
-    documents: Int[Tensor, "b s"] | None = None,
-    backend: str = "auto",
-) -> Float[Tensor, "b h t e"]:
-    """`attention` of the last T tokens over keys that a cache holds (`Score.store`), causal.
-
-    `positions` are those of the S keys where they are not simply 0 … S − 1, as with
-    `key_padding`. Raises `InputError` for shapes that do not fit.
-    """
-    check_shapes(q, stored, v)
-    queries, keys = q.shape[2], stored.shape[2]
-    given = (key_padding, positions, documents)
-    if all(each is None for each in given):
-        at = regular_positions(queries, keys, q.device)
-    else:
-        at = Positions.of(queries, keys, True, q.device, key_padding, None, positions, documents)
-    seen = Visibility(True, at.query, at.key, at.regular, key_padding)
-    if documents is not None:
-        own = documents[:, keys - queries :]
-        seen = replace(seen, query_documents=own, key_documents=documents)
-
-    def part(rows: slice, upto: int, block: int) -> Tensor:
-        prepared = score.recall(q[:, :, rows], stored[:, :, :upto], at.part(rows, upto), block)
-        return attend(posed(prepared, v[:, :, :upto], seen.part(rows, upto), 0.0), backend)
-
-    return in_blocks(score.spec, at, part)
-
-
 def posed(
     prepared: Prepared, v: Float[Tensor, "b g s e"], seen: Visibility, dropout: float
 ) -> Problem:
