@@ -125,7 +125,8 @@ class KeyValueCache(ABC):
         self, k: Float[Tensor, "b g t d"], v: Float[Tensor, "b g t e"]
     ) -> tuple[Float[Tensor, "b g s d"], Float[Tensor, "b g s e"]]:
         """Add the keys and values of T tokens and return those of all that are kept."""
-        if k.requires_grad or v.requires_grad:
+        # A view of a leaf says that it wants a gradient even where gradients are off.
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise InputError(
                 "a cache keeps no gradients: read with it under torch.no_grad() or "
                 "torch.inference_mode()"

@@ -1,4 +1,4 @@
-"""Keys that a cache stores: token by token and in chunks, `attention_stored` is `attention`."""
+"""Every score with a cache: token by token and in chunks, `attention_cached` is `attention`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from normattn import Score, attention
-from normattn.layers.attend import attention_stored
+from normattn.layers.attend_cached import attention_cached
+from normattn.layers.cache import GrowingCache
 from score.cases import METHODS, VARIANTS, additions, built, documents, methods, recipes, tensors
 from score.recipe import REGIMES, Recipe
 
@@ -41,19 +42,13 @@ def _stored(
     places: Tensor | None = None,
     apart: Tensor | None = None,
 ) -> Tensor:
-    """Keys are stored as they come, each chunk of queries reads what is there."""
-    kept, pieces, first = k[:, :, :0], [], 0
+    """Each chunk of queries reads what the cache holds by then."""
+    cache, pieces, first = GrowingCache(), [], 0
     for size in CHUNKS:
         last = first + size
-        new = k[:, :, first:last]
-        if places is None:
-            here = score.store(new, torch.arange(first, last), first)
-        else:
-            here = score.store(new, places[:, first:last])
-        kept = torch.cat((kept, here), 2)
+        rows, keys, values = (x[:, :, first:last] for x in (q, k, v))
         pad, at, own = (None if x is None else x[:, :last] for x in (padding, places, apart))
-        rows, values = q[:, :, first:last], v[:, :, :last]
-        pieces.append(attention_stored(rows, kept, values, score, pad, at, own))
+        pieces.append(attention_cached(rows, keys, values, score, cache, pad, at, own))
         first = last
     return torch.cat(pieces, 2)
 
