@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from normattn.layers.gated_attention_unit import GatedAttentionUnit
     from normattn.models.causal_lm import CausalLM
     from normattn.models.config import CausalLMConfig
+    from normattn.models.generation import generate
     from normattn.score.module import Score
     from normattn.score.spec import ScoreSpec
 
@@ -33,6 +34,7 @@ __all__ = [
     "ScoreSpec",
     "attention",
     "explain",
+    "generate",
 ]
 
 # Names are imported when first used, so that `normattn --help` need not wait for torch.
@@ -48,6 +50,7 @@ _HOMES = {
     "ScoreSpec": "score.spec",
     "attention": "layers.attend",
     "explain": "layers.explain",
+    "generate": "models.generation",
 }
 
 

@@ -36,6 +36,8 @@ def test_list_tells_every_part(command: Command) -> None:
         (),
         ("train",),
         ("evaluate",),
+        ("generate",),
+        ("bench",),
         ("report",),
         *(("reproduce", study) for study in ("keynorm", "window", "continue", "mechanism")),
     ],
