@@ -16,7 +16,7 @@ from torch import Tensor
 
 from normattn.score.part import RotaryPosition, rope_frequencies
 from normattn.score.positions import Positions
-from normattn.score.rotary import Rotation, rotation
+from normattn.score.rotary import Rotation, last_position, rotation
 from normattn.score.spec import ScoreSpec
 
 
@@ -81,7 +81,7 @@ def query_fold(
     if not positions.causal:
         name = ("queries", spec, head_dim, dtype, device, queries, keys)
         return _kept(name, lambda: _query_fold(spec, head_dim, positions.query, positions.n, dtype))
-    capacity = _capacity(keys)
+    capacity = _capacity(spec, head_dim, dtype, keys)
     whole = _kept(
         ("queries", spec, head_dim, dtype, device, capacity),
         lambda: _counted_fold(spec, head_dim, torch.arange(capacity, device=device), dtype),
@@ -100,7 +100,7 @@ def key_fold(
     if first is None or torch.compiler.is_compiling():
         return _key_fold(spec, head_dim, places, dtype)
     device, last = places.device, first + places.shape[-1]
-    capacity = _capacity(last)
+    capacity = _capacity(spec, head_dim, dtype, last)
     whole = _kept(
         ("keys", spec, head_dim, dtype, device, capacity),
         lambda: _key_fold(spec, head_dim, torch.arange(capacity, device=device), dtype),
@@ -174,9 +174,16 @@ def _beside(scale: Tensor | float) -> Tensor | float:
     return scale[..., None] if scale.dim() == 1 else scale[:, None, :, None]
 
 
-def _capacity(positions: int) -> int:
-    """The next power of two: growing by a token seldom makes new tables."""
-    return max(64, 1 << (positions - 1).bit_length())
+def _capacity(spec: ScoreSpec, head_dim: int, dtype: torch.dtype, positions: int) -> int:
+    """The next power of two: growing by a token seldom makes new tables.
+
+    Where features grow with the position, the tables end where the dtype does.
+    """
+    room = max(64, 1 << (positions - 1).bit_length())
+    growth = (
+        spec.position.log_growth(head_dim) if isinstance(spec.position, RotaryPosition) else None
+    )
+    return room if growth is None else max(positions, min(room, last_position(growth, dtype) + 1))
 
 
 F = TypeVar("F")

@@ -71,13 +71,21 @@ def rotation(
     return Rotation(cos.to(table), sin.to(table), rest.to(table), interleaved)
 
 
+def last_position(log_growth: Float[Tensor, "p"], dtype: torch.dtype) -> int:
+    """How far features that grow with the absolute position stay well inside the dtype's range."""
+    room = math.log(torch.finfo(dtype).max) / 2
+    fastest = float(log_growth.abs().max())
+    return int(room / fastest) if fastest else 2**62
+
+
 def _refuse_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -> None:
     """Growth with the absolute position ends where the dtype does."""
-    room = math.log(torch.finfo(dtype).max) / 2
-    if not torch.compiler.is_compiling() and float(exponent.abs().max()) > room:
-        last = int(room / float(log_growth.abs().max()))
+    if torch.compiler.is_compiling():
+        return
+    last = last_position(log_growth, dtype)
+    if float(exponent.abs().max()) > (last + 0.5) * float(log_growth.abs().max()):
         raise InputError(
-            f"XPos in {dtype} reads up to position {last}: beyond it a key shrinks and a query "
+            f"XPos in {dtype} reads up to position {last}: beyond it a query shrinks and a key "
             "grows out of the dtype's range; use a larger scale or a wider dtype"
         )
 
