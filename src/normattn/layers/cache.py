@@ -160,7 +160,10 @@ class KeyValueCache(ABC):
             room.used = max(0, length - self.dropped)
         for room in self.turned.values():
             room.used = min(room.used, self._keys.used)
-        self.near.used = self.near_end = 0
+        cut = self.length - length
+        whole = self.near_end == self.length
+        self.near.used = max(0, self.near.used - cut) if whole else 0
+        self.near_end = length if whole else 0
         self.length = length
 
     def check_cut(self, length: int) -> None:

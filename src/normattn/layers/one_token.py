@@ -69,7 +69,9 @@ class OneToken:
         if score.key_norm is not None:
             k = score.key_norm(k)
         if self.turn is not None:
-            q, k = self.turn(q, at), self.turn(k, at)
+            # Both at once: so small a tensor costs its calls, not its numbers.
+            both, heads = self.turn(torch.cat((q, k), 1), at), q.shape[1]
+            q, k = both[:, :heads], both[:, heads:]
         keys, values = cache.append(k, v)
         if self.window is not None and keys.shape[2] > self.window:
             keys, values = keys[:, :, -self.window :], values[:, :, -self.window :]
