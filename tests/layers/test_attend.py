@@ -260,3 +260,10 @@ def test_a_score_is_used_by_value_or_by_module() -> None:
     assert torch.equal(by_value, attention(q, k, v, "CosA-logn@4"))
     score = built(Recipe("CosA", "logn", train_length=4), 2, 4)
     assert torch.equal(by_value, attention(q, k, v, score))
+
+
+def test_documents_need_queries_that_are_the_last_of_the_keys() -> None:
+    q, k = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 3, 4)
+    numbers = torch.zeros(1, 3, dtype=torch.int64)
+    with pytest.raises(InputError, match="4 queries and 3 keys"):
+        attention(q, k, k, "Baseline-Packed", causal=False, documents=numbers)

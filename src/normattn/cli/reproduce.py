@@ -27,7 +27,7 @@ KEYNORM = f"""
 
 `normattn reproduce keynorm --variants Baseline,QNA,KNA --seeds 3` – more seeds
 
-`normattn reproduce keynorm --methods all` – every method, a row for every trained-in part: an hour
+`normattn reproduce keynorm --methods all` – every method, a row for every trained-in part
 
 `normattn reproduce keynorm --preset gpu-100m --corpus hf:NAME --plan` – its cost
 
@@ -37,9 +37,9 @@ KEYNORM = f"""
 WINDOW = f"""
 **Examples**
 
-`normattn reproduce window --preset smoke` – the whole path in half a minute
+`normattn reproduce window --preset smoke` – the whole path, small
 
-`normattn reproduce window` – the study itself, on two cores in about 10 minutes
+`normattn reproduce window` – the study itself, on two cores in about 6 minutes
 
 `normattn reproduce window --seeds 3` – with intervals over three trained models
 
@@ -51,9 +51,9 @@ WINDOW = f"""
 CONTINUE = f"""
 **Examples**
 
-`normattn reproduce continue --preset smoke` – the whole path in a minute
+`normattn reproduce continue --preset smoke` – the whole path, small
 
-`normattn reproduce continue` – the study itself, on two cores in about 15 minutes
+`normattn reproduce continue` – the study itself; `--plan` says how long it takes here
 
 `normattn reproduce continue --seeds 3` – with intervals over three trained models of each kind
 
@@ -65,9 +65,9 @@ CONTINUE = f"""
 MECHANISM = f"""
 **Examples**
 
-`normattn reproduce mechanism --preset smoke` – the whole path in a minute
+`normattn reproduce mechanism --preset smoke` – the whole path, small
 
-`normattn reproduce mechanism` – the study itself, on two cores in about 20 minutes
+`normattn reproduce mechanism` – the study itself; `--plan` says how long it takes here
 
 `normattn reproduce mechanism --variants Baseline,KNA --seeds 3` – two scores, three models each
 

@@ -59,12 +59,12 @@ def attention(
     _check(module, q, k, attn_mask, key_padding, dropout_p)
     _check_positions("q_positions", q_positions, q)
     _check_positions("k_positions", k_positions, k)
-    _check_documents(module.spec, documents, k)
-    given = (q_positions, k_positions, key_padding, documents)
+    _check_documents(module.spec, documents, q, k)
+    given = (key_padding, q_positions, k_positions, documents)
     if causal and all(each is None for each in given):
         positions = regular_positions(q.shape[2], k.shape[2], q.device)
     else:
-        positions = Positions.of(q.shape[2], k.shape[2], causal, q.device, *_reordered(*given))
+        positions = Positions.of(q.shape[2], k.shape[2], causal, q.device, *given)
     seen = Visibility(
         causal, positions.query, positions.key, positions.regular, key_padding, attn_mask
     )
@@ -140,12 +140,6 @@ def in_blocks(
     return torch.cat(pieces, 2) if out is None else out
 
 
-def _reordered(
-    query: Tensor | None, key: Tensor | None, padding: Tensor | None, documents: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    return padding, query, key, documents
-
-
 def regular_positions(queries: int, keys: int, device: torch.device) -> Positions:
     """Causal positions of the last `queries` of `keys` tokens."""
     if queries > keys or torch.compiler.is_compiling():
@@ -213,7 +207,7 @@ def _check(
         raise InputError(f"dropout_p must be at least 0 and below 1, but it is {dropout}")
 
 
-def _check_documents(spec: ScoreSpec, documents: Tensor | None, k: Tensor) -> None:
+def _check_documents(spec: ScoreSpec, documents: Tensor | None, q: Tensor, k: Tensor) -> None:
     if spec.documents is None and documents is not None:
         raise InputError(
             f"documents are given, but {spec.name} attends across them: name {spec.name}-Packed"
@@ -224,6 +218,11 @@ def _check_documents(spec: ScoreSpec, documents: Tensor | None, k: Tensor) -> No
     if documents is None:
         raise InputError(
             f"{spec.name} keeps documents apart and needs documents=…, integers {expected}"
+        )
+    if q.shape[2] > k.shape[2]:
+        raise InputError(
+            f"with documents the queries are the last of the keys, but there are {q.shape[2]} "
+            f"queries and {k.shape[2]} keys"
         )
     if tuple(documents.shape) != expected or documents.is_floating_point():
         raise InputError(
