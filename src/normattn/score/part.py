@@ -2,10 +2,10 @@
 
 The score of query i and key j (0-based) is
 
-    s(i, j) = cap( λ(i) · ⟨ P_i N_q(q_i), P_j N_k(k_j) ⟩ ) + b(i, j)
+    s(i, j) = cap( λ(i) · ⟨ P_i N_q(q_i), P_j N_k(k_j) ⟩ + r(i, j) ) + b(i, j)
 
-and softmax runs over the keys that i may see, and over a sink where there is one. Every part fills
-one slot of it. A new method is one new file in `score/parts`, whose class is
+with r carried up from the layers below, and softmax runs over the keys that i may see, and over a
+sink where there is one. Every part fills one slot of it. A new method is one new file in `score/parts`, whose class is
 registered with `@register`; the parser, the tables and `normattn list` then know it.
 """
 
@@ -37,6 +37,7 @@ class Slot(StrEnum):
     POSITION = "position"
     SPECTRUM = "spectrum"
     REGIME = "regime"
+    CARRY = "carry"
     BIAS = "bias"
     CAP = "cap"
     SINK = "sink"
@@ -212,6 +213,14 @@ class RegimePart(Part):
     def visible(self) -> tuple[int | None, int]:
         """(w, kept): keys with i − j ≥ w are hidden but for the first `kept`; w None hides none."""
         return None, 0
+
+
+@dataclass(frozen=True)
+class CarryPart(Part):
+    """What a layer's score takes over from the layers below it."""
+
+    slot: ClassVar[Slot] = Slot.CARRY
+    when: ClassVar[When] = "trained-in"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from normattn.score.grammar import give, label, make, print_part, read
 from normattn.score.part import (
     BiasPart,
     CapPart,
+    CarryPart,
     DocumentsPart,
     LayoutPart,
     LogNPart,
@@ -127,6 +128,11 @@ class ScoreSpec:
     def bias(self) -> BiasPart | None:
         """A bias by distance."""
         return typing.cast(BiasPart | None, self._slot(Slot.BIAS))
+
+    @property
+    def carry(self) -> CarryPart | None:
+        """What is taken over from the layers below."""
+        return typing.cast(CarryPart | None, self._slot(Slot.CARRY))
 
     @property
     def cap(self) -> CapPart | None:
