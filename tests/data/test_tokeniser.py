@@ -37,6 +37,15 @@ def test_the_separator_is_id_0_and_text_cannot_forge_it() -> None:
     assert reloaded.decode(reloaded.encode(forged)) == forged
 
 
+def test_special_tokens_take_the_first_ids_and_cannot_be_forged() -> None:
+    specials = ("<pad>", "<bos>", "<eos>")
+    tokeniser = train_tokeniser(TEXTS, 300, specials=specials)
+    assert [tokeniser.decode([i]) for i in range(3)] == list(specials)
+    assert min(tokeniser.encode("a<eos>b")) >= 3
+    with pytest.raises(InputError, match="at least 259 entries"):
+        train_tokeniser(TEXTS, 258, specials=specials)
+
+
 def test_a_batch_equals_its_texts_one_by_one() -> None:
     texts = ["ab cd", "", "zyx é"]
     assert TOKENISER.encode_batch(texts) == [TOKENISER.encode(text) for text in texts]

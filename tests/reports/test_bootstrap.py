@@ -32,6 +32,16 @@ def test_every_resample_is_the_ratio_of_the_drawn_copies(
         np.testing.assert_allclose(samples[r], above / below, rtol=1e-13)
 
 
+def test_a_ratio_of_resampled_sums_is_the_sample_of_that_ratio() -> None:
+    correct, tokens = _sums(3, 8, 2)
+    bootstrap = Bootstrap(resamples=30, seed=5)
+    above, below = bootstrap.sums(correct), bootstrap.sums(tokens)
+    assert above.shape == (30, 2)
+    np.testing.assert_array_equal(above / below, bootstrap.samples(correct, tokens))
+    # Copies drawn in all: every seed and document is drawn as often as there are, on average.
+    assert bootstrap.sums(np.ones((3, 8, 1))).tolist() == [[24.0]] * 30
+
+
 def test_the_spread_is_the_analytic_one_for_equal_documents() -> None:
     # With equal token counts the ratio is a mean, whose bootstrap variance is s²(n)/n exactly.
     generator = np.random.default_rng(0)

@@ -21,7 +21,7 @@ _VARIABLE = "TOKENIZERS_PARALLELISM"
 
 
 class Tokeniser:
-    """A trained byte-level BPE with one separator token, `<|doc|>`, which is id 0.
+    """A trained byte-level BPE with special tokens at its first ids; by default `<|doc|>`, id 0.
 
     Text that happens to contain `<|doc|>` is encoded as the letters it is written with: only the
     end of a document makes a separator.
@@ -73,16 +73,22 @@ class Tokeniser:
 
 
 def train_tokeniser(
-    texts: Iterable[str], vocab_size: int, sample_bytes: int = SAMPLE_BYTES
+    texts: Iterable[str],
+    vocab_size: int,
+    sample_bytes: int = SAMPLE_BYTES,
+    specials: Sequence[str] = (SEPARATOR,),
 ) -> Tokeniser:
     """Train a byte-level BPE on the first `sample_bytes` (default 32 MiB) of `texts`.
 
     The result depends on the texts and sizes only: ties between merges are ordered by the pair.
-    `vocab_size` counts the separator and the 256 bytes. Raises `InputError` below 257 entries.
+    `vocab_size` counts the `specials` (ids 0, 1, …; default the separator alone) and the 256 bytes.
+    Raises `InputError` for fewer entries than those.
     """
-    if vocab_size < 257:
+    least = 256 + len(specials)
+    if vocab_size < least:
+        named = "the separator" if tuple(specials) == (SEPARATOR,) else ", ".join(specials)
         raise InputError(
-            f"a byte-level vocabulary needs at least 257 entries (256 bytes and the separator), "
+            f"a byte-level vocabulary needs at least {least} entries (256 bytes and {named}), "
             f"got {vocab_size}"
         )
     bpe = Tokenizer(models.BPE())
@@ -90,7 +96,7 @@ def train_tokeniser(
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[SEPARATOR],
+        special_tokens=list(specials),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -47,7 +47,7 @@ class Bootstrap:
         `numerator` and `denominator` are sums of shape (seeds, documents, bins). A resample
         without any token in a bin gives NaN there.
         """
-        above, below = self._sums(numerator), self._sums(denominator)
+        above, below = self.sums(numerator), self.sums(denominator)
         return _divide(above, below)
 
     def interval(self, samples: Array) -> tuple[Array, Array]:
@@ -59,7 +59,12 @@ class Bootstrap:
             ends[:, known] = np.nanpercentile(samples[:, known], [tail, 100 - tail], axis=0)
         return ends[0], ends[1]
 
-    def _sums(self, values: Array) -> Array:
+    def sums(self, values: Array) -> Array:
+        """The sums over documents and seeds under every resample, shape (resamples, bins).
+
+        `values` are counts of shape (seeds, documents, bins). For statistics that are a function
+        of several sums at once, such as BLEU.
+        """
         seeds, documents, bins = values.shape
         drawn = _weights(self.resamples, self.seed, _DOCUMENTS, documents)
         flat = values.transpose(1, 0, 2).reshape(documents, seeds * bins)
