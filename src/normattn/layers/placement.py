@@ -104,6 +104,30 @@ class ReZero(nn.Module):
         return x + self.alpha * _drop(self, self.sublayer(inner, **context))
 
 
+class FixedScale(nn.Module):
+    """x + ε·f(x) with a fixed ε and no norm at all; the source's ε is 0.1.
+
+    `dropout` acts on f's output in training. Further arguments of `forward` go to f. Source:
+    kexue 8027.
+    """
+
+    def __init__(self, sublayer: nn.Module, scale: float = 0.1, dropout: float = 0.0) -> None:
+        super().__init__()
+        if not scale > 0:
+            raise InputError(f"the fixed scale of a branch is {scale}; it must be above 0")
+        self.sublayer = sublayer
+        self.scale = scale
+        self.dropout = dropout
+
+    def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
+        """Add ε times the sub-layer's output to `x`."""
+        return torch.add(x, _drop(self, self.sublayer(x, **context)), alpha=self.scale)
+
+    def extra_repr(self) -> str:
+        """Name the settings in the printed module."""
+        return f"scale={self.scale:.6g}"
+
+
 def deepnorm_factors(blocks: int, sublayers: int = 2) -> tuple[float, float]:
     """DeepNorm's (α, β) for a stack of `blocks` blocks of `sublayers` sub-layers each.
 
@@ -126,7 +150,7 @@ def deepnorm_factors(blocks: int, sublayers: int = 2) -> tuple[float, float]:
     return depth**0.25, (4 * depth) ** -0.25
 
 
-def _drop(module: PreLN | PostLN | DeepNorm | ReZero, branch: Tensor) -> Tensor:
+def _drop(module: PreLN | PostLN | DeepNorm | ReZero | FixedScale, branch: Tensor) -> Tensor:
     if module.training and module.dropout > 0:
         return F.dropout(branch, module.dropout)
     return branch

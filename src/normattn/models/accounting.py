@@ -1,21 +1,24 @@
-"""What a causal language model costs: parameters, and FLOPs per token."""
+"""What a model costs: parameters, and FLOPs per token."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from normattn.errors import InputError
 from normattn.layers.feed_forward import swiglu_hidden
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
+from normattn.models.stack_config import StackConfig
 
 
-def parameter_count(model: CausalLM | CausalLMConfig) -> int:
-    """The number of learned numbers, a tied head counted once.
+def parameter_count(model: nn.Module | CausalLMConfig) -> int:
+    """The number of learned numbers of a model, one that is used twice counted once.
 
-    A configuration is built without memory (on torch's meta device) and counted.
+    A causal language model's configuration is built without memory (on torch's meta device) and
+    counted; of another model build it so and count that.
     """
     if isinstance(model, CausalLMConfig):
         with torch.device("meta"):
@@ -28,7 +31,7 @@ class Flops:
     """Floating-point operations per token; a multiplication and an addition count as two.
 
     `weights` are the matmuls with weights, the head among them; `attention` the scores and the
-    weighted values of the pairs that causal attention needs, (length + 1)/2 a token on average.
+    weighted values of the pairs that are needed: causal attention's (length + 1)/2 a token.
     Elementwise work (norms, rotations, softmax, gates) is left out: it is linear in the width.
     """
 
@@ -52,6 +55,16 @@ def flops_per_token(config: CausalLMConfig, length: int) -> Flops:
     A post-hoc method with two regimes touches the same number of pairs. Raises `InputError` for
     a length below 1.
     """
+    stack = stack_flops(config, length)
+    return Flops(stack.weights + 2.0 * config.vocab_size * config.dim, stack.attention)
+
+
+def stack_flops(config: StackConfig, length: int) -> Flops:
+    """FLOPs per token of a stack of blocks, without embedding and head.
+
+    Where the stack is not causal every token sees all `length`. Raises `InputError` for a length
+    below 1.
+    """
     if length < 1:
         raise InputError(f"FLOPs were asked for at a length of {length}; it must be at least 1")
     if config.block == "gau":
@@ -64,12 +77,11 @@ def flops_per_token(config: CausalLMConfig, length: int) -> Flops:
         matrices = config.dim * (width + 2 * kv_width) + width * config.dim
         matrices += _feed_forward_size(config)
         pair = 2 * width
-    weights = 2 * (config.layers * matrices + config.vocab_size * config.dim)
-    attention = 2 * config.layers * pair * (length + 1) / 2
-    return Flops(weights=float(weights), attention=float(attention))
+    seen = (length + 1) / 2 if config.causal else float(length)
+    return Flops(2.0 * config.layers * matrices, 2 * config.layers * pair * seen)
 
 
-def _feed_forward_size(config: CausalLMConfig) -> int:
+def _feed_forward_size(config: StackConfig) -> int:
     if config.feed_forward == "swiglu":
         return 3 * config.dim * (config.hidden or swiglu_hidden(config.dim))
     return 2 * config.dim * (config.hidden or 4 * config.dim)

@@ -6,7 +6,6 @@ Legend: B batch, T new tokens, S tokens in all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Int
@@ -21,16 +20,8 @@ from normattn.layers.cache import (
     WindowCache,
     refuse_overflow,
 )
+from normattn.models.reading import Reading
 from normattn.score import ScoreSpec
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What the layers must know of all S tokens; None where tokens are simply counted."""
-
-    key_padding: Bool[Tensor, "b s"] | None = None
-    positions: Int[Tensor, "b s"] | None = None
-    documents: Int[Tensor, "b s"] | None = None
 
 
 class ModelCache:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,16 +18,12 @@ from normattn.kernels.cross_entropy import (
     linear_cross_entropy,
     token_scores,
 )
-from normattn.layers.attention import Attention
-from normattn.layers.cache import KeyValueCache
-from normattn.layers.feed_forward import GELU, SwiGLU
-from normattn.layers.gated_attention_unit import GatedAttentionUnit
-from normattn.layers.norms import LayerNorm, RMSNorm
-from normattn.layers.placement import DeepNorm, PostLN, PreLN, ReZero, deepnorm_factors
-from normattn.models.cache import ModelCache, Reading
+from normattn.models.cache import ModelCache
 from normattn.models.config import CausalLMConfig
 from normattn.models.initialisation import initialise
 from normattn.models.method import MethodHandle
+from normattn.models.reading import Reading
+from normattn.models.stack import Blocks, first_norm, last_norm
 from normattn.score import Score, ScoreSpec
 
 # Tokens scored at a time without gradient: the activations of about this many are held.
@@ -42,19 +38,21 @@ class CausalLM(nn.Module):
     `model(ids (B, T)) → logits (B, T, V)`. Blocks are an attention and a feed-forward sub-layer
     ("mha") or one gated attention unit ("gau"), each in the configured placement. PreLN and
     ReZero end in a norm; PostLN and DeepNorm, whose blocks end in one, instead normalise the
-    embedding, so that every sub-layer reads a normalised stream. The head is the embedding unless
+    embedding, so that every sub-layer reads a normalised stream; ReZeroNoNorm and FixedScale
+    have no norm at all. The head is the embedding unless
     `tie_head` is off. Weights are drawn from torch's global generator (`initialise`). Raises
     `InputError` for token ids outside the vocabulary (on CPU) and for settings that cannot be.
     """
+
+    config_class = CausalLMConfig
 
     def __init__(self, config: CausalLMConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        ends_in_norm = config.placement in ("PostLN", "DeepNorm")
-        self.embedding_norm = _norm(config) if ends_in_norm else None
-        self.blocks = nn.ModuleList(_block(config, layer) for layer in range(config.layers))
-        self.final_norm = None if ends_in_norm else _norm(config)
+        self.embedding_norm = first_norm(config)
+        self.blocks = Blocks(config)
+        self.final_norm = last_norm(config)
         self.head = (
             None if config.tie_head else nn.Linear(config.dim, config.vocab_size, bias=False)
         )
@@ -89,23 +87,19 @@ class CausalLM(nn.Module):
         """
         x = self._embed(ids)
         if cache is None:
-            reading = Reading(key_padding, None, self._documents(ids))
-            layers: Sequence[KeyValueCache | None] = [None] * len(self.blocks)
+            x = self.blocks(x, Reading(key_padding, None, self._documents(ids)))
         else:
-            reading, layers = cache.read(ids, key_padding), cache.layers
-        for block, layer in zip(self.blocks, layers, strict=True):
-            x = block(x, reading, layer)
-        if cache is not None:
+            x = self.blocks(x, cache.read(ids, key_padding), cache.layers)
             cache.done(ids.shape[1])
-        return x if self.final_norm is None else self.final_norm(x)
+        last: Tensor = x if self.final_norm is None else self.final_norm(x)
+        return last
 
     def new_cache(self, max_length: int | None = None) -> ModelCache:
         """An empty cache for the scores that are active now.
 
         It grows, or, with `max_length`, takes room for so many tokens at once and refuses more.
         """
-        scores = (module for module in self.modules() if isinstance(module, Score))
-        return ModelCache([score.spec for score in scores], max_length)
+        return ModelCache(self.blocks.specs, max_length)
 
     @torch.no_grad()
     def prefill(
@@ -215,7 +209,7 @@ class CausalLM(nn.Module):
         spec = spec.resolve(train_length=self.config.train_length)
         scores = [module for module in self.modules() if isinstance(module, Score)]
         layers = self.config.layers
-        specs = [spec.layer(layer, layers) for layer in range(layers)]
+        specs = [spec.layer(layer, layers) for layer in range(len(scores))]
         self._method = MethodHandle(scores, specs, spec)
         return self._method
 
@@ -244,76 +238,6 @@ class CausalLM(nn.Module):
             raise InputError(f"rows of {ids.shape[1]} tokens predict nothing; give at least 2")
         hidden = self.hidden(ids[:, :-1])
         return hidden.flatten(0, 1), ids[:, 1:].flatten()
-
-
-class Block(nn.Module):
-    """An attention sub-layer, then, if there is one, a feed-forward sub-layer."""
-
-    def __init__(self, mixer: nn.Module, feed_forward: nn.Module | None) -> None:
-        super().__init__()
-        self.mixer = mixer
-        self.feed_forward = feed_forward
-
-    def forward(
-        self,
-        x: Float[Tensor, "b t d"],
-        reading: Reading | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Float[Tensor, "b t d"]:
-        """Apply the block to tokens of which `reading` says more; `cache` is its layer's."""
-        reading = Reading() if reading is None else reading
-        x = self.mixer(
-            x,
-            key_padding=reading.key_padding,
-            positions=reading.positions,
-            documents=reading.documents,
-            cache=cache,
-        )
-        return x if self.feed_forward is None else self.feed_forward(x)
-
-
-def _block(config: CausalLMConfig, layer: int) -> Block:
-    place = _placement(config)
-    score = config.score.layer(layer, config.layers)
-    if config.block == "gau":
-        unit = GatedAttentionUnit(
-            config.dim,
-            config.key_size,
-            config.expansion,
-            score,
-            dropout=config.dropout,
-        )
-        return Block(place(unit), None)
-    attention = Attention(
-        config.dim,
-        config.heads,
-        config.kv_heads,
-        score,
-        head_dim=config.head_dim,
-        dropout=config.dropout,
-    )
-    kind = SwiGLU if config.feed_forward == "swiglu" else GELU
-    return Block(place(attention), place(kind(config.dim, config.hidden)))
-
-
-def _placement(config: CausalLMConfig) -> Callable[[nn.Module], nn.Module]:
-    """A function that puts one sub-layer in the configured placement."""
-    alpha, _ = deepnorm_factors(config.layers, sublayers=1 if config.block == "gau" else 2)
-
-    def place(sublayer: nn.Module) -> nn.Module:
-        norm = _norm(config)
-        if config.placement == "DeepNorm":
-            return DeepNorm(sublayer, norm, alpha, config.dropout)
-        kinds = {"PreLN": PreLN, "PostLN": PostLN, "ReZero": ReZero}
-        return kinds[config.placement](sublayer, norm, config.dropout)
-
-    return place
-
-
-def _norm(config: CausalLMConfig) -> nn.Module:
-    if config.norm == "rms":
-        return RMSNorm(config.dim, config.norm_eps, gain=config.norm_gain)
-    return LayerNorm(config.dim, config.norm_eps, gain=config.norm_gain, bias=config.norm_gain)
 
 
 @contextmanager

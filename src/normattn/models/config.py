@@ -2,128 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from normattn.errors import InputError
-from normattn.score import Score, ScoreSpec
-
-Size = Annotated[int, Field(ge=1, strict=True)]
+from normattn.models.stack_config import Size, StackConfig
 
 
-class CausalLMConfig(BaseModel):
-    """Everything that decides a `CausalLM`'s shape; frozen, unknown fields refused.
+class CausalLMConfig(StackConfig):
+    """Everything that decides a `CausalLM`'s shape.
 
-    `score` is a `ScoreSpec` or its text; it is resolved with `train_length`, the number of tokens
-    that the model is trained to read, and `score.layer` says what each layer's is. `block="mha"` is
-    attention and a feed-forward layer, `block="gau"` one gated attention unit with one head. A
-    setting of the other kind of block is refused, not ignored. `hidden` is the feed-forward width
-    (None: 8/3 of `dim` for SwiGLU, 4 `dim` for GELU). `init_std` is the weights' standard deviation
-    (None: 1/√fan-in, see `models.initialisation`). Raises `InputError` with one sentence per value
-    out of range.
+    `vocab_size` tokens; the head is the embedding unless `tie_head` is off; the rest is as in
+    `StackConfig`. Raises `InputError` with one sentence per value out of range.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     vocab_size: Size
-    dim: Size
-    layers: Size
-    heads: Size = 1
-    kv_heads: Size | None = None
-    head_dim: Size | None = None
-    block: Literal["mha", "gau"] = "mha"
-    train_length: Annotated[int, Field(ge=2, strict=True)]
-    score: Annotated[ScoreSpec, Field(validate_default=True)] = "Baseline"  # type: ignore[assignment]
-    placement: Literal["PreLN", "PostLN", "DeepNorm", "ReZero"] = "PreLN"
-    norm: Literal["rms", "layer"] = "rms"
-    norm_gain: bool = True
-    norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
-    feed_forward: Literal["swiglu", "gelu"] = "swiglu"
-    hidden: Size | None = None
-    key_size: Size = 128
-    expansion: Size = 2
     tie_head: bool = True
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    init_std: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-
-    if not TYPE_CHECKING:  # The checker keeps the fields' own signature.
-
-        def __init__(self, **values: Any) -> None:
-            try:
-                super().__init__(**values)
-            except ValidationError as error:
-                raise InputError(explain(error)) from error
-
-    @model_validator(mode="after")
-    def _check(self) -> CausalLMConfig:
-        self._check_block()
-        # The one moment when a frozen value may still be completed.
-        object.__setattr__(self, "score", self._resolved_score())
-        return self
-
-    def _resolved_score(self) -> ScoreSpec:
-        score = self.score
-        if score.train_length not in (None, self.train_length):
-            raise InputError(
-                f"the score {score} is for a train_length of {score.train_length}, "
-                f"but the model's is {self.train_length}"
-            )
-        if score.leaks_future:
-            raise InputError(
-                f"{score.name} reads statistics across the sequence, so a causal language model "
-                "with it would see the future"
-            )
-        score = score.resolve(train_length=self.train_length)
-        # A score refuses some shapes of heads; better now than when the model is built. What it
-        # draws at random is thrown away with it.
-        with torch.random.fork_rng(devices=[]):
-            for each in {score.layer(layer, self.layers) for layer in range(self.layers)}:
-                Score(each, self.heads, self.score_head_dim, self.kv_heads)
-        return score
-
-    def _check_block(self) -> None:
-        if self.block == "gau":
-            self._refuse_unused("gau", ("kv_heads", "head_dim", "feed_forward", "hidden"))
-            if self.heads != 1:
-                raise InputError(f"a gated attention unit has one head; heads is {self.heads}")
-            return
-        self._refuse_unused("mha", ("key_size", "expansion"))
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            raise InputError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly")
-        if self.head_dim is None and self.dim % self.heads:
-            raise InputError(
-                f"dim {self.dim} does not divide into {self.heads} heads; give head_dim, "
-                "or choose a number of heads that divides dim"
-            )
-
-    def _refuse_unused(self, block: str, names: tuple[str, ...]) -> None:
-        for name in names:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise InputError(f"{name} has no meaning for block {block!r}; leave it out")
-
-    @property
-    def score_head_dim(self) -> int:
-        """The number of features of one query or key."""
-        if self.block == "gau":
-            return self.key_size
-        return self.dim // self.heads if self.head_dim is None else self.head_dim
-
-
-def explain(error: ValidationError) -> str:
-    """A validation error as one sentence: each field, what is wrong, and the value given."""
-    parts = []
-    for item in error.errors(include_url=False):
-        place = ".".join(str(key) for key in item["loc"])
-        if item["type"] == "value_error":
-            message = str(item["ctx"]["error"])
-            parts.append(f"{place}: {message}" if place else message)
-        elif item["type"] == "extra_forbidden":
-            parts.append(f"{place}: there is no such setting")
-        elif item["type"] == "missing":
-            parts.append(f"{place}: this setting is required")
-        else:
-            message = item["msg"][0].lower() + item["msg"][1:]
-            parts.append(f"{place}: {message}, but it is {item['input']!r}")
-    return f"{error.title}: " + "; ".join(parts)

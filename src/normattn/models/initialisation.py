@@ -1,4 +1,4 @@
-"""How a causal language model's weights start."""
+"""How the weights of a model start."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from normattn.layers.attention import Attention
 from normattn.layers.feed_forward import GELU, SwiGLU
 from normattn.layers.gated_attention_unit import GatedAttentionUnit
 from normattn.layers.placement import deepnorm_factors
-from normattn.models.config import CausalLMConfig
+from normattn.models.stack_config import StackConfig
 
 # The standard deviation of a unit normal cut off at two, so that the result has the asked one.
 _TRUNCATED_STD = 0.8796256610342398
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, config: CausalLMConfig) -> None:
+def initialise(model: nn.Module, config: StackConfig) -> None:
     """Draw every weight matrix of `model` from a normal cut off at two deviations.
 
     The deviation is `init_std`, or 1/√fan-in where it is None (embedding: 1/√dim, so that tied
@@ -27,10 +27,10 @@ def initialise(model: nn.Module, config: CausalLMConfig) -> None:
     - PreLN: the output weights of the 2N sub-layers by (2N)^−½ (GPT-2);
     - DeepNorm: β of `deepnorm_factors` on the value, output and feed-forward weights; with
       `init_std` None their deviation, and that of q and k, is Xavier's √(2/(fan-in + fan-out));
-    - a gated attention unit under PreLN, PostLN or ReZero: every weight by N^−⅓, because three
+    - a gated attention unit under any placement but DeepNorm: every weight by N^−⅓, because three
       factors (u, v, W_out) multiply (GAU-α, kexue 9052); under DeepNorm β on v and W_out
       replaces it;
-    - ReZero and PostLN with attention: none.
+    - ReZero and PostLN with attention, and placements without norms: none.
 
     Gains of norms, γ, β and what a score learns keep the values that their modules gave them.
     """
@@ -48,7 +48,7 @@ def initialise(model: nn.Module, config: CausalLMConfig) -> None:
         _draw(head.weight, config.init_std or config.dim**-0.5)
 
 
-def _attention(layer: Attention, config: CausalLMConfig) -> None:
+def _attention(layer: Attention, config: StackConfig) -> None:
     into, out = _branch_gains(config)
     kv = layer.kv_heads * layer.head_dim
     q, k, v = torch.split(layer.qkv.weight, [layer.heads * layer.head_dim, kv, kv])
@@ -56,14 +56,14 @@ def _attention(layer: Attention, config: CausalLMConfig) -> None:
         _draw(weight, gain * _deviation(weight, config))
 
 
-def _feed_forward(layer: SwiGLU | GELU, config: CausalLMConfig) -> None:
+def _feed_forward(layer: SwiGLU | GELU, config: StackConfig) -> None:
     into, out = _branch_gains(config)
     for weight in torch.split(layer.up.weight, layer.hidden):
         _draw(weight, into * _deviation(weight, config))
     _draw(layer.down.weight, out * _deviation(layer.down.weight, config))
 
 
-def _gated_attention_unit(layer: GatedAttentionUnit, config: CausalLMConfig) -> None:
+def _gated_attention_unit(layer: GatedAttentionUnit, config: StackConfig) -> None:
     if config.placement == "DeepNorm":
         _, beta = deepnorm_factors(config.layers, sublayers=1)
         gate, value, key, out = 1.0, beta, 1.0, beta
@@ -76,7 +76,7 @@ def _gated_attention_unit(layer: GatedAttentionUnit, config: CausalLMConfig) -> 
         _draw(weight, gain * (config.init_std or weight.shape[1] ** -0.5))
 
 
-def _branch_gains(config: CausalLMConfig) -> tuple[float, float]:
+def _branch_gains(config: StackConfig) -> tuple[float, float]:
     """The gains of a branch's first (value, up) and last (output, down) weights."""
     if config.placement == "DeepNorm":
         _, beta = deepnorm_factors(config.layers)
@@ -86,7 +86,7 @@ def _branch_gains(config: CausalLMConfig) -> tuple[float, float]:
     return 1.0, 1.0
 
 
-def _deviation(weight: Tensor, config: CausalLMConfig) -> float:
+def _deviation(weight: Tensor, config: StackConfig) -> float:
     if config.init_std is not None:
         return config.init_std
     fan_out, fan_in = weight.shape

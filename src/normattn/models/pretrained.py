@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from pydantic import BaseModel
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from torch import nn
 
 from normattn import atomic
 from normattn.errors import InputError
 from normattn.models.causal_lm import CausalLM
-from normattn.models.config import CausalLMConfig
 
-FORMAT = "normattn.causal_lm/1"
+# A class is made from its `config` alone, which is of its `config_class`.
+FORMATS = {
+    "normattn.causal_lm/1": ("causal_lm", "CausalLM"),
+    "normattn.masked_lm/1": ("masked_lm", "MaskedLM"),
+    "normattn.classifier/1": ("classifier", "Classifier"),
+    "normattn.translator/1": ("translator", "Translator"),
+    "normattn.vision_transformer/1": ("vision_transformer", "VisionTransformer"),
+}
+"""The module of `normattn.models` and the class of each kind of saved model."""
+Model = TypeVar("Model", bound=nn.Module)
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 
 
-def save_model(model: CausalLM, directory: Path | str) -> None:
-    """Write the trained model to `directory`: its settings and its weights.
+def save_model(model: nn.Module, directory: Path | str) -> None:
+    """Write the trained model, of one of `FORMATS`, to `directory`: its settings and its weights.
 
     A post-hoc method that is switched on is not part of the trained model and is not saved.
     config.json holds `format`, the settings under `config` and the weights' SHA-256. A directory
@@ -30,6 +41,8 @@ def save_model(model: CausalLM, directory: Path | str) -> None:
     `InputError` when it holds anything else, when the disk is full or cannot be written.
     """
     place = Path(directory)
+    kind, config = _format_of(model), model.config
+    assert isinstance(config, BaseModel)
     _check_replaceable(place)
 
     def fill(folder: Path) -> None:
@@ -40,8 +53,8 @@ def save_model(model: CausalLM, directory: Path | str) -> None:
         content = save(tensors)
         (folder / WEIGHTS_FILE).write_bytes(content)
         description = {
-            "format": FORMAT,
-            "config": model.config.model_dump(mode="json"),
+            "format": kind,
+            "config": config.model_dump(mode="json"),
             "weights_sha256": hashlib.sha256(content).hexdigest(),
         }
         text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False)
@@ -51,6 +64,21 @@ def save_model(model: CausalLM, directory: Path | str) -> None:
 
 
 def load_model(directory: Path | str) -> CausalLM:
+    """Read a causal language model that `save_model` wrote; as `load`, of that one class."""
+    return load_as(CausalLM, directory)
+
+
+def load_as(kind: type[Model], directory: Path | str) -> Model:
+    """Read a model of one class; `InputError` when another one is saved there."""
+    model = load_any(directory)
+    if not isinstance(model, kind):
+        raise InputError(
+            f"{directory} holds a {type(model).__name__}, but a {kind.__name__} is needed here"
+        )
+    return model
+
+
+def load_any(directory: Path | str) -> nn.Module:
     """Read a model that `save_model` wrote; the result is in training mode, on the CPU.
 
     The global random state is left as it was. Raises `InputError` for a missing or damaged file,
@@ -58,15 +86,30 @@ def load_model(directory: Path | str) -> CausalLM:
     """
     place = Path(directory)
     description = _read_description(place / CONFIG_FILE)
-    config = _read_config(description, place / CONFIG_FILE)
+    kind = _class_of(description["format"])
+    config = _read_config(kind, description, place / CONFIG_FILE)
     tensors = _read_weights(place / WEIGHTS_FILE, description)
     with torch.random.fork_rng(devices=[]):
-        model = CausalLM(config)
+        model = kind(config)
     _check_tensors(model, tensors, place / WEIGHTS_FILE)
     for name, value in model.state_dict(keep_vars=True).items():
         # A model saved in bfloat16 comes back in bfloat16.
         value.data = tensors[name]
     return model
+
+
+def _format_of(model: nn.Module) -> str:
+    for name, (_, kind) in FORMATS.items():
+        if type(model).__name__ == kind and isinstance(model, _class_of(name)):
+            return name
+    known = ", ".join(kind for _, kind in FORMATS.values())
+    raise InputError(f"a {type(model).__name__} cannot be saved; there are {known}")
+
+
+def _class_of(name: str) -> type[nn.Module]:
+    module, kind = FORMATS[name]
+    found: type[nn.Module] = getattr(import_module(f"normattn.models.{module}"), kind)
+    return found
 
 
 def _check_replaceable(place: Path) -> None:
@@ -87,8 +130,10 @@ def _read_description(path: Path) -> dict[str, Any]:
         description = json.loads(_read_bytes(path))
     except ValueError as error:
         raise InputError(f"{path} is not a whole JSON file: {error}") from error
-    if not isinstance(description, dict) or description.get("format") != FORMAT:
-        raise InputError(f"{path} does not describe a model of format {FORMAT!r}")
+    if not isinstance(description, dict) or description.get("format") not in FORMATS:
+        raise InputError(
+            f"{path} does not describe a model of a format known here: {', '.join(FORMATS)}"
+        )
     unknown = sorted(set(description) - {"format", "config", "weights_sha256"})
     if unknown:
         raise InputError(f"{path} has the unknown field {unknown[0]!r}")
@@ -98,12 +143,15 @@ def _read_description(path: Path) -> dict[str, Any]:
     return description
 
 
-def _read_config(description: dict[str, Any], path: Path) -> CausalLMConfig:
+def _read_config(kind: type[nn.Module], description: dict[str, Any], path: Path) -> BaseModel:
     values = description["config"]
     if not isinstance(values, dict):
         raise InputError(f"{path}: the field 'config' is not an object")
+    settings = getattr(kind, "config_class", None)
+    assert isinstance(settings, type)
+    assert issubclass(settings, BaseModel)
     try:
-        return CausalLMConfig(**values)
+        return settings(**values)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
 
@@ -118,7 +166,7 @@ def _read_weights(path: Path, description: dict[str, Any]) -> dict[str, torch.Te
         raise InputError(f"{path} is damaged: {error}") from error
 
 
-def _check_tensors(model: CausalLM, tensors: dict[str, torch.Tensor], path: Path) -> None:
+def _check_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> None:
     expected = model.state_dict()
     missing = sorted(set(expected) - set(tensors))
     unknown = sorted(set(tensors) - set(expected))
