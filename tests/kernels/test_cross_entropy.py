@@ -35,6 +35,35 @@ def test_loss_hits_and_gradients(chunk: int) -> None:
         _close(mine, hand)
 
 
+@pytest.mark.parametrize("smoothing", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("chunk", [1, 4, 512])
+def test_label_smoothing(chunk: int, smoothing: float) -> None:
+    hidden, weight = tensors((N, D), (V, D))
+    result = linear_cross_entropy(hidden, weight, TARGETS, chunk, label_smoothing=smoothing)
+    logits = hidden @ weight.T
+    expected = F.cross_entropy(logits, TARGETS, label_smoothing=smoothing)
+    _close(result.loss, expected)
+    _close(result.nll, F.cross_entropy(logits, TARGETS).detach())
+    assert not result.nll.requires_grad
+    ours = torch.autograd.grad(result.loss * 3, (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(result.loss * 3, (hidden, weight))
+    hand = torch.autograd.grad(expected * 3, (hidden, weight))
+    for mine, twice, other in zip(ours, again, hand, strict=True):
+        _close(mine, other)
+        _close(twice, other)
+    with torch.no_grad():
+        without = linear_cross_entropy(hidden, weight, TARGETS, chunk, label_smoothing=smoothing)
+    _close(without.loss, expected.detach())
+    _close(without.nll, result.nll)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_a_label_smoothing_that_is_no_share_is_refused(share: float) -> None:
+    hidden, weight = tensors((N, D), (V, D))
+    with pytest.raises(InputError, match=r"label_smoothing is .*from 0 to 1"):
+        linear_cross_entropy(hidden, weight, TARGETS, label_smoothing=share)
+
+
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_scores_of_each_token(chunk: int) -> None:
     hidden, weight = tensors((N, D), (V, D))
@@ -108,14 +137,16 @@ def test_of_equal_logits_the_first_is_the_answer(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("part", [1, 32 * 10, 2**20])
-def test_autocast_to_bfloat16(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_autocast_to_bfloat16(part: int, smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "PART", part)
     hidden, weight = tensors((200, 32), (64, 32), dtype=torch.float32)
     targets = torch.arange(200) % 64
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = linear_cross_entropy(hidden, weight, targets, chunk=64)
+        result = linear_cross_entropy(hidden, weight, targets, 64, smoothing)
     assert result.loss.dtype == torch.float32
-    exact = F.cross_entropy(hidden.double() @ weight.double().T, targets)
+    logits = hidden.double() @ weight.double().T
+    exact = F.cross_entropy(logits, targets, label_smoothing=smoothing)
     assert abs(result.loss.item() - exact.item()) < 0.01 * exact.item()
     ours = torch.autograd.grad(result.loss, (hidden, weight))
     for mine, hand in zip(ours, torch.autograd.grad(exact, (hidden, weight)), strict=True):
@@ -130,15 +161,16 @@ def test_logits_beyond_the_range_of_exp() -> None:
     assert all(g.isfinite().all() for g in torch.autograd.grad(result.loss, (hidden, weight)))
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_whole_logits_never_exist(autocast: bool) -> None:
+def test_the_whole_logits_never_exist(autocast: bool, smoothing: float) -> None:
     hidden, weight = tensors((512, 8), (64, 8), dtype=torch.float32)
     targets = torch.arange(512) % 64
     with (
         largest() as record,
         torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
     ):
-        loss = linear_cross_entropy(hidden, weight, targets, chunk=32).loss
+        loss = linear_cross_entropy(hidden, weight, targets, 32, smoothing).loss
         torch.autograd.grad(loss, (hidden, weight))
         token_scores(hidden, weight, targets, chunk=32)
     assert record.numel == 512 * 8  # the gradient of hidden, twice a chunk of 32 × 64

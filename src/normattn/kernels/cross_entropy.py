@@ -1,6 +1,9 @@
 """Linear + cross-entropy + accuracy by chunks of rows: the (tokens × vocabulary) matrix never is.
 
-loss = mean_i [ logsumexp_v(h_i·w_v) − h_i·w_{y_i} ]
+loss = mean_i [ logsumexp_v(h_i·w_v) − (1 − ε) h_i·w_{y_i} − ε h_i·w̄ ],   w̄ = mean_v w_v
+
+ε is the label smoothing (arXiv 1512.00567): the mean logit is one product with the mean weight, so
+that smoothing costs next to nothing.
 
 Legend: N tokens, D width, V vocabulary, c rows of a chunk.
 """
@@ -22,10 +25,14 @@ PART = 2**20
 
 
 class LinearCrossEntropy(NamedTuple):
-    """Mean loss in nats (differentiable) and the number of tokens predicted rightly."""
+    """Mean loss in nats (differentiable), the number of tokens predicted rightly, and `nll`.
+
+    `nll` is the mean loss without label smoothing, and without a gradient.
+    """
 
     loss: Float[Tensor, ""]
     correct: Int[Tensor, ""]
+    nll: Float[Tensor, ""]
 
 
 class TokenScores(NamedTuple):
@@ -91,37 +98,76 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+class _Smoothing:
+    """What label smoothing adds to the sums over the tokens: −ε(h·w̄ − h·w_y) and its gradients."""
+
+    def __init__(self, weight: Tensor, wide: torch.dtype, share: float) -> None:
+        self.share = share
+        self.mean = weight.to(wide).mean(0) if share else None
+
+    def loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor | float:
+        """The sum over these tokens."""
+        if self.mean is None:
+            return 0.0
+        wide = hidden.to(self.mean.dtype)
+        own = (wide * weight[targets].to(wide.dtype)).sum()
+        return self.share * (own - wide.sum(0) @ self.mean)
+
+    def add_by_hidden(self, by_hidden: Tensor) -> None:
+        """−ε w̄ for each token; the target's own share is in the weights of softmax."""
+        if self.mean is not None:
+            by_hidden.sub_((self.share * self.mean).to(by_hidden.dtype))
+
+    def add_by_weight(self, by_weight: Tensor, hidden: Tensor) -> None:
+        """−ε/V Σ h for each word."""
+        if self.mean is not None:
+            by_weight.sub_(hidden.to(by_weight.dtype).sum(0) * (self.share / len(by_weight)))
+
+
 class _Sums(NamedTuple):
     """Sums over the tokens: loss, hits, and the loss's gradients where they are wanted."""
 
     loss: Tensor
+    nll: Tensor
     correct: Tensor
     by_hidden: Tensor | None
     by_weight: Tensor | None
 
 
 def _sums(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, wanted: tuple[bool, bool]
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    share: float,
+    wanted: tuple[bool, bool],
 ) -> _Sums:
     """Gradients are made where the softmax is at hand."""
     room, wide = _Room(hidden, weight, chunk), _wide(hidden)
+    smoothing = _Smoothing(weight, wide, share)
     by_hidden = torch.empty_like(hidden) if wanted[0] else None
     by_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
-    loss = hidden.new_zeros((), dtype=wide)
+    nll = hidden.new_zeros((), dtype=wide)
+    smooth = hidden.new_zeros((), dtype=wide)
     correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
     for start in range(0, hidden.shape[0], chunk):
         rows = slice(start, start + chunk)
         p, row_loss, hit = room.softmax(hidden[rows], targets[rows])
-        loss += row_loss.sum()
+        nll += row_loss.sum()
+        smooth += smoothing.loss(hidden[rows], room.weight, targets[rows])
         correct += hit.sum()
-        p.scatter_add_(1, targets[rows, None], p.new_full((p.shape[0], 1), -1.0))
+        p.scatter_add_(1, targets[rows, None], p.new_full((p.shape[0], 1), share - 1.0))
         p = room.operand(p)
         if by_hidden is not None:
             torch.mm(p, room.weight, out=by_hidden[rows])
         if by_weight is not None:
             _accumulate(by_weight, p, hidden[rows])
-    by_weight = None if by_weight is None else by_weight.to(weight.dtype)
-    return _Sums(loss, correct, by_hidden, by_weight)
+    if by_hidden is not None:
+        smoothing.add_by_hidden(by_hidden)
+    if by_weight is not None:
+        smoothing.add_by_weight(by_weight, hidden)
+        by_weight = by_weight.to(weight.dtype)
+    return _Sums(nll + smooth, nll, correct, by_hidden, by_weight)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -132,25 +178,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int
-    ) -> tuple[Tensor, Tensor]:
-        sums = _sums(hidden, weight, targets, chunk, ctx.needs_input_grad[:2])
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, share: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sums = _sums(hidden, weight, targets, chunk, share, ctx.needs_input_grad[:2])
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.chunk, ctx.tokens, ctx.sums = chunk, hidden.shape[0], sums
-        ctx.mark_non_differentiable(sums.correct)
-        return sums.loss / hidden.shape[0], sums.correct
+        ctx.settings, ctx.tokens, ctx.sums = (chunk, share), hidden.shape[0], sums
+        nll = sums.nll / hidden.shape[0]
+        ctx.mark_non_differentiable(sums.correct, nll)
+        return sums.loss / hidden.shape[0], sums.correct, nll
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the chunked cross-entropy", "F.cross_entropy on the logits")
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             hidden, weight, targets = ctx.saved_tensors
-            sums = _sums(hidden, weight, targets, ctx.chunk, ctx.needs_input_grad[:2])
+            wanted, (chunk, share) = ctx.needs_input_grad[:2], ctx.settings
+            sums = _sums(hidden, weight, targets, chunk, share, wanted)
         each = grads[0] / ctx.tokens
         by_hidden = None if sums.by_hidden is None else sums.by_hidden.mul_(each)
         by_weight = None if sums.by_weight is None else sums.by_weight.mul_(each)
-        return by_hidden, by_weight, None, None
+        return by_hidden, by_weight, None, None, None
 
 
 def linear_cross_entropy(
@@ -158,20 +206,29 @@ def linear_cross_entropy(
     weight: Float[Tensor, "v d"],
     targets: Int[Tensor, "n"],
     chunk: int = CHUNK,
+    label_smoothing: float = 0.0,
 ) -> LinearCrossEntropy:
     """Mean cross-entropy of softmax(hidden · weightᵀ) against `targets`, and the hits.
 
-    Under autocast the products run in its dtype; loss and weight gradient gather in float32.
+    `label_smoothing` is the share ε of the target's weight that all V words get alike. Under
+    autocast the products run in its dtype; loss and weight gradient gather in float32. Raises
+    `InputError` for a chunk below 1 and a label smoothing outside 0 … 1.
     """
     _check_chunk(chunk)
+    if not 0 <= label_smoothing <= 1:
+        raise InputError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1")
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with torch.autocast(hidden.device.type, enabled=False):
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-            loss, correct = _LinearCrossEntropy.apply(hidden, weight, targets, chunk)  # type: ignore[no-untyped-call]
-            return LinearCrossEntropy(loss, correct)
+            return LinearCrossEntropy(
+                *_LinearCrossEntropy.apply(hidden, weight, targets, chunk, label_smoothing)  # type: ignore[no-untyped-call]
+            )
         scores = token_scores(hidden, weight, targets, chunk)
-        return LinearCrossEntropy(scores.loss.mean(), scores.correct.sum())
+        nll = scores.loss.mean()
+        smoothing = _Smoothing(weight, _wide(hidden), label_smoothing)
+        loss = nll + smoothing.loss(hidden, weight, targets) / max(1, len(targets))
+        return LinearCrossEntropy(loss, scores.correct.sum(), nll)
 
 
 def _check_chunk(chunk: int) -> None:
