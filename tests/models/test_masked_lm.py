@@ -1,0 +1,184 @@
+"""The masked language model: what it reads, its loss, its exits, its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from normattn.errors import InputError
+from normattn.layers.placement import ReZero
+from normattn.models.masked_config import MaskedLMConfig
+from normattn.models.masked_lm import MaskedLM
+from normattn.models.pretrained import load_any, save_model
+
+VOCABULARY, LENGTH = 23, 12
+PLACEMENTS = ["PreLN", "PostLN", "DeepNorm", "ReZero", "ReZeroNoNorm", "FixedScale"]
+
+
+def _model(**changes: Any) -> MaskedLM:
+    values = {"vocab_size": VOCABULARY, "dim": 16, "layers": 3, "heads": 4, "train_length": LENGTH}
+    torch.manual_seed(0)
+    model = MaskedLM(MaskedLMConfig(**{**values, **changes})).double()
+    for module in model.modules():
+        if isinstance(module, ReZero):  # Away from the identity, so that tests see the layers.
+            nn.init.constant_(module.alpha, 0.7)
+    return model
+
+
+def _text(rows: int = 3, length: int = LENGTH, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY + 1, (rows, length), generator=generator)
+    places = torch.stack([torch.randperm(length, generator=generator)[:3] for _ in range(rows)])
+    return ids, places, torch.randint(0, VOCABULARY, (rows, 3), generator=generator)
+
+
+MODELS = {placement: _model(placement=placement, exits=True) for placement in PLACEMENTS}
+
+
+def _expected(model: MaskedLM, x: Tensor, places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses and hits by whole logits and torch's own cross-entropy."""
+    head = model.embedding.weight[:VOCABULARY] if model.head is None else model.head.weight
+    logits = torch.stack([x[row, places[row]] for row in range(len(x))]) @ head.T
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return loss.view(targets.shape), logits.argmax(-1) == targets
+
+
+@pytest.mark.parametrize(
+    ("placement", "shared"), [*((each, False) for each in PLACEMENTS), ("PostLN", True)]
+)
+def test_loss_and_scores_are_those_of_the_logits(placement: str, shared: bool) -> None:
+    model = _model(placement=placement, exits=True, shared_layers=shared, tie_head=not shared)
+    ids, places, targets = _text()
+    outputs: list[Tensor] = []
+    hidden = model.hidden(ids, after=lambda layer, x: outputs.append(x))
+    assert len(outputs) == 4
+    losses, hits = _expected(model, hidden, places, targets)
+    found = model.loss(ids, places, targets)
+    torch.testing.assert_close(found.loss, losses.mean(), rtol=0, atol=1e-12)
+    assert found.correct == hits.sum()
+    assert found.tokens == 9
+    scores = model.token_scores(ids, places, targets)
+    torch.testing.assert_close(scores.loss, losses.detach(), rtol=0, atol=1e-12)
+    assert torch.equal(scores.correct, hits)
+    for exit_, x, below, count in zip(
+        model.exits, outputs[1:-1], scores.exit_correct, found.exit_correct, strict=True
+    ):
+        _, expected = _expected(model, exit_(x), places, targets)
+        assert torch.equal(below, expected)
+        assert count == expected.sum()
+    logits = model(ids)
+    assert logits.shape == (3, LENGTH, VOCABULARY)
+    torch.testing.assert_close(logits.argmax(-1).gather(1, places) == targets, hits, rtol=0, atol=0)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(place=st.integers(0, LENGTH - 1), seed=st.integers(0, 100))
+def test_every_token_counts_everywhere_and_rows_do_not_mix(place: int, seed: int) -> None:
+    model, (ids, _, _) = MODELS["PostLN"], _text(seed=seed)
+    other = ids.clone()
+    other[1, place] = (ids[1, place] + 1) % VOCABULARY
+    with torch.no_grad():
+        change = (model(ids) - model(other)).abs().amax(-1)
+    assert (change[1] > 1e-9).all()
+    assert (change[[0, 2]] < 1e-12).all()
+
+
+@pytest.mark.parametrize("score", ["Baseline", "KNA-logn"])
+def test_padding_changes_nothing_and_its_targets_are_not_counted(score: str) -> None:
+    model = _model(score=score, exits=True, placement="PostLN")
+    ids, places, targets = _text(2)
+    places[1] = torch.tensor([1, 3, 0])
+    targets[1, 2] = -1
+    padding = torch.zeros(2, LENGTH, dtype=torch.bool)
+    padding[1, 8:] = True
+    found = model.loss(ids, places, targets, padding)
+    alone = [
+        model.token_scores(ids[:1], places[:1], targets[:1]),
+        model.token_scores(ids[1:, :8], places[1:, :2], targets[1:, :2]),
+    ]
+    losses = torch.cat([each.loss.flatten() for each in alone])
+    assert found.tokens == len(losses) == 5
+    torch.testing.assert_close(found.loss.detach(), losses.mean(), rtol=0, atol=1e-9)
+    assert found.correct == sum(int(each.correct.sum()) for each in alone)
+    scores = model.token_scores(ids, places, targets, padding)
+    assert scores.loss[1, 2] == 0
+    torch.testing.assert_close(scores.loss[targets >= 0], losses, rtol=0, atol=1e-9)
+    assert scores.exit_correct.sum() == sum(int(each.exit_correct.sum()) for each in alone)
+
+
+@pytest.mark.parametrize("placement", ["PreLN", "PostLN"])
+def test_exits_leave_the_stack_as_it_is(placement: str) -> None:
+    text = _text()
+    with_exits, without = (
+        _model(placement=placement, exits=exits, dropout=0.1) for exits in (True, False)
+    )
+    losses = []
+    for model in (with_exits, without):
+        torch.manual_seed(5)
+        loss = model.loss(*text).loss
+        torch.autograd.backward(loss)
+        losses.append(loss.detach())
+    assert torch.equal(*losses)
+    gradients = dict(with_exits.named_parameters())
+    for name, parameter in without.named_parameters():
+        assert torch.equal(parameter, gradients[name])
+        found, expected = gradients[name].grad, parameter.grad
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found, expected), name
+    assert all(p.grad is not None and p.grad.norm() > 0 for p in with_exits.exits.parameters())
+
+
+def test_every_parameter_learns() -> None:
+    for model in MODELS.values():
+        model.zero_grad()
+        torch.autograd.backward(model.loss(*_text(6)).loss)
+        still = [n for n, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0]
+        assert still == []
+
+
+def test_scoring_leaves_dropout_and_modes_as_they_were() -> None:
+    model = _model(dropout=0.5)
+    model.blocks[1].eval()
+    before = [module.training for module in model.modules()]
+    text = _text()
+    assert torch.equal(model.token_scores(*text).loss, model.token_scores(*text).loss)
+    assert model.token_scores(*text).exit_correct.shape == (0, 3, 3)
+    assert [module.training for module in model.modules()] == before
+    assert not torch.equal(model(text[0]), model(text[0]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"exits": True, "placement": "PostLN", "norm": "layer"},
+        {"shared_layers": True, "tie_head": False, "score": "QKRMSNorm"},
+    ],
+)
+def test_a_model_comes_back_bit_by_bit(tmp_path: Path, changes: dict[str, Any]) -> None:
+    model = _model(**changes)
+    save_model(model, tmp_path / "model")
+    loaded = load_any(tmp_path / "model")
+    assert isinstance(loaded, MaskedLM)
+    assert loaded.config == model.config
+    ids, _, _ = _text()
+    assert torch.equal(loaded(ids), model(ids))
+
+
+def test_bad_input() -> None:
+    model, (ids, places, _) = MODELS["PreLN"], _text()
+    with pytest.raises(InputError, match=r"from 0 to 24; .* 0 to 22, and 23 is the mask"):
+        model(torch.tensor([[0, VOCABULARY + 1]]))
+    with pytest.raises(InputError, match="3 rows were given with places in 2"):
+        model._read(ids, places[:2], None, [], detach=False)
+    with pytest.raises(InputError, match="only one layer"):
+        _model(layers=1, exits=True)
+    with pytest.raises(InputError, match="causal attention only"):
+        _model(score="Baseline-ReRoPE(window=4)")
