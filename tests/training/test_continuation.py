@@ -14,9 +14,9 @@ from normattn.errors import InputError, Interrupted
 from normattn.models.pretrained import load_model
 from normattn.runs import read_metrics
 from normattn.training import TrainingConfig, train_causal
-from normattn.training.causal import kept_model
 from normattn.training.continuation import Continuation
 from normattn.training.seeds import derive_seed
+from normattn.training.workload import kept_model
 
 from .settings import small
 

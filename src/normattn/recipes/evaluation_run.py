@@ -23,7 +23,7 @@ from normattn.reports.retrieval_record import RetrievalRecord
 from normattn.runs import RunDirectory
 from normattn.score import ScoreSpec
 from normattn.training import TrainingConfig
-from normattn.training.causal import KIND
+from normattn.training.causal import CausalWorkload
 
 
 def evaluate_run(
@@ -45,7 +45,7 @@ def evaluate_run(
     directory that holds no finished run, an unknown protocol or method, and lengths that are no
     multiples of the training length or too short for what is asked.
     """
-    stored = RunDirectory.existing(run, KIND)
+    stored = RunDirectory.existing(run, CausalWorkload.kind)
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
     fields = {
         "protocols": [_protocol(name) for name in protocols or PROTOCOLS],

@@ -15,7 +15,7 @@ from normattn.runs import RunDirectory
 from normattn.runs.directory import read_status
 from normattn.score import ScoreSpec
 from normattn.training import TrainingConfig
-from normattn.training.causal import KIND
+from normattn.training.causal import CausalWorkload
 from normattn.training.distribution import choose_device
 
 
@@ -127,7 +127,7 @@ def _heading(prompt: str) -> str:
 
 
 def _opened(run: Path) -> tuple[TrainingConfig, Tokeniser]:
-    stored = RunDirectory.existing(run, KIND)
+    stored = RunDirectory.existing(run, CausalWorkload.kind)
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
     status = read_status(run)
     if status is None or status.state != "finished":

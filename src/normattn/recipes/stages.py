@@ -23,9 +23,9 @@ from normattn.recipes.measuring import (
 from normattn.recipes.settings import EvaluationSettings
 from normattn.runs import read_status
 from normattn.training import StepReport, TrainingConfig, train_causal
-from normattn.training.causal import kept_model
 from normattn.training.continuation import Continuation
 from normattn.training.distribution import choose_device
+from normattn.training.workload import kept_model
 
 AS_IS = "as is"
 UNKNOWN = "0" * 64

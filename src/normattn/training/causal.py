@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from normattn.data import TokenData, TrainingBatches, prepare_tokens
-from normattn.errors import InputError
-from normattn.models import CausalLM
-from normattn.models.pretrained import save_model
-from normattn.runs import RunDirectory, read_metrics
+from normattn.models.accounting import flops_per_token
 from normattn.training.config import TrainingConfig
 from normattn.training.continuation import new_model
-from normattn.training.distribution import World, world
-from normattn.training.loop import OnStep, train
 from normattn.training.loop_config import CHANGEABLE
-from normattn.training.reports import Callback, TrainingResult
+from normattn.training.reports import TrainingResult
 from normattn.training.seeds import derive_seed
 from normattn.training.task import Task
-
-KIND = "causal-lm"
-KEPT = "kept"
-# The weights decide where a continued run starts; their folder may move.
-_CHANGEABLE = CHANGEABLE | {"continued.start"}
+from normattn.training.workload import Cost, Workload, rows_per_share, train_workload
 
 
 class CausalTask:
@@ -54,101 +46,48 @@ class CausalTask:
         return result.loss, {"accuracy": result.correct / targets}
 
 
-def train_causal(
-    config: TrainingConfig,
-    out: Path | str,
-    on_step: OnStep | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    show_progress: bool = True,
-    callbacks: Sequence[Callback] = (),
-) -> TrainingResult:
-    """Train what `config` says in the run directory `out`, or go on where it was stopped.
+class CausalWorkload(Workload[TrainingConfig, TokenData]):
+    """A causal language model on a corpus of tokens; its tokeniser is left beside it."""
 
-    At the end `out/model/` holds the trained model (config.json, model.safetensors) and
-    `out/tokeniser.json` the tokeniser, if there is one; `out/kept/step-N/` the models of
-    `config.keep`. A finished run is returned as it is.
-    Raises as `train` does, and `InputError` for unusable data or a directory of another run.
-    """
-    out = Path(out)
-    with world(config.device) as place:
-        done = place.on_main(lambda: _finished(config, out))
-        if done is not None:
-            return done
-        data = prepare_tokens(config.data)
-        batches = _batches(config, data, place)
-        place.on_main(lambda: _create(config, out))
-        run = RunDirectory.existing(out, KIND)
+    kind = "causal-lm"
+    config_class = TrainingConfig
+    # The weights decide where a continued run starts; their folder may move.
+    changeable = CHANGEABLE | {"continued.start"}
 
-        def make_task(place: World) -> CausalTask:
-            return CausalTask(config, batches, place.device)
+    def prepare(self, config: TrainingConfig) -> TokenData:
+        """The corpus as tokens."""
+        return prepare_tokens(config.data)
 
-        def export(task: Task) -> None:
-            assert isinstance(task.model, CausalLM)
-            if data.tokeniser is not None:
-                data.tokeniser.save(out / "tokeniser.json")
-            save_model(task.model, out / "model")
+    def check(self, config: TrainingConfig, data: TokenData, shares: int) -> None:
+        """Every micro-batch must have as many sequences, each no longer than the corpus."""
+        rows_per_share(config.batch_size, shares)
+        _batches(config, data)
 
-        def export_kept(task: Task, step: int) -> None:
-            assert isinstance(task.model, CausalLM)
-            save_model(task.model, kept_model(out, step))
+    def task(
+        self, config: TrainingConfig, data: TokenData, device: torch.device, shares: int
+    ) -> CausalTask:
+        """Next-token prediction on this device."""
+        return CausalTask(config, _batches(config, data), device)
 
-        return train(
-            make_task,
-            config,
-            run,
-            on_step=on_step,
-            should_stop=should_stop,
-            callbacks=callbacks,
-            show_progress=show_progress,
-            export=export,
-            export_kept=export_kept,
-        )
+    def cost(self, config: TrainingConfig) -> Cost:
+        """Every target of every step."""
+        tokens = config.steps * config.batch_size * config.sequence_length
+        per_token = flops_per_token(config.model, config.sequence_length).training
+        return Cost(trained=tokens, flops=tokens * per_token)
+
+    def export(self, task: Task, data: TokenData, out: Path) -> None:
+        """The tokeniser, if there is one, and the model."""
+        if data.tokeniser is not None:
+            data.tokeniser.save(out / "tokeniser.json")
+        super().export(task, data, out)
 
 
-def kept_model(run: Path, step: int) -> Path:
-    """Where the run in `run` keeps its model of `step`, one of its configuration's `keep`."""
-    return run / KEPT / f"step-{step:08d}"
+def train_causal(config: TrainingConfig, out: Path | str, **choices: Any) -> TrainingResult:
+    """Train a causal language model in the run directory `out`; `choices` as `train_workload`."""
+    return train_workload(CausalWorkload(), config, out, **choices)
 
 
-def _open(config: TrainingConfig, out: Path) -> RunDirectory:
-    return RunDirectory.open(out, config, KIND, changeable=_CHANGEABLE)
-
-
-def _create(config: TrainingConfig, out: Path) -> None:
-    _open(config, out)
-
-
-def _finished(config: TrainingConfig, out: Path) -> TrainingResult | None:
-    """The result of a run that is done; None where there is work left.
-
-    A directory that cannot hold this run is refused here, before data is prepared for it.
-    """
-    if not (out / "config.json").exists():
-        RunDirectory.check_place(out)
-        return None
-    run = _open(config, out)
-    status = run.status
-    if status is None or status.state != "finished":
-        return None
-    records = read_metrics(run.metrics.path)
-    if not records or not (out / "model").is_dir():
-        raise InputError(
-            f"the run in {out} is marked as finished, but its metrics.jsonl or model is gone; "
-            "delete its status.json to go on from the last checkpoint"
-        )
-    last = records[-1]
-    known = {"step", "loss", "gradient_norm", "learning_rate", "tokens"}
-    metrics = {name: value for name, value in last.items() if name not in known}
-    return TrainingResult(out, last["step"], last["tokens"], last["loss"], metrics)
-
-
-def _batches(config: TrainingConfig, data: TokenData, place: World) -> TrainingBatches:
-    shares = place.size * config.accumulate
-    if config.batch_size % shares:
-        raise InputError(
-            f"batch_size {config.batch_size} does not divide into {shares} micro-batches "
-            f"({place.size} processes, accumulate {config.accumulate})"
-        )
+def _batches(config: TrainingConfig, data: TokenData) -> TrainingBatches:
     return TrainingBatches(
         data.train,
         config.sequence_length,

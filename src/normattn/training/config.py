@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from normattn.data import DataConfig
-from normattn.errors import InputError
 from normattn.models import CausalLMConfig
-from normattn.training.config_files import explain, read_settings, refuse_unknown
 from normattn.training.continuation import Continuation
 from normattn.training.loop_config import LoopConfig
 
@@ -67,17 +64,3 @@ class TrainingConfig(LoopConfig):
         """Tokens of a training sequence: the model's train_length, or what `continued` says."""
         longer = None if self.continued is None else self.continued.length
         return self.model.train_length if longer is None else longer
-
-    @classmethod
-    def parse(cls, values: Mapping[str, Any], source: str = "the configuration") -> TrainingConfig:
-        """Check `values`; `InputError` names the field in `source` and what was expected."""
-        refuse_unknown(values, cls, source)
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise InputError(f"{source}: {explain(error)}") from error
-
-    @classmethod
-    def load(cls, path: Path | str) -> TrainingConfig:
-        """Read a .json or .toml file, or the config.json of a run."""
-        return cls.parse(read_settings(Path(path)), str(path))

@@ -16,7 +16,7 @@ from normattn.training.distribution import World, world
 from normattn.training.divergence import find_origin
 from normattn.training.loop_config import LoopConfig
 from normattn.training.progress import ProgressBar
-from normattn.training.reports import Callback, StepReport, TrainingResult
+from normattn.training.reports import Callback, Probe, StepReport, TrainingResult
 from normattn.training.seeds import derive_seed
 from normattn.training.signals import StopRequest, stop_on_signals
 from normattn.training.state import all_finite, pack, unpack
@@ -39,6 +39,7 @@ def train(
     on_step: OnStep | None = None,
     should_stop: Callable[[], bool] | None = None,
     callbacks: Sequence[Callback] = (),
+    probes: Sequence[Probe] = (),
     show_progress: bool = True,
     export: Callable[[Task], None] | None = None,
     export_kept: Callable[[Task, int], None] | None = None,
@@ -48,7 +49,8 @@ def train(
     `make_task` builds the task for a process's place in the world, after torch's generators are
     seeded. `export` runs once at the end, on the writing process, before the run counts as
     finished; `export_kept` after each step of `config.keep`, on the same process.
-    `should_stop` is asked once a step. Under torchrun every process calls this.
+    `probes` look into chosen steps and leave lines beside the metrics. `should_stop` is asked once
+    a step. Under torchrun every process calls this.
 
     On CPU in fp32, with the same versions and thread count, a run that was stopped anywhere and
     resumed gives the same metrics, bit for bit, as one that never was.
@@ -72,7 +74,8 @@ def train(
             followers.append(ProgressBar())
         if place.main and config.tensorboard:
             followers.append(TensorBoard(run.path / "tensorboard", config.log_every))
-        loop = _Loop(stepper, run, stop, followers, on_step if place.main else None, export_kept)
+        on_step, probes = (on_step, probes) if place.main else (None, ())
+        loop = _Loop(stepper, run, stop, followers, probes, on_step, export_kept)
         result = loop.run_to_end()
         place.on_main(lambda: _finish(run, config.steps, task, export))
         return result
@@ -112,6 +115,7 @@ class _Loop:
         run: RunDirectory,
         stop: _StopAsked,
         callbacks: Sequence[Callback],
+        probes: Sequence[Probe],
         on_step: OnStep | None,
         export_kept: Callable[[Task, int], None] | None,
     ) -> None:
@@ -122,6 +126,7 @@ class _Loop:
         self.run = run
         self.stop = stop
         self.callbacks = callbacks
+        self.probes = [(each, MetricsLog(run.path / f"{each.name}.jsonl")) for each in probes]
         self.on_step = on_step
         self.export_kept = export_kept
         self.timing = MetricsLog(run.path / "timing.jsonl")
@@ -136,7 +141,7 @@ class _Loop:
             callback.start(start, self.config.steps)
         try:
             for step in range(start + 1, self.config.steps + 1):
-                values = self.stepper.step(step)
+                values = self._take(step)
                 if not values.finite:
                     self._diverge(step, values)
                 self._report(step, values)
@@ -155,7 +160,23 @@ class _Loop:
             if self.world.main:
                 self.run.metrics.close()
                 self.timing.close()
+                for _, log in self.probes:
+                    log.close()
         return self._result()
+
+    def _take(self, step: int) -> StepValues:
+        """One step, with those probes around it that are due."""
+        with ExitStack() as stack:
+            due = [
+                (log, stack.enter_context(probe.around(self.task, step)))
+                for probe, log in self.probes
+                if probe.due(step, self.config.steps)
+            ]
+            values = self.stepper.step(step)
+            if values.finite:
+                for log, read in due:
+                    log.append({"step": step, **read()})
+        return values
 
     def _resume(self) -> int:
         """Load the last whole checkpoint, bring the files in line with it; return its step."""
@@ -173,6 +194,8 @@ class _Loop:
         step = checkpoint.step if checkpoint else 0
         self.run.checkpoints.set_aside_after(step)
         lines = self.run.metrics.truncate_after(step)
+        for _, log in self.probes:
+            log.truncate_after(step)
         if checkpoint and lines != checkpoint.meta["metrics_lines"]:
             print(
                 f"warning: {self.run.metrics.path} holds {lines} lines up to step {step}, but "
@@ -261,6 +284,8 @@ class _Loop:
             return
         before = time.monotonic()
         self.run.metrics.flush()
+        for _, log in self.probes:
+            log.flush()
         tensors = pack(self.task.model, self.stepper.optimiser, self.stepper.names)
         meta = {"metrics_lines": self.run.metrics.lines, "last": _as_json(self.last)}
         self.run.checkpoints.save(step, tensors, meta)

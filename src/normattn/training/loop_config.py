@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from normattn.errors import InputError
+from normattn.training.config_files import explain, read_settings, refuse_unknown
 from normattn.training.optimisers.config import AdamWConfig, OptimiserConfig
 from normattn.training.schedules import ScheduleConfig
 
 # Settings that leave the loss curve as it is (threads: up to rounding, and then it is said), so
 # that a run may be resumed with others.
 CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "tensorboard"})
+
+
+Config = TypeVar("Config", bound=BaseModel)
 
 
 class LoopConfig(BaseModel):
@@ -23,7 +29,8 @@ class LoopConfig(BaseModel):
     device: auto (CUDA where there is one), cpu, cuda, cuda:N. seed: of everything random.
     threads: of torch on the CPU. checkpoint_seconds: time between checkpoints (more where one
     takes long, so that they cost 5 % at most). log_every: steps between metrics lines. keep: steps
-    after which the trained model is kept as it is then, beside the last one.
+    after which the trained model is kept as it is then, beside the last one. inspect_every: steps
+    between lines of what attention does inside (diagnostics.jsonl), 0 for none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,6 +47,7 @@ class LoopConfig(BaseModel):
     log_every: int = Field(default=1, ge=1)
     keep: tuple[int, ...] = ()
     tensorboard: bool = False
+    inspect_every: int = Field(default=0, ge=0)
     optimiser: OptimiserConfig = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
 
@@ -70,3 +78,19 @@ class LoopConfig(BaseModel):
                 f"got {list(self.keep)}"
             )
         return self
+
+    @classmethod
+    def parse(
+        cls: type[Config], values: Mapping[str, Any], source: str = "the configuration"
+    ) -> Config:
+        """Check `values`; `InputError` names the field in `source` and what was expected."""
+        refuse_unknown(values, cls, source)
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise InputError(f"{source}: {explain(error)}") from error
+
+    @classmethod
+    def load(cls: type[Config], path: Path | str) -> Config:
+        """Read a .json or .toml file, or the config.json of a run."""
+        return cls.parse(read_settings(Path(path)), str(path))  # type: ignore[attr-defined,no-any-return]

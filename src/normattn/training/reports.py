@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+from normattn.training.task import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,4 +55,25 @@ class Callback(Protocol):
 
     def stop(self) -> None:
         """Training ended, for whatever reason."""
+        ...
+
+
+@runtime_checkable
+class Probe(Protocol):
+    """Something that looks into a training at chosen steps and leaves a line in RUN/`name`.jsonl.
+
+    Lines hold no clock times, so that a run that was stopped leaves the same ones. In a distributed
+    run the first process alone looks.
+    """
+
+    name: str
+
+    def due(self, step: int, steps: int) -> bool:
+        """Whether to look at `step` of `steps`."""
+        ...
+
+    def around(
+        self, task: Task, step: int
+    ) -> AbstractContextManager[Callable[[], Mapping[str, Any]]]:
+        """Entered before the step and left after it; gives what reads the line, asked after it."""
         ...

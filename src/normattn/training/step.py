@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from normattn.errors import InputError
 from normattn.training.distribution import World
@@ -48,7 +50,7 @@ class Objective(nn.Module):
         self.model = task.model
         self._loss = task.loss
 
-    def forward(self, batch: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def forward(self, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The task's loss and metrics."""
         return self._loss(batch)
 
@@ -87,7 +89,7 @@ class Stepper:
         if config.compile:
             check_compiler(world.device)
         self._call = torch.compile(objective, dynamic=False) if config.compile else objective
-        self._ready: tuple[int, list[Tensor]] = (0, [])
+        self._ready: tuple[int, list[Any]] = (0, [])
 
     def close(self) -> None:
         """Let go of the wrappers: gloo may hang when its group is destroyed before they are."""
@@ -109,7 +111,7 @@ class Stepper:
             return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
         return nullcontext()
 
-    def batches(self, step: int) -> list[Tensor]:
+    def batches(self, step: int) -> list[Any]:
         """This rank's micro-batches of `step`, on the device."""
         if self._ready[0] != step:
             self._ready = (step, self._fetch(step))
@@ -160,7 +162,7 @@ class Stepper:
             group["lr"] = values.learning_rate
         self.optimiser.step()
 
-    def _fetch(self, step: int) -> list[Tensor]:
+    def _fetch(self, step: int) -> list[Any]:
         shares = self.world.size * self.config.accumulate
         device = self.world.device
         batches = (
@@ -169,7 +171,11 @@ class Stepper:
         )
         if device.type == "cpu":
             return list(batches)
-        return [batch.pin_memory().to(device, non_blocking=True) for batch in batches]
+
+        def moved(x: Tensor) -> Tensor:
+            return x.pin_memory().to(device, non_blocking=True)
+
+        return [tree_map(moved, batch) for batch in batches]
 
     def _share(self, micro: int) -> int:
         return self.world.rank * self.config.accumulate + micro

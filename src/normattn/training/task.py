@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 class Task(Protocol):
     """A model with its data and loss; the loop knows nothing else about it.
 
-    `batch` must be stateless: the same arguments give the same tensor, and the shares of a step
-    make up the global batch in equal parts, whatever their number.
+    `batch` must be stateless: the same arguments give the same tensors, and the shares of a step
+    make up the global batch in equal parts, whatever their number. A batch is a tensor or a
+    (named) tuple of tensors.
     """
 
     @property
@@ -26,10 +27,10 @@ class Task(Protocol):
         """Targets in the global batch, for the rates shown."""
         ...
 
-    def batch(self, step: int, share: int, shares: int) -> Tensor:
+    def batch(self, step: int, share: int, shares: int) -> Any:
         """Part `share` of `shares` of the global batch of `step` (from 1), on the CPU."""
         ...
 
-    def loss(self, batch: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def loss(self, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The mean loss () of a batch on the model's device, and other () means to log."""
         ...

@@ -1,0 +1,156 @@
+"""A whole training from one configuration to one saved model, the same for every kind of model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from normattn.errors import InputError
+from normattn.models.pretrained import save_model
+from normattn.runs import RunDirectory, read_metrics
+from normattn.training.distribution import World, world
+from normattn.training.loop import OnStep, train
+from normattn.training.loop_config import CHANGEABLE, LoopConfig
+from normattn.training.reports import Callback, Probe, TrainingResult
+from normattn.training.task import Task
+
+MODEL = "model"
+KEPT = "kept"
+Config = TypeVar("Config", bound=LoopConfig)
+Data = TypeVar("Data")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Tokens that are trained on and scored, and floating-point operations."""
+
+    trained: int = 0
+    scored: int = 0
+    flops: float = 0.0
+
+
+class Workload(ABC, Generic[Config, Data]):
+    """One kind of training: which data, which task, what is left at the end.
+
+    `kind` names the run directories, `changeable` the settings that may differ when a run goes on.
+    """
+
+    kind: ClassVar[str]
+    config_class: ClassVar[type[LoopConfig]]
+    changeable: ClassVar[frozenset[str]] = CHANGEABLE
+
+    @abstractmethod
+    def prepare(self, config: Config) -> Data:
+        """The data, from its cache where there is one; `InputError` for data that cannot be."""
+
+    @abstractmethod
+    def task(self, config: Config, data: Data, device: torch.device, shares: int) -> Task:
+        """The task on `device`, whose batches come in `shares` parts a step."""
+
+    def check(self, config: Config, data: Data, shares: int) -> None:
+        """Raise `InputError` for what cannot be trained, before the run directory is made."""
+
+    @abstractmethod
+    def cost(self, config: Config) -> Cost:
+        """What the whole training takes."""
+
+    def export(self, task: Task, data: Data, out: Path) -> None:
+        """Leave the trained model (and what reads it needs) in the run's directory."""
+        save_model(task.model, out / MODEL)
+
+
+def train_workload(
+    workload: Workload[Any, Any],
+    config: LoopConfig,
+    out: Path | str,
+    *,
+    on_step: OnStep | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    show_progress: bool = True,
+    callbacks: Sequence[Callback] = (),
+    probes: Sequence[Probe] = (),
+) -> TrainingResult:
+    """Train what `config` says in the run directory `out`, or go on where it was stopped.
+
+    At the end `out/model/` holds the trained model (config.json, model.safetensors), beside it what
+    the workload leaves; `out/kept/step-N/` the models of `config.keep`. A finished run is returned
+    as it is. Raises as `train` does, and `InputError` for unusable data or a directory of another
+    run.
+    """
+    out = Path(out)
+    with world(config.device) as place:
+        done = place.on_main(lambda: _finished(workload, config, out))
+        if done is not None:
+            return done
+        data = workload.prepare(config)
+        shares = place.size * config.accumulate
+        workload.check(config, data, shares)
+        place.on_main(lambda: _create(workload, config, out))
+        run = RunDirectory.existing(out, workload.kind)
+
+        def make_task(place: World) -> Task:
+            return workload.task(config, data, place.device, shares)
+
+        return train(
+            make_task,
+            config,
+            run,
+            on_step=on_step,
+            should_stop=should_stop,
+            callbacks=callbacks,
+            probes=probes,
+            show_progress=show_progress,
+            export=lambda task: workload.export(task, data, out),
+            export_kept=lambda task, step: save_model(task.model, kept_model(out, step)),
+        )
+
+
+def kept_model(run: Path, step: int) -> Path:
+    """Where the run in `run` keeps its model of `step`, one of its configuration's `keep`."""
+    return run / KEPT / f"step-{step:08d}"
+
+
+def rows_per_share(rows: int, shares: int, name: str = "batch_size") -> int:
+    """How many of `rows` each share gets; `InputError` where they do not divide."""
+    if rows % shares:
+        raise InputError(
+            f"{name} {rows} does not divide into {shares} micro-batches (processes × accumulate)"
+        )
+    return rows // shares
+
+
+def _open(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> RunDirectory:
+    return RunDirectory.open(out, config, workload.kind, changeable=workload.changeable)
+
+
+def _create(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> None:
+    _open(workload, config, out)
+
+
+def _finished(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> TrainingResult | None:
+    """The result of a run that is done; None where there is work left.
+
+    A directory that cannot hold this run is refused here, before data is prepared for it.
+    """
+    if not (out / "config.json").exists():
+        RunDirectory.check_place(out)
+        return None
+    run = _open(workload, config, out)
+    status = run.status
+    if status is None or status.state != "finished":
+        return None
+    records = read_metrics(run.metrics.path)
+    if not records or not (out / MODEL).is_dir():
+        raise InputError(
+            f"the run in {out} is marked as finished, but its metrics.jsonl or model is gone; "
+            "delete its status.json to go on from the last checkpoint"
+        )
+    last = records[-1]
+    known = {"step", "loss", "gradient_norm", "learning_rate", "tokens"}
+    metrics = {name: value for name, value in last.items() if name not in known}
+    return TrainingResult(out, last["step"], last["tokens"], last["loss"], metrics)

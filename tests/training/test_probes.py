@@ -1,0 +1,69 @@
+"""Probes look into chosen steps, and a stopped run leaves the lines of one that never was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normattn.errors import Interrupted
+from normattn.runs import read_metrics
+from normattn.training.loop import train
+from normattn.training.reports import Probe
+from normattn.training.task import Task
+
+from .toy import ToyTask, config, open_run
+
+
+class Counting:
+    """Counts the forward passes of the step that it looks into."""
+
+    name = "looks"
+
+    def due(self, step: int, steps: int) -> bool:
+        return step % 4 == 0 or step == steps
+
+    @contextmanager
+    def around(self, task: Task, step: int) -> Iterator[Callable[[], Mapping[str, Any]]]:
+        calls: list[int] = []
+        handle = task.model.register_forward_hook(lambda *_: calls.append(step))
+        try:
+            yield lambda: {
+                "calls": len(calls),
+                "weight": float(next(task.model.parameters()).sum()),
+            }
+        finally:
+            handle.remove()
+
+
+def test_a_probe_sees_the_step_and_the_model_after_it(tmp_path: Path) -> None:
+    assert isinstance(Counting(), Probe)
+    settings = config(steps=10, checkpoint_seconds=0.0)
+    train(ToyTask, settings, open_run(tmp_path, settings), probes=[Counting()])
+    lines = read_metrics(tmp_path / "looks.jsonl")
+    assert [line["step"] for line in lines] == [4, 8, 10]
+    assert {line["calls"] for line in lines} == {1}
+    assert len({line["weight"] for line in lines}) == 3
+
+
+def test_a_stopped_run_leaves_the_same_lines(tmp_path: Path) -> None:
+    settings = config(steps=10, checkpoint_seconds=0.0)
+    train(ToyTask, settings, open_run(tmp_path / "whole", settings), probes=[Counting()])
+    for stop in (5, 8):
+        run = tmp_path / f"stopped-{stop}"
+        seen: list[int] = []
+        with pytest.raises(Interrupted):
+            train(
+                ToyTask,
+                settings,
+                open_run(run, settings),
+                probes=[Counting()],
+                on_step=lambda report, seen=seen: seen.append(report.step),  # type: ignore[misc]
+                should_stop=lambda seen=seen, stop=stop: len(seen) >= stop,  # type: ignore[misc]
+            )
+        train(ToyTask, settings, open_run(run, settings), probes=[Counting()])
+        whole = (tmp_path / "whole" / "looks.jsonl").read_bytes()
+        assert (run / "looks.jsonl").read_bytes() == whole
