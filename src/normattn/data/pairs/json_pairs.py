@@ -1,0 +1,95 @@
+"""JSON lines of sentence pairs: `{"en": "…", "de": "…"}`, also inside `"translation"`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from normattn.data.corpora.corpus import take_options
+from normattn.data.corpora.reading import not_utf8, open_bytes
+from normattn.data.pairs.lines import stamp
+from normattn.data.pairs.source import Languages, Pair, PairSource, register
+from normattn.data.splits import SPLITS, SplitName
+from normattn.errors import InputError
+
+_ENDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+
+
+@register
+@dataclass(frozen=True)
+class JsonPairs(PairSource):
+    """One object a line, each language's sentence under its name (or under `translation`).
+
+    A field `split` of "train", "validation" or "test" is followed; without it splits are drawn by
+    sentence. Blank lines are passed over.
+    """
+
+    path: Path
+    languages: Languages
+
+    kind: ClassVar[str] = "json"
+    summary: ClassVar[str] = "JSON lines with a field for each language"
+
+    @classmethod
+    def claims(cls, body: str) -> bool:
+        """An existing file that ends in .jsonl or .ndjson, also .gz."""
+        return body.endswith(_ENDS) and Path(body).expanduser().is_file()
+
+    @classmethod
+    def parse(cls, body: str, options: Mapping[str, str], languages: Languages) -> JsonPairs:
+        """`FILE.jsonl`; there are no options."""
+        take_options(body, options, [])
+        return cls(Path(body).expanduser(), languages)
+
+    def pairs(self) -> Iterator[Pair]:
+        """Stream the lines; `InputError` names the line that is no pair."""
+        offset = 0
+        with open_bytes(self.path) as file:
+            for number, raw in enumerate(file, start=1):
+                try:
+                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise not_utf8(self.path, offset + error.start, error) from error
+                offset += len(raw)
+                if line.strip():
+                    yield self._pair(line, f"{self.path}:{number}")
+
+    def fingerprint(self) -> str:
+        """By name, size and time of the file."""
+        return stamp((self.path,))
+
+    def _pair(self, line: str, where: str) -> Pair:
+        try:
+            value: Any = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise InputError(f"{where} is not a JSON object: {error}") from error
+        inner = value.get("translation", value) if isinstance(value, dict) else value
+        if not isinstance(inner, dict):
+            raise InputError(f"{where} is not a JSON object of sentences by language")
+        texts = [self._text(inner, name, where) for name in _both(self.languages)]
+        return Pair(texts[0], texts[1], _split(value, where))
+
+    def _text(self, fields: Mapping[str, Any], name: str, where: str) -> str:
+        text = fields.get(name)
+        if isinstance(text, str):
+            # A lone surrogate (\ud800) is legal JSON but no Unicode text.
+            return text.encode("utf-8", "replace").decode()
+        known = ", ".join(map(repr, fields)) or "none"
+        raise InputError(f"{where} has no sentence under {name!r} (its fields: {known})")
+
+
+def _both(languages: Languages) -> tuple[str, str]:
+    return languages.source, languages.target
+
+
+def _split(value: Mapping[str, Any], where: str) -> SplitName | None:
+    named = value.get("split")
+    for split in SPLITS:
+        if named == split:
+            return split
+    if named is None:
+        return None
+    raise InputError(f"{where}: split is {named!r}; expected one of {', '.join(SPLITS)}")

@@ -1,0 +1,211 @@
+"""Sentence pairs: every form they come in, and every way in which they do not fit together."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import warnings
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from data.pairs_helpers import install, multi_layout, sentences, write_lines
+from normattn.data.pairs import Languages, PairsConfig, parse_pairs, prepare_pairs
+from normattn.data.pairs.catalogues import PACKAGES
+from normattn.data.pairs.cleaning import cleaned, is_sentence_pair
+from normattn.errors import InputError
+
+EN_DE = Languages("en", "de")
+PAIRS = sentences(40)
+
+
+def read(address: object) -> list[tuple[str, str]]:
+    return [(pair.source, pair.target) for pair in parse_pairs(str(address), EN_DE).pairs()]
+
+
+def test_two_aligned_files_plain_and_packed(tmp_path: Path) -> None:
+    here, there = write_lines(tmp_path, PAIRS)
+    assert read(f"{here},{there}") == PAIRS
+    packed = there.with_name("train.de.gz")
+    packed.write_bytes(gzip.compress(there.read_bytes()))
+    assert read(f"{here},{packed}") == PAIRS
+    here.write_text(here.read_text() + "one more\nand another\n")
+    with pytest.raises(InputError, match=r"train\.en has 42 lines and .*train\.de\.gz has 40"):
+        read(f"{here},{packed}")
+
+
+def test_json_lines_flat_nested_and_with_splits(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    nested = [{"translation": {"en": a, "de": b}} for a, b in PAIRS[:20]]
+    flat = [{"en": a, "de": b, "split": "test"} for a, b in PAIRS[20:]]
+    path.write_text("\n\n".join(json.dumps(each) for each in (*nested, *flat)), encoding="utf-8")
+    assert read(path) == PAIRS
+    splits = [pair.split for pair in parse_pairs(str(path), EN_DE).pairs()]
+    assert splits == [None] * 20 + ["test"] * 20
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[1]", "not a JSON object"),
+        ("{", "not a JSON object"),
+        ('{"en": "a"}', "no sentence under 'de'"),
+        ('{"en": "a", "de": 1}', "no sentence under 'de'"),
+        ('{"en": "a", "de": "b", "split": "dev"}', "split is 'dev'"),
+    ],
+)
+def test_bad_json_lines_name_the_line(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"en": "a", "de": "b"}\n' + line + "\n")
+    with pytest.raises(InputError, match=rf"pairs\.jsonl:2.*{said}"):
+        read(path)
+
+
+def test_a_folder_by_split_and_language(tmp_path: Path) -> None:
+    source = parse_pairs(str(multi_layout(tmp_path)), EN_DE)
+    found = list(source.pairs())
+    assert [pair[:2] for pair in found[:60]] == sentences(60, seed=1)
+    assert [pair.split for pair in found] == [None] * 60 + ["validation"] * 8 + ["test"] * 8
+    assert source.given() == {"validation", "test"}
+    write_lines(tmp_path, PAIRS, "test_other")
+    with pytest.raises(InputError, match=r"several test sets: test_other, test_small; choose"):
+        list(source.pairs())
+    assert read(f"{tmp_path}?test=test_other")[-40:] == PAIRS
+    with pytest.raises(InputError, match="no test set 'test_none': it has test_other, test_small"):
+        read(f"{tmp_path}?test=test_none")
+    (tmp_path / "val.de").unlink()
+    with pytest.raises(InputError, match="has val in 'en' but not in 'de'"):
+        read(f"{tmp_path}?test=test_other")
+
+
+def test_a_folder_without_training_pairs(tmp_path: Path) -> None:
+    write_lines(tmp_path, PAIRS, "test")
+    with pytest.raises(InputError, match=r"no training pairs: it needs train\.en and train\.de"):
+        read(tmp_path)
+
+
+def test_catalogues_of_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = {
+        "%d files could not be read": "%d Dateien konnten nicht gelesen werden",
+        "menu\x04_Open the selected file": "Gewählte Datei ö_ffnen bitte",
+        "%(n)s day is left\0%(n)s days are left": "%(n)s Tag ist übrig\0%(n)s Tage sind übrig",
+        "not translated at all": "not translated at all",
+        "Yes": "Ja",
+        "[-f] [-t TYPE] FILE... [REV]": "[-f] [-t TYP] DATEI... [REV]",
+    }
+    install(tmp_path, "talkative", messages)
+    install(tmp_path, "other", {"Not translated at ALL": "Gar nicht übersetzt hier"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert read("catalogues?packages=talkative,other") == [
+        ("X day is left", "X Tag ist übrig"),
+        ("X files could not be read", "X Dateien konnten nicht gelesen werden"),
+        ("Open the selected file", "Gewählte Datei öffnen bitte"),
+        ("Not translated at ALL", "Gar nicht übersetzt hier"),
+    ]
+    with pytest.raises(InputError, match="silent is not installed: pip install"):
+        read("catalogues?packages=talkative,silent")
+    with pytest.raises(InputError, match="talkative has no translations into 'fr'"):
+        list(parse_pairs("catalogues?packages=talkative", Languages("en", "fr")).pairs())
+
+
+def test_the_default_catalogues() -> None:
+    for package in PACKAGES:
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError:
+            pytest.skip(f"{package} is not installed: pip install 'normattn[translation]'")
+    found = read("catalogues")
+    assert len(found) > 3000
+    assert len({source.casefold() for source, _ in found}) == len(found)
+    for source, target in found:
+        assert is_sentence_pair(source, target)
+        assert "%(" not in source + target
+        assert "\n" not in source + target
+
+
+def test_cleaning_keeps_identifiers() -> None:
+    assert cleaned("E_xit <b>now</b>", "Jetzt _beenden") == ("Exit now", "Jetzt beenden")
+    assert cleaned("set a_name first", "erst a_name setzen") == (
+        "set a_name first",
+        "erst a_name setzen",
+    )
+    assert cleaned("50%% of %s\n  done", "50%% von %s fertig") == (
+        "50% of X done",
+        "50% von X fertig",
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("", "has no name"),
+        ("nowhere", "'nowhere' holds no sentence pairs: expected catalogues"),
+        ("catalogues?langage=de", "no option 'langage'"),
+        ("catalogues?=", "option"),
+    ],
+)
+def test_bad_addresses(address: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read(address)
+
+
+def test_one_language_twice_and_catalogues_from_german() -> None:
+    with pytest.raises(InputError, match="name two languages"):
+        Languages("de", "de")
+    with pytest.raises(InputError, match="translate from 'en'"):
+        parse_pairs("catalogues", Languages("de", "en"))
+
+
+def test_prepared_once_with_splits_of_its_own(tmp_path: Path) -> None:
+    corpus = multi_layout(tmp_path / "corpus")
+    config = PairsConfig(corpus=str(corpus), vocab_size=300, max_length=24)
+    data = prepare_pairs(config, tmp_path / "cache")
+    assert [len(split) for split in data] == [60 - data.left_out.get(_LONG, 0), 8, 8]
+    assert data.source_tokeniser is data.target_tokeniser
+    assert list(data.test.texts) == sentences(8, seed=3)
+    assert data.train.texts == ()
+    for index, (source, target) in enumerate(data.test.texts):
+        ids = data.test.source_ids(index)
+        assert ids[-1] == 2
+        assert data.source_tokeniser.decode(ids[:-1]) == source
+        ids = data.test.target_ids(index)
+        assert (ids[0], ids[-1]) == (1, 2)
+        assert data.target_tokeniser.decode(ids[1:-1]) == target
+    assert (data.train.target.lengths + 1).max() <= 24
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = prepare_pairs(config, tmp_path / "cache")
+    assert again.fingerprint == data.fingerprint
+    assert len(list((tmp_path / "cache").glob("pairs-*/manifest.json"))) == 1
+
+
+_LONG = "training pairs too long"
+
+
+def test_cut_by_sentence_where_the_corpus_has_no_splits(tmp_path: Path) -> None:
+    pairs = sentences(200)
+    twice = [*pairs, *((f"{source} !", target) for source, target in pairs)]
+    here, there = write_lines(tmp_path, [*twice, ("", "nichts")])
+    config = PairsConfig(
+        corpus=f"{here},{there}", vocab_size=270, target_vocab_size=280, test_fraction=0.3
+    )
+    data = prepare_pairs(config, tmp_path / "cache")
+    assert sum(map(len, data)) == 400
+    assert data.left_out["with an empty side"] == 1
+    assert data.source_tokeniser.vocab_size == 270
+    assert data.target_tokeniser.vocab_size == 280
+    held_out = {source.rstrip(" !") for source, _ in data.test.texts}
+    trained = {
+        data.source_tokeniser.decode(data.train.source.sentence(i)).rstrip(" !")
+        for i in range(len(data.train))
+    }
+    assert held_out
+    assert not held_out & trained
+    few = prepare_pairs(config.model_copy(update={"max_pairs": 7}), tmp_path / "cache")
+    assert len(few.train) == 7
+    assert len(few.test) == len(data.test)
+    with pytest.raises(InputError, match="gives no test pair"):
+        prepare_pairs(config.model_copy(update={"test_fraction": 0.0}), tmp_path / "cache")
