@@ -35,6 +35,11 @@ CASES = [
         "attention(q, k, v, 'KNA', key_padding=padding.int())",
         "key_padding must be",
     ),
+    (
+        "query padding",
+        "attention(q, k, v, 'KNA', query_padding=padding[:, 1:])",
+        "query_padding must be boolean (batch, queries) = (2, 5)",
+    ),
     ("mask shape", "attention(q, k, v, 'KNA', attn_mask=mask[:3])", "broadcast to (2, 4, 5, 5)"),
     ("mask axes", "attention(q, k, v, 'KNA', attn_mask=mask[0])", "attn_mask must be boolean or"),
     ("mask too big", "attention(q, k, v, 'KNA', attn_mask=mask[None, None, None])", "attn_mask"),

@@ -148,7 +148,9 @@ def test_documents(causal: bool, padded: bool, monkeypatch: pytest.MonkeyPatch) 
             continue
         keys = T + 3 * (turn % 2)
         number, padding = documents(B, keys, padded)
-        options = {"documents": number} | ({} if padding is None else {"key_padding": padding})
+        options = {"documents": number}
+        if padding is not None:
+            options |= {"key_padding": padding, "query_padding": padding[:, keys - T :]}
         _check(replace(recipe, packed=True), causal, turn % 3 == 0, 1, keys, 8, **options)
 
 

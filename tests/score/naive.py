@@ -70,6 +70,7 @@ def _products(
     where: tuple[Places, Places],
     learned: Mapping[str, Tensor],
     real: Tensor | None,
+    own: Tensor | None,
 ) -> Tensor:
     """⟨P N(q), P N(k)⟩ or ⟨N(P q), N(P k)⟩ of all pairs, (B, H, T, S).
 
@@ -77,7 +78,6 @@ def _products(
     """
     batch, heads, queries, d = q.shape
     keys, groups = k.shape[2], heads // k.shape[1]
-    own = real if queries == keys else None
 
     def norm(side: str, x: Tensor) -> Tensor:
         return normalised(recipe, side, x, learned, own if side == "Q" else real)
@@ -136,6 +136,7 @@ def attend(
     causal: bool = True,
     mask: Tensor | None = None,
     padding: Tensor | None = None,
+    query_padding: Tensor | None = None,
     documents: Tensor | None = None,
     learned: Mapping[str, Tensor] | None = None,
     drop: Tensor | None = None,
@@ -144,6 +145,7 @@ def attend(
     learned = {} if learned is None else learned
     batch, heads, queries, d = q.shape
     keys, real = k.shape[2], None if padding is None else ~padding
+    own = None if query_padding is None else ~query_padding
     padded = None if padding is None else padding.numpy()
     apart = None if documents is None else documents.numpy()
     where = oracle.places(queries, keys, batch, padded, None, None, apart)
@@ -162,7 +164,7 @@ def attend(
         visible = visible & real[:, None, None]
     counts = oracle.counts(recipe, where[0], keys, causal, padded, apart)
     factor = [[scalars.scale(recipe, d, int(n)) for n in row] for row in counts]
-    score = _products(recipe, q, k, where, learned, real)
+    score = _products(recipe, q, k, where, learned, real, own)
     score = score * torch.tensor(factor, dtype=torch.float64)[:, None, :, None]
     score = score * learned["scale"] if "scale" in learned else score
     if recipe.cap is not None:

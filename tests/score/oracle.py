@@ -140,17 +140,17 @@ class _Products:
         where: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
         learned: Mapping[str, Array],
         real: npt.NDArray[np.bool_] | None,
+        own: npt.NDArray[np.bool_] | None,
     ) -> None:
         self.recipe, self.q, self.k, self.where = recipe, q, k, where
-        self.learned, self.real, self.whole = learned, real, q.shape[2] == k.shape[2]
+        self.learned, self.real, self.own = learned, real, own
         self.known: dict[tuple[int, bool], tuple[Array, Array]] = {}
         if not recipe.rotate_first:
             self.q, self.k = self._normalised(q, k)
 
     def _normalised(self, q: Array, k: Array) -> tuple[Array, Array]:
-        own = self.real if self.whole else None
         return (
-            normalised(self.recipe, "Q", q, self.learned, own),
+            normalised(self.recipe, "Q", q, self.learned, self.own),
             normalised(self.recipe, "K", k, self.learned, self.real),
         )
 
@@ -193,6 +193,7 @@ def attend(
     causal: bool = True,
     mask: npt.NDArray[np.generic] | None = None,
     padding: npt.NDArray[np.bool_] | None = None,
+    query_padding: npt.NDArray[np.bool_] | None = None,
     q_positions: npt.NDArray[np.int64] | None = None,
     k_positions: npt.NDArray[np.int64] | None = None,
     documents: npt.NDArray[np.int64] | None = None,
@@ -203,8 +204,9 @@ def attend(
     batch, heads, queries, d = q.shape
     groups, keys = heads // k.shape[1], k.shape[2]
     real = None if padding is None else ~padding
+    own = None if query_padding is None else ~query_padding
     where_q, where_k = places(queries, keys, batch, padding, q_positions, k_positions, documents)
-    product = _Products(recipe, q, k, (where_q, where_k), learned, real)
+    product = _Products(recipe, q, k, (where_q, where_k), learned, real, own)
     n = counts(recipe, where_q, keys, causal, padding, documents)
     full = None if mask is None else np.broadcast_to(mask, (batch, heads, queries, keys))
     out = np.zeros((batch, heads, queries, v.shape[-1]))

@@ -73,7 +73,11 @@ def test_what_stands_in_the_padding_changes_nothing(text: str) -> None:
         hidden = PADDING[:, None, :, None]
         inputs = [torch.where(hidden, fill, x) for x in (q, k, v)]
         score = Score(text, H, D).double()
-        out = attention(inputs[0], inputs[1], inputs[2], score, causal=False, key_padding=PADDING)
+        out = attention(
+            *(inputs[0], inputs[1], inputs[2], score, False, None),
+            key_padding=PADDING,
+            query_padding=PADDING,
+        )
         buffers = torch.cat([buffer.flatten() for buffer in score.buffers()] or [v.new_zeros(1)])
         results.append((out.masked_fill(hidden, 0.0), buffers))
     for one, other in pairwise(results):

@@ -27,6 +27,7 @@ def attention(
     causal: bool = True,
     attn_mask: Tensor | None = None,
     key_padding: Bool[Tensor, "b s"] | None = None,
+    query_padding: Bool[Tensor, "b t"] | None = None,
     q_positions: Int[Tensor, "*bq t"] | None = None,
     k_positions: Int[Tensor, "*bk s"] | None = None,
     documents: Int[Tensor, "b s"] | None = None,
@@ -44,6 +45,8 @@ def attention(
             the keys unless positions say otherwise.
         attn_mask: broadcastable to (B, H, T, S); boolean (True = seen) or floating (added).
         key_padding: True where a key is padding; positions then count from the first real token.
+        query_padding: True where a query is padding. Only statistics over the queries (BatchNorm,
+            InstanceNorm) leave it out; without it all queries are real, whatever the keys are.
         q_positions: 0-based positions (T,) or (B, T).
         k_positions: 0-based positions (S,) or (B, S).
         documents: the number of each key's document, for a score with `Packed`, which hides keys
@@ -56,7 +59,9 @@ def attention(
     """
     check_shapes(q, k, v)
     module = score if isinstance(score, Score) else _without_parameters(score, q, k)
-    _check(module, q, k, attn_mask, key_padding, dropout_p)
+    _check(module, q, k, attn_mask, dropout_p)
+    _check_padding("key_padding", "keys", key_padding, k)
+    _check_padding("query_padding", "queries", query_padding, q)
     _check_positions("q_positions", q_positions, q)
     _check_positions("k_positions", k_positions, k)
     _check_documents(module.spec, documents, q, k)
@@ -75,7 +80,8 @@ def attention(
     def part(rows: slice, keys: int, block: int) -> Tensor:
         at, visible = positions.part(rows, keys), seen.part(rows, keys)
         padding = None if key_padding is None else key_padding[:, :keys]
-        prepared = module(q[:, :, rows], k[:, :, :keys], at, padding, block)
+        own = None if query_padding is None else query_padding[:, rows]
+        prepared = module(q[:, :, rows], k[:, :, :keys], at, padding, own, block)
         return attend(posed(prepared, v[:, :, :keys], visible, dropout_p), backend)
 
     return in_blocks(module.spec, positions, part)
@@ -176,7 +182,6 @@ def _check(
     q: Tensor,
     k: Tensor,
     mask: Tensor | None,
-    padding: Tensor | None,
     dropout: float,
 ) -> None:
     expected = (score.heads, score.kv_heads, score.head_dim)
@@ -184,13 +189,6 @@ def _check(
         raise InputError(
             f"the score was built for {expected[0]} query heads, {expected[1]} key heads and "
             f"dimension {expected[2]}, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
-        )
-    if padding is not None and (
-        padding.shape != (k.shape[0], k.shape[2]) or padding.dtype != torch.bool
-    ):
-        raise InputError(
-            f"key_padding must be boolean (batch, keys) = {(k.shape[0], k.shape[2])}, True where a "
-            f"key is padding, but it is {padding.dtype} of {tuple(padding.shape)}"
         )
     if mask is not None:
         full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -205,6 +203,15 @@ def _check(
             )
     if not 0 <= dropout < 1:
         raise InputError(f"dropout_p must be at least 0 and below 1, but it is {dropout}")
+
+
+def _check_padding(name: str, what: str, padding: Tensor | None, x: Tensor) -> None:
+    expected = (x.shape[0], x.shape[2])
+    if padding is not None and (padding.shape != expected or padding.dtype != torch.bool):
+        raise InputError(
+            f"{name} must be boolean (batch, {what}) = {expected}, True where one is padding, but "
+            f"it is {padding.dtype} of {tuple(padding.shape)}"
+        )
 
 
 def _check_documents(spec: ScoreSpec, documents: Tensor | None, q: Tensor, k: Tensor) -> None:

@@ -39,8 +39,8 @@ class Attention(nn.Module):
         self.dim = dim
         self.heads = heads
         self.kv_heads = heads if kv_heads is None else kv_heads
-        self.head_dim = _head_dim(dim, heads, self.kv_heads, head_dim)
-        self.dropout = _probability(dropout)
+        self.head_dim = checked_head_dim(dim, heads, self.kv_heads, head_dim)
+        self.dropout = checked_probability(dropout)
         spec = ScoreSpec.parse(score) if isinstance(score, str) else score
         self.score = Score(spec, heads=heads, head_dim=self.head_dim, kv_heads=self.kv_heads)
         width = (heads + 2 * self.kv_heads) * self.head_dim
@@ -77,6 +77,7 @@ class Attention(nn.Module):
             causal=causal,
             attn_mask=attn_mask,
             key_padding=key_padding,
+            query_padding=key_padding,
             q_positions=positions,
             k_positions=positions,
             documents=documents,
@@ -93,7 +94,7 @@ class Attention(nn.Module):
         return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
 
 
-def _head_dim(dim: int, heads: int, kv_heads: int, head_dim: int | None) -> int:
+def checked_head_dim(dim: int, heads: int, kv_heads: int, head_dim: int | None) -> int:
     """The width of one head, after checking that all sizes fit."""
     if dim < 1 or heads < 1 or kv_heads < 1:
         raise InputError(
@@ -113,7 +114,7 @@ def _head_dim(dim: int, heads: int, kv_heads: int, head_dim: int | None) -> int:
     return size
 
 
-def _probability(dropout: float) -> float:
+def checked_probability(dropout: float) -> float:
     if not 0 <= dropout < 1:
         raise InputError(f"dropout is {dropout}; it must be at least 0 and below 1")
     return dropout

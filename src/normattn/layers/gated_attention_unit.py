@@ -91,6 +91,7 @@ class GatedAttentionUnit(nn.Module):
             causal=causal,
             attn_mask=attn_mask,
             key_padding=key_padding,
+            query_padding=key_padding,
             q_positions=positions,
             k_positions=positions,
             documents=documents,

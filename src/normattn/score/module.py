@@ -104,15 +104,18 @@ class Score(nn.Module):
         k: Float[Tensor, "b hk s d"],
         positions: Positions,
         key_padding: Bool[Tensor, "b s"] | None = None,
+        query_padding: Bool[Tensor, "b t"] | None = None,
         block: int = 0,
     ) -> Prepared:
         """Fold normalisation, scale and rotation into q and k.
 
-        Where the spectrum moves it is that of query rows block·L … block·L + L − 1.
+        Statistics over tokens leave out the padded ones; without `query_padding` every query is
+        real, also where the keys are padded (cross attention). Where the spectrum moves it is that
+        of query rows block·L … block·L + L − 1.
         """
         spec = self._spec.fixed(block) if self._spec.moves else self._spec
         self._refuse(positions)
-        q_near, q_far = self._queries(spec, q, positions, key_padding)
+        q_near, q_far = self._queries(spec, q, positions, query_padding)
         first = 0 if positions.regular else None
         fold = key_fold(spec, self.head_dim, positions.key, k.dtype, first)
         norm = partial(self._normed_keys, padding=key_padding)
@@ -128,21 +131,23 @@ class Score(nn.Module):
         k: Float[Tensor, "b hk s d"],
         places: Int[Tensor, "*bk s"],
         first: int | None = None,
+        padding: Bool[Tensor, "b s"] | None = None,
     ) -> Float[Tensor, "b hk s d"]:
         """What a cache keeps of keys at these positions (counted from `first` where it is given).
 
         Normalised and rotated keys; rotated at their far position where there are two regimes, not
         at all where the spectrum moves. A normalisation that follows the rotation is left to
-        `recall` then.
+        `recall` then. Statistics over tokens leave out the padded ones.
         """
         spec = self._spec
         later = spec.moves or spec.regime is not None
+        norm = partial(self._normed_keys, padding=padding)
         if spec.order is None:
-            k = self._normed_keys(k, None)
+            k = norm(k)
         if spec.moves:
             return k
         fold = key_fold(spec, self.head_dim, places, k.dtype, first)
-        after = self._normed_keys_alone if spec.order is not None and not later else None
+        after = norm if spec.order is not None and not later else None
         return _turned(k, fold.near if spec.regime is None else fold.far, after)
 
     def recall(
@@ -152,14 +157,15 @@ class Score(nn.Module):
         positions: Positions,
         block: int = 0,
         turned: Float[Tensor, "b hk s d"] | None = None,
+        query_padding: Bool[Tensor, "b t"] | None = None,
     ) -> Prepared:
-        """`forward` for keys that `store` has made; the queries are the last of the keys.
+        """`forward` for keys that `store` has made; if causal, the queries are the last of them.
 
         `turned` is what `turn` has made of the keys where the spectrum moves, if that is at hand.
         """
         spec = self._spec.fixed(block) if self._spec.moves else self._spec
         self._refuse(positions)
-        q_near, q_far = self._queries(spec, q, positions, None)
+        q_near, q_far = self._queries(spec, q, positions, query_padding)
         if self._spec.moves:
             whole = 0 if positions.regular else None
             k = self.turn(stored, positions.key, block, whole) if turned is None else turned
@@ -210,8 +216,7 @@ class Score(nn.Module):
 
     def _normed_queries(self, q: Tensor, padding: Tensor | None) -> Tensor:
         if self.query_norm is not None:
-            same = padding is not None and padding.shape[-1] == q.shape[2]
-            q = self.query_norm(q, padding if same else None)
+            q = self.query_norm(q, padding)
         return _scaled(q, self.scale)
 
     def _normed_keys(self, k: Tensor, padding: Tensor | None) -> Tensor:
