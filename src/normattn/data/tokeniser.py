@@ -49,7 +49,7 @@ class Tokeniser:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of several texts."""
-        with _one_thread():
+        with one_thread():
             encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -100,7 +100,7 @@ def train_tokeniser(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    with _one_thread():
+    with one_thread():
         bpe.train_from_iterator(_sample(texts, sample_bytes), trainer)
     return Tokeniser(bpe.to_str())
 
@@ -115,7 +115,7 @@ def _sample(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Keep the library from its own threads: it warns and deadlocks when a process forks later."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = "false"

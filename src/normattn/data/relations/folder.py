@@ -1,0 +1,104 @@
+"""A folder of relation data as NYT24 and WebNLG come: train, dev and test files, rel2id.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from normattn.data.corpora.reading import read_text
+from normattn.data.relations.documents import RelationCorpus
+from normattn.data.relations.reading import read_relations
+from normattn.data.splits import SPLITS, SplitName
+from normattn.errors import InputError
+
+STEMS: Mapping[SplitName, tuple[str, ...]] = {
+    "train": ("train",),
+    "validation": ("dev", "valid", "validation", "val"),
+    "test": ("test",),
+}
+"""What a split's file may be called, with `_triples` behind it or not."""
+
+_SUFFIXES = (".json", ".jsonl")
+LABELS_FILE = "rel2id.json"
+
+
+def read_folder(folder: Path) -> RelationCorpus:
+    """The three splits in `folder`, and its labels.
+
+    The files are `train_triples.json`, `dev_triples.json` (or valid, validation, val) and
+    `test_triples.json`, with or without `_triples`, `.json` or `.jsonl`. The labels are those of
+    rel2id.json in the order of their numbers, and without that file every relation that occurs in
+    any split, sorted. Raises `InputError` for a file that is missing, ambiguous or damaged, and for
+    a relation that rel2id.json does not list.
+    """
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "does not exist"
+        raise InputError(
+            f"the relation corpus {folder} {found}; expected python-imports or a folder with "
+            "train, dev and test files"
+        )
+    splits = {name: tuple(read_relations(_file(folder, name))) for name in SPLITS}
+    occurring = {label for split in splits.values() for each in split for label in each.labels}
+    listed = folder / LABELS_FILE
+    labels = _numbered(listed) if listed.exists() else tuple(sorted(occurring))
+    unlisted = sorted(occurring - set(labels))
+    if unlisted:
+        raise InputError(f"{listed} does not list the relation {unlisted[0]!r}, which occurs")
+    if not any(document.labels for document in splits["train"]):
+        raise InputError(f"no document of {_file(folder, 'train')} has a relation")
+    return RelationCorpus(splits, labels)
+
+
+def fingerprint(folder: Path) -> str:
+    """Hash of the content of the files that `read_folder` reads."""
+    digest = hashlib.sha256()
+    paths = [_file(folder, name) for name in SPLITS]
+    for path in [*paths, *([folder / LABELS_FILE] if (folder / LABELS_FILE).exists() else [])]:
+        digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _file(folder: Path, split: SplitName) -> Path:
+    """The one file of a split."""
+    names = [
+        f"{stem}{ending}{suffix}"
+        for stem in STEMS[split]
+        for ending in ("_triples", "")
+        for suffix in _SUFFIXES
+    ]
+    found = [folder / name for name in names if (folder / name).is_file()]
+    if not found:
+        there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise InputError(
+            f"{folder} has no file of the {split} split: expected {names[0]} or another of "
+            f"{', '.join(names[1:])}; it holds {there}"
+        )
+    if len(found) > 1:
+        raise InputError(
+            f"{folder} has two files of the {split} split, {found[0].name} and {found[1].name}; "
+            "leave one"
+        )
+    return found[0]
+
+
+def _numbered(path: Path) -> tuple[str, ...]:
+    """The labels of a rel2id.json: [{number: name}, {name: number}], or only the second object."""
+    try:
+        value: Any = json.loads(read_text(path))
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from error
+    ids = value[-1] if isinstance(value, list) and value else value
+    numbers = sorted(ids.values()) if isinstance(ids, dict) and _all_integers(ids) else None
+    if numbers != list(range(len(numbers or ()))) or not numbers:
+        raise InputError(
+            f"{path}: expected relations numbered from 0, as "
+            '[{"0": "country", …}, {"country": 0, …}]'
+        )
+    return tuple(sorted(ids, key=lambda name: int(ids[name])))
+
+
+def _all_integers(ids: dict[str, Any]) -> bool:
+    return all(type(number) is int for number in ids.values())

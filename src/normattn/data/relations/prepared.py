@@ -1,0 +1,183 @@
+"""From relation documents to word pieces: read and tokenised once, cached."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from jaxtyping import Bool, Int64
+
+from normattn import atomic
+from normattn.data import cache
+from normattn.data.relations import folder as folders
+from normattn.data.relations import python_imports
+from normattn.data.relations.config import RelationConfig
+from normattn.data.relations.documents import RelationCorpus
+from normattn.data.relations.word_pieces import WordPieces, train_word_pieces
+from normattn.data.splits import SPLITS, SplitName
+from normattn.errors import InputError
+
+FORMAT = 1
+"""Raised whenever the same settings would give other files: old caches are then left alone."""
+
+_ABOUT, _VOCABULARY = "about.json", "vocab.txt"
+
+
+@dataclass(frozen=True)
+class RelationSplit:
+    """The documents of one split as word pieces.
+
+    `tokens` are the ids of each document, `labels` the numbers of its labels, `names` what each is
+    called. `cut` counts the documents that were longer than `max_tokens`.
+    """
+
+    name: SplitName
+    tokens: Sequence[Sequence[int]]
+    labels: Sequence[Sequence[int]]
+    names: Sequence[str]
+    cut: int
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True)
+class RelationData:
+    """A relation corpus as word pieces: three splits, the names of the labels, the padding's id.
+
+    `vocab_size` is the configured size, which a model needs; `entries` are those of the vocabulary.
+    `fingerprint` is a hash of the pieces and labels themselves.
+    """
+
+    splits: Mapping[SplitName, RelationSplit]
+    labels: tuple[str, ...]
+    pad: int
+    vocab_size: int
+    entries: int
+    fingerprint: str
+
+    @property
+    def train(self) -> RelationSplit:
+        """What a model is trained on."""
+        return self.splits["train"]
+
+    def split(self, name: SplitName) -> RelationSplit:
+        """The split called `name`."""
+        return self.splits[name]
+
+
+def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> RelationData:
+    """The documents of a relation corpus as word pieces, from the cache or built into it.
+
+    A vocabulary that is not given is learned from the training split. `cache_dir` as for
+    `prepare_tokens`. Raises `InputError` for a corpus or vocabulary that is missing or damaged, a
+    vocabulary larger than `vocab_size`, and a split without documents.
+    """
+    place = (cache_dir or cache.default_cache_dir()) / f"relations-{_key(config)}"
+    cache.cached_folder(place, lambda target: _build(target, config))
+    return _load(place, config)
+
+
+def padded(
+    rows: Sequence[Sequence[int]], pad: int, length: int | None = None
+) -> tuple[Int64[np.ndarray, "b t"], Bool[np.ndarray, "b t"]]:
+    """Rows of ids, filled up on the right to `length` (default: the longest); True is padding."""
+    lengths = np.array([len(row) for row in rows])
+    width = int(lengths.max()) if length is None else length
+    padding = np.arange(width) >= lengths[:, None]
+    ids = np.full((len(rows), width), pad, dtype=np.int64)
+    ids[~padding] = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows])
+    return ids, padding
+
+
+def _key(config: RelationConfig) -> str:
+    """Hash of everything that decides the files."""
+    if config.embedded:
+        source = python_imports.fingerprint()
+    else:
+        source = folders.fingerprint(Path(config.corpus).expanduser())
+    fields = config.model_dump(mode="json", exclude={"corpus", "vocabulary"})
+    vocabulary = _vocabulary_digest(config)
+    decides = [FORMAT, tokenizers.__version__, source, vocabulary, fields]
+    return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
+
+
+def _vocabulary_digest(config: RelationConfig) -> str | None:
+    if config.vocabulary is None:
+        return None
+    path = Path(config.vocabulary).expanduser()
+    if not path.is_file():
+        raise InputError(f"the vocabulary {path} does not exist; expected a WordPiece vocab.txt")
+    return cache.sha256_of(path)
+
+
+def _read(config: RelationConfig) -> RelationCorpus:
+    if not config.embedded:
+        return folders.read_folder(Path(config.corpus).expanduser())
+    return python_imports.read_python_imports(
+        config.modules,
+        config.seed,
+        config.test_fraction,
+        config.validation_fraction,
+        config.max_bytes,
+    )
+
+
+def _build(target: Path, config: RelationConfig) -> None:
+    corpus = _read(config)
+    for name, documents in corpus.splits.items():
+        if not documents:
+            raise InputError(f"the {name} split of {config.corpus} holds no document")
+    pieces = _word_pieces(config, corpus)
+    pieces.save(target / _VOCABULARY)
+    numbers = {label: number for number, label in enumerate(corpus.labels)}
+    for name, documents in corpus.splits.items():
+        ids = pieces.encode([document.text for document in documents])
+        found = {
+            "tokens": [row[: config.max_tokens] for row in ids],
+            "labels": [[numbers[label] for label in document.labels] for document in documents],
+            "names": [document.name for document in documents],
+            "cut": sum(len(row) > config.max_tokens for row in ids),
+        }
+        atomic.write_json(target / f"{name}.json", found)
+    about = {"labels": corpus.labels, "pad": pieces.pad, "entries": pieces.vocab_size}
+    atomic.write_json(target / _ABOUT, about)
+
+
+def _word_pieces(config: RelationConfig, corpus: RelationCorpus) -> WordPieces:
+    if config.vocabulary is None:
+        texts = [document.text for document in corpus.splits["train"]]
+        return train_word_pieces(texts, config.vocab_size, config.lower_case)
+    pieces = WordPieces.load(Path(config.vocabulary).expanduser(), config.lower_case)
+    if pieces.vocab_size > config.vocab_size:
+        raise InputError(
+            f"{config.vocabulary} has {pieces.vocab_size:,} entries, but data.vocab_size is "
+            f"{config.vocab_size:,}; set it to at least as many"
+        )
+    return pieces
+
+
+def _load(place: Path, config: RelationConfig) -> RelationData:
+    about = _json(place / _ABOUT)
+    splits = {name: RelationSplit(name=name, **_json(place / f"{name}.json")) for name in SPLITS}
+    digests = cache.manifest(place)
+    made_of = [digests[name] for name in (_ABOUT, *(f"{split}.json" for split in SPLITS))]
+    return RelationData(
+        splits=splits,
+        labels=tuple(about["labels"]),
+        pad=about["pad"],
+        vocab_size=config.vocab_size,
+        entries=about["entries"],
+        fingerprint=hashlib.sha256("".join(made_of).encode()).hexdigest(),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found

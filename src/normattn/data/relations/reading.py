@@ -1,0 +1,111 @@
+"""The NYT24 form: a JSON array, or JSON lines, of objects with a text and its triples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from normattn.data.corpora.reading import not_utf8, open_bytes, read_text
+from normattn.data.relations.documents import RelationDocument
+from normattn.errors import InputError
+
+_FORM = '{"text": "…", "triple_list": [["subject", "relation", "object"], …]}'
+
+
+def read_relations(path: Path) -> list[RelationDocument]:
+    """The documents of a `.json` file (one array) or a `.jsonl` file (an object a line).
+
+    Each has a `text` and a `triple_list` of [subject, relation, object]; its labels are the
+    relations in that list. Documents are called `FILE:17`, by line or by item of the array,
+    counted from 1. Raises `InputError` naming file, place and what was expected.
+    """
+    items = _lines(path) if path.suffix == ".jsonl" else _array(path)
+    documents = [_document(item, where) for where, item in items]
+    if not documents:
+        raise InputError(f"{path} holds no document: expected objects {_FORM}")
+    return documents
+
+
+def _array(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        found = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        several = error.msg == "Extra data"
+        hint = "; if it holds one object a line, call it .jsonl" if several else ""
+        raise InputError(f"{path} is not valid JSON: {error}{hint}") from error
+    except RecursionError as error:
+        raise InputError(f"{path} is not valid JSON: it is nested too deeply") from error
+    if not isinstance(found, list):
+        raise InputError(
+            f"{path} holds {_kind(found)}; expected one array of objects {_FORM} "
+            "(a file of one object a line is called .jsonl)"
+        )
+    for number, item in enumerate(found, start=1):
+        yield f"{path}, item {number}", item
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    offset = 0
+    with open_bytes(path) as file:
+        for number, raw in enumerate(file, start=1):
+            try:
+                line = raw.decode()
+            except UnicodeDecodeError as error:
+                raise not_utf8(path, offset + error.start, error) from error
+            offset += len(raw)
+            line = line.removeprefix("\ufeff") if number == 1 else line
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                yield where, json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise InputError(f"{where} is not valid JSON: {error}") from error
+
+
+def _document(item: Any, where: str) -> RelationDocument:
+    if not isinstance(item, dict):
+        raise InputError(f"{where} is {_kind(item)}; expected an object {_FORM}")
+    for field in ("text", "triple_list"):
+        if field not in item:
+            names = ", ".join(map(repr, item)) or "none"
+            raise InputError(f"{where} has no field {field!r} (its fields: {names})")
+    text = item["text"]
+    if not isinstance(text, str) or not text.strip():
+        found = "empty" if isinstance(text, str) else _kind(text)
+        raise InputError(f"{where}: field 'text' is {found}; expected some text")
+    path, _, place = where.rpartition(", ")
+    name = f"{Path(path).name}:{place.rpartition(' ')[2]}"
+    # A lone surrogate (\ud800) is legal JSON but no Unicode text.
+    clean = text.encode("utf-8", "replace").decode()
+    return RelationDocument(name, clean, _labels(item["triple_list"], where))
+
+
+def _labels(triples: Any, where: str) -> tuple[str, ...]:
+    """The relations of the triples, sorted, each once."""
+    if not isinstance(triples, list):
+        raise InputError(f"{where}: field 'triple_list' is {_kind(triples)}; expected an array")
+    found = set()
+    for number, triple in enumerate(triples, start=1):
+        if not isinstance(triple, list) or len(triple) != 3:
+            shown = f"an array of {len(triple)}" if isinstance(triple, list) else _kind(triple)
+            raise InputError(
+                f"{where}: triple {number} is {shown}; expected [subject, relation, object]"
+            )
+        relation = triple[1]
+        if not isinstance(relation, str) or not relation:
+            raise InputError(
+                f"{where}: the relation of triple {number} is {_kind(relation)}; expected its name"
+            )
+        found.add(relation)
+    return tuple(sorted(found))
+
+
+def _kind(value: Any) -> str:
+    """What a JSON value is, in words."""
+    if value is None:
+        return "null"
+    kinds = {dict: "an object", list: "an array", str: "a string", bool: "true or false"}
+    return kinds.get(type(value), "a number")

@@ -1,0 +1,253 @@
+"""Relation data: the NYT24 form, folders of it, the embedded default."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.data.relation_files import item, write_json, write_relations
+
+from normattn.data.relations import RelationConfig, prepare_relations, read_folder, read_relations
+from normattn.data.relations.python_imports import (
+    PIECE_CHARACTERS,
+    pieces_of,
+    read_python_imports,
+)
+from normattn.errors import InputError
+
+SOURCE = '''
+import os, sys
+import numpy as np
+from collections import (
+    OrderedDict as Ordered,
+    deque,
+)
+try:
+    import zlib
+except ImportError:
+    zlib = None
+from . import sibling
+
+class Store:
+    """Keeps things.
+
+    >>> import secrets
+    """
+
+    def path(self, name):
+        """
+        >>> from typing import Any
+        >>> Store().path("x")
+        """
+        import functools; import re as regex
+        return regex.sub("a", "b", os.path.join(sibling.root, name))
+
+    def shadow(self, os):
+        return os.fspath(deque()), np.zeros(1)
+
+def plain():
+    return 1 + 1
+
+async def packed(data):
+    return zlib.compress(data), Ordered(), sys.argv
+'''
+
+
+def test_an_array_and_lines_give_the_same_documents(tmp_path: Path) -> None:
+    items = [item("Ada was born in London .", "born", "lived"), item("It rains .")]
+    write_json(tmp_path / "a.json", items)
+    lines = "\ufeff" + "\n\n".join(json.dumps(each) for each in items) + "\n"
+    (tmp_path / "b.jsonl").write_text(lines, encoding="utf-8")
+    array, by_line = read_relations(tmp_path / "a.json"), read_relations(tmp_path / "b.jsonl")
+    assert [(d.text, d.labels) for d in array] == [(d.text, d.labels) for d in by_line]
+    assert array[0].labels == ("born", "lived")
+    assert array[1].labels == ()
+    assert [d.name for d in array] == ["a.json:1", "a.json:2"]
+    assert [d.name for d in by_line] == ["b.jsonl:1", "b.jsonl:3"]
+
+
+def test_a_relation_that_is_stated_twice_is_one_label(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", [item("x", "b", "a", "b")])
+    assert read_relations(tmp_path / "a.json")[0].labels == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"text": "x"}, "item 1 has no field 'triple_list'"),
+        ({"triple_list": []}, "item 1 has no field 'text' .its fields: 'triple_list'"),
+        ({"text": " ", "triple_list": []}, "field 'text' is empty"),
+        ({"text": 3, "triple_list": []}, "field 'text' is a number"),
+        ({"text": "x", "triple_list": {}}, "field 'triple_list' is an object"),
+        ({"text": "x", "triple_list": [["a", "b"]]}, "triple 1 is an array of 2"),
+        ({"text": "x", "triple_list": [["a", 1, "b"]]}, "relation of triple 1 is a number"),
+        ({"text": "x", "triple_list": ["abc"]}, "triple 1 is a string"),
+        ("x", "item 1 is a string; expected an object"),
+    ],
+)
+def test_a_bad_item_is_named_with_its_place(tmp_path: Path, value: Any, said: str) -> None:
+    write_json(tmp_path / "a.json", [value])
+    with pytest.raises(InputError, match=f"a.json, .*{said}"):
+        read_relations(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"text": "x"}', "holds an object; expected one array"),
+        (b'{"text": "x"}\n{"text": "y"}', "call it .jsonl"),
+        (b"[", "is not valid JSON"),
+        (b"[]", "holds no document"),
+        (b'["\xff"]', "is not UTF-8: byte 0xff at offset 2"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(InputError, match=said):
+        read_relations(tmp_path / "a.json")
+
+
+def test_a_bad_line_is_named_with_its_number(tmp_path: Path) -> None:
+    good = json.dumps(item("x", "a"))
+    (tmp_path / "a.jsonl").write_text(f"{good}\n\n{{\n")
+    with pytest.raises(InputError, match=r"a\.jsonl, line 3 is not valid JSON"):
+        read_relations(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_bytes(good.encode() + b'\n{"text": "\xff"}\n')
+    with pytest.raises(InputError, match=f"offset {len(good) + 11}"):
+        read_relations(tmp_path / "a.jsonl")
+
+
+def test_a_folder_is_read_by_the_names_that_such_data_has(tmp_path: Path) -> None:
+    write_relations(tmp_path / "casrel")
+    corpus = read_folder(tmp_path / "casrel")
+    assert corpus.labels == ("born", "lived", "unseen")
+    write_relations(tmp_path / "plain", names=("train.jsonl", "valid.jsonl", "test.jsonl"))
+    assert [d.text for d in read_folder(tmp_path / "plain").splits["validation"]] == [
+        d.text for d in corpus.splits["validation"]
+    ]
+
+
+def test_labels_are_in_the_order_of_rel2id(tmp_path: Path) -> None:
+    write_relations(tmp_path / "a")
+    names = ["unseen", "lived", "never", "born"]
+    numbered = {name: number for number, name in enumerate(names)}
+    write_json(tmp_path / "a" / "rel2id.json", [{str(n): k for k, n in numbered.items()}, numbered])
+    assert read_folder(tmp_path / "a").labels == tuple(names)
+    write_json(tmp_path / "a" / "rel2id.json", {"born": 0})
+    with pytest.raises(InputError, match=r"rel2id\.json does not list the relation 'lived'"):
+        read_folder(tmp_path / "a")
+    write_json(tmp_path / "a" / "rel2id.json", {"born": 1})
+    with pytest.raises(InputError, match="numbered from 0"):
+        read_folder(tmp_path / "a")
+
+
+def test_a_folder_that_lacks_a_split_or_has_it_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist; expected python-imports or a folder"):
+        read_folder(tmp_path / "none")
+    write_relations(tmp_path / "a")
+    (tmp_path / "a" / "dev_triples.json").rename(tmp_path / "a" / "other.json")
+    with pytest.raises(InputError, match=r"no file of the validation split: .* it holds other"):
+        read_folder(tmp_path / "a")
+    (tmp_path / "a" / "dev.json").write_text("[]")
+    (tmp_path / "a" / "valid.json").write_text("[]")
+    with pytest.raises(InputError, match=r"two files of the validation split, dev\.json and valid"):
+        read_folder(tmp_path / "a")
+
+
+def test_a_training_file_without_relations_is_refused(tmp_path: Path) -> None:
+    write_relations(tmp_path / "a")
+    write_json(tmp_path / "a" / "train_triples.json", [item("x")])
+    with pytest.raises(InputError, match="has a relation"):
+        read_folder(tmp_path / "a")
+
+
+def test_settings_of_the_embedded_corpus_are_refused_for_a_folder() -> None:
+    with pytest.raises(ValueError, match="modules is a setting of python-imports"):
+        RelationConfig(corpus="somewhere", modules=3)
+
+
+def test_a_piece_is_labelled_by_the_imports_that_its_code_uses() -> None:
+    pieces = {piece.text.splitlines()[0].strip(): piece for piece in pieces_of("a.py", SOURCE)}
+    assert pieces["def path(self, name):"].labels == ("os", "re")
+    # Its argument hides the module, numpy is not of the standard library.
+    assert pieces["def shadow(self, os):"].labels == ("collections",)
+    assert pieces["def plain():"].labels == ()
+    assert pieces["async def packed(data):"].labels == ("collections", "sys", "zlib")
+
+
+def test_no_import_line_is_left_in_any_text() -> None:
+    texts = [piece.text for piece in pieces_of("a.py", SOURCE)]
+    assert not any(re.search(r"\bimport\b", text) for text in texts)
+    assert any('Store().path("x")' in text for text in texts)
+
+
+def test_a_file_that_is_no_python_gives_no_piece() -> None:
+    assert list(pieces_of("a.py", "def f(:\n")) == []
+    assert list(pieces_of("a.py", "\0")) == []
+
+
+def test_the_own_package_is_no_label() -> None:
+    source = "import os, email\ndef f():\n    return os, email\n"
+    assert next(iter(pieces_of("email/x.py", source))).labels == ("os",)
+    assert next(iter(pieces_of("os.py", source))).labels == ("email",)
+
+
+def test_long_functions_are_cut_at_lines_and_keep_all_of_them() -> None:
+    body = "".join(f"    x{i} = os.getpid() + {i}  # {'.' * 30}\n" for i in range(40))
+    pieces = list(pieces_of("a.py", f"import os\n@staticmethod\ndef f():\n{body}"))
+    assert all(len(piece.text) <= PIECE_CHARACTERS for piece in pieces)
+    whole = "\n".join(piece.text for piece in pieces)
+    assert whole.replace("\n", "") == f"@staticmethod\ndef f():\n{body}".replace("\n", "")
+    assert pieces[0].name.startswith("a.py:2-")
+    assert pieces[-1].name.endswith("-43")
+
+
+def test_the_embedded_corpus_splits_by_file_and_leaks_no_import() -> None:
+    corpus = read_python_imports(8, seed=0, test=0.2, validation=0.2, max_bytes=3_000_000)
+    assert len(corpus.labels) == 8
+    files = {
+        name: {document.name.rpartition(":")[0] for document in documents}
+        for name, documents in corpus.splits.items()
+    }
+    assert all(files.values())
+    assert not files["train"] & files["test"]
+    assert not files["train"] & files["validation"]
+    documents = [document for split in corpus.splits.values() for document in split]
+    texts = [document.text for document in documents]
+    assert len(set(texts)) == len(texts)
+    assert all(set(document.labels) <= set(corpus.labels) for document in documents)
+    for text in texts:
+        assert not re.search(r"^\s*(>>> )?(import \w|from [\w.]+ import\b)", text, re.MULTILINE)
+    with pytest.raises(InputError, match="fewer than the 400 labels"):
+        read_python_imports(400, 0, 0.2, 0.2, max_bytes=300_000)
+
+
+def test_prepared_data_is_cached_and_the_same_again(tmp_path: Path) -> None:
+    write_relations(tmp_path / "a")
+    config = RelationConfig(corpus=str(tmp_path / "a"), vocab_size=200, max_tokens=4)
+    first = prepare_relations(config, tmp_path / "cache")
+    again = prepare_relations(config, tmp_path / "cache")
+    assert first == again
+    assert first.train.cut > 0
+    assert max(len(row) for row in first.train.tokens) == 4
+    assert first.vocab_size == 200
+    assert 0 < first.entries <= 200
+    lines = (tmp_path / "a" / "train_triples.json").read_text()
+    (tmp_path / "a" / "train_triples.json").write_text(lines.replace("London", "Paris"))
+    assert prepare_relations(config, tmp_path / "cache").fingerprint != first.fingerprint
+
+
+def test_webnlg_is_read_where_it_is() -> None:
+    folder = Path(__file__).parents[3] / "shared" / "data" / "webnlg"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not here")
+    corpus = read_folder(folder)
+    assert [len(corpus.splits[name]) for name in ("train", "validation", "test")] == [
+        5019,
+        500,
+        703,
+    ]
+    assert len(corpus.labels) == 216
