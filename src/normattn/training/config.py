@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -11,6 +10,7 @@ from normattn.data import DataConfig
 from normattn.models import CausalLMConfig
 from normattn.training.continuation import Continuation
 from normattn.training.loop_config import LoopConfig
+from normattn.training.vocabulary import check_batch, check_vocabulary, fill_vocabulary
 
 
 class TrainingConfig(LoopConfig):
@@ -32,29 +32,12 @@ class TrainingConfig(LoopConfig):
     @classmethod
     def _fill_vocabulary(cls, values: Any) -> Any:
         """The model's vocabulary is the tokeniser's; saying it twice is allowed, not needed."""
-        if not isinstance(values, Mapping) or not isinstance(values.get("model"), Mapping):
-            return values
-        model = dict(values["model"])
-        data = values.get("data", {})
-        if isinstance(data, Mapping):
-            size = data.get("vocab_size", DataConfig.model_fields["vocab_size"].default)
-        else:
-            size = getattr(data, "vocab_size", None)
-        model.setdefault("vocab_size", size)
-        return {**values, "model": model}
+        return fill_vocabulary(values)
 
     @model_validator(mode="after")
     def _check_together(self) -> TrainingConfig:
-        if self.model.vocab_size != self.data.vocab_size:
-            raise ValueError(
-                f"model.vocab_size is {self.model.vocab_size} but data.vocab_size is "
-                f"{self.data.vocab_size}; leave the first one out"
-            )
-        if self.batch_size % self.accumulate:
-            raise ValueError(
-                f"batch_size {self.batch_size} does not divide into {self.accumulate} "
-                "micro-batches; accumulate must divide it"
-            )
+        check_vocabulary(self.model.vocab_size, self.data)
+        check_batch(self.batch_size, self.accumulate)
         if self.continued is not None:
             self.continued.check(self.model)
         return self
