@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from normattn.data import prepare_tokens
 from normattn.errors import InputError, Interrupted
 from normattn.recipes.continued import ContinueCell
 from normattn.recipes.jobs import DIVERGED, FINISHED, watch_parent
+from normattn.recipes.language_studies import ReadCell
 from normattn.recipes.layout import CellPaths, note_progress, write_if_changed
 from normattn.recipes.mechanism import MechanismCell
 from normattn.recipes.settings import validated
 from normattn.recipes.stages import Note
-from normattn.recipes.studies import Cell, ReadCell
+from normattn.recipes.studies import Cell
 from normattn.runs.reading import read_object
 
 PROGRESS_SECONDS = 0.5
@@ -45,7 +45,7 @@ def run_cell(job: Path, parent: int = 0) -> int:
     paths = CellPaths.of_job(job)
     cell = read_cell(paths.settings)
     with _raise_when_stopped(), _only_one(paths.lock):
-        data = prepare_tokens(cell.training_config.data)
+        data = cell.prepare()
         for number, stage in enumerate(cell.stages(paths)):
             diverged = stage.run(data, _noting(paths.progress, number, stage.phase))
             if diverged is not None:

@@ -15,22 +15,26 @@ from normattn.data import TokenData
 from normattn.data.evaluation_sets import EvaluationSet, non_repeated_set, train_length_set
 from normattn.errors import InputError
 from normattn.evaluation import EvaluationStore
+from normattn.recipes.language_studies import (
+    CausalCell,
+    TextConfig,
+    check_trainable,
+    described,
+    opened,
+    shared_training,
+)
 from normattn.recipes.layout import CellPaths
 from normattn.recipes.measuring import EVALUATIONS
 from normattn.recipes.merging import merged
+from normattn.recipes.reading_stages import KeptStage
 from normattn.recipes.settings import ContinueSettings, EvaluationSettings
-from normattn.recipes.stages import UNKNOWN, KeptStage, Stage, TrainStage
+from normattn.recipes.stages import UNKNOWN, Stage, TrainStage
 from normattn.recipes.studies import (
-    Cell,
     Request,
     Sweep,
-    SweepConfig,
-    check_trainable,
-    opened,
     place_of,
     refuse_choices,
     seeds_of,
-    shared_training,
 )
 from normattn.recipes.tabulate import divergence, say_where
 from normattn.reports import Divergence
@@ -46,13 +50,13 @@ REMEDIES = ("PI", "ABF")
 UNCHANGED = "as it is"
 
 
-class ContinueConfig(SweepConfig):
+class ContinueConfig(TextConfig):
     """What the study's cells share: also how training goes on."""
 
     continued: ContinueSettings
 
 
-class ContinueCell(Cell):
+class ContinueCell(CausalCell):
     """One score trained at L, and gone on with under each of `methods`."""
 
     kind: Literal["continue"] = "continue"
@@ -72,7 +76,7 @@ class ContinueCell(Cell):
         config = self._continued_config(method, paths)
         place = paths.continued / (method or UNCHANGED)
         length, settings = config.model.train_length, self.evaluation
-        yield TrainStage(config, place, essential=False)
+        yield TrainStage(self.workload, config, place, essential=False)
         yield KeptStage(
             config=config,
             place=place,
@@ -139,7 +143,10 @@ def resolve(request: Request) -> Sweep:
         skipped=(),
         out=out,
         report=report,
-        windows=lambda data: evaluation_sets(data, config.train_length, config.evaluation),
+        describe=described(
+            lambda data: evaluation_sets(data, config.train_length, config.evaluation)
+        ),
+        facts=config.facts,
     )
 
 

@@ -9,23 +9,26 @@ Baseline, KNA and CosA.
 from __future__ import annotations
 
 from normattn.errors import InputError
-from normattn.recipes.measuring import evaluation_sets
-from normattn.recipes.omissions import Omission
-from normattn.recipes.selections import ALL, candidates
-from normattn.recipes.settings import Preset
-from normattn.recipes.stages import AS_IS
-from normattn.recipes.studies import (
+from normattn.recipes.language_studies import (
     ReadCell,
-    Request,
-    Sweep,
-    SweepConfig,
+    TextConfig,
     canonical,
     checked_methods,
+    described,
     opened,
-    place_of,
-    seeds_of,
     shared_training,
     usable_methods,
+)
+from normattn.recipes.measuring import evaluation_sets
+from normattn.recipes.omissions import Omission
+from normattn.recipes.reading_stages import AS_IS
+from normattn.recipes.selections import ALL, candidates
+from normattn.recipes.settings import Preset
+from normattn.recipes.studies import (
+    Request,
+    Sweep,
+    place_of,
+    seeds_of,
 )
 from normattn.recipes.tabulate import tabulate
 from normattn.recipes.variants import BASES, READ_WITH, trained_in_variants
@@ -69,18 +72,21 @@ def resolve(request: Request) -> Sweep:
         skipped=tuple(skipped),
         out=place_of(request, KIND, preset),
         report=lambda out: tabulate([out], out),
-        windows=lambda data: evaluation_sets(data, config.train_length, config.evaluation),
+        describe=described(
+            lambda data: evaluation_sets(data, config.train_length, config.evaluation)
+        ),
+        facts=config.facts,
     )
 
 
-def sweep_config(preset: Preset) -> SweepConfig:
+def sweep_config(preset: Preset) -> TextConfig:
     """What all rows share."""
-    return SweepConfig(
+    return TextConfig(
         preset=preset.name, training=shared_training(preset), evaluation=preset.evaluation
     )
 
 
-def _variants(request: Request, config: SweepConfig) -> tuple[tuple[str, ...], list[Omission]]:
+def _variants(request: Request, config: TextConfig) -> tuple[tuple[str, ...], list[Omission]]:
     """The scores to train, and why each of the others cannot be trained here."""
     every = (ALL,) in (request.variants, request.methods) and request.variants in (None, (ALL,))
     if not every:
@@ -95,7 +101,7 @@ def _variants(request: Request, config: SweepConfig) -> tuple[tuple[str, ...], l
     return tuple(dict.fromkeys(found)), omissions
 
 
-def _methods(request: Request, config: SweepConfig) -> tuple[str, ...]:
+def _methods(request: Request, config: TextConfig) -> tuple[str, ...]:
     return checked_methods(_listed(request.methods, "--methods") or METHODS, config)
 
 
@@ -106,7 +112,7 @@ def _listed(names: tuple[str, ...] | None, option: str) -> tuple[str, ...] | Non
 
 
 def _usable(
-    variant: str, methods: tuple[str, ...] | None, config: SweepConfig
+    variant: str, methods: tuple[str, ...] | None, config: TextConfig
 ) -> tuple[tuple[str, ...], list[Omission]]:
     """The methods of one row, None standing for all, and why each of the others cannot be.
 

@@ -12,10 +12,12 @@ import torch
 from normattn.models import CausalLM
 from normattn.recipes.cell import read_cell
 from normattn.recipes.jobs import watch_parent
+from normattn.recipes.language_studies import CausalCell
 from normattn.recipes.layout import CellPaths
 from normattn.recipes.studies import Cell
-from normattn.training.distribution import choose_device
+from normattn.training.distribution import choose_device, world
 from normattn.training.optimisers import make_optimiser
+from normattn.training.step import Stepper
 
 SECONDS = 1.5
 
@@ -23,8 +25,8 @@ SECONDS = 1.5
 def measure_cell(job: Path, parent: int = 0) -> None:
     """Time training and scoring of the cell in `job` on random tokens; print two rates as JSON.
 
-    `{"train": …, "score": …}`, both in seconds per token: forward, backward and optimiser at the
-    training length, and scoring at the longest tested one.
+    `{"train": …, "score": …}`, both in seconds per token: forward, backward and optimiser, and
+    scoring without gradients.
     """
     if parent:
         watch_parent(parent)
@@ -33,9 +35,35 @@ def measure_cell(job: Path, parent: int = 0) -> None:
 
 def rates(cell: Cell) -> dict[str, float]:
     """Seconds per token of this cell: `train` and `score`."""
+    torch.set_num_threads(cell.training_config.threads)
+    if isinstance(cell, CausalCell):
+        return _causal_rates(cell)
+    train = _step_seconds(cell)
+    # Scoring is a forward pass: a third of a step's work.
+    return {"train": train, "score": train / 3}
+
+
+def _step_seconds(cell: Cell) -> float:
+    """Seconds per token of a training step on the cell's own batches."""
+    config = cell.training_config
+    with world(config.device) as place:
+        task = cell.workload.task(config, cell.prepare(), place.device, config.accumulate)
+        stepper = Stepper(task, config, place, lambda: False)
+        steps, started, spent = 0, 0.0, 0.0
+        while steps < 2 or (spent < SECONDS and steps < config.steps):
+            steps += 1
+            stepper.step(steps)
+            # The first step also makes what the others find ready.
+            started = time.perf_counter() if steps == 1 else started
+            spent = time.perf_counter() - started
+        stepper.close()
+    return spent / (steps - 1) / task.tokens_per_step
+
+
+def _causal_rates(cell: CausalCell) -> dict[str, float]:
+    """The same for a language model, at its training and at its longest tested length."""
     config = cell.training_config
     device = choose_device(config.device)
-    torch.set_num_threads(config.threads)
     model = CausalLM(config.model).to(device)
     optimiser, _ = make_optimiser(model, config.optimiser)
     length = config.model.train_length

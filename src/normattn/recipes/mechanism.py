@@ -17,27 +17,31 @@ from normattn.diagnostics import measure_mechanism
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.models.accounting import flops_per_token
 from normattn.models.pretrained import load_model
+from normattn.recipes.language_studies import (
+    CausalCell,
+    TextConfig,
+    canonical,
+    described,
+    opened,
+    shared_training,
+)
 from normattn.recipes.layout import CellPaths
 from normattn.recipes.measuring import MODEL
 from normattn.recipes.settings import EvaluationSettings, MechanismSettings
-from normattn.recipes.stages import Cost, Note, Stage
+from normattn.recipes.stages import Note, Stage
 from normattn.recipes.studies import (
-    Cell,
     Request,
     Sweep,
-    SweepConfig,
-    canonical,
-    opened,
     place_of,
     refuse_choices,
     seeds_of,
-    shared_training,
 )
 from normattn.recipes.tabulate import divergence, say_where
 from normattn.reports.mechanism import mechanism_report
 from normattn.reports.mechanism_records import read_mechanism, write_mechanism
 from normattn.training import TrainingConfig
 from normattn.training.distribution import choose_device
+from normattn.training.workload import Cost
 
 KIND = "mechanism"
 VARIANTS = (
@@ -49,13 +53,13 @@ RECORD = "mechanism.json"
 WEIGHT = 8
 
 
-class MechanismConfig(SweepConfig):
+class MechanismConfig(TextConfig):
     """What the study's cells share: also what is looked at."""
 
     mechanism: MechanismSettings
 
 
-class MechanismCell(Cell):
+class MechanismCell(CausalCell):
     """One trained score, looked into."""
 
     kind: Literal["mechanism"] = "mechanism"
@@ -137,9 +141,12 @@ def resolve(request: Request) -> Sweep:
         skipped=(),
         out=place_of(request, KIND, preset),
         report=report,
-        windows=lambda data: [
-            evaluation_set(data, config.train_length, config.mechanism, config.evaluation)
-        ],
+        describe=described(
+            lambda data: [
+                evaluation_set(data, config.train_length, config.mechanism, config.evaluation)
+            ]
+        ),
+        facts=config.facts,
     )
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from normattn.models.accounting import flops_per_token, parameter_count
 from normattn.recipes.jobs import FINISHED, Job, run_jobs
 from normattn.recipes.layout import CellPaths, write_if_changed
 from normattn.recipes.stages import Stage, TrainStage
@@ -29,7 +28,7 @@ class Plan:
     runs: int
     finished: int
     rows: int
-    parameters: int
+    parameters: tuple[int, ...]
     trained_tokens: int
     scored_tokens: int
     flops: float
@@ -41,7 +40,7 @@ class Plan:
         return [
             ("rows of the table", f"{self.rows}"),
             ("training runs", f"{self.runs}{done}"),
-            ("parameters of a model", f"{self.parameters:,}"),
+            ("parameters of a model", _span(self.parameters)),
             ("training tokens", f"{self.trained_tokens:,} in all"),
             ("scored tokens", f"up to {self.scored_tokens:,} in all"),
             ("floating-point operations", f"{self.flops:.2g} still to do"),
@@ -71,30 +70,27 @@ class Rates:
 
 def make_plan(sweep: Sweep) -> Plan:
     """Count runs, tokens, FLOPs and bytes of a sweep; needs no data and no measurement."""
-    config = sweep.cells[0].training_config
     stages = [stage for cell in sweep.cells for stage in sweep.stages(cell)]
     trainings = [stage for stage in stages if isinstance(stage, TrainStage)]
     finished = sum(stage.is_done() for stage in trainings)
     to_do = [s for s in stages if not (isinstance(s, TrainStage) and s.is_done())]
-    parameters = parameter_count(config.model)
-    moments = 2 if config.optimiser.name == "adamw" else 1
-    kept = sum(1 + len(stage.config.keep) + CHECKPOINTS * (1 + moments) for stage in trainings)
+    disk = sum(_kept(stage) * BYTES * stage.cost.parameters for stage in trainings)
     return Plan(
         runs=len(trainings),
         finished=finished,
         rows=sum({cell.variant: cell.readings for cell in sweep.cells}.values()),
-        parameters=parameters,
+        parameters=tuple(sorted({stage.cost.parameters for stage in trainings})),
         trained_tokens=sum(stage.cost.trained for stage in stages),
         scored_tokens=sum(stage.cost.scored for stage in stages),
         flops=sum(stage.cost.flops for stage in to_do),
-        disk_bytes=kept * BYTES * parameters,
+        disk_bytes=disk,
     )
 
 
-def tokens_per_run(cell: Cell) -> int:
-    """Targets that the training of a cell sees."""
-    config = cell.training_config
-    return config.steps * config.batch_size * config.model.train_length
+def _kept(stage: TrainStage) -> int:
+    """How many copies of its numbers a training leaves: models, checkpoints with moments."""
+    moments = 2 if stage.config.optimiser.name == "adamw" else 1
+    return 1 + len(stage.config.keep) + CHECKPOINTS * (1 + moments)
 
 
 def is_trained(sweep: Sweep, cell: Cell) -> bool:
@@ -120,8 +116,8 @@ def measure(cells: Sequence[Cell], jobs: int) -> Rates | None:
         if any(outcome.code != FINISHED for outcome in outcomes):
             return None
         found = [json.loads(path.log.read_text().splitlines()[-1]) for path in paths]
-    model = cells[0].training_config.model
-    flops = flops_per_token(model, model.train_length).training
+    cost = cells[0].workload.cost(cells[0].training_config)
+    flops = cost.flops / cost.trained
     return Rates(_mean(found, "train"), _mean(found, "score"), flops, len(paths))
 
 
@@ -155,6 +151,11 @@ def duration(seconds: float) -> str:
 
 def _mean(found: Sequence[Mapping[str, float]], key: str) -> float:
     return sum(item[key] for item in found) / len(found)
+
+
+def _span(counts: Sequence[int]) -> str:
+    few, many = f"{counts[0]:,}", f"{counts[-1]:,}"
+    return few if few == many else f"{few} to {many}"
 
 
 def _size(count: int) -> str:

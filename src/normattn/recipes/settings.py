@@ -117,21 +117,26 @@ class MechanismSettings(Settings):
     max_tokens: int = Field(default=4096, ge=1)
 
 
-class Preset(Settings):
-    """One whole setting of a recipe; `training` holds fields of `TrainingConfig`.
+class StudyPreset(Settings):
+    """What every preset says: its name, one line about it, and how many seeds are trained."""
+
+    name: str
+    summary: str
+    seeds: int = Field(default=1, ge=1)
+
+
+class Preset(StudyPreset):
+    """One whole setting of a study of language models; `training` holds fields of `TrainingConfig`.
 
     The score and the seed are no part of it: they are what a table varies. `window`, `continued`
     and `mechanism` are what one study alone reads.
     """
 
-    name: str
-    summary: str
     training: dict[str, Any]
     evaluation: EvaluationSettings = EvaluationSettings()
     window: WindowSettings = WindowSettings()
     continued: ContinueSettings = ContinueSettings()
     mechanism: MechanismSettings = MechanismSettings()
-    seeds: int = Field(default=1, ge=1)
 
     @field_validator("training")
     @classmethod

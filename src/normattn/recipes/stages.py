@@ -1,4 +1,4 @@
-"""The steps of a cell: train a run, read it, … each done once, in a directory of its own."""
+"""The steps of a cell: train a run, measure it, … each done once, in a directory of its own."""
 
 from __future__ import annotations
 
@@ -6,42 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from normattn.data import TokenData
-from normattn.data.evaluation_sets import EvaluationSet
 from normattn.errors import DivergedError
-from normattn.evaluation import EvaluationStore, evaluate_run
-from normattn.models.accounting import flops_per_token
-from normattn.models.pretrained import CONFIG_FILE, load_model
-from normattn.recipes.measuring import (
-    EVALUATIONS,
-    count_evaluations,
-    evaluate_trained,
-    set_lengths,
-)
-from normattn.recipes.settings import EvaluationSettings
 from normattn.runs import read_status
-from normattn.training import StepReport, TrainingConfig, train_causal
+from normattn.training import LoopConfig, StepReport, TrainingConfig
 from normattn.training.continuation import Continuation
-from normattn.training.distribution import choose_device
-from normattn.training.workload import kept_model
+from normattn.training.reports import Probe
+from normattn.training.workload import Cost, Workload, train_workload
 
-AS_IS = "as is"
 UNKNOWN = "0" * 64
 """The digest of weights that are not trained yet."""
 
 Note = Callable[[int, int, str], None]
 """Told how much of a stage is done, of how much, and a few words."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Tokens that a stage trains on and scores, and its floating-point operations."""
-
-    trained: int = 0
-    scored: int = 0
-    flops: float = 0.0
 
 
 class Stage(ABC):
@@ -59,10 +37,11 @@ class Stage(ABC):
         """Whether nothing is left to do; a training that diverged has ended too."""
 
     @abstractmethod
-    def run(self, data: TokenData, note: Note) -> str | None:
+    def run(self, data: Any, note: Note) -> str | None:
         """Do what is not yet done; the sentence of a divergence that ends the whole cell, or None.
 
-        Raises `Interrupted` when stopped, with its state saved.
+        `data` is what the cell's workload prepared. Raises `Interrupted` when stopped, with its
+        state saved.
         """
 
 
@@ -71,44 +50,48 @@ class TrainStage(Stage):
     """Train `config` in `place`. Where an `essential` one diverges, the cell ends.
 
     A configuration that goes on from a model which an earlier stage trains says `UNKNOWN` weights:
-    they are looked up when the stage runs.
+    they are looked up when the stage runs. `probes` makes what looks into the training.
     """
 
     phase = "training"
-    config: TrainingConfig
+    workload: Workload[Any, Any]
+    config: LoopConfig
     place: Path
     essential: bool = True
+    probes: Callable[[Any], Sequence[Probe]] = lambda data: ()
 
     @property
     def cost(self) -> Cost:
         """Every target of every step."""
-        config = self.config
-        tokens = config.steps * config.batch_size * config.sequence_length
-        per_token = flops_per_token(config.model, config.sequence_length).training
-        return Cost(trained=tokens, flops=tokens * per_token)
+        return self.workload.cost(self.config)
 
     def is_done(self) -> bool:
         """Whether the training has ended, in a model or in NaN."""
         status = read_status(self.place)
         return status is not None and status.state in ("finished", "diverged")
 
-    def run(self, data: TokenData, note: Note) -> str | None:
+    def run(self, data: Any, note: Note) -> str | None:
         """Train, or go on training; NaN once is NaN again, so it is not tried twice."""
         status = read_status(self.place)
         if status is not None and status.state == "diverged":
             return status.message if self.essential else None
         try:
-            train_causal(
-                _with_weights(self.config), self.place, on_step=_noting(note), show_progress=False
+            train_workload(
+                self.workload,
+                _with_weights(self.config),
+                self.place,
+                on_step=_noting(note),
+                probes=self.probes(data),
+                show_progress=False,
             )
         except DivergedError as error:
             return str(error) if self.essential else None
         return None
 
 
-def _with_weights(config: TrainingConfig) -> TrainingConfig:
+def _with_weights(config: LoopConfig) -> LoopConfig:
     """The configuration with the weights that its start holds by now."""
-    planned = config.continued
+    planned = config.continued if isinstance(config, TrainingConfig) else None
     if planned is None or planned.weights != UNKNOWN:
         return config
     found = Continuation.of(Path(planned.start), planned.method, planned.length)
@@ -121,121 +104,3 @@ def _noting(note: Note) -> Callable[[StepReport], None]:
         note(report.step, report.steps, f"loss {report.loss:.3f}, {rate}")
 
     return step
-
-
-@dataclass(frozen=True)
-class ReadStage(Stage):
-    """Read the run in `place` as it is and under each method, by the protocols of `settings`."""
-
-    phase = "evaluation"
-    config: TrainingConfig
-    place: Path
-    methods: tuple[str, ...]
-    settings: EvaluationSettings
-    name: str
-
-    @property
-    def cost(self) -> Cost:
-        """Every token that passes through the model, at most."""
-        model, rows = self.config.model, self.settings.max_windows * len(self.methods)
-        lengths = [length * model.train_length for length in set_lengths(self.settings)]
-        flops = sum(flops_per_token(model, length).forward * length for length in lengths)
-        return Cost(scored=sum(lengths) * rows, flops=flops * rows)
-
-    @property
-    def wanted(self) -> int:
-        """The number of evaluations."""
-        return count_evaluations(self.settings) * len(self.methods)
-
-    def is_done(self) -> bool:
-        """Whether there are as many records as this stage leaves (it may be asked for others)."""
-        return len(list((self.place / EVALUATIONS).glob("*.json"))) >= self.wanted
-
-    def run(self, data: TokenData, note: Note) -> str | None:
-        """Evaluate what is not yet on record."""
-        evaluate_trained(
-            self.place,
-            self.config,
-            data,
-            methods=["" if method == AS_IS else method for method in self.methods],
-            settings=self.settings,
-            name=self.name,
-            on_done=lambda done: note(done, self.wanted, ""),
-        )
-        return None
-
-
-@dataclass(frozen=True)
-class KeptStage(Stage):
-    """Read the models that the continued run in `place` kept, and the one it began with (step 0).
-
-    Each is read under the method that the run trains with, on the windows that `sets` makes;
-    its records are in a folder of its step.
-    """
-
-    phase = "evaluation"
-    config: TrainingConfig
-    place: Path
-    sets: Callable[[TokenData], Sequence[EvaluationSet]]
-    lengths: tuple[int, ...]
-    settings: EvaluationSettings
-    name: str
-
-    @property
-    def cost(self) -> Cost:
-        """Every token that passes through a model, at most."""
-        rows = self.settings.max_windows * len(self.steps)
-        model = self.config.model
-        flops = sum(flops_per_token(model, length).forward * length for length in self.lengths)
-        return Cost(scored=sum(self.lengths) * rows, flops=flops * rows)
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The steps that are read."""
-        return (0, *self.config.keep)
-
-    def is_done(self) -> bool:
-        """Whether every step that the run came to has its records."""
-        found = [list(records_of(self.place, step).glob("*.json")) for step in self._reached()]
-        return bool(found) and all(len(records) >= len(self.lengths) for records in found)
-
-    def run(self, data: TokenData, note: Note) -> str | None:
-        """Evaluate what is not yet on record."""
-        sets, done = self.sets(data), 0
-        steps = self._reached()
-        for step in steps:
-
-            def count(record: object) -> None:
-                nonlocal done
-                done += 1
-                note(done, len(steps) * len(sets), "")
-
-            evaluate_run(
-                load_model(self._model(step)).to(choose_device(self.config.device)),
-                sets,
-                run=f"{self.name}/step{step}",
-                seed=self.config.seed,
-                methods=[self._continued.method],
-                store=EvaluationStore(records_of(self.place, step)),
-                precision=self.settings.precision,
-                tokens_per_batch=self.settings.max_tokens,
-                on_record=count,
-            )
-        return None
-
-    @property
-    def _continued(self) -> Continuation:
-        assert self.config.continued is not None
-        return self.config.continued
-
-    def _reached(self) -> list[int]:
-        """The steps whose models are there; a run that diverged came to fewer."""
-        return [step for step in self.steps if (self._model(step) / CONFIG_FILE).is_file()]
-
-    def _model(self, step: int) -> Path:
-        return kept_model(self.place, step) if step else Path(self._continued.start)
-
-
-def records_of(place: Path, step: int) -> Path:
-    """Where the records of a kept model are."""
-    return place / EVALUATIONS / f"step-{step:08d}"

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from normattn.atomic import write_text
-from normattn.data.tokens import prepare_tokens
 from normattn.recipes.jobs import Job, Outcome, run_jobs
 from normattn.recipes.layout import CellPaths, peek, write_if_changed
 from normattn.recipes.omissions import grouped
@@ -24,7 +23,6 @@ from normattn.recipes.plan import (
     make_plan,
     measure,
     stage_shares,
-    tokens_per_run,
 )
 from normattn.recipes.studies import CHANGEABLE, Cell, Request, Sweep
 from normattn.recipes.watch import SweepProgress
@@ -77,11 +75,11 @@ def reproduce(
 
 
 def _default_jobs(sweep: Sweep) -> int:
-    """A child for each core; on a GPU, which several children would only share, one."""
-    wanted = sweep.config.training["device"]
-    if wanted != "cpu" and torch.cuda.is_available():
+    """As many children as the cores have threads for; on a GPU, which they would share, one."""
+    config = sweep.cells[0].training_config
+    if config.device != "cpu" and torch.cuda.is_available():
         return 1
-    return os.cpu_count() or 1
+    return max(1, (os.cpu_count() or 1) // config.threads)
 
 
 def _open(sweep: Sweep) -> RunDirectory:
@@ -93,8 +91,8 @@ def _print_plan(console: Console, sweep: Sweep, every: bool) -> None:
     table = Table(title=title, show_header=False)
     for name, value in make_plan(sweep).lines():
         table.add_row(name, value)
-    length, multiples = sweep.config.train_length, sweep.config.evaluation.multiples
-    table.add_row("trained at, tested up to", f"{length}, {length * max(multiples)}")
+    for name, value in sweep.facts:
+        table.add_row(name, value)
     table.add_row("output", str(sweep.out))
     console.print(table)
     sentences = grouped(sweep.skipped)
@@ -126,20 +124,13 @@ def _print_estimate(console: Console, sweep: Sweep, jobs: int) -> Rates | None:
 
 
 def _prepare(console: Console, sweep: Sweep) -> None:
-    """Tokenise once before the children start, and see that every window can be cut from it."""
-    config = sweep.cells[0].training_config
-    with console.status(f"preparing the corpus {config.data.corpus}"):
-        data = prepare_tokens(config.data)
-        documents = sweep.documents(data)
-    console.print(
-        f"corpus {config.data.corpus}: {data.train.total:,} training tokens in "
-        f"{len(data.train):,} documents; {len(documents):,} held-out documents are scored",
-        markup=False,
-        soft_wrap=True,
-    )
-    passes = tokens_per_run(sweep.cells[0]) / max(1, data.train.total)
-    if passes > 1:
-        console.print(f"each run sees the training text about {passes:.1f} times")
+    """Prepare the data once before the children start, and see that it is enough for each kind."""
+    kinds = {cell.kind: cell for cell in reversed(sweep.cells)}
+    for cell in reversed(kinds.values()):
+        with console.status("preparing the data"):
+            lines = sweep.describe(cell, cell.prepare())
+        for line in lines:
+            console.print(line, markup=False, soft_wrap=True)
 
 
 def _run_cells(sweep: Sweep, jobs: int, rates: Rates | None) -> list[Outcome]:

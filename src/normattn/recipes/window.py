@@ -9,21 +9,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from normattn.errors import InputError
-from normattn.recipes.measuring import evaluation_sets
-from normattn.recipes.settings import WindowSettings
-from normattn.recipes.stages import AS_IS
-from normattn.recipes.studies import (
+from normattn.recipes.language_studies import (
     ReadCell,
-    Request,
-    Sweep,
-    SweepConfig,
+    TextConfig,
     canonical,
     checked_methods,
+    described,
     opened,
+    shared_training,
+)
+from normattn.recipes.measuring import evaluation_sets
+from normattn.recipes.reading_stages import AS_IS
+from normattn.recipes.settings import WindowSettings
+from normattn.recipes.studies import (
+    Request,
+    Sweep,
     place_of,
     refuse_choices,
     seeds_of,
-    shared_training,
 )
 from normattn.recipes.tabulate import collected, measured_runs, say_where
 from normattn.reports.records import Record
@@ -35,7 +38,7 @@ VARIANTS = ("Baseline", "Baseline-logn")
 PLAIN, POST_HOC, TRAINED = "no log-n", "log-n†", "log-n trained"
 
 
-class WindowConfig(SweepConfig):
+class WindowConfig(TextConfig):
     """What the study's cells share: also the windows."""
 
     window: WindowSettings
@@ -73,7 +76,10 @@ def resolve(request: Request) -> Sweep:
         skipped=(),
         out=place_of(request, KIND, preset),
         report=report,
-        windows=lambda data: evaluation_sets(data, config.train_length, config.evaluation),
+        describe=described(
+            lambda data: evaluation_sets(data, config.train_length, config.evaluation)
+        ),
+        facts=config.facts,
     )
 
 

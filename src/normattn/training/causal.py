@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from normattn.data import TokenData, TrainingBatches, prepare_tokens
-from normattn.models.accounting import flops_per_token
+from normattn.models.accounting import flops_per_token, parameter_count
 from normattn.training.config import TrainingConfig
 from normattn.training.continuation import new_model
 from normattn.training.loop_config import CHANGEABLE
@@ -73,7 +73,8 @@ class CausalWorkload(Workload[TrainingConfig, TokenData]):
         """Every target of every step."""
         tokens = config.steps * config.batch_size * config.sequence_length
         per_token = flops_per_token(config.model, config.sequence_length).training
-        return Cost(trained=tokens, flops=tokens * per_token)
+        parameters = parameter_count(config.model)
+        return Cost(trained=tokens, flops=tokens * per_token, parameters=parameters)
 
     def export(self, task: Task, data: TokenData, out: Path) -> None:
         """The tokeniser, if there is one, and the model."""

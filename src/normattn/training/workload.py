@@ -27,11 +27,12 @@ Data = TypeVar("Data")
 
 @dataclass(frozen=True)
 class Cost:
-    """Tokens that are trained on and scored, and floating-point operations."""
+    """Tokens trained on and scored, floating-point operations, and learned numbers of a model."""
 
     trained: int = 0
     scored: int = 0
     flops: float = 0.0
+    parameters: int = 0
 
 
 class Workload(ABC, Generic[Config, Data]):
