@@ -22,7 +22,7 @@ STATISTICS: tuple[Statistic, ...] = (
     Statistic("loss", "loss", "scored", ratio_of(1.0), digits=3, higher=False),
     Statistic("accuracy", "accuracy", "hits", ratio_of(100.0)),
 )
-"""The columns that a record gives; loss (nats) and accuracy (%) per target token, teacher forced."""
+"""The columns that a record gives; loss (nats) and accuracy (%) are of target tokens."""
 
 
 class TranslationRecord(BaseModel):
