@@ -64,11 +64,11 @@ def grid(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return "\n".join([show(lines[0]), rule, *(show(line) for line in lines[1:])])
 
 
-def shown(value: Estimate | None, signed: bool = False) -> str:
-    """ "36.7 [35.9, 37.5]", or a dash where nothing was measured."""
+def shown(value: Estimate | None, signed: bool = False, digits: int = 1) -> str:
+    """ "36.7 [35.9, 37.5]", or a dash where nothing was measured; `digits` after the point."""
     if value is None:
         return "–"
-    form = "+.1f" if signed else ".1f"
+    form = f"{'+' if signed else ''}.{digits}f"
     if value.low is None or value.high is None:
         return f"{value.value:{form}} [no interval]"
     return f"{value.value:{form}} [{value.low:{form}}, {value.high:{form}}]"
