@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from normattn.data import TrainingBatches
-from normattn.data.masking import MaskedBatches, Masking
+from normattn.data.masking import MaskedBatches, Masking, masked_set
 from normattn.errors import InputError
 
 from .helpers import make_split
@@ -93,6 +93,20 @@ def test_steps_seeds_and_rows_differ_and_windows_are_drawn_apart() -> None:
     np.testing.assert_array_equal(
         MASKING.rows(tokens, 1, 2).ids[2:], MASKING.rows(tokens[2:], 1, 2, first=2).ids
     )
+
+
+def test_held_out_texts_are_hidden_once() -> None:
+    texts = masked_set(SPLIT, 20, MASKING, max_windows=12, seed=4)
+    assert len(texts) == 12
+    assert texts.rows.ids.shape == (12, 20)
+    assert texts.rows.places.shape == (12, 3)
+    again = texts.rows.ids.copy()
+    np.put_along_axis(again, texts.rows.places, texts.rows.targets, 1)
+    # Token values count up inside a document.
+    np.testing.assert_array_equal(np.diff(again, axis=1), 1)
+    assert texts.fingerprint == masked_set(SPLIT, 20, MASKING, 12, 4).fingerprint
+    others = {masked_set(SPLIT, 20, MASKING, 12, seed).fingerprint for seed in range(5)}
+    assert len(others) == 5
 
 
 @pytest.mark.parametrize(

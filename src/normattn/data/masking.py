@@ -6,14 +6,18 @@ or stored, so a resumed run and another number of processes hide the same tokens
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
 from normattn.data.counter_random import below, uniforms
+from normattn.data.evaluation_sets import train_length_set
 from normattn.data.packing import TrainingBatches
+from normattn.data.token_data import TokenSplit
 from normattn.data.tokeniser import SEPARATOR_ID
 from normattn.errors import InputError
 
@@ -111,3 +115,37 @@ class MaskedBatches:
         """The rows of process `rank` of `world` at `step`; in order they are the whole batch."""
         tokens = self.batches.batch(step, rank, world)
         return self.masking.rows(tokens, self.batches.seed, step, first=rank * len(tokens))
+
+
+@dataclass(frozen=True)
+class MaskedSet:
+    """Held-out texts with hidden tokens, the same for every model: rows are paired by them.
+
+    `rows` are W windows, each inside one document, which `documents` names.
+    """
+
+    length: int
+    rows: MaskedRows
+    documents: list[str]
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of what the model reads and is asked for."""
+        digest = hashlib.sha256(repr((self.length, self.documents)).encode())
+        for each in self.rows:
+            digest.update(np.ascontiguousarray(each, dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+
+def masked_set(
+    split: TokenSplit, length: int, masking: Masking, max_windows: int = 256, seed: int = 0
+) -> MaskedSet:
+    """Natural text of `length` tokens, windows that do not overlap, hidden once by `seed`.
+
+    Raises `InputError` for a length below 2 and where no document is long enough.
+    """
+    texts = train_length_set(split, length - 1, max_windows=max_windows, seed=seed)
+    return MaskedSet(length, masking.rows(texts.windows, seed), texts.documents)

@@ -23,7 +23,7 @@ from normattn.models.stack import After, Blocks, first_norm, last_norm
 
 # Adam and Tiger do not see the scale of a loss; the norm that gradients are clipped by does, and
 # this keeps what the exits add to it out of the stack's own clipping.
-EXIT_WEIGHT = 1e-3
+EXIT_WEIGHT = 1e-2
 
 
 class MaskedLoss(NamedTuple):

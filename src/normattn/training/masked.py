@@ -13,7 +13,7 @@ from torch import Tensor
 
 from normattn.data import DataConfig, TokenData, TrainingBatches, prepare_tokens
 from normattn.data.masking import MaskedBatches, MaskedRows, Masking
-from normattn.models.accounting import stack_flops
+from normattn.models.accounting import parameter_count, stack_flops
 from normattn.models.masked_config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.training.loop_config import LoopConfig
@@ -140,7 +140,9 @@ class MaskedWorkload(Workload[MaskedConfig, TokenData]):
         heads = 1 + (model.layers - 1 if model.exits else 0)
         head = 3 * 2.0 * model.vocab_size * model.dim * heads
         flops = rows * (length * stack_flops(model, length).training + chosen * head)
-        return Cost(trained=rows * length, flops=flops)
+        with torch.device("meta"):
+            parameters = parameter_count(MaskedLM(model))
+        return Cost(trained=rows * length, flops=flops, parameters=parameters)
 
     def export(self, task: Task, data: TokenData, out: Path) -> None:
         """The tokeniser, if there is one, and the model."""
