@@ -13,8 +13,9 @@ from normattn.data import prepare_tokens
 from normattn.errors import InputError
 from normattn.models.pretrained import load_model
 from normattn.recipes.continued import evaluation_sets, resolve
+from normattn.recipes.reading_stages import KeptStage
 from normattn.recipes.settings import EvaluationSettings
-from normattn.recipes.stages import KeptStage, TrainStage
+from normattn.recipes.stages import TrainStage
 from normattn.recipes.studies import Request
 from normattn.runs.reading import read_object
 from normattn.training import TrainingConfig
@@ -36,10 +37,11 @@ def test_what_goes_on_and_how() -> None:
     trained = {}
     for cell in sweep.cells:
         stages = [stage for stage in sweep.stages(cell) if isinstance(stage, TrainStage)]
-        trained[cell.variant] = stages[1:]
+        found = [stage.config for stage in stages[1:]]
+        trained[cell.variant] = [each for each in found if isinstance(each, TrainingConfig)]
     methods = {
-        variant: [stage.config.continued.method for stage in stages if stage.config.continued]
-        for variant, stages in trained.items()
+        variant: [each.continued.method for each in configs if each.continued]
+        for variant, configs in trained.items()
     }
     assert methods == {
         "Baseline": ["", "PI(factor=4)", "ABF"],
@@ -47,12 +49,12 @@ def test_what_goes_on_and_how() -> None:
         "KNA-logn": [""],
         "CosA": [""],
     }
-    config = trained["Baseline"][1].config
+    config = trained["Baseline"][1]
     # As many tokens a step as before, at the new length; the score keeps what it was trained with.
     assert (config.batch_size, config.sequence_length, config.model.train_length) == (16, 256, 64)
     assert str(config.model.score) == "Baseline@64"
     assert config.keep[-1] == config.steps
-    assert {stage.config.optimiser.lr for stages in trained.values() for stage in stages} == {1e-3}
+    assert {each.optimiser.lr for configs in trained.values() for each in configs} == {1e-3}
 
 
 def test_stopped_anywhere_it_is_the_same(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import InputError
-from normattn.recipes.studies import ReadCell, Request
+from normattn.recipes.language_studies import ReadCell, TextConfig
+from normattn.recipes.studies import Request
 from normattn.recipes.window import resolve
 from recipes.inprocess import files, run, run_killed
 
@@ -32,6 +33,7 @@ def test_the_windows_of_the_source() -> None:
         *("as is", *windows),
         *("logn+", *(f"logn+-{window}" for window in windows)),
     )
+    assert isinstance(sweep.config, TextConfig)
     assert sweep.config.evaluation.multiples == (8,)
     assert sweep.out == Path("runs/window-laptop")
 
