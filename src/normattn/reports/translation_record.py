@@ -31,7 +31,8 @@ class TranslationRecord(BaseModel):
     `bleu` and `chrf` are the counts that `reports.summed` adds up, `loss` the summed nats of each
     reference, `correct` of its `tokens` predicted right. Both counts and `translations` are None
     where only the references were read. `weights`, `data` are fingerprints; `signatures` is what
-    sacrebleu says of its scores.
+    sacrebleu says of its scores; `unigram` is the mean loss on the same tokens of guessing each by
+    how often it comes in the training pairs, which a model that learnt anything beats.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -46,6 +47,7 @@ class TranslationRecord(BaseModel):
     beam: int | None = None
     length_penalty: float | None = None
     signatures: tuple[str, ...] = ()
+    unigram: float
     translations: tuple[str, ...] | None = None
     bleu: Counts | None = None
     chrf: Counts | None = None

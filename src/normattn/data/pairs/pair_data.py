@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +55,20 @@ class PairSplit:
     def target_ids(self, index: int) -> list[int]:
         """A pair's translation between beginning and end."""
         return [BOS_ID, *self.target.sentence(index).tolist(), EOS_ID]
+
+    def first(self, count: int | None) -> PairSplit:
+        """The first `count` pairs (None: all of them)."""
+        if count is None or count >= len(self):
+            return self
+        source, target = (
+            Side(side.tokens[: int(side.offsets[count])], side.offsets[: count + 1])
+            for side in (self.source, self.target)
+        )
+        return PairSplit(self.name, source, target, self.texts[:count])
+
+    def fingerprint(self, data: str) -> str:
+        """A hash of which pairs these are, of the data with the fingerprint `data`."""
+        return hashlib.sha256(f"{data}/{self.name}/{len(self)}".encode()).hexdigest()
 
     @property
     def source_total(self) -> int:
