@@ -1,0 +1,68 @@
+"""An eye on tiles: what it must know of each, and the pass that only looks.
+
+Legend: B batch, G key heads, r query heads per key head, T queries, S keys; n = b·g of a group, c
+token rows of a tile, W its columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from normattn.kernels.observe import Eye, Looked
+from normattn.kernels.problem import Problem
+from normattn.kernels.rows import Rows, grouped
+from normattn.kernels.tiles import Plan, Tile
+
+
+def show_tile(eye: Eye, rows: Rows, tile: Tile) -> None:
+    """Let an eye read the scores and weights that `rows` has just made, and kept."""
+    if rows.pair is None or not tile.width:
+        return
+    seen = rows.group.seen
+
+    def put(rooms: Tensor, values: Tensor) -> None:
+        for room, value in zip(rooms, values, strict=True):
+            own = rows.at(grouped(room, rows.plan.repeat), tile)
+            own.copy_(value.view(own.shape))
+
+    def first(weight: Tensor) -> Tensor | None:
+        return _by_column(rows, tile, weight) if seen.aligned else _by_mask(rows, tile, weight)
+
+    def mean(weight: Tensor, function: Tensor) -> Tensor:
+        parts = []
+        for span, where in tile.laid():
+            table = rows.spread(function[seen.distance(tile.rows, span.columns).abs()])
+            parts.append((rows.apart(weight[..., : tile.width])[..., where] * table).sum(-1))
+        return torch.stack(parts).sum(0).flatten(0, 1).flatten(1)
+
+    eye.show(*rows.pair, Looked(tile.width, first, mean), put)
+
+
+def _by_column(rows: Rows, tile: Tile, weight: Tensor) -> Tensor | None:
+    """The weight on the first token where only the first column can be it."""
+    found = [weight[..., where.start] for span, where in tile.laid() if span.start == 0]
+    if not found:
+        return None
+    return (found[0] if len(found) == 1 else found[0] + found[1]) * (rows.group.seen.key[0] == 0)
+
+
+def _by_mask(rows: Rows, tile: Tile, weight: Tensor) -> Tensor:
+    """The weight on the keys at position 0, of which a query sees one at most."""
+    parts = []
+    for span, where in tile.laid():
+        first = (rows.group.seen.key[..., span.columns] == 0)[..., None, :]
+        first = first[:, None] if first.dim() == 3 else first
+        parts.append((rows.apart(weight)[..., where] * rows.spread(first)).sum(-1))
+    return torch.stack(parts).sum(0).flatten(0, 1).flatten(1)
+
+
+@torch.no_grad()
+def look_over(problem: Problem, eye: Eye) -> None:
+    """Show every tile of a problem that another kernel computes: scores and weights once more."""
+    plan = Plan.of(problem)
+    for group in plan.groups(problem.q):
+        rows = Rows.of(problem, plan, group)
+        for tile in plan.tiles:
+            rows.weights(tile, kept=True)
+            show_tile(eye, rows, tile)
