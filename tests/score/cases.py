@@ -43,6 +43,7 @@ SHAPES = ("XPos", "PartialRoPE")
 BIASES = ("ALiBi", "KERPLELog", "KERPLEPower")
 ALONE = ("RotateFirst", "SoftCap", "Sink", "SlidingWindow", "Packed")
 LAYOUTS = ("HWFA", "NoPEEvery")
+CARRIES = ("RealFormer", "ResidualQK")
 _WORDS = {"query_norm": "Q", "key_norm": "K", "weight": "gain", "bias": "bias"}
 
 

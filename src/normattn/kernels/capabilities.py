@@ -46,6 +46,10 @@ FEATURES: Mapping[str, Feature] = {
         lambda p: p.bias is not None and p.bias.shape[1] < p.v.shape[2],
         "its bias must have as many distances as there are keys",
     ),
+    "no carry": Feature(
+        lambda p: p.carry is None, "it is for scores carried up through layers, and there are none"
+    ),
+    "carry": Feature(lambda p: p.carry is not None, "it takes no scores of the layers below"),
     "sink": Feature(lambda p: p.sink is not None, "it has no sink"),
     "cap": Feature(lambda p: p.cap is not None, "it has no cap"),
     "sliding window": Feature(
@@ -107,7 +111,7 @@ class Capabilities:
 
 _PLAIN = _ALL - {
     *("bias", "bias gradient", "short bias", "sink", "cap", "sliding window", "documents"),
-    *("mask", "mask gradient", "padding", "irregular positions"),
+    *("mask", "mask gradient", "padding", "irregular positions", "carry"),
 }
 TABLE: Mapping[str, Capabilities] = {
     row.kernel: row
@@ -143,7 +147,22 @@ TABLE: Mapping[str, Capabilities] = {
             "two regimes in one pass; needs triton",
         ),
         Capabilities(
-            "chunked", _ALL - {"mask gradient"}, False, "tiles of any problem; no T × S matrix"
+            "carried",
+            _ALL - {"no carry", "two regimes", "mask gradient"},
+            False,
+            "scores of all layers in one buffer, undone in the backward; one number per pair",
+        ),
+        Capabilities(
+            "concatenated",
+            _ALL - {"no carry", "two regimes", "mask gradient"},
+            False,
+            "the features of all layers side by side, by any kernel that serves the rest",
+        ),
+        Capabilities(
+            "chunked",
+            _ALL - {"mask gradient", "carry"},
+            False,
+            "tiles of any problem; no T × S matrix",
         ),
         Capabilities("reference", _ALL, True, "the definition; holds the whole T × S matrix"),
     )

@@ -17,18 +17,23 @@ from torch import Tensor
 
 from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.gradients import Gradients, GroupGradients
+from normattn.kernels.observe import Eye
+from normattn.kernels.observe_tiles import show_tile
 from normattn.kernels.problem import Problem, Settings
 from normattn.kernels.rows import Rows, grouped, keep_mask, ungrouped
+from normattn.kernels.score_buffer import LayerScores
 from normattn.kernels.tiles import Plan
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, settings: Settings, seed: int, *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, settings: Settings, seed: int, eye: Eye | None, *tensors: Tensor | None
+    ) -> Tensor:
         problem = settings.problem(tensors)
         ctx.save_for_backward(*tensors)
         ctx.settings = settings, seed
-        return forward_tiles(problem, Plan.of(problem), seed)
+        return forward_tiles(problem, Plan.of(problem), seed, eye=eye)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -36,7 +41,7 @@ class _Chunked(torch.autograd.Function):
         settings, seed = ctx.settings
         problem = settings.problem(ctx.saved_tensors)
         sums = backward_tiles(problem, Plan.of(problem), grads[0], seed)
-        return (None, None, *sums.all(problem))
+        return (None, None, None, *sums.all(problem))
 
 
 def forward_tiles(
@@ -45,20 +50,27 @@ def forward_tiles(
     seed: int = 0,
     extra: Tensor | None = None,
     share: Tensor | None = None,
+    carried: LayerScores | None = None,
+    eye: Eye | None = None,
 ) -> Float[Tensor, "b h t e"]:
     """softmax(score) · v.
 
     `extra` (B, G, T, r, X) are further logits of each row, whose values another kernel adds: their
-    weights are written to `share`.
+    weights are written to `share`. With `carried` the products join the sums that stand there, and
+    those are the scores. `eye` looks at every tile.
     """
     q, v = problem.q, problem.v
     out = v.new_empty(*grouped(q, plan.repeat).shape[:-1], v.shape[-1])
     number = 0
     for group in plan.groups(q):
-        rows = Rows.of(problem, plan, group, extra)
+        rows = Rows.of(problem, plan, group, extra, carried)
         target = out[group.batch, group.heads].flatten(0, 1).flatten(1, 2)
         for tile in plan.tiles:
-            weight = rows.weights(tile)
+            if carried is not None:
+                rows.carry(tile)
+            weight = rows.weights(tile, kept=eye is not None)
+            if eye is not None:
+                show_tile(eye, rows, tile)
             if share is not None:
                 rows.at(share, tile).copy_(rows.apart(weight)[..., tile.width :])
             if problem.dropout:
@@ -76,17 +88,18 @@ def backward_tiles(
     seed: int = 0,
     extra: Tensor | None = None,
     delta: Tensor | None = None,
+    carried: LayerScores | None = None,
 ) -> Gradients:
     """The gradients, the weights computed once more.
 
     `delta` (B, G, T, r, 1) is Σ_e out·by_out of each row where `extra` holds logits whose values
-    are elsewhere.
+    are elsewhere. With `carried` the sums there lose this layer's products again.
     """
     sums = Gradients.like(problem, plan)
     by_out = grouped(by_out, plan.repeat)
     number = 0
     for group in plan.groups(problem.q):
-        rows = Rows.of(problem, plan, group, extra)
+        rows = Rows.of(problem, plan, group, extra, carried)
         part = GroupGradients(sums, rows)
         grad = by_out[group.batch, group.heads].flatten(0, 1).flatten(1, 2)
         for tile in plan.tiles:
@@ -107,17 +120,21 @@ def backward_tiles(
                 rows.apart(by_weight).sub_(rows.at(delta, tile))
                 by_weight.mul_(weight)
             part.add_scores(by_weight, tile)
+            if carried is not None and not carried.lowest:
+                rows.accumulate(carried.sums.tile(group, tile), tile, sign=-1)
             number += 1
         part.close()
     return sums
 
 
-def chunked(problem: Problem) -> Float[Tensor, "b h t e"]:
+def chunked(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
     """Attention by tiles of about 1 MiB of scores; memory O((T + S)·(D + E)) per head beside them.
 
-    A floating mask gets no gradient here: `capabilities` refuses one that wants it.
+    A floating mask gets no gradient here: `capabilities` refuses one that wants it. `eye` looks
+    on, and changes nothing.
     """
-    out: Tensor = _Chunked.apply(problem.settings, draw_seed(problem), *problem.tensors)  # type: ignore[no-untyped-call]
+    seed = draw_seed(problem)
+    out: Tensor = _Chunked.apply(problem.settings, seed, eye, *problem.tensors)  # type: ignore[no-untyped-call]
     return out
 
 

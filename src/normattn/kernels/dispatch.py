@@ -13,9 +13,13 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.kernels.bias import bias_attention, why_not_bias
 from normattn.kernels.capabilities import why_not
+from normattn.kernels.carried import carried
 from normattn.kernels.chunked import chunked
 from normattn.kernels.compiled import chunked_node
+from normattn.kernels.concatenated import concatenated
 from normattn.kernels.fused import fused
+from normattn.kernels.observe import Eye, observer
+from normattn.kernels.observe_tiles import look_over
 from normattn.kernels.problem import Problem
 from normattn.kernels.reference import reference
 from normattn.kernels.triton_two_regime import triton_two_regime, why_not_triton
@@ -44,13 +48,24 @@ def _tiles(problem: Problem) -> Tensor:
     return chunked_node(problem) if torch.compiler.is_compiling() else chunked(problem)
 
 
+def _side_by_side(problem: Problem) -> Tensor:
+    return attend(concatenated(problem))
+
+
+def _why_not_carrying(way: str, problem: Problem) -> str | None:
+    reason = why_not(way, problem)
+    return reason if reason or problem.carry is None else problem.carry.elsewhere(way)
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel("fused", fused, partial(why_not, "fused")),
     Kernel("triton", triton_two_regime, why_not_triton),
     Kernel("two-regime", two_regime, partial(why_not, "two-regime")),
     Kernel("bias", bias_attention, why_not_bias),
+    Kernel("carried", carried, partial(_why_not_carrying, "carried")),
+    Kernel("concatenated", _side_by_side, partial(_why_not_carrying, "concatenated")),
     Kernel("chunked", _tiles, partial(why_not, "chunked")),
-    Kernel("reference", reference, partial(why_not, "reference")),
+    Kernel("reference", reference, partial(_why_not_carrying, "reference")),
 )
 BACKENDS: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
 # Query rows at which tiles beat the stock kernel on a CPU in float32 (results/attention.json).
@@ -65,6 +80,9 @@ def _fastest_first(problem: Problem) -> Iterator[tuple[str, str]]:
     single query of few keys and on a GPU. Hand-written loops are unrolled by a compiler, but for
     the tiles, which are one node of its graph.
     """
+    if problem.carry is not None:
+        yield from _carrying(problem)
+        return
     rows, cpu = problem.q.shape[2], problem.q.device.type == "cpu"
     half = problem.q.element_size() == 2
     if cpu and rows > 1 and not torch.compiler.is_compiling():
@@ -83,6 +101,17 @@ def _fastest_first(problem: Problem) -> Iterator[tuple[str, str]]:
         yield "triton", "both regimes in one pass on the device"
         yield "bias", "the bias is a strided view of one line, added tile by tile"
     yield "chunked", "it serves nearly any problem without a T × S matrix"
+    yield "reference", "no other kernel serves it; it holds the whole T × S matrix"
+
+
+def _carrying(problem: Problem) -> Iterator[tuple[str, str]]:
+    """The ways to sum scores up, which layers above the lowest have no choice of."""
+    assert problem.carry is not None
+    if problem.carry.way is not None:
+        yield problem.carry.way, "the layers below were summed by it"
+    if torch.compiler.is_compiling():
+        yield "concatenated", "a compiler takes no buffer that is undone in the backward"
+    yield "carried", "one buffer for all layers, and no more products than without a carry"
     yield "reference", "no other kernel serves it; it holds the whole T × S matrix"
 
 
@@ -131,8 +160,35 @@ def choose(problem: Problem, backend: str = "auto") -> Kernel:
 
 
 _NAMED: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
+# Kernels that show their tiles to an eye, and those that give way to tiles for it.
+_SEEN_INTO: Mapping[str, Callable[[Problem, Eye], Tensor]] = {
+    "chunked": chunked,
+    "bias": bias_attention,
+    "carried": carried,
+    "reference": reference,
+}
+_TILED = ("fused", "two-regime")
 
 
 def attend(problem: Problem, backend: str = "auto") -> Float[Tensor, "b h t e"]:
-    """softmax(score) · v by the chosen kernel."""
-    return choose(problem, backend).run(problem)
+    """softmax(score) · v by the chosen kernel.
+
+    While an `observer` is on, a CPU's tiles take what the stock kernel would, so that they can be
+    read as they are computed; a kernel that cannot be looked into is followed by a pass that only
+    looks.
+    """
+    kernel, by = choose(problem, backend), observer()
+    if by is None or kernel.name == "concatenated":
+        # What that one makes of the problem comes by here once more.
+        return kernel.run(problem)
+    eye = Eye(problem, by.functions(problem))
+    if backend == "auto" and problem.q.device.type == "cpu" and kernel.name in _TILED:
+        kernel = _NAMED["chunked"]
+    look_in = _SEEN_INTO.get(kernel.name)
+    if look_in is not None:
+        out = look_in(problem, eye)
+    else:
+        out = kernel.run(problem)
+        look_over(problem, eye)
+    by.see(problem, eye.observation())
+    return out

@@ -99,6 +99,8 @@ class GroupGradients:
             self._add_bias(by_score, tile)
         if problem.cap is not None:
             rows.uncap(by_score, tile)
+        if rows.carried is not None:
+            by_score = rows.gathered(by_score, tile)
         self._add_side(by_score, tile, False, self.whole.q, self.k)
         if self.whole.far_q is not None and self.far_k is not None:
             self._add_side(by_score, tile, True, self.whole.far_q, self.far_k)

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.kernels.carry import CarriedScores, Stack
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ class Problem:
     denominator of head h, with value 0. q (B, H, T, D), k (B, G, S, D), v (B, G, S, E); G divides
     H. With two regimes k may hold the keys from column `near_start` on only: those before are far
     for every row. bias (H, R) has a value for every distance 0 … R − 1 that occurs. A query that
-    sees no key gets 0.
+    sees no key gets 0. With a `carry` the product is the sum of ⟨q_i, k_j⟩ over this layer and
+    those below, or its mean, and this layer joins the carry.
     """
 
     q: Float[Tensor, "b h t d"]
@@ -132,6 +134,7 @@ class Problem:
     sink: Float[Tensor, " h"] | None = None
     cap: float | None = None
     near_start: int = 0
+    carry: CarriedScores | None = None
 
     @property
     def two_regimes(self) -> bool:
@@ -145,7 +148,7 @@ class Problem:
 
     @property
     def settings(self) -> Settings:
-        """All the rest."""
+        """All the rest, but for the carry."""
         return Settings(self.visibility, self.window, self.dropout, self.cap, self.near_start)
 
     def expanded(self) -> Problem:
@@ -181,6 +184,12 @@ class Settings(NamedTuple):
             *(q, k, v, self.visibility, far_q, far_k, self.window, self.dropout, bias, sink),
             *(self.cap, self.near_start),
         )
+
+
+def stack_of(problem: Problem) -> Stack:
+    """What the layers of a stack must share."""
+    q, k = problem.q, problem.k
+    return Stack(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.dtype)
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -6,11 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.kernels.problem import Problem
+from normattn.kernels.observe import Eye, show_whole
+from normattn.kernels.problem import Problem, stack_of
 
 
-def reference(problem: Problem) -> Float[Tensor, "b h t e"]:
-    """softmax(score) · v, a query that sees no key getting 0."""
+def reference(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
+    """softmax(score) · v, a query that sees no key getting 0; `eye` looks on."""
     p = problem.expanded()
     every = slice(None)
     # Columns before near_start are far for every row: what stands there is not read.
@@ -19,6 +20,9 @@ def reference(problem: Problem) -> Float[Tensor, "b h t e"]:
     if p.far_q is not None and p.far_k is not None and p.window is not None:
         far = p.visibility.distance(every, every) >= p.window
         score = torch.where(far, p.far_q @ p.far_k.transpose(-1, -2), score)
+    if p.carry is not None:
+        p.carry.enter("reference", stack_of(problem))
+        score = p.carry.stored(score)
     if p.cap is not None:
         score = p.cap * torch.tanh(score / p.cap)
     if p.bias is not None:
@@ -33,11 +37,13 @@ def reference(problem: Problem) -> Float[Tensor, "b h t e"]:
     if hidden is not None:
         score = score.masked_fill(hidden, -torch.inf)
     seen = (score > -torch.inf).any(-1, keepdim=True)
-    score = score.masked_fill(~seen, 0.0)
+    bare, score = score, score.masked_fill(~seen, 0.0)
     if p.sink is not None:
         sink = p.sink.to(score)[None, :, None, None].expand(*score.shape[:3], 1)
         weight = torch.softmax(torch.cat((score, sink), -1), -1)[..., :-1] * seen
     else:
         weight = torch.softmax(score, -1) * seen
+    if eye is not None:
+        show_whole(eye, bare, weight)
     weight = torch.nn.functional.dropout(weight, p.dropout)
     return weight.to(p.v.dtype) @ p.v

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from normattn.kernels.problem import Problem, Visibility
+from normattn.kernels.score_buffer import LayerScores
 from normattn.kernels.tiles import Group, Plan, Span, Tile, hide_edges
 
 # Rows of a product below which a strided operand costs more than a copy of it.
@@ -45,9 +46,9 @@ def keep_mask(weight: Tensor, columns: int, rate: float, seed: int) -> Tensor:
 class Scratch:
     """Room for the scores of any tile, taken once: fresh pages cost as much as the arithmetic."""
 
-    def __init__(self, like: Tensor, size: int) -> None:
+    def __init__(self, like: Tensor, size: int, dtype: torch.dtype) -> None:
         """Take room for `size` elements."""
-        self.room = like.new_empty(size)
+        self.room = like.new_empty(size, dtype=dtype)
 
     def shaped(self, *shape: int) -> Tensor:
         """The first elements in a shape."""
@@ -56,7 +57,10 @@ class Scratch:
 
 @dataclass
 class Rows:
-    """The operands of one group of heads, flattened: q (n, T·r, D), k (n, S, D), v (n, S, E)."""
+    """The operands of one group of heads, flattened: q (n, T·r, D), k (n, S, D), v (n, S, E).
+
+    With `carried` the scores are the sums that stand there, to which `carry` adds products.
+    """
 
     problem: Problem
     plan: Plan
@@ -67,11 +71,19 @@ class Rows:
     v: Tensor
     far_q: Tensor | None
     far_k: Tensor | None
+    carried: LayerScores | None = None
     turned: dict[str, Tensor] = field(default_factory=dict)
     rooms: dict[str, Scratch] = field(default_factory=dict)
+    pair: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
-    def of(problem: Problem, plan: Plan, group: Group, extra: Tensor | None = None) -> Rows:
+    def of(
+        problem: Problem,
+        plan: Plan,
+        group: Group,
+        extra: Tensor | None = None,
+        carried: LayerScores | None = None,
+    ) -> Rows:
         """The operands of a group; `extra` (B, G, T, r, X) are further logits of each row."""
         p, at = problem, (group.batch, group.heads)
 
@@ -89,7 +101,7 @@ class Rows:
         if extra is None and p.sink is not None:
             sink = p.sink.to(p.q.dtype).view(1, -1, 1, plan.repeat, 1)
             extra = sink.expand(p.q.shape[0], -1, plan.queries, -1, -1)
-        return Rows(p, plan, group, extra, q, k, v, far_q, far_k)
+        return Rows(p, plan, group, extra, q, k, v, far_q, far_k, carried)
 
     def at(self, x: Tensor, tile: Tile) -> Tensor:
         """The rows of a tile in (B, G, T, r, …): (b, g, c, r, …)."""
@@ -106,8 +118,8 @@ class Rows:
         repeat = self.plan.repeat
         return slice(tile.rows.start * repeat, tile.rows.stop * repeat)
 
-    def room(self, name: str, tile: Tile) -> Tensor:
-        """(n, c·r, W + X) of uninitialised scores."""
+    def room(self, name: str, tile: Tile, dtype: torch.dtype | None = None) -> Tensor:
+        """(n, c·r, W + X) of uninitialised scores, by default of the type of q."""
         further = 0 if self.extra is None else self.extra.shape[-1]
         lines = self.lines(tile)
         n = self.q.shape[0]
@@ -115,7 +127,8 @@ class Rows:
             largest = max(
                 (t.rows.stop - t.rows.start) * (t.width + further) for t in self.plan.tiles
             )
-            self.rooms[name] = Scratch(self.q, n * self.plan.repeat * largest)
+            size = n * self.plan.repeat * largest
+            self.rooms[name] = Scratch(self.q, size, self.q.dtype if dtype is None else dtype)
         return self.rooms[name].shaped(n, lines.stop - lines.start, tile.width + further)
 
     def across(self, name: str, x: Tensor) -> Tensor:
@@ -135,33 +148,102 @@ class Rows:
         start = self.plan.near_start
         return self.q, self.k, "k", slice(span.start - start, span.stop - start)
 
-    def weights(self, tile: Tile, capped: bool = False) -> Tensor:
+    def weights(self, tile: Tile, capped: bool = False, kept: bool = False) -> Tensor:
         """softmax of the tile's scores and further logits, (n, c·r, W + X).
 
         0 for a query that sees no key. `capped` keeps tanh of the product over the cap for
-        `uncap`.
+        `uncap`; `kept` the scores beside their weights, as `pair`.
         """
+        if self.carried is not None:
+            return self._carried_weights(self.carried, tile, capped, kept)
         score = self.room("score", tile)
+        self._products(tile, score)
+        return self._softmax(score, tile, capped, kept)
+
+    def _carried_weights(
+        self, carried: LayerScores, tile: Tile, capped: bool, kept: bool
+    ) -> Tensor:
+        """The same from the sums, in wide type until the weights are known."""
+        sums, score = carried.sums.tile(self.group, tile), self.room("score", tile)
+        wide = score if score.dtype == sums.dtype else self.room("wide", tile, sums.dtype)
+        bare = self.problem.cap is None and self.problem.bias is None and self.extra is None
+        alike = self.plan.aligned and self.group.seen.regular and not kept
+        if bare and carried.share == 1 and alike:
+            # What causality and the window hide is −∞ in the sums.
+            torch.softmax(sums, -1, out=wide)
+        else:
+            torch.mul(sums, carried.share, out=wide[..., : tile.width])
+            wide = self._softmax(wide, tile, capped, kept)
+        return wide if wide.dtype == score.dtype else score.copy_(wide)
+
+    def carry(self, tile: Tile) -> None:
+        """Add a tile's products to the sums of the layers below."""
+        assert self.carried is not None
+        sums = self.carried.sums.tile(self.group, tile)
+        if not self.carried.lowest:
+            self.accumulate(sums, tile)
+            return
+        self._products(tile, sums)
+        if self.plan.aligned:
+            # Hidden in every layer alike: what is added to −∞, or taken from it, changes nothing.
+            hide_edges(self.apart(sums), tile, self.plan.keys - self.plan.queries)
+
+    def accumulate(self, sums: Tensor, tile: Tile, sign: int = 1) -> None:
+        """Sums (n, c·r, W) ± the products of a tile, in place."""
+        direct = sums.dtype == self.q.dtype and sums.shape[1] >= _FEW
+        if not direct:
+            products = self.room("products", tile)[..., : tile.width]
+            self._products(tile, products)
+            sums.add_(products, alpha=sign)
+            return
+        for span, where in tile.laid():
+            q, k, _, columns = self.side(span)
+            part = sums[..., where]
+            part.baddbmm_(q[:, self.lines(tile)], k[:, columns].transpose(1, 2), alpha=sign)
+
+    def gathered(self, by_score: Tensor, tile: Tile) -> Tensor:
+        """The gradient of the sums (n, c·r, W): that of this layer's scores joins those above."""
+        assert self.carried is not None
+        assert self.carried.gradients is not None
+        gradient = self.carried.gradients.tile(self.group, tile)
+        mine = by_score[..., : tile.width]
+        if self.carried.highest:
+            torch.mul(mine, self.carried.share, out=gradient)
+        else:
+            gradient.add_(mine, alpha=self.carried.share)
+        return gradient if gradient.dtype == mine.dtype else mine.copy_(gradient)
+
+    def _products(self, tile: Tile, score: Tensor) -> None:
         for span, where in tile.laid():
             q, k, name, columns = self.side(span)
             across = self.across(name, k)
             product(q[:, self.lines(tile)], across, columns, score[..., where])
+
+    def _softmax(self, score: Tensor, tile: Tile, capped: bool, kept: bool = False) -> Tensor:
+        """Cap, bias, masks and further logits on a tile's products, and softmax; in place.
+
+        With `kept` the weights have a place of their own.
+        """
         apart = self.apart(score)
         if self.problem.cap is not None:
             seen = score[..., : tile.width].div_(self.problem.cap).tanh_()
             if capped:
-                self.room("tanh", tile)[..., : tile.width].copy_(seen)
+                self.room("tanh", tile, score.dtype)[..., : tile.width].copy_(seen)
             seen.mul_(self.problem.cap)
         self._add_bias(apart, tile)
         certain = self._hide(apart, tile)
         if self.extra is not None:
             apart[..., tile.width :].copy_(self.at(self.extra, tile))
-        if certain:
-            return torch.softmax(score, -1, out=score)
         if score.shape[-1] == 0:
             return score
-        nothing = (score == -torch.inf).all(-1, keepdim=True)
-        return torch.softmax(score, -1, out=score).masked_fill_(nothing, 0.0)
+        nothing = None if certain else (score == -torch.inf).all(-1, keepdim=True)
+        into = self.room("weight", tile, score.dtype) if kept else score
+        weight = torch.softmax(score, -1, out=into)
+        if nothing is not None:
+            weight.masked_fill_(nothing, 0.0)
+        if kept:
+            self.pair = score, weight
+        return weight
 
     def uncap(self, by_score: Tensor, tile: Tile) -> None:
         """The gradient of the product from that of the capped score, in place."""

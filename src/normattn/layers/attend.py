@@ -14,8 +14,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels import Problem, Visibility, attend
+from normattn.kernels import Problem, Visibility
+from normattn.kernels.observe import announce, confine
 from normattn.kernels.problem import check_shapes
+from normattn.layers.carry import Carry, joined, refuse_carry
 from normattn.score import Positions, Prepared, Score, ScoreSpec
 
 
@@ -33,6 +35,7 @@ def attention(
     documents: Int[Tensor, "b s"] | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
+    carry: Carry | None = None,
 ) -> Float[Tensor, "b h t e"]:
     """o_i = Σ_j softmax_j(s(i, j)) v_j with the score that `score` specifies.
 
@@ -53,6 +56,8 @@ def attention(
             of other documents and counts positions within each.
         dropout_p: probability of dropping an attention weight.
         backend: auto, or one kernel's name; `reference` is float64-capable, the definition.
+        carry: what the layers below hand on, for a score with `RealFormer` or `ResidualQK`
+            (`layers.carry.new_carry`); this layer joins it. One for each forward of a whole stack.
 
     A query that sees no key gets 0. Raises `InputError` for shapes that do not fit, scores that
     cannot be used so, and backends that cannot serve the request.
@@ -65,6 +70,7 @@ def attention(
     _check_positions("q_positions", q_positions, q)
     _check_positions("k_positions", k_positions, k)
     _check_documents(module.spec, documents, q, k)
+    refuse_carry(module.spec, carry)
     given = (key_padding, q_positions, k_positions, documents)
     if causal and all(each is None for each in given):
         positions = regular_positions(q.shape[2], k.shape[2], q.device)
@@ -77,12 +83,14 @@ def attention(
         own = documents[:, documents.shape[1] - q.shape[2] :]
         seen = replace(seen, query_documents=own, key_documents=documents)
 
+    announce(module, q, k, query_padding)
+
     def part(rows: slice, keys: int, block: int) -> Tensor:
         at, visible = positions.part(rows, keys), seen.part(rows, keys)
         padding = None if key_padding is None else key_padding[:, :keys]
         own = None if query_padding is None else query_padding[:, rows]
         prepared = module(q[:, :, rows], k[:, :, :keys], at, padding, own, block)
-        return attend(posed(prepared, v[:, :, :keys], visible, dropout_p), backend)
+        return joined(carry, posed(prepared, v[:, :, :keys], visible, dropout_p), backend)
 
     return in_blocks(module.spec, positions, part)
 
@@ -135,6 +143,7 @@ def in_blocks(
             continue
         span = slice(int(rows[0]), int(rows[-1]) + 1)
         upto = keys - queries + span.stop if positions.ordered else keys
+        confine(span, mine[..., span] if mine.dim() == 2 or not positions.ordered else None)
         found = part(span, upto, number)
         if mine.dim() == 1 and positions.ordered:
             pieces.append(found)

@@ -13,10 +13,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels import Visibility, attend
+from normattn.kernels import Visibility
+from normattn.kernels.observe import announce, observer
 from normattn.kernels.problem import check_shapes
 from normattn.layers.attend import in_blocks, posed, regular_positions
 from normattn.layers.cache import KeyValueCache, Room
+from normattn.layers.carry import Carry, joined, refuse_carry
 from normattn.layers.one_token import OneToken, foldable, made, serves
 from normattn.layers.one_token_far import OneTokenFar, made_far
 from normattn.score import Positions, Score
@@ -32,6 +34,7 @@ def attention_cached(
     positions: Int[Tensor, "b s"] | None = None,
     documents: Int[Tensor, "b s"] | None = None,
     backend: str = "auto",
+    carry: Carry | None = None,
 ) -> Float[Tensor, "b h t e"]:
     """Causal attention of T new tokens, whose keys and values join the cache.
 
@@ -46,15 +49,18 @@ def attention_cached(
             `key_padding` and `documents` where they are not given.
         documents: the number of each of all S tokens' document, for a score with `Packed`.
         backend: auto, or one kernel's name.
+        carry: as for `attention`; one for each reading of new tokens by a whole stack.
 
     Equal to the last T rows of `attention` over all tokens. Raises `InputError` for shapes that do
     not fit, a full cache, and a cache that another score filled.
     """
     check_shapes(q, k, v)
+    refuse_carry(score.spec, carry)
     cache.claim(score.spec)
     first, count = cache.length, k.shape[2]
     given = (key_padding, positions, documents)
-    if count == 1 and backend == "auto" and key_padding is positions is documents is None:
+    bare = carry is None and key_padding is positions is documents is None
+    if count == 1 and backend == "auto" and bare and observer() is None:
         ready = _ready(score, cache, q)
         if ready is not None:
             return ready(q, k, v, score, cache)
@@ -63,6 +69,7 @@ def attention_cached(
         positions = Positions.of(
             count, first + count, True, q.device, key_padding, documents=documents
         ).key
+    announce(score, q, k, None if key_padding is None else key_padding[:, first:])
     if positions is None:
         counted = regular_positions(count, first + count, q.device)
         stored = score.store(k, counted.query, first)
@@ -79,7 +86,8 @@ def attention_cached(
         if score.spec.moves:
             turned = _turned(score, cache, keys, at, block, upto, live)
         prepared = score.recall(q[:, :, rows], keys[:, :, :upto], place, block, turned)
-        return attend(posed(prepared, values[:, :, :upto], seen.part(rows, upto), 0.0), backend)
+        problem = posed(prepared, values[:, :, :upto], seen.part(rows, upto), 0.0)
+        return joined(carry, problem, backend)
 
     out = in_blocks(score.spec, at, part)
     for block in set(cache.turned) - live:

@@ -10,6 +10,7 @@ from normattn.errors import InputError
 from normattn.layers.attend import attention
 from normattn.layers.attend_cached import attention_cached, refuse_beside_cache
 from normattn.layers.cache import KeyValueCache
+from normattn.layers.carry import Carry
 from normattn.score import Score, ScoreSpec
 
 
@@ -57,17 +58,20 @@ class Attention(nn.Module):
         positions: Int[Tensor, "b s"] | Int[Tensor, " s"] | None = None,
         documents: Int[Tensor, "b s"] | None = None,
         cache: KeyValueCache | None = None,
+        carry: Carry | None = None,
     ) -> Float[Tensor, "b t dim"]:
         """Let every position of `x` attend; `key_padding` is True where a position is padding.
 
         With a `cache`, which this call extends, `x` are new tokens that see those read before as
         well; `key_padding`, `positions` and `documents` are then those of all S tokens.
+        `carry` is what the layers below hand on, where the score asks for it.
         """
         heads_BHTD = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = torch.split(heads_BHTD, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if cache is not None:
             refuse_beside_cache(causal, attn_mask, self.training and self.dropout > 0)
-            o = attention_cached(*(q, k, v, self.score, cache, key_padding, positions, documents))
+            told = (key_padding, positions, documents)
+            o = attention_cached(q, k, v, self.score, cache, *told, carry=carry)
             return self._joined(o)
         o = attention(
             q,
@@ -82,6 +86,7 @@ class Attention(nn.Module):
             k_positions=positions,
             documents=documents,
             dropout_p=self.dropout if self.training else 0.0,
+            carry=carry,
         )
         return self._joined(o)
 

@@ -1,14 +1,20 @@
-"""What one layer's score hands to the next: made by the stack of layers for each forward pass."""
+"""What one layer's score hands to the next: made by the stack of layers for each forward pass.
+
+Legend: B batch, H query heads, G key heads, T queries, S keys, D score size, E value size.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels import Problem
+from normattn.kernels import Problem, attend
+from normattn.kernels.carry import CarriedScores, Stack
+from normattn.kernels.problem import stack_of
 from normattn.score import ScoreSpec
 
 
@@ -21,8 +27,66 @@ class Carry(Protocol):
         ...
 
 
-def new_carry(spec: ScoreSpec) -> Carry | None:
-    """An empty carry for a score that takes over from the layers below; None for any other."""
+class ScoreCarry:
+    """RealFormer: the sum of the scores of all layers so far, or its mean.
+
+    The kernel that serves the lowest layer serves them all (`kernels.carry`).
+    """
+
+    def __init__(self, mean: bool = False, layers: int | None = None) -> None:
+        self._scores = CarriedScores(mean, layers)
+
+    def attend(self, problem: Problem, backend: str = "auto") -> Float[Tensor, "b h t e"]:
+        """softmax(Σ_m q_m k_mᵀ) · v."""
+        return attend(replace(problem, carry=self._scores), backend)
+
+
+class FeatureCarry:
+    """ResidualQK: Q̃_n = Q_n + Q̃_{n−1} and K̃_n = K_n + K̃_{n−1}, of all keys also beside a cache."""
+
+    def __init__(self) -> None:
+        self._stack: Stack | None = None
+        self._q: Tensor | None = None
+        self._k: Tensor | None = None
+
+    def attend(self, problem: Problem, backend: str = "auto") -> Float[Tensor, "b h t e"]:
+        """softmax(Q̃ K̃ᵀ) · v by any kernel."""
+        stack = stack_of(problem)
+        if self._stack is not None and self._stack != stack:
+            raise InputError(
+                f"all layers that carry queries and keys must have the same shape, but below is "
+                f"{self._stack} and here {stack}; make a new carry for each forward"
+            )
+        self._stack = stack
+        q = problem.q if self._q is None else self._q + problem.q
+        k = problem.k if self._k is None else self._k + problem.k
+        self._q, self._k = q, k
+        return attend(replace(problem, q=q, k=k), backend)
+
+
+def new_carry(spec: ScoreSpec, layers: int | None = None) -> Carry | None:
+    """An empty carry for a score that takes over from the layers below; None for any other.
+
+    One forward pass of a stack of `layers` needs one of its own.
+    """
     if spec.carry is None:
         return None
-    raise InputError(f"{spec.name} carries scores from layer to layer, and no layer serves that")
+    if spec.carry.carries == "features":
+        return FeatureCarry()
+    return ScoreCarry(spec.carry.mean, layers)
+
+
+def joined(carry: Carry | None, problem: Problem, backend: str) -> Float[Tensor, "b h t e"]:
+    """softmax(score) · v, with the layers below where there is a carry."""
+    return attend(problem, backend) if carry is None else carry.attend(problem, backend)
+
+
+def refuse_carry(spec: ScoreSpec, carry: Carry | None) -> None:
+    """Raise `InputError` where score and carry do not belong together."""
+    if spec.carry is not None and carry is None:
+        raise InputError(
+            f"{spec.name} adds to what the layers below carry: pass carry=new_carry(spec), one for "
+            "each forward pass of the whole stack"
+        )
+    if spec.carry is None and carry is not None:
+        raise InputError(f"a carry is given, but {spec.name} takes nothing from the layers below")

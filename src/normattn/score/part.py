@@ -217,10 +217,38 @@ class RegimePart(Part):
 
 @dataclass(frozen=True)
 class CarryPart(Part):
-    """What a layer's score takes over from the layers below it."""
+    """What a layer's score takes over from the layers below it: their scores, or their q and k."""
 
     slot: ClassVar[Slot] = Slot.CARRY
     when: ClassVar[When] = "trained-in"
+    carries: ClassVar[Literal["scores", "features"]]
+
+    @property
+    def mean(self) -> bool:
+        """Whether what is carried counts as a mean over the layers instead of a sum."""
+        return False
+
+    def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
+        """One product per pair, over the same pairs in every layer."""
+        spectrum, layout = parts.get(Slot.SPECTRUM), parts.get(Slot.LAYOUT)
+        if Slot.REGIME in parts:
+            return (
+                f"{self.name} and {parts[Slot.REGIME].name} cannot be combined: {self.name} "
+                "carries one score per pair up through the layers, not two regimes or a window "
+                "with a start"
+            )
+        if isinstance(spectrum, SpectrumPart) and spectrum.moving:
+            return (
+                f"{self.name} and {spectrum.name} cannot be combined: {spectrum.name} reads rows "
+                f"in blocks with keys of their own, and {self.name} carries those of all rows at "
+                "once"
+            )
+        if isinstance(layout, LayoutPart) and (not layout.uniform or Slot.VISIBLE in parts):
+            return (
+                f"{self.name} and {layout.name} cannot be combined: some layers would see keys "
+                f"that those below do not, whose scores {self.name} then lacks"
+            )
+        return None
 
 
 @dataclass(frozen=True)
@@ -281,11 +309,16 @@ class DocumentsPart(Part):
 
 @dataclass(frozen=True)
 class LayoutPart(Part):
-    """Different scores in different layers of a model."""
+    """Different scores in different layers of a model.
+
+    `stretchable`: whether post-hoc methods apply; `uniform`: whether all layers see the same keys
+    (beside a window named as well).
+    """
 
     slot: ClassVar[Slot] = Slot.LAYOUT
     when: ClassVar[When] = "trained-in"
     stretchable: ClassVar[bool] = True
+    uniform: ClassVar[bool] = True
 
     def layer(
         self, parts: Mapping[Slot, Part], layer: int, layers: int, train_length: int | None

@@ -30,6 +30,7 @@ class HWFA(LayoutPart):
     source: ClassVar[str] = "kexue.fm/archives/9603"
     needs_rotary: ClassVar[bool] = True
     stretchable: ClassVar[bool] = False
+    uniform: ClassVar[bool] = False
     window: int | None = None
 
     def __post_init__(self) -> None:

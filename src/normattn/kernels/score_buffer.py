@@ -1,0 +1,115 @@
+"""Scores of all pairs that some row sees, packed tile by tile, and which layers are in them.
+
+Legend: G key heads, r query heads per key head; n key heads of a group, c token rows of a tile,
+W its columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.kernels.tiles import Group, Plan, Tile
+
+
+class ScoreBuffer:
+    """A number for each pair; a tile's (n, c·r, W) lie together.
+
+    Causal rows hold the keys up to their tile's last row: about half of T × S.
+    """
+
+    def __init__(self, like: Tensor, plan: Plan) -> None:
+        """Uninitialised, in float32 (float64 for float64)."""
+        self.repeat, self.groups = plan.repeat, like.shape[1] // plan.repeat
+        self.starts: dict[int, int] = {}
+        self.each = 0
+        for tile in plan.tiles:
+            self.starts[tile.rows.start] = self.each
+            self.each += self._lines(tile) * tile.width
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self.room = like.new_empty(like.shape[0] * self.groups * self.each, dtype=dtype)
+
+    def _lines(self, tile: Tile) -> int:
+        return int(tile.rows.stop - tile.rows.start) * self.repeat
+
+    def tile(self, group: Group, tile: Tile) -> Tensor:
+        """The scores (n, c·r, W) of a group's tile."""
+        heads = group.heads.stop - group.heads.start
+        n = heads * (group.batch.stop - group.batch.start)
+        first = (group.batch.start * self.groups + group.heads.start) * self.each
+        begin = first + n * self.starts[tile.rows.start]
+        shape = n, self._lines(tile), tile.width
+        return self.room[begin : begin + torch.Size(shape).numel()].view(shape)
+
+
+@dataclass(frozen=True)
+class LayerScores:
+    """The buffers as one layer sees them.
+
+    `lowest`: nothing is below it; `share` multiplies the sum before softmax. In the backward
+    `gradients` holds those of the sums; `highest`: no layer above has written any yet.
+    """
+
+    sums: ScoreBuffer
+    share: float
+    lowest: bool
+    gradients: ScoreBuffer | None = None
+    highest: bool = False
+
+
+@dataclass
+class Ledger:
+    """The one buffer of a stack, and which layers are in it.
+
+    `remembered` has the queries and keys of the layers that a backward may have to undo.
+    """
+
+    plan: Plan
+    sums: ScoreBuffer | None = None
+    gradients: ScoreBuffer | None = None
+    at: int = 0
+    remembered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def up(self, like: Tensor, plan: Plan, number: int, share: float) -> LayerScores:
+        """For the forward of layer `number`, from 1."""
+        if number == 1:
+            self.sums = ScoreBuffer(like, plan)
+        if self.sums is None or self.at != number - 1:
+            raise InputError(
+                "a layer was to add to carried scores that a backward has undone already: make a "
+                "new carry for each forward"
+            )
+        self._refuse_other_pairs(plan)
+        self.at = number
+        return LayerScores(self.sums, share, lowest=number == 1)
+
+    def down(self, like: Tensor, plan: Plan, number: int, share: float) -> LayerScores:
+        """For the backward of layer `number`, whose scores are then the last in the buffer."""
+        assert self.sums is not None
+        highest = self.gradients is None
+        if self.gradients is None:
+            self.gradients = ScoreBuffer(like, plan)
+        return LayerScores(self.sums, share, number == 1, self.gradients, highest)
+
+    def undone(self, number: int) -> None:
+        """Layer `number` is no longer in the buffer."""
+        self.at = number - 1
+        self.remembered.pop(number, None)
+        if number == 1:
+            self.sums = self.gradients = None
+
+    def _refuse_other_pairs(self, plan: Plan) -> None:
+        mine, theirs = self.plan, plan
+        for one in ("causal", "window", "kept"):
+            if getattr(mine.seen, one) != getattr(theirs.seen, one):
+                raise InputError(
+                    "all layers that carry scores must see the same pairs, but causality or the "
+                    "sliding window differs between them"
+                )
+        if mine.aligned != theirs.aligned:
+            raise InputError(
+                "all layers that carry scores must see the same pairs, but positions differ"
+            )
