@@ -1,0 +1,123 @@
+"""The Vision Transformer: an image as a sequence of patches, and one class for it.
+
+Legend: B batch, C channels, T tokens, D width, K classes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from normattn.errors import InputError
+from normattn.models.accounting import Flops, stack_flops
+from normattn.models.causal_lm import without_dropout
+from normattn.models.initialisation import initialise
+from normattn.models.reading import Reading
+from normattn.models.stack import After, Blocks, first_norm, last_norm
+from normattn.models.vision_config import VisionConfig
+
+# ViT's own (arXiv 2010.11929); the class token starts at zero.
+POSITION_STD = 0.02
+
+
+class ImageLoss(NamedTuple):
+    """Mean cross-entropy in nats (differentiable) of a batch, and how many classes were right."""
+
+    loss: Float[Tensor, ""]
+    correct: Int[Tensor, ""]
+
+
+class ImageScores(NamedTuple):
+    """Loss in nats and correctness of every image."""
+
+    loss: Float[Tensor, "b"]
+    correct: Bool[Tensor, "b"]
+
+
+class VisionTransformer(nn.Module):
+    """An encoder that names the class of an image (ViT).
+
+    `model(images (B, C, H, W)) → logits (B, K)`; pixels are numbers in −1 … 1. An image is cut into
+    patches, row by row, each of which one matrix (with bias) turns into a token; before them stands
+    a learned class token where `pool` is "class"; learned positions are added where `positions`
+    says so. Every token sees every other. q, k and v come from one matmul, as in the source's code.
+    The head, with bias, reads the class token, or the mean of all tokens, after the final norm.
+
+    Weights are drawn from torch's global generator: blocks and head as `initialise` says, the
+    patches' matrix with deviation 1/√fan-in, positions with 0.02. Raises `InputError` for images of
+    another shape. Source: arXiv 2010.11929; QK-Norm in it: arXiv 2302.05442.
+    """
+
+    config_class = VisionConfig
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patches = nn.Linear(config.patch_size, config.dim)
+        learned = config.positions == "learned"
+        self.position = nn.Embedding(config.tokens, config.dim) if learned else None
+        self.class_token = nn.Parameter(torch.zeros(config.dim)) if config.pool == "class" else None
+        self.embedding_norm = first_norm(config)
+        self.blocks = Blocks(config)
+        self.final_norm = last_norm(config)
+        self.head = nn.Linear(config.dim, config.classes)
+        initialise(self, config)
+        with torch.no_grad():
+            self.patches.weight.normal_(std=config.init_std or config.patch_size**-0.5)
+            self.patches.bias.zero_()
+            self.head.bias.zero_()
+            if self.position is not None:
+                self.position.weight.normal_(std=POSITION_STD)
+
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b k"]:
+        """The logits of the classes."""
+        logits: Tensor = self.head(self.features(images))
+        return logits
+
+    def features(
+        self, images: Float[Tensor, "b c h w"], after: After | None = None
+    ) -> Float[Tensor, "b d"]:
+        """What the head reads; `after(layer, x)` is told every layer's output (B, T, D)."""
+        x: Tensor = self.blocks(self._embed(images), Reading(causal=False), after=after)
+        x = x if self.final_norm is None else self.final_norm(x)
+        return x[:, 0] if self.class_token is not None else x.mean(1)
+
+    def loss(self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, "b"]) -> ImageLoss:
+        """Mean cross-entropy of the `labels`, and hits."""
+        logits = self(images)
+        loss = F.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits, labels)
+        return ImageLoss(loss, (logits.argmax(-1) == labels).sum())
+
+    @torch.no_grad()
+    def scores(self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, "b"]) -> ImageScores:
+        """Loss and correctness of every image, in evaluation mode, without gradients."""
+        with without_dropout(self):
+            logits = self(images).float()
+        loss = F.cross_entropy(logits, labels, reduction="none")
+        return ImageScores(loss, logits.argmax(-1) == labels)
+
+    def _embed(self, images: Tensor) -> Tensor:
+        config = self.config
+        expected = (config.channels, config.height, config.width)
+        if images.ndim != 4 or tuple(images.shape[1:]) != expected:
+            raise InputError(
+                f"images must be (batch, channels, height, width) with {expected} behind the "
+                f"batch, but they are {tuple(images.shape)}"
+            )
+        x: Tensor = self.patches(F.unfold(images, config.patch, stride=config.patch).mT)
+        if self.class_token is not None:
+            x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], 1)
+        if self.position is not None:
+            x = x + self.position.weight
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+
+def flops_per_image(config: VisionConfig) -> Flops:
+    """FLOPs of one image, elementwise work left out."""
+    stack = stack_flops(config, config.tokens)
+    ends = 2.0 * config.dim * (config.patches * config.patch_size + config.classes)
+    return Flops(stack.weights * config.tokens + ends, stack.attention * config.tokens)
