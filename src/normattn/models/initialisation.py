@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from normattn.layers.attention import Attention
+from normattn.layers.cross_attention import CrossAttention
 from normattn.layers.feed_forward import GELU, SwiGLU
 from normattn.layers.gated_attention_unit import GatedAttentionUnit
-from normattn.layers.placement import deepnorm_factors
 from normattn.models.stack_config import StackConfig
 
 # The standard deviation of a unit normal cut off at two, so that the result has the asked one.
@@ -24,9 +24,9 @@ def initialise(model: nn.Module, config: StackConfig) -> None:
     The deviation is `init_std`, or 1/√fan-in where it is None (embedding: 1/√dim, so that tied
     logits of a normalised stream have unit variance), times a gain that keeps a deep stack calm:
 
-    - PreLN: the output weights of the 2N sub-layers by (2N)^−½ (GPT-2);
-    - DeepNorm: β of `deepnorm_factors` on the value, output and feed-forward weights; with
-      `init_std` None their deviation, and that of q and k, is Xavier's √(2/(fan-in + fan-out));
+    - PreLN: the output weights of the M sub-layers by M^−½ (GPT-2);
+    - DeepNorm: β of the stack on the value, output and feed-forward weights; with `init_std`
+      None their deviation, and that of q and k, is Xavier's √(2/(fan-in + fan-out));
     - a gated attention unit under any placement but DeepNorm: every weight by N^−⅓, because three
       factors (u, v, W_out) multiply (GAU-α, kexue 9052); under DeepNorm β on v and W_out
       replaces it;
@@ -39,6 +39,8 @@ def initialise(model: nn.Module, config: StackConfig) -> None:
             _draw(module.weight, config.init_std or config.dim**-0.5)
         elif isinstance(module, Attention):
             _attention(module, config)
+        elif isinstance(module, CrossAttention):
+            _cross_attention(module, config)
         elif isinstance(module, GatedAttentionUnit):
             _gated_attention_unit(module, config)
         elif isinstance(module, SwiGLU | GELU):
@@ -56,6 +58,13 @@ def _attention(layer: Attention, config: StackConfig) -> None:
         _draw(weight, gain * _deviation(weight, config))
 
 
+def _cross_attention(layer: CrossAttention, config: StackConfig) -> None:
+    into, out = _branch_gains(config)
+    k, v = layer.kv.weight.chunk(2)
+    for weight, gain in ((layer.q.weight, 1.0), (k, 1.0), (v, into), (layer.out.weight, out)):
+        _draw(weight, gain * _deviation(weight, config))
+
+
 def _feed_forward(layer: SwiGLU | GELU, config: StackConfig) -> None:
     into, out = _branch_gains(config)
     for weight in torch.split(layer.up.weight, layer.hidden):
@@ -65,7 +74,7 @@ def _feed_forward(layer: SwiGLU | GELU, config: StackConfig) -> None:
 
 def _gated_attention_unit(layer: GatedAttentionUnit, config: StackConfig) -> None:
     if config.placement == "DeepNorm":
-        _, beta = deepnorm_factors(config.layers, sublayers=1)
+        _, beta = config.deepnorm
         gate, value, key, out = 1.0, beta, 1.0, beta
     else:
         gate = value = key = out = config.layers ** (-1 / 3)
@@ -79,10 +88,10 @@ def _gated_attention_unit(layer: GatedAttentionUnit, config: StackConfig) -> Non
 def _branch_gains(config: StackConfig) -> tuple[float, float]:
     """The gains of a branch's first (value, up) and last (output, down) weights."""
     if config.placement == "DeepNorm":
-        _, beta = deepnorm_factors(config.layers)
+        _, beta = config.deepnorm
         return beta, beta
     if config.placement == "PreLN":
-        return 1.0, (2 * config.layers) ** -0.5
+        return 1.0, config.sublayers**-0.5
     return 1.0, 1.0
 
 

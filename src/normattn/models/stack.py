@@ -18,14 +18,7 @@ from normattn.layers.carry import new_carry
 from normattn.layers.feed_forward import GELU, SwiGLU
 from normattn.layers.gated_attention_unit import GatedAttentionUnit
 from normattn.layers.norms import LayerNorm, RMSNorm
-from normattn.layers.placement import (
-    DeepNorm,
-    FixedScale,
-    PostLN,
-    PreLN,
-    ReZero,
-    deepnorm_factors,
-)
+from normattn.layers.placement import DeepNorm, FixedScale, PostLN, PreLN, ReZero
 from normattn.models.reading import Reading
 from normattn.models.stack_config import StackConfig
 from normattn.score import Score, ScoreSpec
@@ -119,8 +112,7 @@ def last_norm(config: StackConfig) -> nn.Module | None:
 
 def placed(config: StackConfig) -> Callable[[nn.Module], nn.Module]:
     """A function that puts one sub-layer in the configured placement."""
-    alpha, _ = deepnorm_factors(config.layers, sublayers=1 if config.block == "gau" else 2)
-    dropout = config.dropout
+    alpha, dropout = config.deepnorm[0], config.dropout
 
     def place(sublayer: nn.Module) -> nn.Module:
         if config.placement == "FixedScale":
@@ -134,6 +126,18 @@ def placed(config: StackConfig) -> Callable[[nn.Module], nn.Module]:
         return kinds[config.placement](sublayer, norm, dropout)
 
     return place
+
+
+def make_attention(config: StackConfig, score: ScoreSpec) -> Attention:
+    """The attention layer of a block, with its own score."""
+    return Attention(
+        config.dim,
+        config.heads,
+        config.kv_heads,
+        score,
+        head_dim=config.head_dim,
+        dropout=config.dropout,
+    )
 
 
 def make_feed_forward(config: StackConfig) -> SwiGLU | GELU:
@@ -150,12 +154,4 @@ def _block(config: StackConfig, layer: int) -> Block:
             config.dim, config.key_size, config.expansion, score, dropout=config.dropout
         )
         return Block(place(unit), None)
-    attention = Attention(
-        config.dim,
-        config.heads,
-        config.kv_heads,
-        score,
-        head_dim=config.head_dim,
-        dropout=config.dropout,
-    )
-    return Block(place(attention), place(make_feed_forward(config)))
+    return Block(place(make_attention(config, score)), place(make_feed_forward(config)))

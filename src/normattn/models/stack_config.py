@@ -8,6 +8,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from normattn.errors import InputError
+from normattn.layers.placement import deepnorm_factors
 from normattn.score import Score, ScoreSpec
 
 Size = Annotated[int, Field(ge=1, strict=True)]
@@ -116,6 +117,16 @@ class StackConfig(BaseModel):
                 raise InputError(
                     f"{name} has no meaning for placement {self.placement!r}; leave it out"
                 )
+
+    @property
+    def sublayers(self) -> int:
+        """The number of sub-layers, each with a residual of its own, in the whole stack."""
+        return self.layers if self.block == "gau" else 2 * self.layers
+
+    @property
+    def deepnorm(self) -> tuple[float, float]:
+        """DeepNorm's α and β of this stack."""
+        return deepnorm_factors(self.layers, self.sublayers // self.layers)
 
     @property
     def ends_in_norm(self) -> bool:

@@ -1,0 +1,218 @@
+"""Cross attention: queries of one sequence, keys and values of another, and any score.
+
+Legend: B sources, r rows of queries for each, T queries, S source tokens, H query heads, G key
+heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from normattn.errors import InputError
+from normattn.kernels import Visibility, attend
+from normattn.layers.attend import posed
+from normattn.layers.attention import checked_head_dim, checked_probability
+from normattn.layers.carry import Carry
+from normattn.score import Positions, Score, ScoreSpec
+from normattn.score.spec import as_spec
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A source as one layer's queries read it: its keys normalised and folded, and its values.
+
+    `positions` are None where the score has none. `count` is the number of real tokens, (B, 1), or
+    (1,) where no token is padding. `spec` is the score that made the keys.
+    """
+
+    keys: Float[Tensor, "b g s d"]
+    values: Float[Tensor, "b g s d"]
+    padding: Bool[Tensor, "b s"] | None
+    positions: Int[Tensor, "*bk s"] | None
+    count: Int[Tensor, "*bn 1"]
+    spec: ScoreSpec
+
+    def choose(self, rows: Int[Tensor, " r"]) -> Memory:
+        """Source i becomes the old source rows[i]; sources may repeat or lack."""
+        positions, count = self.positions, self.count
+        return Memory(
+            self.keys[rows],
+            self.values[rows],
+            None if self.padding is None else self.padding[rows],
+            positions if positions is None or positions.dim() == 1 else positions[rows],
+            count if count.dim() == 1 else count[rows],
+            self.spec,
+        )
+
+
+class CrossAttention(nn.Module):
+    """softmax(s(q, k)) v with q = x W_q of the reader and k, v = m W_kv of the source m.
+
+    Nothing is causal: every query sees every real source token, so that n, the number that log-n
+    scaling reads, is the unpadded length of the source. Shapes: x (B, T, dim), m (B, S,
+    source_dim) → (B, T, dim). `score` is a `ScoreSpec` or its name, by default `Baseline-NoPE`;
+    one with rotary positions, a bias or a window needs the positions of both sides. `remember`
+    makes keys and values of a source once; `forward` reads them as often as wanted. `source_dim`
+    defaults to `dim`, `head_dim` to dim / heads; `dropout` is the probability with which an
+    attention weight is dropped in training. The weight of `kv` holds the rows of k, then v, each
+    head by head. Raises `InputError` for sizes that do not divide and for scores that are for
+    causal attention or packed documents only. Source: arXiv 1706.03762.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        score: ScoreSpec | str = "Baseline-NoPE",
+        *,
+        source_dim: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.heads = heads
+        self.kv_heads = heads if kv_heads is None else kv_heads
+        self.head_dim = checked_head_dim(dim, heads, self.kv_heads, head_dim)
+        self.dropout = checked_probability(dropout)
+        spec = as_spec(score)
+        refuse_across(spec)
+        self.score = Score(spec, heads=heads, head_dim=self.head_dim, kv_heads=self.kv_heads)
+        self.q = nn.Linear(dim, heads * self.head_dim, bias=bias)
+        source = dim if source_dim is None else source_dim
+        self.kv = nn.Linear(source, 2 * self.kv_heads * self.head_dim, bias=bias)
+        self.out = nn.Linear(heads * self.head_dim, dim, bias=bias)
+
+    def remember(
+        self,
+        source: Float[Tensor, "b s source_dim"],
+        padding: Bool[Tensor, "b s"] | None = None,
+        positions: Int[Tensor, "*bk s"] | None = None,
+    ) -> Memory:
+        """Keys and values of a source; `padding` is True where a token is padding.
+
+        `positions` (S,) or (B, S) are needed where the score has positions, and ignored where it
+        has none.
+        """
+        _check_tokens("padding", padding, source, whole=True)
+        kv = self.kv(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k, v = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
+        spec = self.score.spec
+        if _placed(spec):
+            positions = _needed("positions", positions, spec)
+            _check_tokens("positions", positions, source, whole=False)
+        else:
+            positions = None
+        places = torch.arange(k.shape[2], device=k.device) if positions is None else positions
+        stored = self.score.store(k, places, padding=padding)
+        if padding is None:
+            count = torch.full((1,), k.shape[2], device=k.device)
+        else:
+            count = (~padding).sum(-1, keepdim=True).clamp(min=1)
+        return Memory(stored, v, padding, positions, count, spec)
+
+    def forward(
+        self,
+        x: Float[Tensor, "br t dim"],
+        memory: Memory,
+        *,
+        positions: Int[Tensor, "*bq t"] | None = None,
+        query_padding: Bool[Tensor, "br t"] | None = None,
+        carry: Carry | None = None,
+    ) -> Float[Tensor, "br t dim"]:
+        """Every position of `x` attends to a source.
+
+        There may be r rows of `x` for each source, one after another (the beams of a search): they
+        read the same keys. `positions` (T,) or (B·r, T) are those of `x`, for a score that has
+        any. `query_padding` matters to statistics over the queries only (BatchNorm, InstanceNorm),
+        which the r rows of a source then share. `carry` is what the layers below hand on.
+        """
+        rows, sources = x.shape[0], memory.keys.shape[0]
+        if sources == 0 or rows % sources:
+            raise InputError(f"{rows} rows cannot be shared evenly by {sources} sources")
+        if memory.spec != self.score.spec:
+            raise InputError(
+                f"this memory holds keys of {memory.spec}, and {self.score.spec} cannot read them: "
+                "remember the source again after switching methods"
+            )
+        _check_tokens("query_padding", query_padding, x, whole=True)
+        if query_padding is not None:
+            query_padding = query_padding.reshape(sources, -1)
+        q = self.q(x).reshape(sources, -1, self.heads, self.head_dim).transpose(1, 2)
+        at = self._standing(x, memory, positions)
+        prepared = self.score.recall(q, memory.keys, at, query_padding=query_padding)
+        seen = Visibility(False, at.query, at.key, at.regular, memory.padding)
+        dropout = self.dropout if self.training else 0.0
+        problem = posed(prepared, memory.values, seen, dropout)
+        o = attend(problem) if carry is None else carry.attend(problem)
+        y: Tensor = self.out(o.transpose(1, 2).reshape(rows, x.shape[1], -1))
+        return y
+
+    def _standing(self, x: Tensor, memory: Memory, positions: Tensor | None) -> Positions:
+        """Where the queries, those of all rows of a source in one line, and the keys stand."""
+        each = x.shape[0] // memory.keys.shape[0]
+        if memory.positions is None:
+            query = torch.arange(each * x.shape[1], device=x.device)
+            key = torch.arange(memory.keys.shape[2], device=x.device)
+            regular = memory.padding is None
+            return Positions(query, key, memory.count, causal=False, regular=regular)
+        positions = _needed("positions", positions, self.score.spec)
+        _check_tokens("positions", positions, x, whole=False)
+        if positions.dim() == 1:
+            query = positions.repeat(each)
+        else:
+            query = positions.reshape(-1, each * x.shape[1])
+        key = memory.positions
+        return Positions(query, key, memory.count, causal=False, regular=False, ordered=False)
+
+    def extra_repr(self) -> str:
+        """Name the settings in the printed module."""
+        return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
+
+
+def refuse_across(spec: ScoreSpec) -> None:
+    """Raise `InputError` for a score that has no meaning between two sequences."""
+    if spec.needs_causal:
+        raise InputError(
+            f"{spec.name} is defined for causal attention only, and cross attention is not causal"
+        )
+    if spec.documents is not None:
+        raise InputError(
+            f"{spec.name} keeps the documents of one sequence apart; cross attention has two"
+        )
+
+
+def _placed(spec: ScoreSpec) -> bool:
+    """Whether the score depends on where tokens stand."""
+    return spec.position.rotary or spec.bias is not None or spec.visible[0] is not None
+
+
+def _needed(name: str, positions: Tensor | None, spec: ScoreSpec) -> Tensor:
+    if positions is None:
+        raise InputError(
+            f"{spec.name} has positions, and two sequences share no count of them: give {name}=…, "
+            "or name the score with NoPE"
+        )
+    return positions
+
+
+def _check_tokens(name: str, value: Tensor | None, x: Tensor, *, whole: bool) -> None:
+    """Refuse a boolean (B, T), or positions that may be (T,) as well, that do not fit `x`."""
+    if value is None:
+        return
+    batch, tokens = x.shape[:2]
+    shapes = [(batch, tokens)] if whole else [(tokens,), (batch, tokens)]
+    kinds = (torch.bool,) if whole else (torch.int64, torch.int32)
+    if tuple(value.shape) not in shapes or value.dtype not in kinds:
+        kind = "boolean" if whole else "int64 or int32"
+        wanted = " or ".join(str(shape) for shape in shapes)
+        raise InputError(
+            f"{name} must be {kind} of shape {wanted}, but it is {value.dtype} of "
+            f"{tuple(value.shape)}"
+        )

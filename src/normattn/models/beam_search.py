@@ -1,0 +1,239 @@
+"""Beam search: the likeliest translations of many sources at once, each as if it were alone.
+
+score(Y) = log p(Y | X) / lp(Y),   lp(Y) = ((5 + |Y|) / 6)^α
+
+|Y| counts the end token (α and lp: GNMT, arXiv 1609.08144, equation 14).
+
+Legend: R sources, K beams, V vocabulary, t tokens written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from normattn.errors import InputError
+from normattn.models.cache import ModelCache
+from normattn.models.causal_lm import without_dropout
+from normattn.models.translator import Encoded, Translator
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A finished translation: its `tokens` without begin and end token.
+
+    `log_probability` is that of the tokens and the end token, `score` the same over the length
+    penalty. `ended` is "stop" where the end token was chosen, "length" where the longest allowed
+    length left nothing else; its probability counts in both.
+    """
+
+    tokens: tuple[int, ...]
+    score: float
+    log_probability: float
+    ended: Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    beam: int
+    penalty: float
+    max_length: int | None
+
+    def limit(self, source: Sequence[int]) -> int:
+        """The most tokens before the end token."""
+        return 2 * len(source) + 10 if self.max_length is None else self.max_length
+
+    def score(self, log_probability: float, tokens: int) -> float:
+        """The score of so many tokens, the end token among them."""
+        return log_probability / math.pow((5 + tokens) / 6, self.penalty)
+
+
+@torch.inference_mode()
+def beam_search(
+    model: Translator,
+    sources: Sequence[Sequence[int]],
+    *,
+    beam: int = 4,
+    length_penalty: float = 0.6,
+    max_length: int | None = None,
+    batch: int = 64,
+) -> list[list[Hypothesis]]:
+    """The finished translations of each source, best first.
+
+    Args:
+        model: the translator; its dropout is off meanwhile.
+        sources: the token ids of each source, of any lengths, at least one token each.
+        beam: K, the hypotheses of a source that are followed at a time; 1 takes the likeliest token
+            each time.
+        length_penalty: α; 0 compares bare probabilities and so favours the short.
+        max_length: the most tokens of a translation; None: 2·(source tokens) + 10.
+        batch: so many sources at a time, those of like length together.
+
+    Each step goes on with the K likeliest continuations of all; one that ends is put aside and
+    leaves its place empty, so that K hypotheses end at most. A source is done when no place is left
+    or when nothing that is still open could score above its best. Padding and begin tokens are
+    never written. Of equal scores the hypothesis that ranked higher before comes first, then the
+    smaller token id. A source's result does not depend on the others. Raises `InputError` for an
+    empty source, ids outside the vocabulary and settings out of range.
+    """
+    settings = _Settings(beam, length_penalty, max_length)
+    _check(model, sources, settings, batch)
+    order = sorted(range(len(sources)), key=lambda number: len(sources[number]), reverse=True)
+    found: list[list[Hypothesis]] = [[] for _ in sources]
+    with without_dropout(model):
+        for start in range(0, len(order), batch):
+            numbers = order[start : start + batch]
+            search = _Search(model, [sources[number] for number in numbers], settings)
+            for number, hypotheses in zip(numbers, search.run(), strict=True):
+                found[number] = hypotheses
+    return found
+
+
+class _Search:
+    """One batch under way: a grid of R sources by K places, of which some may be empty."""
+
+    def __init__(
+        self, model: Translator, sources: Sequence[Sequence[int]], settings: _Settings
+    ) -> None:
+        self.model, self.settings = model, settings
+        device = model.head_weight.device
+        rows, beam = len(sources), settings.beam
+        self.encoded: Encoded = model.encode(_padded(sources, model.config.pad_id, device))
+        self.cache: ModelCache = model.new_cache()
+        self.finished: list[list[Hypothesis]] = [[] for _ in sources]
+        # Of the sources that are not done: their number, and the most tokens of each.
+        self.numbers = list(range(rows))
+        self.limits = torch.tensor([settings.limit(source) for source in sources], device=device)
+        self.total = torch.full((rows, beam), -math.inf, dtype=torch.float64, device=device)
+        self.total[:, 0] = 0.0
+        self.tokens = torch.full((rows, beam, 1), model.config.bos_id, device=device)
+
+    def run(self) -> list[list[Hypothesis]]:
+        """Step by step until every source is done."""
+        while self.numbers:
+            values, parents, words = self._continuations()
+            ended = (words == self.model.config.eos_id) & (values > -math.inf)
+            self._finish(values, parents, ended)
+            self._go_on(values.masked_fill(ended, -math.inf), parents, words)
+        return [sorted(each, key=lambda one: -one.score) for each in self.finished]
+
+    def _continuations(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The K best of each source, best first: log-probability, the place it comes from, token.
+
+        −∞ where a source has no place left.
+        """
+        rows, beam, length = self.tokens.shape
+        hidden = self.model.decode(self.tokens[:, :, -1].reshape(-1, 1), self.encoded, self.cache)
+        log_p = torch.log_softmax(F.linear(hidden[:, -1], self.model.head_weight), -1)
+        if not bool(torch.isfinite(log_p.amax(-1)).all()):
+            raise InputError("the model's logits are not finite: its weights cannot be used")
+        config = self.model.config
+        log_p[:, [config.pad_id, config.bos_id]] = -math.inf
+        over = (self.limits < length).repeat_interleave(beam)
+        if bool(over.any()):
+            end = log_p[over, config.eos_id]
+            log_p[over] = -math.inf
+            log_p[over, config.eos_id] = end
+        chance, words = best(log_p, min(beam, log_p.shape[1]))
+        total = (self.total.reshape(-1, 1) + chance.double()).view(rows, -1)
+        values, at = torch.sort(total, stable=True, dim=-1, descending=True)
+        values, at = values[:, :beam], at[:, :beam]
+        left = torch.tensor([beam - len(self.finished[n]) for n in self.numbers])
+        taken = torch.arange(beam)[None] >= left[:, None]
+        values = values.masked_fill(taken.to(values.device), -math.inf)
+        return values, at // chance.shape[1], words.view(rows, -1).gather(1, at)
+
+    def _finish(self, values: Tensor, parents: Tensor, ended: Tensor) -> None:
+        """Put those aside that ended."""
+        length = self.tokens.shape[2]
+        for row, place in ended.nonzero().tolist():
+            tokens = self.tokens[row, parents[row, place], 1:].tolist()
+            value = float(values[row, place])
+            self.finished[self.numbers[row]].append(
+                Hypothesis(
+                    tuple(tokens),
+                    self.settings.score(value, length),
+                    value,
+                    "length" if length > int(self.limits[row]) else "stop",
+                )
+            )
+
+    def _go_on(self, values: Tensor, parents: Tensor, words: Tensor) -> None:
+        """Write the tokens of all others, and leave the sources that are done."""
+        # Empty places last: the others keep their order.
+        values, order = torch.sort(values, stable=True, dim=-1, descending=True)
+        parents, words = parents.gather(1, order), words.gather(1, order)
+        going = [row for row in range(len(self.numbers)) if self._open(row, float(values[row, 0]))]
+        rows = torch.tensor(going, dtype=torch.long, device=values.device)
+        if len(going) < len(self.numbers):
+            self.encoded = self.encoded.choose(rows)
+            self.numbers = [self.numbers[row] for row in going]
+            self.limits = self.limits[rows]
+        if not going:
+            return
+        beam, parents = self.settings.beam, parents[rows]
+        self.total = values[rows]
+        before = self.tokens[rows[:, None], parents]
+        self.tokens = torch.cat((before, words[rows][:, :, None]), -1)
+        flat = (rows[:, None] * beam + parents).flatten()
+        if len(flat) < len(values) * beam or bool((flat != torch.arange(len(flat))).any()):
+            self.cache.reorder(flat)
+
+    def _open(self, row: int, highest: float) -> bool:
+        """Whether one that is under way could still score above the best that ended."""
+        if highest == -math.inf:
+            return False
+        ended = self.finished[self.numbers[row]]
+        # Probabilities only fall, and no length penalty is larger than that of the last length.
+        hope = self.settings.score(highest, int(self.limits[row]) + 1)
+        return not ended or hope > max(one.score for one in ended)
+
+
+def best(
+    values: Float[Tensor, "n v"], count: int
+) -> tuple[Float[Tensor, "n c"], Int[Tensor, "n c"]]:
+    """The `count` largest of each row, falling, and where they stand; of equal ones the first."""
+    found = values.topk(count, dim=-1)
+    places = found.indices
+    # topk picks any of those that equal the last one taken.
+    unsure = (values >= found.values[:, -1:]).sum(-1) > count
+    if bool(unsure.any()):
+        whole = torch.sort(values[unsure], stable=True, dim=-1, descending=True)
+        places = places.index_put((unsure.nonzero()[:, 0],), whole.indices[:, :count])
+    places = places.sort(-1).values
+    chosen, order = torch.sort(values.gather(-1, places), stable=True, dim=-1, descending=True)
+    return chosen, places.gather(-1, order)
+
+
+def _padded(sources: Sequence[Sequence[int]], pad: int, device: torch.device) -> Tensor:
+    longest = max(len(source) for source in sources)
+    return torch.tensor(
+        [[*source, *[pad] * (longest - len(source))] for source in sources], device=device
+    )
+
+
+def _check(
+    model: Translator, sources: Sequence[Sequence[int]], settings: _Settings, batch: int
+) -> None:
+    for name, value in (("beam", settings.beam), ("batch", batch)):
+        if value < 1:
+            raise InputError(f"{name} is {value}; it must be at least 1")
+    if settings.max_length is not None and settings.max_length < 1:
+        raise InputError(f"max_length is {settings.max_length}; it must be at least 1")
+    if not (math.isfinite(settings.penalty) and settings.penalty >= 0):
+        raise InputError(f"length_penalty is {settings.penalty}; it must be 0 or more")
+    for number, source in enumerate(sources):
+        if len(source) == 0:
+            raise InputError(f"source {number} is empty; give it at least the end token")
+        if model.config.pad_id in source:
+            raise InputError(
+                f"source {number} holds the padding token {model.config.pad_id}; give the bare "
+                "sources, they are padded here"
+            )

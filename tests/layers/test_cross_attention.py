@@ -1,0 +1,238 @@
+"""Cross attention against plain matmuls and torch's own, with every kind of score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import config
+from torch import Tensor, nn
+
+from normattn.errors import InputError
+from normattn.layers.attend import attention
+from normattn.layers.cross_attention import CrossAttention
+
+DIM, SOURCE_DIM, HEADS, L = 16, 12, 4, 8
+SCORES = [
+    *("Baseline-NoPE", "Baseline-logn-NoPE", "QNA-NoPE", "KNA-logn-NoPE", "CosA-NoPE"),
+    *("CosA-logn-NoPE", "QKRMSNorm-NoPE", "QLayerNorm-NoPE", "KInstanceNorm-NoPE"),
+    *("QKInstanceNorm-NoPE", "QKNorm2020-NoPE", "Baseline-NoPE-SoftCap(cap=2)", "KNA-NoPE-Sink"),
+]
+PLACED = ["Baseline", "KNA-logn", "Baseline-XPos", "CosA-YaRN(factor=4)", "Baseline-ALiBi"]
+
+
+def _tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def _layer(score: str, kv_heads: int = 2) -> CrossAttention:
+    torch.manual_seed(0)
+    spec = score if "@" in score else f"{score}@{L}"
+    layer = CrossAttention(DIM, HEADS, kv_heads, spec, source_dim=SOURCE_DIM).double()
+    for parameter in layer.score.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5)
+    return layer
+
+
+def _padding(lengths: list[int]) -> Tensor:
+    return torch.arange(max(lengths))[None] >= torch.tensor(lengths)[:, None]
+
+
+def _by_hand(layer: CrossAttention, x: Tensor, source: Tensor) -> Tensor:
+    """One row without padding, head by head, from the equations of the scores without positions."""
+    name, size, outs = layer.score.spec.variant_name, layer.head_dim, []
+    query_norm: Any = layer.score.query_norm
+    key_norm: Any = layer.score.key_norm
+    n, shared = source.shape[0], layer.heads // layer.kv_heads
+    for head in range(layer.heads):
+        g = head // shared
+        q = x @ layer.q.weight[head * size : (head + 1) * size].T
+        k = source @ layer.kv.weight[g * size : (g + 1) * size].T
+        at = layer.kv_heads * size + g * size
+        v = source @ layer.kv.weight[at : at + size].T
+        base = 1 / math.sqrt(size)
+        if name.startswith(("KNA", "CosA")):
+            k = k / k.norm(dim=-1, keepdim=True)
+            base = 1.0
+        if name.startswith("CosA"):
+            q = q / q.norm(dim=-1, keepdim=True)
+            base = 4 * math.log(n if "logn" in name else L / 2)
+        elif "logn" in name:
+            base *= math.log(n) / math.log(L)
+        if name.startswith("QKRMSNorm"):
+            q = q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+            k = k / (k.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+            q, k = q * query_norm.weight, k * key_norm.weight
+        outs.append(torch.softmax(base * q @ k.T, -1) @ v)
+    return torch.cat(outs, -1) @ layer.out.weight.T
+
+
+@pytest.mark.parametrize(
+    "score", ["Baseline-NoPE", "Baseline-logn-NoPE", "KNA-NoPE", "CosA-logn-NoPE", "QKRMSNorm-NoPE"]
+)
+def test_it_is_plain_matmuls_of_each_row_alone(score: str) -> None:
+    layer, lengths = _layer(score), [5, 3, 8]
+    x, source = _tensors((3, 4, DIM), (3, 8, SOURCE_DIM))
+    ours = layer(x, layer.remember(source, _padding(lengths)))
+    hand = torch.stack([_by_hand(layer, x[b], source[b, :n]) for b, n in enumerate(lengths)])
+    torch.testing.assert_close(ours, hand, rtol=0, atol=1e-7)
+    (weights,) = _tensors(tuple(hand.shape), seed=1)
+    inputs = [x, source, *layer.parameters()]
+    mine = torch.autograd.grad(ours, inputs, weights)
+    for one, other in zip(mine, torch.autograd.grad(hand, inputs, weights), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_baseline_is_torchs_multihead_attention() -> None:
+    layer, lengths = _layer("Baseline-NoPE", HEADS), [6, 2]
+    x, source = _tensors((2, 5, DIM), (2, 6, SOURCE_DIM))
+    theirs = nn.MultiheadAttention(
+        DIM, HEADS, bias=False, kdim=SOURCE_DIM, vdim=SOURCE_DIM, batch_first=True
+    ).double()
+    k, v = layer.kv.weight.detach().chunk(2)
+    theirs.q_proj_weight.data, theirs.k_proj_weight.data = layer.q.weight.detach(), k
+    theirs.v_proj_weight.data, theirs.out_proj.weight.data = v, layer.out.weight.detach()
+    padding = _padding(lengths)
+    expected, _ = theirs(x, source, source, key_padding_mask=padding, need_weights=False)
+    ours = layer(x, layer.remember(source, padding))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("score", SCORES + PLACED)
+def test_it_is_attention_of_both_sequences(score: str) -> None:
+    """With each kind of score: what `attention`, tried against the definition, makes of q, k, v."""
+    layer = _layer(score)
+    x, source = _tensors((2, 3, DIM), (2, 6, SOURCE_DIM))
+    padding = _padding([6, 4])
+    query_padding = torch.tensor([[False, False, True], [False] * 3])
+    here, there = torch.tensor([4, 5, 9]), torch.arange(6)
+    placed = score in PLACED
+    q = layer.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    k, v = layer.kv(source).unflatten(-1, (4, -1)).transpose(1, 2).chunk(2, 1)
+    o = attention(
+        *(q, k, v, layer.score),
+        causal=False,
+        key_padding=padding,
+        query_padding=query_padding,
+        q_positions=here if placed else None,
+        k_positions=there if placed else None,
+        backend="reference",
+    )
+    expected = layer.out(o.transpose(1, 2).flatten(2))
+    memory = layer.remember(source, padding, there)
+    ours = layer(x, memory, positions=here, query_padding=query_padding)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-7)
+    (weights,) = _tensors(tuple(ours.shape), seed=1)
+    inputs = [x, source, *layer.parameters()]
+    mine = torch.autograd.grad(ours, inputs, weights)
+    for one, other in zip(mine, torch.autograd.grad(expected, inputs, weights), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    score=st.sampled_from([s for s in SCORES if "Instance" not in s] + PLACED),
+    each=st.integers(1, 3),
+    length=st.integers(1, 4),
+    lengths=st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    seed=st.integers(0, 100),
+)
+def test_rows_of_one_source_are_independent(
+    score: str, each: int, length: int, lengths: list[int], seed: int
+) -> None:
+    """Beams share the keys of their source; neighbours and padding change nothing."""
+    layer, sources = _layer(score), len(lengths)
+    x, source = _tensors(
+        (sources * each, length, DIM), (sources, max(lengths), SOURCE_DIM), seed=seed
+    )
+    places = torch.arange(length) + seed
+    memory = layer.remember(source, _padding(lengths), torch.arange(max(lengths)))
+    together = layer(x, memory, positions=places)
+    for row in range(sources * each):
+        own = source[row // each, None, : lengths[row // each]]
+        alone = layer.remember(own, positions=torch.arange(own.shape[1]))
+        expected = layer(x[row, None], alone, positions=places)
+        torch.testing.assert_close(together[row, None], expected, rtol=0, atol=1e-7)
+        for t in range(length):
+            step = layer(x[row, None, t : t + 1], alone, positions=places[t : t + 1])
+            torch.testing.assert_close(step, expected[:, t : t + 1], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("score", ["KNA-logn-NoPE", "Baseline"])
+def test_a_memory_can_be_reordered(score: str) -> None:
+    layer, lengths = _layer(score), [5, 3, 4]
+    x, source = _tensors((2, 4, DIM), (3, 5, SOURCE_DIM))
+    places = torch.arange(5).expand(3, -1)
+    rows = torch.tensor([2, 0])
+    memory = layer.remember(source, _padding(lengths), places).choose(rows)
+    expected = layer.remember(source[rows], _padding(lengths)[rows], places[rows])
+    here = torch.arange(4)
+    ours = layer(x, memory, positions=here)
+    torch.testing.assert_close(ours, layer(x, expected, positions=here), rtol=0, atol=1e-12)
+
+
+def test_batch_statistics_leave_padding_out_and_move_once() -> None:
+    layer = _layer("QKBatchNorm-NoPE")
+    (source,) = _tensors((2, 6, SOURCE_DIM))
+    layer.remember(source, _padding([6, 4]))
+    keys = layer.kv(source)[..., : 2 * layer.head_dim].unflatten(-1, (2, -1))
+    real = torch.cat([keys[0], keys[1, :4]])
+    norm: Any = layer.score.key_norm
+    torch.testing.assert_close(norm.running_mean[0, :, 0], 0.1 * real.mean(0), rtol=0, atol=1e-9)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    layer = CrossAttention(DIM, HEADS, dropout=0.5)
+    x, source = torch.randn(2, 5, DIM), torch.randn(2, 6, DIM)
+    memory = layer.remember(source)
+    assert not torch.equal(layer(x, memory), layer(x, memory))
+    layer.eval()
+    assert torch.equal(layer(x, memory), layer(x, memory))
+
+
+@pytest.fixture
+def no_type_checks() -> Iterator[None]:
+    """Without the tests' own checks of shapes, which users do not have."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_what_makes_no_sense_is_refused() -> None:
+    x, source = torch.randn(2, 3, DIM), torch.randn(2, 6, DIM)
+    for score in ("Baseline-ReRoPE(window=2)", "Baseline-DynamicNTK(factor=2)@8"):
+        with pytest.raises(InputError, match="defined for causal attention only"):
+            CrossAttention(DIM, HEADS, score=score)
+    with pytest.raises(InputError, match="documents of one sequence"):
+        CrossAttention(DIM, HEADS, score="Baseline-Packed")
+    layer = CrossAttention(DIM, HEADS, score="Baseline")
+    with pytest.raises(InputError, match="two sequences share no count"):
+        layer.remember(source)
+    memory = layer.remember(source, positions=torch.arange(6))
+    with pytest.raises(InputError, match="two sequences share no count"):
+        layer(x, memory)
+    with pytest.raises(InputError, match="positions must be int64 or int32"):
+        layer(x, memory, positions=torch.arange(4))
+    with pytest.raises(InputError, match="padding must be boolean"):
+        layer.remember(source, torch.zeros(2, 5, dtype=torch.bool), torch.arange(6))
+    with pytest.raises(InputError, match="3 rows cannot be shared evenly by 2 sources"):
+        layer(torch.randn(3, 3, DIM), memory, positions=torch.arange(3))
+    with pytest.raises(InputError, match="remember the source again"):
+        CrossAttention(DIM, HEADS, score="KNA")(x, memory, positions=torch.arange(3))
+
+
+def test_a_source_of_padding_only_gives_nothing() -> None:
+    layer = _layer("Baseline-logn-NoPE")
+    x, source = _tensors((1, 3, DIM), (1, 4, SOURCE_DIM))
+    ours = layer(x, layer.remember(source, torch.ones(1, 4, dtype=torch.bool)))
+    assert torch.equal(ours, torch.zeros_like(ours))

@@ -1,0 +1,229 @@
+"""Beam search against searches written out, without a cache, and against all there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.models.beam_search import Hypothesis, beam_search, best
+from normattn.models.translator import Translator
+from normattn.models.translator_config import TranslatorConfig
+
+PAD, BOS, EOS = 0, 1, 2
+
+
+def _model(words: int = 7, sharp: float = 4.0, **changes: Any) -> Translator:
+    """A random model whose predictions are far from even."""
+    values: dict[str, Any] = {
+        "source_vocab": words,
+        "dim": 16,
+        "heads": 2,
+        "layers": 1,
+        "decoder_layers": 2,
+        "train_length": 8,
+        "score": "CosA-logn",
+        "tie_head": False,
+        **changes,
+    }
+    torch.manual_seed(3)
+    model = Translator(TranslatorConfig(**values)).double().eval()
+    model.head_weight.data *= sharp
+    return model
+
+
+MODEL = _model()
+SOURCES = [[3, 4, 5, 2], [6, 2], [5, 5, 3, 6, 4, 3, 2], [2], [4, 3, 2]]
+
+
+@lru_cache
+def _log_p(model: Translator, source: tuple[int, ...], written: tuple[int, ...]) -> Tensor:
+    """log p of the next token, everything computed anew."""
+    target = torch.tensor([[BOS, *written]])
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([source]), target)[0, -1]
+    return logits.log_softmax(-1)
+
+
+def _score(log_probability: float, tokens: int, penalty: float) -> float:
+    return log_probability / math.pow((5 + tokens) / 6, penalty)
+
+
+def _by_hand(
+    model: Translator, source: list[int], beam: int, penalty: float, limit: int
+) -> list[tuple[tuple[int, ...], float, float]]:
+    """Beam search with lists, one source, no cache and no early end."""
+    alive: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    ended: list[tuple[tuple[int, ...], float, float]] = []
+    for length in range(limit + 1):
+        options = []
+        for rank, (total, written) in enumerate(alive):
+            log_p = _log_p(model, tuple(source), written)
+            for word in range(model.config.target_size):
+                if word in (PAD, BOS) or (length == limit and word != EOS):
+                    continue
+                options.append((total + float(log_p[word]), rank, word, written))
+        options.sort(key=lambda each: (-each[0], each[1], each[2]))
+        alive_next = []
+        for total, _, word, written in options[: beam - len(ended)]:
+            if word == EOS:
+                ended.append((written, _score(total, length + 1, penalty), total))
+            else:
+                alive_next.append((total, (*written, word)))
+        alive = alive_next
+        if not alive:
+            break
+    return sorted(ended, key=lambda each: -each[1])
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    beam=st.integers(1, 5),
+    penalty=st.sampled_from([0.0, 0.6, 1.0]),
+    limit=st.integers(1, 5),
+    rows=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    batch=st.integers(1, 3),
+)
+def test_it_is_a_search_by_hand_of_each_source_alone(
+    beam: int, penalty: float, limit: int, rows: list[int], batch: int
+) -> None:
+    found = beam_search(
+        MODEL,
+        [SOURCES[row] for row in rows],
+        beam=beam,
+        length_penalty=penalty,
+        max_length=limit,
+        batch=batch,
+    )
+    for row, ours in zip(rows, found, strict=True):
+        hand = _by_hand(MODEL, SOURCES[row], beam, penalty, limit)
+        assert ours[0].tokens == hand[0][0]
+        assert ours[0].score == pytest.approx(hand[0][1], abs=1e-9)
+        known = {each[0]: each[2] for each in hand}
+        for one in ours:
+            assert one.log_probability == pytest.approx(known[one.tokens], abs=1e-9)
+        assert [one.score for one in ours] == sorted((one.score for one in ours), reverse=True)
+
+
+def _all(model: Translator, source: list[int], limit: int, penalty: float) -> dict[Any, float]:
+    """The score of every sentence of at most `limit` words."""
+    words = range(EOS + 1, model.config.target_size)
+    scores = {}
+    for length in range(limit + 1):
+        sentences = list(itertools.product(words, repeat=length))
+        targets = torch.tensor([[BOS, *written, EOS] for written in sentences])
+        loss = model.token_scores(torch.tensor([source] * len(sentences)), targets).loss.sum(-1)
+        for written, total in zip(sentences, loss.tolist(), strict=True):
+            scores[written] = _score(-total, length + 1, penalty)
+    return scores
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+def test_a_beam_of_all_sentences_finds_the_best(penalty: float) -> None:
+    model, limit = _model(words=6), 3
+    for source in ([3, 4, 2], [5, 2]):
+        scores = _all(model, source, limit, penalty)
+        (found,) = beam_search(
+            model, [source], beam=6**limit, length_penalty=penalty, max_length=limit
+        )
+        top = max(scores, key=lambda written: scores[written])
+        assert found[0].tokens == top
+        for one in found:
+            assert one.score == pytest.approx(scores[one.tokens], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {"score": "Baseline"},
+        {"score": "QKRMSNorm", "cross_score": "QKRMSNorm"},
+        {"score": "KNA", "decoder_score": "KNA-ReRoPE(window=2)"},
+        {"score": "KNA", "shared_layers": True},
+    ],
+)
+def test_one_beam_takes_the_likeliest_token(scores: dict[str, Any]) -> None:
+    model = _model(**scores)
+    found_all = beam_search(model, SOURCES[:3], beam=1, max_length=5)
+    for source, (found,) in zip(SOURCES, found_all, strict=False):
+        written: tuple[int, ...] = ()
+        total, limit = 0.0, 5
+        while True:
+            log_p = _log_p(model, tuple(source), written).clone()
+            log_p[[PAD, BOS]] = -math.inf
+            word = EOS if len(written) == limit else int(log_p.argmax())
+            total += float(log_p[word])
+            if word == EOS:
+                break
+            written = (*written, word)
+        assert found.tokens == written
+        assert found.log_probability == pytest.approx(total, abs=1e-9)
+        assert found.ended == ("length" if len(written) == limit else "stop")
+
+
+def test_translate_takes_the_best_and_leaves_the_mode() -> None:
+    model, few = _model(dropout=0.5).train(), SOURCES[1:4]
+    best_each = [found[0] for found in beam_search(model, few, beam=3)]
+    assert model.translate(few, beam=3) == best_each
+    assert model.training
+    limits = [2 * len(source) + 10 for source in few]
+    assert all(len(one.tokens) <= most for one, most in zip(best_each, limits, strict=True))
+    assert beam_search(model, []) == []
+
+
+def test_equal_chances_go_to_the_smaller_ids() -> None:
+    model = _model(words=9)
+    model.head_weight.data.zero_()
+    (found,) = beam_search(model, [[3, 2]], beam=3, max_length=2, length_penalty=0.0)
+    assert [one.tokens for one in found] == [()]  # Of three words alike the end token ends first.
+    (found,) = beam_search(model, [[3, 2]], beam=1, max_length=2)
+    assert found[0].tokens == ()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=4),
+    st.integers(1, 6),
+)
+def test_best_orders_equal_values_by_place(rows: list[list[int]], count: int) -> None:
+    values, places = best(torch.tensor(rows, dtype=torch.float64), count)
+    for row, value, place in zip(rows, values.tolist(), places.tolist(), strict=True):
+        expected = sorted(range(6), key=lambda at: (-row[at], at))[:count]
+        assert place == expected
+        assert value == [row[at] for at in expected]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"beam": 0}, "beam is 0"),
+    ({"batch": 0}, "batch is 0"),
+    ({"max_length": 0}, "max_length is 0"),
+    ({"length_penalty": -1.0}, "length_penalty is -1.0"),
+    ({"sources": [[3], []]}, "source 1 is empty"),
+    ({"sources": [[3, 0, 4]]}, "source 0 holds the padding token 0"),
+    ({"sources": [[3, 9]]}, "this vocabulary is 0 to 6"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_settings_without_a_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    given_sources = changes.pop("sources", SOURCES)
+    with pytest.raises(InputError, match=message):
+        beam_search(MODEL, given_sources, **changes)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    model = _model()
+    model.head_weight.data.fill_(math.nan)
+    with pytest.raises(InputError, match="not finite"):
+        beam_search(model, SOURCES)
+
+
+def test_a_hypothesis_is_a_value() -> None:
+    assert Hypothesis((3,), -1.0, -1.2, "stop") == Hypothesis((3,), -1.0, -1.2, "stop")

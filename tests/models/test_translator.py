@@ -1,0 +1,320 @@
+"""The encoder–decoder: against torch's own Transformer, its cache, its rows, its files, a task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from normattn.errors import InputError
+from normattn.layers.placement import DeepNorm, ReZero
+from normattn.models.pretrained import load_as, save_model
+from normattn.models.translator import Translator
+from normattn.models.translator_accounting import translator_flops, translator_parameter_count
+from normattn.models.translator_config import TranslatorConfig
+
+from .torch_transformer import transformer
+
+VOCABULARY, LENGTH = 19, 8
+PAD, BOS, EOS = 0, 1, 2
+STEPS = 150
+SCORES: dict[str, dict[str, str]] = {
+    "Baseline": {"score": "Baseline"},
+    "KNA": {"score": "KNA"},
+    "CosA-logn": {"score": "CosA-logn"},
+    "QKRMSNorm": {"score": "QKRMSNorm"},
+    "ReRoPE": {"score": "Baseline", "decoder_score": "Baseline-ReRoPE(window=3)"},
+    "rotary cross": {"score": "KNA", "cross_score": "KNA-logn"},
+    "batch": {"score": "QKBatchNorm", "decoder_score": "KNA", "cross_score": "KBatchNorm-NoPE"},
+    "instance": {
+        "score": "QKInstanceNorm",
+        "decoder_score": "KNA-ALiBi",
+        "cross_score": "KInstanceNorm-NoPE",
+    },
+}
+
+
+def _config(**changes: Any) -> TranslatorConfig:
+    values: dict[str, Any] = {
+        "source_vocab": VOCABULARY,
+        "dim": 16,
+        "heads": 4,
+        "kv_heads": 2,
+        "layers": 2,
+        "decoder_layers": 3,
+        "train_length": LENGTH,
+        **changes,
+    }
+    return TranslatorConfig(**values)
+
+
+def _model(**changes: Any) -> Translator:
+    torch.manual_seed(0)
+    model = Translator(_config(**changes)).double()
+    for module in model.modules():
+        if isinstance(module, ReZero):  # Away from the identity, so that tests see the layers.
+            nn.init.constant_(module.alpha, 0.7)
+    return model.eval()
+
+
+def _sentences(lengths: list[int], seed: int = 0, begin: bool = False) -> Tensor:
+    """Random words, bos before them if asked for, padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(3, VOCABULARY, (len(lengths), max(lengths)), generator=generator)
+    rows[torch.arange(max(lengths))[None] >= torch.tensor(lengths)[:, None]] = PAD
+    return torch.cat([torch.full((len(lengths), 1), BOS), rows], 1) if begin else rows
+
+
+MODELS = {name: _model(**scores) for name, scores in SCORES.items()}
+
+
+SAME_GRADIENTS = {
+    "encoder.0.mixer.sublayer.qkv.weight": "encoder.layers.0.self_attn.in_proj_weight",
+    "encoder.1.feed_forward.sublayer.up.weight": "encoder.layers.1.linear1.weight",
+    "decoder.0.mixer.sublayer.qkv.weight": "decoder.layers.0.self_attn.in_proj_weight",
+    "decoder.1.cross.sublayer.out.weight": "decoder.layers.1.multihead_attn.out_proj.weight",
+    "decoder.2.cross.norm.gain": "decoder.layers.2.norm2.weight",
+}
+
+
+@pytest.mark.parametrize("placement", ["PostLN", "PreLN"])
+def test_it_is_torchs_transformer(placement: str) -> None:
+    model = _model(
+        score="Baseline-NoPE",
+        placement=placement,
+        kv_heads=4,
+        norm="layer",
+        norm_eps=1e-5,
+        feed_forward="gelu",
+        hidden=24,
+    )
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter, 1.0, 0.3)
+    theirs = transformer(model, first=placement == "PreLN")
+    source, target = _sentences([7, 4, 5]), _sentences([5, 2, 6], 1, begin=True)
+    padding = source == PAD
+    x, y = model.source_embedding(source), model.source_embedding(target)
+    if model.source_norm is not None and model.target_norm is not None:
+        x, y = model.source_norm(x), model.target_norm(y)
+    causal = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    expected = theirs(
+        x, y, tgt_mask=causal, src_key_padding_mask=padding, memory_key_padding_mask=padding
+    )
+    real = target != PAD
+    ours = model.decode(target, model.encode(source))
+    torch.testing.assert_close(ours[real], expected[real], rtol=0, atol=1e-10)
+    weights = torch.randn(ours[real].shape, dtype=torch.float64)
+    names = list(SAME_GRADIENTS)
+    mine = torch.autograd.grad(ours[real], [model.get_parameter(name) for name in names], weights)
+    other = torch.autograd.grad(
+        expected[real], [theirs.get_parameter(SAME_GRADIENTS[name]) for name in names], weights
+    )
+    for one, two in zip(mine, other, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(SCORES))
+def test_prefill_is_decode_is_forward(name: str) -> None:
+    model = MODELS[name]
+    source, target = _sentences([6, 3]), _sentences([11, 11], 1, begin=True)
+    with torch.no_grad():
+        whole = model.decode(target, model.encode(source))
+        encoded, cache = model.encode(source), model.new_cache()
+        parts = [model.decode(target[:, :5], encoded, cache)]
+        parts += [model.decode(target[:, t : t + 1], encoded, cache) for t in range(5, 12)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
+    assert cache.length == 12
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(sorted(SCORES)),
+    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=3),
+    more=st.integers(0, 3),
+    seed=st.integers(0, 100),
+)
+def test_rows_are_independent_of_neighbours_padding_and_the_future(
+    name: str, lengths: list[tuple[int, int]], more: int, seed: int
+) -> None:
+    model = MODELS[name]
+    source = F.pad(_sentences([n for n, _ in lengths], seed), (0, more), value=PAD)
+    target = _sentences([m for _, m in lengths], seed + 1, begin=True)
+    with torch.no_grad():
+        together = model(source, target)
+        for row, (n, m) in enumerate(lengths):
+            alone = model(source[row, None, :n], target[row, None, : m + 1])
+            torch.testing.assert_close(together[row, None, : m + 1], alone, rtol=0, atol=1e-9)
+            first = model(source[row, None, :n], target[row, None, :1])
+            torch.testing.assert_close(alone[:, :1], first, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(SCORES))
+def test_every_source_and_past_token_counts(name: str) -> None:
+    model, source = MODELS[name], _sentences([5])
+    target = _sentences([4], 1, begin=True)
+    with torch.no_grad():
+        logits = model(source, target)
+        for place in (0, 4):
+            other = source.clone()
+            other[0, place] = 3 + (other[0, place] - 2) % (VOCABULARY - 3)
+            assert (model(other, target) - logits)[0, 0].abs().max() > 1e-8
+        for place in (1, 4):
+            other = target.clone()
+            other[0, place] = 3 + (other[0, place] + 5) % (VOCABULARY - 3)
+            assert (model(source, other) - logits)[0, -1].abs().max() > 1e-8
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_is_that_of_the_logits(shared: bool, tied: bool) -> None:
+    other = {} if shared else {"shared_vocabulary": False, "target_vocab": 13}
+    model = _model(tie_head=tied, **other)
+    source, target = _sentences([6, 3]), _sentences([5, 7], 1, begin=True).clamp(max=12)
+    logits, wanted = model(source, target[:, :-1]).transpose(1, 2), target[:, 1:]
+    assert logits.shape[1] == (VOCABULARY if shared else 13)
+    smoothed = F.cross_entropy(logits, wanted, ignore_index=PAD, label_smoothing=0.1)
+    found = model.loss(source, target, label_smoothing=0.1)
+    torch.testing.assert_close(found.loss, smoothed, rtol=0, atol=1e-10)
+    parameters = list(model.parameters())
+    ours = torch.autograd.grad(found.loss, parameters)
+    for mine, hand in zip(ours, torch.autograd.grad(smoothed, parameters), strict=True):
+        torch.testing.assert_close(mine, hand, rtol=0, atol=1e-10)
+    plain = F.cross_entropy(logits, wanted, ignore_index=PAD, reduction="none").detach()
+    real = wanted != PAD
+    torch.testing.assert_close(found.nll, plain[real].mean(), rtol=0, atol=1e-10)
+    hits = (logits.argmax(1) == wanted) & real
+    assert (found.tokens, found.correct) == (real.sum(), hits.sum())
+    scores = model.token_scores(source, target)
+    torch.testing.assert_close(scores.loss, plain, rtol=0, atol=1e-10)
+    assert torch.equal(scores.correct, hits)
+    assert (model.head_weight is model.source_embedding.weight) == (shared and tied)
+
+
+@pytest.mark.parametrize("placement", ["PreLN", "PostLN", "DeepNorm", "ReZero", "FixedScale"])
+def test_every_placement_learns(placement: str) -> None:
+    model = _model(placement=placement, score="KNA").train()
+    source, target = _sentences([6, 3]), _sentences([5, 7], 1, begin=True)
+    model.loss(source, target).loss.backward()  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.isfinite().all()), name
+
+
+def test_deepnorm_takes_the_papers_encoder_decoder_factors() -> None:
+    """18 and 6 blocks, by hand: α = 0.81·(18⁴·6)^(1/16) and (3·6)^¼; β sizes the value weights."""
+    config = _config(placement="DeepNorm", layers=18, decoder_layers=6, dim=64, kv_heads=4)
+    model = Translator(config)
+    alphas = [
+        {module.alpha for module in stack.modules() if isinstance(module, DeepNorm)}
+        for stack in (model.encoder, model.decoder)
+    ]
+    expected = [0.81 * (18**4 * 6) ** (1 / 16), 18**0.25]
+    assert [sorted(each) for each in alphas] == [[pytest.approx(each)] for each in expected]
+    xavier = (2 / (64 + 64)) ** 0.5
+    value = model.get_parameter("decoder.3.cross.sublayer.kv.weight")[64:]
+    assert float(value.std()) == pytest.approx(72**-0.25 * xavier, rel=0.05)
+    value = model.get_parameter("encoder.3.mixer.sublayer.qkv.weight")[128:]
+    assert float(value.std()) == pytest.approx(0.87 * (18**4 * 6) ** (-1 / 16) * xavier, rel=0.05)
+
+
+@pytest.mark.parametrize("shared_layers", [False, True])
+def test_a_saved_model_comes_back(tmp_path: Path, shared_layers: bool) -> None:
+    model = _model(score="CosA-logn", shared_layers=shared_layers, shared_vocabulary=False)
+    save_model(model, tmp_path / "model")
+    again = load_as(Translator, tmp_path / "model").eval()
+    assert again.config == model.config
+    source, target = _sentences([6, 3]), _sentences([5, 7], 1, begin=True)
+    with torch.no_grad():
+        assert torch.equal(again(source, target), model(source, target))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"shared_vocabulary": False, "target_vocab": 30, "tie_head": False, "kv_heads": 1}],
+)
+def test_what_it_costs(changes: dict[str, Any]) -> None:
+    config = _config(feed_forward="gelu", hidden=40, norm_gain=False, **changes)
+    kv = 4 * (config.kv_heads or 4)
+    own, across, forward = 16 * (16 + 2 * kv) + 16 * 16, 16 * (32 + 2 * kv), 2 * 16 * 40
+    blocks = 2 * (own + forward) + 3 * (own + across + forward)
+    words = VOCABULARY * 16 if config.shared_vocabulary else (VOCABULARY + 2 * 30) * 16
+    assert translator_parameter_count(config) == blocks + words
+    assert translator_parameter_count(Translator(config)) == blocks + words
+    s, t = 7, 5
+    flops = translator_flops(config, s, t)
+    source_side = 2 * s * (2 * (own + forward) + 3 * 16 * 2 * kv)
+    head = 16 * config.target_size
+    target_side = 2 * t * (3 * (own + across - 16 * 2 * kv + forward) + head)
+    assert flops.weights == source_side + target_side
+    assert flops.attention == 4 * 16 * (2 * s * s + 3 * (t * (t + 1) / 2 + s * t))
+    assert flops.training == 3 * flops.forward
+
+
+def test_it_learns_to_reverse() -> None:
+    """Four words backwards: the source's order matters, and so does what was written."""
+    torch.manual_seed(0)
+    model = Translator(
+        _config(dim=32, heads=2, kv_heads=2, layers=1, decoder_layers=1, score="KNA")
+    )
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 1e-2, total_steps=STEPS)
+    generator = torch.Generator().manual_seed(1)
+    end, begin = torch.full((64, 1), EOS), torch.full((64, 1), BOS)
+    for _ in range(STEPS):
+        words = torch.randint(3, VOCABULARY, (64, 4), generator=generator)
+        target = torch.cat([begin, words.flip(1), end], 1)
+        found = model.loss(torch.cat([words, end], 1), target, label_smoothing=0.1)
+        optimiser.zero_grad()
+        found.loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        schedule.step()
+    assert int(found.correct) / int(found.tokens) > 0.9
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"score": "QKBatchNorm"}, "name another decoder_score"),
+    ({"score": "QInstanceNorm", "decoder_score": "KNA"}, "name another cross_score"),
+    ({"cross_score": "Baseline-ReRoPE(window=2)"}, "cross attention is not causal"),
+    ({"score": "Baseline-ReRoPE(window=2)"}, "defined for causal attention only"),
+    ({"score": "Baseline-Packed"}, "packs documents"),
+    ({"decoder_score": "Baseline-Packed"}, "packs documents"),
+    ({"block": "gau", "heads": 1, "kv_heads": None}, "has no cross attention"),
+    ({"target_vocab": 20}, "shared_vocabulary=False"),
+    ({"pad_id": 19}, "outside a vocabulary of 19 words"),
+    ({"eos_id": 1}, "must differ"),
+    ({"decoder_layers": 0}, "decoder_layers"),
+    ({"encoder_layers": 3}, "no such setting"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_settings_without_a_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        _config(**changes)
+
+
+def test_sentences_without_a_sense_are_refused() -> None:
+    model, source, target = MODELS["KNA"], _sentences([4, 2]), _sentences([3, 2], 1, begin=True)
+    with pytest.raises(InputError, match="a source has no token"):
+        model(torch.zeros_like(source), target)
+    with pytest.raises(InputError, match="this vocabulary is 0 to 18"):
+        model(source + 20, target)
+    with pytest.raises(InputError, match="predict nothing"):
+        model.loss(source, target[:, :1])
+    with pytest.raises(InputError, match="no target but padding"):
+        model.loss(source, torch.zeros_like(target))
+
+
+def test_defaults_are_completed() -> None:
+    config = _config(score="CosA-logn", decoder_layers=None)
+    assert str(config.cross_score) == f"CosA-logn-NoPE@{LENGTH}"
+    assert config.decoder_score == config.score
+    assert (config.decoder_layers, config.target_vocab) == (2, VOCABULARY)
+    assert TranslatorConfig(**config.model_dump()) == config
