@@ -206,7 +206,7 @@ def test_long_functions_are_cut_at_lines_and_keep_all_of_them() -> None:
 
 
 def test_the_embedded_corpus_splits_by_file_and_leaks_no_import() -> None:
-    corpus = read_python_imports(8, seed=0, test=0.2, validation=0.2, max_bytes=3_000_000)
+    corpus = read_python_imports(8, seed=0, test=0.2, validation=0.2, max_bytes=1_500_000)
     assert len(corpus.labels) == 8
     files = {
         name: {document.name.rpartition(":")[0] for document in documents}

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.score.rms_norm import rms_norm
+from normattn.score.row_norms import norm_rows, wide
 
 EpsPlacement = Literal["inside", "outside"]
 
@@ -35,10 +36,13 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Normalise the last axis of `x`."""
-        wide = _widen(x)
-        gain = None if self.gain is None else self.gain.to(wide.dtype)
-        bias = None if self.bias is None else self.bias.to(wide.dtype)
-        return F.layer_norm(wide, (self.dim,), gain, bias, self.eps).to(x.dtype)
+        dtype = wide(x.dtype)
+        if x.is_cpu and dtype != x.dtype and not torch.compiler.is_compiling():
+            return norm_rows(x.contiguous(), self.gain, self.bias, self.eps, centred=True)
+        rows = x.to(dtype)
+        gain = None if self.gain is None else self.gain.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.layer_norm(rows, (self.dim,), gain, bias, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
@@ -77,13 +81,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Normalise the last axis of `x`."""
-        wide = _widen(x)
-        gain = None if self.gain is None else self.gain.to(wide.dtype)
-        if self.eps_placement == "outside":
-            rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) * float(self.dim**-0.5)
-            normal: Tensor = wide / (rms + self.eps)
-            return (normal if gain is None else normal * gain).to(x.dtype)
-        return rms_norm(wide, gain, self.eps).to(x.dtype)
+        if self.eps_placement == "inside":
+            return rms_norm(x, self.gain, self.eps)
+        rows = x.to(wide(x.dtype))
+        gain = None if self.gain is None else self.gain.to(rows.dtype)
+        rms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True) * float(self.dim**-0.5)
+        normal: Tensor = rows / (rms + self.eps)
+        return (normal if gain is None else normal * gain).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
@@ -91,11 +95,6 @@ class RMSNorm(nn.Module):
             f"{self.dim}, eps={self.eps}, gain={self.gain is not None}, "
             f"eps_placement={self.eps_placement!r}"
         )
-
-
-def _widen(x: Tensor) -> Tensor:
-    """Half-precision input in float32, so that its statistics are."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _check(dim: int, eps: float) -> None:

@@ -12,17 +12,25 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from normattn.score import row_norms
+
 
 def rms_norm(
     x: Float[Tensor, "*rows d"], gain: Float[Tensor, " d"] | None, eps: float
 ) -> Float[Tensor, "*rows d"]:
-    """x/√(mean x² + eps)·gain in the dtype of x."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        if not torch.is_grad_enabled():
-            return _normed(x, gain, eps)[0]
-        y: Tensor = _RMSNorm.apply(x, gain, eps)  # type: ignore[no-untyped-call]
-        return y
-    return F.rms_norm(x, (x.shape[-1],), gain, eps)
+    """x/√(mean x² + eps)·gain in the dtype of x; computed in float32 where that is a half one."""
+    eager = x.is_cpu and not torch.compiler.is_compiling()
+    # Strided heads stay as they lie, and what is small is done at once.
+    if eager and x.is_contiguous() and x.numel() * 4 > row_norms.CHUNK_BYTES:
+        return row_norms.norm_rows(x, gain, None, eps, centred=False)
+    dtype = row_norms.wide(x.dtype)
+    rows, own = x.to(dtype), None if gain is None else gain.to(dtype)
+    if not eager:
+        return F.rms_norm(rows, (x.shape[-1],), own, eps).to(x.dtype)
+    if not torch.is_grad_enabled():
+        return _normed(rows, own, eps)[0].to(x.dtype)
+    y: Tensor = _RMSNorm.apply(rows, own, eps)  # type: ignore[no-untyped-call]
+    return y.to(x.dtype)
 
 
 def _normed(x: Tensor, gain: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from normattn.bench.suites import (
     decode,
     folded,
     memory,
+    norms,
     plain,
     train_step,
     two_regime,
@@ -20,7 +21,17 @@ from normattn.errors import InputError
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
-    for module in (folded, two_regime, plain, bias, decode, cross_entropy, train_step, memory)
+    for module in (
+        folded,
+        two_regime,
+        plain,
+        bias,
+        decode,
+        cross_entropy,
+        norms,
+        train_step,
+        memory,
+    )
 }
 
 

@@ -1,0 +1,160 @@
+"""LayerNorm and RMSNorm against torch.nn: outputs and every gradient, in every precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from normattn.layers.norms import LayerNorm, RMSNorm
+from normattn.score import row_norms as module
+
+# In units of the last place: what rounding in another order may change.
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 4e-6,
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+}
+DTYPES = list(TOLERANCE)
+NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+
+
+def pair(kind: str, dim: int, learned: bool, eps: float = 1e-5) -> tuple[nn.Module, nn.Module]:
+    """Ours and torch's, with the same random parameters, in float64."""
+    ours: nn.Module
+    oracle: nn.Module
+    if kind == "layer":
+        ours = LayerNorm(dim, eps, gain=learned, bias=learned)
+        oracle = nn.LayerNorm(dim, eps, elementwise_affine=learned)
+    else:
+        ours = RMSNorm(dim, eps, gain=learned)
+        oracle = nn.RMSNorm(dim, eps, elementwise_affine=learned)
+    generator = torch.Generator().manual_seed(1)
+    for mine, theirs in zip(ours.parameters(), oracle.parameters(), strict=True):
+        with torch.no_grad():
+            mine.copy_(torch.randn(mine.shape, generator=generator))
+            theirs.copy_(mine)
+    return ours.double(), oracle.double()
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(*shape, generator=generator, dtype=torch.float64) + 1
+
+
+def everything(norm: nn.Module, x: Tensor, weight: Tensor) -> list[Tensor]:
+    """The output, and the gradients of Σ weight·output in x and the parameters."""
+    x = x.clone().requires_grad_()
+    y = norm(x)
+    assert y.dtype == x.dtype
+    return [y.detach(), *torch.autograd.grad((y * weight).sum(), [x, *norm.parameters()])]
+
+
+def close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        scale = max(1.0, float(theirs.abs().max()))
+        assert float((mine.double() - theirs.double()).abs().max()) <= tolerance * scale
+
+
+@pytest.fixture(params=["whole", "chunks"])
+def _by_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows all at once, or by chunks that do not divide them."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 30 if request.param == "whole" else 700)
+
+
+@pytest.mark.usefixtures("_by_chunks")
+@pytest.mark.parametrize("learned", [True, False], ids=["learned", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_equal_to_torch_in_every_precision(kind: str, dtype: torch.dtype, learned: bool) -> None:
+    ours, oracle = pair(kind, 24, learned)
+    x, weight = drawn(3, 11, 24).to(dtype), drawn(3, 11, 24, seed=1).to(dtype)
+    ours, oracle = ours.to(dtype), oracle.to(dtype)
+    # The truth for rounded inputs and parameters, in float64.
+    exact = everything(oracle.double(), x.double(), weight.double())
+    close(everything(ours, x, weight), exact, TOLERANCE[dtype])
+
+
+@pytest.mark.usefixtures("_by_chunks")
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_full_precision_parameters_serve_a_half_precision_stream(kind: str) -> None:
+    ours, oracle = pair(kind, 24, True)
+    x, weight = drawn(4, 9, 24).bfloat16(), drawn(4, 9, 24, seed=1).bfloat16()
+    found = everything(ours.float(), x, weight)
+    assert all(gradient.dtype == torch.float32 for gradient in found[2:])
+    close(found, everything(oracle, x.double(), weight.double()), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_bfloat16_rows_keep_statistics_that_bfloat16_cannot_hold(kind: str) -> None:
+    # Summed in bfloat16, 4096 squares near 1 stop growing at 256.
+    ours, oracle = pair(kind, 4096, False)
+    x = drawn(2, 4096).bfloat16()
+    close([ours(x)], [oracle(x.double())], TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.usefixtures("_by_chunks")
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_strided_rows_and_gradients_give_what_contiguous_ones_do(kind: str) -> None:
+    ours, oracle = pair(kind, 8, True)
+    x, weight = drawn(2, 8, 5).transpose(1, 2), drawn(5, 2, 8, seed=1).transpose(0, 1)
+    assert not x.is_contiguous()
+    close(everything(ours, x, weight), everything(oracle, x, weight), 1e-12)
+
+
+@pytest.mark.usefixtures("_by_chunks")
+@pytest.mark.parametrize("learned", [True, False], ids=["learned", "plain"])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_first_and_second_derivatives_by_finite_differences(kind: str, learned: bool) -> None:
+    ours, _ = pair(kind, 6, learned, eps=1e-2)
+    x = drawn(7, 6).requires_grad_()
+    names = [name for name, _ in ours.named_parameters()]
+
+    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+        given = dict(zip(names, parameters, strict=True))
+        y: Tensor = torch.func.functional_call(ours, given, (x,))
+        return y
+
+    inputs = (x, *(p.detach().clone().requires_grad_() for p in ours.parameters()))
+    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradgradcheck(call, inputs)
+
+
+@pytest.mark.usefixtures("_by_chunks")
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_without_gradients_the_result_is_the_same(kind: str) -> None:
+    ours, _ = pair(kind, 24, True)
+    x = drawn(5, 7, 24)
+    with torch.no_grad():
+        assert torch.equal(ours(x), ours(x.requires_grad_()))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 33), st.integers(1, 40), st.integers(0, 1000))
+def test_any_number_of_rows_in_any_chunks(dim: int, rows: int, seed: int) -> None:
+    ours, oracle = pair("rms", dim, True)
+    x, weight = drawn(rows, dim, seed=seed), drawn(rows, dim, seed=seed + 1)
+    before = module.CHUNK_BYTES
+    module.CHUNK_BYTES = 4 * dim * (1 + seed % 5)
+    try:
+        found = everything(ours, x, weight)
+    finally:
+        module.CHUNK_BYTES = before
+    close(found, everything(oracle, x, weight), 1e-11)
+
+
+def test_the_scale_of_the_input_does_not_matter_to_rms_and_its_shift_not_to_layer_norm() -> None:
+    x = drawn(4, 16)
+    rms, layer = RMSNorm(16, eps=0.0).double(), LayerNorm(16, eps=0.0).double()
+    torch.testing.assert_close(rms(5 * x), rms(x))
+    torch.testing.assert_close(layer(5 * x + 7), layer(x))
+
+
+def test_on_centred_rows_the_two_are_one() -> None:
+    x = drawn(4, 16)
+    centred = x - x.mean(-1, keepdim=True)
+    rms, layer = RMSNorm(16).double(), LayerNorm(16).double()
+    torch.testing.assert_close(rms(centred), layer(centred))
