@@ -40,6 +40,7 @@ def test_list_tells_every_part(command: Command) -> None:
         ("bench",),
         ("report",),
         *(("reproduce", study) for study in ("keynorm", "window", "continue", "mechanism")),
+        *(("reproduce", study) for study in ("realformer", "rmsnorm", "qknorm")),
     ],
 )
 def test_help_teaches_by_examples(command: Command, arguments: tuple[str, ...]) -> None:
@@ -58,6 +59,14 @@ def test_help_does_not_wait_for_torch() -> None:
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_short_run_warms_up_for_its_share(command: Command, tmp_path: Path) -> None:
+    place = ("--out", tmp_path / "run", "--plan")
+    assert command("train", "--steps", 45, *place).code == 0
+    refused = command("train", "--steps", 45, "--set", "schedule.warmup_steps=50", *place)
+    assert refused.code == 2
+    assert "warmup_steps is 50" in refused.err
 
 
 def test_version(command: Command) -> None:

@@ -117,4 +117,24 @@ def _fields(
     both = set(given) & set(assigned := values.assignments(changes))
     if both:
         raise InputError(f"{', '.join(sorted(both))} is given both as an option and by --set")
-    return merged(presets.load(preset).training, *layers, given, assigned)
+    base = presets.load(preset).training
+    asked = merged({}, *layers, given, assigned)
+    return merged(base, _short_warmup(base, asked), asked)
+
+
+def _short_warmup(base: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+    """A run shorter than the preset's warm-up takes the preset's share, unless one is asked for."""
+    warmup, whole = _value_at(base, "schedule.warmup_steps"), base.get("steps")
+    steps, own = asked.get("steps"), _value_at(asked, "schedule.warmup_steps")
+    numbers = (warmup, whole, steps)
+    if own is not None or not all(isinstance(each, int) for each in numbers) or steps >= warmup:
+        return {}
+    return {"schedule.warmup_steps": warmup * steps // whole}
+
+
+def _value_at(fields: dict[str, Any], name: str) -> Any:
+    """The value at a dotted name; None where there is none."""
+    found: Any = fields
+    for key in name.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
