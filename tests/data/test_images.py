@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from normattn import InputError
-from normattn.data.images import ImageBatches, ImageDataConfig, ImageSplit, prepare_images
+from normattn.data.images import (
+    ImageBatches,
+    ImageDataConfig,
+    ImageShape,
+    ImageSplit,
+    image_shape,
+    prepare_images,
+)
 from normattn.data.images import packages as packages_module
 from normattn.data.images.batches import shifted
 from normattn.data.images.image_data import scaled
@@ -33,7 +40,9 @@ def split(count: int = 10, side: int = 4) -> ImageSplit:
 def test_sets_that_packages_carry(source: str, count: int, side: int) -> None:
     data = prepare_images(ImageDataConfig(source=source))
     splits = (data.train, data.validation, data.test)
-    assert data.shape == (side, side, 1)
+    assert (
+        data.shape == image_shape(ImageDataConfig(source=source)) == ImageShape(side, side, 1, 10)
+    )
     assert data.class_names == tuple("0123456789")
     names = [set(each.names) for each in splits]
     assert sum(map(len, names)) == len(set.union(*names)) == count
@@ -105,7 +114,8 @@ def test_npz_files(tmp_path: Path, form: str) -> None:
         classes = {f"{name}_labels": LABELS[part, None] for name, part in parts.items()}
         np.savez(path, **arrays, **classes)  # type: ignore[arg-type]
     data = prepare_images(ImageDataConfig(source=str(path)))
-    assert data.shape == (5, 6, 3 if form == "medmnist" else 1)
+    expected = ImageShape(5, 6, 3 if form == "medmnist" else 1, 4)
+    assert data.shape == image_shape(ImageDataConfig(source=str(path))) == expected
     assert data.class_names == ("0", "1", "2", "3")
     if form == "plain":
         index = [int(name.removeprefix("all/")) for name in data.test.names]

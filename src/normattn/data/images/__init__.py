@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from normattn.data.images.batches import ImageBatches
 from normattn.data.images.config import ImageDataConfig
-from normattn.data.images.image_data import ImageData, ImageSplit
-from normattn.data.images.prepare import prepare_images
+from normattn.data.images.image_data import ImageData, ImageShape, ImageSplit
+from normattn.data.images.prepare import image_shape, prepare_images
 
-__all__ = ["ImageBatches", "ImageData", "ImageDataConfig", "ImageSplit", "prepare_images"]
+__all__ = [
+    "ImageBatches",
+    "ImageData",
+    "ImageDataConfig",
+    "ImageShape",
+    "ImageSplit",
+    "image_shape",
+    "prepare_images",
+]

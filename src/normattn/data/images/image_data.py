@@ -37,6 +37,16 @@ def scaled(pixels: UInt8[np.ndarray, "m h w c"]) -> Float32[np.ndarray, "m c h w
 
 
 @dataclass(frozen=True)
+class ImageShape:
+    """What a model must know of the images: their size, and how many classes there are."""
+
+    height: int
+    width: int
+    channels: int
+    classes: int
+
+
+@dataclass(frozen=True)
 class ImageData:
     """Three splits that share no image; `class_names` in the order of the labels' numbers.
 
@@ -50,10 +60,10 @@ class ImageData:
     fingerprint: str
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of every image."""
+    def shape(self) -> ImageShape:
+        """The size of every image, and the number of classes."""
         height, width, channels = self.train.pixels.shape[1:]
-        return height, width, channels
+        return ImageShape(height, width, channels, len(self.class_names))
 
     def split(self, name: str) -> ImageSplit:
         """The split called `name`; `InputError` for another name."""

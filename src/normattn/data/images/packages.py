@@ -9,8 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from normattn.data.images.image_data import ImageShape
 from normattn.data.images.source import RawImages, RawPart
 from normattn.errors import InputError
+
+CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,11 @@ class Packaged:
     side: int
     top: int
     about: str
+
+    @property
+    def shape(self) -> ImageShape:
+        """What is known of the images without reading them."""
+        return ImageShape(self.side, self.side, 1, CLASSES)
 
     def read(self, name: str) -> RawImages:
         """All images, none of them split off; `InputError` where the package is not there."""
@@ -47,7 +55,7 @@ class Packaged:
         pixels = np.rint(table[:, :-1] * (255 / self.top)).astype(np.uint8)
         labels = table[:, -1].astype(np.int64)
         part = RawPart(pixels.reshape(-1, self.side, self.side, 1), labels, _numbers(len(labels)))
-        return RawImages({"all": part}, tuple(str(digit) for digit in range(10)))
+        return RawImages({"all": part}, tuple(str(digit) for digit in range(CLASSES)))
 
 
 def _numbers(count: int) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from normattn.data.images.config import ImageDataConfig
 from normattn.data.images.files import read_path
-from normattn.data.images.image_data import ImageData, ImageSplit
+from normattn.data.images.image_data import ImageData, ImageShape, ImageSplit
 from normattn.data.images.packages import PACKAGED
 from normattn.data.images.source import RawImages, RawPart
 from normattn.data.splits import SPLITS, SplitName, split_of
@@ -47,6 +47,13 @@ def prepare_images(config: ImageDataConfig) -> ImageData:
         raw.class_names,
         _fingerprint(splits),
     )
+
+
+def image_shape(config: ImageDataConfig) -> ImageShape:
+    """Size and classes of a source's images; those of a package are known without reading."""
+    if config.source in PACKAGED:
+        return PACKAGED[config.source].shape
+    return prepare_images(config).shape
 
 
 @lru_cache(maxsize=2)
