@@ -29,7 +29,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.kernels.derivatives import refuse_second_derivative
-from normattn.kernels.problem import Problem
+from normattn.kernels.observe import Eye, Looked
+from normattn.kernels.problem import Problem, Visibility
 
 # Query rows of a tile, and the bytes of its scores: about what a core's second cache holds.
 ROWS, TILE_BYTES = 128, 2**20
@@ -188,17 +189,36 @@ def _hankel(line: Tensor, tile: _Tile) -> Tensor:
     return part.as_strided(shape, (0, line.stride(0), 1, 1), part.storage_offset() + tile.offset)
 
 
-def _weights(weight: Tensor, q: Tensor, k: Tensor, line: Tensor, tile: _Tile) -> Tensor:
+def _weights(
+    weight: Tensor, q: Tensor, k: Tensor, line: Tensor, tile: _Tile, into: Tensor | None = None
+) -> Tensor:
     """The weights of a tile, (n, r, w and a margin of 0), written into `weight`.
 
-    `q` are the tile's queries, the last first.
+    `q` are the tile's queries, the last first. With `into` they go there, and the scores stay.
     """
     score = weight[..., : tile.width]
     bias = _hankel(line, tile)
     score.view(bias.shape).copy_(bias)
     score.baddbmm_(q, k[tile.keys].transpose(1, 2))
     weight[..., tile.width :] = -torch.inf
-    return torch.softmax(weight, -1, out=weight)
+    return torch.softmax(weight, -1, out=weight if into is None else into)
+
+
+def _show(eye: Eye, score: Tensor, weight: Tensor, seen: Visibility, tile: _Tile) -> None:
+    """Let an eye read a tile, whose queries stand the last first."""
+
+    def put(rooms: Tensor, values: Tensor) -> None:
+        for room, value in zip(rooms, values, strict=True):
+            room.flatten(0, 1)[tile.queries] = value.flip(1)
+
+    def first(weight: Tensor) -> Tensor | None:
+        return weight[..., 0] * (seen.key[0] == 0) if tile.columns.start == 0 else None
+
+    def mean(weight: Tensor, function: Tensor) -> Tensor:
+        table = function[seen.distance(tile.rows, tile.columns).abs()].flip(0)
+        return (weight * table).sum(-1)
+
+    eye.show(score, weight, Looked(tile.width, first, mean), put)
 
 
 def _antidiagonals(by_score: Tensor, tile: _Tile) -> Tensor:
@@ -216,14 +236,21 @@ def _flat(x: Tensor) -> Tensor:
 
 class _Bias(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, causal: bool) -> Tensor:
-        layout = _Layout.of(q, k, bias, causal)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Visibility, eye: Eye | None
+    ) -> Tensor:
+        layout = _Layout.of(q, k, bias, seen.causal)
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         line, scratch = layout.line(bias, q.dtype), layout.scratch(q, 0)
+        aside = None if eye is None else layout.scratch(q, 0)
         flat_q, flat_k, flat_v, flat_out = _flat(q), _flat(k), _flat(v), _flat(out)
         for tile in layout.tiles(q.element_size()):
             queries = flat_q[tile.queries].flip(1)
-            weight = _weights(tile.room(scratch, 0), queries, flat_k, line, tile)
+            score = tile.room(scratch, 0)
+            into = None if aside is None else tile.room(aside, 0)
+            weight = _weights(score, queries, flat_k, line, tile, into)
+            if eye is not None:
+                _show(eye, score, weight, seen, tile)
             flat_out[tile.queries] = (weight @ flat_v[tile.keys]).flip(1)
         ctx.save_for_backward(q, k, v, bias)
         ctx.layout = layout
@@ -256,7 +283,7 @@ class _Bias(torch.autograd.Function):
             _accumulate(sums.k[tile.keys], by_score, queries)
             _accumulate(sums.v[tile.keys], weight, by_out)
         by_bias = layout.unlined(by_line, bias.shape[1]).to(bias.dtype) if learned else None
-        return *sums.of(q, k, v), by_bias, None
+        return *sums.of(q, k, v), by_bias, None, None
 
 
 @dataclass(frozen=True)
@@ -289,13 +316,14 @@ def _accumulate(total: Tensor, weight: Tensor, rows: Tensor) -> None:
         total += weight.transpose(1, 2) @ rows
 
 
-def bias_attention(problem: Problem) -> Float[Tensor, "b h t e"]:
+def bias_attention(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
     """softmax(⟨q_i, k_j⟩ + b(h, |i − j|)) · v by tiles of about 1 MiB of scores.
 
-    Gradients reach the bias where it wants them. b must be finite at distance 0.
+    Gradients reach the bias where it wants them. b must be finite at distance 0. `eye` looks on,
+    and changes nothing.
     """
     p = problem.expanded()
-    out: Tensor = _Bias.apply(p.q, p.k, p.v, p.bias, p.visibility.causal)  # type: ignore[no-untyped-call]
+    out: Tensor = _Bias.apply(p.q, p.k, p.v, p.bias, p.visibility, eye)  # type: ignore[no-untyped-call]
     return out
 
 

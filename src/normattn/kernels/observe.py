@@ -65,15 +65,15 @@ class Observer(Protocol):
         owner: object,
         q: Float[Tensor, "b h t d"],
         k: Float[Tensor, "b g s d"],
-        padding: Bool[Tensor, "b t"] | None,
+        padding: tuple[Bool[Tensor, "b t"] | None, Bool[Tensor, "b s"] | None],
     ) -> None:
         """The problems that follow are those of `owner`'s queries and keys, as they came in.
 
-        `padding` is True where a query is padding.
+        `padding` is True where a query, and where a key, is padding.
         """
         ...
 
-    def confine(self, rows: slice, own: Bool[Tensor, "b t"] | None) -> None:
+    def confine(self, rows: slice, own: Bool[Tensor, "*b t"] | None) -> None:
         """The next problem is that of some rows, of which only those in `own` (None: all) count."""
         ...
 
@@ -104,14 +104,20 @@ def observing(by: Observer) -> Iterator[None]:
         _OBSERVER.reset(token)
 
 
-def announce(owner: object, q: Tensor, k: Tensor, padding: Tensor | None) -> None:
+def announce(
+    owner: object,
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    query_padding: Bool[Tensor, "b t"] | None,
+    key_padding: Bool[Tensor, "b s"] | None,
+) -> None:
     """Say whose queries and keys come next, if someone observes."""
     by = observer()
     if by is not None:
-        by.enter(owner, q, k, padding)
+        by.enter(owner, q, k, (query_padding, key_padding))
 
 
-def confine(rows: slice, own: Tensor | None) -> None:
+def confine(rows: slice, own: Bool[Tensor, "*b t"] | None) -> None:
     """Say which rows of them come next, if someone observes."""
     by = observer()
     if by is not None:

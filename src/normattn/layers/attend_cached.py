@@ -69,7 +69,8 @@ def attention_cached(
         positions = Positions.of(
             count, first + count, True, q.device, key_padding, documents=documents
         ).key
-    announce(score, q, k, None if key_padding is None else key_padding[:, first:])
+    own = None if key_padding is None else key_padding[:, first:]
+    announce(score, q, k, own, own)
     if positions is None:
         counted = regular_positions(count, first + count, q.device)
         stored = score.store(k, counted.query, first)

@@ -1,0 +1,379 @@
+"""What an observer is told: every registered score, by every kernel, against independent formulas.
+
+Weights are those of the naive torch formula with unit vectors as values; what they cannot tell, the
+size of a logit, is compared with a double loop over the kernel's own problem.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from normattn import InputError, attention
+from normattn.kernels import Problem, Visibility, attend, tiles
+from normattn.kernels.observe import Observation, observing
+from normattn.layers.carry import ScoreCarry
+from score import naive
+from score.cases import (
+    METHODS,
+    VARIANTS,
+    additions,
+    built,
+    documents,
+    learned,
+    methods,
+    recipes,
+    tensors,
+)
+from score.recipe import Recipe
+
+B, H, G, T = 2, 3, 1, 9
+
+
+@dataclass
+class Notes:
+    """Observations put together to whole rows; functions of distance, if any, are asked for."""
+
+    asked: Tensor | None = None
+    seen: list[tuple[Problem, Observation]] = field(default_factory=list)
+    rows: list[tuple[slice, Tensor | None]] = field(default_factory=list)
+    owners: list[object] = field(default_factory=list)
+
+    def enter(self, owner: object, q: Tensor, k: Tensor, padding: tuple[Any, Any]) -> None:
+        self.owners.append(owner)
+
+    def confine(self, rows: slice, own: Tensor | None) -> None:
+        self.rows.append((rows, own))
+
+    def functions(self, problem: Problem) -> Tensor | None:
+        return self.asked
+
+    def see(self, problem: Problem, observation: Observation) -> None:
+        self.seen.append((problem, observation))
+
+    def whole(self, name: str) -> Tensor:
+        """A field (…, B, H, T) of all rows."""
+        if not self.rows:
+            one: Tensor = getattr(self.seen[0][1], name)
+            return one.expand(*one.shape[:-3], B, H, T)
+        whole = torch.full((), torch.nan)
+        for (rows, own), (_, observation) in zip(self.rows, self.seen, strict=True):
+            value = getattr(observation, name)
+            value = value.expand(*value.shape[:-3], B, H, rows.stop - rows.start)
+            if whole.dim() == 0:
+                whole = value.new_zeros(*value.shape[:-1], T)
+            kept = whole[..., rows] if own is None else whole[..., rows].clone()
+            keep = torch.tensor(True) if own is None else own.reshape(-1, 1, own.shape[-1])
+            whole[..., rows] = torch.where(keep, value, kept)
+        return whole
+
+
+def naive_weights(
+    recipe: Recipe, q: Tensor, k: Tensor, names: dict[str, Tensor], **rest: Any
+) -> Tensor:
+    """α (B, H, T, S): outputs where values are the unit vectors."""
+    keys = k.shape[2]
+    unit = torch.eye(keys, dtype=q.dtype).expand(*k.shape[:2], keys, keys)
+    weight: Tensor = naive.attend(recipe, q, k, unit, learned=names, **rest)
+    return weight.detach()
+
+
+def entropy_of(weight: Tensor) -> Tensor:
+    """−Σ α ln α, what is missing to 1 being the sink's."""
+    rest = (1 - weight.sum(-1, keepdim=True)).clamp(min=0.0)
+    rest = torch.where(weight.sum(-1, keepdim=True) == 0, 0.0, rest)
+    whole = torch.cat((weight, torch.where(rest > 1e-13, rest, 0.0)), -1)
+    total: Tensor = torch.special.xlogy(whole, whole).sum(-1)
+    return -total
+
+
+def check(
+    recipe: Recipe, causal: bool, keys: int = T, d: int = 8, kv: int = G, **options: Any
+) -> None:
+    if (causal and recipe.leaks) or (not causal and recipe.needs_causal):
+        return
+    q, k, v = (x.detach() for x in tensors((B, H, T, d), (B, kv, keys, d), (B, kv, keys, 5)))
+    score = built(recipe, H, d, kv)
+    words = {{"key_padding": "padding"}.get(word, word): each for word, each in options.items()}
+    weight = naive_weights(recipe, q, k, learned(score), causal=causal, **words)
+    expected = entropy_of(weight)
+    seen = weight > 0
+    asked = torch.stack((torch.arange(64) >= 4, torch.arange(64).sqrt())).double()
+    for backend in ("auto", "reference"):
+        plain = attention_or_none(q, k, v, score, causal, backend, options)
+        if plain is None:
+            continue
+        notes = Notes(asked)
+        with observing(notes):
+            out = attention(q, k, v, score, causal, backend=backend, **options)
+        where = f"{recipe.text} by {backend}"
+        if backend != "auto":
+            assert torch.equal(out, plain), where
+        close(out, plain, where)
+        assert notes.owners == [score]
+        close(notes.whole("entropy"), expected, where)
+        visible = notes.whole("visible").expand(B, H, T)
+        assert torch.equal(visible, seen.sum(-1)), where
+        at_first = first_keys(options, keys)
+        close(notes.whole("first"), (weight * at_first).sum(-1), where)
+        if recipe.sink:
+            some = seen.any(-1)
+            close(notes.whole("sink"), torch.where(some, 1 - weight.sum(-1), 0.0), where)
+        else:
+            assert notes.seen[0][1].sink is None
+        distance = distances(options, keys)
+        for number, function in enumerate(asked):
+            table = function[distance.abs()]
+            close(notes.whole("mean")[number], (weight * table).sum(-1), where)
+            even = (seen * table).sum(-1) / seen.sum(-1).clamp(min=1)
+            close(notes.whole("even")[number].expand(B, H, T), even, where)
+
+
+def attention_or_none(
+    q: Tensor, k: Tensor, v: Tensor, score: Any, causal: bool, backend: str, options: Any
+) -> Tensor | None:
+    """A kernel either serves a problem or says that it cannot."""
+    try:
+        return attention(q, k, v, score, causal, backend=backend, **options)
+    except InputError as refusal:
+        if "kernel cannot serve this" not in str(refusal):
+            raise
+        return None
+
+
+def places(options: dict[str, Any], keys: int) -> Tensor:
+    """The position of every key, counted by hand, (B, 1, 1, S)."""
+    padding, number = options.get("key_padding"), options.get("documents")
+    found = torch.zeros(B, keys, dtype=torch.int64)
+    for row in range(B):
+        count = 0
+        for j in range(keys):
+            hidden = padding is not None and bool(padding[row, j])
+            if number is not None and j and number[row, j] != number[row, j - 1]:
+                count = 0
+            found[row, j] = count
+            count += not hidden
+    return found[:, None, None]
+
+
+def first_keys(options: dict[str, Any], keys: int) -> Tensor:
+    return places(options, keys) == 0
+
+
+def distances(options: dict[str, Any], keys: int) -> Tensor:
+    at = places(options, keys)
+    return at[..., keys - T :].transpose(-1, -2) - at
+
+
+def close(ours: Tensor, expected: Tensor, where: str) -> None:
+    torch.testing.assert_close(
+        ours, expected, rtol=1e-9, atol=1e-10, msg=lambda text: f"{where}: {text}"
+    )
+
+
+both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "ROWS", 4)
+
+
+@both
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str, causal: bool) -> None:
+    for recipe in list(recipes(variant))[3::17]:
+        check(recipe, causal)
+
+
+@both
+@pytest.mark.parametrize("method", METHODS)
+def test_methods(method: str, causal: bool) -> None:
+    for recipe in list(methods(method))[1::5]:
+        check(recipe, causal, keys=T + 3)
+
+
+@both
+def test_additions(causal: bool) -> None:
+    for turn, recipe in list(enumerate(additions()))[1::5]:
+        check(recipe, causal, kv=3 - 2 * (turn % 2), keys=T + 2 * (turn % 3))
+
+
+@both
+@pytest.mark.parametrize("padded", [False, True])
+def test_documents_and_padding(causal: bool, padded: bool) -> None:
+    every = [recipe for method in METHODS for recipe in methods(method)][::5]
+    for turn, recipe in enumerate([*recipes("KNA"), *every, *additions()]):
+        if turn % 21 == 3:
+            number, padding = documents(B, T, padded)
+            options: dict[str, Any] = {"documents": number}
+            options |= {} if padding is None else {"key_padding": padding}
+            check(replace(recipe, packed=True), causal, **options)
+            if padding is not None and recipe.method != "DynamicNTK":
+                check(recipe, causal, key_padding=padding)
+
+
+def scores_by_hand(p: Problem, b: int, h: int, i: int) -> list[float]:
+    """The logits of the keys that a query sees, one at a time."""
+    seen, group = p.visibility, h // (p.q.shape[1] // p.k.shape[1])
+    found = []
+    for j in range(p.v.shape[2]):
+        apart = int(seen.query[i] - seen.key[j])
+        if (seen.causal and apart < 0) or (seen.window is not None and abs(apart) >= seen.window):
+            continue
+        if p.far_q is not None and p.window is not None and apart >= p.window:
+            assert p.far_k is not None
+            s = float(p.far_q[b, h, i] @ p.far_k[b, group, j])
+        else:
+            s = float(p.q[b, h, i] @ p.k[b, group, j])
+        s = p.cap * math.tanh(s / p.cap) if p.cap is not None else s
+        s += float(p.bias[h, abs(apart)]) if p.bias is not None else 0.0
+        s += float(seen.mask[b, h, i, j]) if seen.mask is not None else 0.0
+        if s > -math.inf:
+            found.append(s)
+    return found
+
+
+def problem_of(kind: str, dtype: torch.dtype = torch.float64, causal: bool = True) -> Problem:
+    q, k, v, far_q, far_k = (
+        x.detach().to(dtype)
+        for x in tensors((B, 4, 7, 4), (B, 2, 9, 4), (B, 2, 9, 3), (B, 4, 7, 4), (B, 2, 9, 4))
+    )
+    at = torch.arange(9)
+    problem = Problem(3 * q, k, v, Visibility(causal, at[2:], at, aligned=True))
+    if kind == "two regimes":
+        return replace(problem, far_q=far_q, far_k=far_k, window=3)
+    if kind == "bias":
+        return replace(problem, bias=-torch.arange(9.0).expand(4, 9).to(dtype) * 0.3)
+    if kind == "cap and sink":
+        return replace(problem, cap=1.5, sink=torch.linspace(-1, 5, 4).to(dtype))
+    if kind == "sliding":
+        return replace(problem, visibility=replace(problem.visibility, window=3))
+    if kind == "mask":
+        mask = torch.randn(B, 4, 7, 9, generator=torch.Generator().manual_seed(2)).to(dtype)
+        mask[0, :, 3] = -torch.inf
+        mask[1, 1, :, ::2] = -torch.inf
+        return replace(problem, visibility=replace(problem.visibility, mask=mask))
+    return problem
+
+
+KINDS = ("plain", "two regimes", "bias", "cap and sink", "sliding", "mask")
+
+
+@both
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits(kind: str, causal: bool) -> None:
+    """The log-sum-exp and the largest logit, and a query that sees no key."""
+    problem, notes = problem_of(kind, causal=causal), Notes()
+    with observing(notes):
+        attend(problem)
+    found = notes.seen[0][1]
+    for b in range(B):
+        for h in range(4):
+            for i in range(7):
+                scores = scores_by_hand(problem, b, h, i)
+                assert int(found.visible.expand(B, 4, 7)[b, h, i]) == len(scores)
+                if not scores:
+                    assert found.lse[b, h, i] == found.largest[b, h, i] == -torch.inf
+                    assert found.entropy[b, h, i] == found.first[b, h, i] == 0
+                    continue
+                more = [float(problem.sink[h])] if problem.sink is not None else []
+                lse = math.log(sum(math.exp(s) for s in scores + more))
+                assert float(found.largest[b, h, i]) == pytest.approx(max(scores), abs=1e-12)
+                assert float(found.lse[b, h, i]) == pytest.approx(lse, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_types(kind: str, dtype: torch.dtype) -> None:
+    """Entropy as good as the scores are: of logits up to ±10, to 2 % of ln n in half precision."""
+    problem, notes, exact = problem_of(kind, dtype), Notes(), Notes()
+    wide = [None if x is None else x.double() for x in problem.tensors]
+    with observing(notes):
+        attend(problem)
+    seen = problem.visibility
+    if seen.mask is not None:
+        seen = replace(seen, mask=seen.mask.double())
+    with observing(exact):
+        attend(replace(problem.settings.problem(wide), visibility=seen))
+    found, expected = notes.seen[0][1], exact.seen[0][1]
+    error = 1e-5 if dtype == torch.float32 else 0.05
+    for name in ("entropy", "largest", "lse", "first"):
+        ours, best = getattr(found, name), getattr(expected, name)
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), best, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_and_dropout_are_those_of_the_unobserved_kernel(kind: str) -> None:
+    results = []
+    for on in (False, True):
+        problem = problem_of(kind)
+        problem = replace(problem, dropout=0.0 if kind == "bias" else 0.3)
+        wanted = [problem.q, problem.k, problem.v]
+        for x in wanted:
+            x.requires_grad_()
+        notes = Notes()
+        torch.manual_seed(5)
+        backend = "bias" if kind == "bias" else "chunked"
+        if on:
+            with observing(notes):
+                out = attend(problem, backend)
+        else:
+            out = attend(problem, backend)
+        results.append((out, *torch.autograd.grad(out.square().sum(), wanted)))
+        if on:
+            assert not notes.seen[0][1].entropy.requires_grad
+    for ours, plain in zip(*results, strict=True):
+        assert torch.equal(ours, plain)
+
+
+@both
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "concatenated", "reference"])
+def test_scores_that_layers_carry(backend: str, mean: bool, causal: bool) -> None:
+    """Every layer's softmax is that of the sum of the products so far, or of their mean."""
+    carry, notes, sums = ScoreCarry(mean), Notes(), torch.zeros(B, 4, 7, 7, dtype=torch.float64)
+    at = torch.arange(7)
+    hidden = (at[:, None] < at) if causal else torch.zeros(7, 7, dtype=torch.bool)
+    for layer in range(3):
+        shapes = ((B, 4, 7, 4), (B, 2, 7, 4), (B, 2, 7, 3))
+        q, k, v = (x.detach() for x in tensors(*shapes, seed=layer))
+        sums = sums + q @ k.repeat_interleave(2, 1).transpose(-1, -2)
+        problem = Problem(q, k, v, Visibility(causal, at, at, aligned=True))
+        score = (sums / (layer + 1 if mean else 1)).masked_fill(hidden, -torch.inf)
+        plain = torch.softmax(score, -1)
+        with observing(notes):
+            out = carry.attend(problem, backend)
+        close(out, plain @ v.repeat_interleave(2, 1), backend)
+        found = notes.seen[layer][1]
+        close(found.entropy, entropy_of(plain), backend)
+        close(found.first, plain[..., 0], backend)
+        close(found.largest, score.amax(-1), backend)
+
+
+def test_a_single_key_and_no_keys_at_all() -> None:
+    q = torch.ones(1, 1, 1, 2, dtype=torch.float64)
+    for keys in (0, 1):
+        at = torch.arange(keys)
+        k = torch.ones(1, 1, keys, 2, dtype=torch.float64)
+        notes = Notes()
+        with observing(notes):
+            attend(Problem(q, k, k, Visibility(False, torch.arange(1), at, aligned=True)))
+        found = notes.seen[0][1]
+        assert int(found.visible) == keys
+        assert float(found.entropy) == 0
+        assert float(found.first) == keys
+
+
+def test_nobody_is_told_afterwards() -> None:
+    notes = Notes()
+    with observing(notes), pytest.raises(ZeroDivisionError):
+        raise ZeroDivisionError
+    attend(problem_of("plain"))
+    assert not notes.seen
