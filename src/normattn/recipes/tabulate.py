@@ -92,12 +92,17 @@ def divergence(run: Path) -> Divergence | None:
         return None
     config = _trained(run)
     model = config.model
-    origin = _ORIGIN.search(status.message)
     return Divergence(
         variant=model.score.variant_name,
         step=status.step,
-        where=origin["where"] if origin else "an unknown place",
+        where=origin(status.message),
         seed=config.seed,
         spec=str(model.score),
         train_length=model.train_length,
     )
+
+
+def origin(message: str) -> str:
+    """Where a divergence began, from the sentence that the run's status has of it."""
+    found = _ORIGIN.search(message)
+    return found["where"] if found else "an unknown place"

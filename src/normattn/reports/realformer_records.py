@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -14,6 +13,7 @@ from normattn.errors import InputError
 
 FloatRows = tuple[tuple[float, ...], ...]
 Part = Literal["table", "grid"]
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class Setting(BaseModel):
@@ -104,24 +104,35 @@ class EncoderRecord(BaseModel):
         return self
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(BaseModel):
     """A training whose loss stopped being finite: at which step, and where it began."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    format: Literal[1] = 1
     setting: Setting
     step: int
     where: str
 
 
-def write_encoder(path: Path, record: EncoderRecord) -> None:
+def write_encoder(path: Path, record: EncoderRecord | Failure) -> None:
     """Write one record, whole or not at all."""
     write_text(path, json.dumps(record.model_dump(mode="json"), separators=(",", ":")) + "\n")
 
 
 def read_encoder(path: Path) -> EncoderRecord:
     """Read one record; `InputError` names the file when it cannot be used."""
+    return _read(path, EncoderRecord)
+
+
+def read_failure(path: Path) -> Failure:
+    """Read what was left of a training that diverged; raises as `read_encoder`."""
+    return _read(path, Failure)
+
+
+def _read(path: Path, kind: type[Kind]) -> Kind:
     try:
-        return EncoderRecord.model_validate_json(path.read_text("utf-8"))
+        return kind.model_validate_json(path.read_text("utf-8"))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (ValidationError, UnicodeDecodeError) as error:
