@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,25 @@ class Statistic:
     of: Callable[[Array], Array]
     digits: int = 1
     higher: bool | None = True
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """A trained model's counts on a test set, a row for each of its sentences (or images)."""
+
+    @property
+    def seed(self) -> int:
+        """The training's seed."""
+        ...
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """How many predictions were scored in each row."""
+        ...
+
+    def counts(self, field: str) -> Array | None:
+        """The counts of a statistic's field, (rows, counts); None where not measured."""
+        ...
 
 
 def bleu(sums: Array) -> Array:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from normattn.errors import InputError
 from normattn.reports.bootstrap import Bootstrap
 from normattn.reports.metrics import Estimate
-from normattn.reports.summed import Statistic
+from normattn.reports.summed import Counted, Statistic
 from normattn.reports.translation_record import STATISTICS, TranslationRecord
 
 Array = NDArray[np.float64]
@@ -93,7 +93,7 @@ def translation_rows(
 
 
 def estimate_of(
-    records: Sequence[TranslationRecord], statistic: Statistic, bootstrap: Bootstrap
+    records: Sequence[Counted], statistic: Statistic, bootstrap: Bootstrap
 ) -> Estimate | None:
     """A statistic of all the records' sentences together; None where one has no such counts."""
     counts = _counts(records, statistic)
@@ -104,8 +104,8 @@ def estimate_of(
 
 
 def change_of(
-    records: Sequence[TranslationRecord],
-    base: Sequence[TranslationRecord],
+    records: Sequence[Counted],
+    base: Sequence[Counted],
     statistic: Statistic,
     bootstrap: Bootstrap,
 ) -> Estimate | None:
@@ -140,7 +140,7 @@ def _row(
     )
 
 
-def _counts(records: Sequence[TranslationRecord], statistic: Statistic) -> Array | None:
+def _counts(records: Sequence[Counted], statistic: Statistic) -> Array | None:
     """Counts of shape (seeds, sentences, counts)."""
     found = [record.counts(statistic.field) for record in records]
     kept = [each for each in found if each is not None]
@@ -148,7 +148,7 @@ def _counts(records: Sequence[TranslationRecord], statistic: Statistic) -> Array
 
 
 def _estimate(
-    value: float, samples: Array, records: Sequence[TranslationRecord], bootstrap: Bootstrap
+    value: float, samples: Array, records: Sequence[Counted], bootstrap: Bootstrap
 ) -> Estimate:
     low, high = bootstrap.interval(samples[:, None])
     first = records[0]
