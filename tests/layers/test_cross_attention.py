@@ -14,7 +14,10 @@ from jaxtyping import config
 from torch import Tensor, nn
 
 from normattn.errors import InputError
+from normattn.kernels import Problem
+from normattn.kernels.observe import Observation, observing
 from normattn.layers.attend import attention
+from normattn.layers.carry import new_carry
 from normattn.layers.cross_attention import CrossAttention
 
 DIM, SOURCE_DIM, HEADS, L = 16, 12, 4, 8
@@ -190,6 +193,58 @@ def test_batch_statistics_leave_padding_out_and_move_once() -> None:
     torch.testing.assert_close(norm.running_mean[0, :, 0], 0.1 * real.mean(0), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("mean", [False, True])
+def test_scores_carried_between_layers_are_summed(mean: bool) -> None:
+    score = "Baseline-NoPE-RealFormer" + ("(running_mean=true)" if mean else "")
+    layers, lengths = [_layer(score), _layer(score)], [5, 3]
+    nn.init.normal_(layers[1].q.weight)
+    x, source = _tensors((4, 2, DIM), (2, 5, SOURCE_DIM))
+    carry, total, padding = new_carry(layers[0].score.spec, 2), 0.0, _padding(lengths)
+    for number, layer in enumerate(layers, 1):
+        ours = layer(x, layer.remember(source, padding), carry=carry)
+        q = layer.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        kv = layer.kv(source).unflatten(-1, (4, -1)).transpose(1, 2).repeat_interleave(2, 0)
+        k, v = (part.repeat_interleave(2, 1) for part in kv.chunk(2, 1))
+        total = total + q @ k.transpose(2, 3) / math.sqrt(layer.head_dim)
+        seen = (total / (number if mean else 1)).masked_fill(
+            padding.repeat_interleave(2, 0)[:, None, None], -math.inf
+        )
+        hand = layer.out((seen.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(ours, hand, rtol=0, atol=1e-7)
+    (weights,) = _tensors(tuple(hand.shape), seed=1)
+    inputs = [x, source, *layers[0].q.parameters(), *layers[1].kv.parameters()]
+    mine = torch.autograd.grad(ours, inputs, weights)
+    for one, other in zip(mine, torch.autograd.grad(hand, inputs, weights), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_an_observer_is_told_which_queries_and_keys_are_real() -> None:
+    layer = _layer("KNA-NoPE")
+    told: list[Any] = []
+
+    class Watch:
+        def enter(self, owner: object, q: Tensor, k: Tensor, padding: object) -> None:
+            told.append((owner, k, padding))
+
+        def confine(self, rows: slice, own: Tensor | None) -> None: ...
+
+        def functions(self, problem: Problem) -> None: ...
+
+        def see(self, problem: Problem, seen: Observation) -> None:
+            told.append(seen.visible)
+
+    x, source = _tensors((2, 3, DIM), (2, 6, SOURCE_DIM))
+    padding, query_padding = _padding([6, 4]), _padding([3, 1])
+    with observing(Watch()):
+        layer(x, layer.remember(source, padding), query_padding=query_padding)
+    owner, k, found = told[0]
+    assert owner is layer.score
+    assert torch.equal(k[:, 0], layer.kv(source)[..., : layer.head_dim])
+    assert torch.equal(found[0], query_padding)
+    assert torch.equal(found[1], padding)
+    assert told[1].expand(2, 4, 3)[:, 0, 0].tolist() == [6, 4]
+
+
 def test_dropout_acts_in_training_only() -> None:
     layer = CrossAttention(DIM, HEADS, dropout=0.5)
     x, source = torch.randn(2, 5, DIM), torch.randn(2, 6, DIM)
@@ -227,6 +282,8 @@ def test_what_makes_no_sense_is_refused() -> None:
         layer.remember(source, torch.zeros(2, 5, dtype=torch.bool), torch.arange(6))
     with pytest.raises(InputError, match="3 rows cannot be shared evenly by 2 sources"):
         layer(torch.randn(3, 3, DIM), memory, positions=torch.arange(3))
+    with pytest.raises(InputError, match="pass carry="):
+        CrossAttention(DIM, HEADS, score="KNA-NoPE-RealFormer")(x, memory)
     with pytest.raises(InputError, match="remember the source again"):
         CrossAttention(DIM, HEADS, score="KNA")(x, memory, positions=torch.arange(3))
 

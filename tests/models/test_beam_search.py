@@ -146,6 +146,7 @@ def test_a_beam_of_all_sentences_finds_the_best(penalty: float) -> None:
         {"score": "Baseline"},
         {"score": "QKRMSNorm", "cross_score": "QKRMSNorm"},
         {"score": "KNA", "decoder_score": "KNA-ReRoPE(window=2)"},
+        {"score": "Baseline-RealFormer"},
         {"score": "KNA", "shared_layers": True},
     ],
 )

@@ -31,6 +31,8 @@ SCORES: dict[str, dict[str, str]] = {
     "QKRMSNorm": {"score": "QKRMSNorm"},
     "ReRoPE": {"score": "Baseline", "decoder_score": "Baseline-ReRoPE(window=3)"},
     "rotary cross": {"score": "KNA", "cross_score": "KNA-logn"},
+    "RealFormer": {"score": "Baseline-RealFormer"},
+    "ResidualQK": {"score": "KNA-ResidualQK", "cross_score": "KNA-ResidualQK"},
     "batch": {"score": "QKBatchNorm", "decoder_score": "KNA", "cross_score": "KBatchNorm-NoPE"},
     "instance": {
         "score": "QKInstanceNorm",

@@ -59,12 +59,15 @@ class Attention(nn.Module):
         documents: Int[Tensor, "b s"] | None = None,
         cache: KeyValueCache | None = None,
         carry: Carry | None = None,
+        query_padding: Bool[Tensor, "b t"] | None = None,
     ) -> Float[Tensor, "b t dim"]:
         """Let every position of `x` attend; `key_padding` is True where a position is padding.
 
         With a `cache`, which this call extends, `x` are new tokens that see those read before as
         well; `key_padding`, `positions` and `documents` are then those of all S tokens.
-        `carry` is what the layers below hand on, where the score asks for it.
+        `carry` is what the layers below hand on, where the score asks for it. `query_padding`,
+        `key_padding` where it is not given, says which rows no statistics should count; a causal
+        layer whose padding stands on the right needs nothing else of it.
         """
         heads_BHTD = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = torch.split(heads_BHTD, [self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -81,7 +84,7 @@ class Attention(nn.Module):
             causal=causal,
             attn_mask=attn_mask,
             key_padding=key_padding,
-            query_padding=key_padding,
+            query_padding=key_padding if query_padding is None else query_padding,
             q_positions=positions,
             k_positions=positions,
             documents=documents,
@@ -120,6 +123,7 @@ def checked_head_dim(dim: int, heads: int, kv_heads: int, head_dim: int | None) 
 
 
 def checked_probability(dropout: float) -> float:
+    """The probability itself, after checking that it is one."""
     if not 0 <= dropout < 1:
         raise InputError(f"dropout is {dropout}; it must be at least 0 and below 1")
     return dropout

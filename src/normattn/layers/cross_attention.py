@@ -13,10 +13,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels import Visibility, attend
+from normattn.kernels import Visibility
+from normattn.kernels.observe import announce
 from normattn.layers.attend import posed
 from normattn.layers.attention import checked_head_dim, checked_probability
-from normattn.layers.carry import Carry
+from normattn.layers.carry import Carry, joined, refuse_carry
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.spec import as_spec
 
@@ -26,10 +27,12 @@ class Memory:
     """A source as one layer's queries read it: its keys normalised and folded, and its values.
 
     `positions` are None where the score has none. `count` is the number of real tokens, (B, 1), or
-    (1,) where no token is padding. `spec` is the score that made the keys.
+    (1,) where no token is padding. `spec` is the score that made the keys of `raw`, what the
+    projection gave.
     """
 
     keys: Float[Tensor, "b g s d"]
+    raw: Float[Tensor, "b g s d"]
     values: Float[Tensor, "b g s d"]
     padding: Bool[Tensor, "b s"] | None
     positions: Int[Tensor, "*bk s"] | None
@@ -41,6 +44,7 @@ class Memory:
         positions, count = self.positions, self.count
         return Memory(
             self.keys[rows],
+            self.raw[rows],
             self.values[rows],
             None if self.padding is None else self.padding[rows],
             positions if positions is None or positions.dim() == 1 else positions[rows],
@@ -115,7 +119,7 @@ class CrossAttention(nn.Module):
             count = torch.full((1,), k.shape[2], device=k.device)
         else:
             count = (~padding).sum(-1, keepdim=True).clamp(min=1)
-        return Memory(stored, v, padding, positions, count, spec)
+        return Memory(stored, k, v, padding, positions, count, spec)
 
     def forward(
         self,
@@ -133,6 +137,7 @@ class CrossAttention(nn.Module):
         any. `query_padding` matters to statistics over the queries only (BatchNorm, InstanceNorm),
         which the r rows of a source then share. `carry` is what the layers below hand on.
         """
+        refuse_carry(self.score.spec, carry)
         rows, sources = x.shape[0], memory.keys.shape[0]
         if sources == 0 or rows % sources:
             raise InputError(f"{rows} rows cannot be shared evenly by {sources} sources")
@@ -145,12 +150,12 @@ class CrossAttention(nn.Module):
         if query_padding is not None:
             query_padding = query_padding.reshape(sources, -1)
         q = self.q(x).reshape(sources, -1, self.heads, self.head_dim).transpose(1, 2)
+        announce(self.score, q, memory.raw, query_padding, memory.padding)
         at = self._standing(x, memory, positions)
         prepared = self.score.recall(q, memory.keys, at, query_padding=query_padding)
         seen = Visibility(False, at.query, at.key, at.regular, memory.padding)
         dropout = self.dropout if self.training else 0.0
-        problem = posed(prepared, memory.values, seen, dropout)
-        o = attend(problem) if carry is None else carry.attend(problem)
+        o = joined(carry, posed(prepared, memory.values, seen, dropout), "auto")
         y: Tensor = self.out(o.transpose(1, 2).reshape(rows, x.shape[1], -1))
         return y
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.layers.cache import KeyValueCache
@@ -57,16 +57,19 @@ class DecoderBlock(nn.Module):
         x: Float[Tensor, "b t d"],
         memory: Memory,
         positions: Int[Tensor, " t"],
+        padding: Bool[Tensor, "b t"] | None = None,
         own: Carry | None = None,
         across: Carry | None = None,
         cache: KeyValueCache | None = None,
     ) -> Float[Tensor, "b t d"]:
         """Apply the block to tokens that stand at `positions`.
 
-        `own` and `across` are the carries of the two attentions, `cache` is the self-attention's.
+        `padding`, on the right and so seen by nobody, is for statistics to leave out. `own` and
+        `across` are the carries of the two attentions, `cache` is the self-attention's.
         """
-        x = self.mixer(x, causal=True, cache=cache, **_given(own))
-        x = self.cross(x, memory=memory, positions=positions, **_given(across))
+        x = self.mixer(x, causal=True, query_padding=padding, cache=cache, carry=own)
+        told = {"positions": positions, "query_padding": padding, "carry": across}
+        x = self.cross(x, memory=memory, **told)
         y: Tensor = self.feed_forward(x)
         return y
 
@@ -100,14 +103,15 @@ class DecoderBlocks(nn.ModuleList):
         x: Float[Tensor, "b t d"],
         memories: Sequence[Memory],
         positions: Int[Tensor, " t"],
+        padding: Bool[Tensor, "b t"] | None = None,
         caches: Sequence[KeyValueCache | None] | None = None,
     ) -> Float[Tensor, "b t d"]:
         """Every layer in turn; there is a memory for each block and a cache for each layer."""
-        own, across = (new_carry(spec) for spec in self._carried)
+        own, across = (new_carry(spec, self.layers) for spec in self._carried)
         for layer in range(self.layers):
             cache = None if caches is None else caches[layer]
             block, memory = self[layer % len(self)], memories[layer % len(self)]
-            x = block(x, memory, positions, own, across, cache)
+            x = block(x, memory, positions, padding, own, across, cache)
         return x
 
     @property
@@ -119,8 +123,3 @@ class DecoderBlocks(nn.ModuleList):
     @property
     def _blocks(self) -> list[DecoderBlock]:
         return [block for block in self if isinstance(block, DecoderBlock)]
-
-
-def _given(carry: Carry | None) -> dict[str, Any]:
-    """A carry is an argument only where there is one."""
-    return {} if carry is None else {"carry": carry}

@@ -140,7 +140,8 @@ class Translator(nn.Module):
         places = torch.arange(first, first + target.shape[1], device=target.device)
         x = self._embed(self._targets, self.target_norm, target)
         caches = None if cache is None else cache.layers
-        x = self.decoder(x, encoded.memories, places, caches)
+        padding = target == self.config.pad_id if cache is None else None
+        x = self.decoder(x, encoded.memories, places, padding, caches)
         if cache is not None:
             cache.done(target.shape[1])
         last: Tensor = x if self.decoder_norm is None else self.decoder_norm(x)
