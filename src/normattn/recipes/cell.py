@@ -18,9 +18,12 @@ from normattn.recipes.jobs import DIVERGED, FINISHED, watch_parent
 from normattn.recipes.language_studies import ReadCell
 from normattn.recipes.layout import CellPaths, note_progress, write_if_changed
 from normattn.recipes.mechanism import MechanismCell
+from normattn.recipes.realformer import EncoderCell, GridCell
 from normattn.recipes.settings import validated
 from normattn.recipes.stages import Note
 from normattn.recipes.studies import Cell
+from normattn.recipes.translation import LadderCell, TranslateCell
+from normattn.recipes.vision import VisionCell
 from normattn.runs.reading import read_object
 
 PROGRESS_SECONDS = 0.5
@@ -30,6 +33,11 @@ KINDS: dict[str, type[Cell]] = {
     "read": ReadCell,
     "continue": ContinueCell,
     "mechanism": MechanismCell,
+    "realformer": EncoderCell,
+    "realformer-grid": GridCell,
+    "translate": TranslateCell,
+    "ladder": LadderCell,
+    "vision": VisionCell,
 }
 """What a cell.json may describe, by its `kind`."""
 

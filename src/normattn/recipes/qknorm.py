@@ -1,0 +1,315 @@
+"""QK-Norm: translation with every normalisation of the score, and who bears a high learning rate.
+
+The source claims 28.5 → 29.2 BLEU for QK-Norm in translation, and stability. Three parts: rows (a
+translation model with each score: BLEU, chrF, loss), a ladder (some scores at ×1 … ×32 of the
+learning rate: final loss, largest logit, attention entropy) and, where the preset has them, the
+same scores in a small Vision Transformer (arXiv 2010.04245, 2302.05442).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from normattn.data.pairs import PairData
+from normattn.errors import InputError
+from normattn.recipes.layout import CellPaths, peek
+from normattn.recipes.merging import merged
+from normattn.recipes.settings import Settings, StudyPreset, validated
+from normattn.recipes.studies import (
+    Cell,
+    Request,
+    Sweep,
+    SweepConfig,
+    opened_as,
+    place_of,
+    refuse_choices,
+    seeds_of,
+)
+from normattn.recipes.tabulate import origin, say_where
+from normattn.recipes.translation import (
+    RECORD,
+    LadderCell,
+    TranslateCell,
+    TranslationCell,
+    TranslationSettings,
+    ladder_cells,
+)
+from normattn.recipes.vision import VARIANTS as VISION_SCORES
+from normattn.recipes.vision import VisionCell, vision_cells, vision_records, vision_setting
+from normattn.reports.history import draw_history
+from normattn.reports.qknorm import qknorm_report
+from normattn.reports.stability import LadderRun
+from normattn.reports.translation_record import TranslationRecord, read_translation
+from normattn.reports.translations import Ended
+from normattn.reports.vision import vision_report
+from normattn.runs import read_status
+from normattn.score import ScoreSpec
+from normattn.training.translation import TranslationConfig, epochs
+
+KIND = "qknorm"
+SCORES = (
+    *("Baseline", "QKLayerNorm", "QKRMSNorm", "QLayerNorm", "QRMSNorm", "KLayerNorm", "KRMSNorm"),
+    *("QNA", "KNA", "CosA", "QKNorm2020", "QKBatchNorm", "QKInstanceNorm"),
+)
+"""The table's rows unless said."""
+LADDER = ("Baseline", "QKRMSNorm", "QKLayerNorm", "KNA")
+RATES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+_VARIED = ("score", "decoder_score", "cross_score")
+
+
+class LadderSettings(Settings):
+    """Which `scores` are trained at which multiples of the learning rate, the `rates`.
+
+    `training` is laid over the preset's: the ladder's trainings may be shorter. `max_sentences` of
+    the test set are read at the end.
+    """
+
+    scores: tuple[str, ...] = LADDER
+    rates: tuple[Annotated[float, Field(gt=0)], ...] = RATES
+    training: dict[str, Any] = Field(default_factory=dict)
+    max_sentences: int | None = Field(default=None, ge=2)
+
+    @field_validator("rates")
+    @classmethod
+    def _rising(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not value or list(value) != sorted(set(value)):
+            raise ValueError(f"rates must rise, got {list(value)}")
+        return value
+
+
+class VisionSettings(Settings):
+    """The Vision Transformers: `training` is a `VisionTrainingConfig` less score and seed.
+
+    `ladder` are the scores that are also trained at the multiples `rates` of the learning rate.
+    """
+
+    training: dict[str, Any]
+    scores: tuple[str, ...] = VISION_SCORES
+    ladder: tuple[str, ...] = ()
+    rates: tuple[Annotated[float, Field(gt=1)], ...] = RATES[1:]
+
+
+class QKNormPreset(StudyPreset):
+    """One whole setting of the study; `training` holds fields of `TranslationConfig`.
+
+    Scores and seeds are no part of `training`: they are what the tables vary. Without `ladder` or
+    `vision` that part is left out.
+    """
+
+    training: dict[str, Any]
+    scores: tuple[str, ...] = SCORES
+    evaluation: TranslationSettings = TranslationSettings()
+    ladder: LadderSettings | None = None
+    vision: VisionSettings | None = None
+
+    @field_validator("training")
+    @classmethod
+    def _no_varied_field(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "seed" in value or any(name in value.get("model", {}) for name in _VARIED):
+            raise ValueError("scores and the seed are varied by the tables, not set by a preset")
+        return value
+
+
+class QKNormConfig(SweepConfig):
+    """What every cell of the study shares; cells may be added, but this may not change."""
+
+    training: dict[str, Any]
+    evaluation: TranslationSettings
+    ladder: dict[str, Any] | None
+    vision: dict[str, Any] | None
+
+
+def resolve(request: Request) -> Sweep:
+    """The study that a request asks for.
+
+    `variants` are the rows; the ladder and the Vision Transformers keep those of their own scores
+    that are among them. Raises `InputError` for unknown settings, scores that cannot be trained,
+    and choices that this study does not have.
+    """
+    preset = opened_as(request, KIND, QKNormPreset)
+    refuse_choices(request, KIND)
+    training = _whole(preset.training, f"preset {preset.name}, training")
+    ladder = None
+    if preset.ladder is not None:
+        over = merged(preset.training, preset.ladder.training)
+        ladder = _whole(over, f"preset {preset.name}, ladder.training")
+    config = QKNormConfig(
+        preset=preset.name,
+        training=training,
+        evaluation=preset.evaluation,
+        ladder=ladder,
+        vision=preset.vision.training if preset.vision else None,
+    )
+    seeds = seeds_of(request, preset)
+    scores = _canonical(request.variants or preset.scores)
+    cells = [*_all_cells(preset, config, scores, seeds, chosen=request.variants is not None)]
+    for cell in cells:
+        _ = cell.training_config  # What cannot be trained is refused now.
+    return Sweep(
+        study=KIND,
+        config=config,
+        cells=tuple(cells),
+        skipped=(),
+        out=place_of(request, KIND, preset),
+        report=report,
+        describe=_describe,
+        facts=_facts(training),
+    )
+
+
+def _all_cells(
+    preset: QKNormPreset,
+    config: QKNormConfig,
+    scores: Sequence[str],
+    seeds: Sequence[int],
+    chosen: bool,
+) -> Iterator[Cell]:
+    """Rows, ladder, Vision Transformers."""
+
+    def among(own: Sequence[str]) -> list[str]:
+        return [name for name in _canonical(own) if not chosen or name in scores]
+
+    evaluation = preset.evaluation
+    for seed in seeds:
+        for score in scores:
+            yield TranslateCell(
+                variant=score, seed=seed, training=config.training, evaluation=evaluation
+            )
+    if preset.vision is not None:
+        own, climbing = among(preset.vision.scores), among(preset.vision.ladder)
+        yield from vision_cells(preset.vision.training, own, seeds)
+        yield from vision_cells(preset.vision.training, climbing, seeds, preset.vision.rates)
+    if preset.ladder is not None and config.ladder is not None:
+        fewer = evaluation.model_copy(update={"max_sentences": preset.ladder.max_sentences})
+        own = among(preset.ladder.scores)
+        yield from ladder_cells(own, preset.ladder.rates, seeds, config.ladder, fewer)
+
+
+def _whole(training: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The settings with every default filled in, less what the tables vary."""
+    varied = {"seed": 0, "model.score": "Baseline"}
+    fields = TranslationConfig.parse(merged(training, varied), what).model_dump(mode="json")
+    del fields["seed"]
+    for name in _VARIED:
+        del fields["model"][name]
+    return fields
+
+
+def _canonical(scores: Sequence[str]) -> tuple[str, ...]:
+    """The scores by their printed names, each once; one with a method is no trained score."""
+    found = []
+    for name in scores:
+        spec = ScoreSpec.parse(name)
+        if spec.method:
+            raise InputError(f"{name} holds {spec.method}, which is applied after training")
+        found.append(str(spec).partition("@")[0])
+    if len(set(found)) != len(found):
+        raise InputError(f"a score is named twice: {', '.join(scores)}")
+    return tuple(found)
+
+
+def _facts(training: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What is trained on what, for the plan and the page."""
+    model, data = training["model"], training["data"]
+    vocabulary = f"{data['vocab_size']:,} words"
+    if data["target_vocab_size"]:
+        vocabulary += f" and {data['target_vocab_size']:,} of the target's own"
+    return (
+        ("sentence pairs", f"{Path(data['corpus']).name}, {data['source']} → {data['target']}"),
+        (
+            "model",
+            f"width {model['dim']}, {model['layers']} + {model['decoder_layers']} layers, "
+            f"{model['heads']} heads, {model['placement']}, {vocabulary}",
+        ),
+        (
+            "training",
+            f"{training['steps']:,} steps of {training['batch_tokens']:,} padded tokens, learning "
+            f"rate {training['optimiser']['lr']:g}, dropout {model['dropout']:g}, label smoothing "
+            f"{training['label_smoothing']:g}",
+        ),
+    )
+
+
+def _describe(cell: Cell, data: Any) -> list[str]:
+    config = cell.training_config
+    if not isinstance(data, PairData) or not isinstance(config, TranslationConfig):
+        return []
+    seen = f"{config.steps:,} steps see each training pair {epochs(config, data):.1f} times"
+    if cell.kind == "ladder":
+        return [f"ladder: {seen}"]
+    return [f"corpus {config.data.corpus}: {data.facts()}", seen]
+
+
+def report(out: Path) -> None:
+    """Write the tables and the figures of what was measured in `out`."""
+    records: list[TranslationRecord] = []
+    ended: list[Ended] = []
+    ladder: list[LadderRun] = []
+    histories: dict[str, list[Path]] = {}
+    setting: tuple[tuple[str, str], ...] = ()
+    for paths, cell in _cells_of(out):
+        record, failure = _outcome(paths, cell)
+        if record is None and failure is None:
+            continue  # Not yet trained.
+        if isinstance(cell, LadderCell):
+            ladder.append(_ladder_run(cell, paths, record, failure))
+            continue
+        setting = setting or _facts(cell.training_config.model_dump(mode="json"))
+        records += [record] if record else []
+        ended += [failure] if failure else []
+        histories.setdefault(cell.variant, []).append(paths.run / "metrics.jsonl")
+    figures, pages = _vision_page(out)
+    figures += qknorm_report(
+        records, ended, ladder, out, order=SCORES, setting=dict(setting), pages=pages
+    )
+    if histories:
+        figures += draw_history(histories, out / "figures")
+    say_where(out, len(figures))
+
+
+def _vision_page(out: Path) -> tuple[list[Path], dict[str, str]]:
+    """The Vision Transformers' page and figures, where any was trained."""
+    images, failed = vision_records(out)
+    if not images and not failed:
+        return [], {}
+    first = next(iter(sorted((out / "jobs").glob("vision */seed*/cell.json"))))
+    setting = vision_setting(validated(VisionCell, peek(first), str(first)).training_config)
+    figures = vision_report(images, failed, out, order=SCORES, setting=setting)
+    return figures, {"vision.md": "the same scores in a small Vision Transformer"}
+
+
+def _cells_of(out: Path) -> Iterator[tuple[CellPaths, TranslationCell]]:
+    """The translation cells that were begun in a study's directory."""
+    kinds: dict[str, type[TranslationCell]] = {"translate": TranslateCell, "ladder": LadderCell}
+    for settings in sorted((out / "jobs").glob("*/seed*/cell.json")):
+        fields = peek(settings)
+        kind = kinds.get(str(fields.get("kind")))
+        if kind is not None:
+            yield CellPaths.of_job(settings.parent), validated(kind, fields, str(settings))
+
+
+def _outcome(
+    paths: CellPaths, cell: TranslationCell
+) -> tuple[TranslationRecord | None, Ended | None]:
+    """What a cell came to: a record, or how it ended in NaN; neither when it is not done."""
+    if (paths.run / RECORD).is_file():
+        return read_translation(paths.run / RECORD), None
+    status = read_status(paths.run)
+    if status is None or status.state != "diverged":
+        return None, None
+    return None, Ended(_score_of(cell), cell.seed, status.step, origin(status.message))
+
+
+def _score_of(cell: TranslationCell) -> str:
+    return cell.score if isinstance(cell, LadderCell) else cell.variant
+
+
+def _ladder_run(
+    cell: LadderCell, paths: CellPaths, record: TranslationRecord | None, failure: Ended | None
+) -> LadderRun:
+    rate = cell.training_config.optimiser.lr
+    return LadderRun(cell.score, cell.rate, rate, cell.seed, record, failure)
