@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from normattn.bench.case import Case, Goal, Suite
+from normattn.bench.case import Case, Entry, Goal, Suite
 from normattn.bench.norming import KINDS, Norming
 from normattn.bench.settings import Settings
 
@@ -24,7 +24,9 @@ def cases(settings: Settings) -> list[Case]:
 
 def _case(precision: str, dtype: torch.dtype, width: int, settings: Settings) -> Case:
     rows = 64 if settings.quick else _ROWS
-    entries = {kind: Norming(kind, width, rows, dtype, settings.device) for kind in KINDS}
+    entries: dict[str, Entry] = {
+        kind: Norming(kind, width, rows, dtype, settings.device) for kind in KINDS
+    }
     # In half precision ours adds up the parameters' gradients in float32, which torch's LayerNorm
     # for CPUs does not: there the ratio is reported, and nothing is claimed.
     exact = dtype == torch.float32 or settings.on_gpu
@@ -34,7 +36,7 @@ def _case(precision: str, dtype: torch.dtype, width: int, settings: Settings) ->
         Goal("RMSNorm", "LayerNorm"),
         Goal("nn.RMSNorm", "nn.LayerNorm"),
     )
-    return Case(f"norms {precision} f+b, H {width}", dict(entries), goals, dtype)
+    return Case(f"norms {precision} f+b, H {width}", entries, goals, dtype)
 
 
 SUITE = Suite("norms", "LayerNorm and RMSNorm against torch's modules, f+b", cases)

@@ -1,0 +1,82 @@
+"""The multi-label classifier: an encoder whose mean vector says which labels a text has.
+
+Legend: B batch, T tokens, D width, K labels.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from normattn.errors import InputError
+from normattn.models.classifier_config import ClassifierConfig
+from normattn.models.initialisation import initialise
+from normattn.models.reading import Reading
+from normattn.models.stack import Blocks, first_norm, last_norm
+
+
+class Classifier(nn.Module):
+    """p(k | text) = σ(w_k · mean_t h_t + b_k), each label by itself.
+
+    `model(ids (B, T), key_padding (B, T)) → logits (B, K)`. h is the encoder's output after its
+    last norm; the mean is over the tokens that are no padding, so that neither padding nor
+    neighbours in a batch change a text's logits. Norms before and after the stack stand as in
+    `CausalLM`. Weights are drawn from torch's global generator (`initialise`), the head's bias is 0
+    at the start. Raises `InputError` for ids outside the vocabulary (on CPU).
+    """
+
+    config_class = ClassifierConfig
+
+    def __init__(self, config: ClassifierConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.embedding_norm = first_norm(config)
+        self.blocks = Blocks(config)
+        self.final_norm = last_norm(config)
+        self.head = nn.Linear(config.dim, config.labels)
+        initialise(self, config)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(
+        self, ids: Int[Tensor, "b t"], key_padding: Bool[Tensor, "b t"] | None = None
+    ) -> Float[Tensor, "b k"]:
+        """The logits of every label; `key_padding` is True where a token is padding."""
+        x = self._embed(ids)
+        x = self.blocks(x, Reading(key_padding, causal=False))
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        logits: Tensor = self.head(_mean(x, key_padding))
+        return logits
+
+    def loss(
+        self,
+        ids: Int[Tensor, "b t"],
+        key_padding: Bool[Tensor, "b t"] | None,
+        labels: Float[Tensor, "b k"],
+    ) -> Float[Tensor, ""]:
+        """Binary cross-entropy in nats, the mean over texts and labels."""
+        logits = self(ids, key_padding).float()
+        return F.binary_cross_entropy_with_logits(logits, labels)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        try:
+            x: Tensor = self.embedding(ids)
+        except IndexError as error:
+            raise InputError(
+                f"token ids run from {int(ids.min())} to {int(ids.max())}; "
+                f"this model's vocabulary is 0 to {self.config.vocab_size - 1}"
+            ) from error
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+
+def _mean(x: Float[Tensor, "b t d"], padding: Bool[Tensor, "b t"] | None) -> Float[Tensor, "b d"]:
+    """The mean over the tokens that are no padding."""
+    if padding is None:
+        return x.mean(1)
+    kept = (~padding).to(x.dtype)
+    # Not a product: what stands at padding may be anything, and 0 · inf is no number.
+    total = torch.where(padding[..., None], 0.0, x).sum(1)
+    return total / kept.sum(1, keepdim=True).clamp(min=1)

@@ -1,0 +1,143 @@
+"""F1 of a classifier: by hand, by torchmetrics, by summed counts; the threshold; the probe."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from normattn.data.relations import RelationData, RelationSplit
+from normattn.evaluation.classification import (
+    DevelopmentProbe,
+    Predictions,
+    evaluate_classifier,
+    f1_scores,
+    predict,
+    tune_threshold,
+)
+from normattn.models.classifier import Classifier
+from normattn.models.classifier_config import ClassifierConfig
+from normattn.reports.classification_record import ClassificationRecord, macro_f1, micro_f1
+from normattn.training.reports import Probe
+
+pytest.importorskip("torchmetrics")
+
+
+def made(probabilities: list[list[float]], true: list[list[int]]) -> Predictions:
+    loss = np.zeros(len(true), dtype=np.float32)
+    return Predictions(np.array(probabilities, dtype=np.float32), np.array(true) > 0, loss)
+
+
+def data(documents: int = 12, labels: int = 3) -> RelationData:
+    """Documents of token 1 + label, of many lengths, in every split alike."""
+    splits = {
+        name: RelationSplit(
+            name,
+            [[1 + i % labels] * (1 + i % 5) for i in range(documents)],
+            [[i % labels] for i in range(documents)],
+            [f"{name}:{i}" for i in range(documents)],
+            0,
+        )
+        for name in ("train", "validation", "test")
+    }
+    return RelationData(splits, tuple("abcdefgh"[:labels]), 0, 10, 10, "0" * 64)  # type: ignore[arg-type]
+
+
+def classifier(labels: int = 3) -> Classifier:
+    torch.manual_seed(0)
+    config = ClassifierConfig(
+        dim=8, layers=1, heads=1, train_length=8, vocab_size=10, labels=labels, dropout=0.5
+    )
+    return Classifier(config)
+
+
+def test_f1_by_hand() -> None:
+    found = made(
+        [[0.9, 0.2, 0.1], [0.6, 0.5, 0.1], [0.1, 0.8, 0.1]], [[1, 0, 0], [0, 1, 0], [1, 1, 0]]
+    )
+    micro, macro = f1_scores(found, 0.5)
+    # Label 0: tp 1, predicted 2, true 2; label 1: 2, 2, 2; label 2 does not occur.
+    assert micro == pytest.approx(2 * 3 / (4 + 4))
+    assert macro == pytest.approx((2 / 4 + 1) / 2)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 6))
+def test_summed_counts_give_what_torchmetrics_gives(seed: int, rows: int, labels: int) -> None:
+    generator = np.random.default_rng(seed)
+    found = Predictions(
+        generator.random((rows, labels), dtype=np.float32),
+        generator.random((rows, labels)) < 0.4,
+        np.zeros(rows, dtype=np.float32),
+    )
+    micro, macro = f1_scores(found, 0.5)
+    predicted = found.probabilities >= 0.5
+    counts = np.concatenate([found.true & predicted, predicted, found.true], 1).astype(float).sum(0)
+    assert micro_f1(counts) == pytest.approx(100 * micro, abs=1e-4)
+    assert macro_f1(counts) == pytest.approx(100 * macro, abs=1e-4)
+
+
+def test_the_threshold_is_the_best_and_of_equal_ones_the_nearest_to_a_half() -> None:
+    found = made([[0.305, 0.2], [0.31, 0.1]], [[1, 0], [1, 0]])
+    threshold, reached = tune_threshold(found)
+    assert (threshold, reached) == (0.3, 1.0)
+    easy = made([[0.9], [0.1]], [[1], [0]])
+    assert tune_threshold(easy) == (0.5, 1.0)
+
+
+def test_predictions_do_not_depend_on_the_batches() -> None:
+    model, split = classifier(), data(documents=17).split("test")
+    whole = predict(model, split, 0)
+    single = predict(model, split, 0, max_tokens=1)
+    np.testing.assert_allclose(whole.probabilities, single.probabilities, atol=1e-6)
+    np.testing.assert_allclose(whole.loss, single.loss, atol=1e-6)
+    assert model.training
+    ids = torch.tensor([split.tokens[3]])
+    alone = model.eval()(ids).sigmoid()[0].detach().numpy()
+    np.testing.assert_allclose(whole.probabilities[3], alone, atol=1e-6)
+    assert whole.true.argmax(1).tolist() == [i % 3 for i in range(17)]
+
+
+def test_the_threshold_knows_nothing_of_the_test_set() -> None:
+    model, given_data = classifier(), data()
+    other = data(documents=5)
+    mixed = RelationData(
+        {**given_data.splits, "test": other.split("test")},
+        *(given_data.labels, 0, 10, 10, "1" * 64),
+    )
+    records = [
+        evaluate_classifier(model, each, variant="RMSNorm", seed=1) for each in (given_data, mixed)
+    ]
+    assert records[0].threshold == records[1].threshold
+    assert len(records[1].documents) == 5
+
+
+def test_a_record_holds_every_document_and_comes_back() -> None:
+    record = evaluate_classifier(classifier(), data(), variant="LayerNorm", seed=3)
+    assert ClassificationRecord.model_validate_json(record.model_dump_json()) == record
+    assert micro_f1(record.counts().sum(0)) == pytest.approx(100 * record.micro_f1, abs=1e-3)
+    assert macro_f1(record.counts().sum(0)) == pytest.approx(100 * record.macro_f1, abs=1e-3)
+    assert record.true == tuple((i % 3,) for i in range(12))
+    assert record.losses()[:, 1].sum() == 12
+
+
+def test_the_probe_reads_the_development_set_and_leaves_the_model_as_it_is() -> None:
+    model = classifier()
+    probe = DevelopmentProbe(data(), every=4)
+    assert isinstance(probe, Probe)
+    assert [step for step in range(1, 11) if probe.due(step, 10)] == [4, 8, 10]
+
+    class Task:
+        pass
+
+    task = Task()
+    task.model = model  # type: ignore[attr-defined]
+    state = torch.get_rng_state()
+    with probe.around(task, 4) as read:
+        line = read()
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training
+    assert set(line) == {"loss", "micro_f1", "macro_f1", "threshold"}
+    assert line["loss"] == pytest.approx(predict(model, data().split("validation"), 0).loss.mean())

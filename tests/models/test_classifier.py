@@ -1,0 +1,133 @@
+"""The classifier: its size, padding and neighbours that do not matter, its file."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.models.accounting import parameter_count
+from normattn.models.classifier import Classifier
+from normattn.models.classifier_config import ClassifierConfig
+from normattn.models.pretrained import load_as, save_model
+
+
+@lru_cache
+def make(**changes: Any) -> Classifier:
+    """A small classifier in float64."""
+    fields: dict[str, Any] = {
+        "dim": 16,
+        "layers": 2,
+        "heads": 2,
+        "train_length": 12,
+        "vocab_size": 30,
+        "labels": 5,
+    }
+    torch.manual_seed(0)
+    model = Classifier(ClassifierConfig(**{**fields, **changes})).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def documents(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(30, (len(lengths), max(lengths)), generator=generator)
+    padding = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+    return ids, padding
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_the_source_size_is_met_with_berts_vocabulary(norm: Literal["rms", "layer"]) -> None:
+    config = ClassifierConfig(
+        dim=192,
+        layers=4,
+        heads=6,
+        hidden=640,
+        vocab_size=30522,
+        labels=24,
+        train_length=128,
+        norm=norm,
+    )
+    with torch.device("meta"):
+        count = parameter_count(Classifier(config))
+    assert count == pytest.approx(7.92e6, rel=0.01)
+    norms = 9 * 192 * (1 if norm == "rms" else 2)
+    layer = 4 * 192 * 192 + 3 * 192 * 640
+    assert count == 30522 * 192 + 4 * layer + norms + 24 * 193
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 4), st.integers(0, 99))
+def test_padding_and_neighbours_change_nothing(lengths: list[int], more: int, seed: int) -> None:
+    model = make()
+    ids, padding = documents(lengths, seed)
+    together = model(ids, padding)
+    for row, length in enumerate(lengths):
+        alone = model(ids[row : row + 1, :length])
+        torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-9, atol=1e-10)
+    wider = torch.nn.functional.pad(ids, (0, more), value=7)
+    hidden = torch.nn.functional.pad(padding, (0, more), value=True)
+    torch.testing.assert_close(model(wider, hidden), together, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("placement", ["PreLN", "PostLN", "DeepNorm", "ReZeroNoNorm"])
+@pytest.mark.parametrize("score", ["Baseline", "KNA", "CosA-logn"])
+def test_no_gradient_comes_from_padding(placement: str, score: str) -> None:
+    model = make(placement=placement, score=score)
+    model.zero_grad()
+    ids, padding = documents([3, 8])
+    ids[0, 3:] = 29
+    ids[:, :3] = torch.tensor([[1, 2, 3], [1, 2, 3]])
+    ids[1, 3:] = 4
+    model.loss(ids, padding, torch.eye(5).double()[:2]).backward()  # type: ignore[no-untyped-call]
+    assert model.embedding.weight.grad is not None
+    used = model.embedding.weight.grad.abs().sum(1)
+    assert used[29] == 0
+    assert (used[torch.tensor([1, 2, 3, 4])] > 0).all()
+
+
+def test_every_token_is_seen_from_every_other() -> None:
+    model = make()
+    ids, _ = documents([6])
+    changed = ids.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % 30
+    seen: list[Tensor] = []
+    handle = model.blocks[0].register_forward_hook(lambda *call: seen.append(call[2]))
+    model(ids)
+    model(changed)
+    handle.remove()
+    assert (seen[0] - seen[1]).abs().sum(-1).min() > 0
+
+
+def test_the_loss_is_binary_cross_entropy_over_texts_and_labels() -> None:
+    model = make()
+    ids, padding = documents([4, 2, 6])
+    wanted = torch.tensor([[1.0, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]).double()
+    p = torch.sigmoid(model(ids, padding))
+    expected = -(wanted * p.log() + (1 - wanted) * (1 - p).log()).mean()
+    torch.testing.assert_close(
+        model.loss(ids, padding, wanted).double(), expected, rtol=1e-5, atol=0
+    )
+
+
+def test_a_saved_classifier_comes_back(tmp_path: Path) -> None:
+    model = make(norm="layer", labels=4).float()
+    save_model(model, tmp_path / "model")
+    again = load_as(Classifier, tmp_path / "model")
+    ids, padding = documents([4, 7])
+    assert again.config == model.config
+    assert torch.equal(again(ids, padding), model(ids, padding))
+
+
+def test_a_token_outside_the_vocabulary_is_named() -> None:
+    with pytest.raises(InputError, match="from 1 to 30; this model's vocabulary is 0 to 29"):
+        make()(torch.tensor([[1, 30]]))
