@@ -126,11 +126,11 @@ class _Eyes:
         owner: object,
         q: Float[Tensor, "b h t d"],
         k: Float[Tensor, "b g s d"],
-        padding: Bool[Tensor, "b t"] | None,
+        padding: tuple[Bool[Tensor, "b t"] | None, Bool[Tensor, "b s"] | None],
     ) -> None:
         """A layer begins."""
 
-    def confine(self, rows: slice, own: Bool[Tensor, "b t"] | None) -> None:
+    def confine(self, rows: slice, own: Bool[Tensor, "*b t"] | None) -> None:
         """Whole texts are read at once."""
 
     def functions(self, problem: Problem) -> None:

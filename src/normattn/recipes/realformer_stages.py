@@ -12,7 +12,7 @@ from normattn.data.masking import MaskedSet, masked_set
 from normattn.diagnostics.depth import layer_gradients, measure_depth
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.masked import MaskedSums, documents_of, score_masked, unigram_loss
-from normattn.models.accounting import parameter_count, stack_flops
+from normattn.models.accounting import stack_flops
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_as
 from normattn.recipes.measuring import MODEL
@@ -29,7 +29,7 @@ from normattn.reports.realformer_records import (
 )
 from normattn.runs import read_status
 from normattn.training.distribution import choose_device
-from normattn.training.masked import MaskedConfig
+from normattn.training.masked import MaskedConfig, masked_parameters
 from normattn.training.seeds import derive_seed
 from normattn.training.workload import Cost
 
@@ -129,8 +129,6 @@ class LookStage(Stage):
 
     def _setting(self) -> Setting:
         config, model = self.config, self.config.model
-        with torch.device("meta"):
-            parameters = parameter_count(MaskedLM(model))
         return Setting(
             part=self.part,
             row=self.row,
@@ -141,7 +139,7 @@ class LookStage(Stage):
             shared=model.shared_layers,
             layers=model.layers,
             dim=model.dim,
-            parameters=parameters,
+            parameters=masked_parameters(model),
             steps=config.steps,
             learning_rate=config.optimiser.lr,
             dropout=model.dropout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,9 +141,7 @@ class MaskedWorkload(Workload[MaskedConfig, TokenData]):
         heads = 1 + (model.layers - 1 if model.exits else 0)
         head = 3 * 2.0 * model.vocab_size * model.dim * heads
         flops = rows * (length * stack_flops(model, length).training + chosen * head)
-        with torch.device("meta"):
-            parameters = parameter_count(MaskedLM(model))
-        return Cost(trained=rows * length, flops=flops, parameters=parameters)
+        return Cost(trained=rows * length, flops=flops, parameters=masked_parameters(model))
 
     def export(self, task: Task, data: TokenData, out: Path) -> None:
         """The tokeniser, if there is one, and the model."""
@@ -154,6 +153,13 @@ class MaskedWorkload(Workload[MaskedConfig, TokenData]):
 def train_masked(config: MaskedConfig, out: Path | str, **choices: Any) -> TrainingResult:
     """Train a masked language model in the run directory `out`; `choices` as `train_workload`."""
     return train_workload(MaskedWorkload(), config, out, **choices)
+
+
+@lru_cache(maxsize=64)
+def masked_parameters(config: MaskedLMConfig) -> int:
+    """The learned numbers of a model, counted without memory for them."""
+    with torch.device("meta"):
+        return parameter_count(MaskedLM(config))
 
 
 def _batches(config: MaskedConfig, data: TokenData) -> MaskedBatches:
