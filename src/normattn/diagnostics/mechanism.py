@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normattn.data.evaluation_sets import EvaluationSet
-from normattn.diagnostics.cosines import BINS, count_cosines
+from normattn.diagnostics.cosines import count_cosines
 from normattn.diagnostics.ranks import rank_correlation
 from normattn.diagnostics.received import received_attention
 from normattn.diagnostics.watching import Seen, watching
+from normattn.kernels.cosines import BINS
 from normattn.models import CausalLM
 from normattn.reports.mechanism_records import DENSITY, MechanismRecord
 

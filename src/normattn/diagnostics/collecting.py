@@ -1,0 +1,219 @@
+"""Collect what every layer's softmax does while a model runs, streamed from its kernels.
+
+Legend: B batch, H query heads, T queries, P position bins.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normattn.diagnostics.angles import beyond, unseen_angles
+from normattn.diagnostics.cosines import CosineSums
+from normattn.diagnostics.sums import LayerSums
+from normattn.errors import InputError
+from normattn.kernels import Problem
+from normattn.kernels.observe import Observation, observing
+from normattn.models.stack import Blocks
+from normattn.reports.diagnostics_records import InspectionRecord, LayerLine, LayerRecord
+from normattn.score import Score
+
+Padding = tuple[Tensor | None, Tensor | None]
+
+
+class Collector:
+    """The observer of a model's layers, each named by its path in the model.
+
+    `edges` bound bins of the query's position (None: one bin); `reach` asks for attention beyond
+    the training length, `cosines` for those of queries and keys, which cost another product.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        edges: Sequence[int] | None = None,
+        reach: bool = False,
+        cosines: bool = False,
+    ) -> None:
+        self.names = layer_names(model)
+        if not self.names:
+            raise InputError("this model holds no Score to look at")
+        self.edges = None if edges is None else tuple(edges)
+        self.reach, self.cosines = reach, cosines
+        self.sums: dict[str, LayerSums] = {}
+        self.cosine_sums: dict[str, CosineSums] = {}
+        self._turns = {score: itertools.cycle(names) for score, names in self.names.items()}
+        self._name: str | None = None
+        self._score: Score | None = None
+        self._padding: Padding = (None, None)
+        self._part: tuple[slice, Tensor | None] | None = None
+        self._asked: dict[str, int] = {}
+
+    def restart(self) -> None:
+        """A shared block's next use is that of the lowest layer."""
+        self._turns = {score: itertools.cycle(names) for score, names in self.names.items()}
+
+    def enter(self, owner: object, q: Tensor, k: Tensor, padding: Padding) -> None:
+        """A score begins; those of other models are left alone."""
+        self._part, self._padding = None, padding
+        self._score = owner if isinstance(owner, Score) and owner in self.names else None
+        if self._score is None:
+            self._name = None
+            return
+        self._name = next(self._turns[self._score])
+        sums = self._layer(q)
+        sums.add_norms("q_norm", q, padding[0])
+        sums.add_norms("k_norm", k, padding[1])
+
+    def confine(self, rows: slice, own: Tensor | None) -> None:
+        """The next problem is that of some rows."""
+        self._part = rows, own
+
+    def functions(self, problem: Problem) -> Tensor | None:
+        """Attention beyond the training length and at unseen angles, where any can be."""
+        self._asked = {}
+        score = self._score
+        if score is None or not self.reach or score.spec.train_length is None:
+            return None
+        spec, length = score.spec, score.spec.train_length
+        device = problem.q.device
+        seen = problem.visibility
+        most = max(int(seen.query.max()), int(seen.key.max())) + 1
+        found = {"beyond": beyond(length, most)}
+        block = int(seen.query.min()) // length
+        angles = unseen_angles(spec, score.head_dim, most, block)
+        if angles is not None:
+            found["angle"] = angles
+        self._asked = {name: index for index, name in enumerate(found)}
+        return torch.stack(list(found.values())).to(device)
+
+    def see(self, problem: Problem, observation: Observation) -> None:
+        """A problem of the current layer has been computed."""
+        if self._name is None:
+            return
+        rows, own = self._part or (slice(None), None)
+        self._part = None
+        valid = (observation.visible > 0).expand(observation.entropy.shape)
+        if own is not None:
+            valid = valid & own.reshape(-1, 1, own.shape[-1])
+        if (padding := self._padding[0]) is not None:
+            valid = valid & ~padding[:, None, rows]
+        bin_of = None
+        if self.edges is not None:
+            inner = torch.tensor(self.edges[1:-1], device=valid.device)
+            at = torch.bucketize(problem.visibility.query, inner, right=True)
+            at = at[:, None] if at.dim() == 2 else at[None, None]
+            bin_of = at.expand(valid.shape)
+        self.sums[self._name].add(observation, self._asked, valid, bin_of)
+        if self.cosines:
+            heads = problem.q.shape[1]
+            if self._name not in self.cosine_sums:
+                self.cosine_sums[self._name] = CosineSums(heads)
+            self.cosine_sums[self._name].add(problem, valid)
+
+    def normed(self, name: str, side: int) -> Callable[[nn.Module, Any, Tensor], None]:
+        """A hook on a score's own normalisation."""
+
+        def hook(module: nn.Module, given: Any, normed: Tensor) -> None:
+            if self._name is not None:
+                self.sums[self._name].add_norms(name, normed, self._padding[side])
+
+        return hook
+
+    def _layer(self, q: Tensor) -> LayerSums:
+        assert self._name is not None
+        if self._name not in self.sums:
+            bins = 1 if self.edges is None else len(self.edges) - 1
+            self.sums[self._name] = LayerSums(q.shape[1], bins, q.device)
+        return self.sums[self._name]
+
+    def lines(self) -> dict[str, LayerLine]:
+        """Every layer that ran, in one bin."""
+        found = {}
+        for name, sums in self._in_order():
+            grids = {field: [row[0] for row in grid] for field, grid in sums.grids().items()}
+            kept = {field: grids[field] for field in grids if field in LayerLine.model_fields}
+            found[name] = LayerLine.model_validate(kept | sums.mean_norms())
+        return found
+
+    def record(self, **facts: Any) -> InspectionRecord:
+        """Every layer that ran, by position."""
+        assert self.edges is not None
+        layers = []
+        for name, sums in self._in_order():
+            fields: dict[str, Any] = {**sums.grids(), **sums.mean_norms(), "rows": sums.counts()}
+            if name in self.cosine_sums:
+                fields["cosines"] = self.cosine_sums[name].summary()
+            layers.append(LayerRecord(name=name, heads=sums.heads, **fields))
+        if not layers:
+            raise InputError("nothing was read: no layer of the model ran while it was looked at")
+        return InspectionRecord(edges=self.edges, layers=tuple(layers), facts=facts)
+
+    def _in_order(self) -> list[tuple[str, LayerSums]]:
+        order = [name for names in self.names.values() for name in names]
+        return sorted(self.sums.items(), key=lambda item: order.index(item[0]))
+
+
+def layer_names(model: nn.Module) -> dict[Score, tuple[str, ...]]:
+    """Every score of a model and the names of the layers that it serves, bottom first.
+
+    A layer is named by its module's path; a block that several layers share has a name for each.
+    """
+    shared = {
+        path: module.layers
+        for path, module in model.named_modules()
+        if isinstance(module, Blocks) and module.layers > len(module)
+    }
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Score):
+            found[module] = _names(path.removesuffix("score").removesuffix("."), shared)
+    return found
+
+
+def _names(path: str, shared: dict[str, int]) -> tuple[str, ...]:
+    for blocks, layers in shared.items():
+        lead = f"{blocks}.0." if blocks else "0."
+        if path.startswith(lead):
+            own, rest = lead.removesuffix("0."), path.removeprefix(lead)
+            return tuple(f"{own}{layer}.{rest}" for layer in range(layers))
+    return (path,)
+
+
+@contextmanager
+def collecting(
+    model: nn.Module,
+    edges: Sequence[int] | None = None,
+    *,
+    reach: bool = False,
+    cosines: bool = False,
+) -> Iterator[Collector]:
+    """Collect what the layers of `model` do while inside, for any number of forward passes.
+
+    Nothing stays behind. A compiled model runs uncompiled meanwhile: a compiled graph cannot be
+    looked into. Raises `InputError` for a model without any `Score`.
+    """
+    collector = Collector(model, edges, reach, cosines)
+    with ExitStack() as stack:
+        for score in collector.names:
+            for field, side, norm in (
+                ("q_normed", 0, score.query_norm),
+                ("k_normed", 1, score.key_norm),
+            ):
+                if norm is not None:
+                    handle = norm.register_forward_hook(collector.normed(field, side))
+                    stack.callback(handle.remove)
+        for module in model.modules():
+            if isinstance(module, Blocks):
+                handle = module.register_forward_pre_hook(lambda *_: collector.restart())
+                stack.callback(handle.remove)
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(observing(collector))
+        yield collector

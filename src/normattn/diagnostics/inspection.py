@@ -1,0 +1,62 @@
+"""`inspect_model`: what every layer's attention does with given texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from normattn.diagnostics.collecting import collecting
+from normattn.errors import InputError
+from normattn.models.causal_lm import without_dropout
+from normattn.reports.diagnostics_records import InspectionRecord
+
+POSITION_BINS = 16
+
+
+def inspect_model(
+    model: nn.Module,
+    ids: Int[Tensor, "b t"],
+    *,
+    bins: int = POSITION_BINS,
+    reach: bool = True,
+    cosines: bool = False,
+    tokens_per_batch: int = 8192,
+    read: Callable[[Tensor], Any] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    **facts: Any,
+) -> InspectionRecord:
+    """Entropy, log-sum-exp, largest logit, sinks and norms of every layer, head and position bin.
+
+    Streamed from the kernels: memory does not follow T². Dropout is off while it reads, nothing
+    stays behind.
+
+    Args:
+        model: any model that holds scores; a post-hoc method that is on stays on.
+        ids: the texts (B, T), read `tokens_per_batch` tokens at a time.
+        bins: equal bins of the query's position, at most T.
+        reach: also attention beyond the training length, and at angles never trained.
+        cosines: also the range of cos(q, k), which costs one more product.
+        read: how the model reads some rows; by default `model.hidden`, or the model itself.
+        progress: told rows done, of how many.
+        facts: what else the record should say.
+
+    Raises `InputError` for a model without any score and for texts without a token.
+    """
+    if ids.dim() != 2 or not ids.numel():
+        shape = tuple(ids.shape)
+        raise InputError(f"texts must be token ids (batch, tokens), but they are {shape}")
+    reader: Callable[[Tensor], Any] = getattr(model, "hidden", model) if read is None else read
+    rows, length = ids.shape
+    bins = max(1, min(bins, length))
+    edges = [round(length * place / bins) for place in range(bins + 1)]
+    step = max(1, tokens_per_batch // length)
+    with without_dropout(model), torch.no_grad():
+        with collecting(model, edges, reach=reach, cosines=cosines) as collector:
+            for first in range(0, rows, step):
+                reader(ids[first : first + step])
+                progress(min(first + step, rows), rows)
+        return collector.record(**facts)
