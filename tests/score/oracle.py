@@ -198,8 +198,14 @@ def attend(
     k_positions: npt.NDArray[np.int64] | None = None,
     documents: npt.NDArray[np.int64] | None = None,
     learned: Mapping[str, Array] | None = None,
+    below: Array | None = None,
+    layers: int = 1,
 ) -> Array:
-    """o_i = Σ_j softmax_j(s(i, j)) v_j, (B, H, T, E); 0 for a query that sees no key."""
+    """o_i = Σ_j softmax_j(s(i, j)) v_j, (B, H, T, E); 0 for a query that sees no key.
+
+    `below` (B, H, T, S) holds the scores of the layers below, which this layer joins; softmax reads
+    the sum over `layers`.
+    """
     learned = {} if learned is None else learned
     batch, heads, queries, d = q.shape
     groups, keys = heads // k.shape[1], k.shape[2]
@@ -231,6 +237,9 @@ def attend(
             if added == -math.inf:
                 continue
             score = factor * product(b, h, i, j)
+            if below is not None:
+                below[b, h, i, j] += score
+                score = float(below[b, h, i, j]) / layers
             if recipe.cap is not None:
                 score = recipe.cap * math.tanh(score / recipe.cap)
             score -= scalars.penalty(recipe, h, heads, abs(at_q - at_k), p, a)

@@ -19,7 +19,7 @@ Legend: B batch, H heads, T queries, S keys, E value size.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -35,12 +35,20 @@ from normattn.kernels.score_buffer import Ledger
 from normattn.kernels.tiles import Plan
 
 
+class Place(NamedTuple):
+    """Of a layer in its stack: number, from 1, what multiplies the sum, whether gradients come."""
+
+    number: int
+    share: float
+    learning: bool
+
+
 class _Carried(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         ledger: Ledger,
-        place: tuple[int, float],
+        place: Place,
         settings: Settings,
         seed: int,
         eye: Eye | None,
@@ -48,10 +56,10 @@ class _Carried(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         problem = settings.problem(tensors)
-        plan, (number, share) = Plan.of(problem), place
-        layer = ledger.up(problem.q, plan, number, share)
-        if any(ctx.needs_input_grad):
-            ledger.remembered[number] = problem.q.detach(), problem.k.detach()
+        plan = Plan.of(problem)
+        layer = ledger.up(problem.q, plan, place.number, place.share)
+        if place.learning:
+            ledger.remembered[place.number] = problem.q.detach(), problem.k.detach()
         ctx.save_for_backward(*tensors)
         ctx.rest = ledger, place, settings, seed
         out = forward_tiles(problem, plan, seed, carried=layer, eye=eye)
@@ -60,7 +68,8 @@ class _Carried(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the carried kernel", "backend='reference'")
-        ledger, (number, share), settings, seed = ctx.rest
+        ledger, place, settings, seed = ctx.rest
+        number = place.number
         if ledger.at < number:
             raise InputError(
                 "carried scores are undone in a backward and serve one only: add the losses and "
@@ -69,7 +78,7 @@ class _Carried(torch.autograd.Function):
         problem = settings.problem(ctx.saved_tensors)
         plan = Plan.of(problem)
         _undo_above(ledger, problem, plan, number)
-        layer = ledger.down(problem.q, plan, number, share)
+        layer = ledger.down(problem.q, plan, number, place.share)
         sums = backward_tiles(problem, plan, grads[0], seed, carried=layer)
         ledger.undone(number)
         return (None, None, None, None, None, grads[1], *sums.all(problem))
@@ -93,9 +102,7 @@ def _undo_above(ledger: Ledger, problem: Problem, plan: Plan, number: int) -> No
 def carried(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
     """softmax(Σ_m q_m k_mᵀ) · v, the products of this layer joining those of the layers below.
 
-    `eye` looks on, and changes nothing.
-
-    Raises `InputError` where the layers below have another shape or see other pairs, in a
+    `eye` looks on, and changes nothing. Raises `InputError` where the layers below have another shape or see other pairs, in a
     recomputation by activation checkpointing, and in a second backward.
     """
     state = problem.carry
@@ -104,9 +111,11 @@ def carried(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t e"
     if state.ledger is None:
         state.ledger = Ledger(Plan.of(problem))
     token = problem.q.new_empty(0) if state.token is None else state.token
+    tensors = problem.tensors
+    wanted = any(x is not None and x.requires_grad for x in (token, *tensors))
+    place = Place(state.count, state.share, wanted and torch.is_grad_enabled())
     out, state.token = _Carried.apply(  # type: ignore[no-untyped-call]
-        *(state.ledger, (state.count, state.share), problem.settings, draw_seed(problem), eye),
-        *(token, *problem.tensors),
+        *(state.ledger, place, problem.settings, draw_seed(problem), eye, token, *tensors)
     )
     found: Tensor = out
     return found

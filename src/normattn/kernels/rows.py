@@ -183,7 +183,12 @@ class Rows:
         if not self.carried.lowest:
             self.accumulate(sums, tile)
             return
-        self._products(tile, sums)
+        if sums.dtype == self.q.dtype:
+            self._products(tile, sums)
+        else:
+            products = self.room("products", tile)[..., : tile.width]
+            self._products(tile, products)
+            sums.copy_(products)
         if self.plan.aligned:
             # Hidden in every layer alike: what is added to −∞, or taken from it, changes nothing.
             hide_edges(self.apart(sums), tile, self.plan.keys - self.plan.queries)
@@ -209,6 +214,9 @@ class Rows:
         mine = by_score[..., : tile.width]
         if self.carried.highest:
             torch.mul(mine, self.carried.share, out=gradient)
+        elif self.carried.lowest and gradient.dtype == mine.dtype:
+            # Nobody reads it again: written to the tile in the cache, not to memory.
+            return torch.add(gradient, mine, alpha=self.carried.share, out=mine)
         else:
             gradient.add_(mine, alpha=self.carried.share)
         return gradient if gradient.dtype == mine.dtype else mine.copy_(gradient)

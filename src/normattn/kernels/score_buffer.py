@@ -16,33 +16,27 @@ from normattn.kernels.tiles import Group, Plan, Tile
 
 
 class ScoreBuffer:
-    """A number for each pair; a tile's (n, c·r, W) lie together.
+    """A number for each pair, in float32 (float64 for float64), each tile's (n, c·r, W) by itself.
 
-    Causal rows hold the keys up to their tile's last row: about half of T × S.
+    Causal rows hold the keys up to their tile's last row: about half of T × S. Pieces of that size
+    are what an allocator keeps from step to step; one large piece would be fresh pages every time.
     """
 
     def __init__(self, like: Tensor, plan: Plan) -> None:
-        """Uninitialised, in float32 (float64 for float64)."""
-        self.repeat, self.groups = plan.repeat, like.shape[1] // plan.repeat
-        self.starts: dict[int, int] = {}
-        self.each = 0
-        for tile in plan.tiles:
-            self.starts[tile.rows.start] = self.each
-            self.each += self._lines(tile) * tile.width
+        """Nothing yet: a tile is taken, uninitialised, when it is first asked for."""
+        self.repeat = plan.repeat
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        self.room = like.new_empty(like.shape[0] * self.groups * self.each, dtype=dtype)
-
-    def _lines(self, tile: Tile) -> int:
-        return int(tile.rows.stop - tile.rows.start) * self.repeat
+        self.like = like.new_empty(0, dtype=dtype)
+        self.tiles: dict[tuple[int, int, int], Tensor] = {}
 
     def tile(self, group: Group, tile: Tile) -> Tensor:
         """The scores (n, c·r, W) of a group's tile."""
-        heads = group.heads.stop - group.heads.start
-        n = heads * (group.batch.stop - group.batch.start)
-        first = (group.batch.start * self.groups + group.heads.start) * self.each
-        begin = first + n * self.starts[tile.rows.start]
-        shape = n, self._lines(tile), tile.width
-        return self.room[begin : begin + torch.Size(shape).numel()].view(shape)
+        name = group.batch.start, group.heads.start, tile.rows.start
+        if name not in self.tiles:
+            n = (group.batch.stop - group.batch.start) * (group.heads.stop - group.heads.start)
+            lines = (tile.rows.stop - tile.rows.start) * self.repeat
+            self.tiles[name] = self.like.new_empty(n, lines, tile.width)
+        return self.tiles[name]
 
 
 @dataclass(frozen=True)
