@@ -132,7 +132,7 @@ class TranslatorConfig(StackConfig):
         return self.decoder.score
 
     def _resolved_cross_score(self) -> ScoreSpec:
-        score = _placeless(self.score) if self.cross_score is None else self.cross_score
+        score = placeless(self.score) if self.cross_score is None else self.cross_score
         norm = score.variant.query_norm()
         if norm is not None and norm.leaks_future:
             raise InputError(
@@ -147,8 +147,8 @@ class TranslatorConfig(StackConfig):
         return score
 
 
-def _placeless(score: ScoreSpec) -> ScoreSpec:
-    """What of a score needs no place."""
+def placeless(score: ScoreSpec) -> ScoreSpec:
+    """What of a score needs no place, with NoPE: what a cross attention takes over from it."""
     kept = [part for part in score.parts if part.slot in _PLACELESS]
     nope: Any = find("NoPE")()
     return ScoreSpec((*kept, nope), score.train_length)

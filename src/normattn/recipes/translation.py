@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from normattn.evaluation.translation import (
 )
 from normattn.models.pretrained import load_as
 from normattn.models.translator import Translator
+from normattn.models.translator_config import placeless
 from normattn.recipes.layout import CellPaths
 from normattn.recipes.merging import merged
 from normattn.recipes.settings import Settings
@@ -29,6 +30,9 @@ from normattn.recipes.stages import Note, Stage, TrainStage
 from normattn.recipes.studies import Cell
 from normattn.reports.translation_record import TranslationRecord, write_translation
 from normattn.score import ScoreSpec
+from normattn.score.part import Part
+from normattn.score.registry import find
+from normattn.score.sided import SidedNorm
 from normattn.training.distribution import choose_device
 from normattn.training.translation import TranslationConfig, TranslationWorkload
 from normattn.training.workload import MODEL, Cost
@@ -66,16 +70,30 @@ def scores_of(variant: str) -> dict[str, str]:
     the decoder, which they would show the future, keeps Baseline, and so do the queries of the
     cross attention, which are the decoder's; its keys are the source's and keep their norm.
     """
-    if not ScoreSpec.parse(variant).leaks_future:
+    spec = ScoreSpec.parse(variant)
+    if not spec.leaks_future:
         return {"model.score": variant}
-    name, dash, rest = variant.partition("-")
-    keys = "Baseline" if name.startswith("Q") and not name.startswith("QK") else name
-    across = dash.join(("K" + keys.removeprefix("QK") if keys.startswith("QK") else keys, rest))
+    own = spec.variant
+    assert isinstance(own, SidedNorm)
+    plain: Any = find("Baseline")()
+    keys = plain
+    if "K" in own.sides:
+        parameters = {each.name: getattr(own, each.name) for each in fields(own)}
+        keys = find(own.name if own.sides == "K" else own.name.removeprefix("Q"))(**parameters)
     return {
         "model.score": variant,
-        "model.decoder_score": dash.join(("Baseline", rest)),
-        "model.cross_score": f"{across}-NoPE",
+        "model.decoder_score": _text(_with_variant(spec, plain)),
+        "model.cross_score": _text(placeless(_with_variant(spec, keys))),
     }
+
+
+def _with_variant(spec: ScoreSpec, variant: Part) -> ScoreSpec:
+    """The score with another normalisation."""
+    return ScoreSpec(tuple(variant if part is spec.variant else part for part in spec.parts))
+
+
+def _text(spec: ScoreSpec) -> str:
+    return str(spec).partition("@")[0]
 
 
 class TranslationCell(Cell):
