@@ -16,7 +16,7 @@ import torch
 from normattn import attention
 from normattn.atomic import write_json
 from normattn.bench.machine import provenance
-from normattn.bench.timing import Step, interleave
+from normattn.runs.timing import Step, interleave
 
 HEADS, SIZE, TOKENS = 4, 64, 4096
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)

@@ -20,8 +20,8 @@ from normattn.atomic import write_json
 from normattn.bench.machine import Machine, provenance
 from normattn.bench.memory import peak_memory
 from normattn.bench.models import LLAMA, X_TRANSFORMERS, ModelSize, TrainingStep
-from normattn.bench.timing import interleave
 from normattn.models.accounting import parameter_count
+from normattn.runs.timing import interleave
 
 SIZE = ModelSize()
 VARIANTS = ("Baseline", "KNA", "CosA", "QKRMSNorm", "Baseline-logn", "KNA-logn", "CosA-logn")

@@ -19,10 +19,10 @@ from normattn.bench.models import SMALL, TrainingStep
 from normattn.bench.peers import MaskedALiBi, Stock, TwoMatrices
 from normattn.bench.settings import Settings
 from normattn.bench.suites import SUITES, memory
-from normattn.bench.timing import Step
 from normattn.bench.vocabulary import Vocabulary
 from normattn.errors import InputError
 from normattn.kernels.dispatch import KERNELS
+from normattn.runs.timing import Step
 
 DOUBLE = Causal(40, torch.float64, True)
 QUICK = Settings.of(quick=True, device="cpu")

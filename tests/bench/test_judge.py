@@ -10,7 +10,7 @@ from normattn.bench.case import Case, Goal
 from normattn.bench.judge import Verdict, judge, roofline, why_missed
 from normattn.bench.measure import Measurement
 from normattn.bench.peers import Stock
-from normattn.bench.timing import Timing
+from normattn.runs.timing import Timing
 
 CALL = Causal(1000, torch.float32, False, heads=1)
 CASE = Case(

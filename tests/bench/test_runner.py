@@ -17,8 +17,8 @@ from normattn.bench.judge import roofline
 from normattn.bench.measure import Measurement
 from normattn.bench.settings import Settings
 from normattn.bench.suites import SUITES
-from normattn.bench.timing import Timing
 from normattn.errors import InputError
+from normattn.runs.timing import Timing
 
 
 def hand_made(case: Case, slow: float = 3.0) -> Measurement:

@@ -16,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.bench.case import Work
-from normattn.bench.timing import Step
 from normattn.kernels import Problem, Visibility, attend, choose
 from normattn.layers.attend import attention, posed, regular_positions
+from normattn.runs.timing import Step
 from normattn.score import Score, ScoreSpec
 
 _SMALL = 128

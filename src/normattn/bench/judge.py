@@ -8,7 +8,7 @@ from typing import Any
 
 from normattn.bench.case import Case, Goal
 from normattn.bench.measure import Measurement
-from normattn.bench.timing import Ratio, ratio
+from normattn.runs.timing import Ratio, ratio
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import normattn
-from normattn.bench.timing import Step, Timing
 from normattn.errors import InputError
 from normattn.runs.environment import describe_environment
+from normattn.runs.timing import Step, Timing
 
 # The packages of this library whose text decides what is measured.
 _MEASURED = ("bench", "kernels", "layers", "models", "score")

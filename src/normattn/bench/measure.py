@@ -14,7 +14,7 @@ from normattn.bench.case import Case, Entry
 from normattn.bench.machine import Machine
 from normattn.bench.memory import peak_memory
 from normattn.bench.settings import Settings
-from normattn.bench.timing import Timing, interleave
+from normattn.runs.timing import Timing, interleave
 
 WARM = 2
 _MEMORY_RUNS = 2

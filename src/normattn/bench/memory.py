@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import torch
 
-from normattn.bench.timing import Step, synchronise
 from normattn.errors import InputError
+from normattn.runs.timing import Step, synchronise
 
 _LOADED = [f"normattn.bench.{name}" for name in ("memory", "peers", "vocabulary", "models")]
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h.

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from normattn.bench.case import Work
-from normattn.bench.timing import Step
 from normattn.models.accounting import flops_per_token
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
+from normattn.runs.timing import Step
 from normattn.score import ScoreSpec
 
 Family = Literal["normattn", "x-transformers", "transformers"]
@@ -56,7 +56,7 @@ class TrainingStep:
     """Forward, backward and AdamW of a decoder on one fixed batch, fp32 or bf16 autocast.
 
     `score` is our score; a peer knows "Baseline" (rotary positions) and, x-transformers only,
-    "Baseline-ALiBi".
+    "Baseline-ALiBi" and "Baseline-RealFormer".
     """
 
     family: Family
@@ -89,12 +89,12 @@ class TrainingStep:
         torch.manual_seed(0)
         if self.family == "normattn":
             return _Ours(CausalLM(self.size.config(self.score)))
-        build: Callable[[ModelSize, bool], nn.Module] = _x_transformers
+        build: Callable[[ModelSize, str], nn.Module] = _x_transformers
         if self.family == LLAMA:
             build = _llama
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _Peer(build(self.size, self.score == "Baseline-ALiBi"))
+            return _Peer(build(self.size, self.score))
 
     def work(self) -> Work:
         """FLOPs by the model's own account; the weights and their two moments, read and written."""
@@ -133,10 +133,10 @@ class _Peer(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def _llama(size: ModelSize, alibi: bool) -> nn.Module:
+def _llama(size: ModelSize, score: str) -> nn.Module:
     """transformers' Llama with sdpa."""
-    if alibi:
-        raise ValueError("transformers' Llama has no ALiBi")
+    if score != "Baseline":
+        raise ValueError(f"transformers' Llama has no {score}")
     import transformers
 
     config = transformers.LlamaConfig(  # type: ignore[call-arg]
@@ -155,11 +155,15 @@ def _llama(size: ModelSize, alibi: bool) -> nn.Module:
     return model
 
 
-def _x_transformers(size: ModelSize, alibi: bool) -> nn.Module:
-    """x-transformers' decoder with RMSNorm, SwiGLU and its flash path."""
+def _x_transformers(size: ModelSize, score: str) -> nn.Module:
+    """x-transformers' decoder with RMSNorm, SwiGLU and its flash path.
+
+    Its residual scores have no flash path.
+    """
     import x_transformers
 
     rotary = {"rotary_pos_emb": True, "rotary_emb_dim": size.width // size.heads}
+    alibi, residual = score == "Baseline-ALiBi", score == "Baseline-RealFormer"
     position = {"alibi_pos_bias": True, "alibi_num_heads": size.heads} if alibi else rotary
     decoder = x_transformers.Decoder(
         dim=size.width,
@@ -171,7 +175,8 @@ def _x_transformers(size: ModelSize, alibi: bool) -> nn.Module:
         ff_glu=True,
         ff_no_bias=True,
         ff_mult=size.hidden / size.width,
-        attn_flash=True,
+        attn_flash=not residual,
+        residual_attn=residual,
         **position,
     )
     model: nn.Module = x_transformers.TransformerWrapper(

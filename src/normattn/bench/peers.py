@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from normattn.bench.attending import Call, Causal, OfCausal, slopes_of
-from normattn.bench.timing import Step
 from normattn.errors import InputError
+from normattn.runs.timing import Step
 
 
 @dataclass(frozen=True)

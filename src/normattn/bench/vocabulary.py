@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from normattn.bench.case import Work
-from normattn.bench.timing import Step
 from normattn.kernels import linear_cross_entropy
+from normattn.runs.timing import Step
 
 
 @dataclass(frozen=True)
