@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from normattn.errors import InputError, NormattnError
+    from normattn.hf.extension import extend
+    from normattn.hf.pretrained import from_pretrained
     from normattn.layers.attend import attention
     from normattn.layers.attention import Attention
     from normattn.layers.explain import Explanation, explain
@@ -34,6 +36,8 @@ __all__ = [
     "ScoreSpec",
     "attention",
     "explain",
+    "extend",
+    "from_pretrained",
     "generate",
 ]
 
@@ -50,6 +54,8 @@ _HOMES = {
     "ScoreSpec": "score.spec",
     "attention": "layers.attend",
     "explain": "layers.explain",
+    "extend": "hf.extension",
+    "from_pretrained": "hf.pretrained",
     "generate": "models.generation",
 }
 

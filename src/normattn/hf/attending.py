@@ -1,0 +1,193 @@
+"""The attention function of an extended layer: from un-rotated q and k to a kernel's problem.
+
+Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from normattn.errors import InputError
+from normattn.hf.folding import Folding, KeyTables, QueryTables, query_factor
+from normattn.hf.masks import Placing, placing
+from normattn.kernels import Problem, attend
+from normattn.layers.attend import in_blocks
+from normattn.score import ScoreSpec
+from normattn.score.fold import scaled
+
+ATTRIBUTE = "normattn_layer"
+# What transformers' attention modules hand to their attention function beside q, k, v and the mask.
+KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux"})
+_REFUSED = ("cache", "position_bias", "output_attentions", "indices")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a layer asks of attention beside its tensors."""
+
+    scaling: float
+    dropout: float
+    softcap: float | None
+    sink: Float[Tensor, " h"] | None
+
+
+class Memory:
+    """What the layers of one forward share; the model's forward begins with an empty one."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[tuple[object, ...], Any]] = {}
+
+    def clear(self, *_: object) -> None:
+        """Forget everything; takes what a hook is given."""
+        self._found = {}
+
+    def get(self, name: str, given: tuple[object, ...]) -> Any:
+        """What was kept for these very objects, or None."""
+        kept = self._found.get(name)
+        if kept is None or len(kept[0]) != len(given):
+            return None
+        same = all(a is b for a, b in zip(kept[0], given, strict=True))
+        return kept[1] if same else None
+
+    def keep(self, name: str, given: tuple[object, ...], value: Any) -> None:
+        """Keep a value for these very objects; a compiler keeps nothing."""
+        if not torch.compiler.is_compiling():
+            self._found[name] = (given, value)
+
+
+@dataclass(frozen=True)
+class ExtendedLayer:
+    """How one layer attends while its model is extended.
+
+    `folding` turns queries and keys; None where they come as they shall be multiplied: rotated by
+    the model, or never (a NoPE layer).
+    """
+
+    spec: ScoreSpec
+    folding: Folding | None
+    memory: Memory
+
+    def __call__(
+        self,
+        q: Float[Tensor, "b h t d"],
+        k: Float[Tensor, "b g s d"],
+        v: Float[Tensor, "b g s e"],
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        asked: Asked,
+    ) -> Float[Tensor, "b h t e"]:
+        """softmax(score) · v for the queries, the last of the keys that the mask names."""
+        place = self._placing(mask, q, k, position_ids)
+        k, v = k[:, :, : place.keys], v[:, :, : place.keys]
+
+        def part(rows: slice, keys: int, block: int) -> Tensor:
+            seen = place.seen.part(rows, keys)
+            own, k_own = q[:, :, rows], k[:, :, :keys]
+            if self.folding is None:
+                scale = query_factor(self.spec, asked.scaling, place.positions.n[..., rows])
+                problem = Problem(scaled(own, _beside(scale)), k_own, v[:, :, :keys], seen)
+            else:
+                problem = self._turned(own, k_own, v[:, :, :keys], place, rows, block, asked)
+                problem = replace(problem, visibility=seen)
+            problem = replace(problem, dropout=asked.dropout, cap=asked.softcap, sink=asked.sink)
+            return attend(problem)
+
+        if self.folding is None:
+            return part(slice(0, q.shape[2]), place.keys, 0)
+        return in_blocks(self.spec, place.positions, part)
+
+    def _turned(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        place: Placing,
+        rows: slice,
+        block: int,
+        asked: Asked,
+    ) -> Problem:
+        """The problem of some rows: queries and keys at their near and far positions."""
+        assert self.folding is not None
+        at = place.positions.part(rows, k.shape[2])
+        regime = self.spec.regime
+        start = 0
+        if regime is not None and at.regular and regime.window is not None:
+            start = max(0, k.shape[2] - q.shape[2] - regime.window + 1)
+        name = f"{rows} {k.shape[2]} {block} {asked.scaling} {q.dtype}"
+        given = (place, self.folding)
+        found: tuple[QueryTables, KeyTables, KeyTables] | None = self.memory.get(name, given)
+        if found is None:
+            far = self.folding.keys(at, 0, block, q.dtype)
+            found = (
+                self.folding.queries(at, block, asked.scaling, q.dtype),
+                far if start == 0 else self.folding.keys(at, start, block, q.dtype),
+                far,
+            )
+            self.memory.keep(name, given, found)
+        queries, near, far = found
+        near_k = near.near(k[:, :, start:])
+        if regime is None or queries.far is None:
+            return Problem(queries.near(q), near_k, v, place.seen)
+        far_k = k if far.far is None else far.far(k)
+        return Problem(
+            *(queries.near(q), near_k, v, place.seen, queries.far(q), far_k, regime.window),
+            near_start=start,
+        )
+
+    def _placing(
+        self, mask: Tensor | None, q: Tensor, k: Tensor, position_ids: Tensor | None
+    ) -> Placing:
+        given = (mask, position_ids, self.folding)
+        found: Placing | None = self.memory.get("placing", given)
+        if found is None:
+            counted = self.folding is not None
+            found = placing(mask, q.shape[2], k.shape[2], q.shape[0], position_ids, counted)
+            self.memory.keep("placing", given, found)
+        return found
+
+
+def _beside(scale: Tensor | float) -> Tensor | float:
+    """λ as a factor of (B, H, T, D)."""
+    if not isinstance(scale, Tensor):
+        return scale
+    return scale[..., None] if scale.dim() == 1 else scale[:, None, :, None]
+
+
+def attention_function(
+    module: nn.Module,
+    query: Float[Tensor, "b h t d"],
+    key: Float[Tensor, "b g s d"],
+    value: Float[Tensor, "b g s e"],
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Float[Tensor, " h"] | None = None,
+    position_ids: Tensor | None = None,
+    **more: Any,
+) -> tuple[Float[Tensor, "b t h e"], None]:
+    """Attention as transformers calls it, for the layers of an extended model.
+
+    Raises `InputError` for what it would otherwise ignore: attention weights asked for, a paged
+    cache, bidirectional attention.
+    """
+    layer = module.__dict__.get(ATTRIBUTE)
+    if layer is None:
+        raise InputError(
+            f"{type(module).__name__} runs with the attention of an extended model, but it is not "
+            "part of one: extend its own model"
+        )
+    for name in _REFUSED:
+        if more.get(name) is not None and more[name] is not False:
+            raise InputError(f"an extended model takes no {name}: remove the extension for that")
+    if more.get("is_causal") is False:
+        raise InputError("an extended model is causal, but is_causal=False was asked for")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    asked = Asked(scale, float(dropout), softcap, s_aux)
+    out = layer(query, key, value, attention_mask, position_ids, asked)
+    return out.transpose(1, 2).contiguous(), None

@@ -1,0 +1,185 @@
+"""What an extended layer does to queries and keys: the scale and the rotations, as tables.
+
+Queries and keys arrive un-rotated (or, where only log-n is added, rotated by the model). The
+rotation is that of the model's own frequencies, stretched where the method says so.
+
+Legend: B batch, T queries, S keys, P pairs of features that turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.score import Positions, ScoreSpec
+from normattn.score.parts.pi import PI
+from normattn.score.rotary import Rotation, rotation
+
+_KEPT_AT_MOST = 8
+
+
+@dataclass(frozen=True)
+class Turning:
+    """How a layer's heads are rotated by the model.
+
+    Attributes:
+        frequencies: θ_m of the pairs that turn, as trained (P,), in float64.
+        base: the base that they are powers of, or None where they are not.
+        interleaved: whether features 2m and 2m + 1 are a pair, instead of m and m + P.
+        amplitude: what the model multiplies cos and sin with.
+        head_dim: features of a head, the first 2P of which turn.
+    """
+
+    frequencies: Float[Tensor, " p"]
+    base: float | None
+    interleaved: bool
+    amplitude: float
+    head_dim: int
+
+    def alike(self, other: Turning) -> bool:
+        """Whether both turn in the same way."""
+        mine = (self.base, self.interleaved, self.amplitude, self.head_dim)
+        theirs = (other.base, other.interleaved, other.amplitude, other.head_dim)
+        return mine == theirs and torch.equal(self.frequencies, other.frequencies)
+
+
+@dataclass(frozen=True)
+class QueryTables:
+    """Rotations of queries at their near and far positions, λ folded in."""
+
+    near: Rotation
+    far: Rotation | None
+
+    def rows(self, rows: slice) -> QueryTables:
+        """Those of some positions."""
+        return QueryTables(self.near.rows(rows), None if self.far is None else self.far.rows(rows))
+
+
+@dataclass(frozen=True)
+class KeyTables:
+    """Rotations of keys at their near and far positions; `far` is None where they do not turn."""
+
+    near: Rotation
+    far: Rotation | None
+
+    def rows(self, rows: slice) -> KeyTables:
+        """Those of some positions."""
+        return KeyTables(self.near.rows(rows), None if self.far is None else self.far.rows(rows))
+
+
+X = TypeVar("X", QueryTables, KeyTables)
+
+
+def stretched(spec: ScoreSpec, turning: Turning) -> Float[Tensor, " p"]:
+    """θ' of a method whose spectrum does not move; the model's own where it has none."""
+    if spec.spectrum is None:
+        return turning.frequencies
+    if isinstance(spec.spectrum, PI):
+        return turning.frequencies / spec.spectrum.stretch
+    assert turning.base is not None
+    size = 2 * turning.frequencies.numel()
+    return spec.spectrum.inverse_frequencies(size, turning.base, spec.train_length)
+
+
+def amplitude(spec: ScoreSpec, turning: Turning) -> float:
+    """What cos and sin are multiplied with: the square root of what the logit shall be."""
+    gain = 1.0 if spec.spectrum is None else spec.spectrum.gain(spec.train_length)
+    return float(turning.amplitude * gain**0.5)
+
+
+def query_factor(spec: ScoreSpec, scaling: float, n: Tensor) -> Tensor | float:
+    """λ at n visible keys: the model's own scale, and log-n."""
+    if spec.logn is None:
+        return scaling
+    assert spec.train_length is not None
+    return spec.logn.factor(n.double(), spec.train_length) * scaling
+
+
+@dataclass
+class Folding:
+    """The tables of one way of turning, kept for positions that are simply counted."""
+
+    spec: ScoreSpec
+    turning: Turning
+    _kept: OrderedDict[tuple[object, ...], QueryTables | KeyTables] = field(
+        default_factory=OrderedDict, repr=False
+    )
+
+    def queries(self, at: Positions, block: int, scaling: float, dtype: torch.dtype) -> QueryTables:
+        """The tables of queries at these positions, as the rows of `block` read."""
+        make = partial(self._queries, block=block, scaling=scaling, dtype=dtype)
+        last = at.key.shape[-1]
+        return self._counted(
+            at, at.query, (last - at.query.shape[-1], last), ("q", block, scaling, dtype), make
+        )
+
+    def keys(self, at: Positions, start: int, block: int, dtype: torch.dtype) -> KeyTables:
+        """The tables of keys from column `start` on, as the rows of `block` read them."""
+        make = partial(self._keys, block=block, dtype=dtype)
+        places = at.key[..., start:]
+        return self._counted(at, places, (start, at.key.shape[-1]), ("k", block, dtype), make)
+
+    def _counted(
+        self,
+        at: Positions,
+        places: Tensor,
+        bounds: tuple[int, int],
+        name: tuple[object, ...],
+        make: Callable[[Tensor], X],
+    ) -> X:
+        if not at.regular or torch.compiler.is_compiling():
+            return make(places)
+        room = max(64, 1 << (bounds[1] - 1).bit_length())
+        name = (*name, room, places.device)
+        if name not in self._kept:
+            # Ordinary tensors even when first asked for in inference mode: training reuses them.
+            with torch.inference_mode(False):
+                self._kept[name] = make(torch.arange(room, device=places.device))
+            while len(self._kept) > _KEPT_AT_MOST:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(name)
+        whole: X = self._kept[name]  # type: ignore[assignment]
+        return whole.rows(slice(*bounds))
+
+    def _queries(
+        self, places: Tensor, block: int, scaling: float, dtype: torch.dtype
+    ) -> QueryTables:
+        spec = self.spec.fixed(block)
+        scale = query_factor(spec, scaling, places.clamp(min=0) + 1)
+        turn = self._turn(spec, scale, dtype)
+        if spec.regime is None:
+            return QueryTables(turn(places), None)
+        at = places.double()
+        return QueryTables(turn(places), turn(spec.regime.far_positions(at, at)[0]))
+
+    def _keys(self, places: Tensor, block: int, dtype: torch.dtype) -> KeyTables:
+        spec = self.spec.fixed(block)
+        turn = self._turn(spec, 1.0, dtype)
+        if spec.regime is None:
+            return KeyTables(turn(places), None)
+        at = places.double()
+        far = spec.regime.far_positions(at, at)[1]
+        still = amplitude(spec, self.turning) == 1 and not bool(far.any())
+        return KeyTables(turn(places), None if still else turn(far))
+
+    def _turn(
+        self, spec: ScoreSpec, scale: Tensor | float, dtype: torch.dtype
+    ) -> Callable[[Tensor], Rotation]:
+        theta, size = stretched(spec, self.turning), amplitude(spec, self.turning)
+
+        def turn(places: Tensor) -> Rotation:
+            made = rotation(places.double(), theta, scale, self.turning.interleaved, dtype)
+            if size == 1:
+                return made
+            # Features that do not turn keep their size, as in transformers.
+            return dataclasses.replace(made, cos=made.cos * size, sin=made.sin * size)
+
+        return turn

@@ -1,0 +1,166 @@
+"""Which keys stand where: what transformers' mask function hands to our attention, without N × N.
+
+transformers builds one mask per forward and hands it to every layer, unread if it is a tensor of
+four dimensions. Ours is such a tensor, of integers and small:
+
+- (1, 1, 0, S): the first S keys are real and simply counted, the queries are the last of them;
+- (B, 1, 1, S + T): the places of S keys, −1 where one is hidden, then those of the T queries.
+
+Places count the real tokens of a row from 0, so left padding changes nothing. A mask of another
+kind (packed sequences, a mask function of the caller's own) stays a boolean (B, 1, T, S).
+
+Legend: B batch, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.kernels import Visibility
+from normattn.layers.attend import regular_positions
+from normattn.score import Positions
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Where the queries and the first `keys` keys stand, and who sees whom."""
+
+    keys: int
+    positions: Positions
+    seen: Visibility
+
+
+def compact_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Bool[Tensor, "b s"] | None = None,
+    device: torch.device | str = "cpu",
+) -> Int[Tensor, "b 1 x y"]:
+    """The mask of causal attention of T queries from column `q_offset` on over `kv_length` keys.
+
+    A static cache's keys end with the last query's column; its single steps keep one shape, so that
+    a compiled step is compiled once, and read nothing from the device.
+    """
+    if kv_offset:
+        raise InputError(
+            f"the cache begins at token {kv_offset}: a layer that is extended needs all keys, so a "
+            "cache that drops some cannot serve it"
+        )
+    fixed = isinstance(q_offset, Tensor) and q_length == 1
+    used = kv_length if fixed else int(q_offset) + q_length
+    real = None if attention_mask is None else _fitted(attention_mask, used)
+    if not fixed and (real is None or bool(real.all())):
+        return torch.empty((1, 1, 0, used), dtype=torch.int64, device=device)
+    if real is None:
+        places = torch.arange(used, device=device)[None]
+    else:
+        places = (real.cumsum(-1) - 1).masked_fill(~real, -1)
+    columns = torch.arange(q_length, device=device) + q_offset
+    return torch.cat((places, places[:, columns]), -1)[:, None, None]
+
+
+def _fitted(mask: Tensor, keys: int) -> Tensor:
+    """The padding mask of `keys` keys: what it does not name is hidden."""
+    short = keys - mask.shape[-1]
+    mask = mask.bool()
+    return torch.nn.functional.pad(mask, (0, short)) if short > 0 else mask[:, :keys]
+
+
+def mask_function(over: Callable[..., Any]) -> Callable[..., Tensor | None]:
+    """What is registered beside our attention; `over` makes the masks of layers left alone."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    def make(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        mask_function: Callable[..., Any] = causal_mask_function,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        **more: Any,
+    ) -> Tensor | None:
+        sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
+        if local_size is not None:
+            found: Tensor | None = over(
+                *sizes, mask_function, attention_mask, local_size=local_size, **more
+            )
+            return found
+        if mask_function is causal_mask_function:
+            return compact_mask(*sizes, attention_mask, more["device"])
+        more["allow_is_causal_skip"] = False
+        make_whole: Callable[..., Tensor | None] = sdpa_mask
+        return make_whole(*sizes, mask_function, attention_mask, **more)
+
+    return make
+
+
+def placing(
+    mask: Tensor | None,
+    queries: int,
+    keys: int,
+    batch: int,
+    position_ids: Int[Tensor, "_ t"] | None,
+    counted: bool,
+) -> Placing:
+    """What a mask says. `counted`: whether the score depends on where each single key stands."""
+    if mask is None or mask.dim() != 4:
+        raise InputError(
+            "an extended layer got no mask of its own: it cannot be called outside of its model"
+        )
+    if mask.dtype != torch.int64:
+        return _of_matrix(mask, queries, keys, position_ids, counted)
+    if mask.shape[2] == 0:
+        used = mask.shape[3]
+        at = regular_positions(queries, used, mask.device)
+        _check_ids(position_ids, at.query.expand(batch, -1))
+        return Placing(used, at, Visibility(True, at.query, at.key, at.regular))
+    places = mask[:, 0, 0].expand(batch, -1)
+    used = places.shape[-1] - queries
+    query, key = places[:, used:], places[:, :used]
+    _check_ids(position_ids, query)
+    # What a padded query reads is nobody's; it stands where a real one could.
+    query = query.clamp(min=0)
+    at = Positions(query, key, query + 1, True, False, ordered=False)
+    return Placing(used, at, Visibility(True, query, key, False, padding=key < 0))
+
+
+def _of_matrix(
+    mask: Tensor, queries: int, keys: int, position_ids: Tensor | None, counted: bool
+) -> Placing:
+    """A mask of every pair: positions are those that the caller gave the tokens."""
+    if position_ids is None or (counted and queries != keys):
+        raise InputError(
+            "a mask of every pair does not say where cached keys stand: give a padding mask "
+            "(batch, tokens), or read without a cache"
+        )
+    at = Positions(position_ids, position_ids, position_ids + 1, True, False, ordered=False)
+    if queries != keys:
+        blank = torch.zeros(1, keys, dtype=torch.int64, device=mask.device)
+        at = Positions(position_ids, blank, position_ids + 1, True, False, ordered=False)
+    return Placing(keys, at, Visibility(False, at.query, at.key, False, mask=mask))
+
+
+def _check_ids(position_ids: Tensor | None, places: Tensor) -> None:
+    """Position ids may start anywhere, but must count the real tokens one by one."""
+    if position_ids is None or places.shape[-1] == 1 or torch.compiler.is_compiling():
+        return
+    shift, real = position_ids - places, places >= 0
+    low = torch.where(real, shift, shift.max()).amin(-1)
+    high = torch.where(real, shift, shift.min()).amax(-1)
+    if bool((low != high)[real.any(-1)].any()):
+        raise InputError(
+            "position_ids do not count the tokens of the attention mask one by one: an extended "
+            "model counts them itself, since a cache keeps no positions; leave position_ids out"
+        )

@@ -1,0 +1,131 @@
+"""Every family, every promise: no effect, no change; caches agree; neighbours do not count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+import normattn
+
+from .families import (
+    FAMILIES,
+    LEFT,
+    LENGTH,
+    WITHOUT_POSITIONS,
+    build,
+    logits,
+    model_of,
+    tokens,
+)
+
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-4}
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("ReRoPE-logn+", {"window": 3}),
+    ("YaRN-logn+", {"factor": 4}),
+    ("NTK", {"factor": 4}),
+    ("DynamicNTK", {}),
+    ("SelfExtend", {"window": 3, "group": 3}),
+]
+NOTHING: list[tuple[str, dict[str, Any]]] = [
+    ("ReRoPE", {"window": 3 * LENGTH, "train_length": 3 * LENGTH}),
+    ("LeakyReRoPE", {"window": 2, "s": 1}),
+    ("YaRN-logn+", {"factor": 1, "train_length": 3 * LENGTH}),
+    ("PI", {"factor": 1}),
+    ("DynamicNTK", {"train_length": 3 * LENGTH}),
+]
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@every_family
+def test_a_method_without_effect_is_the_model_as_it_was(family: str) -> None:
+    model, ids = model_of(family), tokens()
+    as_trained = logits(model, ids)
+    for method, values in NOTHING:
+        with normattn.extend(model, method, **values):
+            torch.testing.assert_close(logits(model, ids), as_trained, **CLOSE)
+        assert torch.equal(logits(model, ids), as_trained)
+
+
+@every_family
+def test_every_method_does_something(family: str) -> None:
+    model, ids = model_of(family), tokens()
+    as_trained = logits(model, ids)
+    for method, values in METHODS:
+        with normattn.extend(model, method, **values) as extension:
+            assert (logits(model, ids) - as_trained).abs().max() > 1e-3
+            assert extension.resolved.left == LEFT.get(family, ())
+            assert extension.resolved.without_positions == WITHOUT_POSITIONS.get(family, ())
+        assert torch.equal(logits(model, ids), as_trained)
+
+
+def stepwise(model: Any, ids: Tensor, cache: Any = None, **more: Any) -> Tensor:
+    """Logits of a prefill, a longer step and single tokens."""
+    found, at = [], 0
+    for step in (5, 7, *([1] * (ids.shape[1] - 12))):
+        reading = {name: value[:, : at + step] for name, value in more.items()}
+        with torch.no_grad():
+            out = model(ids[:, at : at + step], past_key_values=cache, use_cache=True, **reading)
+        cache, at = out.past_key_values, at + step
+        found.append(out.logits)
+    return torch.cat(found, 1)
+
+
+@every_family
+@pytest.mark.parametrize(("method", "values"), METHODS)
+def test_caches_agree_with_one_forward(family: str, method: str, values: dict[str, Any]) -> None:
+    model, ids = model_of(family), tokens(1, 2 * LENGTH + 1)
+    with normattn.extend(model, method, **values):
+        whole = logits(model, ids)
+        torch.testing.assert_close(stepwise(model, ids), whole, **CLOSE)
+        fixed = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 3)
+        torch.testing.assert_close(stepwise(model, ids, fixed), whole, **CLOSE)
+
+
+@every_family
+@pytest.mark.parametrize(("method", "values"), [METHODS[0], METHODS[1], METHODS[3]])
+def test_a_ragged_batch_reads_each_row_alone(
+    family: str, method: str, values: dict[str, Any]
+) -> None:
+    model, ids = model_of(family), tokens(3)
+    ids[1, :5] = 0
+    ids[2, :14] = 0
+    mask = (ids != 0).long()
+    with normattn.extend(model, method, **values):
+        whole = logits(model, ids, attention_mask=mask)
+        cached = stepwise(model, ids, attention_mask=mask)
+        for row, start in enumerate((0, 5, 14)):
+            alone = logits(model, ids[row : row + 1, start:])[0]
+            torch.testing.assert_close(whole[row, start:], alone, **CLOSE)
+            torch.testing.assert_close(cached[row, start:], alone, **CLOSE)
+
+
+@every_family
+def test_beam_search_and_ragged_prompts(family: str) -> None:
+    model = model_of(family)
+    asked: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "num_beams": 2}
+    ids = tokens(2, 14)
+    ids[1, :4] = 0
+    with normattn.extend(model, "ReRoPE-logn+", window=3):
+        together = model.generate(ids, attention_mask=(ids != 0).long(), **asked)
+        fixed = model.generate(
+            ids, attention_mask=(ids != 0).long(), cache_implementation="static", **asked
+        )
+        alone = model.generate(ids[1:, 4:], attention_mask=torch.ones(1, 10).long(), **asked)
+    assert torch.equal(together, fixed)
+    assert torch.equal(together[1, 4:], alone[0])
+
+
+@every_family
+def test_half_precision(family: str) -> None:
+    """As close to float32 as the model's own half precision is, up to a small factor."""
+    exact, rough, ids = model_of(family), build(family).bfloat16(), tokens()
+    as_trained = (logits(rough, ids).float() - logits(exact, ids)).abs().mean()
+    for method, values in METHODS[:2]:
+        with normattn.extend(exact, method, **values), normattn.extend(rough, method, **values):
+            found = logits(rough, ids)
+            assert found.dtype == torch.bfloat16
+            assert (found.float() - logits(exact, ids)).abs().mean() < 2 * as_trained + 1e-3
