@@ -48,10 +48,15 @@ class Room:
 
     def choose(self, rows: Int[Tensor, " r"]) -> None:
         """Batch row i becomes the old row rows[i]."""
-        if self.data is not None:
-            self.data = self._fresh(self.data, self.data.shape[self.axis], len(rows)).copy_(
-                self.data[rows]
-            )
+        if self.data is None:
+            return
+        # Only what is used is moved, and in place: a beam search does this at every step, where
+        # fresh memory costs more than the copy.
+        chosen = self.view(self.used).index_select(0, rows.to(self.data.device))
+        if len(rows) > self.data.shape[0]:
+            self.data = self._fresh(self.data, self.data.shape[self.axis], len(rows))
+        self.data = self.data[: len(rows)]
+        self.view(self.used).copy_(chosen)
 
     def drop(self, begin: int, end: int, capacity: int) -> None:
         """Forget places `begin` … `end` − 1, and hold room for `capacity`."""
@@ -67,7 +72,8 @@ class Room:
     @property
     def nbytes(self) -> int:
         """Bytes taken, used or not."""
-        return 0 if self.data is None else self.data.numel() * self.data.element_size()
+        # Of the whole storage: rows that are left behind stay in it.
+        return 0 if self.data is None else self.data.untyped_storage().nbytes()
 
     def _enlarge(self, x: Tensor, wanted: int) -> Tensor:
         room = max(_SMALLEST, 1 << (wanted - 1).bit_length()) if self.limit is None else self.limit

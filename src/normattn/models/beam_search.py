@@ -183,7 +183,8 @@ class _Search:
         before = self.tokens[rows[:, None], parents]
         self.tokens = torch.cat((before, words[rows][:, :, None]), -1)
         flat = (rows[:, None] * beam + parents).flatten()
-        if len(flat) < len(values) * beam or bool((flat != torch.arange(len(flat))).any()):
+        same = torch.arange(len(values) * beam, device=flat.device)
+        if not torch.equal(flat, same):
             self.cache.reorder(flat)
 
     def _open(self, row: int, highest: float) -> bool:
