@@ -40,9 +40,10 @@ from normattn.recipes.translation import (
 )
 from normattn.recipes.vision import VARIANTS as VISION_SCORES
 from normattn.recipes.vision import VisionCell, vision_cells, vision_records, vision_setting
+from normattn.reports.diagnostics_records import read_diagnostics
 from normattn.reports.history import draw_history
 from normattn.reports.qknorm import qknorm_report
-from normattn.reports.stability import LadderRun
+from normattn.reports.stability import LadderRun, Trace
 from normattn.reports.translation_record import TranslationRecord, read_translation
 from normattn.reports.translations import Ended
 from normattn.reports.vision import vision_report
@@ -148,7 +149,8 @@ def resolve(request: Request) -> Sweep:
     scores = _canonical(request.variants or preset.scores)
     cells = [*_all_cells(preset, config, scores, seeds, chosen=request.variants is not None)]
     for cell in cells:
-        _ = cell.training_config  # What cannot be trained is refused now.
+        if cell.seed == seeds[0]:
+            _ = cell.training_config  # What cannot be trained is refused now.
     return Sweep(
         study=KIND,
         config=config,
@@ -312,4 +314,13 @@ def _ladder_run(
     cell: LadderCell, paths: CellPaths, record: TranslationRecord | None, failure: Ended | None
 ) -> LadderRun:
     rate = cell.training_config.optimiser.lr
-    return LadderRun(cell.score, cell.rate, rate, cell.seed, record, failure)
+    traces = tuple(_traces(paths.run))
+    return LadderRun(cell.score, cell.rate, rate, cell.seed, record, failure, traces)
+
+
+def _traces(run: Path) -> Iterator[Trace]:
+    """What the probe saw in a training, over all layers and heads."""
+    for line in read_diagnostics(run):
+        largest, entropy = line.most("largest"), line.mean("entropy_share")
+        if largest is not None and entropy is not None:
+            yield Trace(line.step, largest, entropy)

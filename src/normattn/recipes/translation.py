@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from normattn.data.pairs import PairData, PairSplit
+from normattn.diagnostics.probe import DiagnosticsProbe
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.translation import (
     ReferenceScores,
@@ -120,7 +121,11 @@ class TranslationCell(Cell):
 
     def _training(self, place: Path, *, essential: bool = True) -> TrainStage:
         config = self.training_config
-        return TrainStage(self.workload, config, place, essential=essential)
+        every = config.inspect_every
+        probes = (DiagnosticsProbe(every),) if every else ()
+        return TrainStage(
+            self.workload, config, place, essential=essential, probes=lambda data: probes
+        )
 
 
 class TranslateCell(TranslationCell):
