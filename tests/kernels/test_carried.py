@@ -64,7 +64,7 @@ def _padding(shape: Shape) -> Tensor:
     return torch.arange(shape.keys) < 3 * torch.arange(shape.batch)[:, None]
 
 
-def _documents(shape: Shape) -> dict[str, Tensor]:
+def _documents(shape: Shape) -> dict[str, Any]:
     number = (torch.arange(shape.keys) >= shape.keys // 2).long().expand(shape.batch, -1)
     return {
         "key_documents": number,
@@ -117,10 +117,14 @@ def _layers(
             leaf(s.batch, s.groups, s.keys, s.values),
             seen,
             **fields,
-            **{name: leaf(*size) for name, size in learned.items()},
+            **_leaves(learned, leaf),
         )
         for _ in range(count)
     ]
+
+
+def _leaves(learned: dict[str, tuple[int, ...]], leaf: Callable[..., Tensor]) -> dict[str, Any]:
+    return {name: leaf(*size) for name, size in learned.items()}
 
 
 def _inputs(layers: list[Problem]) -> list[Tensor]:
@@ -223,8 +227,7 @@ def test_any_shape_and_depth(random: random.Random, way: str) -> None:
 
 def test_no_layer_of_depth_three_forgets_the_lowest() -> None:
     """The trap: a residual of two layers, because what is handed on lacks what came from below."""
-    shape, seen, *rest = CASES["causal"]
-    layers = _layers(shape, seen(shape), *rest, count=3)
+    layers = _causal(3)
     whole = _run(layers, "carried")[2]
     pair = _run(layers[1:], "carried")[1]
     assert (whole - pair).abs().max() > 0.1
@@ -290,7 +293,12 @@ def test_half_precision_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None
     ]
     made: list[torch.dtype] = []
     tile = ScoreBuffer.tile
-    monkeypatch.setattr(ScoreBuffer, "tile", lambda *a: (made.append(tile(*a).dtype), tile(*a))[1])
+
+    def watched(self: ScoreBuffer, *where: Any) -> Tensor:
+        made.append(tile(self, *where).dtype)
+        return tile(self, *where)
+
+    monkeypatch.setattr(ScoreBuffer, "tile", watched)
     outs, expected = _run(half, "carried"), _by_hand(exact)
     assert set(made) == {torch.float32}
     for one, two in zip(outs, expected, strict=True):
@@ -353,13 +361,13 @@ def test_layers_that_want_no_gradient(way: str) -> None:
 def test_a_second_backward_is_refused_by_name() -> None:
     layers = _causal()
     loss = _weighted(_run(layers, "carried"))
-    loss.backward(retain_graph=True)
+    torch.autograd.backward([loss], retain_graph=True)
     with pytest.raises(InputError, match="undone in a backward and serve one only"):
-        loss.backward()
+        torch.autograd.backward([loss])
     outs = _run(layers, "carried")
-    _weighted(outs[:1]).backward(retain_graph=True)
+    torch.autograd.backward([_weighted(outs[:1])], retain_graph=True)
     with pytest.raises(InputError, match="add the losses and call backward once"):
-        _weighted(outs).backward()
+        torch.autograd.backward([_weighted(outs)])
 
 
 @pytest.mark.parametrize("way", ["concatenated", "reference"])
@@ -392,7 +400,7 @@ def test_a_checkpointed_layer_is_refused_by_name(reentrant: bool, way: str) -> N
 
         outs.append(checkpoint(layer, p.q, p.k, p.v, use_reentrant=reentrant))
     with pytest.raises(InputError, match="activation checkpointing of single layers"):
-        _weighted(outs).backward()
+        torch.autograd.backward([_weighted(outs)])
 
 
 @every_way
@@ -414,7 +422,7 @@ def test_layers_must_have_one_shape(way: str) -> None:
     carry = CarriedScores()
     first, other = _causal(1)[0], _layers(Shape(rows=9), _seen(Shape(rows=9)), {}, {}, 1)[0]
     attend(replace(first, carry=carry), way)
-    with pytest.raises(InputError, match="must have the same shape.*21 queries.*9 queries"):
+    with pytest.raises(InputError, match=r"must have the same shape.*21 queries.*9 queries"):
         attend(replace(other, carry=carry), way)
 
 
@@ -459,7 +467,7 @@ def test_a_causal_buffer_holds_half_of_the_pairs_and_goes_with_the_backward() ->
     held = sum(x.numel() for x in ledger.sums.tiles.values())
     assert held == 4 * 64 * (64 + tiles.ROWS // 2) / 2
     gone = weakref.ref(ledger.sums)
-    _weighted(outs).backward()
+    torch.autograd.backward([_weighted(outs)])
     assert ledger.sums is None
     assert ledger.gradients is None
     assert not ledger.remembered

@@ -102,8 +102,9 @@ def _undo_above(ledger: Ledger, problem: Problem, plan: Plan, number: int) -> No
 def carried(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
     """softmax(Σ_m q_m k_mᵀ) · v, the products of this layer joining those of the layers below.
 
-    `eye` looks on, and changes nothing. Raises `InputError` where the layers below have another shape or see other pairs, in a
-    recomputation by activation checkpointing, and in a second backward.
+    `eye` looks on, and changes nothing. Raises `InputError` where the layers below have another
+    shape or see other pairs, in a recomputation by activation checkpointing, and in a second
+    backward.
     """
     state = problem.carry
     assert state is not None

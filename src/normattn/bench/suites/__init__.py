@@ -14,6 +14,7 @@ from normattn.bench.suites import (
     memory,
     norms,
     plain,
+    realformer,
     train_step,
     two_regime,
 )
@@ -30,6 +31,7 @@ SUITES: dict[str, Suite] = {
         cross_entropy,
         norms,
         train_step,
+        realformer,
         memory,
     )
 }
