@@ -8,7 +8,17 @@ from collections.abc import Sequence
 
 import typer
 
-from normattn.cli import bench, evaluate, generate, hidden, listing, report, reproduce, train
+from normattn.cli import (
+    bench,
+    evaluate,
+    generate,
+    hidden,
+    inspect,
+    listing,
+    report,
+    reproduce,
+    train,
+)
 from normattn.cli.failures import exit_code_of
 
 EPILOG = """
@@ -23,6 +33,8 @@ EPILOG = """
 `normattn evaluate runs/kna --methods YaRN,ReRoPE` – what stretching does to it
 
 `normattn generate runs/kna --prompt "def main("` – let it go on from a text
+
+`normattn inspect runs/kna` – what its heads attend to: entropy, logits, sinks, figures
 
 `normattn report runs/kna runs/baseline --out runs/report` – compare runs in one table
 
@@ -62,6 +74,7 @@ app.command("list")(listing.command)
 app.command("train", epilog=train.EPILOG)(train.command)
 app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.command)
 app.command("generate", epilog=generate.EPILOG)(generate.command)
+app.command("inspect", epilog=inspect.EPILOG)(inspect.command)
 app.command("report", epilog=report.EPILOG)(report.command)
 app.command("bench", epilog=bench.EPILOG)(bench.command)
 app.add_typer(reproduce.app, name="reproduce")

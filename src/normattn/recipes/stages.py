@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from normattn.errors import DivergedError
+from normattn.recipes.probes import diagnostics_probes
 from normattn.runs import read_status
 from normattn.training import LoopConfig, StepReport, TrainingConfig
 from normattn.training.continuation import Continuation
@@ -50,7 +51,8 @@ class TrainStage(Stage):
     """Train `config` in `place`. Where an `essential` one diverges, the cell ends.
 
     A configuration that goes on from a model which an earlier stage trains says `UNKNOWN` weights:
-    they are looked up when the stage runs. `probes` makes what looks into the training.
+    they are looked up when the stage runs. `probes` makes what looks into the training, beside
+    the diagnostics that the configuration asks for.
     """
 
     phase = "training"
@@ -81,7 +83,7 @@ class TrainStage(Stage):
                 _with_weights(self.config),
                 self.place,
                 on_step=_noting(note),
-                probes=self.probes(data),
+                probes=(*diagnostics_probes(self.config), *self.probes(data)),
                 show_progress=False,
             )
         except DivergedError as error:

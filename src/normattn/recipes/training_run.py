@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from normattn.models.accounting import flops_per_token, parameter_count
+from normattn.recipes.probes import diagnostics_probes
 from normattn.training import TrainingConfig, train_causal
 
 
@@ -36,7 +37,7 @@ def train_run(config: TrainingConfig, out: Path) -> None:
     # Under torchrun every process comes here; the first one speaks.
     console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     console.print(describe(config), markup=False, soft_wrap=True)
-    result = train_causal(config, out)
+    result = train_causal(config, out, probes=diagnostics_probes(config))
     console.print(
         f"loss {result.loss:.4f} after {result.steps:,} steps; the model is in {out / 'model'}",
         markup=False,

@@ -120,12 +120,7 @@ class TranslationCell(Cell):
         return TranslationConfig.parse(fields, f"the settings of {self.name}")
 
     def _training(self, place: Path, *, essential: bool = True) -> TrainStage:
-        config = self.training_config
-        every = config.inspect_every
-        probes = (DiagnosticsProbe(every),) if every else ()
-        return TrainStage(
-            self.workload, config, place, essential=essential, probes=lambda data: probes
-        )
+        return TrainStage(self.workload, self.training_config, place, essential=essential)
 
 
 class TranslateCell(TranslationCell):

@@ -1,0 +1,98 @@
+"""`normattn inspect`: what every layer and head of a trained model attends to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EPILOG = """
+**Examples**
+
+`normattn inspect runs/kna` – every layer and head, on held-out text of the training length
+
+`normattn inspect runs/kna --length 2048` – beyond it: how much attention goes where training never
+was; `--method YaRN` shows what a stretching method changes about that
+
+`normattn inspect runs/kna --text chapter.txt --attention 3,0` – a text of your own, and the
+attention of head 0 in layer 3 as an image; `--attention all` draws them all
+
+`normattn inspect runs/kna --cosines --json > kna.json` – for a program to read
+
+`normattn train --score KNA --set inspect_every=50 --out runs/kna` – the same while a model trains:
+lines in RUN/diagnostics.jsonl, and a warning when scores concentrate or spread
+
+**What the columns say**
+
+entropy: of attention, in nats; / ln n: 0 looks at one key, 1 at all alike.
+
+largest logit: of any visible pair. on token 0, on sink: mean attention to the first token and to a
+learned sink.
+
+beyond L: mean attention to keys at i − j ≥ L, the training length; unseen angles: mean attention
+times the share of rotary feature pairs that stand at an angle which training never had.
+"""
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
+    text: Annotated[
+        Path | None,
+        typer.Option(help="A text file to read. [default: held-out text of the run's own corpus]"),
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="Post-hoc method to read with, as in `normattn evaluate`.")
+    ] = "as is",
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a window. [default: the training length]")
+    ] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Windows, at most.")] = 16,
+    bins: Annotated[int, typer.Option(min=1, help="Bins of the query's position.")] = 16,
+    cosines: Annotated[
+        bool, typer.Option("--cosines", help="Also the range of cos(q, k): one more product.")
+    ] = False,
+    attention: Annotated[
+        str,
+        typer.Option(
+            metavar="LAYER,HEAD",
+            help="Whose attention to the first 64 tokens is drawn: LAYER,HEAD (from 0), all, or "
+            "the sharpest head.",
+        ),
+    ] = "sharpest",
+    out: Annotated[
+        Path | None, typer.Option(help="Where record and figures go. [default: RUN/inspection]")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON instead of a table.")
+    ] = False,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens in a batch, at most; bounds the memory.")
+    ] = 8192,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the windows.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of this process.")] = 1,
+) -> None:
+    """Look into a trained model: entropy, largest logits, sinks and norms of every head.
+
+    Everything is streamed from the attention kernels, so that long texts need no more memory.
+    Prints a table of the layers; OUT gets the settings, inspection.json, and figures: heat maps
+    layer × head, curves over position (and over training, where it was probed), one head's
+    attention.
+    """
+    from normattn.recipes.inspection import inspect_run
+
+    inspect_run(
+        run,
+        text=text,
+        method=method,
+        length=length,
+        windows=windows,
+        bins=bins,
+        cosines=cosines,
+        attention=attention,
+        out=out,
+        as_json=as_json,
+        max_tokens=max_tokens,
+        seed=seed,
+        threads=threads,
+    )

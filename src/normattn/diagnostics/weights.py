@@ -1,0 +1,87 @@
+"""The attention weights of every layer for one short text: the only place with whole matrices.
+
+Legend: B batch, H query heads, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from normattn.diagnostics.collecting import layer_names
+from normattn.errors import InputError
+from normattn.kernels import Problem
+from normattn.kernels.observe import Observation, observing
+from normattn.kernels.reference import reference
+from normattn.models.causal_lm import without_dropout
+
+MOST_TOKENS = 512
+
+
+def attention_weights(
+    model: nn.Module, ids: Int[Tensor, "t"], read: Callable[[Tensor], Any] | None = None
+) -> dict[str, Float[Tensor, "h t s"]]:
+    """α of every layer for one text of at most 512 tokens, by the name of the layer.
+
+    By the kernels' own definition, with what layers carry and whatever method is on; a learned
+    sink's share is what a row lacks to 1. Raises `InputError` for a longer text: matrices are for
+    looking at, and everything else is streamed (`inspect_model`).
+    """
+    if not 0 < ids.shape[0] <= MOST_TOKENS:
+        raise InputError(
+            f"attention is drawn for 1 to {MOST_TOKENS} tokens, but the text has {ids.shape[0]}"
+        )
+    names = [name for each in layer_names(model).values() for name in each]
+    if not names:
+        raise InputError("this model holds no Score to look at")
+    keep = _Keep()
+    reader: Callable[[Tensor], Any] = getattr(model, "hidden", model) if read is None else read
+    with torch.no_grad(), without_dropout(model), observing(keep):
+        reader(ids[None])
+    return dict(zip(names, keep.whole(), strict=False))
+
+
+class _Keep:
+    """Keeps the weights of every layer, as rows that belong together."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[Tensor]] = []
+        self._features: list[tuple[Tensor, Tensor]] = []
+
+    def enter(self, owner: object, q: Tensor, k: Tensor, padding: Any) -> None:
+        """A layer begins."""
+        self.parts.append([])
+
+    def confine(self, rows: slice, own: Tensor | None) -> None:
+        """Rows of one text come in order."""
+
+    def functions(self, problem: Problem) -> Tensor | None:
+        """Distances are not asked for."""
+        return None
+
+    def see(self, problem: Problem, observation: Observation) -> None:
+        """Compute a layer's weights once more."""
+        q, k = problem.q, problem.k
+        if problem.carry is not None:
+            self._features.append((q, k))
+            q, k = (torch.cat(parts, -1) for parts in zip(*self._features, strict=True))
+            q = q / len(self._features) if problem.carry.mean else q
+        groups, keys = k.shape[1], problem.v.shape[2]
+        # Values that are the unit vectors turn outputs into weights.
+        unit = torch.eye(keys, dtype=q.dtype, device=q.device).expand(1, groups, keys, keys)
+        plain = replace(problem, q=q, k=k, v=unit, carry=None, dropout=0.0)
+        self.parts[-1].append(reference(plain)[0].float().cpu())
+
+    def whole(self) -> list[Tensor]:
+        """(H, T, S) of every layer; rows that were computed with fewer keys see no others."""
+        found = []
+        for parts in self.parts:
+            keys = max(part.shape[2] for part in parts)
+            wide = [nn.functional.pad(part, (0, keys - part.shape[2])) for part in parts]
+            found.append(torch.cat(wide, 1))
+        return found
