@@ -11,7 +11,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from normattn.data.pairs import PairData, PairSplit
-from normattn.diagnostics.probe import DiagnosticsProbe
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.translation import (
     ReferenceScores,
