@@ -1,7 +1,8 @@
-"""Building blocks: attention, the gated attention unit, norms, feed-forward, residual placement."""
+"""Building blocks: attention within and across, gated attention unit, norms, placement."""
 
 from normattn.layers.attend import attention
 from normattn.layers.attention import Attention
+from normattn.layers.cross_attention import CrossAttention
 from normattn.layers.feed_forward import GELU, SwiGLU, swiglu_hidden
 from normattn.layers.gated_attention_unit import GatedAttentionUnit
 from normattn.layers.norms import LayerNorm, RMSNorm
@@ -9,6 +10,7 @@ from normattn.layers.placement import DeepNorm, PostLN, PreLN, ReZero, deepnorm_
 
 __all__ = [
     "Attention",
+    "CrossAttention",
     "DeepNorm",
     "GELU",
     "GatedAttentionUnit",

@@ -1,6 +1,7 @@
-"""Whole models built from the layers: the causal language model, its costs and its files."""
+"""Whole models built from the layers, their costs and their files."""
 
 from normattn.models.accounting import Flops, flops_per_token, parameter_count
+from normattn.models.beam_search import Hypothesis, beam_search
 from normattn.models.cache import ModelCache
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
@@ -8,15 +9,21 @@ from normattn.models.generation import Answer, generate
 from normattn.models.method import MethodHandle
 from normattn.models.pretrained import load_model, save_model
 from normattn.models.sampling import Sampling
+from normattn.models.translator import Translator
+from normattn.models.translator_config import TranslatorConfig
 
 __all__ = [
     "Answer",
     "CausalLM",
     "CausalLMConfig",
     "Flops",
+    "Hypothesis",
     "MethodHandle",
     "ModelCache",
     "Sampling",
+    "Translator",
+    "TranslatorConfig",
+    "beam_search",
     "flops_per_token",
     "generate",
     "load_model",

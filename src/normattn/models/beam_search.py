@@ -110,7 +110,7 @@ class _Search:
         self.finished: list[list[Hypothesis]] = [[] for _ in sources]
         # Of the sources that are not done: their number, and the most tokens of each.
         self.numbers = list(range(rows))
-        self.limits = torch.tensor([settings.limit(source) for source in sources], device=device)
+        self.limits = [settings.limit(source) for source in sources]
         self.total = torch.full((rows, beam), -math.inf, dtype=torch.float64, device=device)
         self.total[:, 0] = 0.0
         self.tokens = torch.full((rows, beam, 1), model.config.bos_id, device=device)
@@ -131,16 +131,19 @@ class _Search:
         """
         rows, beam, length = self.tokens.shape
         hidden = self.model.decode(self.tokens[:, :, -1].reshape(-1, 1), self.encoded, self.cache)
-        log_p = torch.log_softmax(F.linear(hidden[:, -1], self.model.head_weight), -1)
+        logits = F.linear(hidden[:, -1], self.model.head_weight)
+        # In half precision many words would share a probability.
+        log_p = torch.log_softmax(logits if logits.element_size() > 2 else logits.float(), -1)
         if not bool(torch.isfinite(log_p.amax(-1)).all()):
             raise InputError("the model's logits are not finite: its weights cannot be used")
         config = self.model.config
         log_p[:, [config.pad_id, config.bos_id]] = -math.inf
-        over = (self.limits < length).repeat_interleave(beam)
-        if bool(over.any()):
-            end = log_p[over, config.eos_id]
-            log_p[over] = -math.inf
-            log_p[over, config.eos_id] = end
+        over = [row for row, limit in enumerate(self.limits) if limit < length]
+        if over:
+            grid = log_p.view(rows, beam, -1)
+            end = grid[over, :, config.eos_id]
+            grid[over] = -math.inf
+            grid[over, :, config.eos_id] = end
         chance, words = best(log_p, min(beam, log_p.shape[1]))
         total = (self.total.reshape(-1, 1) + chance.double()).view(rows, -1)
         values, at = torch.sort(total, stable=True, dim=-1, descending=True)
@@ -161,7 +164,7 @@ class _Search:
                     tuple(tokens),
                     self.settings.score(value, length),
                     value,
-                    "length" if length > int(self.limits[row]) else "stop",
+                    "length" if length > self.limits[row] else "stop",
                 )
             )
 
@@ -170,12 +173,13 @@ class _Search:
         # Empty places last: the others keep their order.
         values, order = torch.sort(values, stable=True, dim=-1, descending=True)
         parents, words = parents.gather(1, order), words.gather(1, order)
-        going = [row for row in range(len(self.numbers)) if self._open(row, float(values[row, 0]))]
+        highest = values[:, 0].tolist()
+        going = [row for row in range(len(self.numbers)) if self._open(row, highest[row])]
         rows = torch.tensor(going, dtype=torch.long, device=values.device)
         if len(going) < len(self.numbers):
             self.encoded = self.encoded.choose(rows)
             self.numbers = [self.numbers[row] for row in going]
-            self.limits = self.limits[rows]
+            self.limits = [self.limits[row] for row in going]
         if not going:
             return
         beam, parents = self.settings.beam, parents[rows]
@@ -193,7 +197,7 @@ class _Search:
             return False
         ended = self.finished[self.numbers[row]]
         # Probabilities only fall, and no length penalty is larger than that of the last length.
-        hope = self.settings.score(highest, int(self.limits[row]) + 1)
+        hope = self.settings.score(highest, self.limits[row] + 1)
         return not ended or hope > max(one.score for one in ended)
 
 
