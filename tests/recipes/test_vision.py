@@ -94,14 +94,19 @@ def test_stopped_anywhere_it_is_the_same(
     tmp_path: Path, training: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Running statistics of a BatchNorm too."""
-    choices: dict[str, Any] = {"scores": ("Baseline", "QKBatchNorm"), "rates": (1.0, 2.0)}
+    choices: dict[str, Any] = {"scores": ("QKBatchNorm",), "rates": (1.0, 2.0)}
+    training = {**training, "inspect_every": 3}
     run(sweep(tmp_path / "whole", training, **choices))
     assert run_killed(sweep(tmp_path / "broken", training, **choices), 9, monkeypatch) > 1
     found = files(tmp_path / "whole")
     assert files(tmp_path / "broken") == found
-    assert len(found) == 3 + 4 + 4
+    assert len(found) == 3 + 2 + 2
     records, diverged = vision_records(tmp_path / "whole")
     assert not diverged
+    for each in records:
+        assert each.largest is not None
+        assert each.entropy_share is not None
+        assert 0 < each.entropy_share <= 1
     assert {(each.score, each.rate, each.spec) for each in records} == {
         (score, rate, f"{score}-NoPE@5") for score in choices["scores"] for rate in (1.0, 2.0)
     }

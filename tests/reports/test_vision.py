@@ -42,6 +42,8 @@ def record(score: str, seed: int = 0, share: float = 0.7, rate: float = 1.0) -> 
         classes=10,
         loss=tuple((2 - correct - drawn / 2).tolist()),
         correct=tuple(correct.tolist()),
+        largest=10.0 * rate + seed,
+        entropy_share=0.5,
     )
 
 
@@ -95,6 +97,7 @@ def test_the_page_and_its_files(tmp_path: Path) -> None:
         "Baseline, seed 0 at ×4 of the learning rate: diverged at step 7; the first value that",
         "Of 4 differences to Baseline 2 exclude 0",
         "- KNA: accuracy +",
+        "41; 0.50",
     ):
         assert said in text, said
     rows = json.loads((tmp_path / "vision.json").read_text())["rows"]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from normattn.data.images import ImageData
+from normattn.diagnostics import DiagnosticsProbe
 from normattn.errors import InputError
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.images import score_images
@@ -22,6 +23,7 @@ from normattn.recipes.settings import validated
 from normattn.recipes.stages import Note, Stage, TrainStage
 from normattn.recipes.studies import Cell
 from normattn.recipes.tabulate import origin
+from normattn.reports.diagnostics_records import read_diagnostics
 from normattn.reports.vision_record import (
     VisionDivergence,
     VisionRecord,
@@ -80,7 +82,9 @@ class VisionCell(Cell):
         """Train, then test."""
         config = self.training_config
         tested = ImageStage(config, paths.run, self.score, self.rate, self.split)
-        return [TrainStage(self.workload, config, paths.run), tested]
+        every = config.inspect_every
+        probes = (DiagnosticsProbe(every),) if every else ()
+        return [TrainStage(self.workload, config, paths.run, probes=lambda data: probes), tested]
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,8 @@ class ImageStage(Stage):
         found = score_images(
             model, data.split(self.split), progress=lambda done, total: note(done, total, "images")
         )
+        seen = read_diagnostics(self.place)
+        largest = [line.most("largest") for line in seen]
         record = VisionRecord(
             score=self.score,
             spec=str(model.config.score),
@@ -128,6 +134,8 @@ class ImageStage(Stage):
             classes=model.config.classes,
             loss=found.loss,
             correct=found.correct,
+            largest=max((most for most in largest if most is not None), default=None),
+            entropy_share=seen[-1].mean("entropy_share") if seen else None,
         )
         write_vision(self.place / RECORD, record)
         return None

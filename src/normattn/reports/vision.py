@@ -69,6 +69,8 @@ class VisionRow:
             "rate": self.rate,
             "learning_rate": self.learning_rate,
             "seeds": [record.seed for record in self.records],
+            "largest": [record.largest for record in self.records],
+            "entropy_share": [record.entropy_share for record in self.records],
             **facts(self.values),
             "change": facts(self.changes),
             "diverged": [{"seed": each.seed, "step": each.step} for each in self.diverged],
@@ -230,8 +232,17 @@ def _ladder(rows: Sequence[VisionRow]) -> str:
     for rate in rates:
         row = next(row for row in rows if row.rate == rate)
         titles.append(f"×{rate:g} ({row.learning_rate:.3g})")
+    head = ("score", *titles)
     lines = [(name, *(_rung(found.get((name, rate))) for rate in rates)) for name in scores]
-    return "Accuracy (%) at so many times the learning rate:\n\n" + grid(("score", *titles), lines)
+    inner = [(name, *(_inner(found.get((name, rate))) for rate in rates)) for name in scores]
+    text = f"Accuracy (%) at so many times the learning rate:\n\n{grid(head, lines)}"
+    if any(each != "–" for line in inner for each in line[1:]):
+        text += (
+            "\n\nThe largest logit of any step that was looked into, and the entropy of attention "
+            "at the last one as a share of ln n (mean over layers, heads and seeds; 1: spread "
+            f"evenly, 0: one key takes all):\n\n{grid(head, inner)}"
+        )
+    return text
 
 
 def _rung(row: VisionRow | None) -> str:
@@ -241,6 +252,15 @@ def _rung(row: VisionRow | None) -> str:
         return f"NaN at step {row.diverged[0].step}"
     ended = f" ({len(row.diverged)} of {len(row.records) + len(row.diverged)} seeds ended in NaN)"
     return shown(row.values["accuracy"], digits=1) + (ended if row.diverged else "")
+
+
+def _inner(row: VisionRow | None) -> str:
+    records = () if row is None else row.records
+    largest = [record.largest for record in records if record.largest is not None]
+    shares = [record.entropy_share for record in records if record.entropy_share is not None]
+    if not largest or not shares:
+        return "–"
+    return f"{max(largest):.3g}; {sum(shares) / len(shares):.2f}"
 
 
 def _rates(rows: Sequence[VisionRow]) -> list[float]:

@@ -26,7 +26,10 @@ class VisionRecord(BaseModel):
     """One trained model on one split of images.
 
     `score` is the row, `rate` by how much the learning rate was multiplied; `weights` and `data`
-    are fingerprints. `loss` (nats) and `correct` (0 or 1) have an entry for every image.
+    are fingerprints. `loss` (nats) and `correct` (0 or 1) have an entry for every image. `largest`
+    is the largest logit of any step of the training that was looked into, `entropy_share` the
+    entropy of attention at the last one as a share of ln n (mean over layers and heads); None where
+    none was.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -46,6 +49,8 @@ class VisionRecord(BaseModel):
     classes: int = Field(ge=2)
     loss: tuple[float, ...] = Field(min_length=1)
     correct: tuple[int, ...]
+    largest: float | None = None
+    entropy_share: float | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> VisionRecord:
