@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from normattn.atomic import write_text
 from normattn.errors import InputError
-from normattn.runs import read_metrics
 
 FILE = "diagnostics.jsonl"
 Heads = tuple[float | None, ...]
@@ -75,9 +74,12 @@ def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
     `run` is the directory of the run or the file itself. Raises `InputError` for a damaged file.
     """
     path = run / FILE if run.is_dir() else run
-    lines = read_metrics(path)
+    if not path.exists():
+        return []
+    # A line that is being written has no end yet.
+    whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     try:
-        return [DiagnosticsLine.model_validate(line) for line in lines]
+        return [DiagnosticsLine.model_validate_json(line) for line in whole]
     except ValidationError as error:
         raise InputError(f"{path} holds a line that is none of the diagnostics: {error}") from None
 

@@ -10,6 +10,7 @@ from normattn.bench.suites import (
     bias,
     cross_entropy,
     decode,
+    diagnostics,
     folded,
     memory,
     norms,
@@ -32,6 +33,7 @@ SUITES: dict[str, Suite] = {
         norms,
         train_step,
         realformer,
+        diagnostics,
         memory,
     )
 }
