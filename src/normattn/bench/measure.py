@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from normattn.bench.case import Case, Entry
 from normattn.bench.machine import Machine
 from normattn.bench.memory import peak_memory
 from normattn.bench.settings import Settings
-from normattn.runs.timing import Timing, interleave
+from normattn.runs.timing import Timing, interleave, threads
 
 WARM = 2
 _MEMORY_RUNS = 2
@@ -62,7 +59,7 @@ def measure(
     case: Case, settings: Settings, on_round: Callable[[int], None] = lambda done: None
 ) -> Measurement:
     """Time what the goals of `case` ask for, and weigh it, in `settings.threads` threads."""
-    with _threads(settings.threads):
+    with threads(settings.threads):
         seconds, probes = _time(case, settings, on_round)
     memory = {name: _weigh(entry, entry, settings) for name, entry in case.asked("memory").items()}
     first = {
@@ -103,13 +100,3 @@ def _weigh(entry: Entry, warm: Entry, settings: Settings) -> tuple[float, ...]:
 
 def _lists(values: dict[str, tuple[float, ...]]) -> dict[str, list[float]]:
     return {name: list(runs) for name, runs in values.items()}
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -19,6 +19,7 @@ from normattn.recipes.language_studies import ReadCell
 from normattn.recipes.layout import CellPaths, note_progress, write_if_changed
 from normattn.recipes.mechanism import MechanismCell
 from normattn.recipes.realformer import EncoderCell, GridCell
+from normattn.recipes.rmsnorm import NormCell, TimeCell
 from normattn.recipes.settings import validated
 from normattn.recipes.stages import Note
 from normattn.recipes.studies import Cell
@@ -38,6 +39,8 @@ KINDS: dict[str, type[Cell]] = {
     "translate": TranslateCell,
     "ladder": LadderCell,
     "vision": VisionCell,
+    "rmsnorm": NormCell,
+    "rmsnorm-time": TimeCell,
 }
 """What a cell.json may describe, by its `kind`."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,3 +127,14 @@ def synchronise(device: str) -> None:
     """Wait until the device has done what it was given."""
     if device != "cpu":
         torch.cuda.synchronize(device)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute on `count` threads of torch inside, and on as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -56,9 +56,10 @@ def draw_lines(
     caption: str,
     x_label: str,
     x_ticks: Sequence[tuple[float, str]] | None = None,
+    columns: int = 3,
 ) -> list[Path]:
-    """Draw the panels side by side, up to three in a row, as `stem`; return the files written."""
-    columns = min(3, len(panels))
+    """Draw the panels side by side, up to `columns` in a row, as `stem`; return the files."""
+    columns = min(columns, len(panels))
     rows = math.ceil(len(panels) / columns)
     width = _WIDTH * columns + 0.3
     heading, notes = wrap(title, round(10 * width)), wrap(caption, round(16 * width))
