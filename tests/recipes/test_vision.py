@@ -97,7 +97,7 @@ def test_stopped_anywhere_it_is_the_same(
     choices: dict[str, Any] = {"scores": ("QKBatchNorm",), "rates": (1.0, 2.0)}
     training = {**training, "inspect_every": 3}
     run(sweep(tmp_path / "whole", training, **choices))
-    assert run_killed(sweep(tmp_path / "broken", training, **choices), 9, monkeypatch) > 1
+    assert run_killed(sweep(tmp_path / "broken", training, **choices), 4, monkeypatch) > 1
     found = files(tmp_path / "whole")
     assert files(tmp_path / "broken") == found
     assert len(found) == 3 + 2 + 2
