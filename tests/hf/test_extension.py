@@ -1,0 +1,171 @@
+"""The handle: what it says, what it leaves untouched, what it keeps, what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import normattn
+from normattn import InputError
+from normattn.hf import extension_of
+
+from .families import LENGTH, build, configuration, logits, model_of, tokens
+
+
+def test_resolved_values_say_what_was_found() -> None:
+    with normattn.extend(model_of("Glm4"), "ReRoPE-logn+") as extension:
+        found = extension.resolved
+    assert (found.train_length, found.train_length_from) == (LENGTH, "max_position_embeddings")
+    assert found.method == "logn+-ReRoPE(window=2)"
+    assert found.parameters == {"window": LENGTH // 4}
+    assert (found.base, found.head_dim, found.rotated) == (10000.0, 8, 4)
+    assert (found.layout, found.attention) == ("interleaved", "normattn")
+    assert (found.extended, found.cached_keys) == ((0, 1), "un-rotated")
+    assert "logn+-ReRoPE(window=2), trained to read 8 tokens" in str(found)
+    with normattn.extend(model_of("Gemma2"), "PI", factor=2, train_length=4) as extension:
+        found = extension.resolved
+    assert (found.train_length, found.train_length_from) == (4, "given")
+    assert (found.left, found.attention, found.cached_keys) == ((0,), "stock", "rotated")
+    assert "layers within a window, as trained: 0" in str(found)
+
+
+def test_nothing_is_left_behind() -> None:
+    model, ids = build("Qwen2"), tokens()
+    before, as_trained = dict(model.model.layers[0].self_attn.__dict__), logits(model, ids)
+    config, written = model.config, model.config.to_json_string()
+    hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+    extension = normattn.extend(model, "ReRoPE-logn+", window=3)
+    assert extension.active
+    assert model.config is not config
+    assert config.to_json_string() == written
+    extension.remove()
+    extension.remove()
+    assert not extension.active
+    assert model.config is config
+    assert config.to_json_string() == written
+    assert model.model.layers[0].self_attn.__dict__ == before
+    assert hooks == sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+    assert torch.equal(logits(model, ids), as_trained)
+
+
+def test_an_error_inside_removes_it_as_well() -> None:
+    model = build("Llama")
+    with pytest.raises(KeyError), normattn.extend(model, "ReRoPE"):
+        raise KeyError
+    assert extension_of(model) is None
+
+
+def test_another_model_of_the_same_configuration_is_untouched() -> None:
+    config, ids = configuration("Llama"), tokens()
+    make: Any = type(model_of("Llama"))
+    one, other = (make(config).eval() for _ in range(2))
+    as_trained = logits(other, ids)
+    with normattn.extend(one, "ReRoPE-logn+", window=3):
+        assert torch.equal(logits(other, ids), as_trained)
+        with normattn.extend(other, "YaRN-logn+", factor=4):
+            assert not torch.equal(logits(other, ids), as_trained)
+        assert torch.equal(logits(other, ids), as_trained)
+
+
+@pytest.mark.parametrize("method", ["ReRoPE-logn+", "PI(factor=4)"])
+def test_saved_with_its_extension(method: str, tmp_path: Path) -> None:
+    model, ids = build("Llama"), tokens()
+    as_trained = logits(model, ids)
+    with normattn.extend(model, method):
+        extended = logits(model, ids)
+        model.save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())["normattn"]
+    assert record["train_length"] == LENGTH
+    again = normattn.from_pretrained(str(tmp_path)).eval()
+    assert torch.equal(logits(again, ids), extended)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(plain, ids), as_trained)
+    extension = extension_of(again)
+    assert extension is not None
+    extension.remove()
+    assert torch.equal(logits(again, ids), as_trained)
+    again.save_pretrained(tmp_path / "again")
+    with pytest.raises(InputError, match="tells of no extension"):
+        normattn.from_pretrained(str(tmp_path / "again"))
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("RoPEX", {}, "unknown score part 'RoPEX'"),
+    ("KNA", {}, "KNA is trained in"),
+    ("", {}, "needs a method by name"),
+    ("StreamingLLM", {}, "hides keys"),
+    ("ReRoPE", {"window": LENGTH + 1}, "window=9 is larger than the training length of 8"),
+    ("ReRoPE", {"window": 0}, "window must be at least 1"),
+    ("YaRN", {"factor": 0.5}, "factor must be a number of at least 1"),
+    ("YaRN", {}, "needs factor=…"),
+    ("LeakyReRoPE", {}, "needs s=…"),
+    ("ReRoPE", {"size": 3}, "takes the parameter 'size'"),
+    ("ReRoPE", {"train_length": 1}, "a training length must be a whole number of at least 2"),
+    ("YaRN-ReRoPE", {"factor": 2}, "cannot be combined"),
+]
+
+
+@pytest.mark.parametrize(("method", "values", "reason"), REFUSED)
+def test_refused_values(method: str, values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        normattn.extend(model_of("Llama"), method, **values)
+    assert extension_of(model_of("Llama")) is None
+
+
+def test_refused_models() -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9, n_positions=8))
+    for model, reason in (
+        (torch.nn.Linear(2, 2), "takes a model of transformers"),
+        (gpt2, "not a rotary model"),
+        (build("Mistral", sliding_window=4), "all its layers attend within a window of 4"),
+        (
+            build(
+                "Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+            ),
+            "dynamic rotary spectrum of its own",
+        ),
+        (build("SmolLM3", no_rope_layers=[0, 0]), "none of its layers with full attention"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            normattn.extend(model, "ReRoPE", window=3)
+
+
+def test_a_training_length_that_is_not_known_is_asked_for() -> None:
+    model = build("Llama")
+    model.config.__dict__["max_position_embeddings"] = None
+    with pytest.raises(InputError, match="say train_length=…"):
+        normattn.extend(model, "ReRoPE")
+    two = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 4,
+    }
+    with pytest.raises(InputError, match="names two lengths"):
+        normattn.extend(build("Llama", rope_parameters=two), "ReRoPE")
+    with pytest.raises(InputError, match="already scaled, and NTK is"):
+        normattn.extend(build("Llama", rope_parameters=two), "NTK", factor=2, train_length=8)
+
+
+def test_extended_twice_copied_or_changed() -> None:
+    model, ids = build("Llama"), tokens()
+    with normattn.extend(model, "ReRoPE", window=3):
+        for other in (model, model.model):
+            with pytest.raises(InputError, match="already extended, by ReRoPE: remove"):
+                normattn.extend(other, "YaRN", factor=2)
+        with pytest.raises(InputError, match="cannot be copied"):
+            copy.deepcopy(model)
+        with pytest.raises(InputError, match="takes no output_attentions"):
+            model(ids, output_attentions=True)
+        with pytest.raises(InputError, match="position_ids do not count"):
+            logits(model, ids, position_ids=2 * torch.arange(ids.shape[1])[None])
+        model.set_attn_implementation("eager")
+        with pytest.raises(InputError, match="was changed to eager while the model is extended"):
+            logits(model, ids)
+    assert model.config._attn_implementation == "sdpa"

@@ -1,0 +1,186 @@
+"""What each method computes: against a float64 oracle, and against transformers' own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import normattn
+from normattn import ScoreSpec
+from normattn.score.part import rope_frequencies
+
+from .families import LENGTH, build, logits, model_of, tokens
+from .oracle import llama
+
+W, S, COUNT = 3, 2.5, 2 * LENGTH + 3
+
+
+def _logn(n: int) -> float:
+    return max(1.0, math.log(n) / math.log(LENGTH))
+
+
+def _always(n: int) -> float:
+    return 1.0
+
+
+def _self_extend(i: int, j: int) -> float:
+    return i - j if i - j < W else i // 2 - j // 2 + W - W // 2
+
+
+REGIMES: list[tuple[str, dict[str, Any], Callable[[int, int], float], Callable[[int], float]]] = [
+    ("ReRoPE", {"window": W}, lambda i, j: min(i - j, W), _always),
+    ("ReRoPE-logn+", {"window": W}, lambda i, j: min(i - j, W), _logn),
+    ("ReRoPE", {}, lambda i, j: min(i - j, LENGTH // 4), _always),
+    (
+        "LeakyReRoPE-logn+",
+        {"window": W, "s": S},
+        lambda i, j: i - j if i - j < W else W + (i - j - W) / S,
+        _logn,
+    ),
+    ("SelfExtend", {"window": W, "group": 2}, _self_extend, _always),
+    ("logn+", {}, lambda i, j: i - j, _logn),
+]
+
+
+@pytest.mark.parametrize(("method", "values", "relative", "factor"), REGIMES)
+def test_two_regimes_by_hand(
+    method: str,
+    values: dict[str, Any],
+    relative: Callable[[int, int], float],
+    factor: Callable[[int], float],
+) -> None:
+    model, ids = model_of("Llama"), tokens(1, COUNT)
+    with normattn.extend(model, method, **values):
+        found = logits(model, ids)[0]
+    expected = llama(model, ids[0], relative, factor, rope_frequencies(8, 10000.0))
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "values"),
+    [
+        ("PI", {"factor": 3}),
+        ("ABF", {"base": 300.0}),
+        ("NTK", {"factor": 3}),
+        ("NTK-mixed", {"factor": 3}),
+        ("YaRN", {"factor": 3}),
+        ("YaRN-logn+", {"factor": 3}),
+    ],
+)
+def test_spectra_by_hand(method: str, values: dict[str, Any]) -> None:
+    model, ids = model_of("Llama"), tokens(1, COUNT)
+    spec = ScoreSpec.parse(f"Baseline-{method}", train_length=LENGTH, **values)
+    assert spec.spectrum is not None
+    theta, gain = spec.spectrum.inverse_frequencies(8, 10000.0, LENGTH), spec.spectrum.gain(LENGTH)
+    with normattn.extend(model, method, **values):
+        found = logits(model, ids)[0]
+
+    def factor(n: int) -> float:
+        return gain * (_logn(n) if spec.logn is not None else 1.0)
+
+    expected = llama(model, ids[0], lambda i, j: i - j, factor, theta)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+
+
+def scaled(family: str, kind: str, **values: Any) -> Any:
+    """The family's model with a spectrum of transformers' own, and the same weights."""
+    plain = model_of(family)
+    given = dict(plain.config.rope_parameters)
+    if "full_attention" in given:
+        given["full_attention"] = {**given["full_attention"], "rope_type": kind, **values}
+    else:
+        given |= {"rope_type": kind, **values}
+    model = build(family, rope_parameters=given)
+    model.load_state_dict(plain.state_dict())
+    return model
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Cohere", "Glm4", "GPTNeoX"])
+@pytest.mark.parametrize(
+    ("method", "kind", "more"),
+    [("YaRN", "yarn", {"original_max_position_embeddings": LENGTH}), ("PI", "linear", {})],
+)
+def test_as_transformers_has_it(family: str, method: str, kind: str, more: dict[str, Any]) -> None:
+    ids, model = tokens(), model_of(family)
+    theirs = logits(scaled(family, kind, factor=4.0, **more), ids)
+    with normattn.extend(model, method, factor=4):
+        torch.testing.assert_close(logits(model, ids), theirs, rtol=0, atol=2e-5)
+
+
+def _one_layer(**more: Any) -> Any:
+    return build("Llama", num_hidden_layers=1, **more)
+
+
+def _by_token(model: Any, ids: Tensor) -> Tensor:
+    """The last logits, the last tokens read one by one."""
+    with torch.no_grad():
+        out = model(ids[:, :-3], use_cache=True)
+        for at in range(ids.shape[1] - 3, ids.shape[1]):
+            out = model(ids[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+    found: Tensor = out.logits[:, -1]
+    return found
+
+
+def test_dynamic_agrees_with_itself_where_transformers_does_not() -> None:
+    """A prompt of three training lengths: one layer, the last block reads with its spectrum."""
+    ids, dynamic = tokens(1, 3 * LENGTH), {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0}
+    theirs, ours = _one_layer(rope_parameters=dynamic), _one_layer()
+    decoded = _by_token(theirs, ids)
+    prefilled = logits(theirs, ids)
+    assert (prefilled[:, -1] - decoded).abs().max() > 1e-3
+    # What ran before counts as well: now the same steps come out otherwise.
+    assert (_by_token(theirs, ids) - decoded).abs().max() > 1e-3
+    with normattn.extend(ours, "DynamicNTK"):
+        found = logits(ours, ids)
+        last = slice(2 * LENGTH, None)
+        torch.testing.assert_close(found[:, last], prefilled[:, last], rtol=0, atol=2e-5)
+        torch.testing.assert_close(_by_token(ours, ids), found[:, -1], rtol=0, atol=2e-5)
+
+
+def test_a_scaled_model_is_taken_as_it_is_by_what_keeps_its_spectrum() -> None:
+    model, ids = (
+        scaled(
+            "Llama",
+            "llama3",
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=LENGTH,
+        ),
+        tokens(1, COUNT),
+    )
+    theta = model.model.rotary_emb.inv_freq.double()
+    assert not torch.allclose(theta, rope_frequencies(8, 10000.0))
+    with normattn.extend(model, "ReRoPE", window=W, train_length=LENGTH):
+        found = logits(model, ids)[0]
+        expected = llama(model, ids[0], lambda i, j: min(i - j, W), _always, theta)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+    with normattn.extend(model, "PI", factor=2, train_length=LENGTH):
+        found = logits(model, ids)[0]
+        expected = llama(model, ids[0], lambda i, j: i - j, _always, theta / 2)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+
+
+def test_gradients_pass_and_are_those_of_the_model_where_nothing_changes() -> None:
+    model, ids = build("Llama"), tokens()
+    model(ids, labels=ids).loss.backward()
+    before = {name: each.grad.clone() for name, each in model.named_parameters()}
+    model.zero_grad()
+    with normattn.extend(model, "ReRoPE", window=3 * LENGTH, train_length=3 * LENGTH):
+        model(ids, labels=ids).loss.backward()
+    for name, each in model.named_parameters():
+        torch.testing.assert_close(each.grad, before[name], rtol=0, atol=1e-5)
+
+
+def test_packed_rows_are_read_apart() -> None:
+    """Position ids that begin anew: transformers hides one text from the next, and so do we."""
+    model, ids = model_of("Llama"), tokens(1, COUNT)
+    places = torch.cat((torch.arange(7), torch.arange(COUNT - 7)))[None]
+    with normattn.extend(model, "ReRoPE-logn+", window=W):
+        packed = logits(model, ids, position_ids=places, use_cache=False)
+        torch.testing.assert_close(packed[:, 7:], logits(model, ids[:, 7:]), rtol=0, atol=1e-4)
