@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.data.relation_files import item, write_json, write_relations
 
+from data.relation_files import item, write_json, write_relations
 from normattn.data.relations import RelationConfig, prepare_relations, read_folder, read_relations
 from normattn.data.relations.python_imports import (
     PIECE_CHARACTERS,

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.data.relation_files import write_relations
 
+from data.relation_files import write_relations
 from normattn.data.relations import prepare_relations
 from normattn.errors import InputError, Interrupted
 from normattn.evaluation.classification import DevelopmentProbe

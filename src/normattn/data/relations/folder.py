@@ -34,12 +34,6 @@ def read_folder(folder: Path) -> RelationCorpus:
     any split, sorted. Raises `InputError` for a file that is missing, ambiguous or damaged, and for
     a relation that rel2id.json does not list.
     """
-    if not folder.is_dir():
-        found = "is a file" if folder.exists() else "does not exist"
-        raise InputError(
-            f"the relation corpus {folder} {found}; expected python-imports or a folder with "
-            "train, dev and test files"
-        )
     splits = {name: tuple(read_relations(_file(folder, name))) for name in SPLITS}
     occurring = {label for split in splits.values() for each in split for label in each.labels}
     listed = folder / LABELS_FILE
@@ -63,6 +57,12 @@ def fingerprint(folder: Path) -> str:
 
 def _file(folder: Path, split: SplitName) -> Path:
     """The one file of a split."""
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "does not exist"
+        raise InputError(
+            f"the relation corpus {folder} {found}; expected python-imports or a folder with "
+            "train, dev and test files"
+        )
     names = [
         f"{stem}{ending}{suffix}"
         for stem in STEMS[split]

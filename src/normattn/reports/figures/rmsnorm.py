@@ -14,7 +14,7 @@ from normattn.reports.rmsnorm_records import Training
 _PANELS = (
     ("micro_f1", "micro F1, development set", "F1 (%)", 100.0),
     ("macro_f1", "macro F1, development set", "F1 (%)", 100.0),
-    ("loss", "loss, development set", "nats per label", 1.0),
+    ("loss", "loss, development set", "thousandths of a nat", 1000.0),
 )
 
 
@@ -41,7 +41,7 @@ def draw_training(trainings: Mapping[tuple[str, int], Training], folder: Path) -
         Line(norm, _trained(runs[norm]), colours[norm], dashed=place > 0)
         for place, norm in enumerate(norms)
     )
-    panels.append(LinePanel("loss, training batches", "nats per label", lines))
+    panels.append(LinePanel("loss, training batches", "thousandths of a nat", lines))
     panels = [panel for panel in panels if panel.lines]
     return draw_lines(
         panels,
@@ -84,7 +84,7 @@ def _trained(runs: Sequence[Training]) -> tuple[tuple[float, Estimate], ...]:
 
 
 def _mean_loss(run: Training, before: int, end: int) -> float | None:
-    losses = [float(line["loss"]) for line in run.metrics if before < line["step"] <= end]
+    losses = [1000.0 * float(line["loss"]) for line in run.metrics if before < line["step"] <= end]
     return float(np.mean(losses)) if losses else None
 
 
