@@ -15,6 +15,8 @@ from normattn.reports.translations import Ended, estimate_of
 
 LOSS = next(each for each in STATISTICS if each.key == "loss")
 FAILED = "✗"
+MARGIN = 0.1
+"""Nats by which a training must beat the unigram model to have learnt anything."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ class LadderRun:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended in NaN, or no better than guessing words by their frequency."""
+        """Whether it ended in NaN, or less than `MARGIN` better than the unigram model."""
         loss = self.loss
-        return loss is None or self.record is None or loss >= self.record.unigram
+        return loss is None or self.record is None or loss > self.record.unigram - MARGIN
 
 
 @dataclass(frozen=True)
@@ -179,8 +181,9 @@ def ladder_markdown(ladder: Ladder) -> str:
         "Loss on the test set (nats per token, with intervals over sentences) after training at "
         "so many times the learning rate.",
         grid(("score", *titles, "holds to"), lines),
-        f"{FAILED}: the training ended in NaN, or no better than guessing each word by its "
-        f"frequency{guess}. Holds to: the highest rate up to which every seed learnt.",
+        f"{FAILED}: the training ended in NaN, or less than {MARGIN:g} nats better than guessing "
+        f"each word by its frequency{guess}. Holds to: the highest rate up to which every seed "
+        "learnt.",
         _inner_table(ladder, titles),
     ]
     return "\n\n".join(part for part in parts if part)
