@@ -136,6 +136,15 @@ def test_a_rung_multiplies_the_learning_rate(preset: str, tmp_path: Path) -> Non
     assert [cell.variant for cell in chosen] == ["KNA", "vision KNA"]
 
 
+def test_images_may_have_more_seeds(preset: str, tmp_path: Path) -> None:
+    def seeds(request: Request) -> list[int]:
+        return [cell.seed for cell in resolve(request).cells if cell.variant == "vision KNA"]
+
+    changes = {"vision.seeds": 3}
+    assert seeds(Request(preset, out=tmp_path / "out", changes=changes)) == [0, 1, 2]
+    assert seeds(Request(preset, seeds=(4,), out=tmp_path / "out", changes=changes)) == [4]
+
+
 def test_stopped_anywhere_it_is_the_same(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

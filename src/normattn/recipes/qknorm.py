@@ -85,10 +85,13 @@ class LadderSettings(Settings):
 class VisionSettings(Settings):
     """The Vision Transformers: `training` is a `VisionTrainingConfig` less score and seed.
 
-    `ladder` are the scores that are also trained at the multiples `rates` of the learning rate.
+    `seeds` says how many are trained of each row, where --seeds does not (None: as many as of the
+    tables); `ladder` are the scores that are also trained at the multiples `rates` of the learning
+    rate, with the tables' seeds.
     """
 
     training: dict[str, Any]
+    seeds: int | None = Field(default=None, ge=1)
     scores: tuple[str, ...] = VISION_SCORES
     ladder: tuple[str, ...] = ()
     rates: tuple[Annotated[float, Field(gt=1)], ...] = RATES[1:]
@@ -147,7 +150,11 @@ def resolve(request: Request) -> Sweep:
     )
     seeds = seeds_of(request, preset)
     scores = _canonical(request.variants or preset.scores)
-    cells = [*_all_cells(preset, config, scores, seeds, chosen=request.variants is not None)]
+    images = seeds
+    if preset.vision is not None and preset.vision.seeds and not request.seeds:
+        images = tuple(range(preset.vision.seeds))
+    chosen = request.variants is not None
+    cells = [*_all_cells(preset, config, scores, seeds, images, chosen)]
     for cell in cells:
         if cell.seed == seeds[0]:
             _ = cell.training_config  # What cannot be trained is refused now.
@@ -168,9 +175,10 @@ def _all_cells(
     config: QKNormConfig,
     scores: Sequence[str],
     seeds: Sequence[int],
+    images: Sequence[int],
     chosen: bool,
 ) -> Iterator[Cell]:
-    """Rows, ladder, Vision Transformers."""
+    """Rows, ladder, Vision Transformers; `images` are the seeds of these."""
 
     def among(own: Sequence[str]) -> list[str]:
         return [name for name in _canonical(own) if not chosen or name in scores]
@@ -183,7 +191,7 @@ def _all_cells(
             )
     if preset.vision is not None:
         own, climbing = among(preset.vision.scores), among(preset.vision.ladder)
-        yield from vision_cells(preset.vision.training, own, seeds)
+        yield from vision_cells(preset.vision.training, own, images)
         yield from vision_cells(preset.vision.training, climbing, seeds, preset.vision.rates)
     if preset.ladder is not None and config.ladder is not None:
         fewer = evaluation.model_copy(update={"max_sentences": preset.ladder.max_sentences})
