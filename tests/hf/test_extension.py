@@ -82,9 +82,9 @@ def test_saved_with_its_extension(method: str, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
     record = json.loads((tmp_path / "config.json").read_text())["normattn"]
     assert record["train_length"] == LENGTH
-    again = normattn.from_pretrained(str(tmp_path)).eval()
+    again = normattn.from_pretrained(str(tmp_path))
     assert torch.equal(logits(again, ids), extended)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(plain, ids), as_trained)
     extension = extension_of(again)
     assert extension is not None

@@ -11,6 +11,7 @@ from normattn.bench.suites import (
     cross_entropy,
     decode,
     diagnostics,
+    extend,
     folded,
     memory,
     norms,
@@ -34,6 +35,7 @@ SUITES: dict[str, Suite] = {
         train_step,
         realformer,
         diagnostics,
+        extend,
         memory,
     )
 }
