@@ -1,0 +1,284 @@
+"""Scores that carry from layer to layer: by `attention`, in models, by chunks and by tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from normattn import Attention, CausalLM, CausalLMConfig, InputError, Score, ScoreSpec, attention
+from normattn.kernels import tiles
+from normattn.layers.attend_cached import attention_cached
+from normattn.layers.cache import GrowingCache
+from normattn.layers.carry import new_carry
+from score import oracle
+from score.cases import array, built, tensors
+from score.recipe import Recipe
+
+LAYERS, T, D = 4, 9, 8
+RECIPES = [
+    Recipe("Baseline"),
+    Recipe("KNA", "logn", "interleaved"),
+    Recipe("CosA", "logn+", "half", "YaRN", train_length=4),
+    Recipe("QKRMSNorm", "", "none", bias="ALiBi"),
+    Recipe("QKNorm2020", "", cap=0.7, sink=True),
+    Recipe("Baseline", "logn", near=3),
+    Recipe("QNA", "", "half", bias="KERPLELog"),
+]
+both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+
+
+def _carrying(recipe: Recipe, mean: bool = False) -> ScoreSpec:
+    part = "RealFormer(running_mean=true)" if mean else "RealFormer"
+    text, length = recipe.text.split("@")
+    return ScoreSpec.parse(f"{text}-{part}@{length}")
+
+
+def _scores(recipe: Recipe, spec: ScoreSpec, heads: int, groups: int) -> list[Score]:
+    """One per layer, with what a plain score of the recipe has learned."""
+    made = []
+    for _ in range(LAYERS):
+        score = Score(spec, heads, D, groups).double()
+        score.load_state_dict(built(recipe, heads, D, groups).state_dict())
+        made.append(score)
+    return made
+
+
+def _drawn(heads: int, groups: int, layer: int) -> list[Tensor]:
+    return tensors((2, heads, T, D), (2, groups, T, D), (2, groups, T, 3), seed=layer)
+
+
+@both
+@pytest.mark.parametrize("recipe", RECIPES, ids=[r.text for r in RECIPES])
+def test_every_layer_reads_the_running_sum(
+    recipe: Recipe, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a double loop in numpy, by every kernel; their gradients agree."""
+    monkeypatch.setattr(tiles, "ROWS", 4)
+    turn = RECIPES.index(recipe)
+    heads, groups, mean = 2, 1 + turn % 2, turn % 3 == 1
+    padding = torch.arange(T) < torch.tensor([[0], [2]]) if turn % 2 else None
+    spec = _carrying(recipe, mean)
+    scores = _scores(recipe, spec, heads, groups)
+    layers = [_drawn(heads, groups, layer) for layer in range(LAYERS)]
+    gradients: dict[str, tuple[Tensor, ...]] = {}
+    for backend in ("auto", "reference", "concatenated"):
+        carry, total = new_carry(spec), torch.zeros(())
+        below = np.zeros((2, heads, T, T))
+        for number, ((q, k, v), score) in enumerate(zip(layers, scores, strict=True), 1):
+            out = attention(
+                q, k, v, score, causal, key_padding=padding, backend=backend, carry=carry
+            )
+            total = total + (out * torch.linspace(-1, number, out.numel()).view(out.shape)).sum()
+            if backend != "auto":
+                continue
+            expected = oracle.attend(
+                recipe,
+                *(array(x) for x in (q, k, v)),
+                causal=causal,
+                padding=None if padding is None else padding.numpy(),
+                learned=_learned(score),
+                below=below,
+                layers=number if mean else 1,
+            )
+            torch.testing.assert_close(
+                out.detach(), torch.from_numpy(expected), rtol=1e-10, atol=1e-10
+            )
+        gradients[backend] = torch.autograd.grad(total, [x for qkv in layers for x in qkv])
+    for backend in ("auto", "concatenated"):
+        for one, two in zip(gradients[backend], gradients["reference"], strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
+
+
+def _learned(score: Score) -> dict[str, oracle.Array]:
+    words = {"query_norm": "Q", "key_norm": "K", "weight": "gain"}
+    return {
+        ".".join(words.get(word, word) for word in name.split(".")): array(value)
+        for name, value in score.named_parameters()
+    }
+
+
+@both
+def test_residual_queries_and_keys_are_sums(causal: bool) -> None:
+    """Turning is linear: the sum of turned queries is the turned sum."""
+    carry = new_carry(ScoreSpec.parse("Baseline-ResidualQK"))
+    layers = [_drawn(2, 1, layer) for layer in range(LAYERS)]
+    for number, (q, k, v) in enumerate(layers, 1):
+        ours = attention(q, k, v, "Baseline-ResidualQK", causal, carry=carry)
+        queries, keys = (sum(each[n] for each in layers[:number]) for n in (0, 1))
+        assert isinstance(queries, Tensor)
+        assert isinstance(keys, Tensor)
+        expected = attention(queries, keys, v, "Baseline", causal, backend="reference")
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_residual_queries_and_keys_have_cross_terms() -> None:
+    """So they are not RealFormer's sum."""
+    outs = []
+    for name in ("Baseline-ResidualQK", "Baseline-RealFormer"):
+        carry = new_carry(ScoreSpec.parse(name))
+        outs.append([attention(*_drawn(2, 2, n), name, carry=carry) for n in range(3)])
+    torch.testing.assert_close(outs[0][0], outs[1][0])
+    assert (outs[0][1] - outs[1][1]).abs().max() > 1e-3
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "mha": {"heads": 4},
+    "gqa": {"heads": 4, "kv_heads": 2},
+    "gau": {"block": "gau", "key_size": 8},
+    "shared": {"heads": 2, "shared_layers": True},
+}
+READ = [
+    "Baseline-RealFormer",
+    "KNA-logn-RealFormer(running_mean=true)",
+    "CosA-YaRN(factor=2)-RealFormer",
+    "Baseline-RealFormer-ALiBi-Sink",
+    "Baseline-RealFormer-SlidingWindow(window=5)",
+    "Baseline-RealFormer-NoPEEvery(every=2)",
+    "Baseline-RealFormer-Packed(separator=3)",
+    "Baseline-ResidualQK",
+    "KNA-ResidualQK-ALiBi",
+]
+
+
+def _model(score: str, kind: str, layers: int = LAYERS) -> CausalLM:
+    torch.manual_seed(0)
+    config = CausalLMConfig(
+        vocab_size=40,
+        dim=16,
+        layers=layers,
+        train_length=16,
+        score=ScoreSpec.parse(score),
+        **MODELS[kind],
+    )
+    return CausalLM(config).double().eval()
+
+
+KINDS = [(score, kind) for turn, score in enumerate(READ) for kind in list(MODELS)[turn % 2 :: 2]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("score", "kind"), [*KINDS, ("Baseline-RealFormer", "gau")])
+def test_chunks_and_single_tokens_read_as_the_whole(score: str, kind: str) -> None:
+    if kind == "shared" and "NoPEEvery" in score:
+        kind = "gqa"  # Layers with one set of weights have one score.
+    model = _model(score, kind)
+    ids = torch.randint(40, (2, 20), generator=torch.Generator().manual_seed(1))
+    whole, cache = model(ids), model.new_cache()
+    pieces = [model(ids[:, :7], cache=cache), model(ids[:, 7:13], cache=cache)]
+    pieces += [model(ids[:, t : t + 1], cache=cache) for t in range(13, 20)]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("score", ["Baseline-RealFormer", "KNA-logn-ResidualQK"])
+def test_rows_of_a_batch_do_not_touch(score: str) -> None:
+    """A row padded on the left reads as it does alone, also from a cache."""
+    model = _model(score, "gqa")
+    ids = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(2))
+    padding = torch.arange(12) < torch.tensor([[0], [5]])
+    alone = model(ids[1:, 5:])
+    torch.testing.assert_close(model(ids, padding)[1:, 5:], alone, rtol=1e-10, atol=1e-10)
+    cache = model.new_cache()
+    model(ids[:, :9], padding[:, :9], cache)
+    last = model(ids[:, 9:], padding[:, 9:], cache)
+    torch.testing.assert_close(last[1:], alone[:, 4:], rtol=1e-10, atol=1e-10)
+
+
+def test_generation_chooses_what_the_whole_text_says() -> None:
+    model = _model("Baseline-RealFormer", "gqa")
+    prompts = [[5, 6, 7, 8, 9], [11, 12]]
+    answers = model.generate(prompts, 6)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = list(prompt)
+        for token in answer.tokens:
+            with torch.no_grad():
+                assert int(model(torch.tensor([text]))[0, -1].argmax()) == token
+            text.append(token)
+
+
+def test_depth_three_is_not_depth_two() -> None:
+    """The lowest layer's queries move the top layer's weights, though its output is not used."""
+    spec = ScoreSpec.parse("Baseline-RealFormer")
+    carry, layers = new_carry(spec), [_drawn(2, 2, layer) for layer in range(3)]
+    top = [attention(q, k, v, spec, carry=carry) for q, k, v in layers][2]
+    (found,) = torch.autograd.grad(top.square().sum(), layers[0][0])
+    assert found.abs().max() > 1e-3
+
+
+def test_alibi_beside_a_carry_does_not_compound() -> None:
+    """With queries of zero only the bias is left, the same in every layer."""
+    carry = new_carry(ScoreSpec.parse("Baseline-RealFormer-ALiBi"))
+    q, k, v = _drawn(2, 2, 0)
+    silent = torch.zeros_like(q)
+    alone = attention(silent, k, v, "Baseline-ALiBi")
+    for _ in range(LAYERS):
+        out = attention(silent, k, v, "Baseline-RealFormer-ALiBi", carry=carry)
+        torch.testing.assert_close(out, alone)
+
+
+def test_what_is_hidden_in_a_layer_is_not_lost_to_the_sum() -> None:
+    """Carried before masks: a pair hidden below by a mask of its own still counts above."""
+    spec, every = ScoreSpec.parse("Baseline-NoPE-RealFormer"), torch.ones(T, T, dtype=torch.bool)
+    first, second = _drawn(2, 2, 0), _drawn(2, 2, 1)
+    for backend in ("auto", "reference", "concatenated"):
+        outs = []
+        for mask in (every, torch.eye(T, dtype=torch.bool)):
+            carry = new_carry(spec)
+            attention(*first, spec, attn_mask=mask, backend=backend, carry=carry)
+            outs.append(attention(*second, spec, attn_mask=every, backend=backend, carry=carry))
+        torch.testing.assert_close(*outs)
+
+
+@pytest.mark.parametrize("name", ["Baseline-RealFormer", "KNA-ResidualQK"])
+def test_a_score_that_carries_needs_a_carry(name: str) -> None:
+    q, k, v = _drawn(2, 2, 0)
+    said = "pass carry=new_carry"
+    with pytest.raises(InputError, match=said):
+        attention(q, k, v, name)
+    with pytest.raises(InputError, match=said), torch.no_grad():
+        attention_cached(q, k, v, Score(name, 2, D), GrowingCache())
+    with pytest.raises(InputError, match=said):
+        Attention(16, 2, score=name)(torch.randn(1, 5, 16))
+
+
+def test_a_carry_needs_a_score_that_carries() -> None:
+    carry = new_carry(ScoreSpec.parse("Baseline-RealFormer"))
+    with pytest.raises(InputError, match="Baseline takes nothing from the layers below"):
+        attention(*_drawn(2, 2, 0), "Baseline", carry=carry)
+    assert new_carry(ScoreSpec.parse("Baseline")) is None
+
+
+@pytest.mark.parametrize("name", ["Baseline-RealFormer", "Baseline-ResidualQK"])
+def test_a_carry_serves_one_shape(name: str) -> None:
+    carry = new_carry(ScoreSpec.parse(name))
+    attention(*_drawn(2, 2, 0), name, carry=carry)
+    with pytest.raises(InputError, match="make a new carry for each forward"):
+        attention(*tensors((2, 2, 5, D), (2, 2, 5, D), (2, 2, 5, D)), name, carry=carry)
+
+
+@pytest.mark.parametrize("carry", ["RealFormer", "ResidualQK"])
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("ReRoPE(window=4)", "not two regimes"),
+        ("StreamingLLM(window=4)", "not two regimes"),
+        ("DynamicNTK(factor=2)", "reads rows in blocks"),
+        ("HWFA", "keys that those below do not"),
+        ("SlidingWindow(window=4)-NoPEEvery", "keys that those below do not"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(carry: str, other: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        ScoreSpec.parse(f"Baseline-{other}-{carry}", train_length=16)
+
+
+def test_a_training_step_learns_in_every_layer() -> None:
+    model = _model("KNA-logn-RealFormer", "mha").train()
+    model.loss(torch.randint(40, (2, 17))).loss.backward()  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
