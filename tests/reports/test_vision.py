@@ -95,8 +95,9 @@ def test_the_page_and_its_files(tmp_path: Path) -> None:
         "×4 (0.004)",
         "(1 of 2 seeds ended in NaN)",
         "Baseline, seed 0 at ×4 of the learning rate: diverged at step 7; the first value that",
-        "Of 4 differences to Baseline 2 exclude 0",
+        "Of 6 differences to Baseline 4 exclude 0",
         "- KNA: accuracy +",
+        "- KNA at ×4: accuracy +",
         "41; 0.50",
     ):
         assert said in text, said

@@ -154,8 +154,8 @@ def _page(
         intro,
         _table(table) if table else "",
         _behind(rows),
-        _findings(table),
         _ladder(rows),
+        _findings(rows),
         "\n".join(f"- {each.sentence}" for row in rows for each in row.diverged),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -201,7 +201,7 @@ def _behind(rows: Sequence[VisionRow]) -> str:
 
 
 def _findings(rows: Sequence[VisionRow]) -> str:
-    """Differences to Baseline whose interval excludes 0, and how many were looked at."""
+    """Differences to Baseline, at the same rate, that exclude 0, and how many were looked at."""
     kept, count = [], 0
     for row in rows:
         for s in STATISTICS:
@@ -212,12 +212,14 @@ def _findings(rows: Sequence[VisionRow]) -> str:
             if change.above_zero or change.below_zero:
                 word = "better" if change.above_zero == s.higher else "worse"
                 amount = shown(change, signed=True, digits=s.digits)
-                kept.append(f"- {row.score}: {s.key} {amount}, {word}.")
+                at = "" if row.rate == 1 else f" at ×{row.rate:g}"
+                seeds = f"{change.seeds} seed{'s' * (change.seeds > 1)}"
+                kept.append(f"- {row.score}{at}: {s.key} {amount}, {word} ({seeds}).")
     if not count:
         return ""
     head = (
         f"Of {count} differences to Baseline {len(kept)} exclude 0 (each stands alone: no "
-        "correction for their number)"
+        "correction for their number; one seed speaks of these two trained models only)"
     )
     return head + (":\n\n" + "\n".join(kept) if kept else ".")
 
