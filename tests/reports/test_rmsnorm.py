@@ -61,6 +61,14 @@ def test_f1_of_counts_by_hand() -> None:
     assert micro_f1(np.zeros(9)) == macro_f1(np.zeros(9)) == 0
 
 
+def test_a_label_that_a_resample_misses_keeps_its_f1() -> None:
+    whole = np.array([3.0, 0, 1, 4, 1, 1, 4, 1, 1])
+    drawn = np.array([4.0, 0, 0, 4, 1, 0, 4, 0, 0])
+    # The second label was drawn, the third was not.
+    assert macro_f1(drawn, whole) == pytest.approx(100 * (1 + 0 + 1) / 3)
+    assert macro_f1(whole, whole) == macro_f1(whole)
+
+
 def test_rows_pool_seeds_and_hold_their_value() -> None:
     records = [record("RMSNorm", s, wrong=2 * s) for s in (1, 0)] + [record("LayerNorm", 0)]
     trainings = {(r.variant, r.seed): training() for r in records}

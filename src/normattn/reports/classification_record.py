@@ -82,12 +82,24 @@ def micro_f1(sums: Array) -> Array:
     return np.asarray(100 * _divided(2 * hits, predicted + true))
 
 
-def macro_f1(sums: Array) -> Array:
-    """The mean F1, in %, of the labels that are true or predicted anywhere."""
+def macro_f1(sums: Array, whole: Array | None = None) -> Array:
+    """The mean F1, in %, of the labels that are true or predicted anywhere.
+
+    Of a resample, `whole` are the sums of all documents: they say which labels count, and a label
+    that no drawn document has keeps its F1 there. Left out, rare labels, whose F1 is low, would
+    make every resample look better than the whole.
+    """
+    everything = sums if whole is None else whole
+    f1, there = _each_f1(sums)
+    known, counted = _each_f1(everything)
+    each = np.where(counted, np.where(there, f1, known), 0.0)
+    return np.asarray(100 * _divided(each.sum(-1), counted.sum(-1)))
+
+
+def _each_f1(sums: Array) -> tuple[Array, NDArray[np.bool_]]:
+    """F1 (0 … 1) of every label, and whether it is true or predicted anywhere."""
     hits, predicted, true = np.split(sums, 3, axis=-1)
-    there = predicted + true > 0
-    each = np.where(there, _divided(2 * hits, predicted + true), 0.0)
-    return np.asarray(100 * _divided(each.sum(-1), there.sum(-1)))
+    return _divided(2 * hits, predicted + true), predicted + true > 0
 
 
 def _divided(above: Any, below: Any) -> Array:

@@ -154,7 +154,9 @@ def _value_and_samples(
 ) -> tuple[float, Array]:
     """A statistic of all seeds' and documents' counts, and of every resample's."""
     counts = np.stack([_COUNTS[metric.field](record) for record in group])
-    return float(metric.of(counts.sum((0, 1)))), metric.of(bootstrap.sums(counts))
+    whole, drawn = counts.sum((0, 1)), bootstrap.sums(counts)
+    samples = macro_f1(drawn, whole) if metric.of is macro_f1 else metric.of(drawn)
+    return float(metric.of(whole)), samples
 
 
 def _as_estimate(

@@ -58,9 +58,9 @@ def fingerprint(folder: Path) -> str:
 def _file(folder: Path, split: SplitName) -> Path:
     """The one file of a split."""
     if not folder.is_dir():
-        found = "is a file" if folder.exists() else "does not exist"
+        state = "is a file" if folder.exists() else "does not exist"
         raise InputError(
-            f"the relation corpus {folder} {found}; expected python-imports or a folder with "
+            f"the relation corpus {folder} {state}; expected python-imports or a folder with "
             "train, dev and test files"
         )
     names = [
