@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from normattn import InputError, Score, ScoreSpec, attention
+from normattn.layers.carry import new_carry
 from normattn.score import Positions
 from normattn.score.part import Part, Slot, rope_frequencies
 from normattn.score.registry import parts
@@ -47,6 +48,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "cap": st.floats(0.1, 1e3),
     "separator": st.integers(0, 2**20),
     "every": st.integers(2, 9),
+    "running_mean": st.booleans(),
 }
 
 
@@ -127,9 +129,15 @@ def _text(part: Part) -> str:
     return f"{part.name}({inside})" if own else part.name
 
 
-def _attend(score: Score, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
-    causal = not score.spec.leaks_future
-    return attention(q, k, v, score.eval().double(), causal=causal, backend=backend)
+def _attend(score: Score, q: Tensor, k: Tensor, v: Tensor, backend: str, **options: Any) -> Tensor:
+    """The second of two equal layers where scores are carried, else the only one."""
+    spec, carry = score.eval().double().spec, new_carry(score.spec)
+    options |= {"causal": not spec.leaks_future, "carry": carry}
+    if spec.carry is not None:
+        if spec.carry.carries == "scores" and backend == "chunked":
+            backend = "carried"
+        attention(q, k, v, score, backend=backend, **options)
+    return attention(q, k, v, score, backend=backend, **options)
 
 
 causal_specs = specs(resolved=True, layer=True).filter(lambda spec: not spec.leaks_future)
@@ -234,8 +242,8 @@ def test_moving_all_positions_changes_nothing_without_log_n(
     at = torch.arange(6) + (shift % 1000 if spec.position.name == "XPos" else shift)
     if backend == "auto":
         backend = "chunked"
-    moved = attention(q, k, v, score, q_positions=at, k_positions=at, backend=backend)
-    expected = attention(q, k, v, score, backend=backend)
+    moved = _attend(score, q, k, v, backend, q_positions=at, k_positions=at)
+    expected = _attend(score, q, k, v, backend)
     torch.testing.assert_close(moved, expected, rtol=1e-6, atol=1e-6)
 
 
