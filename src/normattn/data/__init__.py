@@ -12,6 +12,7 @@ from normattn.data.evaluation_sets import (
     repeated_set,
     train_length_set,
 )
+from normattn.data.masking import MaskedBatches, MaskedSet, Masking, masked_set
 from normattn.data.packing import Tiling, TrainingBatches
 from normattn.data.retrieval import RetrievalSet, retrieval_set
 from normattn.data.synthetic import CopyTask
@@ -25,6 +26,9 @@ __all__ = [
     "DataConfig",
     "Document",
     "EvaluationSet",
+    "MaskedBatches",
+    "MaskedSet",
+    "Masking",
     "RetrievalSet",
     "Tiling",
     "TokenData",
@@ -33,6 +37,7 @@ __all__ = [
     "TrainingBatches",
     "by_position_set",
     "last_segment_sets",
+    "masked_set",
     "non_repeated_set",
     "parse_corpus",
     "prepare_tokens",

@@ -6,6 +6,8 @@ from normattn.models.cache import ModelCache
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 from normattn.models.generation import Answer, generate
+from normattn.models.masked_config import MaskedLMConfig
+from normattn.models.masked_lm import MaskedLM
 from normattn.models.method import MethodHandle
 from normattn.models.pretrained import load_model, save_model
 from normattn.models.sampling import Sampling
@@ -18,6 +20,8 @@ __all__ = [
     "CausalLMConfig",
     "Flops",
     "Hypothesis",
+    "MaskedLM",
+    "MaskedLMConfig",
     "MethodHandle",
     "ModelCache",
     "Sampling",

@@ -4,6 +4,7 @@ from normattn.training.causal import CausalTask, train_causal
 from normattn.training.config import TrainingConfig
 from normattn.training.loop import train
 from normattn.training.loop_config import LoopConfig
+from normattn.training.masked import MaskedConfig, MaskedWorkload, train_masked
 from normattn.training.optimisers import AdamWConfig, Tiger, TigerConfig
 from normattn.training.reports import Callback, StepReport, TrainingResult
 from normattn.training.schedules import ScheduleConfig
@@ -14,6 +15,8 @@ __all__ = [
     "Callback",
     "CausalTask",
     "LoopConfig",
+    "MaskedConfig",
+    "MaskedWorkload",
     "ScheduleConfig",
     "StepReport",
     "Task",
@@ -23,4 +26,5 @@ __all__ = [
     "TrainingResult",
     "train",
     "train_causal",
+    "train_masked",
 ]
