@@ -11,13 +11,14 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.reports.bootstrap import Bootstrap
-from normattn.reports.vision import vision_report, vision_rows
+from normattn.reports.vision import vision_report
 from normattn.reports.vision_record import (
     VisionDivergence,
     VisionRecord,
     read_vision,
     write_vision,
 )
+from normattn.reports.vision_rows import vision_rows
 
 IMAGES = 60
 DRAWN = Bootstrap(resamples=200)
