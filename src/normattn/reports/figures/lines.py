@@ -39,12 +39,16 @@ class Level:
 
 @dataclass(frozen=True)
 class LinePanel:
-    """One statistic: its title, what its y axis shows, its lines and its levels."""
+    """One statistic: its title, what its y axis shows, its lines and its levels.
+
+    `limits` of the y axis make panels comparable; None for those of the panel's own lines.
+    """
 
     title: str
     y_label: str
     lines: tuple[Line, ...]
     levels: tuple[Level, ...] = ()
+    limits: tuple[float, float] | None = None
 
 
 def draw_lines(
@@ -129,6 +133,8 @@ def _panel(axis: Axes, panel: LinePanel) -> None:
     ends = [(name, right if math.isnan(x) else x, y) for name, x, y in ends]
     axis.set_title(panel.title, loc="left", fontweight="bold")
     axis.set_ylabel(panel.y_label)
+    if panel.limits is not None:
+        axis.set_ylim(*panel.limits)
     bottom, top = map(float, axis.get_ylim())
     label_ends(axis, ends, colours, (top - bottom) * 0.058)
 

@@ -76,6 +76,9 @@ def _draw_traces(
     label: str,
     of: Callable[[Trace], float],
 ) -> list[Path]:
+    drawn = [of(t) for rung in ladder.rungs.values() for run in rung.runs for t in run.traces]
+    margin = 0.05 * (max(drawn) - min(drawn)) + 1e-3
+    limits = (min(drawn) - margin, max(drawn) + margin)
     panels = []
     for rate in ladder.rates:
         lines = []
@@ -85,7 +88,8 @@ def _draw_traces(
             if points:
                 lines.append(Line(score, points, colours[score]))
         if lines:
-            panels.append(LinePanel(f"learning rate ×{rate:g}", label, tuple(lines)))
+            title_of = f"learning rate ×{rate:g}"
+            panels.append(LinePanel(title_of, label, tuple(lines), limits=limits))
     return draw_lines(
         panels,
         folder,
