@@ -208,11 +208,10 @@ def _show(eye: Eye, score: Tensor, weight: Tensor, seen: Visibility, tile: _Tile
     """Let an eye read a tile, whose queries stand the last first."""
 
     def put(rooms: Tensor, values: Tensor) -> None:
-        for room, value in zip(rooms, values, strict=True):
-            room.flatten(0, 1)[tile.queries] = value.flip(1)
+        rooms.flatten(1, 2)[:, tile.flat, tile.rows] = values.flip(2)
 
     def first(weight: Tensor) -> Tensor | None:
-        return weight[..., 0] * (seen.key[0] == 0) if tile.columns.start == 0 else None
+        return weight[..., 0] if tile.columns.start == 0 else None
 
     def mean(weight: Tensor, function: Tensor) -> Tensor:
         table = function[seen.distance(tile.rows, tile.columns).abs()].flip(0)

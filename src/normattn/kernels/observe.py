@@ -129,6 +129,7 @@ class Looked:
     """What a kernel says of a tile that it shows: `width` columns are keys.
 
     `first` takes the weights to the one on the first token, (n, l), None where the tile lacks it;
+    where positions are aligned, that on the first column.
     `mean` takes the weights and a function of distance to its mean, (n, l).
     """
 
@@ -150,32 +151,40 @@ class Eye:
         count = len(self.names) + (0 if functions is None else functions.shape[0])
         self.room = q.new_zeros(count, *q.shape[:3], dtype=wide)
         self.room[0] = -torch.inf
+        self._scratch: Tensor | None = None
 
     def show(self, score: Tensor, weight: Tensor, at: Looked, put: Put) -> None:
         """Read a tile: `score` (n, l, W + X), which is overwritten, and its softmax `weight`.
 
         `put(rooms, values)` writes values (K, n, l) to where these rows belong in (K, B, H, T).
         """
-        width = at.width
+        width, wide = at.width, score.dtype == self.room.dtype
         values = self.room.new_zeros(self.room.shape[0], *score.shape[:2])
-        largest = top = score[..., :width].amax(-1)
-        if score.shape[-1] > width:
-            top = torch.maximum(largest, score[..., width:].amax(-1))
-        values[0] = largest
-        values[1] = weight.amax(-1)
+        _largest(score[..., :width], values[0])
+        _largest(weight, values[1])
         if (first := at.first(weight)) is not None:
             values[3] = first
         if "sink" in self.names:
             values[4] = weight[..., width]
+        top = values[0]
+        if score.shape[-1] > width:
+            top = torch.maximum(top, score[..., width:].amax(-1))
         if self.functions is not None:
-            wide = weight.to(values.dtype)
+            full = weight.to(values.dtype)
             for place, function in enumerate(self.functions, len(self.names)):
-                values[place] = at.mean(wide, function.to(values.dtype))
-        # Σ α (s − top): small where it counts, so that half precision does. 0 · −∞ must be 0.
+                values[place] = at.mean(full, function.to(values.dtype))
+        # Σ α (s − top): small where it counts, so that no digits cancel. 0 · −∞ must be 0.
+        apart = score if wide else self._aside(score)
         least = torch.finfo(score.dtype).min
-        score.sub_(top.clamp_min(least).unsqueeze(-1)).clamp_(min=least).mul_(weight)
-        values[2] = score.sum(-1, dtype=values.dtype)
+        apart.sub_(top.unsqueeze(-1)).clamp_(min=least).mul_(weight)
+        torch.sum(apart, -1, out=values[2])
         put(self.room, values)
+
+    def _aside(self, score: Tensor) -> Tensor:
+        """A copy in the type of the results, in room that is taken once."""
+        if self._scratch is None or self._scratch.numel() < score.numel():
+            self._scratch = self.room.new_empty(score.numel())
+        return self._scratch[: score.numel()].view(score.shape).copy_(score)
 
     @torch.no_grad()
     def observation(self) -> Observation:
@@ -191,8 +200,12 @@ class Eye:
         entropy = (spread - found["expected"]).clamp_(min=0.0).masked_fill_(none, 0.0)
         largest = found["largest"].masked_fill(none, -torch.inf)
         taken = None if sink is None else found["sink"].masked_fill(none, 0.0)
+        first = found["first"]
+        if self.problem.visibility.aligned and self.problem.visibility.key.numel():
+            # Tiles told of their first column: whether it is the first token is asked once.
+            first = first * (self.problem.visibility.key[..., 0] == 0)
         mean = None if self.functions is None else self.room[len(self.names) :]
-        return Observation(lse, entropy, largest, found["first"], taken, visible, mean, even)
+        return Observation(lse, entropy, largest, first, taken, visible, mean, even)
 
 
 @torch.no_grad()
@@ -224,6 +237,24 @@ def show_whole(eye: Eye, score: Float[Tensor, "b h t s"], weight: Float[Tensor, 
 
     flat = (score.detach().flatten(0, 1).clone(), weight.detach().flatten(0, 1))
     eye.show(*flat, Looked(width, first, mean), put)
+
+
+def _largest(x: Tensor, into: Tensor) -> None:
+    """The largest of the last axis; half precision on a CPU as integers, which is ten times faster.
+
+    The bits of numbers from 0 on grow with the number, those of negative ones with its size.
+    """
+    if x.dtype == into.dtype:
+        torch.amax(x, -1, out=into)
+    elif x.device.type != "cpu":
+        into.copy_(x.amax(-1))
+    else:
+        bits = x.view(torch.int16)
+        most = bits.amax(-1)
+        below = most < 0
+        if below.any():
+            most = torch.where(below, bits.amin(-1), most)
+        into.copy_(most.view(x.dtype))
 
 
 def _visible(problem: Problem, functions: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from normattn.kernels.observe import Eye, Looked
 from normattn.kernels.problem import Problem
-from normattn.kernels.rows import Rows, grouped
+from normattn.kernels.rows import Rows
 from normattn.kernels.tiles import Plan, Tile
 
 
@@ -22,9 +22,10 @@ def show_tile(eye: Eye, rows: Rows, tile: Tile) -> None:
     seen = rows.group.seen
 
     def put(rooms: Tensor, values: Tensor) -> None:
-        for room, value in zip(rooms, values, strict=True):
-            own = rows.at(grouped(room, rows.plan.repeat), tile)
-            own.copy_(value.view(own.shape))
+        group, repeat = rows.group, rows.plan.repeat
+        apart = rooms.view(*rooms.shape[:2], -1, repeat, rooms.shape[-1])
+        own = apart[:, group.batch, group.heads, :, tile.rows].transpose(3, 4)
+        own.copy_(values.view(own.shape))
 
     def first(weight: Tensor) -> Tensor | None:
         return _by_column(rows, tile, weight) if seen.aligned else _by_mask(rows, tile, weight)
@@ -40,11 +41,11 @@ def show_tile(eye: Eye, rows: Rows, tile: Tile) -> None:
 
 
 def _by_column(rows: Rows, tile: Tile, weight: Tensor) -> Tensor | None:
-    """The weight on the first token where only the first column can be it."""
+    """The weight on the first column, the only one that can be the first token."""
     found = [weight[..., where.start] for span, where in tile.laid() if span.start == 0]
     if not found:
         return None
-    return (found[0] if len(found) == 1 else found[0] + found[1]) * (rows.group.seen.key[0] == 0)
+    return found[0] if len(found) == 1 else found[0] + found[1]
 
 
 def _by_mask(rows: Rows, tile: Tile, weight: Tensor) -> Tensor:
