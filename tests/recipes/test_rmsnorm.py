@@ -111,7 +111,7 @@ def test_stopped_anywhere_it_is_the_same(
     # Times differ from run to run: those of the unbroken one are given to the other.
     timed = Path("cells") / TIMED / "seed0" / "step_time.json"
     write_json(tmp_path / "parts" / timed, json.loads((tmp_path / "whole" / timed).read_text()))
-    assert run_killed(sweep(preset, tmp_path / "parts"), 15, monkeypatch) > 1
+    assert run_killed(sweep(preset, tmp_path / "parts"), 9, monkeypatch) > 1
     for variant in NORMS:
         for name in ("classification.json", "metrics.jsonl", "development.jsonl"):
             place = Path("cells") / variant / "seed1" / name
