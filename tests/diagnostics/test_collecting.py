@@ -1,0 +1,284 @@
+"""Collected sums against plain matrices; names, probes and inspections; nothing stays behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from normattn.diagnostics import DiagnosticsProbe, collecting, inspect_model, layer_names
+from normattn.diagnostics.angles import unseen_angles
+from normattn.diagnostics.weights import attention_weights
+from normattn.errors import InputError
+from normattn.models import CausalLM, CausalLMConfig
+from normattn.reports.diagnostics_records import (
+    DiagnosticsLine,
+    LayerLine,
+    read_diagnostics,
+    read_inspection,
+    write_inspection,
+)
+from normattn.score import Score, ScoreSpec
+
+L = 8
+
+
+def model_of(score: str = "Baseline", **changes: Any) -> CausalLM:
+    torch.manual_seed(1)
+    fields: dict[str, Any] = {"vocab_size": 40, "dim": 16, "layers": 3, "heads": 4, "kv_heads": 2}
+    model = CausalLM(CausalLMConfig(**{**fields, "train_length": L, "score": score, **changes}))
+    return model.double()
+
+
+def ids_of(rows: int, length: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(0).integers(40, size=(rows, length)))
+
+
+@pytest.mark.parametrize("score", ["Baseline", "KNA-logn", "Baseline-ALiBi", "Baseline-RealFormer"])
+def test_means_by_head_and_position(score: str) -> None:
+    model, ids = model_of(score), ids_of(3, 12)
+    record = inspect_model(model, ids, bins=3, tokens_per_batch=12, note="x")
+    assert record.edges == (0, 4, 8, 12)
+    assert record.facts == {"note": "x"}
+    texts = [list(attention_weights(model, row).values()) for row in ids]
+    behind = torch.arange(12)[:, None] - torch.arange(12)
+    far = (behind >= L) & (behind >= 0)
+    for number, layer in enumerate(record.layers):
+        alpha = torch.stack([text[number] for text in texts]).double()
+        entropy = -torch.special.xlogy(alpha, alpha).sum(-1)
+        share = entropy / torch.arange(1, 13).double().log()
+        for place, rows in enumerate((slice(0, 4), slice(4, 8), slice(8, 12))):
+            several = slice(max(rows.start, 1), rows.stop)
+            for head in range(4):
+                means = {
+                    "entropy": entropy[:, head, rows].mean(),
+                    "entropy_share": share[:, head, several].mean(),
+                    "first_mass": alpha[:, head, rows, 0].mean(),
+                    "beyond_mass": (alpha * far)[:, head, rows].sum(-1).mean(),
+                    "beyond_share": (far[rows].sum(-1) / torch.arange(1, 13)[rows]).mean(),
+                }
+                for field, expected in means.items():
+                    found = getattr(layer, field)[head][place]
+                    # Weights are looked at in float32.
+                    assert found == pytest.approx(float(expected), abs=1e-6), field
+                assert layer.rows[head][place] == 12
+
+
+def test_norms_and_cosines() -> None:
+    """‖q‖ and ‖k‖ before and after the score's norm; cosines within their histogram's bins."""
+    model, ids = model_of("KNA"), ids_of(2, 9)
+    record = inspect_model(model, ids, cosines=True, bins=2)
+    found: list[tuple[Tensor, Tensor]] = []
+    for module in model.modules():
+        if isinstance(module, Score):
+            module.register_forward_hook(lambda m, given, out: found.append((given[0], given[1])))
+    prepared: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, Score):
+            module.register_forward_hook(lambda m, given, out: prepared.append(out))
+    with torch.no_grad():
+        model(ids)
+    for layer, (q, k), out in zip(record.layers, found, prepared, strict=True):
+        assert layer.q_norm == pytest.approx(q.norm(dim=-1).mean((0, 2)).tolist())
+        assert layer.k_norm == pytest.approx(k.norm(dim=-1).mean((0, 2)).tolist())
+        assert layer.k_normed == pytest.approx([1.0, 1.0])
+        assert layer.q_normed is None
+        q, k = (nn.functional.normalize(x, dim=-1) for x in (out.q, out.k))
+        cosine = q @ k.repeat_interleave(2, 1).transpose(-1, -2)
+        seen = torch.ones(9, 9).tril().bool()
+        assert layer.cosines is not None
+        for head, row in enumerate(layer.cosines):
+            values = cosine[:, head][:, seen].flatten()
+            low, a, b, c, high = (float(value or 0) for value in row)
+            assert (low, high) == pytest.approx(
+                (float(values.min()), float(values.max())), abs=1e-9
+            )
+            for share, value in zip((0.05, 0.5, 0.95), (a, b, c), strict=True):
+                sorted_ = values.sort().values
+                below = float((sorted_ < value - 0.0101).double().mean())
+                upto = float((sorted_ < value + 0.0101).double().mean())
+                assert below <= share <= upto + 1e-9
+
+
+def test_padding_counts_for_nothing() -> None:
+    model, ids = model_of("QKRMSNorm"), ids_of(1, 9)
+    with torch.no_grad(), collecting(model) as alone:
+        model(ids)
+    padded = torch.cat((torch.zeros(1, 4, dtype=torch.int64), ids), 1)
+    padding = (torch.arange(13) < 4)[None]
+    with torch.no_grad(), collecting(model) as beside:
+        model(padded, key_padding=padding)
+    for name, line in alone.lines().items():
+        for field, values in line.model_dump().items():
+            assert getattr(beside.lines()[name], field) == (
+                None if values is None else pytest.approx(values, abs=1e-10)
+            )
+
+
+@pytest.mark.parametrize("method", ["", "DynamicNTK", "ReRoPE"])
+def test_a_cache_is_looked_at_alike(method: str) -> None:
+    """A text read in chunks of 5 and of 1 shows what it shows when it is read whole."""
+    model, ids = model_of("Baseline").eval(), ids_of(2, 21)
+    with torch.no_grad(), model.using(method or "as is"):
+        with collecting(model, (0, 7, 21)) as whole:
+            model(ids)
+        with collecting(model, (0, 7, 21)) as parts:
+            cache = model.new_cache()
+            for start, stop in ((0, 5), (5, 6), (6, 20), (20, 21)):
+                model(ids[:, start:stop], cache=cache)
+    for ours, expected in zip(parts.record().layers, whole.record().layers, strict=True):
+        for field in ("entropy", "largest", "lse", "first_mass", "rows"):
+            for a, b in zip(getattr(ours, field), getattr(expected, field), strict=True):
+                assert list(a) == pytest.approx(list(b), abs=1e-9), field
+
+
+def test_layers_have_names_of_their_own() -> None:
+    names = [name for each in layer_names(model_of()).values() for name in each]
+    assert names == [f"blocks.{layer}.mixer.sublayer" for layer in range(3)]
+    shared = model_of(shared_layers=True)
+    assert [name for each in layer_names(shared).values() for name in each] == names
+    with collecting(shared) as collector:
+        for _ in range(2):
+            shared(ids_of(1, 6))
+    assert list(collector.lines()) == names
+    rows = {tuple(line.entropy) for line in collector.lines().values()}
+    assert len(rows) == 3
+
+
+def state(model: nn.Module) -> list[tuple[bool, int, int]]:
+    return [
+        (each.training, len(each._forward_hooks), len(each._forward_pre_hooks))
+        for each in model.modules()
+    ]
+
+
+def test_nothing_stays_behind() -> None:
+    model, ids = model_of("QKLayerNorm"), ids_of(1, 6)
+    before = [
+        (m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
+    ]
+    plain = model(ids)
+    inspect_model(model, ids)
+    after = [
+        (m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
+    ]
+    assert after == before
+    assert torch.equal(model(ids), plain)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(InputError, match="holds no Score"):
+        inspect_model(nn.Linear(2, 2), ids_of(1, 3))
+    with pytest.raises(InputError, match="must be token ids"):
+        inspect_model(model_of(), torch.zeros(0, 3, dtype=torch.int64))
+    with pytest.raises(InputError, match="nothing was read"):
+        inspect_model(model_of(), ids_of(1, 3), read=lambda ids: None)
+    with pytest.raises(InputError, match="1 to 512 tokens"):
+        attention_weights(model_of(), torch.zeros(600, dtype=torch.int64))
+    with pytest.raises(InputError, match="every 1 or more steps"):
+        DiagnosticsProbe(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "distances"),
+    [("Baseline", 12), ("Baseline-PI(factor=2)", 20), ("Baseline-ReRoPE(window=3)", 40)],
+)
+def test_unseen_angles(text: str, distances: int) -> None:
+    """By the definition: pair m has seen θ_m·r, r < L, or the whole circle."""
+    spec = ScoreSpec.parse(text, train_length=L).resolve(train_length=L)
+    found = unseen_angles(spec, 8, distances)
+    assert found is not None
+    for r in range(distances):
+        rho, theta = float(r), [10000 ** (-2 * m / 8) for m in range(4)]
+        if "PI" in text:
+            rho = r / 2
+        if "ReRoPE" in text:
+            rho = min(r, 3)
+        new = 0
+        for each in theta:
+            most = each * (L - 1)
+            angle = math.fmod(each * rho, 2 * math.pi)
+            new += most < 2 * math.pi and angle > most * (1 + 1e-6)
+        assert float(found[r]) == new / 4
+    assert unseen_angles(ScoreSpec.parse("Baseline-NoPE", train_length=L), 8, 9) is None
+
+
+@dataclass
+class Task:
+    model: nn.Module
+
+
+def probed(model: CausalLM, probe: DiagnosticsProbe, step: int, ids: Tensor) -> Mapping[str, Any]:
+    assert probe.due(step, 10)
+    with probe.around(Task(model), step) as read:
+        model.loss(ids).loss.backward()  # type: ignore[no-untyped-call]
+    return read()
+
+
+def test_a_probe_leaves_lines_and_changes_nothing(tmp_path: Path) -> None:
+    model, ids = model_of(), ids_of(2, 300)
+    model.loss(ids).loss.backward()  # type: ignore[no-untyped-call]
+    plain = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    line = probed(model, DiagnosticsProbe(5, warn=pytest.fail), 1, ids)
+    for ours, expected in zip(model.parameters(), plain, strict=True):
+        # The same kernel at this length: the same bits.
+        assert ours.grad is not None
+        assert torch.equal(ours.grad, expected)
+    found = DiagnosticsLine.model_validate({"step": 1, **line})
+    assert list(found.layers) == list(next(zip(*layer_names(model).values(), strict=True)))
+    assert found.mean("entropy_share") == pytest.approx(
+        sum(value or 0 for value in found.by_layer("entropy_share")) / 3
+    )
+    assert found.most("largest") == max(max(heads) for heads in found.values("largest"))
+    assert found.mean("sink_mass") is None
+    path = tmp_path / "diagnostics.jsonl"
+    path.write_text(found.model_dump_json() + '\n{"step": 2, "lay')
+    assert read_diagnostics(tmp_path) == [found]
+    path.write_text('{"step": 2}\n')
+    with pytest.raises(InputError, match="none of the diagnostics"):
+        read_diagnostics(tmp_path)
+
+
+def test_when_a_probe_looks() -> None:
+    probe = DiagnosticsProbe(4)
+    assert [step for step in range(1, 11) if probe.due(step, 10)] == [1, 4, 8, 10]
+
+
+def test_warnings_come_once_a_kind() -> None:
+    said: list[str] = []
+    probe, model, ids = DiagnosticsProbe(1, warn=said.append), model_of("QKNorm2020"), ids_of(2, 60)
+    scores = [module for module in model.modules() if isinstance(module, Score)]
+    for scale, step in ((1e-6, 1), (1e-6, 2), (1e-6, 3), (1e5, 4), (1e5, 5)):
+        for score in scores:
+            assert score.scale is not None
+            score.scale.data.fill_(scale)
+        probed(model, probe, step, ids)
+    assert len(said) == 2
+    assert "scores spread at step 2" in said[0]
+    assert "scores concentrate at step 4" in said[1]
+    assert "blocks." in said[1]
+
+
+def test_a_record_is_read_back(tmp_path: Path) -> None:
+    record = inspect_model(model_of("Baseline-Sink"), ids_of(1, 11), bins=2)
+    write_inspection(tmp_path / "x.json", record)
+    assert read_inspection(tmp_path / "x.json") == record
+    assert record.layers[0].sink_mass is not None
+    with pytest.raises(InputError, match="no layer is called 'x'"):
+        record.layer("x")
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(InputError, match="no record of an inspection"):
+        read_inspection(tmp_path / "x.json")
+
+
+def test_a_line_takes_no_unknown_field() -> None:
+    with pytest.raises(ValueError, match="extra"):
+        LayerLine.model_validate({"entropie": (1.0,)})
