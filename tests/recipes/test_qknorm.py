@@ -11,7 +11,8 @@ import pytest
 from data.pairs_helpers import multi_layout
 from normattn.errors import InputError
 from normattn.recipes import presets
-from normattn.recipes.qknorm import LADDER, RATES, SCORES, resolve
+from normattn.recipes.qknorm import resolve
+from normattn.recipes.qknorm_settings import LADDER, RATES, SCORES
 from normattn.recipes.studies import Request, Sweep
 from normattn.recipes.translation import LadderCell, TranslateCell, scores_of
 from recipes.inprocess import files, run, run_killed
