@@ -261,7 +261,7 @@ def test_dropout_is_the_same_in_the_backward(way: str) -> None:
 
     found = torch.autograd.grad(loss(0.0), inputs)
     slope = sum(float((x.detach() * grad).sum()) for x, grad in zip(inputs, found, strict=True))
-    numeric = float(loss(1e-5) - loss(-1e-5)) / 2e-5
+    numeric = float((loss(1e-5) - loss(-1e-5)).detach()) / 2e-5
     assert abs(slope - numeric) <= 1e-6 * abs(slope)
     torch.manual_seed(3)
     assert not torch.equal(_run(layers, way)[0], _run(layers, way)[0])
@@ -446,6 +446,16 @@ def test_one_kernel_serves_all_layers() -> None:
         for other in set(WAYS) - {way}:
             with pytest.raises(InputError, match=f"summed by the {way} kernel"):
                 attend(replace(second, carry=carry), other)
+
+
+def test_features_side_by_side_where_they_are_few_and_keys_many() -> None:
+    def chosen(layers: int | None, size: int, keys: int) -> str:
+        shape = Shape(1, 1, 1, keys, keys, size, size)
+        (problem,) = _layers(shape, _seen(shape), {}, {}, 1)
+        return reasons(replace(problem, carry=CarriedScores(layers=layers))).kernel
+
+    assert chosen(2, 16, 2048) == "concatenated"
+    assert {chosen(None, 16, 2048), chosen(3, 16, 2048), chosen(2, 16, 2047)} == {"carried"}
 
 
 def test_a_kernel_without_a_carry_says_so() -> None:

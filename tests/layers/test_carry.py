@@ -47,8 +47,9 @@ def _scores(recipe: Recipe, spec: ScoreSpec, heads: int, groups: int) -> list[Sc
     return made
 
 
-def _drawn(heads: int, groups: int, layer: int) -> list[Tensor]:
-    return tensors((2, heads, T, D), (2, groups, T, D), (2, groups, T, 3), seed=layer)
+def _drawn(heads: int, groups: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = tensors((2, heads, T, D), (2, groups, T, D), (2, groups, T, 3), seed=layer)
+    return q, k, v
 
 
 @both
@@ -236,7 +237,7 @@ def test_what_is_hidden_in_a_layer_is_not_lost_to_the_sum() -> None:
 @pytest.mark.parametrize("name", ["Baseline-RealFormer", "KNA-ResidualQK"])
 def test_a_score_that_carries_needs_a_carry(name: str) -> None:
     q, k, v = _drawn(2, 2, 0)
-    said = "pass carry=new_carry"
+    said = "pass carry=layers.new_carry"
     with pytest.raises(InputError, match=said):
         attention(q, k, v, name)
     with pytest.raises(InputError, match=said), torch.no_grad():
@@ -256,8 +257,9 @@ def test_a_carry_needs_a_score_that_carries() -> None:
 def test_a_carry_serves_one_shape(name: str) -> None:
     carry = new_carry(ScoreSpec.parse(name))
     attention(*_drawn(2, 2, 0), name, carry=carry)
+    q, k, v = (x[:, :, :5] for x in _drawn(2, 2, 0))
     with pytest.raises(InputError, match="make a new carry for each forward"):
-        attention(*tensors((2, 2, 5, D), (2, 2, 5, D), (2, 2, 5, D)), name, carry=carry)
+        attention(q, k, v, name, carry=carry)
 
 
 @pytest.mark.parametrize("carry", ["RealFormer", "ResidualQK"])

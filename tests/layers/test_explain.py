@@ -73,6 +73,19 @@ def test_the_whole_matrix_is_counted_where_it_is_held() -> None:
     assert explain("KNA", (1, 4, 512, 64), backend="chunked").working_bytes < 2**21
 
 
+def test_a_carry_is_told() -> None:
+    """Scores are left to a kernel of their own; queries and keys are folded, for any kernel."""
+    scores = explain("KNA-RealFormer", (1, 4, 512, 64))
+    assert scores.kernel == "carried"
+    assert any(line.startswith("RealFormer") for line in scores.left)
+    assert "scores of the layers below" in scores.refused["fused"]
+    # About half of all pairs.
+    assert 4 * 512 * 512 * 2 < scores.working_bytes < 4 * 512 * 512 * 4 + 2**20
+    features = explain("KNA-ResidualQK", (1, 4, 512, 64))
+    assert any(line.startswith("ResidualQK") for line in features.folded)
+    assert features.kernel == explain("KNA", (1, 4, 512, 64)).kernel
+
+
 def test_a_moving_spectrum_is_told() -> None:
     assert "blocks of 16" in str(explain("KNA-DynamicNTK@16", (1, 4, 64, 8)))
 

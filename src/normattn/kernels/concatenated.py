@@ -1,7 +1,9 @@
 """Residual scores as one product: the queries and keys of all layers, laid side by side.
 
 ⟨[q_1 … q_n], [k_1 … k_n]⟩ = Σ_m ⟨q_m, k_m⟩, exactly. So nothing per pair is kept, and any kernel
-can be asked; but layer n multiplies n·D features where a carried buffer multiplies D.
+can be asked; but layer n multiplies n·D features where a carried buffer multiplies D. It is chosen
+for few features and many keys (`dispatch`: layers·D ≤ 32, from 2048 keys on), by a compiler, and by
+name where a graph is used twice.
 """
 
 from __future__ import annotations

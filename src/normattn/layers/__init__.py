@@ -2,6 +2,7 @@
 
 from normattn.layers.attend import attention
 from normattn.layers.attention import Attention
+from normattn.layers.carry import new_carry
 from normattn.layers.cross_attention import CrossAttention
 from normattn.layers.feed_forward import GELU, SwiGLU, swiglu_hidden
 from normattn.layers.gated_attention_unit import GatedAttentionUnit
@@ -22,5 +23,6 @@ __all__ = [
     "SwiGLU",
     "attention",
     "deepnorm_factors",
+    "new_carry",
     "swiglu_hidden",
 ]

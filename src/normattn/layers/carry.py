@@ -67,7 +67,8 @@ class FeatureCarry:
 def new_carry(spec: ScoreSpec, layers: int | None = None) -> Carry | None:
     """An empty carry for a score that takes over from the layers below; None for any other.
 
-    One forward pass of a stack of `layers` needs one of its own.
+    One forward pass of a stack of `layers` needs one of its own. Residual scores are held in one
+    buffer, or, where all layers together have few features, as those (`kernels.dispatch`).
     """
     if spec.carry is None:
         return None
@@ -85,8 +86,8 @@ def refuse_carry(spec: ScoreSpec, carry: Carry | None) -> None:
     """Raise `InputError` where score and carry do not belong together."""
     if spec.carry is not None and carry is None:
         raise InputError(
-            f"{spec.name} adds to what the layers below carry: pass carry=new_carry(spec), one for "
-            "each forward pass of the whole stack"
+            f"{spec.name} adds to what the layers below carry: pass carry=layers.new_carry(spec), "
+            "one for each forward pass of the whole stack"
         )
     if spec.carry is None and carry is not None:
         raise InputError(f"a carry is given, but {spec.name} takes nothing from the layers below")

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from normattn.errors import InputError
 from normattn.kernels import Problem, Visibility, reasons
+from normattn.kernels.carry import CarriedScores
 from normattn.kernels.memory import working_bytes
 from normattn.kernels.problem import check_shapes
 from normattn.score import ScoreSpec
@@ -155,7 +156,15 @@ def _problem(spec: ScoreSpec, tensors: tuple[Tensor, Tensor, Tensor], causal: bo
         bias=bias,
         sink=sink,
         cap=getattr(spec.cap, "cap", None),
+        carry=_carry(spec),
     )
+
+
+def _carry(spec: ScoreSpec) -> CarriedScores | None:
+    """An empty one where scores are carried; queries and keys are, by any kernel, unseen."""
+    if spec.carry is None or spec.carry.carries == "features":
+        return None
+    return CarriedScores(spec.carry.mean)
 
 
 def _told(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -164,8 +173,13 @@ def _told(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
     def told(*parts: Part | None) -> list[str]:
         return [f"{part.name}: {part.summary}" for part in parts if part is not None]
 
-    folded = told(spec.variant, spec.logn, spec.order, spec.position, spec.spectrum)
-    left = told(spec.regime, spec.bias, spec.cap, spec.sink, *_visible(spec), spec.documents)
+    scores = spec.carry is not None and spec.carry.carries == "scores"
+    features = None if scores else spec.carry
+    folded = told(spec.variant, spec.logn, spec.order, spec.position, spec.spectrum, features)
+    carried = spec.carry if scores else None
+    left = told(
+        spec.regime, carried, spec.bias, spec.cap, spec.sink, *_visible(spec), spec.documents
+    )
     if spec.moves:
         left.append(f"query rows in blocks of {spec.train_length}: the spectrum moves")
     return tuple(folded), tuple(left)

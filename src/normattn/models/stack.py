@@ -78,7 +78,7 @@ class Blocks(nn.ModuleList):
     ) -> Float[Tensor, "b t d"]:
         """Every layer in turn; `caches` has one for each layer, `after` is told every output."""
         reading = Reading() if reading is None else reading
-        reading = replace(reading, carry=new_carry(self._carried))
+        reading = replace(reading, carry=new_carry(self._carried, self.layers))
         for layer in range(self.layers):
             cache = None if caches is None else caches[layer]
             x = self[layer % len(self)](x, reading, cache)
