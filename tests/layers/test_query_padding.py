@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ def test_cross_attention_of_equal_lengths(recipe: Recipe, own: Tensor | None) ->
     names = learned(score)
     real = {"padding": KEYS} | ({} if own is None else {"query_padding": own})
     values = {name: array(value) for name, value in names.items()}
-    arrays = {word: each.numpy() for word, each in real.items()}
+    arrays: dict[str, Any] = {word: each.numpy() for word, each in real.items()}
     by_loop = oracle.attend(
         recipe, array(q), array(k), array(v), causal=False, learned=values, **arrays
     )

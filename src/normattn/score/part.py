@@ -5,8 +5,9 @@ The score of query i and key j (0-based) is
     s(i, j) = cap( λ(i) · ⟨ P_i N_q(q_i), P_j N_k(k_j) ⟩ + r(i, j) ) + b(i, j)
 
 with r carried up from the layers below, and softmax runs over the keys that i may see, and over a
-sink where there is one. Every part fills one slot of it. A new method is one new file in `score/parts`, whose class is
-registered with `@register`; the parser, the tables and `normattn list` then know it.
+sink where there is one. Every part fills one slot of it. A new method is one new file in
+`score/parts`, whose class is registered with `@register`; the parser, the tables and `normattn
+list` then know it.
 """
 
 from __future__ import annotations

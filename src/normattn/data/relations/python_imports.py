@@ -24,7 +24,7 @@ FORMAT = 1
 """Raised when the same library would give other documents."""
 
 PIECE_CHARACTERS = 400
-"""A piece is as many whole lines of one function as fit: about 90 word pieces of code, seldom more than 128."""
+"""A piece is as many whole lines of one function as fit: about 90 word pieces, seldom over 128."""
 
 _IMPORT_LINE = re.compile(
     r"^\s*(?:>>>|\.\.\.)?\s*(?:import\s+[A-Za-z_]|from\s+[.\w]+\s+import\b).*$", re.MULTILINE

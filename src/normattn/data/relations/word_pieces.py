@@ -103,4 +103,5 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int, lower_case: bool) -
     with one_thread():
         learner.train_from_iterator(texts, trainer)
     found = learner.get_vocab()
-    return WordPieces({entry: found[entry] for entry in sorted(found, key=found.__getitem__)}, lower_case)
+    ordered = sorted(found, key=found.__getitem__)
+    return WordPieces({entry: found[entry] for entry in ordered}, lower_case)
