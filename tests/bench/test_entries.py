@@ -18,6 +18,7 @@ from normattn.bench.memory import peak_memory
 from normattn.bench.models import SMALL, TrainingStep
 from normattn.bench.peers import MaskedALiBi, Stock, TwoMatrices
 from normattn.bench.settings import Settings
+from normattn.bench.stacks import StackPass
 from normattn.bench.suites import SUITES, memory
 from normattn.bench.vocabulary import Vocabulary
 from normattn.errors import InputError
@@ -71,6 +72,17 @@ def test_plain_decoding_is_baseline_again_and_again(length: int) -> None:
     first = plain()
     for step in (ours, plain, ours):
         torch.testing.assert_close(step(), first, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_stored_scores_are_carried_ones(causal: bool) -> None:
+    """The same gradients of all blocks; without residual scores they are others."""
+    ours = StackPass("Baseline-RealFormer", 24, 2, causal, layers=3, width=32)
+    stored = StackPass("Baseline-RealFormer", 24, 2, causal, stored=True, layers=3, width=32)
+    found, expected = ours.build()(), stored.build()()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    plain: Any = StackPass("Baseline", 24, 2, causal, layers=3, width=32).build()()
+    assert (plain[0] - expected[0]).abs().max() > 1e-2  # type: ignore[index]
 
 
 def test_both_cross_entropies_agree() -> None:
