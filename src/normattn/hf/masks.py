@@ -15,7 +15,7 @@ Legend: B batch, T queries, S keys.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,20 @@ class Placing:
     keys: int
     positions: Positions
     seen: Visibility
+    runs: tuple[Run, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of a batch whose real tokens lie side by side in the same columns: a batch of its own.
+
+    `inner` is how they are placed among themselves: simply counted.
+    """
+
+    batch: slice
+    queries: slice
+    keys: slice
+    inner: Placing
 
 
 def compact_mask(
@@ -123,17 +137,53 @@ def placing(
         return _of_matrix(mask, queries, keys, position_ids, counted)
     if mask.shape[2] == 0:
         used = mask.shape[3]
-        at = regular_positions(queries, used, mask.device)
-        _check_ids(position_ids, at.query.expand(batch, -1))
-        return Placing(used, at, Visibility(True, at.query, at.key, at.regular))
+        found = _counted(queries, used, mask.device)
+        _check_ids(position_ids, found.positions.query.expand(batch, -1))
+        return found
     places = mask[:, 0, 0].expand(batch, -1)
     used = places.shape[-1] - queries
     query, key = places[:, used:], places[:, :used]
     _check_ids(position_ids, query)
+    runs = None if torch.compiler.is_compiling() else _runs(query, key)
     # What a padded query reads is nobody's; it stands where a real one could.
     query = query.clamp(min=0)
     at = Positions(query, key, query + 1, True, False, ordered=False)
-    return Placing(used, at, Visibility(True, query, key, False, padding=key < 0))
+    return Placing(used, at, Visibility(True, query, key, False, padding=key < 0), runs)
+
+
+def _counted(queries: int, keys: int, device: torch.device) -> Placing:
+    """The queries are the last of keys that are simply counted."""
+    at = regular_positions(queries, keys, device)
+    return Placing(keys, at, Visibility(True, at.query, at.key, at.regular))
+
+
+def _runs(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[Run, ...] | None:
+    """Neighbouring rows that are alike, as batches without padding; None where that cannot be.
+
+    It can where the real tokens of each row lie side by side, and its real queries are the last of
+    them up to their own column: padding on the left or on the right, a cache that is not yet full.
+    """
+    real = query >= 0
+    count, last = real.sum(-1), query.amax(-1) + 1
+    first, start = real.int().argmax(-1), (key >= 0).int().argmax(-1)
+    rows = torch.arange(query.shape[1], device=query.device) - first[:, None]
+    columns = torch.arange(key.shape[1], device=key.device) - start[:, None]
+    asks = (rows >= 0) & (rows < count[:, None])
+    holds = (columns >= 0) & (columns < last[:, None])
+    good = (asks == real) & (~asks | (query == rows + (last - count)[:, None]))
+    if not bool(good.all()) or not bool((~holds | (key == columns)).all()):
+        return None
+    found: list[Run] = []
+    kinds = torch.stack((first, count, start, last), 1).tolist()
+    for row, (begin, many, left, keys) in enumerate(kinds):
+        if row and kinds[row - 1] == kinds[row]:
+            before = found[-1]
+            found[-1] = replace(before, batch=slice(before.batch.start, row + 1))
+            continue
+        inner = _counted(many, keys, query.device)
+        queries, held = slice(begin, begin + many), slice(left, left + keys)
+        found.append(Run(slice(row, row + 1), queries, held, inner))
+    return tuple(found)
 
 
 def _of_matrix(
