@@ -1,8 +1,9 @@
-"""What the sources say of RealFormer, each sentence next to what was found.
+"""What the sources say of RealFormer, or what follows if they are right, next to what was found.
 
 Sources: the paper (arXiv 2012.11747), the post (kexue.fm/archives/8027), and for PreLN and PostLN
-arXiv 2002.04745. A claim is found only where the interval of its difference, paired over documents
-and seeds, lies on the claimed side of 0.
+arXiv 2002.04745. "Asked here": no sentence of theirs, but a test of one (if attention converges
+with depth, then leaving early and sharing layers should cost less). A claim is found only where the
+interval of its difference, paired over documents and seeds, lies on the claimed side of 0.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from normattn.reports.metrics import Estimate
 from normattn.reports.realformer_rows import EncoderRow, Ratio, estimated, paired
 
 PAPER, POST, XIONG = "arXiv 2012.11747", "kexue 8027", "arXiv 2002.04745"
+HERE = "asked here"
 REALFORMER, POSTLN, PRELN = "RealFormer", "PostLN", "PreLN"
 HALF, SHARED = "RealFormer-half", "-shared"
 
@@ -58,12 +60,12 @@ CLAIMS = {
     "better": ("RealFormer is better than PostLN and PreLN at equal steps", PAPER),
     "half": ("with half the steps RealFormer is better than PostLN with all of them", PAPER),
     "size": ("a larger model pays off with RealFormer more than without", POST),
-    "preln": ("residual scores help under PreLN too", PAPER),
-    "qk": ("residual q and k are no substitute for residual scores", POST),
+    "preln": ("residual scores help under PreLN too", HERE),
+    "qk": ("residual scores are better than residual q and k", HERE),
     "sparse": ("RealFormer's attention is sparser: its entropy is lower", PAPER),
     "agree": ("attention of neighbouring layers agrees more, so that it converges", POST),
-    "exit": ("leaving at half depth costs RealFormer less", POST),
-    "shared": ("sharing one block among all layers costs RealFormer less", POST),
+    "exit": ("leaving at half depth costs RealFormer less", HERE),
+    "shared": ("sharing one block among all layers costs RealFormer less", HERE),
     "variance": ("PreLN's residual stream grows with depth", XIONG),
     "gradient": (
         "before training, PostLN's gradient is larger at the top than at the bottom",
