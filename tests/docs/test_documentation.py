@@ -72,6 +72,7 @@ def test_commands_are_understood(page: str, line: str, monkeypatch: pytest.Monke
         "recipes.training_run.training_config",
         "recipes.evaluation_run.evaluate_run",
         "recipes.generation.generate_run",
+        "recipes.inspection.inspect_run",
         "recipes.tabulate.tabulate",
         "recipes.sweep.reproduce",
         "bench.runner.run_bench",

@@ -23,15 +23,14 @@ attention of head 0 in layer 3 as an image; `--attention all` draws them all
 `normattn train --score KNA --set inspect_every=50 --out runs/kna` – the same while a model trains:
 lines in RUN/diagnostics.jsonl, and a warning when scores concentrate or spread
 
-**What the columns say**
+**What the columns say** – means over the heads of a layer and the queries of all texts
 
-entropy: of attention, in nats; / ln n: 0 looks at one key, 1 at all alike.
+entropy: of attention, in nats; / ln n: 0 looks at one key, 1 at all alike (beside it the least and
+the largest head). largest: the largest logit of any visible pair.
 
-largest logit: of any visible pair. on token 0, on sink: mean attention to the first token and to a
-learned sink.
-
-beyond L: mean attention to keys at i − j ≥ L, the training length; unseen angles: mean attention
-times the share of rotary feature pairs that stand at an angle which training never had.
+token 0, sink: attention to the first token, and to a learned sink. beyond L: to keys at i − j ≥ L,
+the training length. unseen: attention times the share of rotary feature pairs that stand at an
+angle which training never had. ‖q‖, ‖k‖: norms as the projections give them.
 """
 
 

@@ -52,12 +52,12 @@ FOLDER, RECORD, SETTINGS = "inspection", "inspection.json", "settings.json"
 DRAWN_TOKENS, DRAWN_HEADS = 64, 64
 COLUMNS = {
     "entropy": "entropy",
-    "entropy_share": "/ ln n",
-    "largest": "largest logit",
-    "first_mass": "on token 0",
-    "sink_mass": "on sink",
+    "entropy_share": "/ ln n (heads)",
+    "largest": "largest",
+    "first_mass": "token 0",
+    "sink_mass": "sink",
     "beyond_mass": "beyond L",
-    "angle_mass": "unseen angles",
+    "angle_mass": "unseen",
 }
 
 
@@ -171,7 +171,8 @@ def _texts(config: Config, settings: InspectionSettings, tokeniser: Tokeniser | 
     if settings.text is None:
         split = prepare_tokens(config.data).split("test")
         places = choose_places(split, length, settings.windows, settings.seed)
-        rows = [split.document(document)[first : first + length] for document, first in places]
+        spans = [(number, slice(first, first + length)) for number, first in places.tolist()]
+        rows = [split.document(number)[span] for number, span in spans]
         source = f"{len(rows)} windows of {length:,} held-out tokens of {config.data.corpus}"
         return Texts(torch.from_numpy(np.stack(rows).astype(np.int64)), source)
     path = Path(settings.text)
@@ -269,7 +270,7 @@ def _attention(
         wanted = every
     else:
         wanted = [_sharpest(record) if chosen == "sharpest" else chosen]
-    return [(layer, head, weights[layer][head].numpy()) for layer, head in wanted]
+    return [(layer, head, weights[layer][head].double().numpy()) for layer, head in wanted]
 
 
 def _sharpest(record: InspectionRecord) -> tuple[int, int]:
@@ -308,7 +309,7 @@ def _figures(
 
 
 def _print(record: InspectionRecord, folder: Path, figures: Sequence[Path]) -> None:
-    """One line per layer: means over heads, in brackets the least and the largest head."""
+    """One line per layer."""
     console = Console(highlight=False)
     console.print(
         f"{record.facts['score']}, {record.facts['method']}: {record.facts['texts']}, "
@@ -316,35 +317,41 @@ def _print(record: InspectionRecord, folder: Path, figures: Sequence[Path]) -> N
         markup=False,
         soft_wrap=True,
     )
-    known = {
-        field: title
-        for field, title in COLUMNS.items()
-        if any(getattr(layer, field) is not None for layer in record.layers)
-    }
-    table = Table("layer", *known.values(), "‖q‖", "‖k‖")
+    known = [field for field in COLUMNS if _tells(record, field)]
+    table = Table("layer", *(COLUMNS[field] for field in known), "‖q‖", "‖k‖")
     if any(layer.cosines is not None for layer in record.layers):
         table.add_column("cos(q, k)")
     titles = layer_titles([layer.name for layer in record.layers])
     for title, layer in zip(titles, record.layers, strict=True):
-        norms = (layer.q_norm, layer.k_norm)
-        cells = [_cell(layer.by_head(field)) for field in known] + [_cell(each) for each in norms]
+        cells = [_cell(field, layer.by_head(field)) for field in known]
+        cells += [_cell("norm", heads) for heads in (layer.q_norm, layer.k_norm)]
         if layer.cosines is not None:
             cells.append(_range(layer))
         table.add_row(title, *cells)
     console.print(table)
-    console.print("means over heads, in brackets the least and the largest head", markup=False)
     for path in (folder / RECORD, *figures):
         console.print(str(path), markup=False, soft_wrap=True)
 
 
-def _cell(heads: Sequence[float | None]) -> str:
+def _tells(record: InspectionRecord, field: str) -> bool:
+    """Whether a column says anything: a text within L has nothing beyond it."""
+    values = [value for layer in record.layers for value in layer.by_head(field)]
+    return (
+        any(value for value in values)
+        if field.endswith("mass")
+        else any(value is not None for value in values)
+    )
+
+
+def _cell(field: str, heads: Sequence[float | None]) -> str:
+    """The mean over heads; the largest of largest logits; beside a share its least and largest."""
     values = [value for value in heads if value is not None]
     if not values:
         return "–"
-    mean = sum(values) / len(values)
-    if len(values) == 1:
+    mean = max(values) if field == "largest" else sum(values) / len(values)
+    if field != "entropy_share" or len(values) == 1:
         return f"{mean:.3g}"
-    return f"{mean:.3g} ({min(values):.2g} to {max(values):.2g})"
+    return f"{mean:.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
 def _range(layer: LayerRecord) -> str:

@@ -1,0 +1,111 @@
+"""`normattn inspect`: what it writes and prints, and what it refuses in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import Command
+from normattn.reports.diagnostics_records import read_diagnostics, read_inspection
+
+
+@pytest.fixture(scope="module")
+def probed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run that was looked into while it trained."""
+    from normattn.cli.app import main
+
+    out = tmp_path_factory.mktemp("probed") / "run"
+    with pytest.raises(SystemExit) as ended:
+        main(
+            [
+                *("train", "--preset", str(tiny), "--score", "QKRMSNorm-logn"),
+                *("--set", "inspect_every=2", "--out", str(out)),
+            ]
+        )
+    assert ended.value.code == 0
+    return out
+
+
+def test_a_run_is_looked_into(command: Command, probed: Path) -> None:
+    lines = read_diagnostics(probed)
+    assert [line.step for line in lines] == [1, 2, 4]
+    said = command("inspect", probed, "--windows", 3, "--cosines")
+    assert said.code == 0, said.err
+    assert "QKRMSNorm-logn, as is: 3 windows of 8 held-out tokens" in said.out
+    folder = probed / "inspection"
+    names = {path.name for path in folder.iterdir()}
+    stems = ("layers", "positions", "training", "attention")
+    figures = {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
+    assert names == figures | {"settings.json", "inspection.json"}
+    record = read_inspection(folder / "inspection.json")
+    assert record.facts["score"] == "QKRMSNorm-logn"
+    assert record.layers[0].q_normed is not None
+    assert record.layers[0].cosines is not None
+    settings = json.loads((folder / "settings.json").read_text())
+    assert settings["length"] == 8
+    assert settings["windows"] == 3
+
+
+def test_a_text_of_ones_own_beyond_the_training_length(
+    command: Command, trained: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("word1 word2 word3 word4 " * 20)
+    looks = []
+    for method in ("as is", "ReRoPE"):
+        said = command(
+            *("inspect", trained, "--text", text, "--length", 32, "--method", method, "--json"),
+            *("--out", tmp_path / method, "--attention", "all"),
+        )
+        assert said.code == 0, said.err
+        assert json.loads(said.out) == json.loads(
+            (tmp_path / method / "inspection.json").read_text()
+        )
+        looks.append(json.loads(said.out)["layers"][0])
+    plain, rectified = looks
+    assert plain["beyond_share"] == rectified["beyond_share"]
+    assert max(plain["beyond_share"][0]) > 0.5
+    assert max(value for row in plain["angle_share"] for value in row) > 0
+    assert max(value for row in rectified["angle_share"] for value in row) == 0
+    assert not (trained / "inspection").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--attention", "9,0"], ["layers 0 to 0", "heads 0 to 1"]),
+        (["--attention", "one"], ["LAYER,HEAD", "'one'"]),
+        (["--text", "gone.txt"], ["gone.txt", "cannot be read"]),
+        (["--length", "100000"], ["is long enough", "100,000"]),
+        (["--method", "YARN"], ["YARN", "did you mean YaRN"]),
+        (["--windows", "0"], ["--windows"]),
+    ],
+)
+def test_mistakes(command: Command, trained: Path, options: list[str], expected: list[str]) -> None:
+    said = command("inspect", trained, *options)
+    assert said.code == 2
+    for words in expected:
+        assert words in said.sentence
+
+
+def test_runs_that_cannot_be_looked_into(command: Command, trained: Path, tmp_path: Path) -> None:
+    assert "not a run directory" in command("inspect", tmp_path).sentence
+    other = tmp_path / "run"
+    shutil.copytree(trained, other)
+    stored = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**stored, "kind": "poem"}))
+    assert "a run of kind 'poem'" in command("inspect", other).sentence
+    (other / "config.json").write_text(json.dumps(stored))
+    status = json.loads((other / "status.json").read_text())
+    (other / "status.json").write_text(json.dumps({**status, "state": "running"}))
+    assert "only a finished run can be looked into" in command("inspect", other).sentence
+
+
+def test_help_teaches(command: Command) -> None:
+    said = command("inspect", "--help")
+    assert said.code == 0
+    for words in ("entropy", "--attention", "inspect_every=50", "beyond L"):
+        assert words in said.out
