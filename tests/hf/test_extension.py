@@ -35,6 +35,16 @@ def test_resolved_values_say_what_was_found() -> None:
     assert "layers within a window, as trained: 0" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("method", "values"),
+    [("LeakyReRoPE", {"window": 2, "s": 5.0}), ("SelfExtend", {"window": 2, "group": 6})],
+)
+def test_a_factor_finds_what_the_method_needs(method: str, values: dict[str, Any]) -> None:
+    """Four training lengths into one: (4·8 − 2)/(8 − 2), and the smallest group that fits."""
+    with normattn.extend(model_of("Llama"), method, factor=4) as extension:
+        assert extension.resolved.parameters == values
+
+
 def test_nothing_is_left_behind() -> None:
     model, ids = build("Qwen2"), tokens()
     before, as_trained = dict(model.model.layers[0].self_attn.__dict__), logits(model, ids)
@@ -105,6 +115,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("YaRN", {"factor": 0.5}, "factor must be a number of at least 1"),
     ("YaRN", {}, "needs factor=…"),
     ("LeakyReRoPE", {}, "needs s=…"),
+    ("LeakyReRoPE", {"factor": 0.5}, "factor must be a number of at least 1, but it is 0.5"),
+    ("ReRoPE", {"factor": 2}, "ReRoPE takes no factor"),
+    ("SelfExtend", {"group": 2, "factor": 2}, "has what it would give already"),
     ("ReRoPE", {"size": 3}, "takes the parameter 'size'"),
     ("ReRoPE", {"train_length": 1}, "a training length must be a whole number of at least 2"),
     ("YaRN-ReRoPE", {"factor": 2}, "cannot be combined"),

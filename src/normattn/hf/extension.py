@@ -25,7 +25,7 @@ from normattn.hf.interface import registered
 from normattn.hf.probing import Layer, ask
 from normattn.hf.resolved import Resolved
 from normattn.score import ScoreSpec
-from normattn.score.grammar import print_part
+from normattn.score.grammar import print_part, read
 from normattn.score.parts.pi import PI
 
 HANDLE = "normattn_extension"
@@ -193,15 +193,18 @@ def _specified(
     found: Anatomy, method: str, train_length: int | None, parameters: dict[str, Any]
 ) -> tuple[ScoreSpec, str]:
     """The method with its values filled in, and where the training length comes from."""
-    asked = ScoreSpec.parse("Baseline").with_method(method, **parameters)
-    if not asked.method:
+    if method.strip() in ("", "as is"):
         raise InputError("extend() needs a method by name, e.g. 'ReRoPE' or 'YaRN'")
+    factor = _left_over(method, parameters)
+    own = {name: value for name, value in parameters.items() if factor is None or name != "factor"}
+    asked = ScoreSpec.parse("Baseline").with_method(method, **own)
     source = "given"
     length = asked.train_length if train_length is None else train_length
     if length is None:
         length, source = known_length(found)
-    factor = parameters.get("factor")
     spec = asked.resolve(length, factor)
+    if factor is not None and ScoreSpec(asked.parts, length) == spec:
+        raise InputError(f"{spec.method} takes no factor, or has what it would give already")
     if spec.visible[0] is not None:
         raise InputError(
             f"{spec.method} hides keys, and a cache of transformers keeps them all: use a cache "
@@ -214,6 +217,18 @@ def _specified(
             "positions beyond it were never trained"
         )
     return spec, source
+
+
+def _left_over(method: str, parameters: dict[str, Any]) -> float | None:
+    """The stretch that no part holds as such: LeakyReRoPE and SelfExtend find theirs from it."""
+    given, _ = read(method)
+    named = {field.name for part, _ in given for field in dataclasses.fields(part)}
+    factor = parameters.get("factor")
+    if factor is None or "factor" in named:
+        return None
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1:
+        raise InputError(f"factor must be a number of at least 1, but it is {factor!r}")
+    return float(factor)
 
 
 def _refuse_twice(found: Anatomy) -> None:

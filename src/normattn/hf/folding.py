@@ -23,7 +23,7 @@ from normattn.score import Positions, ScoreSpec
 from normattn.score.parts.pi import PI
 from normattn.score.rotary import Rotation, rotation
 
-_KEPT_AT_MOST = 8
+_KEPT_AT_MOST, _KEPT_BLOCKS = 8, 32
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,9 @@ class Folding:
         name: tuple[object, ...],
         make: Callable[[Tensor], X],
     ) -> X:
-        if not at.regular or torch.compiler.is_compiling():
+        # The rows of one block of a moving spectrum are few: only its keys are worth keeping.
+        few = self.spec.moves and name[0] == "q"
+        if few or not at.regular or torch.compiler.is_compiling():
             return make(places)
         room = max(64, 1 << (bounds[1] - 1).bit_length())
         name = (*name, room, places.device)
@@ -143,7 +145,7 @@ class Folding:
             # Ordinary tensors even when first asked for in inference mode: training reuses them.
             with torch.inference_mode(False):
                 self._kept[name] = make(torch.arange(room, device=places.device))
-            while len(self._kept) > _KEPT_AT_MOST:
+            while len(self._kept) > (_KEPT_BLOCKS if self.spec.moves else _KEPT_AT_MOST):
                 self._kept.popitem(last=False)
         self._kept.move_to_end(name)
         whole: X = self._kept[name]  # type: ignore[assignment]

@@ -1,0 +1,82 @@
+"""Losses of every next token of a transformers model, the logits a few rows at a time.
+
+A long text's logits are tokens × vocabulary, gigabytes; what comes before the head is not. So the
+decoder reads the text, and the head scores its rows in chunks.
+
+Legend: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.kernels import TokenScores
+
+_ROWS = 256
+
+
+def token_scorer(model: Any) -> Callable[[Tensor], TokenScores]:
+    """Maps ids (B, T + 1) to the loss in nats and the correctness of tokens 1 … T.
+
+    For the protocols of `normattn.evaluation`; as the model is when it is called, extended or not.
+    Raises `InputError` for a model whose logits are not made of its decoder's output row by row.
+    """
+    from normattn.hf.anatomy import anatomy
+
+    decoder, head = anatomy(model).decoder, head_of(model)
+
+    def score(ids: Int[Tensor, "b t1"]) -> TokenScores:
+        ids = ids.to(model.device)
+        with torch.no_grad():
+            rows = decoder(ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
+            parts = zip(
+                torch.split(rows, _ROWS), torch.split(ids[:, 1:].flatten(), _ROWS), strict=True
+            )
+            pieces = [_scored(head(part), goal) for part, goal in parts]
+        shape = (ids.shape[0], ids.shape[1] - 1)
+        loss, correct = (torch.cat(each).view(shape) for each in zip(*pieces, strict=True))
+        return TokenScores(loss=loss, correct=correct)
+
+    return score
+
+
+def _scored(logits: Float[Tensor, "r v"], goal: Int[Tensor, " r"]) -> tuple[Tensor, Tensor]:
+    loss = torch.nn.functional.cross_entropy(logits.float(), goal, reduction="none")
+    return loss, logits.argmax(-1) == goal
+
+
+def head_of(model: Any) -> Callable[[Float[Tensor, "r d"]], Float[Tensor, "r v"]]:
+    """From rows of the decoder's output to logits, checked against the model on a few tokens."""
+    from normattn.hf.anatomy import anatomy
+
+    linear, config = model.get_output_embeddings(), model.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)
+    scale = getattr(config, "logit_scale", None) or 1.0
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    if linear is None:
+        raise InputError(f"{type(model).__name__} has no head that makes logits")
+
+    def head(rows: Tensor) -> Tensor:
+        logits: Tensor = linear(rows)
+        if scale != 1.0:
+            logits = logits * scale
+        if divisor != 1.0:
+            logits = logits / divisor
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    ids = torch.arange(3, device=model.device)[None] % config.vocab_size
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        mine = head(anatomy(model).decoder(ids, use_cache=False).last_hidden_state)
+    if whole.shape != mine.shape or not torch.allclose(whole, mine, rtol=1e-3, atol=1e-3):
+        raise InputError(
+            f"{type(model).__name__} makes its logits in a way of its own, so they cannot be scored"
+            " a few rows at a time"
+        )
+    return head

@@ -1,0 +1,45 @@
+"""Loading a model, and scoring its tokens a few rows at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import normattn
+from normattn import InputError
+from normattn.hf import load, token_scorer
+
+from .families import FAMILIES, logits, model_of, tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_the_logits(family: str) -> None:
+    model, ids = model_of(family), tokens()
+    score = token_scorer(model)
+    for method in (None, "ReRoPE-logn+(window=3)"):
+        extension = normattn.extend(model, "ReRoPE-logn+", window=3) if method else None
+        whole, found = logits(model, ids[:, :-1]), score(ids)
+        if extension is not None:
+            extension.remove()
+        expected = torch.nn.functional.cross_entropy(
+            whole.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+        )
+        torch.testing.assert_close(found.loss.flatten(), expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(found.correct, whole.argmax(-1) == ids[:, 1:])
+
+
+def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="of transformers, and no GGUF file either"):
+        load(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04")
+    with pytest.raises(InputError, match="is not a GGUF file"):
+        load(tmp_path / "model.gguf")
+    with pytest.raises(InputError, match="there is no file"):
+        load(tmp_path, gguf="other.gguf")
+    with pytest.raises(InputError, match="has no meaning"):
+        load(tmp_path / "model.gguf", gguf="other.gguf")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="cannot be loaded by transformers"):
+        load(tmp_path)
