@@ -25,8 +25,8 @@ lines in RUN/diagnostics.jsonl, and a warning when scores concentrate or spread
 
 **What the columns say** – means over the heads of a layer and the queries of all texts
 
-entropy: of attention, in nats; / ln n: 0 looks at one key, 1 at all alike (beside it the least and
-the largest head). largest: the largest logit of any visible pair.
+entropy: of attention, in nats; / ln n: 0 looks at one key, 1 at all alike. largest: the largest
+logit of any visible pair.
 
 token 0, sink: attention to the first token, and to a learned sink. beyond L: to keys at i − j ≥ L,
 the training length. unseen: attention times the share of rotary feature pairs that stand at an

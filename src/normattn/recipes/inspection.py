@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from normattn.atomic import write_json
@@ -25,9 +24,9 @@ from normattn.diagnostics.weights import attention_weights
 from normattn.errors import InputError
 from normattn.models import CausalLM
 from normattn.models.pretrained import load_any
+from normattn.recipes.inspection_table import print_layers
 from normattn.reports.diagnostics_records import (
     InspectionRecord,
-    LayerRecord,
     read_diagnostics,
     write_inspection,
 )
@@ -36,7 +35,6 @@ from normattn.reports.figures.inspection import (
     draw_layers,
     draw_positions,
     draw_training,
-    layer_titles,
 )
 from normattn.runs import RunDirectory, read_status
 from normattn.training import TrainingConfig, causal, masked
@@ -50,15 +48,6 @@ KINDS: dict[str, type[TrainingConfig] | type[MaskedConfig]] = {
 }
 FOLDER, RECORD, SETTINGS = "inspection", "inspection.json", "settings.json"
 DRAWN_TOKENS, DRAWN_HEADS = 64, 64
-COLUMNS = {
-    "entropy": "entropy",
-    "entropy_share": "/ ln n (heads)",
-    "largest": "largest",
-    "first_mass": "token 0",
-    "sink_mass": "sink",
-    "beyond_mass": "beyond L",
-    "angle_mass": "unseen",
-}
 
 
 class InspectionSettings(BaseModel):
@@ -140,7 +129,9 @@ def inspect_run(
     if as_json:
         print(json.dumps(record.model_dump(mode="json")))
     else:
-        _print(record, folder, figures)
+        print_layers(record)
+        for path in (folder / RECORD, *figures):
+            print(path)
 
 
 def _opened(run: Path) -> Config:
@@ -306,58 +297,3 @@ def _figures(
     what = panels[0][0] if len(panels) == 1 else "every head"
     paths += draw_attention(panels, tokens, folder, f"{name}: attention of {what}")
     return [path for path in paths if path.suffix == ".png"]
-
-
-def _print(record: InspectionRecord, folder: Path, figures: Sequence[Path]) -> None:
-    """One line per layer."""
-    console = Console(highlight=False)
-    console.print(
-        f"{record.facts['score']}, {record.facts['method']}: {record.facts['texts']}, "
-        f"trained at {record.facts['train_length']:,}",
-        markup=False,
-        soft_wrap=True,
-    )
-    known = [field for field in COLUMNS if _tells(record, field)]
-    table = Table("layer", *(COLUMNS[field] for field in known), "‖q‖", "‖k‖")
-    if any(layer.cosines is not None for layer in record.layers):
-        table.add_column("cos(q, k)")
-    titles = layer_titles([layer.name for layer in record.layers])
-    for title, layer in zip(titles, record.layers, strict=True):
-        cells = [_cell(field, layer.by_head(field)) for field in known]
-        cells += [_cell("norm", heads) for heads in (layer.q_norm, layer.k_norm)]
-        if layer.cosines is not None:
-            cells.append(_range(layer))
-        table.add_row(title, *cells)
-    console.print(table)
-    for path in (folder / RECORD, *figures):
-        console.print(str(path), markup=False, soft_wrap=True)
-
-
-def _tells(record: InspectionRecord, field: str) -> bool:
-    """Whether a column says anything: a text within L has nothing beyond it."""
-    values = [value for layer in record.layers for value in layer.by_head(field)]
-    return (
-        any(value for value in values)
-        if field.endswith("mass")
-        else any(value is not None for value in values)
-    )
-
-
-def _cell(field: str, heads: Sequence[float | None]) -> str:
-    """The mean over heads; the largest of largest logits; beside a share its least and largest."""
-    values = [value for value in heads if value is not None]
-    if not values:
-        return "–"
-    mean = max(values) if field == "largest" else sum(values) / len(values)
-    if field != "entropy_share" or len(values) == 1:
-        return f"{mean:.3g}"
-    return f"{mean:.2f} ({min(values):.2f}–{max(values):.2f})"
-
-
-def _range(layer: LayerRecord) -> str:
-    """From the 5th to the 95th percentile, the mean over heads of each."""
-    known = [row for row in layer.cosines or () if row[0] is not None]
-    if not known:
-        return "–"
-    low, high = (sum(row[place] or 0.0 for row in known) / len(known) for place in (1, 3))
-    return f"{low:.2f} to {high:.2f}"

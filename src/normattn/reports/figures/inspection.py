@@ -24,7 +24,7 @@ MAPS = {
     "first_mass": "attention to the first token",
     "sink_mass": "attention to the learned sink",
     "beyond_mass": "attention at i − j ≥ L",
-    "angle_mass": "attention × share of unseen angles",
+    "angle_mass": "attention at unseen angles",
 }
 CURVES = ("entropy_share", "largest", "first_mass", "beyond_mass")
 TRAINED = {
@@ -104,13 +104,14 @@ def _map(
     axis.set_yticks(range(len(titles)), titles, fontsize=8)
     axis.set_xlabel("head", fontsize=8)
     axis.set_ylabel("layer", fontsize=8)
+    digits = 3 if high < 0.1 else 2 if high < 10 else 1
     if grid.size <= _NUMBERS:
         for line, column in np.ndindex(grid.shape):
             value = grid[line, column]
             if not np.isnan(value):
                 dark = high > low and (value - low) / (high - low) < 0.47
                 colour = "white" if dark or high == low else "black"
-                text = f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
+                text = f"{value:.{digits}f}"
                 axis.text(column, line, text, ha="center", va="center", fontsize=7, color=colour)
     bar = figure.colorbar(image, ax=axis, fraction=0.05, pad=0.03)
     bar.ax.tick_params(labelsize=7)
