@@ -182,3 +182,64 @@ def test_extended_twice_copied_or_changed() -> None:
         with pytest.raises(InputError, match="was changed to eager while the model is extended"):
             logits(model, ids)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_weights_that_are_kept_elsewhere() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = build("Llama"), tokens()
+    as_trained = logits(model, ids)
+    with normattn.extend(model, "ReRoPE-logn+", window=3):
+        extended = logits(model, ids)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with normattn.extend(model, "ReRoPE-logn+", window=3):
+        assert torch.equal(logits(model, ids), extended)
+    assert torch.equal(logits(model, ids), as_trained)
+    with torch.device("meta"):
+        empty = type(model)(configuration("Llama"))
+    with pytest.raises(InputError, match="on the meta device: load them first"):
+        normattn.extend(empty, "ReRoPE")
+
+
+@pytest.mark.parametrize("method", ["ReRoPE-logn+", "YaRN(factor=3)-logn+"])
+def test_recomputed_activations_give_the_same_gradients(method: str) -> None:
+    model, ids = build("Llama").train(), tokens()
+    found = []
+    with normattn.extend(model, method):
+        for recompute in (False, True):
+            if recompute:
+                newer = getattr(model, "activation_checkpointing_enable", None)
+                (newer or model.gradient_checkpointing_enable)()
+            model.zero_grad()
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            found.append([each.grad.clone() for each in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_candidates_that_are_taken_back() -> None:
+    """Prompt lookup crops the cache behind tokens that were not accepted."""
+    model, ids = model_of("Llama"), tokens(1, 12)
+    asked: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6}
+    with normattn.extend(model, "ReRoPE-logn+", window=3):
+        plain = model.generate(ids, do_sample=False, **asked)
+        looked = model.generate(ids, do_sample=False, prompt_lookup_num_tokens=3, **asked)
+    assert torch.equal(plain, looked)
+
+
+def test_heads_that_turn_other_features_are_refused() -> None:
+    model = build(
+        "DeepseekV3",
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    )
+    with pytest.raises(InputError, match="does not rotate the first features"):
+        normattn.extend(model, "ReRoPE")

@@ -113,6 +113,13 @@ class Folding:
         default_factory=OrderedDict, repr=False
     )
 
+    def __post_init__(self) -> None:
+        # Far keys that all stand at 0 need no rotation (ReRoPE).
+        self._still = False
+        if self.spec.regime is not None and amplitude(self.spec, self.turning) == 1:
+            some = torch.tensor([1.0, 2.0**20])
+            self._still = not bool(self.spec.regime.far_positions(some, some)[1].any())
+
     def queries(self, at: Positions, block: int, scaling: float, dtype: torch.dtype) -> QueryTables:
         """The tables of queries at these positions, as the rows of `block` read."""
         make = partial(self._queries, block=block, scaling=scaling, dtype=dtype)
@@ -168,9 +175,8 @@ class Folding:
         if spec.regime is None:
             return KeyTables(turn(places), None)
         at = places.double()
-        far = spec.regime.far_positions(at, at)[1]
-        still = amplitude(spec, self.turning) == 1 and not bool(far.any())
-        return KeyTables(turn(places), None if still else turn(far))
+        far = None if self._still else turn(spec.regime.far_positions(at, at)[1])
+        return KeyTables(turn(places), far)
 
     def _turn(
         self, spec: ScoreSpec, scale: Tensor | float, dtype: torch.dtype

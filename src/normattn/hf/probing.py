@@ -86,6 +86,8 @@ def _heard(found: Anatomy, module: Any, private: Any) -> tuple[_Given, _Given]:
     weight = next((each for each in module.parameters() if each.is_floating_point()), None)
     dtype = found.model.dtype if weight is None else weight.dtype
     device = found.model.device if weight is None else weight.device
+    if device.type == "meta":
+        device = _executing(module)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, len(_PLACES), found.config.hidden_size, generator=generator)
     x = x.to(device, dtype)
@@ -110,6 +112,15 @@ def _heard(found: Anatomy, module: Any, private: Any) -> tuple[_Given, _Given]:
             "attention function from transformers' AttentionInterface, so it cannot be extended"
         )
     return kept[0], kept[1]
+
+
+def _executing(module: nn.Module) -> torch.device:
+    """Where accelerate brings the weights of a layer that it keeps elsewhere."""
+    for each in module.modules():
+        device = getattr(getattr(each, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    raise InputError("the weights of this model are on the meta device: load them first")
 
 
 def embeddings(found: Anatomy, module: nn.Module, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
