@@ -42,7 +42,7 @@ class Looked:
 
         def forward() -> None:
             with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=self.step.half):
-                model.hidden(ids)
+                model(ids)
 
         def train() -> None:
             with torch.autocast(device, torch.bfloat16, enabled=self.step.half):
