@@ -20,7 +20,6 @@ from normattn.diagnostics.sums import LayerSums
 from normattn.errors import InputError
 from normattn.kernels import Problem
 from normattn.kernels.observe import Observation, observing
-from normattn.models.stack import Blocks
 from normattn.reports.diagnostics_records import InspectionRecord, LayerLine, LayerRecord
 from normattn.score import Score
 
@@ -134,19 +133,19 @@ class Collector:
         return self.sums[self._name]
 
     def lines(self) -> dict[str, LayerLine]:
-        """Every layer that ran, in one bin."""
+        """Every layer that ran, in the order in which they did, in one bin."""
         found = {}
-        for name, sums in self._in_order():
+        for name, sums in self.sums.items():
             grids = {field: [row[0] for row in grid] for field, grid in sums.grids().items()}
             kept = {field: grids[field] for field in grids if field in LayerLine.model_fields}
             found[name] = LayerLine.model_validate(kept | sums.mean_norms())
         return found
 
     def record(self, **facts: Any) -> InspectionRecord:
-        """Every layer that ran, by position."""
+        """Every layer that ran, in the order in which they did, by position."""
         assert self.edges is not None
         layers = []
-        for name, sums in self._in_order():
+        for name, sums in self.sums.items():
             fields: dict[str, Any] = {**sums.grids(), **sums.mean_norms(), "rows": sums.counts()}
             if name in self.cosine_sums:
                 fields["cosines"] = self.cosine_sums[name].summary()
@@ -155,26 +154,24 @@ class Collector:
             raise InputError("nothing was read: no layer of the model ran while it was looked at")
         return InspectionRecord(edges=self.edges, layers=tuple(layers), facts=facts)
 
-    def _in_order(self) -> list[tuple[str, LayerSums]]:
-        order = [name for names in self.names.values() for name in names]
-        return sorted(self.sums.items(), key=lambda item: order.index(item[0]))
-
 
 def layer_names(model: nn.Module) -> dict[Score, tuple[str, ...]]:
     """Every score of a model and the names of the layers that it serves, bottom first.
 
     A layer is named by its module's path; a block that several layers share has a name for each.
     """
-    shared = {
-        path: module.layers
-        for path, module in model.named_modules()
-        if isinstance(module, Blocks) and module.layers > len(module)
-    }
+    shared = {path: layers for path, module in model.named_modules() if (layers := _shared(module))}
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, Score):
             found[module] = _names(path.removesuffix("score").removesuffix("."), shared)
     return found
+
+
+def _shared(module: nn.Module) -> int:
+    """How many layers a list of blocks makes of fewer; 0 where each block is one."""
+    layers = getattr(module, "layers", 0) if isinstance(module, nn.ModuleList) else 0
+    return layers if isinstance(module, nn.ModuleList) and layers > len(module) else 0
 
 
 def _names(path: str, shared: dict[str, int]) -> tuple[str, ...]:
@@ -210,7 +207,7 @@ def collecting(
                     handle = norm.register_forward_hook(collector.normed(field, side))
                     stack.callback(handle.remove)
         for module in model.modules():
-            if isinstance(module, Blocks):
+            if _shared(module):
                 handle = module.register_forward_pre_hook(lambda *_: collector.restart())
                 stack.callback(handle.remove)
         if "torch._dynamo" in sys.modules:

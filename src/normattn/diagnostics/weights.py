@@ -5,7 +5,8 @@ Legend: B batch, H query heads, T queries, S keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from normattn.kernels import Problem
 from normattn.kernels.observe import Observation, observing
 from normattn.kernels.reference import reference
 from normattn.models.causal_lm import without_dropout
+from normattn.score import Score
 
 MOST_TOKENS = 512
 
@@ -36,26 +38,31 @@ def attention_weights(
         raise InputError(
             f"attention is drawn for 1 to {MOST_TOKENS} tokens, but the text has {ids.shape[0]}"
         )
-    names = [name for each in layer_names(model).values() for name in each]
+    names = layer_names(model)
     if not names:
         raise InputError("this model holds no Score to look at")
-    keep = _Keep()
+    keep = _Keep(names)
     reader: Callable[[Tensor], Any] = getattr(model, "hidden", model) if read is None else read
     with torch.no_grad(), without_dropout(model), observing(keep):
         reader(ids[None])
-    return dict(zip(names, keep.whole(), strict=False))
+    return keep.whole()
 
 
 class _Keep:
     """Keeps the weights of every layer, as rows that belong together."""
 
-    def __init__(self) -> None:
-        self.parts: list[list[Tensor]] = []
+    def __init__(self, names: Mapping[Score, Sequence[str]]) -> None:
+        self._turns: dict[object, Iterator[str]] = {
+            score: itertools.cycle(each) for score, each in names.items()
+        }
+        self.parts: dict[str, list[Tensor]] = {}
+        self._name = ""
         self._features: list[tuple[Tensor, Tensor]] = []
 
     def enter(self, owner: object, q: Tensor, k: Tensor, padding: Any) -> None:
         """A layer begins."""
-        self.parts.append([])
+        self._name = next(self._turns[owner])
+        self.parts[self._name] = []
 
     def confine(self, rows: slice, own: Tensor | None) -> None:
         """Rows of one text come in order."""
@@ -75,13 +82,13 @@ class _Keep:
         # Values that are the unit vectors turn outputs into weights.
         unit = torch.eye(keys, dtype=q.dtype, device=q.device).expand(1, groups, keys, keys)
         plain = replace(problem, q=q, k=k, v=unit, carry=None, dropout=0.0)
-        self.parts[-1].append(reference(plain)[0].float().cpu())
+        self.parts[self._name].append(reference(plain)[0].float().cpu())
 
-    def whole(self) -> list[Tensor]:
+    def whole(self) -> dict[str, Tensor]:
         """(H, T, S) of every layer; rows that were computed with fewer keys see no others."""
-        found = []
-        for parts in self.parts:
+        found = {}
+        for name, parts in self.parts.items():
             keys = max(part.shape[2] for part in parts)
             wide = [nn.functional.pad(part, (0, keys - part.shape[2])) for part in parts]
-            found.append(torch.cat(wide, 1))
+            found[name] = torch.cat(wide, 1)
         return found
