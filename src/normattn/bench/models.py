@@ -75,12 +75,13 @@ class TrainingStep:
         )
         ids = drawn.to(self.device)
 
-        def step() -> None:
+        def step() -> object:
             with torch.autocast(self.device, torch.bfloat16, enabled=self.half):
                 loss = model(ids)
             loss.backward()
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
+            return loss.detach()
 
         return step
 

@@ -118,8 +118,9 @@ def _fields(
     if both:
         raise InputError(f"{', '.join(sorted(both))} is given both as an option and by --set")
     base = presets.load(preset).training
+    whole = merged(base, *layers, given, assigned)
     asked = merged({}, *layers, given, assigned)
-    return merged(base, _short_warmup(base, asked), asked)
+    return merged(whole, _short_warmup(base, asked))
 
 
 def _short_warmup(base: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:

@@ -40,23 +40,24 @@ class Looked:
         drawn = torch.randint(size.vocabulary, shape, generator=torch.Generator().manual_seed(1))
         ids = drawn.to(device)
 
-        def forward() -> None:
+        def forward() -> object:
             with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=self.step.half):
-                model(ids)
+                return model(ids)
 
-        def train() -> None:
+        def train() -> object:
             with torch.autocast(device, torch.bfloat16, enabled=self.step.half):
                 loss = model.loss(ids).loss
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
+            return loss.detach()
 
         plain = train if self.training else forward
 
-        def observed() -> None:
+        def observed() -> object:
             with collecting(model) as collector:
                 plain()
-            collector.lines()
+            return collector.lines()
 
         return observed if self.on else plain
 
