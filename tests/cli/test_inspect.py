@@ -82,6 +82,7 @@ def test_a_text_of_ones_own_beyond_the_training_length(
         (["--length", "100000"], ["is long enough", "100,000"]),
         (["--method", "YARN"], ["YARN", "did you mean YaRN"]),
         (["--windows", "0"], ["--windows"]),
+        (["--out", "/dev/null"], ["/dev/null is a file"]),
     ],
 )
 def test_mistakes(command: Command, trained: Path, options: list[str], expected: list[str]) -> None:

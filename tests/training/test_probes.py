@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from normattn.errors import Interrupted
+from normattn.errors import InputError, Interrupted
 from normattn.runs import read_metrics
 from normattn.training.loop import train
 from normattn.training.reports import Probe
@@ -67,3 +67,9 @@ def test_a_stopped_run_leaves_the_same_lines(tmp_path: Path) -> None:
         train(ToyTask, settings, open_run(run, settings), probes=[Counting()])
         whole = (tmp_path / "whole" / "looks.jsonl").read_bytes()
         assert (run / "looks.jsonl").read_bytes() == whole
+
+
+def test_two_probes_of_one_name_are_refused(tmp_path: Path) -> None:
+    settings = config(steps=2)
+    with pytest.raises(InputError, match="two probes would write one file"):
+        train(ToyTask, settings, open_run(tmp_path, settings), probes=[Counting(), Counting()])

@@ -118,11 +118,10 @@ def inspect_run(
     texts = _texts(config, settings, tokeniser)
     torch.set_num_threads(threads)
     model = load_any(run / "model").to(device)
-    folder = run / FOLDER if out is None else out
+    folder = _folder(run / FOLDER if out is None else out)
     with _using(model, method, config, texts.ids.shape[1]):
         record = _look(model, texts, settings, config)
         shown = _attention(model, texts.ids, chosen, record)
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / SETTINGS, settings.model_dump())
     write_inspection(folder / RECORD, record)
     figures = _figures(run, folder, record, shown, texts, tokeniser, settings)
@@ -297,3 +296,14 @@ def _figures(
     what = panels[0][0] if len(panels) == 1 else "every head"
     paths += draw_attention(panels, tokens, folder, f"{name}: attention of {what}")
     return [path for path in paths if path.suffix == ".png"]
+
+
+def _folder(place: Path) -> Path:
+    """The directory, made before anything is read; `InputError` where it cannot be."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise InputError(f"{place} is a file; --out names a directory") from error
+    except OSError as error:
+        raise InputError(f"{place} cannot be made: {error.strerror}") from error
+    return place

@@ -21,6 +21,13 @@ VARIED = ("score", "decoder_score", "cross_score")
 """The settings of a model that the tables vary."""
 
 
+def _refuse_varied(training: dict[str, Any]) -> dict[str, Any]:
+    """`training` itself; `ValueError` where it sets what the tables vary."""
+    if "seed" in training or any(name in training.get("model", {}) for name in VARIED):
+        raise ValueError("scores and the seed are varied by the tables, not set by a preset")
+    return training
+
+
 class LadderSettings(Settings):
     """Which `scores` are trained at which multiples of the learning rate, the `rates`.
 
@@ -32,6 +39,8 @@ class LadderSettings(Settings):
     rates: tuple[Annotated[float, Field(gt=0)], ...] = RATES
     training: dict[str, Any] = Field(default_factory=dict)
     max_sentences: int | None = Field(default=None, ge=2)
+
+    _no_varied_field = field_validator("training")(_refuse_varied)
 
     @field_validator("rates")
     @classmethod
@@ -55,6 +64,8 @@ class VisionSettings(Settings):
     ladder: tuple[str, ...] = ()
     rates: tuple[Annotated[float, Field(gt=1)], ...] = RATES[1:]
 
+    _no_varied_field = field_validator("training")(_refuse_varied)
+
 
 class QKNormPreset(StudyPreset):
     """One whole setting of the study; `training` holds fields of `TranslationConfig`.
@@ -69,9 +80,4 @@ class QKNormPreset(StudyPreset):
     ladder: LadderSettings | None = None
     vision: VisionSettings | None = None
 
-    @field_validator("training")
-    @classmethod
-    def _no_varied_field(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if "seed" in value or any(name in value.get("model", {}) for name in VARIED):
-            raise ValueError("scores and the seed are varied by the tables, not set by a preset")
-        return value
+    _no_varied_field = field_validator("training")(_refuse_varied)

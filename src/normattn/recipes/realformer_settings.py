@@ -108,12 +108,25 @@ class RealFormerPreset(StudyPreset):
     @field_validator("training")
     @classmethod
     def _no_varied_field(cls, value: dict[str, Any]) -> dict[str, Any]:
-        varied = {"score", "placement", "shared_layers", "exits"} & set(value.get("model", {}))
-        if "seed" in value or varied:
-            raise ValueError(
-                f"{', '.join(sorted(varied)) or 'seed'} is varied by the table, not set by a preset"
-            )
+        return refuse_varied(value)
+
+    @field_validator("sizes")
+    @classmethod
+    def _no_varied_size(cls, value: dict[str, SizeSettings]) -> dict[str, SizeSettings]:
+        for size in value.values():
+            refuse_varied(size.training)
         return value
+
+
+def refuse_varied(training: dict[str, Any]) -> dict[str, Any]:
+    """`training` itself; `ValueError` where it sets what the rows of the table differ in."""
+    model = training.get("model", {})
+    varied = {"score", "placement", "shared_layers", "exits"} & set(model)
+    if "seed" in training or varied:
+        raise ValueError(
+            f"{', '.join(sorted(varied)) or 'seed'} is varied by the table, not set by a preset"
+        )
+    return training
 
 
 def checked_rows(names: tuple[str, ...], what: str) -> tuple[str, ...]:

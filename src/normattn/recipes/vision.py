@@ -10,7 +10,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from normattn.data.images import ImageData
-from normattn.diagnostics import DiagnosticsProbe
 from normattn.errors import InputError
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.images import score_images
@@ -82,9 +81,7 @@ class VisionCell(Cell):
         """Train, then test."""
         config = self.training_config
         tested = ImageStage(config, paths.run, self.score, self.rate, self.split)
-        every = config.inspect_every
-        probes = (DiagnosticsProbe(every),) if every else ()
-        return [TrainStage(self.workload, config, paths.run, probes=lambda data: probes), tested]
+        return [TrainStage(self.workload, config, paths.run), tested]
 
 
 @dataclass(frozen=True)

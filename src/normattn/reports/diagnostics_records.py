@@ -81,7 +81,9 @@ def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
     try:
         return [DiagnosticsLine.model_validate_json(line) for line in whole]
     except ValidationError as error:
-        raise InputError(f"{path} holds a line that is none of the diagnostics: {error}") from None
+        raise InputError(
+            f"{path} holds a line that is none of the diagnostics: {_first(error)}"
+        ) from None
 
 
 class LayerRecord(BaseModel):
@@ -169,4 +171,13 @@ def read_inspection(path: Path) -> InspectionRecord:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (ValidationError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is no record of an inspection: {error}") from None
+        raise InputError(f"{path} is no record of an inspection: {_first(error)}") from None
+
+
+def _first(error: ValidationError | UnicodeDecodeError) -> str:
+    """The first thing that is wrong, in one line."""
+    if isinstance(error, UnicodeDecodeError):
+        return error.reason
+    found = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in found["loc"])
+    return f"{where}: {found['msg']}" if where else str(found["msg"])

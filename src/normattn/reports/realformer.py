@@ -29,6 +29,7 @@ from normattn.reports.realformer_rows import (
     estimated,
     paired,
 )
+from normattn.reports.unigram import MARGIN
 
 
 def realformer_report(
@@ -220,7 +221,7 @@ def _grid_tables(panels: Sequence[Panel]) -> str:
         )
     note = (
         "Held-out loss at each learning rate and dropout. diverged: the loss stopped being finite; "
-        "stuck: it ends above that of the words' frequencies alone."
+        f"stuck: it ends less than {MARGIN:g} nats below that of the words' frequencies alone."
     )
     return f"## Who survives what\n\n{note}\n\n{grid(head, lines)}"
 

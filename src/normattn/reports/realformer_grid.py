@@ -11,6 +11,7 @@ from normattn.reports.bootstrap import Bootstrap
 from normattn.reports.metrics import Estimate
 from normattn.reports.realformer_records import EncoderRecord, Failure, Setting
 from normattn.reports.realformer_rows import EncoderRow, estimated
+from normattn.reports.unigram import learnt_nothing
 
 State = Literal["learned", "stuck", "diverged"]
 
@@ -81,7 +82,7 @@ def _cell(
     ordered = sorted(records, key=lambda record: record.setting.seed)
     whole = EncoderRow(ordered[0].setting, tuple(ordered))
     loss = estimated([(1.0, whole.loss())], whole.counts, bootstrap)
-    stuck = loss.value >= float(whole.unigram().value()[0])
+    stuck = learnt_nothing(loss.value, float(whole.unigram().value()[0]))
     state: State = "diverged" if diverged else "stuck" if stuck else "learned"
     return GridCell(row, rate, dropout, warmup, loss, state)
 

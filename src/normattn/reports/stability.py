@@ -12,11 +12,10 @@ from normattn.reports.markdown import grid, shown
 from normattn.reports.metrics import Estimate
 from normattn.reports.translation_record import STATISTICS, TranslationRecord
 from normattn.reports.translations import Ended, estimate_of
+from normattn.reports.unigram import MARGIN, learnt_nothing
 
 LOSS = next(each for each in STATISTICS if each.key == "loss")
 FAILED = "✗"
-MARGIN = 0.1
-"""Nats by which a training must beat the unigram model to have learnt anything."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class LadderRun:
     def failed(self) -> bool:
         """Whether it ended in NaN, or less than `MARGIN` better than the unigram model."""
         loss = self.loss
-        return loss is None or self.record is None or loss > self.record.unigram - MARGIN
+        return loss is None or self.record is None or learnt_nothing(loss, self.record.unigram)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from normattn.errors import DivergedError, Interrupted
+from normattn.errors import DivergedError, InputError, Interrupted
 from normattn.runs import MetricsLog, RunDirectory, describe_environment, record_environment
 from normattn.training.distribution import World, world
 from normattn.training.divergence import find_origin
@@ -126,6 +126,9 @@ class _Loop:
         self.run = run
         self.stop = stop
         self.callbacks = callbacks
+        names = [each.name for each in probes]
+        if len(set(names)) != len(names):
+            raise InputError(f"two probes would write one file: they are called {sorted(names)}")
         self.probes = [(each, MetricsLog(run.path / f"{each.name}.jsonl")) for each in probes]
         self.on_step = on_step
         self.export_kept = export_kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 from normattn.reports.figures.lines import COLOURS, Level, Line, LinePanel, draw_lines
@@ -13,7 +14,7 @@ from normattn.reports.stability import Ladder, Trace
 
 def draw_ladder(ladder: Ladder, folder: Path) -> list[Path]:
     """Draw `loss_by_learning_rate`, `largest_logit` and `attention_entropy`; the files written."""
-    colours = dict(zip(ladder.scores, COLOURS, strict=False))
+    colours = dict(zip(ladder.scores, cycle(COLOURS), strict=False))
     paths = _draw_losses(ladder, colours, folder)
     if any(run.traces for rung in ladder.rungs.values() for run in rung.runs):
         paths += _draw_traces(
