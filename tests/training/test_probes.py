@@ -70,6 +70,6 @@ def test_a_stopped_run_leaves_the_same_lines(tmp_path: Path) -> None:
 
 
 def test_two_probes_of_one_name_are_refused(tmp_path: Path) -> None:
-    settings = config(steps=2)
+    settings = config(steps=10)
     with pytest.raises(InputError, match="two probes would write one file"):
         train(ToyTask, settings, open_run(tmp_path, settings), probes=[Counting(), Counting()])
