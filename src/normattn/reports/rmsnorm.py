@@ -110,8 +110,8 @@ def _line(row: NormRow) -> tuple[str, ...]:
 def _legend(times: StepTimes | None) -> str:
     lines = [
         "- micro F1: of all labels together; macro F1: the mean over the labels that are true or",
-        "  predicted anywhere in the test set. Computed by torchmetrics; the intervals from the",
-        "  documents' counts.",
+        "  predicted anywhere in the test set. Both, and their intervals, of the decisions of all",
+        "  seeds together; torchmetrics' values, seed by seed, stand in the runs' records.",
         "- loss: binary cross-entropy on the test set, the mean over documents and labels, in",
         "  thousandths of a nat.",
         "- threshold: what a label's probability must reach; tuned on the development set alone,",
