@@ -225,7 +225,7 @@ def draw_grid(panels: Sequence[Panel], folder: Path) -> list[Path]:
     heading = wrap("Which learning rates and dropouts does it survive?", round(10 * width))
     caption = wrap(
         "Held-out loss in nats per masked token, brighter is better. Hatched: diverged (the loss "
-        "stopped being finite), or stuck above the loss of the words' frequencies alone.",
+        "stopped being finite), or stuck at about the loss of the words' frequencies alone.",
         round(16 * width),
     )
     top, bottom, gap = 0.75 + 0.2 * len(heading), 0.65 + 0.14 * len(caption), 1.0
