@@ -15,6 +15,7 @@ from normattn.cli import (
     hidden,
     inspect,
     listing,
+    lm_eval,
     report,
     reproduce,
     train,
@@ -77,6 +78,7 @@ app.command("generate", epilog=generate.EPILOG)(generate.command)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.command)
 app.command("report", epilog=report.EPILOG)(report.command)
 app.command("bench", epilog=bench.EPILOG)(bench.command)
+app.command("lm-eval", epilog=lm_eval.EPILOG, context_settings=lm_eval.SETTINGS)(lm_eval.command)
 app.add_typer(reproduce.app, name="reproduce")
 app.command("_cell", hidden=True)(hidden.cell)
 app.command("_measure", hidden=True)(hidden.measure)

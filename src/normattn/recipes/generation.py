@@ -88,7 +88,7 @@ def generate_run(
     score cannot take, an empty prompt and settings out of range.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    config, tokeniser = _opened(run)
+    config, tokeniser = opened(run)
     texts = [*prompts, *(_text(path) for path in files)]
     tokens = _encoded(texts, tokeniser)
     longest = max(len(each) for each in tokens) + max_new_tokens
@@ -126,7 +126,8 @@ def _heading(prompt: str) -> str:
     return f"> {prompt}\n"
 
 
-def _opened(run: Path) -> tuple[TrainingConfig, Tokeniser]:
+def opened(run: Path) -> tuple[TrainingConfig, Tokeniser]:
+    """The settings and the tokeniser of a finished run; `InputError` where it has none."""
     stored = RunDirectory.existing(run, CausalWorkload.kind)
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
     status = read_status(run)
