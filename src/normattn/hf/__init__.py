@@ -1,10 +1,22 @@
-"""Existing Hugging Face models: read past the training length, without training. Needs `[hf]`."""
+"""Hugging Face models: theirs read past the training length, ours under their names. Needs `[hf]`.
 
+Importing this registers our models with transformers' Auto classes, where that is installed.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+from normattn.errors import InputError
 from normattn.hf.extension import Extension, extend, extension_of
 from normattn.hf.loading import load
 from normattn.hf.pretrained import from_pretrained
 from normattn.hf.resolved import Resolved
 from normattn.hf.scoring import token_scorer
+
+if find_spec("transformers") is not None:
+    from normattn.hf.registration import register, wrap
+
+    register()
 
 __all__ = [
     "Extension",
@@ -13,5 +25,13 @@ __all__ = [
     "extension_of",
     "from_pretrained",
     "load",
+    "register",
     "token_scorer",
+    "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        raise InputError(f"normattn.hf.{name} needs transformers: pip install normattn[hf]")
+    raise AttributeError(f"module 'normattn.hf' has no attribute {name!r}")

@@ -181,6 +181,11 @@ class KeyValueCache(ABC):
             )
 
     @property
+    def rows(self) -> int:
+        """Rows of the batch; 0 before anything was read."""
+        return 0 if self._keys.data is None else self._keys.data.shape[0]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory held, used or not."""
         return sum(room.nbytes for room in self._rooms())

@@ -1,0 +1,230 @@
+"""Our models as transformers' own: the Auto classes, files, losses, masks, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+)
+
+import normattn.hf
+from normattn import InputError
+from normattn.models import CausalLM, CausalLMConfig, MaskedLM, MaskedLMConfig
+from normattn.models.classifier import Classifier
+from normattn.models.classifier_config import ClassifierConfig
+from normattn.score import registry
+from normattn.score.part import Slot
+
+SIZES: dict[str, Any] = {"vocab_size": 40, "dim": 16, "layers": 2, "heads": 2, "train_length": 12}
+IDS = torch.randint(1, 40, (3, 9), generator=torch.Generator().manual_seed(1))
+
+
+def causal(**more: Any) -> CausalLM:
+    torch.manual_seed(0)
+    return CausalLM(CausalLMConfig(**{**SIZES, **more})).eval()
+
+
+def masked(**more: Any) -> MaskedLM:
+    torch.manual_seed(0)
+    return MaskedLM(MaskedLMConfig(**{**SIZES, **more})).eval()
+
+
+def classifier() -> Classifier:
+    torch.manual_seed(0)
+    return Classifier(ClassifierConfig(labels=5, **SIZES)).eval()
+
+
+@torch.no_grad()
+def logits(model: nn.Module, ids: Tensor = IDS, **more: Any) -> Tensor:
+    found = model(ids, **more)
+    return found if isinstance(found, Tensor) else found.logits
+
+
+MODELS = [
+    (AutoModelForCausalLM, causal, {}),
+    (AutoModelForCausalLM, causal, {"tie_head": False, "kv_heads": 1, "feed_forward": "gelu"}),
+    (AutoModelForCausalLM, causal, {"block": "gau", "heads": 1, "key_size": 8}),
+    (AutoModelForCausalLM, causal, {"shared_layers": True, "placement": "DeepNorm"}),
+    (AutoModelForMaskedLM, masked, {}),
+    (AutoModelForMaskedLM, masked, {"tie_head": False, "exits": True, "score": "QKBatchNorm"}),
+    (AutoModelForSequenceClassification, classifier, {}),
+]
+
+
+@pytest.mark.parametrize(("auto", "make", "more"), MODELS)
+def test_saved_and_loaded_by_the_auto_class_it_is_the_same(
+    auto: Any, make: Any, more: dict[str, Any], tmp_path: Path
+) -> None:
+    model = make(**more) if more else make()
+    wrapped = normattn.hf.wrap(model)
+    assert torch.equal(logits(wrapped), logits(model))
+    wrapped.save_pretrained(tmp_path)
+    again = auto.from_pretrained(tmp_path)
+    assert type(again) is type(wrapped)
+    assert not again.training
+    assert again.model.config == model.config
+    assert AutoConfig.from_pretrained(tmp_path).ours == model.config
+    assert torch.equal(logits(again), logits(model))
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], value), name
+
+
+def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
+    normattn.hf.wrap(causal()).save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    assert "model.embedding.weight" in names
+    assert not any("head" in name for name in names)
+
+
+def test_bfloat16_comes_back(tmp_path: Path) -> None:
+    wrapped = normattn.hf.wrap(causal().to(torch.bfloat16))
+    wrapped.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.dtype == torch.bfloat16
+    assert torch.equal(logits(again), logits(wrapped))
+
+
+def test_every_score_that_a_causal_model_can_have_is_saved_and_loaded(tmp_path: Path) -> None:
+    """What a score learns is no parameter that transformers would know."""
+    served = 0
+    for name, part in registry.parts().items():
+        if part.when != "trained-in":
+            continue
+        text = name if part.slot is Slot.VARIANT else f"Baseline-{name}"
+        try:
+            model = causal(score=text)
+        except InputError:
+            continue
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.1 * torch.rand_like(weight))
+        place = tmp_path / name.replace("+", "p")
+        normattn.hf.wrap(model).save_pretrained(place)
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(place)), logits(model)), text
+        served += 1
+    assert served > 20
+
+
+def test_labels_give_the_cross_entropy_of_what_follows() -> None:
+    wrapped = normattn.hf.wrap(causal())
+    labels = IDS.clone()
+    labels[0, :4] = -100
+    found = wrapped(IDS, labels=labels)
+    scores = torch.log_softmax(found.logits.double(), -1)
+    by_hand = [
+        -scores[row, at, IDS[row, at + 1]]
+        for row in range(3)
+        for at in range(8)
+        if row > 0 or at + 1 >= 4
+    ]
+    assert found.loss.item() == pytest.approx(torch.stack(by_hand).mean().item(), rel=1e-6)
+    found.loss.backward()
+    assert wrapped.model.embedding.weight.grad.abs().max() > 0
+    whole = wrapped(IDS, labels=IDS).loss
+    assert whole.item() == pytest.approx(wrapped.model.loss(IDS).loss.item(), rel=1e-6)
+
+
+def test_labels_of_a_masked_model() -> None:
+    model = masked()
+    wrapped = normattn.hf.wrap(model)
+    labels = torch.full_like(IDS, -100)
+    labels[:, 2] = IDS[:, 2]
+    ids = IDS.clone()
+    ids[:, 2] = model.config.mask_id
+    places = torch.full((3, 1), 2)
+    wanted = model.loss(ids, places, IDS[:, 2:3]).loss
+    assert wrapped(ids, labels=labels).loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_labels_of_a_classifier() -> None:
+    model = classifier()
+    names = {number: f"relation {number}" for number in range(5)}
+    wrapped = normattn.hf.wrap(model, id2label=names)
+    assert wrapped.config.id2label == names
+    many = torch.randint(0, 2, (3, 5)).float()
+    wanted = model.loss(IDS, None, many)
+    assert wrapped(IDS, labels=many).loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    one = normattn.hf.wrap(model, problem_type="single_label_classification")
+    numbers = torch.tensor([0, 4, 2])
+    wanted = F.cross_entropy(logits(model), numbers)
+    assert one(IDS, labels=numbers).loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    with pytest.raises(InputError, match="do not fit"):
+        wrapped(IDS, labels=numbers)
+
+
+@pytest.mark.parametrize("make", [causal, masked, classifier])
+def test_padding_changes_nothing(make: Any) -> None:
+    wrapped = normattn.hf.wrap(make())
+    padded = torch.cat((torch.zeros(3, 4, dtype=torch.long), IDS), 1)
+    mask = (torch.arange(13) >= 4).long().expand(3, -1)
+    found, wanted = logits(wrapped, padded, attention_mask=mask), logits(wrapped)
+    torch.testing.assert_close(found if found.dim() == 2 else found[:, 4:], wanted)
+
+
+def test_a_tuple_where_it_is_asked_for() -> None:
+    wrapped = normattn.hf.wrap(causal())
+    loss, found = wrapped(IDS, labels=IDS, use_cache=False, return_dict=False)
+    assert loss.shape == ()
+    assert found.shape == (3, 9, 40)
+    assert logits(wrapped, logits_to_keep=2).shape == (3, 2, 40)
+
+
+def test_methods_after_training_are_ours() -> None:
+    model = causal()
+    wrapped = normattn.hf.wrap(model)
+    as_trained = logits(wrapped)
+    with model.using("PI", factor=2):
+        assert not torch.equal(logits(wrapped), as_trained)
+        assert torch.equal(logits(wrapped), logits(model))
+    assert torch.equal(logits(wrapped), as_trained)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    wrapped = normattn.hf.wrap(causal())
+    with pytest.raises(InputError, match=r"attention_mask must be \(3, 9\)"):
+        wrapped(IDS, attention_mask=torch.ones(3, 4))
+    with pytest.raises(InputError, match="nothing else"):
+        wrapped(IDS, attention_mask=torch.full((3, 9), 2))
+    with pytest.raises(InputError, match="token ids run from"):
+        wrapped(IDS + 40)
+    with pytest.raises(InputError, match="whole numbers"):
+        wrapped(IDS.float())
+    with pytest.raises(InputError, match="whole numbers"):
+        wrapped()
+    with pytest.raises(InputError, match="keeps no gradients"):
+        wrapped(IDS, use_cache=True)
+    with pytest.raises(InputError, match="a DynamicCache"):
+        wrapped(IDS, past_key_values=DynamicCache())
+    with pytest.raises(InputError, match="neither attentions nor hidden states"):
+        wrapped(IDS, output_attentions=True)
+    with pytest.raises(InputError, match="part of the model's settings"):
+        wrapped.resize_token_embeddings(50)
+    with pytest.raises(InputError, match="no counterpart in transformers"):
+        normattn.hf.wrap(nn.Linear(2, 2))
+    wrapped.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.final_norm.gain"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"model\.final_norm\.gain is missing"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    stored["settings"]["score"] = "KNAA"
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(InputError, match="did you mean KNA"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(InputError, match="needs settings"):
+        AutoConfig.for_model("normattn")
+    with pytest.raises(InputError, match="settings say 5 labels"):
+        normattn.hf.wrap(classifier(), num_labels=3)
