@@ -11,6 +11,7 @@ import typer
 from normattn.cli import (
     bench,
     evaluate,
+    extend,
     generate,
     hidden,
     inspect,
@@ -32,6 +33,8 @@ EPILOG = """
 `normattn train --score KNA-logn --steps 500 --out runs/kna` – train one small model
 
 `normattn evaluate runs/kna --methods YaRN,ReRoPE` – what stretching does to it
+
+`normattn extend ./my-model --text book.txt --lengths 8k,16k --out runs/extend` – an existing model
 
 `normattn generate runs/kna --prompt "def main("` – let it go on from a text
 
@@ -74,6 +77,7 @@ def _root(
 app.command("list")(listing.command)
 app.command("train", epilog=train.EPILOG)(train.command)
 app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.command)
+app.command("extend", epilog=extend.EPILOG)(extend.command)
 app.command("generate", epilog=generate.EPILOG)(generate.command)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.command)
 app.command("report", epilog=report.EPILOG)(report.command)

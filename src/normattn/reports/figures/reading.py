@@ -28,10 +28,13 @@ _SHOWN_FROM = 1 / 16  # training lengths: before, there is next to no context an
 _WIDTH, _HEIGHT = 5.0, 4.4  # inches: a panel with its labels
 
 
-def draw_readings(curves: Sequence[Reading], folder: Path) -> list[Path]:
+def draw_readings(
+    curves: Sequence[Reading], folder: Path, subject: str = "Natural held-out text"
+) -> list[Path]:
     """Draw `reading_by_position_<variant>` for every trained variant in `curves`.
 
-    Where they were trained at several lengths, the length joins the name.
+    Where they were trained at several lengths, the length joins the name. `subject` is what was
+    read, as the caption says it.
     """
     paths = []
     several = len({each.row.train_length for each in curves}) > 1
@@ -40,7 +43,7 @@ def draw_readings(curves: Sequence[Reading], folder: Path) -> list[Path]:
         shown = [each for each in curves if (each.row.variant, each.row.train_length) == row]
         stem = file_stem("reading_by_position", variant, *[str(length)] * several)
         with house_style():
-            paths += save(_figure(shown, variant), folder, stem)
+            paths += save(_figure(shown, variant, subject), folder, stem)
     return paths
 
 
@@ -62,7 +65,7 @@ def method_style(method: str, methods: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _figure(curves: Sequence[Reading], variant: str) -> Figure:
+def _figure(curves: Sequence[Reading], variant: str, subject: str) -> Figure:
     size = (2 * _WIDTH + 0.2, _HEIGHT + 1.25)
     figure = Figure(figsize=size, dpi=150)
     axes = figure.subplots(1, 2, sharex=True)
@@ -76,7 +79,7 @@ def _figure(curves: Sequence[Reading], variant: str) -> Figure:
     _panel(axes[0], curves, "accuracy", "next-token accuracy (%)")
     _panel(axes[1], curves, "loss", "loss (nats per token)")
     caption = (
-        "Natural held-out text, the same documents at every position. Each point: the tokens of "
+        f"{subject}, the same documents at every position. Each point: the tokens of "
         "its stretch of positions. Shaded: 95 % bootstrap interval over documents (and seeds, "
         "where several). Dashed, hollow: with post-hoc log-n. Right of the dotted line the text is "
         "longer than any seen in training."

@@ -1,0 +1,135 @@
+"""`normattn extend`: how far an existing model reads, by which method, at what cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from normattn.errors import InputError
+
+EPILOG = """
+**Examples**
+
+`normattn extend ./my-model --text book.txt --lengths 8k,16k,32k --out runs/extend` – a folder of
+transformers, every method, on a text of your own
+
+`normattn extend weights.gguf --methods YaRN,ReRoPE-logn+ --lengths 16k --out runs/gguf` – a GGUF
+file, two methods beside the model as it is, on the standard library's source
+
+`normattn extend ./my-model --methods "YaRN(factor=4),ReRoPE" --window 1024 --lengths 16k --out o` –
+parameters of one method in parentheses, those of all by options
+
+`normattn extend ./my-model --methods all --lengths 32k --windows 20 --no-passkey --out o` – more
+windows, narrower intervals; the pass key costs as much as the text
+
+`normattn extend ./my-model --text book.txt --lengths 16k --out o --save longer` – and write the
+model under the advised method, to be loaded by `normattn.from_pretrained("longer")`
+
+**What is measured**, for the model as it is and under every method
+
+The loss and accuracy of the same last tokens after contexts of every length; loss and accuracy by
+position at the longest; the tax: what a method changes at the training length; seconds and memory
+of a prefill; whether a pass key hidden in the text is found. The end is an advice by length, with
+intervals: where they do not tell a method from the model as it is, it says so.
+
+**OUT** gets config.json, a record for every method, length and window, table.md, table.csv,
+reading.csv and figures. What is on record is not measured again: the same command goes on after a
+stop, and with other --methods adds them; another model, text or length needs another directory.
+
+Time grows with the square of the length: begin with one window and few methods.
+"""
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A folder, a GGUF file, or a name on the hub.")],
+    lengths: Annotated[
+        str, typer.Option(help="Lengths to read, in tokens, by commas; 8k is 8192.")
+    ],
+    out: Annotated[Path, typer.Option(help="The directory of records, tables and figures.")],
+    gguf: Annotated[
+        str | None, typer.Option(help="The GGUF file in the folder or in the hub's repository.")
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file or a folder of text; may be given more than once. [default: the standard "
+            "library's own source]",
+        ),
+    ] = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN, ReRoPE, LeakyReRoPE, SelfExtend, each "
+            "also with -logn+, by commas; or all."
+        ),
+    ] = "all",
+    windows: Annotated[int, typer.Option(min=1, help="Windows of text, at most.")] = 2,
+    train_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="How far it was trained to read. [default: its configuration's]"),
+    ] = None,
+    factor: Annotated[
+        float | None,
+        typer.Option(
+            help="What PI, NTK, YaRN and their like stretch by. [default: longest of --lengths / "
+            "training length]"
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(help="Near window of ReRoPE and its like. [default: training length / 4]"),
+    ] = None,
+    segment: Annotated[
+        int | None,
+        typer.Option(help="Last tokens that are scored. [default: shortest length / 8]"),
+    ] = None,
+    passkey: Annotated[
+        bool, typer.Option("--passkey/--no-passkey", help="Whether a pass key is hidden.")
+    ] = True,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. [default: as torch chooses]")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses windows and pass keys.")] = 0,
+    save: Annotated[
+        Path | None, typer.Option(help="A new folder for the model under the advised method.")
+    ] = None,
+    save_method: Annotated[
+        str | None, typer.Option(help="Save under this one of --methods instead.")
+    ] = None,
+) -> None:
+    """Read texts longer than a trained model was trained on, without training it.
+
+    Tries every method on your own text and says which to take for which length, and what it costs.
+    """
+    if dtype not in ("fp32", "bf16"):
+        raise InputError(f"--dtype is fp32 or bf16, not {dtype!r}")
+    import torch
+
+    from normattn.recipes.extending import Asked, extend_model
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    asked = Asked(
+        model=model,
+        gguf=gguf,
+        text=tuple(text) if text else None,
+        methods=methods,
+        lengths=lengths,
+        train_length=train_length,
+        factor=factor,
+        window=window,
+        segment=segment,
+        windows=windows,
+        passkey=passkey,
+        dtype="bf16" if dtype == "bf16" else "fp32",
+        device=device,
+        seed=seed,
+        save=save,
+        save_method=save_method,
+    )
+    extend_model(asked, out)

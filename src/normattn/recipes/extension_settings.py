@@ -1,0 +1,153 @@
+"""What `normattn extend` is asked for: lengths, methods with their parameters, the whole of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from normattn.errors import InputError
+from normattn.score.grammar import read
+
+ALL, AS_IS = "all", "as is"
+ALONE = ("PI", "ABF", "NTK", "NTK-mixed", "DynamicNTK", "YaRN", "ReRoPE", "LeakyReRoPE")
+ALONE = (*ALONE, "SelfExtend")
+WITH_LOGN = ("NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend")
+"""Log-n sharpens attention where more keys are near an angle that training had, so not with PI."""
+EVERY = (*ALONE, "logn+", *(f"{name}-logn+" for name in WITH_LOGN))
+_LENGTH = re.compile(r"(?P<count>[0-9]+)(?P<thousands>[kK]?)")
+_STRETCHED = {"factor", "s", "group"}
+
+
+class ExtensionSettings(BaseModel):
+    """The resolved settings of one run directory; what is read by any method depends on all.
+
+    lengths: tokens of the tested contexts, ascending. windows: stretches of text. segment: how many
+    last tokens are scored after every context. factor: what stretching methods stretch by. window:
+    the near window of ReRoPE and its like. text: where the windows are from, tokens: their digest.
+    weights: the digest of the model's.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    gguf: str | None
+    text: tuple[str, ...]
+    tokens: str
+    lengths: tuple[int, ...] = Field(min_length=1)
+    windows: int = Field(ge=1)
+    segment: int = Field(ge=1)
+    passkey: bool
+    train_length: int = Field(ge=1)
+    factor: float
+    window: int
+    dtype: Literal["fp32", "bf16"]
+    seed: int = Field(ge=0)
+    weights: str
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """Every length that is read: those asked for, and the training length for the tax."""
+        return tuple(sorted({*self.lengths, self.train_length}))
+
+    @property
+    def longest(self) -> int:
+        """The longest length asked for."""
+        return self.lengths[-1]
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """`"8k,12000"` as (8192, 12000), ascending; k is 1024. `InputError` for anything else."""
+    found = []
+    for part in (part.strip() for part in text.split(",")):
+        match = _LENGTH.fullmatch(part)
+        count = int(match["count"]) * (1024 if match["thousands"] else 1) if match else 0
+        if count < 2:
+            raise InputError(
+                f"--lengths takes numbers of tokens divided by commas, such as 8k,16k,32000 (8k is "
+                f"8192), but it has {part!r} in {text!r}"
+            )
+        found.append(count)
+    if len(set(found)) < len(found):
+        raise InputError(f"--lengths names a length twice: {text}")
+    return tuple(sorted(found))
+
+
+def parse_methods(text: str) -> tuple[str, ...]:
+    """`"YaRN,ReRoPE(window=512)-logn+"` as two methods, the model as it is first; or `all`.
+
+    `InputError` for an empty, a doubled or an unknown name.
+    """
+    named = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
+    if not all(named):
+        raise InputError(f"--methods holds an empty name in {text!r}; divide names by commas")
+    found = [AS_IS]
+    for name in named:
+        found += EVERY if name == ALL else [name]
+    doubled = [name for name in named if named.count(name) > 1]
+    if doubled:
+        raise InputError(f"--methods names {doubled[0]!r} twice")
+    for name in found[1:]:
+        if name != AS_IS:
+            read(name)
+    return tuple(dict.fromkeys(found))
+
+
+def open_parameters(method: str) -> set[str]:
+    """Which of `factor` and `window` a method takes and is not given in its own name."""
+    found = set()
+    for part, given in read(method)[0]:
+        names = {field.name for field in dataclasses.fields(part)}
+        if "window" in names - given.keys():
+            found.add("window")
+        if names & _STRETCHED and not given.keys() & _STRETCHED:
+            found.add("factor")
+    return found
+
+
+def parameters_of(method: str, settings: ExtensionSettings) -> dict[str, Any]:
+    """The parameters that `normattn.extend` is given beside the method's name."""
+    values = {"factor": settings.factor, "window": settings.window}
+    return {name: values[name] for name in sorted(open_parameters(method))}
+
+
+def chosen_factor(factor: float | None, longest: int, train_length: int) -> float:
+    """The factor that was given, or the longest length in training lengths; at least 1."""
+    if factor is None:
+        if longest <= train_length:
+            raise InputError(
+                f"the longest of --lengths, {longest:,}, is within the training length of "
+                f"{train_length:,}: a factor below 1 would shorten; name a length beyond it"
+            )
+        return longest / train_length
+    if not 1 <= factor < float("inf"):
+        raise InputError(f"--factor must be a number of at least 1, but it is {factor:g}")
+    return factor
+
+
+def chosen_window(window: int | None, train_length: int) -> int:
+    """The window that was given, or a quarter of the training length; at most that length."""
+    if window is None:
+        return max(1, train_length // 4)
+    if not 1 <= window <= train_length:
+        raise InputError(
+            f"--window {window:,} must lie between 1 and the training length of {train_length:,}: "
+            "positions beyond it were never trained"
+        )
+    return window
+
+
+def refuse_unused(methods: Sequence[str], factor: float | None, window: int | None) -> None:
+    """Refuse a parameter that no method takes."""
+    taken = {name for method in methods if method != AS_IS for name in open_parameters(method)}
+    for name, value in (("factor", factor), ("window", window)):
+        if value is not None and name not in taken:
+            raise InputError(f"--{name} is given, but none of --methods takes a {name}")
+
+
+def spoken_length(length: int) -> str:
+    """8192 as `8k`, 12000 as `12,000`."""
+    return f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"
