@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ from normattn.recipes.extension_settings import (
 from normattn.recipes.extension_texts import DEFAULT_TEXT, Texts, prepare_texts
 from normattn.reports.extension import extension_report
 from normattn.reports.extension_advice import Advice
-from normattn.reports.extension_records import Units
+from normattn.reports.extension_records import Kind, Place, Units
 from normattn.runs import RunDirectory
 from normattn.training.distribution import choose_device
 
@@ -78,7 +79,8 @@ def extend_model(asked: Asked, out: Path) -> Advice:
     run = RunDirectory.open(out, settings, KIND)
     reader = Reader(model, tokeniser, token_scorer(model), texts, settings)
     with run.lock():
-        failed = _read_all(run, reader, methods, (*notes, *refused))
+        plan = _plan(reader, methods, asked.passkey)
+        failed = _read_all(run, reader, plan, (*notes, *refused))
         advice = extension_report(Units(out / RECORDS).every(), settings.model_dump(), out)
         for sentence in advice.sentences:
             print(sentence)
@@ -91,7 +93,7 @@ def extend_model(asked: Asked, out: Path) -> Advice:
 def _resolve(
     asked: Asked, model: Any, tokeniser: Any, lengths: tuple[int, ...]
 ) -> tuple[ExtensionSettings, Texts, tuple[str, ...]]:
-    """The settings with every value, the windows, and sentences on what the text left no room for."""
+    """The settings with every value, the windows, and sentences on what had no room in the text."""
     train_length = asked.train_length or _known_length(model)
     window = chosen_window(asked.window, train_length)
     chosen_factor(asked.factor, lengths[-1], train_length)
@@ -110,7 +112,6 @@ def _resolve(
         lengths=lengths,
         windows=len(texts),
         segment=_segment(asked.segment, min(lengths[0], train_length), len(texts.prefix)),
-        passkey=asked.passkey,
         train_length=train_length,
         factor=chosen_factor(asked.factor, lengths[-1], train_length),
         window=window,
@@ -166,69 +167,89 @@ def _using(model: Any, method: str, settings: ExtensionSettings) -> Any:
     return extend(model, method, train_length=settings.train_length, **parameters)
 
 
+def _plan(reader: Reader, methods: Sequence[str], passkey: bool) -> list[Place]:
+    """Every unit that is wanted, texts before pass keys, which take as long again."""
+    settings = reader.settings
+    if passkey:
+        reader.hidden(settings.passes[0], 0)  # Refuses a length without room before anything.
+    kinds: tuple[Kind, ...] = ("text", "key") if passkey else ("text",)
+    return [
+        Place(kind, method, length, window)
+        for kind in kinds
+        for method in methods
+        for length in settings.passes
+        for window in range(settings.windows)
+    ]
+
+
 def _read_all(
-    run: RunDirectory, reader: Reader, methods: Sequence[str], notes: Sequence[str]
+    run: RunDirectory, reader: Reader, plan: Sequence[Place], notes: Sequence[str]
 ) -> list[str]:
     """Every unit that is not on record; sentences on methods that failed."""
-    settings, units = reader.settings, Units(run.path / RECORDS)
-    plan = [(m, n, w) for m in methods for n in settings.passes for w in range(settings.windows)]
+    units = Units(run.path / RECORDS)
+
+    def status(state: Literal["running", "interrupted", "finished"], message: str = "") -> None:
+        run.set_status(state, sum(map(units.has, plan)), len(plan), message)
+
+    status("running")
     failed: dict[str, str] = {}
-    done = sum(units.path(*each).exists() for each in plan)
-    run.set_status("running", done, len(plan))
     try:
-        with ReadingProgress(sum(work(length) for _, length, _ in plan)) as progress:
+        with ReadingProgress(sum(work(place.length) for place in plan)) as progress:
             for sentence in notes:
                 progress.say(sentence)
-            for method in methods:
-                mine = [each for each in plan if each[0] == method]
-                failure = _read_method(reader, units, mine, progress)
+            for (_, method), group in groupby(plan, lambda place: place[:2]):
+                mine = [place for place in group if method not in failed]
+                failure = _read_method(reader, units, mine, progress) if mine else None
                 if failure is not None:
                     failed[method] = failure
     except BaseException:
-        done = sum(units.path(*each).exists() for each in plan)
-        run.set_status("interrupted", done, len(plan))
+        status("interrupted")
         raise
-    done = sum(units.path(*each).exists() for each in plan)
-    state: Literal["interrupted", "finished"] = "interrupted" if failed else "finished"
-    run.set_status(state, done, len(plan), "; ".join(failed.values()))
+    status("interrupted" if failed else "finished", "; ".join(failed.values()))
     return list(failed.values())
 
 
 def _read_method(
-    reader: Reader, units: Units, plan: Sequence[tuple[str, int, int]], progress: ReadingProgress
+    reader: Reader, units: Units, plan: Sequence[Place], progress: ReadingProgress
 ) -> str | None:
     """Read what is missing of one method; a sentence where it failed, whose rest is left out."""
-    missing = [each for each in plan if not units.path(*each).exists()]
-    progress.done(sum(work(each[1]) for each in plan if each not in missing))
+    missing = [place for place in plan if not units.has(place)]
+    progress.done(sum(work(place.length) for place in plan if place not in missing))
     if not missing:
         return None
-    method, settings = plan[0][0], reader.settings
-    with _using(reader.model, method, settings) as extension:
+    settings = reader.settings
+    with _using(reader.model, missing[0].method, settings) as extension:
         cell = _cell(extension, settings)
-        for number, (_, length, window) in enumerate(missing):
-            what = f"{method}, {length:,} tokens, window {window + 1} of {settings.windows}"
+        for number, place in enumerate(missing):
+            what = _what(place, settings)
             progress.begin(what)
             try:
-                units.put(reader.read(method, cell, length, window))
+                units.put(reader.read(place, cell))
             except NormattnError as error:
                 if isinstance(error, InputError):
                     raise
-                progress.done(sum(work(length) for _, length, _ in missing[number:]))
-                sentence = _failure(error, method, length, settings, units)
+                progress.done(sum(work(place.length) for place in missing[number:]))
+                sentence = _failure(error, place, settings, units)
                 progress.say(sentence)
                 return sentence
-            progress.done(work(length), what)
+            progress.done(work(place.length), what)
     return None
 
 
-def _failure(
-    error: NormattnError, method: str, length: int, settings: ExtensionSettings, units: Units
-) -> str:
+def _what(place: Place, settings: ExtensionSettings) -> str:
+    thing = "pass key" if place.kind == "key" else "window"
+    return (
+        f"{place.method}, {place.length:,} tokens, {thing} {place.window + 1} of {settings.windows}"
+    )
+
+
+def _failure(error: NormattnError, place: Place, settings: ExtensionSettings, units: Units) -> str:
     """What failed, and for memory what would fit."""
     if not isinstance(error, OutOfMemoryError):
         return str(error)
+    method, length = place.method, place.length
     shorter = [each for each in settings.passes if each < length]
-    read = [each for each in shorter if units.path(method, each, 0).exists()]
+    read = [each for each in shorter if units.has(place._replace(length=each, window=0))]
     fits = f"{read[-1]:,} tokens fit" if read else f"try --lengths {max(2, length // 2)}"
     half = " or --dtype bf16" if settings.dtype == "fp32" else ""
     return f"out of memory with {method} at {length:,} tokens: {fits}{half}; what was read is kept"

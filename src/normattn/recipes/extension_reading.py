@@ -20,7 +20,7 @@ from normattn.evaluation import CellInfo, TokenScorer, evaluate_cell, evaluate_r
 from normattn.hf.anatomy import anatomy
 from normattn.recipes.extension_settings import ExtensionSettings
 from normattn.recipes.extension_texts import Texts, passkey_set
-from normattn.reports.extension_records import ExtensionUnit
+from normattn.reports.extension_records import AnyUnit, KeyUnit, Place, TextUnit
 
 _RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _MEMORY_WORDS = ("not enough memory", "out of memory", "can't allocate memory")
@@ -48,43 +48,39 @@ class Reader:
         gc.collect()
         self._held = resident(self.model.device)
 
-    def read(self, method: str, cell: CellInfo, length: int, index: int) -> ExtensionUnit:
-        """The unit of a window at a length.
+    def read(self, place: Place, cell: CellInfo) -> AnyUnit:
+        """The unit of a place.
 
         Raises `OutOfMemoryError`, and `NormattnError` where a loss is not finite.
         """
+        with _out_of_memory():
+            return self._key(place, cell) if place.kind == "key" else self._text(place, cell)
+
+    def _text(self, place: Place, cell: CellInfo) -> TextUnit:
         settings, device = self.settings, self.model.device
-        sets = self.texts.sets(index, length, settings.train_length, settings.segment)
+        sets = self.texts.sets(place.window, place.length, settings.train_length, settings.segment)
         scorer, seconds = _once(self.scorer), list[float]()
-        with _out_of_memory(), peak(device, self._held) as grown:
-            with _timed(self.model, seconds):
-                records = tuple(evaluate_cell(scorer, each, cell) for each in sets)
-            hidden = self.hidden(length, index)
-            passkey = None if hidden is None else evaluate_retrieval(self.scorer, hidden, cell)
-        return ExtensionUnit(
-            method=method,
-            length=length,
-            window=index,
+        with peak(device, self._held) as grown, _timed(self.model, seconds):
+            records = tuple(evaluate_cell(scorer, each, cell) for each in sets)
+        return TextUnit(
+            method=place.method,
+            length=place.length,
+            window=place.window,
             records=records,
-            passkey=passkey,
             prefill_seconds=seconds[0],
             peak_bytes=grown[0] if grown else None,
             device=str(device),
             threads=torch.get_num_threads(),
         )
 
-    def hidden(self, length: int, index: int) -> RetrievalSet | None:
-        """The window's pass key, or None where none is asked for."""
-        if not self.settings.passkey:
-            return None
-        return passkey_set(
-            self.tokeniser,
-            self.texts,
-            index,
-            length,
-            self.settings.train_length,
-            self.settings.seed,
-        )
+    def _key(self, place: Place, cell: CellInfo) -> KeyUnit:
+        record = evaluate_retrieval(self.scorer, self.hidden(place.length, place.window), cell)
+        return KeyUnit(method=place.method, length=place.length, window=place.window, record=record)
+
+    def hidden(self, length: int, index: int) -> RetrievalSet:
+        """A window with its pass key; `InputError` where the length has no room for it."""
+        train_length, seed = self.settings.train_length, self.settings.seed
+        return passkey_set(self.tokeniser, self.texts, index, length, train_length, seed)
 
 
 def _once(scorer: TokenScorer) -> TokenScorer:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from normattn.errors import InputError
 from normattn.score.grammar import read
+from normattn.score.part import SpectrumPart
 
 ALL, AS_IS = "all", "as is"
 ALONE = ("PI", "ABF", "NTK", "NTK-mixed", "DynamicNTK", "YaRN", "ReRoPE", "LeakyReRoPE")
@@ -40,7 +41,6 @@ class ExtensionSettings(BaseModel):
     lengths: tuple[int, ...] = Field(min_length=1)
     windows: int = Field(ge=1)
     segment: int = Field(ge=1)
-    passkey: bool
     train_length: int = Field(ge=1)
     factor: float
     window: int
@@ -103,7 +103,9 @@ def open_parameters(method: str) -> set[str]:
         names = {field.name for field in dataclasses.fields(part)}
         if "window" in names - given.keys():
             found.add("window")
-        if names & _STRETCHED and not given.keys() & _STRETCHED:
+        # A moving spectrum is not told how far it will read.
+        told = not (issubclass(part, SpectrumPart) and part.moving)
+        if told and names & _STRETCHED and not given.keys() & _STRETCHED:
             found.add("factor")
     return found
 

@@ -12,15 +12,23 @@ from normattn.atomic import write_text
 from normattn.reports.cells import RowKey
 from normattn.reports.extension_advice import Advice, advise, name_of, spoken
 from normattn.reports.extension_cells import LAST_ACCURACY, LAST_LOSS, TRAIN_LOSS, Readings
-from normattn.reports.extension_records import AS_IS, ExtensionUnit
+from normattn.reports.extension_records import AS_IS, AnyUnit
 from normattn.reports.markdown import FEW, few_note, grid, shown
 from normattn.reports.metrics import Estimate
 from normattn.reports.reading import reading_lines, readings
 
+_MEASURED = (
+    "Seconds: the decoder over one whole window without a cache and without the head, the median "
+    "over windows. Memory: the most that the process grew beyond what it held with the model "
+    "loaded, of all windows."
+)
+_KEYS = (
+    " A pass key of five digits is stated in each window, at a depth of its own, and asked for at "
+    "the end; it is found where greedy decoding would give every digit."
+)
 
-def extension_report(
-    units: Sequence[ExtensionUnit], settings: Mapping[str, Any], out: Path
-) -> Advice:
+
+def extension_report(units: Sequence[AnyUnit], settings: Mapping[str, Any], out: Path) -> Advice:
     """Write the tables and the figures of what was read into `out`; return what is advised.
 
     `settings` are those of the run directory. The same units give the same bytes.
@@ -71,24 +79,9 @@ def _markdown(
         f"## What it costs at the training length of {settings['train_length']:,} tokens",
         _taxes(found, settings["train_length"]),
         "## Seconds of a prefill, peak memory, pass keys found",
-        _costs(found, lengths, units_words(settings)),
+        _costs(found, lengths),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def units_words(settings: Mapping[str, Any]) -> str:
-    """How time, memory and pass keys were measured."""
-    key = (
-        " A pass key of five digits is stated in each window, at a depth of its own, and asked for "
-        "at the end; it is found where greedy decoding would give every digit."
-        if settings["passkey"]
-        else ""
-    )
-    return (
-        "Seconds: the decoder over one whole window without a cache and without the head, the "
-        "median over windows. Memory: the most that the process grew beyond what it held with the "
-        f"model loaded, of all windows.{key}"
-    )
 
 
 def _by_length(found: Readings, lengths: Sequence[int], cell: Callable[[RowKey, int], str]) -> str:
@@ -113,7 +106,7 @@ def _taxes(found: Readings, length: int) -> str:
     return grid(("method", "loss, nats", "more than as it is, %"), lines)
 
 
-def _costs(found: Readings, lengths: Sequence[int], words: str) -> str:
+def _costs(found: Readings, lengths: Sequence[int]) -> str:
     def cell(row: RowKey, length: int) -> str:
         cost = found.costs.get((row, length))
         if cost is None:
@@ -122,6 +115,7 @@ def _costs(found: Readings, lengths: Sequence[int], words: str) -> str:
         key = f", {cost.found} of {cost.asked}" if cost.asked else ""
         return f"{cost.prefill_seconds:.1f} s{memory}{key}"
 
+    words = _MEASURED + _KEYS * any(cost.asked for cost in found.costs.values())
     return f"{_by_length(found, lengths, cell)}\n\n{words}"
 
 

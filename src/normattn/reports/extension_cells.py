@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from normattn.reports.bootstrap import Bootstrap
 from normattn.reports.cells import Cell, Cells, RowKey, row_key
-from normattn.reports.extension_records import ExtensionUnit, joined, whole
+from normattn.reports.extension_records import AnyUnit, KeyUnit, TextUnit, joined, whole
 from normattn.reports.metrics import METRICS, Estimate, Metric, difference, estimate
 
 LAST_LOSS, LAST_ACCURACY = METRICS["last_segment_loss"], METRICS["last_segment"]
@@ -29,7 +29,7 @@ class Readings:
     """Everything that was read in all its windows, by row and length; the model as it is first."""
 
     def __init__(
-        self, units: Sequence[ExtensionUnit], windows: int, bootstrap: Bootstrap | None = None
+        self, units: Sequence[AnyUnit], windows: int, bootstrap: Bootstrap | None = None
     ) -> None:
         groups = whole(units, windows)
         self.bootstrap = bootstrap or Bootstrap()
@@ -39,7 +39,8 @@ class Readings:
         for group in groups:
             row = row_key(group[0].records[0])
             self.methods[row] = group[0].method
-            self.costs[row, group[0].length] = _cost(group)
+            keys = _keys(units, group[0].method, group[0].length)
+            self.costs[row, group[0].length] = _cost(group, keys)
 
     @property
     def rows(self) -> list[RowKey]:
@@ -87,12 +88,17 @@ def in_percent(value: Estimate, whole_value: float) -> Estimate:
     return Estimate(value.value * scale, low, high, value.documents, value.tokens, value.seeds)
 
 
-def _cost(group: Sequence[ExtensionUnit]) -> Cost:
-    keys = [unit.passkey for unit in group if unit.passkey is not None]
+def _keys(units: Sequence[AnyUnit], method: str, length: int) -> list[KeyUnit]:
+    """The pass keys that were asked for under a method at a length."""
+    place = (method, length)
+    return [u for u in units if isinstance(u, KeyUnit) and (u.method, u.length) == place]
+
+
+def _cost(group: Sequence[TextUnit], keys: Sequence[KeyUnit]) -> Cost:
     peaks = [unit.peak_bytes for unit in group if unit.peak_bytes is not None]
     return Cost(
         prefill_seconds=statistics.median(unit.prefill_seconds for unit in group),
         peak_bytes=max(peaks, default=None),
-        found=sum(int(key.counts("exact").sum()) for key in keys),
+        found=sum(unit.found for unit in keys),
         asked=len(keys),
     )

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -21,7 +21,25 @@ from normattn.reports.retrieval_record import RetrievalRecord
 AS_IS = "as is"
 
 
-class ExtensionUnit(BaseModel):
+class KeyUnit(BaseModel):
+    """One pass key asked for: under one method, at one length, in one window."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    kind: Literal["key"] = "key"
+    format: Literal[1] = 1
+    method: str
+    length: int = Field(ge=1)
+    window: int = Field(ge=0)
+    record: RetrievalRecord
+
+    @property
+    def found(self) -> bool:
+        """Whether every token of the answer is what greedy decoding would give."""
+        return bool(self.record.counts("exact").all())
+
+
+class TextUnit(BaseModel):
     """One window read once at one length under one method.
 
     prefill_seconds: of the decoder over the whole window without a cache. peak_bytes: how far the
@@ -31,21 +49,30 @@ class ExtensionUnit(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    kind: Literal["text"] = "text"
     format: Literal[1] = 1
     method: str
     length: int = Field(ge=1)
     window: int = Field(ge=0)
     records: tuple[Record, ...] = Field(min_length=1)
-    passkey: RetrievalRecord | None
     prefill_seconds: float = Field(ge=0)
     peak_bytes: int | None
     device: str
     threads: int = Field(ge=1)
 
-    @property
-    def spec(self) -> str:
-        """The method with every parameter."""
-        return self.records[0].spec
+
+AnyUnit = TextUnit | KeyUnit
+Kind = Literal["text", "key"]
+_KINDS: dict[str, type[TextUnit] | type[KeyUnit]] = {"text": TextUnit, "key": KeyUnit}
+
+
+class Place(NamedTuple):
+    """Which unit: a window's text or its pass key, at a length, under a method."""
+
+    kind: Kind
+    method: str
+    length: int
+    window: int
 
 
 @dataclass(frozen=True)
@@ -54,44 +81,45 @@ class Units:
 
     folder: Path
 
-    def path(self, method: str, length: int, window: int) -> Path:
+    def path(self, place: Place) -> Path:
         """The file of one unit."""
         # Methods differ in more than what a file name bears, so the digest decides.
-        stem = "".join(letter if letter.isalnum() else "-" for letter in method)
-        name = f"{stem}-{hashlib.sha256(method.encode()).hexdigest()[:6]}"
-        return self.folder / name / f"{length}-{window}.json"
+        stem = "".join(letter if letter.isalnum() else "-" for letter in place.method)
+        name = f"{stem}-{hashlib.sha256(place.method.encode()).hexdigest()[:6]}"
+        return self.folder / name / f"{place.kind}-{place.length}-{place.window}.json"
 
-    def get(self, method: str, length: int, window: int) -> ExtensionUnit | None:
-        """A unit that is done, or None."""
-        path = self.path(method, length, window)
-        return _read(path) if path.exists() else None
+    def has(self, place: Place) -> bool:
+        """Whether a unit is done."""
+        return self.path(place).exists()
 
-    def put(self, unit: ExtensionUnit) -> None:
+    def put(self, unit: AnyUnit) -> None:
         """Keep a unit, whole or not at all."""
-        write_json(self.path(unit.method, unit.length, unit.window), unit.model_dump(mode="json"))
+        place = Place(unit.kind, unit.method, unit.length, unit.window)
+        write_json(self.path(place), unit.model_dump(mode="json"))
 
-    def every(self) -> list[ExtensionUnit]:
-        """All units in a fixed order."""
+    def every(self) -> list[AnyUnit]:
+        """All units in a fixed order; `InputError` names a damaged file."""
         paths = sorted(path for path in self.folder.glob("*/*.json") if path.name[0] != ".")
         units = [_read(path) for path in paths]
         return sorted(units, key=lambda unit: (unit.method, unit.length, unit.window))
 
 
-def whole(units: Sequence[ExtensionUnit], windows: int) -> list[list[ExtensionUnit]]:
-    """The units of every method and length that was read in all its windows."""
-    groups: dict[tuple[str, int], list[ExtensionUnit]] = defaultdict(list)
+def whole(units: Sequence[AnyUnit], windows: int) -> list[list[TextUnit]]:
+    """The texts of every method and length that was read in all its windows."""
+    groups: dict[tuple[str, int], list[TextUnit]] = defaultdict(list)
     for unit in units:
-        groups[unit.method, unit.length].append(unit)
+        if isinstance(unit, TextUnit):
+            groups[unit.method, unit.length].append(unit)
     return [group for group in groups.values() if len(group) == windows]
 
 
-def joined(groups: Sequence[Sequence[ExtensionUnit]]) -> list[Record]:
+def joined(groups: Sequence[Sequence[TextUnit]]) -> list[Record]:
     """One record for every method, length and protocol: its windows are the rows."""
-    found = []
-    for group in groups:
-        for parts in zip(*(unit.records for unit in group), strict=True):
-            found.append(_joined(parts))
-    return found
+    return [
+        _joined(parts)
+        for group in groups
+        for parts in zip(*(unit.records for unit in group), strict=True)
+    ]
 
 
 def _joined(parts: Sequence[Record]) -> Record:
@@ -105,8 +133,9 @@ def _digest(parts: Sequence[CellRecord], name: str) -> str:
     return hashlib.sha256(" ".join(getattr(part, name) for part in parts).encode()).hexdigest()
 
 
-def _read(path: Path) -> ExtensionUnit:
+def _read(path: Path) -> AnyUnit:
     try:
-        return ExtensionUnit.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except (ValidationError, ValueError) as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return _KINDS[value["kind"]].model_validate(value)
+    except (ValidationError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path} is damaged: delete it, and it is measured again") from error
