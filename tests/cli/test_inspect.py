@@ -78,7 +78,7 @@ def test_a_text_of_ones_own_beyond_the_training_length(
     [
         (["--attention", "9,0"], ["layers 0 to 0", "heads 0 to 1"]),
         (["--attention", "one"], ["LAYER,HEAD", "'one'"]),
-        (["--text", "gone.txt"], ["gone.txt", "cannot be read"]),
+        (["--text", "gone.txt"], ["gone.txt", "does not exist"]),
         (["--length", "100000"], ["is long enough", "100,000"]),
         (["--method", "YARN"], ["YARN", "did you mean YaRN"]),
         (["--windows", "0"], ["--windows"]),

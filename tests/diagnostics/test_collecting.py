@@ -107,6 +107,43 @@ def test_norms_and_cosines() -> None:
                 assert below <= share <= upto + 1e-9
 
 
+@pytest.mark.parametrize(
+    "score",
+    ["KNA", "QKRMSNorm", "Baseline-ALiBi", "Baseline-RealFormer", "Baseline-ReRoPE(window=4)"],
+)
+def test_norms_and_cosines_by_position(score: str) -> None:
+    """Under any kernel each bin's are those of the queries and keys that stand in it."""
+    model, ids = model_of(score), ids_of(2, 12)
+    record = inspect_model(model, ids, cosines=True, bins=3, tokens_per_batch=12)
+    given: list[tuple[Tensor, Tensor]] = []
+    prepared: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, Score):
+            module.register_forward_hook(lambda m, x, out: given.append((x[0], x[1])))
+            module.register_forward_hook(lambda m, x, out: prepared.append(out))
+    with torch.no_grad():
+        model(ids)
+    spans = [slice(4 * place, 4 * place + 4) for place in range(3)]
+    behind = torch.arange(12)[:, None] - torch.arange(12)
+    for layer, (q, k), out in zip(record.layers, given, prepared, strict=True):
+        for field, x in (("q_norm", q), ("k_norm", k)):
+            expected = torch.stack([x[:, :, s].norm(dim=-1).mean((0, 2)) for s in spans], -1)
+            assert torch.tensor(layer.norms[field]) == pytest.approx(expected, abs=1e-6)
+        both = [(out.q, out.k)] + ([] if out.far is None else [(out.far.q, out.far.k)])
+        one = [[nn.functional.normalize(x, dim=-1) for x in pair] for pair in both]
+        cosine = [x @ y.repeat_interleave(2, 1).transpose(-1, -2) for x, y in one]
+        near = cosine[0] if out.far is None else torch.where(behind < 4, cosine[0], cosine[1])
+        assert layer.cosines_at is not None
+        for head, bins in enumerate(layer.cosines_at):
+            for span, row in zip(spans, bins, strict=True):
+                values = near[:, head, span][:, behind[span] >= 0].flatten().sort().values
+                assert row[0] == pytest.approx(float(values[0]), abs=1e-9)
+                assert row[4] == pytest.approx(float(values[-1]), abs=1e-9)
+                assert row[2] is not None
+                assert float((values < row[2] - 0.0101).double().mean()) <= 0.5
+                assert float((values < row[2] + 0.0101).double().mean()) >= 0.5 - 1e-9
+
+
 def test_padding_counts_for_nothing() -> None:
     model, ids = model_of("QKRMSNorm"), ids_of(1, 9)
     with torch.no_grad(), collecting(model) as alone:
@@ -136,6 +173,9 @@ def test_a_cache_is_looked_at_alike(method: str) -> None:
     for ours, expected in zip(parts.record().layers, whole.record().layers, strict=True):
         for field in ("entropy", "largest", "lse", "first_mass", "rows"):
             for a, b in zip(getattr(ours, field), getattr(expected, field), strict=True):
+                assert list(a) == pytest.approx(list(b), abs=1e-9), field
+        for field, grid in expected.norms.items():
+            for a, b in zip(ours.norms[field], grid, strict=True):
                 assert list(a) == pytest.approx(list(b), abs=1e-9), field
 
 

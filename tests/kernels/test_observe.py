@@ -44,7 +44,9 @@ class Notes:
     rows: list[tuple[slice, Tensor | None]] = field(default_factory=list)
     owners: list[object] = field(default_factory=list)
 
-    def enter(self, owner: object, q: Tensor, k: Tensor, padding: tuple[Any, Any]) -> None:
+    def enter(
+        self, owner: object, q: Tensor, k: Tensor, padding: tuple[Any, Any], at: object
+    ) -> None:
         self.owners.append(owner)
 
     def confine(self, rows: slice, own: Tensor | None) -> None:

@@ -223,7 +223,7 @@ def test_an_observer_is_told_which_queries_and_keys_are_real() -> None:
     told: list[Any] = []
 
     class Watch:
-        def enter(self, owner: object, q: Tensor, k: Tensor, padding: object) -> None:
+        def enter(self, owner: object, q: Tensor, k: Tensor, padding: object, at: object) -> None:
             told.append((owner, k, padding))
 
         def confine(self, rows: slice, own: Tensor | None) -> None: ...

@@ -20,6 +20,9 @@ attention of head 0 in layer 3 as an image; `--attention all` draws them all
 
 `normattn inspect runs/kna --cosines --json > kna.json` – for a program to read
 
+`normattn inspect results/qknorm/cells/KNA/seed0 --text sentences.txt` – a translation model: its
+encoder, its decoder and the cross attention, while it reads a sentence a line and translates it
+
 `normattn train --score KNA --set inspect_every=50 --out runs/kna` – the same while a model trains:
 lines in RUN/diagnostics.jsonl, and a warning when scores concentrate or spread
 
@@ -38,15 +41,21 @@ def command(
     run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
     text: Annotated[
         Path | None,
-        typer.Option(help="A text file to read. [default: held-out text of the run's own corpus]"),
+        typer.Option(
+            help="A text file to read; of a classifier a text a line, of a translation model a "
+            "sentence a line. [default: held-out data of the run's own corpus]"
+        ),
     ] = None,
     method: Annotated[
         str, typer.Option(help="Post-hoc method to read with, as in `normattn evaluate`.")
     ] = "as is",
     length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a window. [default: the training length]")
+        int | None,
+        typer.Option(min=2, help="Tokens of a window or document. [default: those of training]"),
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Windows, at most.")] = 16,
+    windows: Annotated[
+        int, typer.Option(min=1, help="Windows, texts, pairs or images, at most.")
+    ] = 16,
     bins: Annotated[int, typer.Option(min=1, help="Bins of the query's position.")] = 16,
     cosines: Annotated[
         bool, typer.Option("--cosines", help="Also the range of cos(q, k): one more product.")
@@ -72,6 +81,8 @@ def command(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of this process.")] = 1,
 ) -> None:
     """Look into a trained model: entropy, largest logits, sinks and norms of every head.
+
+    Of language models, classifiers, translation models and Vision Transformers.
 
     Everything is streamed from the attention kernels, so that long texts need no more memory.
     Prints a table of the layers; OUT gets the settings, inspection.json, and figures: heat maps

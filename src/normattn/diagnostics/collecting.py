@@ -51,6 +51,7 @@ class Collector:
         self._name: str | None = None
         self._score: Score | None = None
         self._padding: Padding = (None, None)
+        self._at: tuple[Tensor, Tensor]
         self._part: tuple[slice, Tensor | None] | None = None
         self._asked: dict[str, int] = {}
 
@@ -58,17 +59,19 @@ class Collector:
         """A shared block's next use is that of the lowest layer."""
         self._turns = {score: itertools.cycle(names) for score, names in self.names.items()}
 
-    def enter(self, owner: object, q: Tensor, k: Tensor, padding: Padding) -> None:
+    def enter(
+        self, owner: object, q: Tensor, k: Tensor, padding: Padding, at: tuple[Tensor, Tensor]
+    ) -> None:
         """A score begins; those of other models are left alone."""
-        self._part, self._padding = None, padding
+        self._part, self._padding, self._at = None, padding, at
         self._score = owner if isinstance(owner, Score) and owner in self.names else None
         if self._score is None:
             self._name = None
             return
         self._name = next(self._turns[self._score])
         sums = self._layer(q)
-        sums.add_norms("q_norm", q, padding[0])
-        sums.add_norms("k_norm", k, padding[1])
+        sums.add_norms("q_norm", q, padding[0], self._bins(at[0], q))
+        sums.add_norms("k_norm", k, padding[1], self._bins(at[1], k))
 
     def confine(self, rows: slice, own: Tensor | None) -> None:
         """The next problem is that of some rows."""
@@ -103,27 +106,39 @@ class Collector:
             valid = valid & own.reshape(-1, 1, own.shape[-1])
         if (padding := self._padding[0]) is not None:
             valid = valid & ~padding[:, None, rows]
-        bin_of = None
-        if self.edges is not None:
-            inner = torch.tensor(self.edges[1:-1], device=valid.device)
-            at = torch.bucketize(problem.visibility.query, inner, right=True)
-            at = at[:, None] if at.dim() == 2 else at[None, None]
-            bin_of = at.expand(valid.shape)
+        bin_of = self._bins(problem.visibility.query, valid)
         self.sums[self._name].add(observation, self._asked, valid, bin_of)
         if self.cosines:
             heads = problem.q.shape[1]
             if self._name not in self.cosine_sums:
-                self.cosine_sums[self._name] = CosineSums(heads)
-            self.cosine_sums[self._name].add(problem, valid)
+                bins = self.sums[self._name].bins
+                self.cosine_sums[self._name] = CosineSums(heads, bins)
+            self.cosine_sums[self._name].add(problem, valid, bin_of)
 
     def normed(self, name: str, side: int) -> Callable[[nn.Module, Any, Tensor], None]:
         """A hook on a score's own normalisation."""
 
         def hook(module: nn.Module, given: Any, normed: Tensor) -> None:
-            if self._name is not None:
-                self.sums[self._name].add_norms(name, normed, self._padding[side])
+            if self._name is None:
+                return
+            rows, padding = slice(0, normed.shape[2]), self._padding[side]
+            if side == 0 and self._part is not None:
+                rows = self._part[0]
+            if padding is not None:
+                padding = padding[:, rows]
+            bin_of = self._bins(self._at[side][..., rows], normed)
+            self.sums[self._name].add_norms(name, normed, padding, bin_of)
 
         return hook
+
+    def _bins(self, at: Tensor, like: Tensor) -> Tensor | None:
+        """The bin of each position, (B, H, T) as `like` is; None where there is but one bin."""
+        if self.edges is None:
+            return None
+        inner = torch.tensor(self.edges[1:-1], device=like.device)
+        found = torch.bucketize(at.contiguous(), inner, right=True)
+        found = found[:, None] if found.dim() == 2 else found[None, None]
+        return found.expand(like.shape[:3])
 
     def _layer(self, q: Tensor) -> LayerSums:
         assert self._name is not None
@@ -147,8 +162,10 @@ class Collector:
         layers = []
         for name, sums in self.sums.items():
             fields: dict[str, Any] = {**sums.grids(), **sums.mean_norms(), "rows": sums.counts()}
+            fields["norms"] = sums.norm_grids()
             if name in self.cosine_sums:
-                fields["cosines"] = self.cosine_sums[name].summary()
+                cosines = self.cosine_sums[name]
+                fields |= {"cosines": cosines.summary(), "cosines_at": cosines.by_position()}
             layers.append(LayerRecord(name=name, heads=sums.heads, **fields))
         if not layers:
             raise InputError("nothing was read: no layer of the model ran while it was looked at")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from normattn.diagnostics.watching import Seen
@@ -25,20 +25,26 @@ def count_cosines(seen: Seen) -> CosineCounts:
     window, kept = prepared.window, prepared.kept
     visible = Visibility(True, at.query, at.key, at.regular, window=window, kept=kept)
     q, k = prepared.q.double(), prepared.k.double()
-    return cosine_counts(Problem(q, k, k, visible))
+    found = cosine_counts(Problem(q, k, k, visible))
+    return CosineCounts(found.counts[:, :, 0], found.least[:, :, 0], found.most[:, :, 0])
 
 
 class CosineSums:
-    """One layer's cosines over several texts."""
+    """One layer's cosines over several texts, by the bin of the query's position."""
 
-    def __init__(self, heads: int) -> None:
-        self.counts = torch.zeros(heads, BINS, dtype=torch.int64)
-        self.least = torch.full((heads,), torch.inf, dtype=torch.float64)
+    def __init__(self, heads: int, bins: int = 1) -> None:
+        self.counts = torch.zeros(heads, bins, BINS, dtype=torch.int64)
+        self.least = torch.full((heads, bins), torch.inf, dtype=torch.float64)
         self.most = -self.least
 
-    def add(self, problem: Problem, valid: Bool[Tensor, "b h t"]) -> None:
+    def add(
+        self,
+        problem: Problem,
+        valid: Bool[Tensor, "b h t"],
+        bin_of: Int[Tensor, "b h t"] | None = None,
+    ) -> None:
         """Add the visible pairs of those queries that are valid."""
-        found = cosine_counts(problem, valid)
+        found = cosine_counts(problem, valid, bin_of, self.counts.shape[1])
         self.counts += found.counts.sum(0).cpu()
         self.least = self.least.minimum(found.least.amin(0).double().cpu())
         self.most = self.most.maximum(found.most.amax(0).double().cpu())
@@ -46,14 +52,24 @@ class CosineSums:
     def summary(self) -> list[list[float | None]]:
         """Per head the least cosine, the 5th, 50th and 95th percentile, the largest.
 
-        Percentiles are linear within a bin, and so within 0.01 of the pairs' own.
+        Percentiles are linear within a bin of cosines, and so within 0.01 of the pairs' own.
         """
+        ends = self.least.amin(-1), self.most.amax(-1)
+        return [_range(*each) for each in zip(self.counts.sum(1), *ends, strict=True)]
+
+    def by_position(self) -> list[list[list[float | None]]]:
+        """The same per head and bin of the query's position."""
         return [
-            [float(least), *quantiles(counts, SHARES), float(most)]
-            if int(counts.sum())
-            else [None] * (2 + len(SHARES))
-            for counts, least, most in zip(self.counts, self.least, self.most, strict=True)
+            [_range(*each) for each in zip(*head, strict=True)]
+            for head in zip(self.counts, self.least, self.most, strict=True)
         ]
+
+
+def _range(counts: Tensor, least: Tensor, most: Tensor) -> list[float | None]:
+    """Extremes and quantiles; None where no pair was."""
+    if not int(counts.sum()):
+        return [None] * (2 + len(SHARES))
+    return [float(least), *quantiles(counts, SHARES), float(most)]
 
 
 def quantiles(counts: Tensor, shares: tuple[float, ...]) -> list[float]:

@@ -6,18 +6,18 @@ Legend: B batch, H heads, R sampled queries, S keys, D documents, N layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
 from normattn.data.masking import MaskedSet
+from normattn.diagnostics.alpha import Summed, alpha
 from normattn.kernels import Problem
 from normattn.kernels.observe import Observation, observing
-from normattn.kernels.reference import reference
 from normattn.models.causal_lm import without_dropout
 from normattn.models.masked_lm import MaskedLM
 
@@ -118,7 +118,7 @@ class _Eyes:
         self.entropy: list[Tensor] = []
         self.agreement: list[Tensor] = []
         self.agreement_mean: list[Tensor] = []
-        self._features: list[tuple[Tensor, Tensor]] = []
+        self._summed = Summed()
         self._below: Tensor | None = None
 
     def enter(
@@ -127,6 +127,7 @@ class _Eyes:
         q: Float[Tensor, "b h t d"],
         k: Float[Tensor, "b g s d"],
         padding: tuple[Bool[Tensor, "b t"] | None, Bool[Tensor, "b s"] | None],
+        at: tuple[Int[Tensor, "*bq t"], Int[Tensor, "*bk s"]],
     ) -> None:
         """A layer begins."""
 
@@ -149,26 +150,9 @@ class _Eyes:
 
     def _sampled(self, problem: Problem) -> Float[Tensor, "b h r s"]:
         """The attention weights of some queries, with what the layers below carry."""
-        q, k = self._summed(problem)
-        rows = torch.linspace(0, q.shape[2] - 1, min(SAMPLED, q.shape[2])).long().to(q.device)
-        seen = problem.visibility
-        own = None if seen.query_documents is None else seen.query_documents[:, rows]
-        seen = replace(seen, query=seen.query[..., rows], aligned=False, query_documents=own)
-        # Values that are the unit vectors turn outputs into weights.
-        batch, groups, keys = k.shape[:3]
-        unit = torch.eye(keys, dtype=q.dtype, device=q.device).expand(batch, groups, keys, keys)
-        plain = replace(
-            problem, q=q[:, :, rows], k=k, v=unit, visibility=seen, carry=None, dropout=0.0
-        )
-        return reference(plain).double()
-
-    def _summed(self, problem: Problem) -> tuple[Tensor, Tensor]:
-        """Queries and keys whose product is the score; of all layers so far where it is carried."""
-        if problem.carry is None:
-            return problem.q, problem.k
-        self._features.append((problem.q, problem.k))
-        q, k = (torch.cat(parts, -1) for parts in zip(*self._features, strict=True))
-        return (q / len(self._features) if problem.carry.mean else q), k
+        queries, device = problem.q.shape[2], problem.q.device
+        rows = torch.linspace(0, queries - 1, min(SAMPLED, queries)).long().to(device)
+        return alpha(self._summed.alone(problem), rows).double()
 
 
 def _shared(a: Tensor, b: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from normattn.diagnostics.alpha import alpha
 from normattn.diagnostics.watching import Seen
 from normattn.errors import InputError
 from normattn.kernels import Problem, Visibility
-from normattn.kernels.reference import reference
 
 _ROWS = 64
 
@@ -45,19 +45,17 @@ def received_attention(seen: Seen, horizon: int) -> Float[Tensor, "b h kept"]:
 def weights(seen: Seen, rows: slice) -> Float[Tensor, "b h t s"]:
     """The attention weights α of some query rows, by the kernels' own definition."""
     prepared, at = seen.prepared, seen.positions
-    batch, groups, keys = prepared.k.shape[:3]
     visible = Visibility(True, at.query[..., rows], at.key, False)
     if prepared.window is not None:
         visible = replace(visible, window=prepared.window, kept=prepared.kept)
-    # Values that are the unit vectors turn outputs into weights.
-    unit = torch.eye(keys, dtype=prepared.q.dtype, device=prepared.q.device)
-    problem = Problem(
-        prepared.q[:, :, rows],
-        prepared.k,
-        unit.expand(batch, groups, keys, keys),
-        visible,
-        bias=prepared.bias,
-        sink=prepared.sink,
-        cap=prepared.cap,
+    return alpha(
+        Problem(
+            prepared.q[:, :, rows],
+            prepared.k,
+            prepared.k,
+            visible,
+            bias=prepared.bias,
+            sink=prepared.sink,
+            cap=prepared.cap,
+        )
     )
-    return reference(problem)

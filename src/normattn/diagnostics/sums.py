@@ -30,7 +30,7 @@ class LayerSums:
         self.sums = torch.zeros(shape, dtype=torch.float64, device=device)
         self.choosing = torch.zeros(2, heads, bins, dtype=torch.float64, device=device)
         self.largest = torch.full((heads, bins), -torch.inf, dtype=torch.float64, device=device)
-        self.norms: dict[str, list[Tensor]] = {}
+        self.norms: dict[str, Tensor] = {}
         self.known = set[str]()
 
     def add(
@@ -69,7 +69,8 @@ class LayerSums:
         kept = values.masked_fill(~valid, 0.0)
         if bin_of is None:
             return kept.sum((0, 2), dtype=torch.float64)[:, None]
-        room = torch.zeros(self.heads, self.bins, dtype=torch.float64, device=values.device)
+        heads = values.shape[1]
+        room = torch.zeros(heads, self.bins, dtype=torch.float64, device=values.device)
         return room.scatter_add_(1, _by_head(bin_of), _by_head(kept).double())
 
     def _raise(self, values: Tensor, valid: Tensor, bin_of: Tensor | None) -> None:
@@ -81,19 +82,25 @@ class LayerSums:
         self.largest.scatter_reduce_(1, _by_head(bin_of), _by_head(kept), "amax")
 
     def add_norms(
-        self, name: str, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None
+        self,
+        name: str,
+        x: Float[Tensor, "b h t d"],
+        padding: Bool[Tensor, "b t"] | None,
+        bin_of: Int[Tensor, "b h t"] | None = None,
     ) -> None:
-        """Add the norms of queries or keys that are not padding."""
+        """Add the norms of queries or keys that are not padding, each to the bin where it stands.
+
+        `bin_of` is None where there is one bin.
+        """
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide)
-        total, count = norms.sum((0, 2)), norms.new_tensor(norms.shape[0] * norms.shape[2])
         if padding is not None and padding.shape == (x.shape[0], x.shape[2]):
-            real = ~padding[:, None]
-            total, count = (norms * real).sum((0, 2)), real.sum()
-        if name not in self.norms:
-            self.norms[name] = [torch.zeros_like(total), torch.zeros_like(count)]
-        self.norms[name][0] = self.norms[name][0] + total
-        self.norms[name][1] = self.norms[name][1] + count
+            real = ~padding[:, None].expand(norms.shape)
+        else:
+            real = torch.ones_like(norms, dtype=torch.bool)
+        both = torch.stack([norms, torch.ones_like(norms)])
+        found = torch.stack([self._summed(each, real, bin_of) for each in both])
+        self.norms[name] = self.norms[name] + found if name in self.norms else found
 
     def grids(self) -> dict[str, list[list[float | None]]]:
         """Every field that is known as (H, P) means; None where no query was."""
@@ -117,9 +124,13 @@ class LayerSums:
     def mean_norms(self) -> dict[str, list[float | None]]:
         """The mean norms per head, by name."""
         return {
-            name: _rows((total.double() / count.double())[None].cpu())[0]
+            name: _rows((total.sum(-1) / count.sum(-1))[None].cpu())[0]
             for name, (total, count) in self.norms.items()
         }
+
+    def norm_grids(self) -> dict[str, list[list[float | None]]]:
+        """The mean norms (H, P), by name; None where nothing stood."""
+        return {name: _rows((total / count).cpu()) for name, (total, count) in self.norms.items()}
 
 
 def _by_head(x: Tensor) -> Tensor:

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from normattn.diagnostics.alpha import Summed, alpha
 from normattn.diagnostics.collecting import layer_names
 from normattn.errors import InputError
 from normattn.kernels import Problem
 from normattn.kernels.observe import Observation, observing
-from normattn.kernels.reference import reference
 from normattn.models.causal_lm import without_dropout
 from normattn.score import Score
 
@@ -26,17 +25,23 @@ MOST_TOKENS = 512
 
 
 def attention_weights(
-    model: nn.Module, ids: Int[Tensor, "t"], read: Callable[[Tensor], Any] | None = None
+    model: nn.Module,
+    text: Shaped[Tensor, "*t"],
+    read: Callable[[Tensor], Any] | None = None,
+    length: int | None = None,
 ) -> dict[str, Float[Tensor, "h t s"]]:
     """α of every layer for one text of at most 512 tokens, by the name of the layer.
+
+    `read` and `length` as for `inspect_model`: anything else that the model reads.
 
     By the kernels' own definition, with what layers carry and whatever method is on; a learned
     sink's share is what a row lacks to 1. Raises `InputError` for a longer text: matrices are for
     looking at, and everything else is streamed (`inspect_model`).
     """
-    if not 0 < ids.shape[0] <= MOST_TOKENS:
+    tokens = text.shape[0] if length is None else length
+    if not 0 < tokens <= MOST_TOKENS:
         raise InputError(
-            f"attention is drawn for 1 to {MOST_TOKENS} tokens, but the text has {ids.shape[0]}"
+            f"attention is drawn for 1 to {MOST_TOKENS} tokens, but the text has {tokens}"
         )
     names = layer_names(model)
     if not names:
@@ -44,7 +49,7 @@ def attention_weights(
     keep = _Keep(names)
     reader: Callable[[Tensor], Any] = getattr(model, "hidden", model) if read is None else read
     with torch.no_grad(), without_dropout(model), observing(keep):
-        reader(ids[None])
+        reader(text[None])
     return keep.whole()
 
 
@@ -57,9 +62,9 @@ class _Keep:
         }
         self.parts: dict[str, list[Tensor]] = {}
         self._name = ""
-        self._features: list[tuple[Tensor, Tensor]] = []
+        self._summed = Summed()
 
-    def enter(self, owner: object, q: Tensor, k: Tensor, padding: Any) -> None:
+    def enter(self, owner: object, q: Tensor, k: Tensor, padding: Any, at: Any) -> None:
         """A layer begins."""
         self._name = next(self._turns[owner])
         self.parts[self._name] = []
@@ -73,16 +78,8 @@ class _Keep:
 
     def see(self, problem: Problem, observation: Observation) -> None:
         """Compute a layer's weights once more."""
-        q, k = problem.q, problem.k
-        if problem.carry is not None:
-            self._features.append((q, k))
-            q, k = (torch.cat(parts, -1) for parts in zip(*self._features, strict=True))
-            q = q / len(self._features) if problem.carry.mean else q
-        groups, keys = k.shape[1], problem.v.shape[2]
-        # Values that are the unit vectors turn outputs into weights.
-        unit = torch.eye(keys, dtype=q.dtype, device=q.device).expand(1, groups, keys, keys)
-        plain = replace(problem, q=q, k=k, v=unit, carry=None, dropout=0.0)
-        self.parts[self._name].append(reference(plain)[0].float().cpu())
+        found = alpha(self._summed.alone(problem))[0]
+        self.parts[self._name].append(found.float().cpu())
 
     def whole(self) -> dict[str, Tensor]:
         """(H, T, S) of every layer; rows that were computed with fewer keys see no others."""

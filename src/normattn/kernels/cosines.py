@@ -1,6 +1,6 @@
 """Cosines of queries with the keys that they see, counted tile by tile: never a matrix.
 
-Legend: B batch, H query heads, T queries.
+Legend: B batch, H query heads, T queries, P groups of queries.
 """
 
 from __future__ import annotations
@@ -21,26 +21,32 @@ BINS = 200
 
 @dataclass(frozen=True)
 class CosineCounts:
-    """Per text and head: how many pairs fall into each bin, and the extremes themselves."""
+    """Per text, head and group of queries: pairs in each bin, and the extremes themselves."""
 
-    counts: Int[Tensor, "b h bins"]
-    least: Float[Tensor, "b h"]
-    most: Float[Tensor, "b h"]
+    counts: Int[Tensor, "b h *p bins"]
+    least: Float[Tensor, "b h *p"]
+    most: Float[Tensor, "b h *p"]
 
 
 @torch.no_grad()
-def cosine_counts(problem: Problem, valid: Bool[Tensor, "b h t"] | None = None) -> CosineCounts:
+def cosine_counts(
+    problem: Problem,
+    valid: Bool[Tensor, "b h t"] | None = None,
+    group_of: Int[Tensor, "b h t"] | None = None,
+    groups: int = 1,
+) -> CosineCounts:
     """cos(q_i, k_j) of every visible pair, far ones by the far queries and keys.
 
     Bin b holds −1 + 2b/200 ≤ cos < −1 + 2(b + 1)/200, the last one 1 too; of the queries only those
-    that are `valid`. Where no pair is visible the extremes are ±∞.
+    that are `valid`. `group_of` says to which of P = `groups` each query belongs; without it all
+    are one. Where no pair is visible the extremes are ±∞.
     """
     bare = _directions(problem)
     plan = Plan.of(bare)
     batch, heads = problem.q.shape[:2]
     device, dtype = problem.q.device, bare.q.dtype
-    counts = torch.zeros(batch, heads, BINS, dtype=torch.int64, device=device)
-    least = torch.full((batch, heads), torch.inf, dtype=dtype, device=device)
+    counts = torch.zeros(batch, heads, groups, BINS, dtype=torch.int64, device=device)
+    least = torch.full((batch, heads, groups), torch.inf, dtype=dtype, device=device)
     most = -least
     for group in plan.groups(bare.q):
         rows = Rows.of(bare, plan, group)
@@ -56,10 +62,15 @@ def cosine_counts(problem: Problem, valid: Bool[Tensor, "b h t"] | None = None) 
             if valid is not None:
                 own = rows.at(grouped(valid, plan.repeat), tile)
                 hidden = hidden | ~own.transpose(2, 3).flatten(1, 2)[..., None]
+            number = torch.zeros_like(hidden[..., 0], dtype=torch.int64)
+            if group_of is not None:
+                each = rows.at(grouped(group_of, plan.repeat), tile)
+                number = each.transpose(2, 3).flatten(1, 2)
             cosine = cosine.clamp(-1.0, 1.0)
-            counts[at] += _histogram(cosine, hidden)
-            least[at] = least[at].minimum(cosine.masked_fill(hidden, torch.inf).amin((-2, -1)))
-            most[at] = most[at].maximum(cosine.masked_fill(hidden, -torch.inf).amax((-2, -1)))
+            counts[at] += _histogram(cosine, hidden, number, groups)
+            low, high = (cosine.masked_fill(hidden, end) for end in (torch.inf, -torch.inf))
+            least[at] = least[at].scatter_reduce(2, number, low.amin(-1), "amin")
+            most[at] = most[at].scatter_reduce(2, number, high.amax(-1), "amax")
     return CosineCounts(counts, least, most)
 
 
@@ -84,12 +95,13 @@ def _directions(problem: Problem) -> Problem:
     )
 
 
-def _histogram(cosine: Tensor, hidden: Tensor) -> Tensor:
-    """Counts (b, h, bins) of the entries that are not hidden."""
+def _histogram(cosine: Tensor, hidden: Tensor, number: Tensor, groups: int) -> Tensor:
+    """Counts (b, h, P, bins) of the entries (b, h, c, W) that are not hidden."""
     batch, heads = cosine.shape[:2]
     place = ((cosine + 1.0) * (BINS / 2)).floor().long().clamp(0, BINS - 1)
-    # One bin more, for what is hidden.
-    place = place.masked_fill(hidden, BINS).flatten(2)
+    room = groups * BINS + 1
+    # One place more, for what is hidden.
+    place = (place + number[..., None] * BINS).masked_fill(hidden, room - 1).flatten(2)
     row = torch.arange(batch * heads, device=cosine.device).view(batch, heads, 1)
-    found = torch.bincount((place + row * (BINS + 1)).flatten(), minlength=row.numel() * (BINS + 1))
-    return found.view(batch, heads, BINS + 1)[..., :BINS]
+    found = torch.bincount((place + row * room).flatten(), minlength=row.numel() * room)
+    return found.view(batch, heads, room)[..., :-1].reshape(batch, heads, groups, BINS)

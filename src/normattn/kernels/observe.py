@@ -66,10 +66,11 @@ class Observer(Protocol):
         q: Float[Tensor, "b h t d"],
         k: Float[Tensor, "b g s d"],
         padding: tuple[Bool[Tensor, "b t"] | None, Bool[Tensor, "b s"] | None],
+        at: tuple[Int[Tensor, "*bq t"], Int[Tensor, "*bk s"]],
     ) -> None:
         """The problems that follow are those of `owner`'s queries and keys, as they came in.
 
-        `padding` is True where a query, and where a key, is padding.
+        `padding` is True where a query, and where a key, is padding; `at` are their positions.
         """
         ...
 
@@ -110,11 +111,13 @@ def announce(
     k: Float[Tensor, "b g s d"],
     query_padding: Bool[Tensor, "b t"] | None,
     key_padding: Bool[Tensor, "b s"] | None,
+    query_at: Int[Tensor, "*bq t"],
+    key_at: Int[Tensor, "*bk s"],
 ) -> None:
-    """Say whose queries and keys come next, if someone observes."""
+    """Say whose queries and keys come next, and where they stand, if someone observes."""
     by = observer()
     if by is not None:
-        by.enter(owner, q, k, (query_padding, key_padding))
+        by.enter(owner, q, k, (query_padding, key_padding), (query_at, key_at))
 
 
 def confine(rows: slice, own: Bool[Tensor, "*b t"] | None) -> None:

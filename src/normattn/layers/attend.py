@@ -83,7 +83,7 @@ def attention(
         own = documents[:, documents.shape[1] - q.shape[2] :]
         seen = replace(seen, query_documents=own, key_documents=documents)
 
-    announce(module, q, k, query_padding, key_padding)
+    announce(module, q, k, query_padding, key_padding, positions.query, positions.key)
 
     def part(rows: slice, keys: int, block: int) -> Tensor:
         at, visible = positions.part(rows, keys), seen.part(rows, keys)

@@ -70,13 +70,13 @@ def attention_cached(
             count, first + count, True, q.device, key_padding, documents=documents
         ).key
     own = None if key_padding is None else key_padding[:, first:]
-    announce(score, q, k, own, own)
     if positions is None:
-        counted = regular_positions(count, first + count, q.device)
-        stored = score.store(k, counted.query, first)
+        new, start = regular_positions(count, first + count, q.device).query, first
     else:
         _check_given((key_padding, positions, documents), q.shape[0], first + count)
-        stored = score.store(k, positions[..., first:])
+        new, start = positions[..., first:], None
+    announce(score, q, k, own, own, new, new)
+    stored = score.store(k, new, start)
     keys, values = cache.append(stored, v)
     at, seen = _standing(cache, count, q.device, key_padding, positions, documents)
     live = _live_blocks(score, at)

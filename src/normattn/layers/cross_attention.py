@@ -150,8 +150,8 @@ class CrossAttention(nn.Module):
         if query_padding is not None:
             query_padding = query_padding.reshape(sources, -1)
         q = self.q(x).reshape(sources, -1, self.heads, self.head_dim).transpose(1, 2)
-        announce(self.score, q, memory.raw, query_padding, memory.padding)
         at = self._standing(x, memory, positions)
+        announce(self.score, q, memory.raw, query_padding, memory.padding, at.query, at.key)
         prepared = self.score.recall(q, memory.keys, at, query_padding=query_padding)
         seen = Visibility(False, at.query, at.key, at.regular, memory.padding)
         dropout = self.dropout if self.training else 0.0

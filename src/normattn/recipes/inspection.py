@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from normattn.atomic import write_json
-from normattn.data.evaluation_sets import choose_places
-from normattn.data.tokeniser import Tokeniser
-from normattn.data.tokens import prepare_tokens
 from normattn.diagnostics import inspect_model
-from normattn.diagnostics.weights import attention_weights
+from normattn.diagnostics.weights import MOST_TOKENS, attention_weights
 from normattn.errors import InputError
 from normattn.models import CausalLM
 from normattn.models.pretrained import load_any
+from normattn.models.stack_config import StackConfig
+from normattn.models.translator_config import TranslatorConfig, placeless
+from normattn.recipes.inspection_inputs import Asked, Inputs, inputs_of
 from normattn.recipes.inspection_table import print_layers
 from normattn.reports.diagnostics_records import (
     InspectionRecord,
@@ -35,26 +35,40 @@ from normattn.reports.figures.inspection import (
     draw_layers,
     draw_positions,
     draw_training,
+    layer_titles,
 )
 from normattn.runs import RunDirectory, read_status
-from normattn.training import TrainingConfig, causal, masked
+from normattn.training import (
+    LoopConfig,
+    TrainingConfig,
+    causal,
+    classification,
+    masked,
+    translation,
+    vision,
+)
 from normattn.training.distribution import choose_device
-from normattn.training.masked import MaskedConfig
 
-Config = TrainingConfig | MaskedConfig
-KINDS: dict[str, type[TrainingConfig] | type[MaskedConfig]] = {
-    causal.CausalWorkload.kind: TrainingConfig,
-    masked.MaskedWorkload.kind: MaskedConfig,
+KINDS: dict[str, type[LoopConfig]] = {
+    workload.kind: workload.config_class
+    for workload in (
+        causal.CausalWorkload,
+        masked.MaskedWorkload,
+        classification.ClassificationWorkload,
+        translation.TranslationWorkload,
+        vision.VisionWorkload,
+    )
 }
 FOLDER, RECORD, SETTINGS = "inspection", "inspection.json", "settings.json"
-DRAWN_TOKENS, DRAWN_HEADS = 64, 64
+DRAWN_HEADS = 64
 
 
 class InspectionSettings(BaseModel):
     """What is looked at; the resolved whole is written beside what was found.
 
-    text: a file, or None for the run's own held-out text. length: tokens of a window. windows:
-    how many, at most. attention: "sharpest", "all", or LAYER,HEAD, each counted from 0.
+    text: a file, or None for the run's own held-out data. length: tokens of a window, or of the
+    longest text. windows: how many windows, texts, pairs or images, at most. attention: "sharpest",
+    "all", or LAYER,HEAD, each counted from 0.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -69,13 +83,6 @@ class InspectionSettings(BaseModel):
     attention: str = "sharpest"
     max_tokens: int = Field(ge=1)
     seed: int = Field(ge=0)
-
-
-class Texts(NamedTuple):
-    """Windows of token ids (B, T), and where they are from."""
-
-    ids: Tensor
-    source: str
 
 
 def inspect_run(
@@ -96,15 +103,20 @@ def inspect_run(
 ) -> None:
     """Look into the finished run in the directory `run`, and print and draw what is found.
 
-    Raises `InputError` for a directory that holds no finished run of a model that reads text, a
-    method that its score cannot take, a head that is not there, a text that is too short.
+    Raises `InputError` for a directory that holds no finished run, a method that its score cannot
+    take, a head that is not there, and data that is gone or too short.
     """
     config = _opened(run)
+    chosen = _chosen(attention, config)
+    _check_method(method, config)
+    torch.set_num_threads(threads)
+    model = load_any(run / "model").to(choose_device(config.device))
+    inputs = inputs_of(config, Asked(run, text, length, windows, seed), model)
     settings = InspectionSettings(
         run=str(run),
         text=None if text is None else str(text),
         method=method,
-        length=_default_length(config) if length is None else length,
+        length=inputs.length,
         windows=windows,
         bins=bins,
         cosines=cosines,
@@ -112,19 +124,13 @@ def inspect_run(
         max_tokens=max_tokens,
         seed=seed,
     )
-    chosen = _chosen(attention, config)
-    device = choose_device(config.device)
-    tokeniser = _tokeniser(run, config)
-    texts = _texts(config, settings, tokeniser)
-    torch.set_num_threads(threads)
-    model = load_any(run / "model").to(device)
     folder = _folder(run / FOLDER if out is None else out)
-    with _using(model, method, config, texts.ids.shape[1]):
-        record = _look(model, texts, settings, config)
-        shown = _attention(model, texts.ids, chosen, record)
+    with _using(model, method, config, inputs.length):
+        record = _look(model, inputs, settings, config)
+        shown = _attention(model, inputs, chosen, record)
     write_json(folder / SETTINGS, settings.model_dump())
     write_inspection(folder / RECORD, record)
-    figures = _figures(run, folder, record, shown, texts, tokeniser, settings)
+    figures = _figures(run, folder, record, shown, inputs, settings)
     if as_json:
         print(json.dumps(record.model_dump(mode="json")))
     else:
@@ -133,12 +139,12 @@ def inspect_run(
             print(path)
 
 
-def _opened(run: Path) -> Config:
+def _opened(run: Path) -> LoopConfig:
     stored = RunDirectory.existing(run)
     if stored.kind not in KINDS:
+        known = f"{', '.join(map(repr, [*KINDS][:-1]))} or {[*KINDS][-1]!r}"
         raise InputError(
-            f"{run} holds a run of kind {stored.kind!r}; inspect reads text with one of kind "
-            f"{' or '.join(map(repr, KINDS))} (for any other model: normattn.diagnostics)"
+            f"{run} holds a run of kind {stored.kind!r}; inspect looks into one of kind {known}"
         )
     status = read_status(run)
     if status is None or status.state != "finished":
@@ -147,67 +153,33 @@ def _opened(run: Path) -> Config:
     return KINDS[stored.kind].parse(stored.config, str(run / "config.json"))
 
 
-def _default_length(config: Config) -> int:
-    return config.model.train_length
-
-
-def _tokeniser(run: Path, config: Config) -> Tokeniser | None:
-    return None if config.data.synthetic else Tokeniser.load(run / "tokeniser.json")
-
-
-def _texts(config: Config, settings: InspectionSettings, tokeniser: Tokeniser | None) -> Texts:
-    """Windows of the given file, or of documents that the run did not train on."""
-    length = settings.length
-    if settings.text is None:
-        split = prepare_tokens(config.data).split("test")
-        places = choose_places(split, length, settings.windows, settings.seed)
-        spans = [(number, slice(first, first + length)) for number, first in places.tolist()]
-        rows = [split.document(number)[span] for number, span in spans]
-        source = f"{len(rows)} windows of {length:,} held-out tokens of {config.data.corpus}"
-        return Texts(torch.from_numpy(np.stack(rows).astype(np.int64)), source)
-    path = Path(settings.text)
-    if tokeniser is None:
-        raise InputError(
-            f"the run in {settings.run} was trained on the generated tokens of "
-            f"{config.data.corpus}: it has no tokeniser, and so cannot read {path}"
-        )
-    ids = tokeniser.encode(_read(path))
-    if len(ids) < 2:
-        raise InputError(f"{path} has {len(ids)} tokens; there is nothing to attend to")
-    length = min(length, len(ids))
-    count = min(settings.windows, len(ids) // length)
-    source = f"{count} windows of {length:,} tokens of {path.name}"
-    return Texts(torch.tensor(ids[: count * length]).view(count, length), source)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error.reason}") from error
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+def _check_method(method: str, config: LoopConfig) -> None:
+    if method != "as is" and not isinstance(config, TrainingConfig):
+        raise InputError(f"--method {method} is for causal language models, which read on with it")
 
 
 def _using(
-    model: nn.Module, method: str, config: Config, length: int
+    model: nn.Module, method: str, config: LoopConfig, length: int
 ) -> AbstractContextManager[Any]:
     if method == "as is":
         return nullcontext()
-    if not isinstance(model, CausalLM):
-        raise InputError(f"--method {method} is for causal language models, which read on with it")
-    trained = config.model.train_length
-    spec = config.model.score.with_method(method)
+    assert isinstance(model, CausalLM)
+    trained = model.config.train_length
+    spec = model.config.score.with_method(method)
     return model.using(spec.resolve(train_length=trained, factor=max(1.0, length / trained)))
 
 
-def _chosen(attention: str, config: Config) -> tuple[int, int] | Literal["sharpest", "all"]:
+def _chosen(attention: str, config: LoopConfig) -> tuple[int, int] | Literal["sharpest", "all"]:
     """The head whose attention is drawn."""
     if attention == "sharpest":
         return "sharpest"
     if attention == "all":
         return "all"
-    layers, heads = config.model.layers, config.model.heads
+    model = _model(config)
+    layers, heads = model.layers, model.heads
+    if isinstance(model, TranslatorConfig):
+        # Of a decoder's layer each attention counts: its own, then that to the source.
+        layers += 2 * model.decoder.layers
     parts = attention.split(",")
     if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
         raise InputError(
@@ -222,34 +194,70 @@ def _chosen(attention: str, config: Config) -> tuple[int, int] | Literal["sharpe
     return layer, head
 
 
+def _model(config: LoopConfig) -> StackConfig:
+    model: StackConfig = getattr(config, "model")  # noqa: B009
+    return model
+
+
+def _score_names(model: StackConfig) -> str:
+    """The score, or those of the three attentions where they differ."""
+    if not isinstance(model, TranslatorConfig):
+        return model.score.name
+    assert model.decoder_score is not None
+    names = (model.score.name, model.decoder_score.name, model.across.name)
+    if names[0] == names[1] and model.across == placeless(model.score).resolve(
+        train_length=model.train_length
+    ):
+        return names[0]
+    return "{} (encoder), {} (decoder), {} (cross)".format(*names)
+
+
 def _look(
-    model: nn.Module, texts: Texts, settings: InspectionSettings, config: Config
+    model: nn.Module, inputs: Inputs, settings: InspectionSettings, config: LoopConfig
 ) -> InspectionRecord:
-    ids = texts.ids.to(next(model.parameters()).device)
+    rows = inputs.rows.to(next(model.parameters()).device)
     with Console(file=sys.stderr).status("looking") as status:
         return inspect_model(
             model,
-            ids,
+            rows,
             bins=settings.bins,
             cosines=settings.cosines,
             tokens_per_batch=settings.max_tokens,
+            read=inputs.read,
+            length=inputs.length,
             progress=lambda done, total: status.update(f"looking: text {done} of {total}"),
-            score=config.model.score.name,
+            score=_score_names(_model(config)),
             method=settings.method,
-            train_length=config.model.train_length,
-            texts=texts.source,
+            train_length=_model(config).train_length,
+            texts=inputs.source,
         )
+
+
+class Head(NamedTuple):
+    """One head's attention to the drawn text: what it is called, its layer's path, and α."""
+
+    name: str
+    layer: str
+    alpha: np.ndarray
 
 
 def _attention(
     model: nn.Module,
-    ids: Tensor,
+    inputs: Inputs,
     chosen: tuple[int, int] | Literal["sharpest", "all"],
     record: InspectionRecord,
-) -> list[tuple[int, int, np.ndarray]]:
-    """(layer, head, α) of what is drawn, for the first tokens of the first text."""
-    device = next(model.parameters()).device
-    weights = list(attention_weights(model, ids[0, :DRAWN_TOKENS].to(device)).values())
+) -> list[Head]:
+    """What is drawn of the first text."""
+    if inputs.drawn_length > MOST_TOKENS:
+        print(
+            f"normattn: no attention is drawn, for {inputs.drawn_length} tokens make too large a "
+            f"matrix (the most is {MOST_TOKENS})",
+            file=sys.stderr,
+        )
+        return []
+    row = inputs.drawn.to(next(model.parameters()).device)
+    found = attention_weights(model, row, inputs.read, inputs.drawn_length)
+    weights = [found[layer.name] for layer in record.layers]
     every = [(layer, head) for layer, each in enumerate(weights) for head in range(each.shape[0])]
     if chosen == "all":
         if len(every) > DRAWN_HEADS:
@@ -260,7 +268,15 @@ def _attention(
         wanted = every
     else:
         wanted = [_sharpest(record) if chosen == "sharpest" else chosen]
-    return [(layer, head, weights[layer][head].double().numpy()) for layer, head in wanted]
+    titles = layer_titles([layer.name for layer in record.layers])
+    return [
+        Head(
+            f"layer {titles[layer]}, head {head}",
+            record.layers[layer].name,
+            weights[layer][head].double().numpy(),
+        )
+        for layer, head in wanted
+    ]
 
 
 def _sharpest(record: InspectionRecord) -> tuple[int, int]:
@@ -278,9 +294,8 @@ def _figures(
     run: Path,
     folder: Path,
     record: InspectionRecord,
-    shown: Sequence[tuple[int, int, np.ndarray]],
-    texts: Texts,
-    tokeniser: Tokeniser | None,
+    shown: Sequence[Head],
+    inputs: Inputs,
     settings: InspectionSettings,
 ) -> list[Path]:
     name = f"{record.facts['score']}" + (
@@ -290,11 +305,11 @@ def _figures(
     paths = draw_layers(record, folder, f"Attention of {title}")
     paths += draw_positions(record, folder, f"Attention by position, {title}")
     paths += draw_training(read_diagnostics(run), folder, f"Attention while {name} trained")
-    ids = texts.ids[0, :DRAWN_TOKENS].tolist()
-    tokens = [str(i) if tokeniser is None else tokeniser.decode([i]) for i in ids]
-    panels = [(f"layer {layer}, head {head}", alpha) for layer, head, alpha in shown]
-    what = panels[0][0] if len(panels) == 1 else "every head"
-    paths += draw_attention(panels, tokens, folder, f"{name}: attention of {what}")
+    if shown:
+        panels = [(head.name, head.alpha) for head in shown]
+        what = panels[0][0] if len(panels) == 1 else "every head"
+        words = inputs.words(shown[0].layer)
+        paths += draw_attention(panels, words, folder, f"{name}: attention of {what}")
     return [path for path in paths if path.suffix == ".png"]
 
 

@@ -89,11 +89,13 @@ def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
 class LayerRecord(BaseModel):
     """One layer's attention to a text: a number per query head and bin of the query's position.
 
-    Beside the fields of `LayerLine`, here by bin (norms: per head alone): `lse` is the mean
+    Beside the fields of `LayerLine`, here by bin (norms: per head): `lse` is the mean
     log-sum-exp, `beyond_mass` the mean attention to keys at i − j ≥ L, L being the training length,
     and `beyond_share` the share of visible keys there; `angle_mass` and `angle_share` likewise
     the share of rotary feature pairs whose angle did not occur in training. `cosines` are, per
-    head, the least, the 5th, 50th and 95th percentile and the largest of cos(q, k), where asked.
+    head, the least, the 5th, 50th and 95th percentile and the largest of cos(q, k), where asked,
+    and `cosines_at` the same by head and bin. `norms` holds the norms by head and bin of the
+    query's or key's own position, under the names of the fields.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -115,6 +117,8 @@ class LayerRecord(BaseModel):
     q_normed: Heads | None = None
     k_normed: Heads | None = None
     cosines: Grid | None = None
+    cosines_at: tuple[Grid, ...] | None = None
+    norms: Mapping[str, Grid] = Field(default_factory=dict)
     rows: tuple[tuple[int, ...], ...]
 
     def by_head(self, field: str) -> Heads:

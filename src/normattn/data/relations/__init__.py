@@ -11,6 +11,7 @@ from normattn.data.relations.prepared import (
     RelationSplit,
     padded,
     prepare_relations,
+    relation_word_pieces,
 )
 from normattn.data.relations.reading import read_relations
 from normattn.data.relations.word_pieces import WordPieces, train_word_pieces
@@ -30,5 +31,6 @@ __all__ = [
     "prepare_relations",
     "read_folder",
     "read_relations",
+    "relation_word_pieces",
     "train_word_pieces",
 ]

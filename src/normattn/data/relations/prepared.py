@@ -79,9 +79,12 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
     `prepare_tokens`. Raises `InputError` for a corpus or vocabulary that is missing or damaged, a
     vocabulary larger than `vocab_size`, and a split without documents.
     """
-    place = (cache_dir or cache.default_cache_dir()) / f"relations-{_key(config)}"
-    cache.cached_folder(place, lambda target: _build(target, config))
-    return _load(place, config)
+    return _load(_place(config, cache_dir), config)
+
+
+def relation_word_pieces(config: RelationConfig, cache_dir: Path | None = None) -> WordPieces:
+    """The vocabulary by which `prepare_relations` reads a corpus; raises as it does."""
+    return WordPieces.load(_place(config, cache_dir) / _VOCABULARY, config.lower_case)
 
 
 def padded(
@@ -94,6 +97,13 @@ def padded(
     ids = np.full((len(rows), width), pad, dtype=np.int64)
     ids[~padding] = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows])
     return ids, padding
+
+
+def _place(config: RelationConfig, cache_dir: Path | None) -> Path:
+    """Where the cache keeps a corpus, built where it was not."""
+    place = (cache_dir or cache.default_cache_dir()) / f"relations-{_key(config)}"
+    cache.cached_folder(place, lambda target: _build(target, config))
+    return place
 
 
 def _key(config: RelationConfig) -> str:

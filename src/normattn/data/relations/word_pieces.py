@@ -42,6 +42,11 @@ class WordPieces:
         return len(self._vocabulary)
 
     @property
+    def entries(self) -> tuple[str, ...]:
+        """The pieces, in the order of their ids."""
+        return tuple(self._vocabulary)
+
+    @property
     def pad(self) -> int:
         """The id that fills a row."""
         return self._vocabulary[PAD]

@@ -13,7 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from normattn.reports.diagnostics_records import DiagnosticsLine, InspectionRecord
+from normattn.reports.diagnostics_records import (
+    DiagnosticsLine,
+    Grid,
+    InspectionRecord,
+    LayerRecord,
+)
 from normattn.reports.figures.lines import Line, LinePanel, draw_lines
 from normattn.reports.figures.style import house_style, save, write_around
 from normattn.reports.metrics import Estimate
@@ -27,6 +32,13 @@ MAPS = {
     "angle_mass": "attention at unseen angles",
 }
 CURVES = ("entropy_share", "largest", "first_mass", "beyond_mass")
+PLACED = {
+    "q_norm": "mean ‖q‖",
+    "k_norm": "mean ‖k‖",
+    "q_normed": "mean ‖q‖ after its norm",
+    "k_normed": "mean ‖k‖ after its norm",
+    "cosine": "median of cos(q, k)",
+}
 TRAINED = {
     "entropy_share": "entropy / ln n",
     "largest": "largest logit",
@@ -123,10 +135,10 @@ def draw_positions(record: InspectionRecord, folder: Path, title: str) -> list[P
     titles = layer_titles([layer.name for layer in record.layers])
     middles = [(a + b) / 2 for a, b in zip(record.edges, record.edges[1:], strict=False)]
     panels = []
-    for field in CURVES:
+    for field in (*CURVES, *PLACED):
         lines = []
         for place, (name, layer) in enumerate(zip(titles, record.layers, strict=True)):
-            grid = getattr(layer, field)
+            grid = _by_position(layer, field)
             if grid is None:
                 continue
             points = tuple(
@@ -138,7 +150,8 @@ def draw_positions(record: InspectionRecord, folder: Path, title: str) -> list[P
                 lines.append(Line(name, points, _colour(place, len(titles))))
         if lines and any(estimate.value for line in lines for _, estimate in line.points):
             kept = _few(lines)
-            panels.append(LinePanel(MAPS[field], MAPS[field], kept))
+            label = PLACED.get(field) or MAPS[field]
+            panels.append(LinePanel(label, label, kept))
     if len(record.edges) < 4 or not panels:
         return []
     return draw_lines(
@@ -146,10 +159,22 @@ def draw_positions(record: InspectionRecord, folder: Path, title: str) -> list[P
         folder,
         "positions",
         title=title,
-        caption="Bins of the query's position, all texts; a line per layer, named by its number: "
-        "the mean over its heads, for the largest logit the largest.",
+        caption="Bins of the query's position, all texts (of ‖k‖ the key's); a line per layer: the "
+        "mean over its heads, for the largest logit the largest.",
         x_label="position of the query",
     )
+
+
+def _by_position(layer: LayerRecord, field: str) -> Grid | None:
+    """A field by head and bin, a norm by where the query or key stands, the cosines' middle."""
+    if field == "cosine":
+        at = layer.cosines_at
+        return None if at is None else tuple(tuple(row[2] for row in head) for head in at)
+    grid: Grid | None = layer.norms.get(field) if field in PLACED else getattr(layer, field)
+    # A unit vector's norm is no news at any position.
+    values = [value for head in grid or () for value in head if value is not None]
+    flat = field.endswith("normed") and values and max(values) - min(values) < 1e-3 * max(values)
+    return None if flat else grid
 
 
 def draw_training(lines: Sequence[DiagnosticsLine], folder: Path, title: str) -> list[Path]:
@@ -186,15 +211,18 @@ def draw_training(lines: Sequence[DiagnosticsLine], folder: Path, title: str) ->
 
 def draw_attention(
     weights: Sequence[tuple[str, NDArray[np.float64]]],
-    tokens: Sequence[str],
+    tokens: Sequence[Sequence[str]],
     folder: Path,
     title: str,
 ) -> list[Path]:
-    """The attention of named heads (each (T, S)) to one text, as `attention`."""
+    """The attention of named heads (each (T, S)) to one text, as `attention`.
+
+    `tokens` are the words of the queries and of the keys, written beside a head that stands alone.
+    """
     columns = min(4, len(weights))
     rows = math.ceil(len(weights) / columns)
     alone = len(weights) == 1
-    each = 1.6 + 0.095 * len(tokens) if alone else 2.4
+    each = 1.6 + 0.095 * max(map(len, tokens)) if alone else 2.4
     lead, space = (1.0, 0.35) if alone else (0.3, 0.3)
     caption = wrap(
         "Brightness is the square root of α, so that weak attention shows. Rows are queries, "
@@ -217,13 +245,14 @@ def draw_attention(
                     (each - 0.2) / size[1],
                 )
             )
-            axis.imshow(np.sqrt(alpha), cmap=mpl.colormaps["cividis"], vmin=0, vmax=1)
+            shade = mpl.colormaps["cividis"]
+            axis.imshow(np.sqrt(alpha), aspect="auto", cmap=shade, vmin=0, vmax=1)
             axis.grid(False)
             axis.set_title(name, loc="left", fontsize=9 if alone else 7, fontweight="bold")
             if alone:
-                shown = [_shown(token) for token in tokens]
-                axis.set_xticks(range(len(tokens)), shown, rotation=90, fontsize=5.5)
-                axis.set_yticks(range(len(tokens)), shown, fontsize=5.5)
+                down, across = ([_shown(token) for token in side] for side in tokens)
+                axis.set_xticks(range(len(across)), across, rotation=90, fontsize=5.5)
+                axis.set_yticks(range(len(down)), down, fontsize=5.5)
                 axis.tick_params(length=0, pad=1)
             else:
                 axis.set_xticks([])
