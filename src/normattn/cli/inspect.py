@@ -20,7 +20,7 @@ attention of head 0 in layer 3 as an image; `--attention all` draws them all
 
 `normattn inspect runs/kna --cosines --json > kna.json` – for a program to read
 
-`normattn inspect results/qknorm/cells/KNA/seed0 --text sentences.txt` – a translation model: its
+`normattn inspect runs/translation --text sentences.txt` – a translation model: its
 encoder, its decoder and the cross attention, while it reads a sentence a line and translates it
 
 `normattn train --score KNA --set inspect_every=50 --out runs/kna` – the same while a model trains:
