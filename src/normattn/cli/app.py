@@ -11,6 +11,7 @@ import typer
 from normattn.cli import (
     bench,
     evaluate,
+    export,
     extend,
     generate,
     hidden,
@@ -79,6 +80,7 @@ app.command("train", epilog=train.EPILOG)(train.command)
 app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.command)
 app.command("extend", epilog=extend.EPILOG)(extend.command)
 app.command("generate", epilog=generate.EPILOG)(generate.command)
+app.command("export", epilog=export.EPILOG)(export.command)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.command)
 app.command("report", epilog=report.EPILOG)(report.command)
 app.command("bench", epilog=bench.EPILOG)(bench.command)

@@ -1,0 +1,147 @@
+"""`normattn export`: a run as a folder of transformers, and what it refuses in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+import normattn.hf  # noqa: F401 (makes our models known)
+from cli.conftest import Command
+from normattn.data.tokeniser import SEPARATOR, Tokeniser
+from normattn.models import MaskedLM, MaskedLMConfig, load_model, save_model
+from normattn.models.classifier import Classifier
+from normattn.models.classifier_config import ClassifierConfig
+from normattn.recipes.exporting import export_run
+from normattn.training.classification import ClassificationConfig
+from normattn.training.masked import MaskedConfig
+
+TEXTS = ["word1 word2", f"  {SEPARATOR} it's\t\r\n ! é 😀 中文", ""]
+
+
+def test_model_tokeniser_and_card(command: Command, trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "kna"
+    assert command("evaluate", trained, "--multiples", "1,2", "--max-windows", 2).code == 0
+    said = command("export", trained, out, "--license", "apache-2.0")
+    assert said.code == 0, said.err
+    assert "AutoModelForCausalLM" in said.out
+    ours, loaded = load_model(trained / "model").eval(), AutoModelForCausalLM.from_pretrained(out)
+    ids = torch.randint(0, 260, (2, 11))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, ours(ids))
+    tokeniser, mine = AutoTokenizer.from_pretrained(out), Tokeniser.load(trained / "tokeniser.json")
+    for text in TEXTS:
+        assert tokeniser(text)["input_ids"] == mine.encode(text)
+        assert tokeniser.decode(mine.encode(text)) == text
+    assert tokeniser.decode([0]) == SEPARATOR
+    card = (out / "README.md").read_text("utf-8")
+    assert card.startswith('---\nlicense: "apache-2.0"\nlibrary_name: transformers\n')
+    for needed in ("KNA", "4 steps", "trained to read 8 tokens", "## Evaluation", "apache-2.0"):
+        assert needed in card
+    assert str(tmp_path.parent) not in card
+    assert (out / "figures" / "training_loss.png").exists()
+    assert (out / "evaluation" / "table.md").exists()
+
+
+def test_generate_goes_on_as_the_command_does(
+    command: Command, trained: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "kna"
+    assert command("export", trained, out).code == 0
+    assert "Not stated" in (out / "README.md").read_text("utf-8")
+    model: Any = AutoModelForCausalLM.from_pretrained(out)
+    tokeniser: Any = AutoTokenizer.from_pretrained(out)
+    prompts = ["word1 word2", "word3"]
+    batch = tokeniser(prompts, return_tensors="pt", padding=True)
+    found = model.generate(**batch, max_new_tokens=6, do_sample=False)
+    for prompt, row in zip(prompts, found[:, batch["input_ids"].shape[1] :], strict=True):
+        said = command("generate", trained, "--prompt", prompt, "--max-new-tokens", 6)
+        assert tokeniser.decode(row, skip_special_tokens=True) + "\n" == said.out
+
+
+def _run(folder: Path, kind: str, config: object, status: str = "finished") -> Path:
+    folder.mkdir()
+    text = {"format": 1, "kind": kind, "config": config}
+    (folder / "config.json").write_text(json.dumps(text))
+    (folder / "status.json").write_text(
+        json.dumps({"state": status, "step": 1, "steps": 1, "message": ""})
+    )
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "accuracy": 0.25}\n')
+    return folder
+
+
+def test_a_masked_model_has_its_mask(trained: Path, tmp_path: Path) -> None:
+    tokeniser = Tokeniser.load(trained / "tokeniser.json")
+    model = MaskedLMConfig(
+        vocab_size=tokeniser.vocab_size, dim=16, layers=1, heads=2, train_length=8
+    )
+    config = MaskedConfig.model_validate(
+        {
+            "model": model.model_dump(mode="json"),
+            "data": {"corpus": "books/", "vocab_size": tokeniser.vocab_size},
+        }
+    )
+    run = _run(tmp_path / "run", "masked-lm", config.model_dump(mode="json"))
+    save_model(MaskedLM(model), run / "model")
+    tokeniser.save(run / "tokeniser.json")
+    export_run(run, tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.mask_token_id == model.mask_id
+    ids = theirs("word1 <|mask|>", return_tensors="pt")
+    assert int(ids["input_ids"][0, -1]) == model.mask_id
+    assert theirs("word1 word2 é")["input_ids"] == tokeniser.encode("word1 word2 é")
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
+    assert loaded(**ids).logits.shape[-1] == model.vocab_size
+
+
+def test_a_classifier_has_its_labels(tmp_path: Path) -> None:
+    model = ClassifierConfig(vocab_size=300, labels=2, dim=16, layers=1, heads=2, train_length=8)
+    config = ClassificationConfig.model_validate(
+        {
+            "model": model.model_dump(mode="json"),
+            "data": {"vocab_size": 300, "max_tokens": 8},
+        }
+    )
+    run = _run(tmp_path / "run", "classification", config.model_dump(mode="json"))
+    save_model(Classifier(model), run / "model")
+    (run / "labels.json").write_text('{"labels": ["cause", "effect"]}')
+    export_run(run, tmp_path / "out")
+    loaded = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert loaded["id2label"] == {"0": "cause", "1": "effect"}
+    assert "the run does not keep it" in (tmp_path / "out" / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "sentence"),
+    [
+        ("translation", "finished", "two tokenisers and two stacks"),
+        ("vision", "finished", "an image processor that is not written"),
+        ("causal-lm", "running", "is running at step 1; only a finished run can be exported"),
+    ],
+)
+def test_kinds_and_states_that_cannot_be_exported(
+    command: Command, tmp_path: Path, kind: str, status: str, sentence: str
+) -> None:
+    run = _run(tmp_path / "run", kind, {}, status)
+    said = command("export", run, tmp_path / "out")
+    assert said.code == 2
+    assert sentence in said.sentence
+    assert not (tmp_path / "out").exists()
+
+
+def test_places_that_are_refused(command: Command, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    assert "is not empty" in command("export", trained, tmp_path / "full").sentence
+    assert "is a file" in command("export", trained, tmp_path / "full" / "mine").sentence
+    assert "not a run directory" in command("export", tmp_path / "full", tmp_path / "x").sentence
+    damaged = tmp_path / "damaged"
+    shutil.copytree(trained, damaged)
+    (damaged / "model" / "model.safetensors").write_bytes(b"x")
+    assert "is damaged" in command("export", damaged, tmp_path / "x").sentence
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["damaged", "full"]
