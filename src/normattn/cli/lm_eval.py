@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+SETTINGS = {"ignore_unknown_options": True}
 EPILOG = """
 **Examples**
 
@@ -22,7 +22,9 @@ normattn_passkey --metadata '{"lengths": [8192, 16384], "samples": 5}'` – an e
 
 
 def command(
-    context: typer.Context,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Those of `lm_eval`.", show_default=False)
+    ] = None,
     tasks_path: Annotated[
         bool, typer.Option("--tasks-path", help="Print the folder of our tasks, and end.")
     ] = False,
@@ -39,4 +41,4 @@ def command(
     if tasks_path:
         print_tasks_path()
     else:
-        run_harness(context.args)
+        run_harness(arguments or [])

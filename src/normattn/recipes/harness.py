@@ -61,7 +61,7 @@ class NormattnLM(TemplateLM):
         pretrained: str | None = None,
         gguf: str | None = None,
         method: str | None = None,
-        factor: float | None = None,
+        factor: float | int | None = None,
         train_length: int | None = None,
         max_length: int | None = None,
         dtype: str = "float32",
@@ -81,7 +81,10 @@ class NormattnLM(TemplateLM):
                 f"model_args: {names}: neither a setting of the model, nor is there a method= "
                 f"whose parameter it could be; settings are {', '.join(settings())}"
             )
-        for name, value in (("max_length", max_length), ("max_batch_size", max_batch_size)):
+        if factor is not None and (isinstance(factor, bool | str) or factor < 1):
+            raise InputError(f"factor is {factor!r}; expected a number of at least 1")
+        numbers = {"max_length": max_length, "max_batch_size": max_batch_size}
+        for name, value in {**numbers, "train_length": train_length}.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise InputError(f"{name} is {value!r}; expected a number of at least 1")
         self.batch_size = _batch_size(batch_size)

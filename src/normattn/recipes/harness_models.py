@@ -162,7 +162,7 @@ class TransformersModel(HarnessModel):
 def open_run(
     run: Path,
     method: str,
-    factor: float | None,
+    factor: float | int | None,
     parameters: dict[str, Any],
     device: str,
     dtype: str,

@@ -61,15 +61,15 @@ class TaskSettings:
         given = {name: metadata[name] for name in names if metadata.get(name) is not None}
         if "lengths" in given:
             given["lengths"] = _lengths(given["lengths"])
-        settings = TaskSettings(**given)
-        for name, value in (("samples", settings.samples), ("segment", settings.segment)):
-            if value is not None and (not _whole(value) or value < 1):
-                raise InputError(f"metadata {name} is {value!r}; expected a number of at least 1")
-        if not _whole(settings.seed) or settings.seed < 0:
-            raise InputError(f"metadata seed is {settings.seed!r}; expected a number from 0")
-        if not isinstance(settings.join, bool):
-            raise InputError(f"metadata join is {settings.join!r}; expected true or false")
-        return settings
+        for name, least in (("samples", 1), ("segment", 1), ("seed", 0)):
+            value = given.get(name, least)
+            if not _whole(value) or value < least:
+                raise InputError(
+                    f"metadata {name} is {value!r}; expected a number of at least {least}"
+                )
+        if not isinstance(given.get("join", False), bool):
+            raise InputError(f"metadata join is {given['join']!r}; expected true or false")
+        return TaskSettings(**given)
 
 
 def _lengths(given: object) -> tuple[int, ...]:
