@@ -8,6 +8,7 @@ from typing import Any
 
 from normattn.errors import InputError
 from normattn.hf.extension import Extension, extend, extension_of
+from normattn.hf.llama_weights import from_llama, to_llama
 from normattn.hf.loading import load
 from normattn.hf.pretrained import from_pretrained
 from normattn.hf.resolved import Resolved
@@ -23,9 +24,11 @@ __all__ = [
     "Resolved",
     "extend",
     "extension_of",
+    "from_llama",
     "from_pretrained",
     "load",
     "register",
+    "to_llama",
     "token_scorer",
     "wrap",
 ]

@@ -20,7 +20,8 @@ class Attention(nn.Module):
     x W_qkv → q, k, v in one matmul; o = softmax(s(q, k)) v with the score s of `score`; o W_out.
     Shapes: (B, T, dim) → (B, T, dim). `head_dim` defaults to dim / heads. `score` is a
     `ScoreSpec` or its name; what it learns lives in `.score`. The weight of `qkv` holds the rows
-    of q, then k, then v, each head by head. `dropout` is the probability with which an attention
+    of q, then k, then v, each head by head. `bias`: both projections have one; `qkv_bias`: that of
+    q, k and v alone (Qwen2). `dropout` is the probability with which an attention
     weight is dropped in training. Raises `InputError` for sizes that do not divide.
     Source: arXiv 1706.03762; grouped queries: arXiv 2305.13245.
     """
@@ -34,6 +35,7 @@ class Attention(nn.Module):
         *,
         head_dim: int | None = None,
         bias: bool = False,
+        qkv_bias: bool = False,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ class Attention(nn.Module):
         spec = ScoreSpec.parse(score) if isinstance(score, str) else score
         self.score = Score(spec, heads=heads, head_dim=self.head_dim, kv_heads=self.kv_heads)
         width = (heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv = nn.Linear(dim, width, bias=bias)
+        self.qkv = nn.Linear(dim, width, bias=bias or qkv_bias)
         self.out = nn.Linear(heads * self.head_dim, dim, bias=bias)
 
     def forward(

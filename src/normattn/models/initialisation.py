@@ -56,6 +56,8 @@ def _attention(layer: Attention, config: StackConfig) -> None:
     q, k, v = torch.split(layer.qkv.weight, [layer.heads * layer.head_dim, kv, kv])
     for weight, gain in ((q, 1.0), (k, 1.0), (v, into), (layer.out.weight, out)):
         _draw(weight, gain * _deviation(weight, config))
+    if layer.qkv.bias is not None:
+        layer.qkv.bias.zero_()
 
 
 def _cross_attention(layer: CrossAttention, config: StackConfig) -> None:

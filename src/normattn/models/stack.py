@@ -136,6 +136,7 @@ def make_attention(config: StackConfig, score: ScoreSpec) -> Attention:
         config.kv_heads,
         score,
         head_dim=config.head_dim,
+        qkv_bias=config.qkv_bias,
         dropout=config.dropout,
     )
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from normattn.errors import InputError
 from normattn.layers.placement import deepnorm_factors
@@ -25,8 +33,10 @@ class StackConfig(BaseModel):
     setting of the other kind of block is refused, not ignored, and so is one of a norm where the
     placement has none. `hidden` is the feed-forward width (None: 8/3 of `dim` for SwiGLU, 4 `dim`
     for GELU). `shared_layers`: all layers are one block with one set of weights (ALBERT, arXiv
-    1909.11942). `init_std` is the weights' standard deviation (None: 1/√fan-in, see
-    `models.initialisation`). Raises `InputError` with one sentence per value out of range.
+    1909.11942). `qkv_bias`: queries, keys and values of self-attention have a bias (Qwen2), which
+    starts at 0; a dump leaves it out where it is off. `init_std` is the weights' standard deviation
+    (None: 1/√fan-in, see `models.initialisation`). Raises `InputError` with one sentence per value
+    out of range.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +60,7 @@ class StackConfig(BaseModel):
     expansion: Size = 2
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     shared_layers: bool = False
+    qkv_bias: bool = False
     init_std: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     if not TYPE_CHECKING:  # The checker keeps the fields' own signature.
@@ -67,6 +78,14 @@ class StackConfig(BaseModel):
         # The one moment when a frozen value may still be completed.
         object.__setattr__(self, "score", self._resolved_score())
         return self
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: Callable[[Any], Any]) -> dict[str, Any]:
+        """Without `qkv_bias` where it is off: runs that were made before it stay the same."""
+        fields: dict[str, Any] = handler(self)
+        if not fields.get("qkv_bias", True):
+            del fields["qkv_bias"]
+        return fields
 
     def _resolved_score(self) -> ScoreSpec:
         score = self.score
@@ -96,7 +115,8 @@ class StackConfig(BaseModel):
 
     def _check_block(self) -> None:
         if self.block == "gau":
-            self._refuse_unused("gau", ("kv_heads", "head_dim", "feed_forward", "hidden"))
+            unused = ("kv_heads", "head_dim", "feed_forward", "hidden", "qkv_bias")
+            self._refuse_unused("gau", unused)
             if self.heads != 1:
                 raise InputError(f"a gated attention unit has one head; heads is {self.heads}")
             return

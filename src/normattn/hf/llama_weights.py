@@ -1,0 +1,237 @@
+"""Weights of Llama-shaped models into ours, and of ours into theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.layers.feed_forward import swiglu_hidden
+from normattn.models.causal_lm import CausalLM
+from normattn.models.config import CausalLMConfig
+from normattn.score import ScoreSpec
+
+# Their part of a layer, and ours.
+_LAYER = {
+    "input_layernorm.weight": "mixer.norm.gain",
+    "self_attn.o_proj.weight": "mixer.sublayer.out.weight",
+    "self_attn.q_norm.weight": "mixer.sublayer.score.query_norm.weight",
+    "self_attn.k_norm.weight": "mixer.sublayer.score.key_norm.weight",
+    "post_attention_layernorm.weight": "feed_forward.norm.gain",
+    "mlp.down_proj.weight": "feed_forward.sublayer.down.weight",
+}
+# Theirs that ours holds as one matrix, in this order.
+_JOINED = {
+    "mixer.sublayer.qkv.weight": [f"self_attn.{each}_proj.weight" for each in "qkv"],
+    "mixer.sublayer.qkv.bias": [f"self_attn.{each}_proj.bias" for each in "qkv"],
+    "feed_forward.sublayer.up.weight": [f"mlp.{each}_proj.weight" for each in ("gate", "up")],
+}
+_WHOLE = {
+    "model.embed_tokens.weight": "embedding.weight",
+    "model.norm.weight": "final_norm.gain",
+    "lm_head.weight": "head.weight",
+}
+_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def from_llama(model: Any) -> CausalLM:
+    """A `CausalLM` that computes what a Llama, Mistral, Qwen2 or Qwen3 model computes.
+
+    The weights are copies, of the same dtype and on the same device; logits agree up to rounding.
+    `max_position_embeddings` becomes the training length. Dropout, which only training sees, is not
+    carried over. Raises `InputError` for another family, scaled rotary positions, sliding windows,
+    biases beyond those of q, k and v, and another activation than SiLU.
+    """
+    config = _our_config(model)
+    theirs = model.state_dict()
+    ours = {mine: theirs[name].clone() for name, mine in _WHOLE.items() if name in theirs}
+    if config.tie_head:
+        ours.pop("head.weight", None)
+    for layer in range(config.layers):
+        ours |= _layer_of(theirs, f"model.layers.{layer}.", f"blocks.{layer}.")
+    with torch.device("meta"):
+        made = CausalLM(config)
+    made.load_state_dict(ours, assign=True)
+    return made.train(model.training)
+
+
+def to_llama(model: CausalLM) -> Any:
+    """The transformers model that computes what `model` computes as it was trained.
+
+    A `LlamaForCausalLM`; a `Qwen2ForCausalLM` where q, k and v have biases, a `Qwen3ForCausalLM`
+    where the score is QKRMSNorm. The weights are copies; a method that is switched on and dropout
+    are not carried over. Raises `InputError` where neither can say what the model's settings say.
+    """
+    name, config = _their_config(model.config)
+    import transformers
+
+    with torch.device("meta"):
+        made = getattr(transformers, f"{name}ForCausalLM")(config)
+    ours = model.state_dict()
+    theirs = {name: ours[mine].clone() for name, mine in _WHOLE.items() if mine in ours}
+    for layer in range(model.config.layers):
+        theirs |= _layer_to(ours, model.config, f"blocks.{layer}.", f"model.layers.{layer}.")
+    if model.config.tie_head:
+        theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"]
+    made.load_state_dict(theirs, assign=True)
+    made.tie_weights()
+    _fill_rotation(made, model.head_weight.device)
+    return made.train(model.training)
+
+
+def _layer_of(theirs: dict[str, Tensor], before: str, after: str) -> dict[str, Tensor]:
+    """One layer under our names."""
+    found = {
+        after + mine: theirs[before + name].clone()
+        for name, mine in _LAYER.items()
+        if before + name in theirs
+    }
+    for mine, names in _JOINED.items():
+        if before + names[0] in theirs:
+            found[after + mine] = torch.cat([theirs[before + name] for name in names])
+    return found
+
+
+def _layer_to(
+    ours: dict[str, Tensor], config: CausalLMConfig, before: str, after: str
+) -> dict[str, Tensor]:
+    """One layer under their names."""
+    found = {
+        after + name: ours[before + mine].clone()
+        for name, mine in _LAYER.items()
+        if before + mine in ours
+    }
+    heads = (config.heads, *[config.kv_heads or config.heads] * 2)
+    for mine, names in _JOINED.items():
+        whole = ours.get(before + mine)
+        if whole is None:
+            continue
+        sizes = [each * config.score_head_dim for each in heads]
+        if len(names) == 2:
+            sizes = [whole.shape[0] // 2] * 2
+        parts = torch.split(whole, sizes)
+        found |= {after + name: part.clone() for name, part in zip(names, parts, strict=True)}
+    return found
+
+
+def _our_config(model: Any) -> CausalLMConfig:
+    theirs: Any = getattr(model, "config", None)
+    kind = getattr(theirs, "model_type", None)
+    if kind not in _KINDS or not hasattr(model, "lm_head"):
+        raise InputError(
+            f"a {type(model).__name__} cannot become a CausalLM: its layers are known for causal "
+            f"models of the kinds {', '.join(_KINDS)}"
+        )
+    rope = theirs.rope_parameters or {}
+    _refuse_theirs(theirs, rope, type(model).__name__)
+    normed = kind == "qwen3"
+    eps = {"eps": theirs.rms_norm_eps} if normed else {}
+    score = ScoreSpec.parse(
+        "QKRMSNorm-RoPE" if normed else "Baseline-RoPE", base=float(rope["rope_theta"]), **eps
+    )
+    return CausalLMConfig(
+        vocab_size=theirs.vocab_size,
+        dim=theirs.hidden_size,
+        layers=theirs.num_hidden_layers,
+        heads=theirs.num_attention_heads,
+        kv_heads=theirs.num_key_value_heads,
+        head_dim=getattr(theirs, "head_dim", None),
+        hidden=theirs.intermediate_size,
+        norm_eps=theirs.rms_norm_eps,
+        train_length=theirs.max_position_embeddings,
+        tie_head=bool(theirs.tie_word_embeddings),
+        qkv_bias=kind == "qwen2",
+        score=score,
+    )
+
+
+def _refuse_theirs(theirs: Any, rope: dict[str, Any], name: str) -> None:
+    """Raise `InputError` for what our settings cannot say."""
+    layers = set(getattr(theirs, "layer_types", None) or ())
+    windowed = getattr(theirs, "sliding_window", None) is not None
+    reason = None
+    if rope.get("rope_type", "default") != "default":
+        reason = (
+            f"rotary positions scaled by {rope['rope_type']!r}: our settings know a spectrum as a "
+            "method after training only"
+        )
+    elif rope.get("partial_rotary_factor", 1.0) != 1.0:
+        reason = "a partial rotation"
+    elif layers - {"full_attention"} or (windowed and not layers):
+        reason = "layers with a sliding window"
+    elif getattr(theirs, "attention_bias", False):
+        reason = "a bias of the attention's output"
+    elif getattr(theirs, "mlp_bias", False):
+        reason = "biases of the feed-forward layers"
+    elif theirs.hidden_act not in ("silu", "swish"):
+        reason = f"the activation {theirs.hidden_act!r} in place of SiLU"
+    if reason is not None:
+        raise InputError(f"this {name} cannot become a CausalLM, because it has {reason}")
+
+
+def _their_config(config: CausalLMConfig) -> tuple[str, Any]:
+    _refuse_ours(config)
+    import transformers
+
+    normed = config.score.variant.name == "QKRMSNorm"
+    name = "Qwen3" if normed else "Qwen2" if config.qkv_bias else "Llama"
+    position: Any = config.score.position
+    make = getattr(transformers, f"{name}Config")
+    made = make(
+        vocab_size=config.vocab_size,
+        hidden_size=config.dim,
+        intermediate_size=_hidden(config),
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads or config.heads,
+        head_dim=config.score_head_dim,
+        max_position_embeddings=config.train_length,
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tie_head,
+        rope_parameters={"rope_type": "default", "rope_theta": position.base},
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return name, made
+
+
+def _hidden(config: CausalLMConfig) -> int:
+    return config.hidden or swiglu_hidden(config.dim)
+
+
+def _refuse_ours(config: CausalLMConfig) -> None:
+    """Raise `InputError` for what no Llama-shaped configuration says."""
+    spec, variant = config.score, config.score.variant
+    wanted = {"block": "mha", "placement": "PreLN", "norm": "rms", "norm_gain": True}
+    wanted |= {"feed_forward": "swiglu", "shared_layers": False}
+    for name, value in wanted.items():
+        if getattr(config, name) != value:
+            raise InputError(
+                f"{name} {getattr(config, name)!r} has no counterpart in Llama, Qwen2 or Qwen3, "
+                f"whose models have {value!r}"
+            )
+    plain = ScoreSpec.parse("Baseline-RoPE", config.train_length, base=_base(spec))
+    normed = ScoreSpec.parse(
+        "QKRMSNorm-RoPE", config.train_length, base=_base(spec), eps=config.norm_eps
+    )
+    if spec not in (plain, normed):
+        raise InputError(
+            f"the score {spec} has no counterpart in Llama, Qwen2 or Qwen3: those have {plain}, or "
+            f"{normed} with the norms' own eps"
+        )
+    if config.qkv_bias and variant.name == "QKRMSNorm":
+        raise InputError(
+            "qkv_bias beside QKRMSNorm has no counterpart: Qwen3 biases the output too"
+        )
+
+
+def _base(spec: ScoreSpec) -> float:
+    return float(getattr(spec.position, "base", 10000.0))
+
+
+def _fill_rotation(model: Any, device: torch.device) -> None:
+    """The frequencies, which are no part of the weights, on the meta device until now."""
+    with device:
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)

@@ -1,0 +1,142 @@
+"""Weights of Llama, Mistral, Qwen2 and Qwen3 models into ours and back: the same logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import normattn.hf
+from normattn import InputError
+from normattn.hf import from_llama, to_llama
+from normattn.models import CausalLM, CausalLMConfig, load_model, save_model
+
+from .families import build, logits, tokens
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("Llama", {}),
+    ("Llama", {"head_dim": 12, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 300.5}}),
+    ("Mistral", {"num_key_value_heads": 1}),
+    ("Qwen2", {"use_sliding_window": False, "sliding_window": None, "layer_types": None}),
+    ("Qwen3", {"rms_norm_eps": 1e-5}),
+]
+
+
+def assert_same(found: Tensor, wanted: Tensor) -> None:
+    """To 1e-5 of the largest logit; these weights are large, so that a wrong position shows."""
+    assert float((found - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize(("family", "more"), CASES)
+def test_the_same_logits_there_and_back(family: str, more: dict[str, Any], tmp_path: Path) -> None:
+    theirs, ids = build(family, **more), tokens(length=40)
+    wanted = logits(theirs, ids)
+    ours = from_llama(theirs)
+    assert not ours.training
+    with torch.no_grad():
+        assert_same(ours(ids), wanted)
+        save_model(ours, tmp_path / "model")
+        assert torch.equal(load_model(tmp_path / "model").eval()(ids), ours(ids))
+    again = to_llama(ours)
+    kind = {"Mistral": "Llama"}.get(family, family)
+    assert type(again) is getattr(transformers, f"{kind}ForCausalLM")
+    assert_same(logits(again, ids), wanted)
+    stored = theirs.state_dict()
+    assert set(again.state_dict()) == set(stored)
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, stored[name]), name
+    again.save_pretrained(tmp_path / "theirs")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    assert torch.equal(logits(loaded, ids), logits(again, ids))
+
+
+def test_the_weights_are_copies_of_the_same_type() -> None:
+    theirs = build("Llama").to(torch.bfloat16)
+    ours = from_llama(theirs)
+    assert {weight.dtype for weight in ours.parameters()} == {torch.bfloat16}
+    before = theirs.lm_head.weight.clone()
+    with torch.no_grad():
+        for weight in ours.parameters():
+            weight.zero_()
+    assert torch.equal(theirs.lm_head.weight, before)
+
+
+def test_what_we_train_becomes_theirs_and_generates_the_same() -> None:
+    torch.manual_seed(0)
+    config = CausalLMConfig(
+        vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, train_length=32, qkv_bias=True
+    )
+    model = CausalLM(config).eval()
+    bias = model.get_parameter("blocks.0.mixer.sublayer.qkv.bias")
+    assert not bias.any()
+    with torch.no_grad():
+        bias.normal_()
+    ids = tokens(length=9)
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    found = to_llama(model).generate(ids, **how)
+    assert torch.equal(found, normattn.hf.wrap(model).generate(ids, **how))
+
+
+def test_methods_after_training_read_on_with_imported_weights() -> None:
+    """The rotation is ours: YaRN on the import is YaRN by `extend` on the original."""
+    theirs, ids = build("Llama"), tokens(length=30)
+    with normattn.extend(theirs, "YaRN", factor=4):
+        wanted = logits(theirs, ids)
+    ours = from_llama(theirs)
+    with ours.using("YaRN", factor=4), torch.no_grad():
+        torch.testing.assert_close(ours(ids), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_dump_is_as_before_without_biases() -> None:
+    """Runs that were made before there was such a setting can be gone on with."""
+    sizes: dict[str, Any] = {"vocab_size": 8, "dim": 8, "layers": 1, "train_length": 4}
+    assert "qkv_bias" not in CausalLMConfig(**sizes).model_dump(mode="json")
+    with_bias = CausalLMConfig(**sizes, qkv_bias=True)
+    assert with_bias.model_dump(mode="json")["qkv_bias"] is True
+    assert CausalLMConfig(**with_bias.model_dump(mode="json")) == with_bias
+    with pytest.raises(InputError, match="qkv_bias has no meaning"):
+        CausalLMConfig(**sizes, qkv_bias=True, block="gau")
+
+
+_SCALED = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "reason"),
+    [
+        ("Llama", {"rope_parameters": _SCALED}, "scaled by 'linear'"),
+        ("Llama", {"attention_bias": True}, "a bias of the attention's output"),
+        ("Llama", {"mlp_bias": True}, "biases of the feed-forward"),
+        ("Llama", {"hidden_act": "gelu"}, "the activation 'gelu'"),
+        ("Qwen2", {}, "a sliding window"),
+        ("Mistral", {"sliding_window": 4}, "a sliding window"),
+        ("Gemma", {}, "known for causal models of the kinds llama"),
+    ],
+)
+def test_what_our_settings_cannot_say(family: str, more: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        from_llama(build(family, **more))
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"score": "KNA"}, "the score KNA@8 has no counterpart"),
+        ({"score": "Baseline-RoPE(layout=interleaved)"}, "has no counterpart"),
+        ({"score": "QKRMSNorm(eps=0.1)"}, "norms' own eps"),
+        ({"score": "QKRMSNorm", "qkv_bias": True}, "biases the output too"),
+        ({"placement": "PostLN"}, "placement 'PostLN'"),
+        ({"norm": "layer"}, "norm 'layer'"),
+        ({"feed_forward": "gelu"}, "feed_forward 'gelu'"),
+        ({"shared_layers": True}, "shared_layers True"),
+    ],
+)
+def test_what_their_settings_cannot_say(more: dict[str, Any], reason: str) -> None:
+    config = CausalLMConfig(vocab_size=8, dim=8, layers=2, heads=2, train_length=8, **more)
+    with pytest.raises(InputError, match=reason):
+        to_llama(CausalLM(config))
