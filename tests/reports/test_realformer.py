@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,15 @@ import pytest
 from normattn.errors import InputError
 from normattn.reports.bootstrap import Bootstrap
 from normattn.reports.realformer_claims import findings
-from normattn.reports.realformer_grid import grid_panels
-from normattn.reports.realformer_records import Depth, EncoderRecord, Failure, Setting
+from normattn.reports.realformer_grid import GridCell, Panel, grid_panels
+from normattn.reports.realformer_records import (
+    Depth,
+    EncoderRecord,
+    Failure,
+    Setting,
+    read_encoder,
+    read_failure,
+)
 from normattn.reports.realformer_rows import by_layer, encoder_rows, estimated, paired
 
 DOCUMENTS = tuple(f"d{n:02}" for n in range(30))
@@ -101,7 +109,8 @@ def test_a_claim_counts_only_beyond_its_interval() -> None:
         *(record(30, 4, row=row, size="wide") for row in ("PostLN", "RealFormer", "PreLN")),
     ]
     found = {
-        (each.claim, each.size, each.what): each for each in findings(encoder_rows(records), FEW)
+        (each.claim, each.size, each.what): each
+        for each in findings(encoder_rows(records), [], FEW)
     }
     better = [each for key, each in found.items() if key[0].startswith("RealFormer is better")]
     assert [(each.size, each.verdict) for each in better] == [
@@ -115,6 +124,26 @@ def test_a_claim_counts_only_beyond_its_interval() -> None:
     variance = next(e for key, e in found.items() if key[0].startswith("PreLN's residual"))
     assert variance.difference.value == pytest.approx((4 - 1) / 2)
     assert variance.verdict == "found"
+
+
+def test_stability_is_decided_by_settings_that_one_alone_fails() -> None:
+    """Six settings that only PostLN fails are sure at 5 %, five are not: 2 / 2⁶ and 2 / 2⁵."""
+    for failing, verdict in ((6, "found"), (5, "not found")):
+        cells = {
+            row: {
+                (1e-3 * n, 0.0): GridCell(row, 1e-3 * n, 0.0, 0, None, state)
+                for n in range(8)
+                for state in ["stuck" if row == "PostLN" and n < failing else "learned"]
+            }
+            for row in ("PostLN", "RealFormer")
+        }
+        (one,) = findings([], [Panel(row, 0, each) for row, each in cells.items()], FEW)
+        assert one.verdict == verdict
+        assert one.difference.value == -failing
+        assert f"RealFormer 0 − PostLN {failing} of 8" in one.what
+        swapped = {"PostLN": cells["RealFormer"], "RealFormer": cells["PostLN"]}
+        (one,) = findings([], [Panel(row, 0, each) for row, each in swapped.items()], FEW)
+        assert one.verdict == ("the opposite was found" if failing == 6 else "not found")
 
 
 def test_the_grid_tells_learned_stuck_and_diverged() -> None:
@@ -141,3 +170,12 @@ def test_what_does_not_belong_together_is_refused() -> None:
     rows = encoder_rows([record(40), record(40, row="PreLN", seed=1)])
     with pytest.raises(InputError, match="share no seed"):
         paired(*rows)
+
+
+def test_a_damaged_record_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text('{"format": 1}')
+    for read in (read_encoder, read_failure):
+        with pytest.raises(InputError, match="no record of the RealFormer study") as refused:
+            read(tmp_path / "record.json")
+        assert "\n" not in str(refused.value)
+        assert "http" not in str(refused.value)

@@ -146,3 +146,10 @@ def test_a_record_comes_back_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(InputError, match="cannot be read"):
         read_classification(path)
+
+
+def test_where_every_training_diverged_that_is_the_result(tmp_path: Path) -> None:
+    said = {"RMSNorm, seed 0": "the loss is nan at step 3"}
+    assert rmsnorm_report([], {}, None, said, tmp_path) == []
+    page = (tmp_path / "table.md").read_text()
+    assert "- RMSNorm, seed 0 diverged: the loss is nan at step 3" in page

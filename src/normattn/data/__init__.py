@@ -18,7 +18,7 @@ from normattn.data.retrieval import RetrievalSet, retrieval_set
 from normattn.data.synthetic import CopyTask
 from normattn.data.token_data import TokenData, TokenSplit
 from normattn.data.tokeniser import Tokeniser, train_tokeniser
-from normattn.data.tokens import prepare_tokens
+from normattn.data.tokens import look_for_tokens, prepare_tokens
 
 __all__ = [
     "CopyTask",
@@ -37,6 +37,7 @@ __all__ = [
     "TrainingBatches",
     "by_position_set",
     "last_segment_sets",
+    "look_for_tokens",
     "masked_set",
     "non_repeated_set",
     "parse_corpus",

@@ -53,6 +53,14 @@ def prepare_tokens(
     return _load(folder, config)
 
 
+def look_for_tokens(config: DataConfig) -> None:
+    """Raise `InputError` where there is no such corpus; quick, none is read or downloaded."""
+    if config.synthetic:
+        CopyTask.parse(config.corpus)
+    else:
+        parse_corpus(config.corpus)
+
+
 def _key(config: DataConfig, corpus: Corpus) -> str:
     """Hash of everything that decides the files; the tiling does not."""
     decides = [FORMAT, tokenizers.__version__, SAMPLE_BYTES, type(corpus).kind]

@@ -48,6 +48,8 @@ def reproduce(
     sweep = resolve(request)
     console = Console(highlight=False)
     jobs = min(request.jobs or _default_jobs(sweep), len(sweep.cells))
+    for cell in _one_of_each_kind(sweep):
+        cell.workload.look(cell.training_config)
     _print_plan(console, sweep, every=only_plan)
     if only_plan:
         _print_estimate(console, sweep, jobs)
@@ -67,10 +69,11 @@ def reproduce(
         rates = _print_estimate(console, sweep, jobs)
         outcomes = _run_cells(sweep, jobs, rates)
         failed = [_failure(outcome) for outcome in outcomes if outcome.failed]
+        # Said first: where too few are left, there may be nothing to report.
+        for sentence in failed:
+            print(f"normattn: {sentence}", file=sys.stderr)
         if len(failed) < len(sweep.cells):
             sweep.report(sweep.out)
-    for sentence in failed:
-        print(f"normattn: {sentence}", file=sys.stderr)
     return failed
 
 
@@ -123,10 +126,15 @@ def _print_estimate(console: Console, sweep: Sweep, jobs: int) -> Rates | None:
     return rates
 
 
+def _one_of_each_kind(sweep: Sweep) -> list[Cell]:
+    """The first cell of each kind; cells of a kind read the same data."""
+    kinds = {cell.kind: cell for cell in reversed(sweep.cells)}
+    return list(reversed(kinds.values()))
+
+
 def _prepare(console: Console, sweep: Sweep) -> None:
     """Prepare the data once before the children start, and see that it is enough for each kind."""
-    kinds = {cell.kind: cell for cell in reversed(sweep.cells)}
-    for cell in reversed(kinds.values()):
+    for cell in _one_of_each_kind(sweep):
         with console.status("preparing the data"):
             lines = sweep.describe(cell, cell.prepare())
         for line in lines:

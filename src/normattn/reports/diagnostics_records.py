@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from normattn.atomic import write_text
 from normattn.errors import InputError
+from normattn.reports.damaged import first_of
 
 FILE = "diagnostics.jsonl"
 Heads = tuple[float | None, ...]
@@ -82,7 +83,7 @@ def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
         return [DiagnosticsLine.model_validate_json(line) for line in whole]
     except ValidationError as error:
         raise InputError(
-            f"{path} holds a line that is none of the diagnostics: {_first(error)}"
+            f"{path} holds a line that is none of the diagnostics: {first_of(error)}"
         ) from None
 
 
@@ -175,13 +176,4 @@ def read_inspection(path: Path) -> InspectionRecord:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (ValidationError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is no record of an inspection: {_first(error)}") from None
-
-
-def _first(error: ValidationError | UnicodeDecodeError) -> str:
-    """The first thing that is wrong, in one line."""
-    if isinstance(error, UnicodeDecodeError):
-        return error.reason
-    found = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in found["loc"])
-    return f"{where}: {found['msg']}" if where else str(found["msg"])
+        raise InputError(f"{path} is no record of an inspection: {first_of(error)}") from None

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from normattn.atomic import write_text
 from normattn.errors import InputError
+from normattn.reports.damaged import first_of
 
 DENSITY = (np.linspace(-1.5, 1.5, 42), np.linspace(-6.0, 6.0, 42))
 """Edges of `density`: log2 of ‖k‖ over its mean, and log2 of the attention received."""
@@ -67,4 +68,4 @@ def read_mechanism(path: Path) -> MechanismRecord:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (ValidationError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is no record of the mechanism study: {error}") from None
+        raise InputError(f"{path} is no record of the mechanism study: {first_of(error)}") from None

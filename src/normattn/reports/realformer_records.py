@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from normattn.atomic import write_text
 from normattn.errors import InputError
+from normattn.reports.damaged import first_of
 
 FloatRows = tuple[tuple[float, ...], ...]
 Part = Literal["table", "grid"]
@@ -136,4 +137,6 @@ def _read(path: Path, kind: type[Kind]) -> Kind:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (ValidationError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is no record of the RealFormer study: {error}") from None
+        raise InputError(
+            f"{path} is no record of the RealFormer study: {first_of(error)}"
+        ) from None

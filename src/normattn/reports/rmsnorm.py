@@ -42,16 +42,17 @@ def rmsnorm_report(
 ) -> list[Path]:
     """Write table.md, .csv, .json and the figure into `out`; return the figure's files.
 
-    `diverged` says of each run that diverged how. Raises `InputError` for records of different
-    data, and where there is nothing to report. The same records give the same bytes.
+    `diverged` says of each run that diverged how: that is a result, also where all of them did.
+    Raises `InputError` for records of different data, and where there is nothing to report. The
+    same records give the same bytes.
     """
-    if not records:
+    if not records and not diverged:
         raise InputError("there is nothing to report: no classifier was tested")
     drawn = bootstrap or Bootstrap()
     rows = norm_rows(records, trainings, times, drawn)
     change = differences(records, drawn)
     speed = None if times is None else time_ratio(times, drawn)
-    page = _markdown(rows, change, speed, times, diverged, records[0], drawn)
+    page = _markdown(rows, change, speed, times, diverged, records, drawn)
     write_text(out / "table.md", page)
     facts = {
         "rows": [row.as_json() for row in rows],
@@ -60,7 +61,7 @@ def rmsnorm_report(
     }
     write_text(out / "table.json", json.dumps(facts, indent=2, allow_nan=False) + "\n")
     write_text(out / "table.csv", _csv(rows))
-    return draw_training(trainings, out / "figures")
+    return draw_training(trainings, out / "figures") if trainings else []
 
 
 def _markdown(
@@ -69,9 +70,13 @@ def _markdown(
     speed: Estimate | None,
     times: StepTimes | None,
     diverged: Mapping[str, str],
-    first: ClassificationRecord,
+    records: Sequence[ClassificationRecord],
     drawn: Bootstrap,
 ) -> str:
+    ends = "\n".join(f"- {name} diverged: {said}" for name, said in sorted(diverged.items()))
+    if not records:
+        return f"# LayerNorm against RMSNorm\n\nNo training came to its end.\n\n{ends}\n"
+    first = records[0]
     head = (
         *("norm", "micro F1, %", "macro F1, %", "loss, mnats", "threshold", "parameters"),
         *("step, ms", "training, s", "source: F1, %", "source: s"),
@@ -86,7 +91,7 @@ def _markdown(
         _legend(times),
         _behind(rows),
         _comparison(rows, change, speed),
-        "\n".join(f"- {name} diverged: {said}" for name, said in sorted(diverged.items())),
+        ends,
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normattn.data import TokenData, TrainingBatches, prepare_tokens
+from normattn.data import TokenData, TrainingBatches, look_for_tokens, prepare_tokens
 from normattn.models.accounting import flops_per_token, parameter_count
 from normattn.training.config import TrainingConfig
 from normattn.training.continuation import new_model
@@ -57,6 +57,10 @@ class CausalWorkload(Workload[TrainingConfig, TokenData]):
     def prepare(self, config: TrainingConfig) -> TokenData:
         """The corpus as tokens."""
         return prepare_tokens(config.data)
+
+    def look(self, config: TrainingConfig) -> None:
+        """Whether there is such a corpus."""
+        look_for_tokens(config.data)
 
     def check(self, config: TrainingConfig, data: TokenData, shares: int) -> None:
         """Every micro-batch must have as many sequences, each no longer than the corpus."""

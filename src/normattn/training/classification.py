@@ -16,6 +16,7 @@ from normattn.data.relations import (
     RelationBatches,
     RelationConfig,
     RelationData,
+    look_for_relations,
     prepare_relations,
 )
 from normattn.errors import InputError
@@ -112,6 +113,10 @@ class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
     def prepare(self, config: ClassificationConfig) -> RelationData:
         """The documents as word pieces."""
         return prepare_relations(config.data)
+
+    def look(self, config: ClassificationConfig) -> None:
+        """Whether the folder has its files, and the vocabulary is there."""
+        look_for_relations(config.data)
 
     def check(self, config: ClassificationConfig, data: RelationData, shares: int) -> None:
         """As many labels as the model has, and at least one batch of documents."""

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from normattn.data import DataConfig, TokenData, TrainingBatches, prepare_tokens
+from normattn.data import DataConfig, TokenData, TrainingBatches, look_for_tokens, prepare_tokens
 from normattn.data.masking import MaskedBatches, MaskedRows, Masking
 from normattn.models.accounting import parameter_count, stack_flops
 from normattn.models.masked_config import MaskedLMConfig
@@ -121,6 +121,10 @@ class MaskedWorkload(Workload[MaskedConfig, TokenData]):
     def prepare(self, config: MaskedConfig) -> TokenData:
         """The corpus as tokens."""
         return prepare_tokens(config.data)
+
+    def look(self, config: MaskedConfig) -> None:
+        """Whether there is such a corpus."""
+        look_for_tokens(config.data)
 
     def check(self, config: MaskedConfig, data: TokenData, shares: int) -> None:
         """Every micro-batch must have as many sequences, each no longer than the corpus."""

@@ -11,7 +11,7 @@ from jaxtyping import Int64
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from normattn.data.pairs import PairBatches, PairData, PairsConfig, prepare_pairs
+from normattn.data.pairs import PairBatches, PairData, PairsConfig, look_for_pairs, prepare_pairs
 from normattn.data.pairs.config import EOS_ID, PAD_ID
 from normattn.errors import InputError
 from normattn.models.translator import Translator
@@ -128,6 +128,10 @@ class TranslationWorkload(Workload[TranslationConfig, PairData]):
     def prepare(self, config: TranslationConfig) -> PairData:
         """The sentence pairs as tokens."""
         return prepare_pairs(config.data)
+
+    def look(self, config: TranslationConfig) -> None:
+        """Whether there are such files of sentence pairs."""
+        look_for_pairs(config.data)
 
     def check(self, config: TranslationConfig, data: PairData, shares: int) -> None:
         """The longest pairs must fit into a batch, and the batch must divide."""

@@ -49,6 +49,9 @@ class Workload(ABC, Generic[Config, Data]):
     def prepare(self, config: Config) -> Data:
         """The data, from its cache where there is one; `InputError` for data that cannot be."""
 
+    def look(self, config: Config) -> None:
+        """Raise `InputError` where the data is plainly not there; quick, no data is prepared."""
+
     @abstractmethod
     def task(self, config: Config, data: Data, device: torch.device, shares: int) -> Task:
         """The task on `device`, whose batches come in `shares` parts a step."""

@@ -19,7 +19,7 @@ for _module in pkgutil.iter_modules(__path__):
 from normattn.data.pairs.batches import PairBatch, PairBatches  # noqa: E402
 from normattn.data.pairs.config import PairsConfig  # noqa: E402
 from normattn.data.pairs.pair_data import PairData, PairSplit  # noqa: E402
-from normattn.data.pairs.prepare import prepare_pairs  # noqa: E402
+from normattn.data.pairs.prepare import look_for_pairs, prepare_pairs  # noqa: E402
 
 EXPECTED = (
     "catalogues, a folder of train/val/test files by language, two aligned files as "
@@ -63,6 +63,7 @@ __all__ = [
     "PairSplit",
     "PairsConfig",
     "kinds",
+    "look_for_pairs",
     "parse_pairs",
     "prepare_pairs",
     "register",

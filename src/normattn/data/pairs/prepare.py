@@ -46,6 +46,15 @@ def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairDat
     return _load(folder, config)
 
 
+def look_for_pairs(config: PairsConfig) -> None:
+    """Raise `InputError` where the pairs' files are not there; quick, none is read through."""
+    from normattn.data.pairs import parse_pairs
+
+    source = parse_pairs(config.corpus, Languages(config.source, config.target))
+    source.given()
+    source.fingerprint()
+
+
 def _key(config: PairsConfig, source: PairSource) -> str:
     """Hash of everything that decides the files."""
     decides = config.model_dump(mode="json") | {"corpus": [type(source).kind, source.fingerprint()]}

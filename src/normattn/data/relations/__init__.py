@@ -9,6 +9,7 @@ from normattn.data.relations.folder import read_folder
 from normattn.data.relations.prepared import (
     RelationData,
     RelationSplit,
+    look_for_relations,
     padded,
     prepare_relations,
     relation_word_pieces,
@@ -26,6 +27,7 @@ __all__ = [
     "RelationDocument",
     "RelationSplit",
     "WordPieces",
+    "look_for_relations",
     "one_hot",
     "padded",
     "prepare_relations",

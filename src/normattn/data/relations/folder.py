@@ -46,6 +46,12 @@ def read_folder(folder: Path) -> RelationCorpus:
     return RelationCorpus(splits, labels)
 
 
+def look_for_folder(folder: Path) -> None:
+    """Raise `InputError` where `folder` has not one file of each split."""
+    for name in SPLITS:
+        _file(folder, name)
+
+
 def fingerprint(folder: Path) -> str:
     """Hash of the content of the files that `read_folder` reads."""
     digest = hashlib.sha256()

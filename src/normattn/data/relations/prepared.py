@@ -82,6 +82,14 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
     return _load(_place(config, cache_dir), config)
 
 
+def look_for_relations(config: RelationConfig) -> None:
+    """Raise `InputError` where a corpus's files or its vocabulary are not there; none is read."""
+    if not config.embedded:
+        folders.look_for_folder(Path(config.corpus).expanduser())
+    if config.vocabulary is not None:
+        _vocabulary(config)
+
+
 def relation_word_pieces(config: RelationConfig, cache_dir: Path | None = None) -> WordPieces:
     """The vocabulary by which `prepare_relations` reads a corpus; raises as it does."""
     return WordPieces.load(_place(config, cache_dir) / _VOCABULARY, config.lower_case)
@@ -119,12 +127,15 @@ def _key(config: RelationConfig) -> str:
 
 
 def _vocabulary_digest(config: RelationConfig) -> str | None:
-    if config.vocabulary is None:
-        return None
-    path = Path(config.vocabulary).expanduser()
+    return None if config.vocabulary is None else cache.sha256_of(_vocabulary(config))
+
+
+def _vocabulary(config: RelationConfig) -> Path:
+    """The file of a given vocabulary."""
+    path = Path(config.vocabulary or "").expanduser()
     if not path.is_file():
         raise InputError(f"the vocabulary {path} does not exist; expected a WordPiece vocab.txt")
-    return cache.sha256_of(path)
+    return path
 
 
 def _read(config: RelationConfig) -> RelationCorpus:
