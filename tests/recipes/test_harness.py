@@ -64,12 +64,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llama(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with the run's tokeniser."""
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    import transformers
 
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    config = LlamaConfig(
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(
         vocab_size=280,
         num_attention_heads=2,
         max_position_embeddings=8,
@@ -78,9 +78,10 @@ def llama(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=0,
         **sizes,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
     file = str(run / "tokeniser.json")
-    PreTrainedTokenizerFast(tokenizer_file=file, eos_token="<|doc|>").save_pretrained(folder)
+    made: Any = transformers.PreTrainedTokenizerFast
+    made(tokenizer_file=file, eos_token="<|doc|>").save_pretrained(folder)
     return folder
 
 
@@ -92,7 +93,7 @@ def logits_of(arguments: dict[str, Any]) -> Any:
         return lambda ids: model(ids)
     from transformers import LlamaForCausalLM
 
-    found = LlamaForCausalLM.from_pretrained(arguments["pretrained"], dtype=dtype).eval()
+    found: Any = LlamaForCausalLM.from_pretrained(arguments["pretrained"], dtype=dtype)
     return lambda ids: found(ids).logits
 
 
@@ -184,9 +185,10 @@ def test_methods_read_on(run: Path, llama: Path, tmp_path: Path) -> None:
     def score(**arguments: Any) -> float:
         return float(NormattnLM(**arguments).loglikelihood(asked, disable_tqdm=True)[0][0])
 
+    yarn: dict[str, Any] = {"method": "YaRN", "factor": 8}
     for named in ({"run": str(run)}, {"pretrained": str(llama)}):
         plain = score(**named)
-        for method in ({"method": "YaRN", "factor": 8}, {"method": "ReRoPE-logn+", "window": 4}):
+        for method in (yarn, {"method": "ReRoPE-logn+", "window": 4}):
             assert abs(score(**named, **method) - plain) > 1e-4
     model = normattn.hf.load(llama)[0]
     with normattn.extend(model, "ReRoPE", window=4):
@@ -229,7 +231,9 @@ def test_max_length_keeps_the_end(named: dict[str, Any]) -> None:
     ],
 )
 def test_arguments_that_cannot_be(run: Path, arguments: dict[str, Any], expected: str) -> None:
-    given = {key: str(run) if value == "RUN" else value for key, value in arguments.items()}
+    given: dict[str, Any] = {**arguments}
+    if given.get("run") == "RUN":
+        given["run"] = str(run)
     with pytest.raises(InputError, match=re.escape(expected)):
         NormattnLM(**given)
 
