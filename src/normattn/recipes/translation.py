@@ -135,7 +135,7 @@ class TranslateCell(TranslationCell):
     def stages(self, paths: CellPaths) -> list[Stage]:
         """Train, then translate."""
         config = self.training_config
-        tested = TestStage(config, paths.run, self.variant, self.evaluation, translated=True)
+        tested = TranslateStage(config, paths.run, self.variant, self.evaluation, translated=True)
         return [self._training(paths.run), tested]
 
 
@@ -158,7 +158,7 @@ class LadderCell(TranslationCell):
     def stages(self, paths: CellPaths) -> list[Stage]:
         """Train, then score the references."""
         config = self.training_config
-        tested = TestStage(config, paths.run, self.score, self.evaluation, translated=False)
+        tested = TranslateStage(config, paths.run, self.score, self.evaluation, translated=False)
         return [self._training(paths.run), tested]
 
 
@@ -186,11 +186,10 @@ def ladder_cells(
 
 
 @dataclass(frozen=True)
-class TestStage(Stage):
+class TranslateStage(Stage):
     """Read the test set with the model in `place`: score its references, and translate it."""
 
     phase = "evaluation"
-    __test__ = False  # No test of pytest's.
     config: TranslationConfig
     place: Path
     score: str
@@ -204,7 +203,7 @@ class TestStage(Stage):
         return Cost(scored=16 * sentences * (1 + self.settings.beam * self.translated))
 
     def is_done(self) -> bool:
-        """Whether the record is there, or there is no model to test."""
+        """Whether the record is there."""
         return (self.place / RECORD).is_file()
 
     def run(self, data: PairData, note: Note) -> str | None:

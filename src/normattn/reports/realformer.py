@@ -173,8 +173,8 @@ def _claims(found: Sequence[Finding]) -> str:
     intro = (
         "A sentence counts as found only where the interval of its difference, paired over "
         "documents and seeds, lies on the claimed side of 0; each stands alone (no correction for "
-        "their number). Settings of the grid are no sample: there a two-sided exact sign test at 5 % "
-        "decides, over the settings in which only one of both failed."
+        "their number). Settings of the grid are no sample: there a two-sided exact sign test at "
+        "5 % decides, over the settings in which only one of both failed."
     )
     return f"## What the sources say, and what was found\n\n{intro}\n\n{grid(head, lines)}"
 

@@ -31,8 +31,11 @@ from normattn.training.vocabulary import check_batch
 from normattn.training.workload import Cost, Workload, rows_per_share, train_workload
 
 LABELS = "labels.json"
-NOMINAL_LENGTH = 32
-"""Tokens of a document by which a training's cost is told before its data is read."""
+NOMINAL_LENGTH = 75
+"""Tokens of a document by which a training's cost is told before its data is read.
+
+As many as a document of the embedded corpus has on average.
+"""
 
 
 class ClassificationConfig(LoopConfig):
