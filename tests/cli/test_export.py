@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ def test_model_tokeniser_and_card(command: Command, trained: Path, tmp_path: Pat
     for needed in ("KNA", "4 steps", "trained to read 8 tokens", "## Evaluation", "apache-2.0"):
         assert needed in card
     assert str(tmp_path.parent) not in card
+    linked = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", card)
+    assert len(linked) >= 2
+    assert all((out / target).exists() for target in linked)
     assert (out / "figures" / "training_loss.png").exists()
     assert (out / "evaluation" / "table.md").exists()
 

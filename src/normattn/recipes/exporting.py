@@ -141,9 +141,11 @@ def _labels(run: Path, config: LoopConfig) -> dict[str, Any]:
 
 
 def _write_evaluation(run: Path, config: LoopConfig, folder: Path) -> str | None:
-    """The table of what was measured, and its files; None where nothing was."""
+    """The table and figures of what was measured, and their files; None where nothing was."""
     if not isinstance(config, TrainingConfig) or not any((run / EVALUATIONS).glob("*.json")):
         return None
     records, diverged = collected([run])
     paths = build(records, folder / "evaluation", diverged)
-    return paths.markdown.read_text(encoding="utf-8")
+    drawn = [path for path in paths.figures if path.suffix == ".png"]
+    shown = [f"![{path.stem.replace('_', ' ')}](figures/{path.name})" for path in drawn]
+    return "\n\n".join([paths.markdown.read_text(encoding="utf-8").strip(), *shown])
