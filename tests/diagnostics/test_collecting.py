@@ -307,6 +307,21 @@ def test_warnings_come_once_a_kind() -> None:
     assert "blocks." in said[1]
 
 
+def test_a_run_that_goes_on_is_not_warned_again(tmp_path: Path) -> None:
+    model, ids, said = model_of("QKNorm2020"), ids_of(1, 60), list[str]()
+    for module in model.modules():
+        if isinstance(module, Score):
+            assert module.scale is not None
+            module.scale.data.fill_(1e-6)
+    first = probed(model, DiagnosticsProbe(1, warn=said.append, run=tmp_path), 3, ids)
+    line = DiagnosticsLine.model_validate({"step": 3, **first})
+    (tmp_path / "diagnostics.jsonl").write_text(line.model_dump_json() + "\n")
+    probed(model, DiagnosticsProbe(1, warn=said.append, run=tmp_path), 4, ids)
+    assert len(said) == 1
+    probed(model, DiagnosticsProbe(1, warn=said.append, run=tmp_path), 3, ids)
+    assert len(said) == 2
+
+
 def test_a_record_is_read_back(tmp_path: Path) -> None:
     record = inspect_model(model_of("Baseline-Sink"), ids_of(1, 11), bins=2)
     write_inspection(tmp_path / "x.json", record)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from normattn.diagnostics.collecting import collecting
 from normattn.errors import InputError
-from normattn.reports.diagnostics_records import LayerLine
+from normattn.reports.diagnostics_records import LayerLine, read_diagnostics
 
 CONCENTRATED = 0.02
 """A head whose mean H / ln n is below looks at one key, whatever the text is."""
@@ -28,13 +29,17 @@ class DiagnosticsProbe:
     {name: LayerLine}}`, of this process's share of the batch. Once a run and kind it warns on
     stderr: where a head's mean H / ln n is below 0.02 (scores concentrate), and, after a fifth of
     the steps, where one is above 0.99 (they spread). Works for any task whose model holds scores.
-    Raises `InputError` for an `every` below 1.
+    `run` is the run's directory: what its earlier lines gave cause to say is not said again when
+    the run goes on. Raises `InputError` for an `every` below 1.
     """
 
     name = "diagnostics"
 
     def __init__(
-        self, every: int, warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
+        self,
+        every: int,
+        warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+        run: Path | None = None,
     ) -> None:
         if every < 1:
             raise InputError(f"diagnostics look every 1 or more steps, got {every}")
@@ -42,6 +47,7 @@ class DiagnosticsProbe:
         self._warn = warn
         self._warned: set[str] = set()
         self._steps = 0
+        self._run = run
 
     def due(self, step: int, steps: int) -> bool:
         """The first step, every so many, and the last."""
@@ -56,10 +62,22 @@ class DiagnosticsProbe:
 
             def read() -> Mapping[str, Any]:
                 lines = collector.lines()
+                self._recall(step)
                 self._consider(lines, step)
                 return {"layers": {name: line.model_dump() for name, line in lines.items()}}
 
             yield read
+
+    def _recall(self, step: int) -> None:
+        """Take as said what lines before this step, left by an earlier process, gave cause for."""
+        run, self._run = self._run, None
+        warn, self._warn = self._warn, lambda text: None
+        try:
+            for line in [] if run is None else read_diagnostics(run):
+                if line.step < step:
+                    self._consider(line.layers, line.step)
+        finally:
+            self._warn = warn
 
     def _consider(self, lines: Mapping[str, LayerLine], step: int) -> None:
         shares = [

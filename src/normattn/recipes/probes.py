@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from normattn.diagnostics import DiagnosticsProbe
 from normattn.training import LoopConfig
 from normattn.training.reports import Probe
 
 
-def diagnostics_probes(config: LoopConfig) -> tuple[Probe, ...]:
-    """A probe of every layer's attention where `inspect_every` asks for one."""
-    return (DiagnosticsProbe(config.inspect_every),) if config.inspect_every else ()
+def diagnostics_probes(config: LoopConfig, run: Path) -> tuple[Probe, ...]:
+    """A probe of the run in `run`, at every layer, where `inspect_every` asks for one."""
+    if not config.inspect_every:
+        return ()
+    return (DiagnosticsProbe(config.inspect_every, run=run),)

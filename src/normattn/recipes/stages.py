@@ -83,7 +83,7 @@ class TrainStage(Stage):
                 _with_weights(self.config),
                 self.place,
                 on_step=_noting(note),
-                probes=(*diagnostics_probes(self.config), *self.probes(data)),
+                probes=(*diagnostics_probes(self.config, self.place), *self.probes(data)),
                 show_progress=False,
             )
         except DivergedError as error:

@@ -37,7 +37,7 @@ def train_run(config: TrainingConfig, out: Path) -> None:
     # Under torchrun every process comes here; the first one speaks.
     console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     console.print(describe(config), markup=False, soft_wrap=True)
-    result = train_causal(config, out, probes=diagnostics_probes(config))
+    result = train_causal(config, out, probes=diagnostics_probes(config, out))
     console.print(
         f"loss {result.loss:.4f} after {result.steps:,} steps; the model is in {out / 'model'}",
         markup=False,
