@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -194,7 +195,7 @@ def _read_all(
     status("running")
     failed: dict[str, str] = {}
     try:
-        with ReadingProgress(sum(work(place.length) for place in plan)) as progress:
+        with ReadingProgress(math.fsum(work(place.length) for place in plan)) as progress:
             for sentence in notes:
                 progress.say(sentence)
             for (_, method), group in groupby(plan, lambda place: place[:2]):
@@ -214,7 +215,7 @@ def _read_method(
 ) -> str | None:
     """Read what is missing of one method; a sentence where it failed, whose rest is left out."""
     missing = [place for place in plan if not units.has(place)]
-    progress.done(sum(work(place.length) for place in plan if place not in missing))
+    progress.done(math.fsum(work(place.length) for place in plan if place not in missing))
     if not missing:
         return None
     settings = reader.settings
@@ -228,7 +229,7 @@ def _read_method(
             except NormattnError as error:
                 if isinstance(error, InputError):
                     raise
-                progress.done(sum(work(place.length) for place in missing[number:]))
+                progress.done(math.fsum(work(place.length) for place in missing[number:]))
                 sentence = _failure(error, place, settings, units)
                 progress.say(sentence)
                 return sentence

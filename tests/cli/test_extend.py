@@ -1,0 +1,320 @@
+"""`normattn extend`: what it measures, keeps, advises and saves, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import normattn
+from cli.conftest import Command
+from normattn.cli.app import main
+from normattn.recipes import extension_reading
+from normattn.recipes.extension_settings import parse_lengths, parse_methods
+from normattn.recipes.extension_texts import passkey_set, prepare_texts
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+LENGTH = 128
+_DYING = """
+import os, signal
+from normattn.cli.app import main
+from normattn.recipes.extension_reading import Reader
+
+read, reads = Reader.read, []
+
+def dying(*arguments):
+    if len(reads) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    reads.append(1)
+    return read(*arguments)
+
+Reader.read = dying
+main({arguments})
+"""
+# Short: a training length of 32 instead of the configuration's, and no pass key.
+SHORT = ("--train-length", 32, "--lengths", "48,64", "--no-passkey")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny random Llama and a tokeniser whose tokens are bytes."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    _save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of 3,000 letters."""
+    path = tmp_path_factory.mktemp("texts") / "text.txt"
+    words = [f"word{(i * i) % 97}" for i in range(600)]
+    path.write_text(" ".join(words)[:3000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def done(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with pass keys, under PI and ReRoPE-logn+."""
+    out = tmp_path_factory.mktemp("runs") / "done"
+    arguments = ("extend", model, "--text", text, "--methods", "PI,ReRoPE-logn+")
+    with pytest.raises(SystemExit) as ended:
+        main([str(each) for each in (*arguments, "--lengths", "192,256", "--out", out)])
+    assert ended.value.code == 0
+    return out
+
+
+def _save(folder: Path, **changed: object) -> None:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(alphabet)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    tokeniser = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    fields = {"vocab_size": 256, **sizes, **heads, "max_position_embeddings": LENGTH, **changed}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).save_pretrained(folder)
+    tokeniser.save_pretrained(folder)
+
+
+def _lines(out: Path) -> list[dict[str, str]]:
+    with (out / "table.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def _value(out: Path, asked: str, statistic: str, length: int) -> float:
+    keys = (asked, statistic, str(length))
+    found = [x for x in _lines(out) if (x["asked"], x["statistic"], x["length"]) == keys]
+    assert len(found) == 1, keys
+    return float(found[0]["value"])
+
+
+def test_a_run_says_what_was_read(done: Path) -> None:
+    config = json.loads((done / "config.json").read_text())["config"]
+    assert config["lengths"] == [192, 256]
+    assert (config["train_length"], config["factor"], config["window"]) == (LENGTH, 2.0, 32)
+    assert config["segment"] == LENGTH // 8
+    assert json.loads((done / "status.json").read_text())["state"] == "finished"
+    names = {path.name for path in (done / "figures").iterdir()}
+    stems = ("last_segment", "reading_by_position_tiny")
+    assert names == {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
+    table = (done / "table.md").read_text()
+    assert "PI(factor=2)" in table
+    assert "0 of 2" in table  # pass keys
+    assert "no interval" not in table
+    assert _value(done, "as is", "pass keys asked", 256) == 2
+    assert _value(done, "PI", "prefill, seconds", 256) > 0
+    octaves = table.split("## Loss by position")[1].split("##")[0]
+    assert "1 to 128" in octaves
+    assert "129 to 256" in octaves
+
+
+@pytest.mark.parametrize("length", [128, 192, 256])
+def test_losses_are_those_of_transformers_itself(
+    done: Path, model: Path, text: Path, length: int
+) -> None:
+    """The model as it is, and PI as transformers' own linear scaling."""
+    tokeniser = transformers.AutoTokenizer.from_pretrained(model)
+    texts, _, _ = prepare_texts(tokeniser, [str(text)], [192, 256], 2, 0)
+    ids = torch.from_numpy(texts.ids)[:, -length - 1 :]
+    assert tokeniser.decode(ids[0]) in text.read_text()
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    for asked, options in (("as is", {}), ("PI", {"rope_parameters": linear})):
+        own = transformers.AutoModelForCausalLM.from_pretrained(model, **options)
+        with torch.no_grad():
+            logits = own(ids[:, :-1]).logits.double()
+        loss = torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), ids[:, 1:], reduction="none"
+        )
+        found = _value(done, asked, "last segment: loss", length)
+        assert found == pytest.approx(float(loss[:, -16:].mean()), abs=1e-5)
+        if length == LENGTH:
+            found = _value(done, asked, "training length: loss", length)
+            assert found == pytest.approx(float(loss.mean()), abs=1e-5)
+
+
+def test_the_pass_key_stands_where_it_is_said(model: Path, text: Path) -> None:
+    tokeniser = transformers.AutoTokenizer.from_pretrained(model)
+    texts, _, _ = prepare_texts(tokeniser, [str(text)], [256], 2, 0)
+    made = passkey_set(tokeniser, texts, 1, 256, LENGTH, 0)
+    whole = tokeniser.decode(made.windows[0, 0])
+    answer = tokeniser.decode(made.windows[0, 0, 1:][made.scored[0]])
+    assert whole.endswith(f"What is the pass key? The pass key is{answer}")
+    assert whole.count(answer.strip()) == 3
+    assert whole[made.places[0, 0] :].startswith(f"\nThe pass key is{answer}.")
+    assert made.depths == (0.75,)
+    assert made.windows.shape == (1, 1, 257)
+
+
+def test_what_the_tokeniser_puts_first_stands_first(model: Path, text: Path) -> None:
+    tokeniser = transformers.AutoTokenizer.from_pretrained(model)
+    tokeniser._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="! $A", special_tokens=[("!", tokeniser.convert_tokens_to_ids("!"))]
+    )
+    texts, _, _ = prepare_texts(tokeniser, [str(text)], [32, 64], 2, 0)
+    for length in (32, 64):
+        window = texts.window(0, length)
+        assert len(window) == length + 1
+        assert tokeniser.decode(window)[0] == "!"
+        assert window[1:].tolist() == texts.ids[0, -length:].tolist()
+
+
+def test_a_killed_run_goes_on_where_it_was(
+    command: Command, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    arguments = ("extend", model, "--text", text, "--methods", "YaRN", *SHORT, "--out", out)
+    # A process of its own: a fork of this one would inherit locks of torch's threads.
+    code = _DYING.format(arguments=[str(each) for each in arguments])
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    kept = {path: path.read_bytes() for path in out.glob("records/*/*.json")}
+    assert len(kept) == 5
+    read, reads = extension_reading.Reader.read, []
+
+    def noting(self: extension_reading.Reader, place: object, cell: object) -> object:
+        reads.append(place)
+        return read(self, place, cell)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(extension_reading.Reader, "read", noting)
+    said = command(*arguments)
+    assert said.code == 0, said.err
+    assert len(reads) == 12 - 5  # 2 methods × 3 lengths × 2 windows
+    assert {path: path.read_bytes() for path in kept} == kept
+    # Another method joins; what is there is not read again.
+    reads.clear()
+    said = command(*(each if each != "YaRN" else "YaRN,NTK" for each in arguments))
+    assert said.code == 0, said.err
+    assert {place.method for place in reads} == {"NTK"}
+    assert "NTK(factor=2)" in (out / "table.md").read_text()
+    said = command(*arguments, "--seed", 1)
+    assert said.code == 2
+    assert "has another configuration" in said.err.splitlines()[-1]
+
+
+def test_out_of_memory_says_what_fits_and_keeps_the_rest(
+    command: Command, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from normattn.recipes import extending
+
+    make = extending.token_scorer
+
+    def small(model: object) -> object:
+        score = make(model)
+
+        def scored(ids: torch.Tensor) -> object:
+            if ids.shape[1] > 60 and normattn.hf.extension_of(model) is not None:
+                raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to …")
+            return score(ids)
+
+        return scored
+
+    monkeypatch.setattr(extending, "token_scorer", small)
+    out = tmp_path / "run"
+    said = command("extend", model, "--text", text, "--methods", "YaRN", *SHORT, "--out", out)
+    assert said.code == 1
+    assert said.err.splitlines()[-1] == (
+        "normattn: out of memory with YaRN at 64 tokens: 48 tokens fit or --dtype bf16; what was "
+        "read is kept"
+    )
+    assert "Traceback" not in said.err
+    assert _value(out, "YaRN", "last segment: loss", 48) > 0
+    assert json.loads((out / "status.json").read_text())["state"] == "interrupted"
+
+
+def test_a_saved_model_is_loaded_extended(
+    command: Command, model: Path, text: Path, tmp_path: Path
+) -> None:
+    saved, out = tmp_path / "longer", tmp_path / "run"
+    arguments = ("extend", model, "--text", text, "--methods", "ReRoPE", *SHORT, "--out", out)
+    said = command(*arguments, "--save", saved, "--save-method", "ReRoPE")
+    assert said.code == 0, said.err
+    assert f'normattn.from_pretrained("{saved}")' in said.out
+    again = normattn.from_pretrained(str(saved))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model)
+    ids = torch.arange(64)[None]
+    with torch.no_grad(), normattn.extend(plain, "ReRoPE", window=8, train_length=32):
+        torch.testing.assert_close(again(ids).logits, plain(ids).logits)
+    assert transformers.AutoTokenizer.from_pretrained(saved)("abc")["input_ids"]
+    assert "exists already" in command(*arguments, "--save", saved).sentence
+
+
+def test_lengths_and_methods_as_typed() -> None:
+    assert parse_lengths("16k, 8k,12000") == (8192, 12000, 16384)
+    assert parse_methods("LeakyReRoPE(s=4,window=8),YaRN-logn+") == (
+        *("as is", "LeakyReRoPE(s=4,window=8)"),
+        "YaRN-logn+",
+    )
+    assert {"PI", "SelfExtend", "ReRoPE-logn+"} < set(parse_methods("all"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--methods", "YARN2"), "YARN2"),
+        (("--methods", "YaRN,,PI"), "--methods holds an empty name"),
+        (("--methods", "PI,PI"), "--methods names 'PI' twice"),
+        (("--lengths", "8q"), "such as 8k,16k,32000 (8k is 8192), but it has '8q'"),
+        (("--lengths", "64,64"), "--lengths names a length twice"),
+        (("--lengths", "64"), "the longest of --lengths, 64, is within the training length of 128"),
+        (("--factor", 0.5), "--factor must be a number of at least 1, but it is 0.5"),
+        (("--window", 129), "--window 129 must lie between 1 and the training length of 128"),
+        (("--methods", "ABF", "--factor", 2), "none of --methods takes a factor"),
+        (("--segment", 500), "--segment 500 must lie between 1 and the shortest length read, 128"),
+        (("--dtype", "fp8"), "--dtype is fp32 or bf16, not 'fp8'"),
+        (("--text", "nowhere.txt"), "corpus 'nowhere.txt' does not exist"),
+        (("--lengths", "4k"), "has 3,000 tokens, and the shortest length, 4,096, needs 4,097"),
+        (("--save-method", "PI"), "give --save DIR too"),
+        (("--lengths", "130", "--train-length", 40), "has no room for the pass key"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    command: Command,
+    model: Path,
+    text: Path,
+    tmp_path: Path,
+    arguments: tuple[object, ...],
+    sentence: str,
+) -> None:
+    given = {"--methods": "PI,ReRoPE", "--lengths": "256", "--text": text}
+    given |= dict(zip(arguments[::2], arguments[1::2], strict=True))
+    options = [each for pair in given.items() for each in pair]
+    said = command("extend", model, *options, "--out", tmp_path / "run")
+    assert said.code == 2
+    assert sentence in said.err.splitlines()[-1]
+    assert said.err.splitlines()[-1].startswith("normattn: ")
+    assert "Traceback" not in said.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_models_that_cannot_serve(command: Command, text: Path, tmp_path: Path) -> None:
+    rest = ("--text", text, "--lengths", "256", "--out", tmp_path / "run")
+    scaled = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+    _save(
+        tmp_path / "two",
+        rope_parameters={**scaled, "original_max_position_embeddings": LENGTH // 2},
+    )
+    last = command("extend", tmp_path / "two", *rest).err.splitlines()[-1]
+    assert "names two lengths" in last
+    assert "say --train-length" in last
+    (tmp_path / "fake.gguf").write_bytes(b"GGML not a model")
+    said = command("extend", tmp_path / "fake.gguf", *rest)
+    assert "is not a GGUF file" in said.sentence
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "oddity")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    said = command("extend", tmp_path / "odd.gguf", *rest)
+    assert said.code == 2
+    assert "cannot be loaded by transformers" in said.err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
