@@ -77,10 +77,10 @@ def extend_model(asked: Asked, out: Path) -> Advice:
     model = model.to(choose_device(asked.device))
     settings, texts, notes = _resolve(asked, model, tokeniser, lengths)
     methods, refused = _served(model, methods, settings, everything=ALL in asked.methods)
-    run = RunDirectory.open(out, settings, KIND)
     reader = Reader(model, tokeniser, token_scorer(model), texts, settings)
+    plan = _plan(reader, methods, asked.passkey)
+    run = RunDirectory.open(out, settings, KIND)
     with run.lock():
-        plan = _plan(reader, methods, asked.passkey)
         failed = _read_all(run, reader, plan, (*notes, *refused))
         advice = extension_report(Units(out / RECORDS).every(), settings.model_dump(), out)
         for sentence in advice.sentences:
