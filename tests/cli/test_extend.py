@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -181,9 +182,9 @@ def test_a_killed_run_goes_on_where_it_was(
     assert len(kept) == 5
     read, reads = extension_reading.Reader.read, []
 
-    def noting(self: extension_reading.Reader, place: object, cell: object) -> object:
+    def noting(self: extension_reading.Reader, place: Any, cell: Any) -> object:
         reads.append(place)
-        return read(self, place, cell)  # type: ignore[arg-type]
+        return read(self, place, cell)
 
     monkeypatch.setattr(extension_reading.Reader, "read", noting)
     said = command(*arguments)
@@ -206,7 +207,7 @@ def test_out_of_memory_says_what_fits_and_keeps_the_rest(
 ) -> None:
     from normattn.recipes import extending
 
-    make = extending.token_scorer
+    make = normattn.hf.token_scorer
 
     def small(model: object) -> object:
         score = make(model)
@@ -282,7 +283,7 @@ def test_bad_input_is_one_sentence(
     model: Path,
     text: Path,
     tmp_path: Path,
-    arguments: tuple[object, ...],
+    arguments: tuple[str, ...],
     sentence: str,
 ) -> None:
     given = {"--methods": "PI,ReRoPE", "--lengths": "256", "--text": text}

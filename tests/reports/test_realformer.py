@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -128,12 +128,14 @@ def test_a_claim_counts_only_beyond_its_interval() -> None:
 
 def test_stability_is_decided_by_settings_that_one_alone_fails() -> None:
     """Six settings that only PostLN fails are sure at 5 %, five are not: 2 / 2⁶ and 2 / 2⁵."""
+    learned: Literal["learned"] = "learned"
+    stuck: Literal["stuck"] = "stuck"
     for failing, verdict in ((6, "found"), (5, "not found")):
         cells = {
             row: {
                 (1e-3 * n, 0.0): GridCell(row, 1e-3 * n, 0.0, 0, None, state)
                 for n in range(8)
-                for state in ["stuck" if row == "PostLN" and n < failing else "learned"]
+                for state in [stuck if row == "PostLN" and n < failing else learned]
             }
             for row in ("PostLN", "RealFormer")
         }

@@ -12,7 +12,7 @@ from normattn.errors import InputError
 EPILOG = """
 **Examples**
 
-`normattn extend ./my-model --text book.txt --lengths 8k,16k,32k --out runs/extend` – a folder of
+`normattn extend ./my-model --text book.txt --lengths 8k,16k,32k` – a folder of
 transformers, every method, on a text of your own
 
 `normattn extend weights.gguf --methods YaRN,ReRoPE-logn+ --lengths 16k --out runs/gguf` – a GGUF
@@ -47,7 +47,12 @@ def command(
     lengths: Annotated[
         str, typer.Option(help="Lengths to read, in tokens, by commas; 8k is 8192.")
     ],
-    out: Annotated[Path, typer.Option(help="The directory of records, tables and figures.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The directory of records, tables and figures. [default: runs/extend-MODEL]"
+        ),
+    ] = None,
     gguf: Annotated[
         str | None, typer.Option(help="The GGUF file in the folder or in the hub's repository.")
     ] = None,
@@ -132,4 +137,5 @@ def command(
         save=save,
         save_method=save_method,
     )
-    extend_model(asked, out)
+    name = Path(gguf or model).name.removesuffix(".gguf")
+    extend_model(asked, out or Path("runs") / f"extend-{name}")

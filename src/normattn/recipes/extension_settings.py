@@ -14,8 +14,8 @@ from normattn.score.grammar import read
 from normattn.score.part import SpectrumPart
 
 ALL, AS_IS = "all", "as is"
-ALONE = ("PI", "ABF", "NTK", "NTK-mixed", "DynamicNTK", "YaRN", "ReRoPE", "LeakyReRoPE")
-ALONE = (*ALONE, "SelfExtend")
+_SPECTRA = ("PI", "ABF", "NTK", "NTK-mixed", "DynamicNTK", "YaRN")
+ALONE = (*_SPECTRA, "ReRoPE", "LeakyReRoPE", "SelfExtend")
 WITH_LOGN = ("NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend")
 """Log-n sharpens attention where more keys are near an angle that training had, so not with PI."""
 EVERY = (*ALONE, "logn+", *(f"{name}-logn+" for name in WITH_LOGN))

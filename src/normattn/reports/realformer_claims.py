@@ -214,7 +214,7 @@ def _sign_test(a: int, b: int) -> float:
     """P of a split at least as uneven as a to b, where either side is as likely."""
     total = a + b
     extreme = sum(math.comb(total, n) for n in range(min(a, b) + 1))
-    return min(1.0, extreme / 2 ** max(0, total - 1))
+    return min(1.0, extreme / float(2 ** max(0, total - 1)))
 
 
 def _by_size(
