@@ -127,7 +127,8 @@ def test_a_classifier(place: Path, classification: ClassificationConfig, tmp_pat
             layer.by_head(field)[0] if field == "entropy" else getattr(layer, field)[0]
             for layer in sums
         )
-        assert one is not None and two is not None
+        assert one is not None
+        assert two is not None
         mean = (one * counts[0] + two * counts[1]) / counts[2]
         assert both == pytest.approx(mean, abs=1e-5), field
 

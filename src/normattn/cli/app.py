@@ -37,6 +37,8 @@ EPILOG = """
 
 `normattn extend ./my-model --text book.txt --lengths 8k,16k --out runs/extend` – an existing model
 
+`normattn export runs/kna exported` – a folder that transformers loads
+
 `normattn generate runs/kna --prompt "def main("` – let it go on from a text
 
 `normattn inspect runs/kna` – what its heads attend to: entropy, logits, sinks, figures
