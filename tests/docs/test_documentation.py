@@ -73,6 +73,7 @@ def test_commands_are_understood(page: str, line: str, monkeypatch: pytest.Monke
         "recipes.evaluation_run.evaluate_run",
         "recipes.generation.generate_run",
         "recipes.exporting.export_run",
+        "recipes.extending.extend_model",
         "recipes.harness_command.print_tasks_path",
         "recipes.harness_command.run_harness",
         "recipes.inspection.inspect_run",

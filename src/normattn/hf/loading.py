@@ -35,6 +35,8 @@ def load(
         if gguf is not None:
             raise InputError(f"{place} is a file already, so gguf={gguf!r} has no meaning")
         model, gguf = place.parent, place.name
+    elif place.suffix == ".gguf":
+        raise InputError(f"there is no file {place}")
     options: dict[str, Any] = {}
     if gguf is not None:
         _refuse_gguf(Path(model), gguf)

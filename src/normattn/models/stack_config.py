@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from normattn.errors import InputError
 from normattn.layers.placement import deepnorm_factors
@@ -60,7 +52,8 @@ class StackConfig(BaseModel):
     expansion: Size = 2
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     shared_layers: bool = False
-    qkv_bias: bool = False
+    # Left out of a dump where it is off: runs that were made before it stay the same.
+    qkv_bias: Annotated[bool, Field(exclude_if=lambda on: not on)] = False
     init_std: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     if not TYPE_CHECKING:  # The checker keeps the fields' own signature.
@@ -78,14 +71,6 @@ class StackConfig(BaseModel):
         # The one moment when a frozen value may still be completed.
         object.__setattr__(self, "score", self._resolved_score())
         return self
-
-    @model_serializer(mode="wrap")
-    def _dump(self, handler: Callable[[Any], Any]) -> dict[str, Any]:
-        """Without `qkv_bias` where it is off: runs that were made before it stay the same."""
-        fields: dict[str, Any] = handler(self)
-        if not fields.get("qkv_bias", True):
-            del fields["qkv_bias"]
-        return fields
 
     def _resolved_score(self) -> ScoreSpec:
         score = self.score
