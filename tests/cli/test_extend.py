@@ -17,7 +17,7 @@ import normattn
 from cli.conftest import Command
 from normattn.cli.app import main
 from normattn.recipes import extension_reading
-from normattn.recipes.extension_settings import parse_lengths, parse_methods
+from normattn.recipes.extension_settings import default_lengths, parse_lengths, parse_methods
 from normattn.recipes.extension_texts import passkey_set, prepare_texts
 
 transformers = pytest.importorskip("transformers")
@@ -251,6 +251,7 @@ def test_a_saved_model_is_loaded_extended(
 
 def test_lengths_and_methods_as_typed() -> None:
     assert parse_lengths("16k, 8k,12000") == (8192, 12000, 16384)
+    assert default_lengths(2048) == (2048, 4096)
     assert parse_methods("LeakyReRoPE(s=4,window=8),YaRN-logn+") == (
         *("as is", "LeakyReRoPE(s=4,window=8)"),
         "YaRN-logn+",

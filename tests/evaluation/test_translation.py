@@ -118,10 +118,11 @@ def test_counts_are_sacrebleus_and_round_trip(tmp_path: Path, data: PairData) ->
 def test_the_unigram_model_guesses_by_frequency(data: PairData) -> None:
     tokens = [*data.train.target.tokens.tolist(), *[2] * len(data.train)]
     asked = [*data.test.target.tokens.tolist(), *[2] * len(data.test)]
-    kinds = len({*tokens, *asked})
-    chances = [(tokens.count(each) + 1) / (len(tokens) + kinds) for each in asked]
+    vocab_size = data.target_tokeniser.vocab_size
+    chances = [(tokens.count(each) + 1) / (len(tokens) + vocab_size) for each in asked]
     expected = -sum(map(math.log, chances)) / len(asked)
-    assert unigram_loss(data.train, data.test) == pytest.approx(expected, rel=1e-12)
+    found = unigram_loss(data.train, data.test, vocab_size)
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_as_many_translations_as_references() -> None:

@@ -12,11 +12,13 @@ from normattn.errors import InputError
 EPILOG = """
 **Examples**
 
-`normattn extend ./my-model --text book.txt --lengths 8k,16k,32k` – a folder of
-transformers, every method, on a text of your own
+`normattn extend ./my-model` – a folder of transformers, every method, at its training length and
+twice that, on the standard library's source
+
+`normattn extend ./my-model --text book.txt --lengths 8k,16k,32k` – on a text of your own
 
 `normattn extend weights.gguf --methods YaRN,ReRoPE-logn+ --lengths 16k --out runs/gguf` – a GGUF
-file, two methods beside the model as it is, on the standard library's source
+file, two methods beside the model as it is
 
 `normattn extend ./my-model --methods "YaRN(factor=4),ReRoPE" --window 1024 --lengths 16k --out o` –
 parameters of one method in parentheses, those of all by options
@@ -45,8 +47,12 @@ Time grows with the square of the length: begin with one window and few methods.
 def command(
     model: Annotated[str, typer.Argument(help="A folder, a GGUF file, or a name on the hub.")],
     lengths: Annotated[
-        str, typer.Option(help="Lengths to read, in tokens, by commas; 8k is 8192.")
-    ],
+        str | None,
+        typer.Option(
+            help="Lengths to read, in tokens, by commas; 8k is 8192. [default: the training length "
+            "and twice that]"
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(

@@ -31,7 +31,7 @@ def command(
 ) -> None:
     """Evaluate by lm-evaluation-harness; every argument is one of its own command `lm_eval`.
 
-    The harness needs `pip install normattn[eval]`. Its model `normattn` is a run trained here
+    The harness needs `pip install normattn[lm-eval]`. Its model `normattn` is a run trained here
     (`run=RUN`) or a model of transformers (`pretrained=FOLDER`), extended by `method=`. Its tasks
     `normattn` need no download; a task folder of your own by `--include_path` stands in their
     place.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from normattn.data.masking import MaskedSet
 from normattn.data.token_data import TokenSplit
+from normattn.evaluation.unigram import unigram_nats
 from normattn.models.masked_lm import MaskedLM
 
 
@@ -66,12 +66,8 @@ def score_masked(
 
 
 def unigram_loss(train: TokenSplit, texts: MaskedSet, vocab_size: int) -> NDArray[np.float64]:
-    """The loss of the training text's word frequencies on the same tokens, in nats by document.
-
-    Every word is counted once more than it occurs, so that none is impossible.
-    """
-    counts: NDArray[Any] = np.bincount(np.asarray(train.tokens), minlength=vocab_size) + 1.0
-    nats = -np.log(counts / counts.sum())
+    """The loss of the training text's word frequencies on the same tokens, in nats by document."""
+    nats = unigram_nats(np.bincount(np.asarray(train.tokens), minlength=vocab_size))
     names, place = documents_of(texts)
     total = np.zeros(len(names))
     np.add.at(total, place, nats[texts.rows.targets].sum(1))

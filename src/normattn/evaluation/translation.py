@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from normattn.data.pairs import PairSplit
 from normattn.data.pairs.config import EOS_ID, PAD_ID
 from normattn.data.tokeniser import Tokeniser
 from normattn.errors import InputError
+from normattn.evaluation.unigram import unigram_nats
 from normattn.models.beam_search import beam_search
 from normattn.models.causal_lm import without_dropout
 from normattn.models.translator import Translator
@@ -115,19 +116,21 @@ def score_references(
     return ReferenceScores(tuple(loss), tuple(correct), tuple(tokens))
 
 
-def unigram_loss(train: PairSplit, split: PairSplit) -> float:
-    """Nats per target token of `split` when each is guessed by its frequency in `train`.
+def unigram_loss(train: PairSplit, split: PairSplit, vocab_size: int) -> float:
+    """Nats per target token and end of sentence of `split`, each guessed by its frequency
+    in `train`.
 
-    −mean ln((n(y) + 1)/(N + V)) over the tokens and ends of sentences: n how often y is in the N
-    training tokens, V the number of different ones in both.
+    `vocab_size`: the words of the target language.
     """
-    counts = Counter[int](train.target.tokens.tolist())
-    asked = Counter[int](split.target.tokens.tolist())
-    counts[EOS_ID] += len(train)
-    asked[EOS_ID] += len(split)
-    total = counts.total() + len(counts | asked)
-    nats = sum(n * math.log((counts[token] + 1) / total) for token, n in asked.items())
-    return -nats / asked.total()
+    nats = unigram_nats(_target_counts(train, vocab_size))
+    asked = _target_counts(split, vocab_size)
+    return float(nats @ asked / asked.sum())
+
+
+def _target_counts(split: PairSplit, vocab_size: int) -> NDArray[np.int64]:
+    counts: NDArray[np.int64] = np.bincount(split.target.tokens, minlength=vocab_size)
+    counts[EOS_ID] += len(split)
+    return counts
 
 
 def corpus_counts(translations: Sequence[str], references: Sequence[str]) -> CorpusCounts:

@@ -25,6 +25,7 @@ from normattn.recipes.extension_settings import (
     ExtensionSettings,
     chosen_factor,
     chosen_window,
+    default_lengths,
     parameters_of,
     parse_lengths,
     parse_methods,
@@ -49,7 +50,7 @@ class Asked:
     gguf: str | None
     text: tuple[str, ...] | None
     methods: str
-    lengths: str
+    lengths: str | None
     train_length: int | None
     factor: float | None
     window: int | None
@@ -70,7 +71,8 @@ def extend_model(asked: Asked, out: Path) -> Advice:
     and `NormattnError` at the end where a method did not fit into memory or lost its numbers; what
     was read stays.
     """
-    methods, lengths = parse_methods(asked.methods), parse_lengths(asked.lengths)
+    methods = parse_methods(asked.methods)
+    lengths = None if asked.lengths is None else parse_lengths(asked.lengths)
     refuse_unused(methods, asked.factor, asked.window)
     _check_saving(asked, methods)
     model, tokeniser = load(asked.model, asked.gguf, _DTYPES[asked.dtype])
@@ -92,10 +94,11 @@ def extend_model(asked: Asked, out: Path) -> Advice:
 
 
 def _resolve(
-    asked: Asked, model: Any, tokeniser: Any, lengths: tuple[int, ...]
+    asked: Asked, model: Any, tokeniser: Any, lengths: tuple[int, ...] | None
 ) -> tuple[ExtensionSettings, Texts, tuple[str, ...]]:
     """The settings with every value, the windows, and sentences on what had no room in the text."""
     train_length = asked.train_length or _known_length(model)
+    lengths = lengths or default_lengths(train_length)
     window = chosen_window(asked.window, train_length)
     chosen_factor(asked.factor, lengths[-1], train_length)
     text = asked.text or DEFAULT_TEXT

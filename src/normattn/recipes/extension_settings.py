@@ -76,6 +76,11 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def default_lengths(train_length: int) -> tuple[int, ...]:
+    """The training length and twice as much."""
+    return (train_length, 2 * train_length)
+
+
 def parse_methods(text: str) -> tuple[str, ...]:
     """`"YaRN,ReRoPE(window=512)-logn+"` as two methods, the model as it is first; or `all`.
 
@@ -148,8 +153,3 @@ def refuse_unused(methods: Sequence[str], factor: float | None, window: int | No
     for name, value in (("factor", factor), ("window", window)):
         if value is not None and name not in taken:
             raise InputError(f"--{name} is given, but none of --methods takes a {name}")
-
-
-def spoken_length(length: int) -> str:
-    """8192 as `8k`, 12000 as `12,000`."""
-    return f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"

@@ -24,7 +24,7 @@ def run_harness(arguments: Sequence[str]) -> None:
     Raises `InputError` where the harness is not installed or finds no such task or model.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise InputError("this needs lm-evaluation-harness: pip install normattn[eval]")
+        raise InputError("this needs lm-evaluation-harness: pip install normattn[lm-eval]")
     given = list(arguments)
     if not given:
         raise InputError(

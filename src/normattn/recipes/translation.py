@@ -221,7 +221,7 @@ class TranslateStage(Stage):
             weights=weights_digest(model),
             data=split.fingerprint(data.fingerprint),
             split=self.settings.split,
-            unigram=unigram_loss(data.train, split),
+            unigram=unigram_loss(data.train, split, data.target_tokeniser.vocab_size),
             **_reference_fields(scored),
             **fields,
         )

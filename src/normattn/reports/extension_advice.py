@@ -10,6 +10,9 @@ from normattn.reports.extension_cells import LAST_LOSS, Readings
 from normattn.reports.markdown import shown
 from normattn.reports.metrics import Estimate
 
+LEAST_GAIN = 0.01
+"""Nats per token, 1 % of perplexity: a smaller gain is no reason to change a model."""
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -21,7 +24,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class _Best:
-    """The lowest loss at a length, and whether it is surely lower than the model's as it is."""
+    """The lowest loss at a length, and whether it is better than the model's as it is."""
 
     length: int
     row: RowKey
@@ -31,12 +34,22 @@ class _Best:
 
     @property
     def better(self) -> bool:
+        """Surely lower, and by enough to matter."""
+        return self.sure and self.gain is not None and self.gain.value <= -LEAST_GAIN
+
+    @property
+    def sure(self) -> bool:
+        """Surely lower, by however little."""
         return self.gain is not None and self.gain.below_zero
 
 
 def advise(readings: Readings, lengths: Sequence[int]) -> Advice:
-    """The method with the lowest loss on the last segment, where its interval, paired with the
-    model as it is, lies below 0: for the longest length that was read, then length by length."""
+    """The method with the lowest loss on the last segment, for the longest length that was read and
+    then length by length.
+
+    It is better than the model as it is where the interval of their paired difference lies below 0
+    and the difference is at least `LEAST_GAIN`.
+    """
     plain = readings.plain
     found = [best for best in (_best(readings, length) for length in lengths) if best is not None]
     if plain is None or not found:
@@ -82,24 +95,23 @@ def _headline(readings: Readings, found: Sequence[_Best]) -> str:
     last = found[-1]
     if not last.better:
         return (
-            f"No method is surely better than the model as it is at {spoken(last.length)} tokens."
+            f"No method is clearly better than the model as it is at {spoken(last.length)} tokens."
         )
-    since = last
-    for best in reversed(found):
-        if best.row != last.row or not best.better:
-            break
-        since = best
-    first = last.row.train_length >= (
-        found[found.index(since) - 1].length if since != found[0] else 0
-    )
-    span = (
-        f"best up to {spoken(last.length)}"
-        if first
-        else f"best at {spoken(last.length)}"
-        if since == last
-        else f"best from {spoken(since.length)} to {spoken(last.length)}"
-    )
+    span = _span(found, last.row.train_length)
     return f"{name_of(last.row)}: {span} tokens; {_tax(readings, last.row)}."
+
+
+def _span(found: Sequence[_Best], train_length: int) -> str:
+    """At which lengths the method that is best at the last of `found` is so without a gap."""
+    last = found[-1]
+    others = [best.length for best in found if best.row != last.row or not best.better]
+    since = [best.length for best in found if best.length > max(others, default=0)]
+    # Within the training length nobody needs a method: "up to" is said of what lies beyond it.
+    if max(others, default=0) <= train_length:
+        return f"best up to {spoken(last.length)}"
+    if len(since) == 1:
+        return f"best at {spoken(last.length)}"
+    return f"best from {spoken(since[0])} to {spoken(last.length)}"
 
 
 def _tax(readings: Readings, row: RowKey) -> str:
@@ -130,7 +142,8 @@ def _sentence(readings: Readings, best: _Best) -> str:
         f"difference {shown(best.gain, signed=True, digits=3)}"
     )
     if not best.better:
-        return f"{start}the lowest loss is {name_of(best.row)}'s, but not surely lower: {numbers}."
+        why = f"by less than {LEAST_GAIN:g} nats" if best.sure else "but not surely lower"
+        return f"{start}the lowest loss is {name_of(best.row)}'s, {why}: {numbers}."
     others = [name_of(row) for row in best.rivals if row.method]
     tied = f" Not told apart from it: {', '.join(others)}." if others else ""
     return f"{start}{name_of(best.row)} is best: {numbers}.{tied}"

@@ -1,0 +1,18 @@
+"""Guessing every word by its frequency: what a model has to beat before it has learnt anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def unigram_nats(counts: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
+    """−ln((n_v + 1)/(N + V)) of every word v, in nats, (V,).
+
+    `counts` (V,): n_v, how often each word of the vocabulary is in the training text; N is their
+    sum. Every word is counted once more than it occurs, so that none is impossible.
+    """
+    raised = counts + 1.0
+    return -np.log(raised / raised.sum())
