@@ -1,0 +1,227 @@
+"""Carried scores in autograd: exits, several backwards, checkpoints, and what is kept alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from kernels.carried_layers import (
+    WAYS,
+    Shape,
+    by_hand,
+    causal_layers,
+    inputs_of,
+    make_layers,
+    run_layers,
+    same,
+    seen_by,
+    weighted,
+)
+from normattn import InputError
+from normattn.kernels import Problem, attend, reasons, tiles
+from normattn.kernels.carry import CarriedScores
+
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "ROWS", 8)
+    monkeypatch.setattr(tiles, "TILE_BYTES", 20000)
+
+
+@every_way
+def test_two_forwards_before_a_backward(way: str) -> None:
+    layers = causal_layers()
+    expected = torch.autograd.grad(weighted(by_hand(layers)), inputs_of(layers))
+    first, second = weighted(run_layers(layers, way)), weighted(run_layers(layers, way))
+    same(torch.autograd.grad(first, inputs_of(layers)), expected)
+    same(torch.autograd.grad(second, inputs_of(layers)), expected)
+
+
+@every_way
+@pytest.mark.parametrize("exit_after", [1, 2, 3])
+def test_a_loss_at_an_early_exit(exit_after: int, way: str) -> None:
+    """Layers above that no gradient comes from are undone with what they remember."""
+    layers = causal_layers(4)
+    inputs = inputs_of(layers[:exit_after])
+    ours = weighted(run_layers(layers, way)[:exit_after])
+    expected = torch.autograd.grad(weighted(by_hand(layers)[:exit_after]), inputs)
+    same(torch.autograd.grad(ours, inputs), expected)
+
+
+@every_way
+def test_a_gradient_through_the_carry_alone(way: str) -> None:
+    """Only the top layer's output counts: the others are reached by their scores."""
+    layers = causal_layers()
+    wanted = [layers[0].q, layers[0].k, layers[1].q, layers[2].v]
+    expected = torch.autograd.grad(weighted(by_hand(layers)[2:]), wanted)
+    same(torch.autograd.grad(weighted(run_layers(layers, way)[2:]), wanted), expected)
+
+
+@every_way
+def test_layers_that_want_no_gradient(way: str) -> None:
+    layers = causal_layers()
+    frozen = replace(layers[0], **{n: getattr(layers[0], n).detach() for n in "qkv"})
+    layers = [frozen, *layers[1:]]
+    inputs = [x for x in inputs_of(layers) if x.requires_grad]
+    expected = torch.autograd.grad(weighted(by_hand(layers)), inputs)
+    same(torch.autograd.grad(weighted(run_layers(layers, way)), inputs), expected)
+
+
+def test_a_second_backward_is_refused_by_name() -> None:
+    layers = causal_layers()
+    loss = weighted(run_layers(layers, "carried"))
+    torch.autograd.backward([loss], retain_graph=True)
+    with pytest.raises(InputError, match="undone in a backward and serve one only"):
+        torch.autograd.backward([loss])
+    outs = run_layers(layers, "carried")
+    torch.autograd.backward([weighted(outs[:1])], retain_graph=True)
+    with pytest.raises(InputError, match="add the losses and call backward once"):
+        torch.autograd.backward([weighted(outs)])
+
+
+@pytest.mark.parametrize("way", ["concatenated", "reference"])
+def test_the_other_ways_serve_a_second_backward(way: str) -> None:
+    layers = causal_layers()
+    loss = weighted(run_layers(layers, way))
+    first = torch.autograd.grad(loss, inputs_of(layers), retain_graph=True)
+    same(torch.autograd.grad(loss, inputs_of(layers)), first)
+
+
+def test_a_second_derivative_is_refused_or_given() -> None:
+    layers = causal_layers()
+    loss = weighted(run_layers(layers, "carried"))
+    with pytest.raises(InputError, match="carried kernel gives no second derivatives"):
+        torch.autograd.grad(loss, layers[0].q, create_graph=True)
+    loss = weighted(run_layers(layers, "reference"))
+    (first,) = torch.autograd.grad(loss, layers[0].q, create_graph=True)
+    assert torch.autograd.grad(first.square().sum(), layers[1].k)[0].abs().max() > 0
+
+
+@every_way
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_layer_is_refused_by_name(reentrant: bool, way: str) -> None:
+    carry = CarriedScores()
+    outs = []
+    for p in causal_layers():
+
+        def layer(q: Tensor, k: Tensor, v: Tensor, p: Problem = p) -> Tensor:
+            return attend(replace(p, q=q, k=k, v=v, carry=carry), way)
+
+        outs.append(checkpoint(layer, p.q, p.k, p.v, use_reentrant=reentrant))
+    with pytest.raises(InputError, match="activation checkpointing of single layers"):
+        torch.autograd.backward([weighted(outs)])
+
+
+@every_way
+def test_a_whole_stack_can_be_checkpointed(way: str) -> None:
+    layers = causal_layers()
+    inputs = inputs_of(layers)
+
+    def stack(*tensors: Tensor) -> Tensor:
+        again = iter(tensors)
+        fresh = [replace(p, q=next(again), k=next(again), v=next(again)) for p in layers]
+        return weighted(run_layers(fresh, way))
+
+    expected = torch.autograd.grad(weighted(by_hand(layers)), inputs)
+    same(torch.autograd.grad(checkpoint(stack, *inputs, use_reentrant=False), inputs), expected)
+
+
+@every_way
+def test_layers_must_have_one_shape(way: str) -> None:
+    carry = CarriedScores()
+    first, other = (
+        causal_layers(1)[0],
+        make_layers(Shape(rows=9), seen_by(Shape(rows=9)), {}, {}, 1)[0],
+    )
+    attend(replace(first, carry=carry), way)
+    with pytest.raises(InputError, match=r"must have the same shape.*21 queries.*9 queries"):
+        attend(replace(other, carry=carry), way)
+
+
+def test_layers_must_see_the_same_pairs() -> None:
+    first = causal_layers(1)[0]
+    for seen in (
+        seen_by(Shape(), window=3),
+        seen_by(Shape(), False),
+        seen_by(Shape(), aligned=False),
+    ):
+        carry = CarriedScores()
+        attend(replace(first, carry=carry), "carried")
+        with pytest.raises(InputError, match="must see the same pairs"):
+            attend(replace(first, carry=carry, visibility=seen), "carried")
+
+
+def test_one_kernel_serves_all_layers() -> None:
+    first, second = causal_layers(2)
+    for way in WAYS:
+        carry = CarriedScores()
+        attend(replace(first, carry=carry), way)
+        decision = reasons(replace(second, carry=carry))
+        assert decision.kernel == way
+        assert "layers below were summed by it" in decision.why
+        for other in set(WAYS) - {way}:
+            with pytest.raises(InputError, match=f"summed by the {way} kernel"):
+                attend(replace(second, carry=carry), other)
+
+
+def test_features_side_by_side_where_they_are_few_and_keys_many() -> None:
+    def chosen(layers: int | None, size: int, keys: int) -> str:
+        shape = Shape(1, 1, 1, keys, keys, size, size)
+        (problem,) = make_layers(shape, seen_by(shape), {}, {}, 1)
+        return reasons(replace(problem, carry=CarriedScores(layers=layers))).kernel
+
+    assert chosen(2, 16, 2048) == "concatenated"
+    assert {chosen(None, 16, 2048), chosen(3, 16, 2048), chosen(2, 16, 2047)} == {"carried"}
+
+
+def test_a_kernel_without_a_carry_says_so() -> None:
+    first = causal_layers(1)[0]
+    with pytest.raises(InputError, match="takes no scores of the layers below"):
+        attend(replace(first, carry=CarriedScores()), "chunked")
+    with pytest.raises(InputError, match="carried up through layers, and there are none"):
+        attend(first, "carried")
+
+
+def test_a_causal_buffer_holds_half_of_the_pairs_and_goes_with_the_backward() -> None:
+    shape = Shape(1, 2, 2, 64, 64)
+    layers = make_layers(shape, seen_by(shape), {}, {}, 5)
+    carry = CarriedScores()
+    outs = [attend(replace(layer, carry=carry), "carried") for layer in layers]
+    ledger = carry.ledger
+    assert ledger is not None
+    assert ledger.sums is not None
+    held = sum(x.numel() for x in ledger.sums.tiles.values())
+    assert held == 4 * 64 * (64 + tiles.ROWS // 2) / 2
+    gone = weakref.ref(ledger.sums)
+    torch.autograd.backward([weighted(outs)])
+    assert ledger.sums is None
+    assert ledger.gradients is None
+    assert not ledger.remembered
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_graph_that_is_dropped_drops_its_buffer() -> None:
+    carry = CarriedScores()
+    outs = [attend(replace(layer, carry=carry), "carried") for layer in causal_layers()]
+    assert carry.ledger is not None
+    gone = weakref.ref(carry.ledger)
+    del carry, outs
+    assert gone() is None
+
+
+def test_without_gradients_nothing_is_remembered() -> None:
+    carry = CarriedScores()
+    with torch.no_grad():
+        outs = [attend(replace(layer, carry=carry), "carried") for layer in causal_layers()]
+    assert carry.ledger is not None
+    assert not carry.ledger.remembered
+    same(outs, [x.detach() for x in by_hand(causal_layers())])
