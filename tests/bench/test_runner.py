@@ -54,8 +54,11 @@ def test_quick_run_and_again(command: Command, tmp_path: Path) -> None:
         "plain.json",
         "cross_entropy.json",
         "table.md",
-        "ratios.png",
-        "ratios.svg",
+        "figures",
+    }
+    figures = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert figures == {
+        f"{suite}.{kind}" for suite in ("plain", "cross_entropy") for kind in ("png", "svg")
     }
     rows = json.loads((tmp_path / "plain.json").read_text())["rows"]
     assert {"torch", "normattn"} <= set(rows[0]["stamp"]["versions"])

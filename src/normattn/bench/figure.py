@@ -1,4 +1,4 @@
-"""Every goal as a dot beside its limit, on a log axis."""
+"""A figure for each suite: every goal as a dot beside its limit, on a log axis."""
 
 from __future__ import annotations
 
@@ -12,69 +12,61 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from normattn.bench.judge import Verdict
 from normattn.bench.table import pair
-from normattn.reports.figures.style import house_style, save
+from normattn.reports.figures.style import house_style, save, write_around
 
-_LINE, _TOP, _BOTTOM, _LABEL, _PLOT = 0.19, 0.75, 0.75, 5.0, 4.2  # inches
+_LINE, _TOP, _BOTTOM, _LABEL, _PLOT = 0.19, 0.5, 0.75, 5.0, 4.2  # inches
 _COLOURS = {True: "#0072B2", False: "#D55E00", None: "#7F7F7F"}
 _TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 
 
 def draw(suites: Mapping[str, Sequence[dict[str, Any]]], folder: Path) -> list[Path]:
-    """Write ratios.png and ratios.svg: ours / peer of every goal with its interval."""
-    shown = [
-        (name, f"{row['case']}: {pair(verdict)}", verdict)
-        for name, rows in suites.items()
-        for row in rows
-        for verdict in map(Verdict.read, row["goals"])
-    ]
+    """Write SUITE.png and SUITE.svg into `folder`: ours / peer of every goal with its interval."""
     with house_style():
-        height = _TOP + _LINE * (len(shown) + len(suites)) + _BOTTOM
-        width = _LABEL + _PLOT + 0.3
-        figure = Figure(figsize=(width, height), dpi=150)
-        box = (_LABEL / width, _BOTTOM / height, _PLOT / width, 1 - (_TOP + _BOTTOM) / height)
-        axis = figure.add_axes(box)
-        _fill(axis, shown)
-        figure.text(
-            0.15 / width,
-            1 - 0.3 / height,
-            "Time and peak memory beside the peers, one interleaved run each",
-            fontsize=11,
-            fontweight="bold",
-            va="center",
-        )
-        figure.text(
-            0.15 / width,
-            0.1 / height,
-            "Bars are 95 % intervals over rounds; the upright stroke is the goal. Blue: met within "
-            "5 %; orange: missed; grey: no goal.",
-            fontsize=7,
-            color="#404040",
-        )
-        return save(figure, folder, "ratios")
+        return [path for name, rows in suites.items() for path in _suite(name, rows, folder)]
 
 
-def _fill(axis: Axes, shown: Sequence[tuple[str, str, Verdict]]) -> None:
-    """A heading per suite, a line per goal, from top to bottom."""
-    heights, labels, place, suite = [], [], 0.0, ""
-    for name, label, verdict in shown:
-        if name != suite:
-            axis.text(
-                0.0,
-                place,
-                f"{name}  ",
-                transform=axis.get_yaxis_transform(),
-                ha="right",
-                va="center",
-                fontsize=8,
-                fontweight="bold",
-            )
-            suite, place = name, place + 1
-        _dot(axis, place, verdict)
-        heights.append(place)
-        labels.append(label)
+def _suite(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    cases = [(str(row["case"]), [Verdict.read(goal) for goal in row["goals"]]) for row in rows]
+    lines = sum(1 + len(verdicts) for _, verdicts in cases)
+    width, height = _LABEL + _PLOT + 0.3, _TOP + _LINE * lines + _BOTTOM
+    figure = Figure(figsize=(width, height), dpi=150)
+    box = (_LABEL / width, _BOTTOM / height, _PLOT / width, 1 - (_TOP + _BOTTOM) / height)
+    _fill(figure.add_axes(box), cases)
+    caption = (
+        "Bars are 95 % intervals over the rounds of one interleaved run; the upright stroke is the "
+        "goal. Blue: met within 5 %; orange: missed; grey: no goal."
+    )
+    title = f"{name}: time and peak memory beside the peers"
+    write_around(figure, (width, height), (title,), (caption,))
+    return save(figure, folder, name.replace("-", "_"))
+
+
+def _fill(axis: Axes, cases: Sequence[tuple[str, Sequence[Verdict]]]) -> None:
+    """A heading per case, a line per goal, from top to bottom."""
+    heights, labels, place = [], [], 0.0
+    for name, verdicts in cases:
+        _heading(axis, place, name)
+        for verdict in verdicts:
+            place += 1
+            _dot(axis, place, verdict)
+            heights.append(place)
+            labels.append(pair(verdict))
         place += 1
     axis.set_xscale("log")
     _frame(axis, heights, labels, place)
+
+
+def _heading(axis: Axes, place: float, text: str) -> None:
+    axis.text(
+        0.0,
+        place,
+        f"{text}  ",
+        transform=axis.get_yaxis_transform(),
+        ha="right",
+        va="center",
+        fontsize=8,
+        fontweight="bold",
+    )
 
 
 def _dot(axis: Axes, place: float, verdict: Verdict) -> None:

@@ -29,8 +29,8 @@ def run_bench(
 
     Rows on record for the same case, settings, machine, versions and source are not measured
     again, so a stopped run goes on. With `profile` the timed entries of missed goals are profiled.
-    Writes SUITE.json, table.md and ratios.png/.svg of everything in `out`. Raises `InputError`
-    for unknown suites, peers that are not installed, and an `out` that is no folder.
+    Writes SUITE.json, table.md and figures/SUITE.png/.svg of everything in `out`. Raises
+    `InputError` for unknown suites, peers that are not installed, and an `out` that is no folder.
     """
     suites = chosen(names)
     require_packages(dict.fromkeys(package for suite in suites for package in suite.packages))
@@ -57,12 +57,12 @@ def _report(out: Path, suites: Sequence[Suite], settings: Settings) -> None:
     }
     found = {name: rows for name, rows in found.items() if rows}
     write_text(out / "table.md", markdown(found))
-    figures = draw(found, out)
+    draw(found, out / "figures")
     console = Console(highlight=False)
     for suite in suites:
         console.print(terminal(suite.name, found[suite.name]))
     console.print(f"table: {out / 'table.md'}", markup=False, soft_wrap=True)
-    console.print(f"figure: {figures[0]}", markup=False, soft_wrap=True)
+    console.print(f"figures: {out / 'figures'}", markup=False, soft_wrap=True)
 
 
 class _Bar:

@@ -39,7 +39,7 @@ def command(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Records, table.md and ratios.png. [default: runs/bench, -quick]"),
+        typer.Option(help="Records, table.md and figures. [default: runs/bench, -quick]"),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")
