@@ -10,16 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 import normattn.hf  # noqa: F401 (makes our models known)
 from cli.conftest import Command
+from normattn.data.relations import prepare_relations
 from normattn.data.tokeniser import SEPARATOR, Tokeniser
 from normattn.models import MaskedLM, MaskedLMConfig, load_model, save_model
 from normattn.models.classifier import Classifier
 from normattn.models.classifier_config import ClassifierConfig
+from normattn.models.pretrained import load_any
 from normattn.recipes.exporting import export_run
-from normattn.training.classification import ClassificationConfig
+from normattn.training.classification import ClassificationConfig, train_classifier
 from normattn.training.masked import MaskedConfig
 
 TEXTS = ["word1 word2", f"  {SEPARATOR} it's\t\r\n ! é 😀 中文", ""]
@@ -118,6 +125,41 @@ def test_a_classifier_has_its_labels(tmp_path: Path) -> None:
     loaded = json.loads((tmp_path / "out" / "config.json").read_text())
     assert loaded["id2label"] == {"0": "cause", "1": "effect"}
     assert "the run does not keep it" in (tmp_path / "out" / "README.md").read_text("utf-8")
+
+
+def test_a_classifier_reads_texts_as_in_training(tmp_path: Path) -> None:
+    documents = [
+        {"text": f"Lines open line {n}, for x in a.", "triple_list": [["a", f"r{n % 2}", "x"]]}
+        for n in range(4)
+    ]
+    for name in ("train", "dev", "test"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(documents))
+    small = {"dim": 16, "layers": 1, "heads": 2}
+    config = ClassificationConfig.model_validate(
+        {
+            "model": {**small, "labels": 2},
+            "data": {"corpus": str(tmp_path), "vocab_size": 400, "max_tokens": 8},
+            "schedule": {"warmup_steps": 1},
+            "steps": 1,
+            "batch_size": 2,
+            "threads": 1,
+        }
+    )
+    train_classifier(config, tmp_path / "run", show_progress=False)
+    export_run(tmp_path / "run", tmp_path / "out")
+    data = prepare_relations(config.data)
+    tokeniser: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    texts = ["for line in Lines: open(line)", "[PAD] é 中文 \t x", "a " * 20]
+    found = [tokeniser(text)["input_ids"] for text in texts]
+    assert found == data.pieces.encode(texts)
+    batch = tokeniser(texts, padding=True, truncation=True, return_tensors="pt")
+    assert batch["input_ids"].shape[1] == 8
+    ours = load_any(tmp_path / "run" / "model").eval()
+    theirs: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        found = theirs(**batch).logits
+        expected = [ours(torch.tensor([ids[:8]]))[0] for ids in data.pieces.encode(texts)]
+    torch.testing.assert_close(found, torch.stack(expected))
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_prepared_data_is_cached_and_the_same_again(tmp_path: Path) -> None:
     assert first.train.cut > 0
     assert max(len(row) for row in first.train.tokens) == 4
     assert first.vocab_size == 200
-    assert 0 < first.entries <= 200
+    assert 0 < first.pieces.vocab_size <= 200
     lines = (tmp_path / "a" / "train_triples.json").read_text()
     (tmp_path / "a" / "train_triples.json").write_text(lines.replace("London", "Paris"))
     assert prepare_relations(config, tmp_path / "cache").fingerprint != first.fingerprint

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.data.relations import RelationData, RelationSplit
+from normattn.data.relations import RelationData, RelationSplit, WordPieces
 from normattn.evaluation.classification import (
     DevelopmentProbe,
     Predictions,
@@ -23,6 +23,8 @@ from normattn.reports.classification_record import ClassificationRecord, macro_f
 from normattn.training.reports import Probe
 
 pytest.importorskip("torchmetrics")
+
+PIECES = WordPieces({"[PAD]": 0, "[UNK]": 1, **{f"w{n}": n for n in range(2, 10)}}, True)
 
 
 def made(probabilities: list[list[float]], true: list[list[int]]) -> Predictions:
@@ -42,7 +44,7 @@ def data(documents: int = 12, labels: int = 3) -> RelationData:
         )
         for name in ("train", "validation", "test")
     }
-    return RelationData(splits, tuple("abcdefgh"[:labels]), 0, 10, 10, "0" * 64)  # type: ignore[arg-type]
+    return RelationData(splits, tuple("abcdefgh"[:labels]), 0, 10, PIECES, "0" * 64)  # type: ignore[arg-type]
 
 
 def classifier(labels: int = 3) -> Classifier:
@@ -105,7 +107,7 @@ def test_the_threshold_knows_nothing_of_the_test_set() -> None:
     other = data(documents=5)
     mixed = RelationData(
         {**given_data.splits, "test": other.split("test")},
-        *(given_data.labels, 0, 10, 10, "1" * 64),
+        *(given_data.labels, 0, 10, PIECES, "1" * 64),
     )
     records = [
         evaluate_classifier(model, each, variant="RMSNorm", seed=1) for each in (given_data, mixed)

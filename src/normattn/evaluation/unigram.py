@@ -14,5 +14,6 @@ def unigram_nats(counts: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
     `counts` (V,): n_v, how often each word of the vocabulary is in the training text; N is their
     sum. Every word is counted once more than it occurs, so that none is impossible.
     """
-    raised = counts + 1.0
-    return -np.log(raised / raised.sum())
+    raised = np.asarray(counts, np.float64) + 1.0
+    nats: NDArray[np.float64] = -np.log(raised / raised.sum())
+    return nats

@@ -1,4 +1,4 @@
-"""The tokeniser of a run as one of transformers."""
+"""The tokenisers of runs as those of transformers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from tokenizers import Tokenizer
 
+from normattn.data.relations.word_pieces import PAD, UNKNOWN, WordPieces
 from normattn.data.tokeniser import SEPARATOR, Tokeniser
 from normattn.errors import InputError
 
@@ -41,4 +42,24 @@ def as_transformers(file: Path, mask_id: int | None = None) -> Any:
         padding_side="left",
         model_input_names=["input_ids", "attention_mask"],
         **special,
+    )
+
+
+def word_pieces_as_transformers(file: Path, lower_case: bool, longest: int) -> Any:
+    """The `PreTrainedTokenizerFast` of a WordPiece vocab.txt.
+
+    Its ids are ours for every text in which there is something to read. Padding stands on the
+    right, and `truncation=True` keeps the first `longest` pieces, as in training. Raises
+    `InputError` for a file that is missing or no vocabulary.
+    """
+    make: Any = transformers.PreTrainedTokenizerFast
+    return make(
+        tokenizer_object=WordPieces.load(file, lower_case).tokeniser,
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+        padding_side="right",
+        model_max_length=longest,
+        model_input_names=["input_ids", "attention_mask"],
+        unk_token=UNKNOWN,
+        pad_token=PAD,
     )

@@ -11,7 +11,6 @@ from rich.console import Console
 from torch import nn
 
 from normattn import atomic
-from normattn.data.tokeniser import SEPARATOR_ID
 from normattn.errors import InputError
 from normattn.models.pretrained import load_any
 from normattn.recipes.measuring import EVALUATIONS, MODEL
@@ -23,7 +22,12 @@ from normattn.runs import RunDirectory
 from normattn.runs.reading import read_object
 from normattn.training import TrainingConfig
 from normattn.training.causal import CausalWorkload
-from normattn.training.classification import LABELS, ClassificationConfig, ClassificationWorkload
+from normattn.training.classification import (
+    LABELS,
+    VOCABULARY,
+    ClassificationConfig,
+    ClassificationWorkload,
+)
 from normattn.training.loop_config import LoopConfig
 from normattn.training.masked import MaskedConfig, MaskedWorkload
 
@@ -114,19 +118,32 @@ def _write_model(model: nn.Module, config: LoopConfig, run: Path, folder: Path) 
     """The model, and the tokeniser, if there is one, which is then told."""
     # Only here: transformers is slow to import, and not everyone has it.
     from normattn.hf import wrap
-    from normattn.hf.tokeniser import as_transformers
 
-    wrapped = wrap(model, **_labels(run, config))
-    file = run / TOKENISER
-    if file.is_file():
-        mask = config.model.mask_id if isinstance(config, MaskedConfig) else None
-        as_transformers(file, mask).save_pretrained(folder)
-        wrapped.config.pad_token_id = wrapped.config.eos_token_id = SEPARATOR_ID
-    if file.is_file() and isinstance(config, TrainingConfig):
-        wrapped.generation_config.eos_token_id = SEPARATOR_ID
-        wrapped.generation_config.pad_token_id = SEPARATOR_ID
+    wrapped, tokeniser = wrap(model, **_labels(run, config)), _tokeniser(config, run)
+    if tokeniser is not None:
+        tokeniser.save_pretrained(folder)
+        wrapped.config.pad_token_id = tokeniser.pad_token_id
+        wrapped.config.eos_token_id = tokeniser.eos_token_id
+    if tokeniser is not None and isinstance(config, TrainingConfig):
+        wrapped.generation_config.eos_token_id = tokeniser.eos_token_id
+        wrapped.generation_config.pad_token_id = tokeniser.pad_token_id
     wrapped.save_pretrained(folder)
-    return file.is_file()
+    return tokeniser is not None
+
+
+def _tokeniser(config: LoopConfig, run: Path) -> Any:
+    """That of a run, as one of transformers; None where its tokens are numbers."""
+    from normattn.hf.tokeniser import as_transformers, word_pieces_as_transformers
+
+    if isinstance(config, ClassificationConfig):
+        file, data = run / VOCABULARY, config.data
+        if not file.is_file():  # As in runs of older versions.
+            return None
+        return word_pieces_as_transformers(file, data.lower_case, data.max_tokens)
+    file = run / TOKENISER
+    if not file.is_file():
+        return None
+    return as_transformers(file, config.model.mask_id if isinstance(config, MaskedConfig) else None)
 
 
 def _labels(run: Path, config: LoopConfig) -> dict[str, Any]:

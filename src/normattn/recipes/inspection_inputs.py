@@ -18,7 +18,7 @@ from normattn.data.evaluation_sets import choose_places
 from normattn.data.images import prepare_images
 from normattn.data.pairs import prepare_pairs
 from normattn.data.pairs.config import BOS_ID, EOS_ID, PAD_ID
-from normattn.data.relations import padded, prepare_relations, relation_word_pieces
+from normattn.data.relations import padded, prepare_relations
 from normattn.data.tokeniser import Tokeniser
 from normattn.data.tokens import prepare_tokens
 from normattn.errors import InputError
@@ -115,9 +115,10 @@ def _windows(config: TrainingConfig | MaskedConfig, asked: Asked) -> Inputs:
 def _documents(config: ClassificationConfig, asked: Asked, model: nn.Module) -> Inputs:
     """Lines of the given file, or validation documents; longer ones are cut as in training."""
     longest = config.data.max_tokens if asked.length is None else asked.length
-    pieces = relation_word_pieces(config.data)
+    data = prepare_relations(config.data)
+    pieces = data.pieces
     if asked.text is None:
-        split = prepare_relations(config.data).split("validation")
+        split = data.split("validation")
         documents: list[Sequence[int]] = [split.tokens[i] for i in _chosen(len(split), asked)]
         source = f"{len(documents)} validation documents of {config.data.corpus}"
     else:

@@ -222,7 +222,7 @@ def _describe(cell: Cell, data: RelationData) -> list[str]:
     known = "learned from the training split" if config.data.vocabulary is None else "given"
     lines = [
         f"corpus {config.data.corpus}: {counts} documents to train, tune and test on, "
-        f"{len(data.labels)} labels; {data.entries:,} word pieces, {known}"
+        f"{len(data.labels)} labels; {data.pieces.vocab_size:,} word pieces, {known}"
     ]
     cut = sum(split.cut for split in data.splits.values())
     if cut:

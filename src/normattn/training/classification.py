@@ -30,7 +30,7 @@ from normattn.training.task import Task
 from normattn.training.vocabulary import check_batch
 from normattn.training.workload import Cost, Workload, rows_per_share, train_workload
 
-LABELS = "labels.json"
+LABELS, VOCABULARY = "labels.json", "vocab.txt"
 NOMINAL_LENGTH = 75
 """Tokens of a document by which a training's cost is told before its data is read.
 
@@ -147,8 +147,9 @@ class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
         return Cost(trained=tokens, flops=flops, parameters=parameters)
 
     def export(self, task: Task, data: RelationData, out: Path) -> None:
-        """The names of the labels, and the model."""
+        """The names of the labels, the word pieces, and the model."""
         write_json(out / LABELS, {"labels": list(data.labels)})
+        data.pieces.save(out / VOCABULARY)
         super().export(task, data, out)
 
 

@@ -12,7 +12,6 @@ from normattn.data.relations.prepared import (
     look_for_relations,
     padded,
     prepare_relations,
-    relation_word_pieces,
 )
 from normattn.data.relations.reading import read_relations
 from normattn.data.relations.word_pieces import WordPieces, train_word_pieces
@@ -33,6 +32,5 @@ __all__ = [
     "prepare_relations",
     "read_folder",
     "read_relations",
-    "relation_word_pieces",
     "train_word_pieces",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,15 @@ class RelationSplit:
 class RelationData:
     """A relation corpus as word pieces: three splits, the names of the labels, the padding's id.
 
-    `vocab_size` is the configured size, which a model needs; `entries` are those of the vocabulary.
-    `fingerprint` is a hash of the pieces and labels themselves.
+    `vocab_size` is the configured size, which a model needs; `pieces` is the vocabulary, which may
+    have fewer entries. `fingerprint` is a hash of the splits' pieces and labels themselves.
     """
 
     splits: Mapping[SplitName, RelationSplit]
     labels: tuple[str, ...]
     pad: int
     vocab_size: int
-    entries: int
+    pieces: WordPieces = field(compare=False)
     fingerprint: str
 
     @property
@@ -88,11 +88,6 @@ def look_for_relations(config: RelationConfig) -> None:
         folders.look_for_folder(Path(config.corpus).expanduser())
     if config.vocabulary is not None:
         _vocabulary(config)
-
-
-def relation_word_pieces(config: RelationConfig, cache_dir: Path | None = None) -> WordPieces:
-    """The vocabulary by which `prepare_relations` reads a corpus; raises as it does."""
-    return WordPieces.load(_place(config, cache_dir) / _VOCABULARY, config.lower_case)
 
 
 def padded(
@@ -194,7 +189,7 @@ def _load(place: Path, config: RelationConfig) -> RelationData:
         labels=tuple(about["labels"]),
         pad=about["pad"],
         vocab_size=config.vocab_size,
-        entries=about["entries"],
+        pieces=WordPieces.load(place / _VOCABULARY, config.lower_case),
         fingerprint=hashlib.sha256("".join(made_of).encode()).hexdigest(),
     )
 

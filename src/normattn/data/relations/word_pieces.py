@@ -42,6 +42,11 @@ class WordPieces:
         return len(self._vocabulary)
 
     @property
+    def tokeniser(self) -> Tokenizer:
+        """The same as an object of the library tokenizers."""
+        return self._tokeniser
+
+    @property
     def entries(self) -> tuple[str, ...]:
         """The pieces, in the order of their ids."""
         return tuple(self._vocabulary)
