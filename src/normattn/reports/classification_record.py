@@ -6,16 +6,14 @@ true; F1 = 2 tp/(predicted + true) is then a function of summed counts.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from normattn.atomic import write_text
-from normattn.errors import InputError
+from normattn.reports.record_file import read_file, write_file
 
 Array = NDArray[np.float64]
 Labels = tuple[tuple[int, ...], ...]
@@ -109,16 +107,9 @@ def _divided(above: Any, below: Any) -> Array:
 
 def write_classification(path: Path, record: ClassificationRecord) -> None:
     """Write one record, whole or not at all."""
-    text = json.dumps(record.model_dump(mode="json"), ensure_ascii=False, separators=(",", ":"))
-    write_text(path, text + "\n")
+    write_file(path, record)
 
 
 def read_classification(path: Path) -> ClassificationRecord:
     """Read one record; `InputError` names the file when it cannot be used."""
-    try:
-        return ClassificationRecord.model_validate_json(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(f"{path} is no record of a classification: {first['msg']}") from error
+    return read_file(path, ClassificationRecord, "of a classification")

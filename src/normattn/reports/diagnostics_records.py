@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from normattn.atomic import write_text
 from normattn.errors import InputError
-from normattn.reports.damaged import first_of
+from normattn.reports.record_file import first_of, read_file, write_file
 
 FILE = "diagnostics.jsonl"
 Heads = tuple[float | None, ...]
@@ -166,14 +164,9 @@ class InspectionRecord(BaseModel):
 
 def write_inspection(path: Path, record: InspectionRecord) -> None:
     """Write one record, whole or not at all."""
-    write_text(path, json.dumps(record.model_dump(mode="json"), allow_nan=False) + "\n")
+    write_file(path, record)
 
 
 def read_inspection(path: Path) -> InspectionRecord:
     """Read one record; `InputError` names the file when it cannot be used."""
-    try:
-        return InspectionRecord.model_validate_json(path.read_text("utf-8"))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is no record of an inspection: {first_of(error)}") from None
+    return read_file(path, InspectionRecord, "of an inspection")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from normattn.atomic import write_text
-from normattn.errors import InputError
-from normattn.reports.damaged import first_of
+from normattn.reports.record_file import read_file, write_file
 
 DENSITY = (np.linspace(-1.5, 1.5, 42), np.linspace(-6.0, 6.0, 42))
 """Edges of `density`: log2 of ‖k‖ over its mean, and log2 of the attention received."""
@@ -58,14 +55,9 @@ class MechanismRecord(BaseModel):
 
 def write_mechanism(path: Path, record: MechanismRecord) -> None:
     """Write one record, whole or not at all."""
-    write_text(path, json.dumps(record.model_dump(mode="json"), separators=(",", ":")) + "\n")
+    write_file(path, record)
 
 
 def read_mechanism(path: Path) -> MechanismRecord:
     """Read one record; `InputError` names the file when it cannot be used."""
-    try:
-        return MechanismRecord.model_validate_json(path.read_text("utf-8"))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is no record of the mechanism study: {first_of(error)}") from None
+    return read_file(path, MechanismRecord, "of the mechanism study")

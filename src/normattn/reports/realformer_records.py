@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from normattn.atomic import write_text
-from normattn.errors import InputError
-from normattn.reports.damaged import first_of
+from normattn.reports.record_file import read_file, write_file
 
 FloatRows = tuple[tuple[float, ...], ...]
 Part = Literal["table", "grid"]
-Kind = TypeVar("Kind", bound=BaseModel)
+_WHAT = "of the RealFormer study"
 
 
 class Setting(BaseModel):
@@ -118,25 +115,14 @@ class Failure(BaseModel):
 
 def write_encoder(path: Path, record: EncoderRecord | Failure) -> None:
     """Write one record, whole or not at all."""
-    write_text(path, json.dumps(record.model_dump(mode="json"), separators=(",", ":")) + "\n")
+    write_file(path, record)
 
 
 def read_encoder(path: Path) -> EncoderRecord:
     """Read one record; `InputError` names the file when it cannot be used."""
-    return _read(path, EncoderRecord)
+    return read_file(path, EncoderRecord, _WHAT)
 
 
 def read_failure(path: Path) -> Failure:
     """Read what was left of a training that diverged; raises as `read_encoder`."""
-    return _read(path, Failure)
-
-
-def _read(path: Path, kind: type[Kind]) -> Kind:
-    try:
-        return kind.model_validate_json(path.read_text("utf-8"))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"{path} is no record of the RealFormer study: {first_of(error)}"
-        ) from None
+    return read_file(path, Failure, _WHAT)

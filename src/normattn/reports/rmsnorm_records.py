@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from normattn.atomic import write_text
-from normattn.errors import InputError
+from normattn.reports.record_file import read_file, write_file
 
 Lines = tuple[dict[str, Any], ...]
 
@@ -67,15 +65,9 @@ def whole_time(lines: Sequence[dict[str, Any]], steps: int) -> float | None:
 
 def write_step_times(path: Path, record: StepTimes) -> None:
     """Write the record, whole or not at all."""
-    write_text(path, json.dumps(record.model_dump(mode="json")) + "\n")
+    write_file(path, record)
 
 
 def read_step_times(path: Path) -> StepTimes:
-    """Read the record; `InputError` names the file when it cannot be used."""
-    try:
-        return StepTimes.model_validate_json(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(f"{path} is no record of times: {first['msg']}") from error
+    """Read one record; `InputError` names the file when it cannot be used."""
+    return read_file(path, StepTimes, "of times")

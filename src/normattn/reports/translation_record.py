@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from normattn.atomic import write_text
-from normattn.errors import InputError
+from normattn.reports.record_file import read_file, write_file
 from normattn.reports.summed import CHARACTERS, ORDERS, Statistic, bleu, chrf, ratio_of
 
 Counts = tuple[tuple[int, ...], ...]
@@ -77,16 +75,9 @@ class TranslationRecord(BaseModel):
 
 def write_translation(path: Path, record: TranslationRecord) -> None:
     """Write one record, whole or not at all."""
-    text = json.dumps(record.model_dump(mode="json"), ensure_ascii=False, separators=(",", ":"))
-    write_text(path, text + "\n")
+    write_file(path, record)
 
 
 def read_translation(path: Path) -> TranslationRecord:
     """Read one record; `InputError` names the file when it cannot be used."""
-    try:
-        return TranslationRecord.model_validate_json(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(f"{path} is no record of translations: {first['msg']}") from error
+    return read_file(path, TranslationRecord, "of translations")

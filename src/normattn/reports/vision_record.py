@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from normattn.atomic import write_text
-from normattn.errors import InputError
+from normattn.reports.record_file import read_file, write_file
 from normattn.reports.summed import Statistic, ratio_of
 
 STATISTICS: tuple[Statistic, ...] = (
@@ -94,15 +92,9 @@ class VisionDivergence:
 
 def write_vision(path: Path, record: VisionRecord) -> None:
     """Write one record, whole or not at all."""
-    write_text(path, json.dumps(record.model_dump(mode="json"), separators=(",", ":")) + "\n")
+    write_file(path, record)
 
 
 def read_vision(path: Path) -> VisionRecord:
     """Read one record; `InputError` names the file when it cannot be used."""
-    try:
-        return VisionRecord.model_validate_json(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(f"{path} is no record of images: {first['msg']}") from error
+    return read_file(path, VisionRecord, "of images")

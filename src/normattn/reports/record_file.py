@@ -1,0 +1,39 @@
+"""Records as files: one JSON object each, checked when it is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from normattn.atomic import write_text
+from normattn.errors import InputError
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def write_file(path: Path, record: BaseModel) -> None:
+    """Write one record, whole or not at all."""
+    text = json.dumps(record.model_dump(mode="json"), ensure_ascii=False, separators=(",", ":"))
+    write_text(path, text + "\n")
+
+
+def read_file(path: Path, kind: type[Kind], what: str) -> Kind:
+    """Read one record; `InputError` names the file that cannot be read or is no record `what`."""
+    try:
+        return kind.model_validate_json(path.read_text("utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValidationError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is no record {what}: {first_of(error)}") from None
+
+
+def first_of(error: ValidationError | UnicodeDecodeError) -> str:
+    """The first thing that is wrong, in one line: where, and what."""
+    if isinstance(error, UnicodeDecodeError):
+        return error.reason
+    found = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in found["loc"])
+    return f"{where}: {found['msg']}" if where else str(found["msg"])
