@@ -38,9 +38,11 @@ def load(
     elif place.suffix == ".gguf":
         raise InputError(f"there is no file {place}")
     options: dict[str, Any] = {}
+    unpacked: dict[str, Any] = {}
     if gguf is not None:
         _refuse_gguf(Path(model), gguf)
         options["gguf_file"] = gguf
+        unpacked = _unpacked()
     elif place.is_dir() and not (place / "config.json").exists():
         held = (
             ", ".join(sorted(each.name for each in place.glob("*.gguf"))) or "no GGUF file either"
@@ -48,11 +50,24 @@ def load(
         raise InputError(f"{place} holds no config.json of transformers, and {held}")
     try:
         tokeniser = AutoTokenizer.from_pretrained(str(model), **options)
-        made: Any = AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype, **options)
+        made: Any = AutoModelForCausalLM.from_pretrained(
+            str(model), dtype=dtype, **options, **unpacked
+        )
     except (OSError, ValueError, NotImplementedError) as error:
         sentence = " ".join(str(error).split())[:300]
         raise InputError(f"{gguf or model} cannot be loaded by transformers: {sentence}") from error
     return made.eval(), tokeniser
+
+
+def _unpacked() -> dict[str, Any]:
+    """How transformers is told to widen a GGUF's weights; where it cannot be told, it always does.
+
+    Packed ones compute by kernels and attention of their own, and cannot be saved.
+    """
+    import transformers
+
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def _refuse_gguf(folder: Path, name: str) -> None:
