@@ -57,7 +57,8 @@ def _write(path: Path, letters: list[str]) -> Any:
     config = transformers.LlamaConfig(
         vocab_size=len(letters), tie_word_embeddings=False, initializer_range=0.2, **SIZES
     )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model: Any = transformers.LlamaForCausalLM(config)
+    model.eval()
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(SIZES["max_position_embeddings"])
     writer.add_embedding_length(SIZES["hidden_size"])

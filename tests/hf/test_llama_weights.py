@@ -17,10 +17,22 @@ from normattn.models import CausalLM, CausalLMConfig, load_model, save_model
 
 from .families import build, logits, tokens
 
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "low_freq_factor": 0.5,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 10,
+}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {}),
     ("Llama", {"head_dim": 12, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
     ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 300.5}}),
+    ("Llama", {"rope_parameters": LINEAR}),
+    ("Llama", {"rope_parameters": LLAMA3, "head_dim": 16}),
+    ("Qwen3", {"rope_parameters": LLAMA3}),
     ("Mistral", {"num_key_value_heads": 1}),
     ("Qwen2", {"use_sliding_window": False, "sliding_window": None, "layer_types": None}),
     ("Qwen3", {"rms_norm_eps": 1e-5}),
@@ -103,13 +115,13 @@ def test_a_dump_is_as_before_without_biases() -> None:
         CausalLMConfig(**sizes, qkv_bias=True, block="gau")
 
 
-_SCALED = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+_SCALED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
 
 
 @pytest.mark.parametrize(
     ("family", "more", "reason"),
     [
-        ("Llama", {"rope_parameters": _SCALED}, "scaled by 'linear'"),
+        ("Llama", {"rope_parameters": _SCALED}, "scaled by 'yarn'"),
         ("Llama", {"attention_bias": True}, "a bias of the attention's output"),
         ("Llama", {"mlp_bias": True}, "biases of the feed-forward"),
         ("Llama", {"hidden_act": "gelu"}, "the activation 'gelu'"),
@@ -127,6 +139,7 @@ def test_what_our_settings_cannot_say(family: str, more: dict[str, Any], reason:
     ("more", "reason"),
     [
         ({"score": "KNA"}, "the score KNA@8 has no counterpart"),
+        ({"score": "Baseline-YaRN(factor=2)"}, "the spectrum YaRN has no counterpart"),
         ({"score": "Baseline-RoPE(layout=interleaved)"}, "has no counterpart"),
         ({"score": "QKRMSNorm(eps=0.1)"}, "norms' own eps"),
         ({"score": "QKRMSNorm", "qkv_bias": True}, "biases the output too"),

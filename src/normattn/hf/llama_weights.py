@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.hf.llama_spectra import ROPE_TYPES, rope_parameters, spectrum_of
 from normattn.layers.feed_forward import swiglu_hidden
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
@@ -40,9 +41,10 @@ def from_llama(model: Any) -> CausalLM:
     """A `CausalLM` that computes what a Llama, Mistral, Qwen2 or Qwen3 model computes.
 
     The weights are copies, of the same dtype and on the same device; logits agree up to rounding.
-    `max_position_embeddings` becomes the training length. Dropout, which only training sees, is not
-    carried over. Raises `InputError` for another family, scaled rotary positions, sliding windows,
-    biases beyond those of q, k and v, and another activation than SiLU.
+    `max_position_embeddings` becomes the training length; a spectrum of the kinds `linear` and
+    `llama3` becomes PI or Llama3, trained in. Dropout, which only training sees, is not carried
+    over. Raises `InputError` for another family, rotary positions scaled in another way, sliding
+    windows, biases beyond those of q, k and v, and another activation than SiLU.
     """
     config = _our_config(model)
     theirs = model.state_dict()
@@ -61,8 +63,9 @@ def to_llama(model: CausalLM) -> Any:
     """The transformers model that computes what `model` computes as it was trained.
 
     A `LlamaForCausalLM`; a `Qwen2ForCausalLM` where q, k and v have biases, a `Qwen3ForCausalLM`
-    where the score is QKRMSNorm. The weights are copies; a method that is switched on and dropout
-    are not carried over. Raises `InputError` where neither can say what the model's settings say.
+    where the score is QKRMSNorm. The weights are copies; PI and Llama3 are carried over where they
+    were trained in, dropout and a method that is switched on are not. Raises `InputError` where
+    neither can say what the model's settings say.
     """
     name, config = _their_config(model.config)
     import transformers
@@ -126,11 +129,14 @@ def _our_config(model: Any) -> CausalLMConfig:
         )
     rope = theirs.rope_parameters or {}
     _refuse_theirs(theirs, rope, type(model).__name__)
+    spectrum = spectrum_of(rope, theirs.max_position_embeddings)
     normed = kind == "qwen3"
     eps = {"eps": theirs.rms_norm_eps} if normed else {}
     score = ScoreSpec.parse(
         "QKRMSNorm-RoPE" if normed else "Baseline-RoPE", base=float(rope["rope_theta"]), **eps
     )
+    if spectrum is not None:
+        score = ScoreSpec((*score.parts, spectrum))
     return CausalLMConfig(
         vocab_size=theirs.vocab_size,
         dim=theirs.hidden_size,
@@ -152,11 +158,8 @@ def _refuse_theirs(theirs: Any, rope: dict[str, Any], name: str) -> None:
     layers = set(getattr(theirs, "layer_types", None) or ())
     windowed = getattr(theirs, "sliding_window", None) is not None
     reason = None
-    if rope.get("rope_type", "default") != "default":
-        reason = (
-            f"rotary positions scaled by {rope['rope_type']!r}: our settings know a spectrum as a "
-            "method after training only"
-        )
+    if rope.get("rope_type", "default") not in ROPE_TYPES:
+        reason = f"rotary positions scaled by {rope['rope_type']!r}"
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
         reason = "a partial rotation"
     elif layers - {"full_attention"} or (windowed and not layers):
@@ -190,7 +193,7 @@ def _their_config(config: CausalLMConfig) -> tuple[str, Any]:
         max_position_embeddings=config.train_length,
         rms_norm_eps=config.norm_eps,
         tie_word_embeddings=config.tie_head,
-        rope_parameters={"rope_type": "default", "rope_theta": position.base},
+        rope_parameters=rope_parameters(config.score.spectrum, position.base, config.train_length),
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -216,7 +219,10 @@ def _refuse_ours(config: CausalLMConfig) -> None:
     normed = ScoreSpec.parse(
         "QKRMSNorm-RoPE", config.train_length, base=_base(spec), eps=config.norm_eps
     )
-    if spec not in (plain, normed):
+    bare = ScoreSpec(
+        tuple(part for part in spec.parts if part is not spec.spectrum), spec.train_length
+    )
+    if bare not in (plain, normed):
         raise InputError(
             f"the score {spec} has no counterpart in Llama, Qwen2 or Qwen3: those have {plain}, or "
             f"{normed} with the norms' own eps"
