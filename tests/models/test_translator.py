@@ -223,7 +223,9 @@ def test_deepnorm_takes_the_papers_encoder_decoder_factors() -> None:
     value = model.get_parameter("decoder.3.cross.sublayer.kv.weight")[64:]
     assert float(value.detach().std()) == pytest.approx(72**-0.25 * xavier, rel=0.05)
     value = model.get_parameter("encoder.3.mixer.sublayer.qkv.weight")[128:]
-    assert float(value.std()) == pytest.approx(0.87 * (18**4 * 6) ** (-1 / 16) * xavier, rel=0.05)
+    assert float(value.detach().std()) == pytest.approx(
+        0.87 * (18**4 * 6) ** (-1 / 16) * xavier, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("shared_layers", [False, True])
