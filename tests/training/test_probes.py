@@ -33,7 +33,7 @@ class Counting:
         try:
             yield lambda: {
                 "calls": len(calls),
-                "weight": float(next(task.model.parameters()).sum()),
+                "weight": float(next(task.model.parameters()).detach().sum()),
             }
         finally:
             handle.remove()
