@@ -16,7 +16,8 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 def write_file(path: Path, record: BaseModel) -> None:
     """Write one record, whole or not at all."""
-    text = json.dumps(record.model_dump(mode="json"), ensure_ascii=False, separators=(",", ":"))
+    value = record.model_dump(mode="json")
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     write_text(path, text + "\n")
 
 
