@@ -1,0 +1,32 @@
+"""Measurements and what they say: the frame, its store, statistics, estimates and contrasts."""
+
+from normattn.measure.bootstrap import Bootstrap
+from normattn.measure.decisions import holm, sign_test
+from normattn.measure.estimate import Estimate, by_bin, contrast, contrasts, estimate
+from normattn.measure.frame import Identity, fact, identified, joined, sums
+from normattn.measure.gather import Sums, gathered, select
+from normattn.measure.statistic import Statistic
+from normattn.measure.store import MeasurementStore, collected, digest
+
+__all__ = [
+    "Bootstrap",
+    "Estimate",
+    "Identity",
+    "MeasurementStore",
+    "Statistic",
+    "Sums",
+    "by_bin",
+    "collected",
+    "contrast",
+    "contrasts",
+    "digest",
+    "estimate",
+    "fact",
+    "gathered",
+    "holm",
+    "identified",
+    "joined",
+    "select",
+    "sign_test",
+    "sums",
+]

@@ -1,0 +1,198 @@
+"""One estimate and one contrast, with the interval that keeps its promise with few seeds.
+
+A contrast is Σ_t f_t · value(rows_t), paired over the seeds and the units that all its terms
+share; an estimate is the contrast of one term. Two things vary: which units were measured (U of
+them, drawn again by the bootstrap, crossed with the seeds) and which seeds were trained (S). With
+θ_s the value of seed s alone,
+
+    V_seeds = var_s(θ_s)/S        V_units = var_r(θ*_r), all seeds together
+    V_both  = (mean_s var_r(θ*_sr) − V_units)/(S − 1)
+    V       = max(V_seeds + V_units − V_both, V_seeds, V_units)
+    df      = V² / (V_seeds²/(S − 1) + V_units²/(U − 1))            (Satterthwaite)
+
+θ ± t_df · √V: V_seeds and V_units both hold what seeds and units do together, so it is taken off
+once. With one seed V = V_units: the interval then speaks of this trained model only. A percentile
+bootstrap of three seeds, drawn with replacement, covers the truth in about 75 of 100 cases where
+seeds vary most; a test simulates this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from normattn.errors import InputError
+from normattn.measure.bootstrap import Bootstrap
+from normattn.measure.gather import Sums
+from normattn.measure.statistic import Statistic
+
+Array = NDArray[np.float64]
+Term = tuple[float, Sums]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value, its interval, and what stands behind it.
+
+    `low` and `high` are None where no interval can be made (one unit). `p` is the two-sided
+    probability of a value this far from 0, None without an interval. `count` is Σ of of one seed;
+    `per_seed` are the values of the seeds alone.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    units: int = 0
+    count: int = 0
+    seeds: tuple[int, ...] = ()
+    per_seed: tuple[float, ...] = field(default=(), repr=False)
+
+    @property
+    def above_zero(self) -> bool:
+        """Whether the whole interval lies above 0."""
+        return self.low is not None and self.low > 0
+
+    @property
+    def below_zero(self) -> bool:
+        """Whether the whole interval lies below 0."""
+        return self.high is not None and self.high < 0
+
+    @property
+    def half_width(self) -> float | None:
+        """The smallest distance from 0 that this interval would have excluded."""
+        return None if self.low is None or self.high is None else (self.high - self.low) / 2
+
+    def as_json(self) -> dict[str, object]:
+        """The fields of a number in table.json."""
+        return {
+            "value": self.value,
+            "low": self.low,
+            "high": self.high,
+            "units": self.units,
+            "count": self.count,
+            "seeds": list(self.seeds),
+            "per_seed": list(self.per_seed),
+        }
+
+
+def estimate(sums: Sums, statistic: Statistic, bootstrap: Bootstrap | None = None) -> Estimate:
+    """The statistic of some rows with its interval."""
+    return contrast([(1.0, sums)], statistic, bootstrap)
+
+
+def contrast(
+    terms: Sequence[Term], statistic: Statistic, bootstrap: Bootstrap | None = None
+) -> Estimate:
+    """Σ factor · statistic, paired over the seeds and units that all terms have.
+
+    Raises `InputError` where they share no seed or no unit.
+    """
+    return contrasts(terms, [statistic], bootstrap)[0]
+
+
+def by_bin(
+    sums: Sums, statistic: Statistic, bootstrap: Bootstrap | None = None
+) -> list[Estimate | None]:
+    """The statistic of every bin by itself, each with its interval; None where nothing counted."""
+    found = [estimate(sums.at([place]), statistic, bootstrap) for place in range(len(sums.bins))]
+    return [each if np.isfinite(each.value) else None for each in found]
+
+
+def contrasts(
+    terms: Sequence[Term], statistics: Sequence[Statistic], bootstrap: Bootstrap | None = None
+) -> list[Estimate]:
+    """Several statistics of the same terms, as `contrast`."""
+    drawn = bootstrap or Bootstrap()
+    paired = pair(terms)
+    first = paired[0][1]
+    return [
+        _estimate(
+            sum(factor * _values(each, statistic) for factor, each in paired),  # type: ignore[arg-type]
+            sum(factor * _resampled(each, statistic, drawn) for factor, each in paired),  # type: ignore[arg-type]
+            first,
+            drawn,
+        )
+        for statistic in statistics
+    ]
+
+
+def pair(terms: Sequence[Term]) -> list[Term]:
+    """The terms made of the seeds and units that they share."""
+    every = [each for _, each in terms]
+    seeds = tuple(s for s in every[0].seeds if all(s in other.seeds for other in every))
+    units = every[0].units
+    if any(each.units != units for each in every):
+        known = [set(each.units) for each in every[1:]]
+        units = tuple(name for name in units if all(name in names for names in known))
+    for what, found, shown in (
+        ("seed", seeds, [", ".join(map(str, each.seeds)) for each in every]),
+        ("document", units, [f"{len(each.units)} documents" for each in every]),
+    ):
+        if not found:
+            named = " and ".join(f"{e.label} ({s})" for e, s in zip(every, shown, strict=True))
+            raise InputError(f"{named} share no {what}, so they cannot be paired")
+    return [(factor, each.only(seeds, units)) for factor, each in terms]
+
+
+def _values(sums: Sums, statistic: Statistic) -> Array:
+    """The value of all seeds together, then of each seed: (1 + seeds,)."""
+    above, below = sums.sum.sum(1), sums.of.sum(1)
+    above = np.concatenate([above.sum(0, keepdims=True), above])
+    below = np.concatenate([below.sum(0, keepdims=True), below])
+    return statistic.value(above, below, above, below)
+
+
+def _resampled(sums: Sums, statistic: Statistic, bootstrap: Bootstrap) -> Array:
+    """The same under every resample of the units: (resamples, 1 + seeds)."""
+    above, below = bootstrap.sums(sums.sum), bootstrap.sums(sums.of)
+    above, below = (
+        np.concatenate([each.sum(1, keepdims=True), each], axis=1) for each in (above, below)
+    )
+    whole_above, whole_below = sums.sum.sum(1), sums.of.sum(1)
+    whole = (
+        np.concatenate([each.sum(0, keepdims=True), each]) for each in (whole_above, whole_below)
+    )
+    return statistic.value(above, below, *whole)
+
+
+def _estimate(values: Array, resampled: Array, sums: Sums, bootstrap: Bootstrap) -> Estimate:
+    units = len(sums.units)
+    known = {
+        "value": _clean(values[0]),
+        "units": units,
+        "count": round(float(sums.of[0].sum())),
+        "seeds": sums.seeds,
+        "per_seed": tuple(_clean(each) for each in values[1:]),
+    }
+    if units < 2 or not np.isfinite(values[0]):
+        return Estimate(**known)  # type: ignore[arg-type]
+    spread = np.nanvar(resampled, axis=0, ddof=1)
+    error, freedom = _spread(values[1:], float(spread[0]), float(spread[1:].mean()), units)
+    half = float(stats.t.ppf(0.5 + bootstrap.level / 2, freedom)) * error if error else 0.0
+    p = float(2 * stats.t.sf(abs(values[0]) / error, freedom)) if error else None
+    ends = (_clean(values[0] - half), _clean(values[0] + half))
+    return Estimate(**known, low=ends[0], high=ends[1], p=p)  # type: ignore[arg-type]
+
+
+def _spread(each: Array, of_units: float, of_one: float, units: int) -> tuple[float, float]:
+    """√V and its degrees of freedom; `each` are the seeds' own values."""
+    seeds = len(each)
+    if seeds == 1:
+        return float(np.sqrt(of_units)), units - 1.0
+    of_seeds = float(each.var(ddof=1)) / seeds
+    both = max(0.0, (of_one - of_units) / (seeds - 1))
+    whole = max(of_seeds + of_units - both, of_seeds, of_units)
+    if whole == 0:
+        return 0.0, seeds - 1.0
+    below = of_seeds**2 / (seeds - 1) + of_units**2 / (units - 1)
+    return float(np.sqrt(whole)), max(1.0, whole**2 / below)
+
+
+def _clean(value: float) -> float:
+    # Far below any interval's width, and above what the order of a sum can change.
+    return round(float(value), 9) + 0.0

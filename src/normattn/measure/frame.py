@@ -1,0 +1,232 @@
+"""The frame of measurements: one row per measured sum, the one format under every page.
+
+A row says what was measured (its identity), on which unit (document, sentence, image, batch),
+where (layer, head, an axis and a bin of it) and which statistic, with two numbers: `sum` and `of`.
+Sums, never rates: an accuracy of 7 of 10 tokens is sum = 7, of = 10, so that any group of rows can
+be added up and any statistic made of it later, without the model. A loss is nats over tokens, a
+mean a sum over its count, a fact (parameters, steps) itself over 1.
+
+    identity    study, row, score, method, seed, protocol, length, train_length, split,
+                data, weights, settings (digests), and `factor.*`: what else a study varies
+    place       unit, layer, head, axis, bin, bin_end
+    measured    statistic, sum, of
+
+`row` is the trained row of a table, `score` its whole specification, `method` what was switched
+on afterwards ("" for the model as it is). A bin is half-open, bin ≤ x < bin_end; "" is no axis.
+Columns `factor.NAME` are a study's own (a window, a learning rate, a size): strings or numbers,
+null where they do not apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+from numpy.typing import ArrayLike
+
+from normattn.atomic import write_with
+from normattn.errors import InputError
+
+FILE = "measurements.parquet"
+"""The name of a frame in a folder of results."""
+
+FACTOR = "factor."
+IDENTITY: dict[str, type[pl.DataType]] = {
+    "study": pl.String,
+    "row": pl.String,
+    "score": pl.String,
+    "method": pl.String,
+    "seed": pl.Int64,
+    "protocol": pl.String,
+    "length": pl.Int64,
+    "train_length": pl.Int64,
+    "split": pl.String,
+    "data": pl.String,
+    "weights": pl.String,
+    "settings": pl.String,
+}
+PLACE: dict[str, type[pl.DataType]] = {
+    "unit": pl.String,
+    "layer": pl.Int64,
+    "head": pl.Int64,
+    "axis": pl.String,
+    "bin": pl.Float64,
+    "bin_end": pl.Float64,
+}
+MEASURED: dict[str, type[pl.DataType]] = {
+    "statistic": pl.String,
+    "sum": pl.Float64,
+    "of": pl.Float64,
+}
+SCHEMA: dict[str, type[pl.DataType]] = {**IDENTITY, **PLACE, **MEASURED}
+NULLABLE = ("layer", "head", "bin", "bin_end")
+_TYPES = {str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean}
+
+Factor = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose measurement it is; `factors` are what else a study varies."""
+
+    study: str
+    row: str
+    score: str
+    seed: int
+    protocol: str
+    length: int
+    train_length: int
+    method: str = ""
+    split: str = "test"
+    data: str = ""
+    weights: str = ""
+    settings: str = ""
+    factors: Mapping[str, Factor] = field(default_factory=dict)
+
+    def columns(self) -> dict[str, Factor]:
+        """The identity as columns of the frame."""
+        plain = {name: getattr(self, name) for name in IDENTITY}
+        return {**plain, **{FACTOR + name: value for name, value in self.factors.items()}}
+
+
+def empty() -> pl.DataFrame:
+    """A frame without rows."""
+    return pl.DataFrame(schema=SCHEMA)
+
+
+def sums(
+    statistic: str,
+    units: Sequence[str],
+    sum: ArrayLike,
+    of: ArrayLike,
+    *,
+    axis: str = "",
+    edges: Sequence[float] | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+) -> pl.DataFrame:
+    """Rows of one statistic, without their identity (`identified` adds it).
+
+    `sum` and `of` are (units,) without an axis and (units, bins) with one, broadcast against each
+    other; `edges` (bins + 1,) bound the bins, or (bins,) name whole numbers. Units may repeat, as
+    windows of one document do: they are added up.
+    """
+    above = np.asarray(sum, dtype=np.float64)
+    above = above[:, None] if above.ndim == 1 else above
+    below = np.asarray(of, dtype=np.float64)
+    below = np.broadcast_to(below[:, None] if below.ndim == 1 else below, above.shape)
+    starts, ends = _bins(axis, edges, above.shape[1])
+    names = np.asarray(units, dtype=object)
+    count = above.shape[1]
+    raw = pl.DataFrame(
+        {
+            "unit": np.repeat(names, count),
+            "bin": starts * len(names),
+            "bin_end": ends * len(names),
+            "sum": above.ravel(),
+            "of": below.ravel(),
+        },
+        schema={name: SCHEMA[name] for name in ("unit", "bin", "bin_end", "sum", "of")},
+    )
+    added = raw.group_by("unit", "bin", "bin_end", maintain_order=True).sum()
+    return added.with_columns(
+        pl.lit(statistic).alias("statistic"),
+        pl.lit(axis).alias("axis"),
+        pl.lit(layer, dtype=pl.Int64).alias("layer"),
+        pl.lit(head, dtype=pl.Int64).alias("head"),
+    )
+
+
+def fact(statistic: str, value: float, of: float = 1.0, unit: str = "") -> pl.DataFrame:
+    """One number about a training as a row: its parameters, its steps, a time."""
+    return sums(statistic, [unit], [value], [of])
+
+
+def identified(identity: Identity, parts: Iterable[pl.DataFrame]) -> pl.DataFrame:
+    """The rows of `parts` with their identity: a whole frame, checked."""
+    rows = pl.concat(list(parts))
+    known = [
+        pl.lit(value, dtype=IDENTITY.get(name) or _TYPES[type(value)]).alias(name)
+        for name, value in identity.columns().items()
+    ]
+    return checked(rows.with_columns(known), f"the measurements of {identity.row}")
+
+
+def joined(frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
+    """Several frames as one; factors that one lacks are null there."""
+    found = [frame for frame in frames if frame.height]
+    return pl.concat(found, how="diagonal") if found else empty()
+
+
+def checked(frame: pl.DataFrame, source: str) -> pl.DataFrame:
+    """The frame with its columns in order, or `InputError` naming `source` and what is wrong.
+
+    Refused: a missing or unknown column, a column of another type, a null or a number that is not
+    finite where there must be one, a negative `of`, and a sum that stands there twice.
+    """
+    missing = [name for name in SCHEMA if name not in frame.columns]
+    if missing:
+        raise InputError(f"{source} lacks the column {missing[0]}")
+    factors = [name for name in frame.columns if name not in SCHEMA]
+    for name in factors:
+        if not name.startswith(FACTOR):
+            raise InputError(f"{source} has an unknown column {name}")
+        if frame.schema[name] not in _TYPES.values():
+            raise InputError(f"{source}: {name} is of type {frame.schema[name]}")
+    for name, kind in SCHEMA.items():
+        if frame.schema[name] != kind:
+            raise InputError(f"{source}: {name} is {frame.schema[name]}, expected {kind.__name__}")
+        if name not in NULLABLE and frame[name].null_count():
+            raise InputError(f"{source}: a row has no {name}")
+    for name in ("sum", "of"):
+        if not frame[name].is_finite().all():
+            raise InputError(f"{source}: a {name} is not finite")
+    if frame.height and float(frame["of"].min() or 0) < 0:  # type: ignore[arg-type]
+        raise InputError(f"{source}: a count is negative")
+    ordered = frame.select(*SCHEMA, *sorted(factors))
+    keys = [name for name in ordered.columns if name not in ("sum", "of")]
+    if ordered.select(keys).is_duplicated().any():
+        raise InputError(f"{source} holds a sum twice")
+    return ordered
+
+
+def sorted_rows(frame: pl.DataFrame) -> pl.DataFrame:
+    """The frame in an order that depends on its content alone: equal frames, equal bytes."""
+    keys = [name for name in frame.columns if name not in ("sum", "of")]
+    return frame.sort(keys, nulls_last=True)
+
+
+def write(path: Path, frame: pl.DataFrame) -> None:
+    """Write the frame as Parquet, whole or not at all; equal frames give equal bytes."""
+    whole = sorted_rows(checked(frame, str(path)))
+    write_with(path, lambda file: whole.write_parquet(file, compression="zstd", statistics=False))
+
+
+def read(path: Path) -> pl.DataFrame:
+    """Read and check a frame; `InputError` names a file that is none."""
+    try:
+        frame = pl.read_parquet(path)
+    except FileNotFoundError:
+        raise InputError(f"{path} is not there; it would hold the measurements") from None
+    except (OSError, pl.exceptions.PolarsError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{path} is no frame of measurements: {said}") from None
+    return checked(frame, str(path))
+
+
+def _bins(
+    axis: str, edges: Sequence[float] | None, count: int
+) -> tuple[list[float | None], list[float | None]]:
+    if not axis:
+        if edges is not None or count != 1:
+            raise InputError(f"{count} bins without an axis")
+        return [None], [None]
+    if edges is None or len(edges) not in (count, count + 1):
+        raise InputError(f"the axis {axis} has {count} bins; their edges do not match")
+    values = [float(edge) for edge in edges]
+    if len(values) == count:
+        return list(values), [value + 1.0 for value in values]
+    return list(values[:-1]), list(values[1:])

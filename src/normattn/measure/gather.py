@@ -1,0 +1,103 @@
+"""From rows of the frame to arrays: the sums of some rows over seeds × units × bins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from normattn.errors import InputError
+
+Array = NDArray[np.float64]
+Where = Mapping[str, Any]
+"""Columns of the frame and the value that each must have (None: null)."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """One statistic of one row: arrays (seeds, units, bins), seeds and units ascending.
+
+    `bins` are (layer, head, bin, bin_end) of each place, ascending. `label` says in words whose
+    sums they are; `data` is the digest of what was measured on.
+    """
+
+    label: str
+    data: str
+    seeds: tuple[int, ...]
+    units: tuple[str, ...]
+    bins: tuple[tuple[Any, ...], ...]
+    sum: Array
+    of: Array
+
+    def only(
+        self, seeds: tuple[int, ...] | None = None, units: tuple[str, ...] | None = None
+    ) -> Sums:
+        """The sums of some of the seeds and units."""
+        chosen, names = seeds or self.seeds, units or self.units
+        rows = np.ix_([self.seeds.index(s) for s in chosen], self._places(names))
+        return replace(self, seeds=chosen, units=names, sum=self.sum[rows], of=self.of[rows])
+
+    def at(self, chosen: slice | list[int]) -> Sums:
+        """The sums of some of the bins."""
+        places = range(len(self.bins))[chosen] if isinstance(chosen, slice) else chosen
+        kept = list(places)
+        bins = tuple(self.bins[place] for place in kept)
+        return replace(self, bins=bins, sum=self.sum[..., kept], of=self.of[..., kept])
+
+    def _places(self, names: tuple[str, ...]) -> list[int]:
+        if names == self.units:
+            return list(range(len(names)))
+        place = {name: index for index, name in enumerate(self.units)}
+        return [place[name] for name in names]
+
+
+def select(frame: pl.DataFrame, where: Where) -> pl.DataFrame:
+    """The rows that have these values; `InputError` for a column that the frame lacks."""
+    for name in where:
+        if name not in frame.columns:
+            raise InputError(f"the measurements have no column {name}")
+    tests = [
+        pl.col(name).is_null() if value is None else pl.col(name) == value
+        for name, value in where.items()
+    ]
+    return frame.filter(*tests) if tests else frame
+
+
+def gathered(frame: pl.DataFrame, statistic: str, where: Where | None = None) -> Sums | None:
+    """The sums of a statistic in some rows; None where there are none.
+
+    Raises `InputError` where the rows are of several data sets, or a seed lacks a unit or a bin
+    that another has: such numbers cannot be added up or paired.
+    """
+    rows = select(frame, {**(where or {}), "statistic": statistic})
+    if not rows.height:
+        return None
+    label = _label(rows)
+    data = rows["data"].unique().to_list()
+    if len(data) > 1:
+        raise InputError(f"{label}: {statistic} was measured on {len(data)} data sets; keep one")
+    places = rows.select("layer", "head", "bin", "bin_end").unique()
+    places = places.sort("layer", "head", "bin", "bin_end").with_row_index("place")
+    seeds = tuple(sorted(rows["seed"].unique().to_list()))
+    units = tuple(sorted(rows["unit"].unique().to_list()))
+    shape = (len(seeds), len(units), places.height)
+    if rows.height != shape[0] * shape[1] * shape[2]:
+        raise InputError(
+            f"{label}: {statistic} has {rows.height:,} sums where {shape[0]} seeds, {shape[1]} "
+            f"units and {shape[2]} bins need {int(np.prod(shape)):,}"
+        )
+    ordered = rows.join(
+        places, on=["layer", "head", "bin", "bin_end"], how="left", nulls_equal=True
+    ).sort("seed", "unit", "place")
+    above, below = (ordered[name].to_numpy().reshape(shape) for name in ("sum", "of"))
+    bins = tuple(places.drop("place").rows())
+    return Sums(label, str(data[0]), seeds, units, bins, above, below)
+
+
+def _label(rows: pl.DataFrame) -> str:
+    names = dict.fromkeys(rows.select("row", "method").unique().sort("row", "method").rows())
+    return ", ".join(f"{row} with {method}" if method else row for row, method in names)

@@ -1,0 +1,63 @@
+"""Where the frames of single evaluations are kept, so that none is done twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import polars as pl
+
+from normattn.errors import InputError
+from normattn.measure import frame
+
+
+def digest(*parts: object) -> str:
+    """The name of one evaluation: a hash of all that decides its outcome (JSON values)."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+class MeasurementStore:
+    """A folder of frames, one file per evaluation, named by its key.
+
+    A damaged file is named on standard error and its evaluation is done again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, key: str) -> Path:
+        """The file of one evaluation."""
+        return self.folder / f"{key}.parquet"
+
+    def get(self, key: str) -> pl.DataFrame | None:
+        """The frame of an evaluation already done, or None."""
+        path = self.path(key)
+        if not path.exists():
+            return None
+        try:
+            return frame.read(path)
+        except InputError as error:
+            print(f"normattn: {error}; the evaluation is done again", file=sys.stderr)
+            return None
+
+    def put(self, key: str, measured: pl.DataFrame) -> None:
+        """Keep a frame under its key, whole or not at all."""
+        frame.write(self.path(key), measured)
+
+    def __len__(self) -> int:
+        return len(self._paths())
+
+    def frame(self) -> pl.DataFrame:
+        """Every frame of the folder as one; `InputError` names a damaged file."""
+        return frame.joined(frame.read(path) for path in self._paths())
+
+    def _paths(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("*.parquet") if path.name[0] != ".")
+
+
+def collected(out: Path) -> pl.DataFrame:
+    """Every measurement below a study's directory, as one frame."""
+    paths = sorted(path for path in out.rglob("*.parquet") if path.parent != out)
+    return frame.joined(frame.read(path) for path in paths if path.name[0] != ".")
