@@ -1,0 +1,112 @@
+"""Claims: a sentence of a source, the contrast that tests it, and a verdict.
+
+Four verdicts are told apart. *found*: the difference has the claimed sign and its p, corrected for
+all claims of the page (Holm), is at most 1 − level. *the opposite*: the same with the other sign. *too
+little data*: fewer than three seeds on a side, no interval, or an interval so wide that the smallest
+effect which it would have shown exceeds `matters`. *not found*: none of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from normattn.measure import Estimate, Statistic, holm
+from normattn.report.table import shown
+from normattn.report.view import Term, View
+
+SEEDS = 3
+"""Trainings on each side below which a claim about a score is not decided."""
+
+Verdict = Literal["found", "the opposite", "not found", "too little data"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence, who says it, and the difference that tests it.
+
+    `sign` is +1 where the source says that the difference is above 0, −1 where below. `matters` is
+    the least difference that would matter; None: any. `test` decides otherwise, where the units are
+    chosen and not drawn (settings of a grid): it gives a difference and its exact p.
+    """
+
+    sentence: str
+    source: str
+    measured: str
+    statistic: Statistic | None = None
+    terms: tuple[Term, ...] = ()
+    sign: int = 1
+    matters: float | None = None
+    test: Callable[[View], Estimate | None] | None = None
+    digits: int | None = None
+
+    def difference(self, view: View) -> Estimate | None:
+        """The difference, or None where the frame does not hold it."""
+        if self.test is not None:
+            return self.test(view)
+        assert self.statistic is not None
+        return view.contrast(self.statistic, self.terms)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim decided; `p` is corrected for all claims of its page."""
+
+    claim: Claim
+    difference: Estimate
+    p: float | None
+    verdict: Verdict
+
+    @property
+    def size(self) -> str:
+        """The difference in words."""
+        claim = self.claim
+        digits = claim.digits
+        if digits is None:
+            digits = claim.statistic.digits if claim.statistic else 2
+        return shown(self.difference, digits, signed=True, interval=claim.test is None)
+
+    @property
+    def remark(self) -> str:
+        """What limits the verdict."""
+        if self.verdict != "too little data":
+            return ""
+        few = len(self.difference.seeds)
+        if few < SEEDS:
+            return f"{few} seed{'s' * (few > 1)} on both sides; {SEEDS} are needed"
+        least = self.difference.half_width
+        return "no interval" if least is None else f"only beyond ±{least:.3g} would it have shown"
+
+
+def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
+    """Every claim that the frame can test, corrected as one family (Holm)."""
+    tested = [(claim, claim.difference(view)) for claim in claims]
+    known = [(claim, found) for claim, found in tested if found is not None]
+    decidable = [place for place, (claim, found) in enumerate(known) if _decidable(claim, found)]
+    adjusted = holm([known[place][1].p or 0.0 for place in decidable])
+    p_values = dict(zip(decidable, adjusted, strict=True))
+    level = 1 - view.bootstrap.level
+    return [
+        Finding(
+            claim, found, p_values.get(place), _verdict(claim, found, p_values.get(place), level)
+        )
+        for place, (claim, found) in enumerate(known)
+    ]
+
+
+def _decidable(claim: Claim, found: Estimate) -> bool:
+    if claim.test is not None:
+        return found.p is not None
+    return found.p is not None and len(found.seeds) >= SEEDS
+
+
+def _verdict(claim: Claim, found: Estimate, p: float | None, level: float) -> Verdict:
+    if p is None:
+        return "too little data"
+    if p <= level and found.value != 0:
+        return "found" if found.value * claim.sign > 0 else "the opposite"
+    least = found.half_width
+    if claim.matters is not None and least is not None and least > claim.matters:
+        return "too little data"
+    return "not found"

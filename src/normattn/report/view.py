@@ -1,0 +1,68 @@
+"""The frame as a page reads it: contrasts by where they are looked up, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import polars as pl
+
+from normattn.measure import Bootstrap, Estimate, Statistic, Sums, contrast, gathered, select
+from normattn.measure.gather import Where
+
+
+@dataclass(frozen=True)
+class Term:
+    """factor · statistic in the rows `where`, over some of their bins (None: all)."""
+
+    factor: float
+    where: Where
+    bins: slice | list[int] | None = None
+
+
+@dataclass
+class View:
+    """A frame to be asked; equal questions are answered once."""
+
+    frame: pl.DataFrame
+    bootstrap: Bootstrap = field(default_factory=Bootstrap)
+    _sums: dict[tuple[Any, ...], Sums | None] = field(default_factory=dict, repr=False)
+
+    def values(self, column: str, where: Where | None = None) -> list[Any]:
+        """What a column of the frame holds in some rows, in the order of its appearance."""
+        found = select(self.frame, where or {})
+        return found[column].unique(maintain_order=True).to_list()
+
+    def one(self, column: str, where: Where | None = None) -> Any:
+        """The one value that a column has in some rows; None where there are none or several."""
+        found = self.values(column, where)
+        return found[0] if len(found) == 1 else None
+
+    def sums(self, statistic: str, where: Where) -> Sums | None:
+        """The sums of a statistic; None where nothing was measured."""
+        key = (statistic, *sorted((name, value) for name, value in where.items()))
+        if key not in self._sums:
+            self._sums[key] = gathered(self.frame, statistic, where)
+        return self._sums[key]
+
+    def contrast(self, statistic: Statistic, terms: Sequence[Term]) -> Estimate | None:
+        """Σ factor · statistic over the terms; None where one was not measured."""
+        found = []
+        for term in terms:
+            sums = self.sums(statistic.name, term.where)
+            if sums is None:
+                return None
+            found.append((term.factor, sums if term.bins is None else sums.at(term.bins)))
+        if not shares_seeds(found):
+            return None
+        return contrast(found, statistic, self.bootstrap)
+
+    def estimate(self, statistic: Statistic, where: Where) -> Estimate | None:
+        """The statistic in some rows; None where nothing was measured."""
+        return self.contrast(statistic, [Term(1.0, where)])
+
+
+def shares_seeds(terms: Sequence[tuple[float, Sums]]) -> bool:
+    """Whether some seed is in every term: else there is nothing to pair."""
+    return bool(set.intersection(*(set(sums.seeds) for _, sums in terms)))
