@@ -12,7 +12,7 @@ import pytest
 
 from cli.conftest import Command
 from normattn.cli import values
-from normattn.recipes.merging import merged
+from normattn.sweep.merging import merged
 from normattn.score import registry
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command
-from normattn.recipes.selections import left_out, post_hoc_methods
+from normattn.sweep.selections import left_out, post_hoc_methods
 from normattn.score import ScoreSpec
 
 

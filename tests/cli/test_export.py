@@ -25,7 +25,7 @@ from normattn.models import MaskedLM, MaskedLMConfig, load_model, save_model
 from normattn.models.classifier import Classifier
 from normattn.models.classifier_config import ClassifierConfig
 from normattn.models.pretrained import load_any
-from normattn.recipes.exporting import export_run
+from normattn.commands.exporting import export_run
 from normattn.training.classification import ClassificationConfig, train_classifier
 from normattn.training.masked import MaskedConfig
 

@@ -16,9 +16,9 @@ import torch
 import normattn
 from cli.conftest import Command
 from normattn.cli.app import main
-from normattn.recipes import extension_reading
-from normattn.recipes.extension_settings import default_lengths, parse_lengths, parse_methods
-from normattn.recipes.extension_texts import passkey_set, prepare_texts
+from normattn.commands import extension_reading
+from normattn.commands.extension_settings import default_lengths, parse_lengths, parse_methods
+from normattn.commands.extension_texts import passkey_set, prepare_texts
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -27,7 +27,7 @@ LENGTH = 128
 _DYING = """
 import os, signal
 from normattn.cli.app import main
-from normattn.recipes.extension_reading import Reader
+from normattn.commands.extension_reading import Reader
 
 read, reads = Reader.read, []
 
@@ -205,7 +205,7 @@ def test_a_killed_run_goes_on_where_it_was(
 def test_out_of_memory_says_what_fits_and_keeps_the_rest(
     command: Command, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from normattn.recipes import extending
+    from normattn.commands import extending
 
     make = normattn.hf.token_scorer
 

@@ -60,7 +60,7 @@ def command(
     NTK, YaRN and PI stretch by. Records go to RUN/evaluations; `normattn report` makes tables and
     figures of them.
     """
-    from normattn.recipes.evaluation_run import evaluate_run
+    from normattn.commands.evaluation_run import evaluate_run
 
     evaluate_run(
         run,

@@ -29,6 +29,6 @@ def command(
     Causal and masked language models and classifiers. The card says what the run says: data,
     settings, steps, the last metrics, and the table of whatever was evaluated.
     """
-    from normattn.recipes.exporting import export_run
+    from normattn.commands.exporting import export_run
 
     export_run(run, out, licence)

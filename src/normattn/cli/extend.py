@@ -121,7 +121,7 @@ def command(
         raise InputError(f"--dtype is fp32 or bf16, not {dtype!r}")
     import torch
 
-    from normattn.recipes.extending import Asked, extend_model
+    from normattn.commands.extending import Asked, extend_model
 
     if threads is not None:
         torch.set_num_threads(threads)

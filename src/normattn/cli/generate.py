@@ -57,7 +57,7 @@ def command(
     stretch by a factor take the one that reaches the end of the longest answer, unless METHOD says
     it: YaRN(factor=8).
     """
-    from normattn.recipes.generation import generate_run
+    from normattn.commands.generation import generate_run
 
     generate_run(
         run,

@@ -89,7 +89,7 @@ def command(
     layer × head, curves over position (and over training, where it was probed), one head's
     attention.
     """
-    from normattn.recipes.inspection import inspect_run
+    from normattn.commands.inspection import inspect_run
 
     inspect_run(
         run,

@@ -36,7 +36,7 @@ def command(
     `normattn` need no download; a task folder of your own by `--include_path` stands in their
     place.
     """
-    from normattn.recipes.harness_command import print_tasks_path, run_harness
+    from normattn.commands.harness_command import print_tasks_path, run_harness
 
     if tasks_path:
         print_tasks_path()

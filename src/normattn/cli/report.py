@@ -29,6 +29,6 @@ def command(
 
     Runs that share documents are compared window by window (paired); seeds of one score are pooled.
     """
-    from normattn.recipes.tabulate import tabulate
+    from normattn.studies._tabulate import tabulate
 
     tabulate(runs, out or runs[0])

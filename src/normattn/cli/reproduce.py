@@ -1,28 +1,133 @@
-"""`normattn reproduce STUDY`: a published experiment, from data to table and figures."""
+"""`normattn reproduce STUDY`: a published experiment, from data to its page.
+
+The sub-commands are made of the studies themselves: a new study appears here by itself.
+"""
 
 from __future__ import annotations
 
-import typer
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from normattn.cli import reproduce_reading as reading
-from normattn.cli import reproduce_training as training
+import typer
+from typer.core import TyperGroup, TyperOption
+
+from normattn.cli import values
+
+if TYPE_CHECKING:
+    from normattn.sweep.study import Study
+
+GOES_ON = (
+    "Stop it anywhere and run it again: it goes on, and ends in the same table to the last bit."
+)
+
+
+Preset = Annotated[str, typer.Option(help="smoke, laptop, …, or a TOML file of your own.")]
+Choice = Annotated[str | None, typer.Option()]
+Seeds = Annotated[
+    str | None,
+    typer.Option(help="How many (3 means 0, 1, 2), or which (7,8). [default: the preset's]"),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Children at a time; changes no result. [default: a core each; 1 on a GPU]"
+    ),
+]
+Out = Annotated[Path | None, typer.Option(help="[default: runs/STUDY-PRESET]", show_default=False)]
+Corpus = Annotated[
+    str | None,
+    typer.Option(help="Another corpus: a file or folder, hf:NAME. [default: its own]"),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as training.steps=100."),
+]
+Plan = Annotated[bool, typer.Option("--plan", help="Print the plan and stop.")]
+
+
+class Studies(TyperGroup):
+    """A group whose commands are the studies of the library, and files of one's own."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of the studies."""
+        from normattn.studies import names
+
+        return names()
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of one study; imports it only when it is asked for by name."""
+        from normattn.studies import find
+
+        return _command(find(cmd_name))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Every study with its question; none is imported for it."""
+        from normattn.studies import names, summary
+
+        formatter.write_usage(ctx.command_path, "STUDY [OPTIONS]")
+        formatter.write_paragraph()
+        formatter.write_text(self.help or "")
+        with formatter.section("Studies"):
+            formatter.write_dl([(name, summary(name)) for name in names()])
+        formatter.write_text("STUDY --help says what it trains and measures, with examples.")
+
 
 app = typer.Typer(
+    cls=Studies,
     no_args_is_help=True,
-    help="Run a published experiment from data to table: keynorm, window, continue, mechanism, "
-    "realformer, rmsnorm, qknorm.",
+    help="Run a published experiment from data to its page: one of these, or a FILE.py of your "
+    "own.",
 )
 
 
 @app.callback()
 def _group() -> None:
-    """Run a published experiment from data to table."""
+    """Run a published experiment from data to its page: one of these, or a FILE.py of your own."""
 
 
-app.command("keynorm", epilog=reading.KEYNORM)(reading.keynorm)
-app.command("window", epilog=reading.WINDOW)(reading.window)
-app.command("continue", epilog=reading.CONTINUE)(reading.continue_)
-app.command("mechanism", epilog=reading.MECHANISM)(reading.mechanism)
-app.command("realformer", epilog=training.REALFORMER)(training.realformer)
-app.command("rmsnorm", epilog=training.RMSNORM)(training.rmsnorm)
-app.command("qknorm", epilog=training.QKNORM)(training.qknorm)
+def _command(study: Study) -> Any:
+    """The command line of one study, made of its value."""
+
+    def run(
+        preset: Preset = "laptop",
+        variants: Choice = None,
+        methods: Choice = None,
+        seeds: Seeds = None,
+        jobs: Jobs = None,
+        out: Out = None,
+        corpus: Corpus = None,
+        changes: Changes = None,
+        plan: Plan = False,
+    ) -> None:
+        from normattn.sweep.run import reproduce
+        from normattn.sweep.study import Request
+
+        assigned = values.assignments(changes or [])
+        request = Request(
+            preset=preset,
+            variants=values.names(variants, "--variants"),
+            methods=values.names(methods, "--methods"),
+            seeds=values.seeds(seeds),
+            jobs=jobs,
+            out=out,
+            changes={**({"training.data.corpus": corpus} if corpus else {}), **assigned},
+        )
+        if reproduce(study, request, only_plan=plan):
+            raise typer.Exit(2)
+
+    one = typer.Typer(rich_markup_mode="markdown", add_completion=False)
+    one.command(study.name, help=study.help, epilog=_epilog(study))(run)
+    command = typer.main.get_command(one)
+    for parameter in command.params:
+        if isinstance(parameter, TyperOption) and parameter.name in ("variants", "methods"):
+            parameter.help = getattr(study, parameter.name)
+            parameter.hidden = not parameter.help
+    return command
+
+
+def _epilog(study: Study) -> str:
+    lines = [
+        f"`normattn reproduce {study.name} {arguments}`".replace(" `", "`") + f" – {what}"
+        for arguments, what in study.examples
+    ]
+    return "\n\n".join(("**Examples**", *lines, GOES_ON))

@@ -94,7 +94,7 @@ def command(
     given = {key: value for key, value in options.items() if value is not None}
     fields = _fields(config, preset, given, changes or [])
 
-    from normattn.recipes.training_run import describe, train_run, training_config
+    from normattn.commands.training_run import describe, train_run, training_config
 
     settings = training_config(fields)
     if plan:
@@ -107,8 +107,8 @@ def _fields(
     config: Path | None, preset: str, given: dict[str, Any], changes: list[str]
 ) -> dict[str, Any]:
     """Every setting of the run, each layer over the one before."""
-    from normattn.recipes import presets
-    from normattn.recipes.merging import merged
+    from normattn.sweep import presets
+    from normattn.sweep.merging import merged
     from normattn.training.config_files import read_settings
 
     layers: list[dict[str, Any]] = []

@@ -1,11 +1,10 @@
-"""The protocols: token accuracy and loss of any tokens-to-logits callable, as records."""
+"""The protocols: token accuracy and loss of any tokens-to-logits callable, as measurements."""
 
 from __future__ import annotations
 
 from normattn.evaluation.cells import AnySet, CellInfo
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.protocols import bin_edges, evaluate_cell, rising_edges
-from normattn.evaluation.records import EvaluationStore, write_record
 from normattn.evaluation.retrieval import evaluate_retrieval
 from normattn.evaluation.runner import evaluate_run
 from normattn.evaluation.scorers import TokenScorer, from_causal_lm, from_logits
@@ -13,7 +12,6 @@ from normattn.evaluation.scorers import TokenScorer, from_causal_lm, from_logits
 __all__ = [
     "AnySet",
     "CellInfo",
-    "EvaluationStore",
     "TokenScorer",
     "bin_edges",
     "evaluate_cell",
@@ -23,5 +21,4 @@ __all__ = [
     "from_logits",
     "rising_edges",
     "weights_digest",
-    "write_record",
 ]

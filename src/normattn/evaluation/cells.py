@@ -1,13 +1,14 @@
-"""What every protocol shares: whose evaluation it is, batches, the first fields of a record."""
+"""What every protocol shares: whose evaluation it is, batches, the identity of what it measures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from normattn.data.evaluation_sets import EvaluationSet
 from normattn.data.retrieval import RetrievalSet
+from normattn.measure import Identity
+from normattn.measure.frame import Factor
 
 Progress = Callable[[int, int], None]
 """Called with the windows done and the windows of the cell."""
@@ -17,16 +18,24 @@ AnySet = EvaluationSet | RetrievalSet
 
 @dataclass(frozen=True)
 class CellInfo:
-    """Whose evaluation it is: the run, its seed, the score's names, the digest of its weights."""
+    """Whose evaluation it is: the trained row, its seed, the method, the whole score, the weights.
 
-    run: str
-    seed: int
+    `factors` are what a study varies beside these.
+    """
+
     variant: str
+    seed: int
     method: str
-    name: str
     spec: str
     weights: str
     precision: str = "fp32"
+    split: str = "test"
+    factors: Mapping[str, Factor] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return "-".join(filter(None, (self.variant, self.method)))
 
 
 def batches(windows: int, rows: int) -> Iterator[slice]:
@@ -35,21 +44,20 @@ def batches(windows: int, rows: int) -> Iterator[slice]:
         yield slice(first, first + rows)
 
 
-def cell_fields(cell: CellInfo, chosen: AnySet, key: str) -> dict[str, Any]:
-    """The fields that every record has."""
-    return {
-        "key": key,
-        "run": cell.run,
-        "seed": cell.seed,
-        "variant": cell.variant,
-        "method": cell.method,
-        "name": cell.name,
-        "spec": cell.spec,
-        "protocol": chosen.protocol,
-        "length": chosen.length,
-        "train_length": chosen.train_length,
-        "precision": cell.precision,
-        "weights": cell.weights,
-        "data": chosen.fingerprint,
-        "documents": tuple(chosen.documents),
-    }
+def identity(cell: CellInfo, chosen: AnySet, **factors: Factor) -> Identity:
+    """Whose measurement the evaluation of `chosen` is; the study that collects it adds its name."""
+    return Identity(
+        study="",
+        row=cell.variant,
+        score=cell.spec,
+        method=cell.method,
+        seed=cell.seed,
+        protocol=chosen.protocol,
+        length=chosen.length,
+        train_length=chosen.train_length,
+        split=cell.split,
+        data=chosen.fingerprint,
+        weights=cell.weights,
+        settings=cell.precision,
+        factors={**cell.factors, **factors},
+    )

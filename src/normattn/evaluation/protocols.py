@@ -1,19 +1,20 @@
-"""One evaluation set through one scorer, in batches that fit in memory, into one record."""
+"""One evaluation set through one scorer, in batches that fit in memory, into one frame."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import polars as pl
 import torch
 from numpy.typing import NDArray
 
 from normattn.data.evaluation_sets import EvaluationSet
 from normattn.errors import InputError, NormattnError
-from normattn.evaluation.cells import CellInfo, Progress, batches, cell_fields
-from normattn.evaluation.records import EvaluationStore, evaluation_key, rows_of
+from normattn.evaluation.cells import CellInfo, Progress, batches, identity
 from normattn.evaluation.scorers import TokenScorer
-from normattn.reports.records import Record
+from normattn.measure import MeasurementStore, digest, identified, sums
 
 Counts = NDArray[np.int64]
 Sums = NDArray[np.float64]
@@ -24,29 +25,31 @@ def evaluate_cell(
     evaluation_set: EvaluationSet,
     cell: CellInfo,
     *,
-    store: EvaluationStore | None = None,
+    store: MeasurementStore | None = None,
     tokens_per_batch: int = 16384,
     progress: Progress | None = None,
-) -> Record:
-    """Evaluate one cell, or return its record when `store` already has it.
+) -> pl.DataFrame:
+    """Measure one cell by document and position, or return what `store` already has of it.
 
-    `tokens_per_batch` bounds the input tokens scored at once (one window is the least). The record
-    does not depend on it beyond the rounding of the scorer. Raises `NormattnError` when a loss is
-    not finite.
+    Statistics: `accuracy` and `loss` (nats) of every scored token; of tiled text also
+    `accuracy_seen`, of the tokens whose answer stands earlier in the context. Bins are those of
+    `bin_edges`, by the 0-based position t of the query whose next token is scored.
+    `tokens_per_batch` bounds the input tokens scored at once (one window is the least) and changes
+    nothing beyond the rounding of the scorer. Raises `NormattnError` when a loss is not finite.
     """
     if tokens_per_batch < 1:
         raise InputError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
-    data = evaluation_set.fingerprint
     edges = _edges(evaluation_set)
-    key = evaluation_key(cell.weights, cell.spec, cell.precision, data, edges)
+    whose = identity(cell, evaluation_set)
+    key = digest(whose.columns(), edges)
     done = store.get(key) if store is not None else None
-    if isinstance(done, Record):
+    if done is not None:
         return done
     counts = _count(scorer, evaluation_set, edges, tokens_per_batch, progress, cell.name)
-    record = _record(evaluation_set, cell, key, edges, counts)
+    measured = identified(whose, counts.rows(evaluation_set.documents, edges))
     if store is not None:
-        store.put(record)
-    return record
+        store.put(key, measured)
+    return measured
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,16 @@ class _WindowCounts:
     loss: Sums
     seen_tokens: Counts | None
     seen_correct: Counts | None
+
+    def rows(self, documents: Sequence[str], edges: tuple[int, ...]) -> list[pl.DataFrame]:
+        """The counts as rows of the frame."""
+        parts = {"accuracy": (self.correct, self.tokens), "loss": (self.loss, self.tokens)}
+        if self.seen_tokens is not None and self.seen_correct is not None:
+            parts["accuracy_seen"] = (self.seen_correct, self.seen_tokens)
+        return [
+            sums(name, documents, above, of, axis="position", edges=edges)
+            for name, (above, of) in parts.items()
+        ]
 
 
 def _count(
@@ -148,24 +161,4 @@ def _require_finite(losses: Sums, start: int, name: str, evaluation_set: Evaluat
     raise NormattnError(
         f"{name} gives a loss that is not finite at position {position} of the "
         f"{evaluation_set.protocol} windows of {evaluation_set.length} tokens"
-    )
-
-
-def _record(
-    evaluation_set: EvaluationSet,
-    cell: CellInfo,
-    key: str,
-    edges: tuple[int, ...],
-    counts: _WindowCounts,
-) -> Record:
-    return Record.model_validate(
-        {
-            **cell_fields(cell, evaluation_set, key),
-            "edges": edges,
-            "tokens": rows_of(counts.tokens),
-            "correct": rows_of(counts.correct),
-            "loss": rows_of(counts.loss),
-            "seen_tokens": rows_of(counts.seen_tokens),
-            "seen_correct": rows_of(counts.seen_correct),
-        }
     )

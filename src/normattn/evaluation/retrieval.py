@@ -1,16 +1,16 @@
-"""One retrieval set through one scorer: the tokens of the answers, counted into one record."""
+"""One retrieval set through one scorer: the tokens of the answers, counted into one frame."""
 
 from __future__ import annotations
 
 import numpy as np
+import polars as pl
 import torch
 
 from normattn.data.retrieval import RetrievalSet
 from normattn.errors import InputError, NormattnError
-from normattn.evaluation.cells import CellInfo, Progress, batches, cell_fields
-from normattn.evaluation.records import EvaluationStore, evaluation_key, rows_of
+from normattn.evaluation.cells import CellInfo, Progress, batches, identity
 from normattn.evaluation.scorers import TokenScorer
-from normattn.reports.retrieval_record import RetrievalRecord
+from normattn.measure import MeasurementStore, digest, identified, sums
 
 
 def evaluate_retrieval(
@@ -18,11 +18,14 @@ def evaluate_retrieval(
     retrieval: RetrievalSet,
     cell: CellInfo,
     *,
-    store: EvaluationStore | None = None,
+    store: MeasurementStore | None = None,
     tokens_per_batch: int = 16384,
     progress: Progress | None = None,
-) -> RetrievalRecord:
-    """Evaluate one task at one length, or return its record when `store` already has it.
+) -> pl.DataFrame:
+    """Measure one task at one length by sample and depth, or return what `store` has of it.
+
+    Statistics: `exact` (answers right as a whole), `accuracy` and `loss` of the answers' tokens;
+    the factor `task` is the task.
 
     Every token of an answer is scored with the true tokens before it, so an answer is right as a
     whole exactly when greedy decoding would give it. `tokens_per_batch` bounds the input tokens
@@ -30,25 +33,28 @@ def evaluate_retrieval(
     """
     if tokens_per_batch < 1:
         raise InputError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
-    data = retrieval.fingerprint
-    key = evaluation_key(cell.weights, cell.spec, cell.precision, data, ())
+    whose = identity(cell, retrieval, task=retrieval.task)
+    key = digest(whose.columns())
     done = store.get(key) if store is not None else None
-    if isinstance(done, RetrievalRecord):
+    if done is not None:
         return done
     correct, loss = _count(scorer, retrieval, tokens_per_batch, progress, cell.name)
     tokens = np.tile(retrieval.scored.sum(axis=1)[:, None], (1, len(retrieval.depths)))
-    fields = {
-        **cell_fields(cell, retrieval, key),
-        "task": retrieval.task,
-        "depths": retrieval.depths,
-        "tokens": rows_of(tokens),
-        "correct": rows_of(correct),
-        "loss": rows_of(loss),
-    }
-    record = RetrievalRecord.model_validate(fields)
+    parts = {"exact": (correct == tokens, 1.0 * (tokens > 0)), "accuracy": (correct, tokens)}
+    parts["loss"] = (loss, tokens)
+    rows = [
+        sums(name, _samples(retrieval), above, of, axis="depth", edges=retrieval.depths)
+        for name, (above, of) in parts.items()
+    ]
+    measured = identified(whose, rows)
     if store is not None:
-        store.put(record)
-    return record
+        store.put(key, measured)
+    return measured
+
+
+def _samples(retrieval: RetrievalSet) -> list[str]:
+    """A sample is drawn as a whole, whatever document its filling is from."""
+    return [f"{number:04d} {name}" for number, name in enumerate(retrieval.documents)]
 
 
 def _count(

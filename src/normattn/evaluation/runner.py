@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+
+import polars as pl
 
 from normattn.data.retrieval import RetrievalSet
 from normattn.errors import InputError
 from normattn.evaluation.cells import AnySet, CellInfo, Progress
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.protocols import evaluate_cell
-from normattn.evaluation.records import EvaluationStore
 from normattn.evaluation.retrieval import evaluate_retrieval
 from normattn.evaluation.scorers import Precision, TokenScorer, from_causal_lm
+from normattn.measure import MeasurementStore
+from normattn.measure.frame import Factor
 from normattn.models.causal_lm import CausalLM
-from normattn.reports.records import AnyRecord
-from normattn.score.spec import ScoreSpec
 
 
 def evaluate_run(
     model: CausalLM,
     evaluation_sets: Sequence[AnySet],
     *,
-    run: str,
     seed: int,
     methods: Sequence[str] = ("",),
     factor: float | None = None,
-    store: EvaluationStore | None = None,
+    store: MeasurementStore | None = None,
     precision: Precision = "fp32",
+    split: str = "test",
+    factors: Mapping[str, Factor] | None = None,
     tokens_per_batch: int = 16384,
-    on_record: Callable[[AnyRecord], None] | None = None,
+    on_measured: Callable[[pl.DataFrame], None] | None = None,
     progress: Progress | None = None,
-) -> list[AnyRecord]:
+) -> list[pl.DataFrame]:
     """Evaluate a trained model as it is or under each method on each set; undo every method.
 
     `methods` are texts such as "" (as is), "YaRN", "ReRoPE-logn+". `factor` is what stretching
     methods stretch by, fixed for a whole table (default: the longest set over the training
-    length). Cells that `store` holds are not evaluated again. `on_record` is called after each.
+    length); `split` and `factors` say of what documents and what else varies. Cells that `store`
+    holds are not evaluated again. `on_measured` is called after each.
     """
     if not evaluation_sets:
         raise InputError("there is nothing to evaluate: no evaluation set was given")
@@ -46,44 +49,40 @@ def evaluate_run(
     weights = weights_digest(model)
     scorer = from_causal_lm(model, precision)
     own = model.config.score.resolve(train_length=train_length)
-    records: list[AnyRecord] = []
+    measured: list[pl.DataFrame] = []
     for method in methods:
         spec = own.with_method(method).resolve(train_length=train_length, factor=factor)
-        cell = _cell_info(spec, run, seed, weights, precision)
+        cell = CellInfo(
+            variant=spec.variant_name,
+            seed=seed,
+            method=spec.method_name,
+            spec=str(spec),
+            weights=weights,
+            precision=precision,
+            split=split,
+            factors=factors or {},
+        )
         with nullcontext() if spec == own else model.using(spec):
             for evaluation_set in evaluation_sets:
-                record = _evaluate(scorer, evaluation_set, cell, store, tokens_per_batch, progress)
-                records.append(record)
-                if on_record is not None:
-                    on_record(record)
-    return records
+                found = _evaluate(scorer, evaluation_set, cell, store, tokens_per_batch, progress)
+                measured.append(found)
+                if on_measured is not None:
+                    on_measured(found)
+    return measured
 
 
 def _evaluate(
     scorer: TokenScorer,
     chosen: AnySet,
     cell: CellInfo,
-    store: EvaluationStore | None,
+    store: MeasurementStore | None,
     tokens: int,
     progress: Progress | None,
-) -> AnyRecord:
+) -> pl.DataFrame:
     if isinstance(chosen, RetrievalSet):
         return evaluate_retrieval(
             scorer, chosen, cell, store=store, tokens_per_batch=tokens, progress=progress
         )
     return evaluate_cell(
         scorer, chosen, cell, store=store, tokens_per_batch=tokens, progress=progress
-    )
-
-
-def _cell_info(spec: ScoreSpec, run: str, seed: int, weights: str, precision: str) -> CellInfo:
-    return CellInfo(
-        run=run,
-        seed=seed,
-        variant=spec.variant_name,
-        method=spec.method,
-        name="-".join(filter(None, (spec.variant_name, spec.method))),
-        spec=str(spec),
-        weights=weights,
-        precision=precision,
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scipy import stats
-
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusted p values (Holm 1979): p̃_(k) = max_{j ≤ k} min(1, (m − j + 1)·p_(j)).
@@ -24,5 +22,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def sign_test(only_first: int, only_second: int) -> float:
     """Two-sided exact p of a split at least as uneven, either side being as likely; 1 for 0, 0."""
+    # Slow to import, and rarely asked for.
+    from scipy import stats
+
     total = only_first + only_second
     return float(stats.binomtest(only_first, total).pvalue) if total else 1.0

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import special
 
 from normattn.errors import InputError
 from normattn.measure.bootstrap import Bootstrap
@@ -173,8 +173,8 @@ def _estimate(values: Array, resampled: Array, sums: Sums, bootstrap: Bootstrap)
         return Estimate(**known)  # type: ignore[arg-type]
     spread = np.nanvar(resampled, axis=0, ddof=1)
     error, freedom = _spread(values[1:], float(spread[0]), float(spread[1:].mean()), units)
-    half = float(stats.t.ppf(0.5 + bootstrap.level / 2, freedom)) * error if error else 0.0
-    p = float(2 * stats.t.sf(abs(values[0]) / error, freedom)) if error else None
+    half = float(special.stdtrit(freedom, 0.5 + bootstrap.level / 2)) * error if error else 0.0
+    p = float(2 * special.stdtr(freedom, -abs(values[0]) / error)) if error else None
     ends = (_clean(values[0] - half), _clean(values[0] + half))
     return Estimate(**known, low=ends[0], high=ends[1], p=p)  # type: ignore[arg-type]
 

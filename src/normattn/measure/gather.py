@@ -101,3 +101,18 @@ def gathered(frame: pl.DataFrame, statistic: str, where: Where | None = None) ->
 def _label(rows: pl.DataFrame) -> str:
     names = dict.fromkeys(rows.select("row", "method").unique().sort("row", "method").rows())
     return ", ".join(f"{row} with {method}" if method else row for row, method in names)
+
+
+def on_common_sets(frame: pl.DataFrame) -> pl.DataFrame:
+    """The rows on the data set that most rows of their protocol and length share.
+
+    Of equally common ones the one with the greatest digest, so that the choice is repeatable.
+    """
+    if not frame.height:
+        return frame
+    place = ["protocol", "length", *(name for name in frame.columns if name == "factor.task")]
+    counted = frame.group_by(*place, "data").agg(pl.struct("row", "method", "seed").n_unique())
+    best = counted.sort("row", "data", descending=True).unique(place, keep="first")
+    return frame.join(
+        best.select(*place, "data"), on=[*place, "data"], how="semi", nulls_equal=True
+    )

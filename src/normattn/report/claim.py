@@ -1,9 +1,9 @@
 """Claims: a sentence of a source, the contrast that tests it, and a verdict.
 
-Four verdicts are told apart. *found*: the difference has the claimed sign and its p, corrected for
-all claims of the page (Holm), is at most 1 − level. *the opposite*: the same with the other sign. *too
-little data*: fewer than three seeds on a side, no interval, or an interval so wide that the smallest
-effect which it would have shown exceeds `matters`. *not found*: none of these.
+Four verdicts are told apart. *found*: the difference has the claimed sign and its p, corrected
+for all claims of the page (Holm), is at most 1 − level. *the opposite*: the same with the other
+sign. *too little data*: fewer than three seeds on a side, no interval, or an interval so wide that
+the smallest effect which it would have shown exceeds `matters`. *not found*: none of these.
 """
 
 from __future__ import annotations

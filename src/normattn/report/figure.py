@@ -1,9 +1,9 @@
 """Figures as values: the numbers of a picture and their titles, before anything is drawn.
 
-Four kinds are enough for every page: `Curves` (lines with bands, labelled at their ends), `Intervals`
-(a value and its interval for every row), `Grid` (coloured cells with a number) and `Density` (a
-distribution for every row). `plots` draws each as an image, `html` as a picture with values under the
-pointer; both read these values and nothing else.
+Four kinds are enough for every page: `Curves` (lines with bands, labelled at their ends),
+`Intervals` (a value and its interval for every row), `Grid` (coloured cells with a number) and
+`Density` (a distribution for every row). `plots` draws each as an image, `html` as a picture with
+values under the pointer; both read these values and nothing else.
 """
 
 from __future__ import annotations

@@ -33,12 +33,18 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How far a run is: `step` of `steps` done, and one sentence where there is more to say."""
+    """How far a run is: `step` of `steps` done, and one sentence where there is more to say.
+
+    Of a run that diverged, `where` is the module whose output was first not finite, `checkpoint`
+    the last good checkpoint.
+    """
 
     state: State
     step: int
     steps: int
     message: str = ""
+    where: str = ""
+    checkpoint: str | None = None
 
 
 def read_status(path: Path) -> RunStatus | None:
@@ -122,7 +128,11 @@ class RunDirectory:
 
     def set_status(self, state: State, step: int, steps: int, message: str = "") -> None:
         """Write `status.json` whole."""
-        write_json(self.path / "status.json", asdict(RunStatus(state, step, steps, message)))
+        self.write_status(RunStatus(state, step, steps, message))
+
+    def write_status(self, status: RunStatus) -> None:
+        """Write `status.json` whole."""
+        write_json(self.path / "status.json", asdict(status))
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -91,8 +91,7 @@ class ScoreSpec:
         return "-".join(label(part) for part in self._shown)
 
     def __str__(self) -> str:
-        shown = "-".join(print_part(part) for part in self._shown)
-        return shown if self.train_length is None else f"{shown}@{self.train_length}"
+        return self.text if self.train_length is None else f"{self.text}@{self.train_length}"
 
     @property
     def variant(self) -> Variant:
@@ -208,6 +207,29 @@ class ScoreSpec:
     def method(self) -> str:
         """The name of the post-hoc parts, e.g. `YaRN`; empty when there are none."""
         return "-".join(label(part) for part in self.parts if part.when != "trained-in")
+
+    @property
+    def method_name(self) -> str:
+        """The same with what was chosen in each part, e.g. `ReRoPE(window=16)-logn†`.
+
+        A value that the training length or the factor gives anyway is not spelled.
+        """
+        found = []
+        for part in self.parts:
+            if part.when != "trained-in":
+                usual = type(part)().resolved(self.train_length, getattr(part, "factor", None))
+                found.append(print_part(part, usual) if part != usual else label(part))
+        return "-".join(found)
+
+    @property
+    def method_text(self) -> str:
+        """The post-hoc parts with every parameter, as `with_method` takes them."""
+        return "-".join(print_part(part) for part in self.parts if part.when != "trained-in")
+
+    @property
+    def text(self) -> str:
+        """The specification without its training length: `str(self)` up to the @."""
+        return "-".join(print_part(part) for part in self._shown)
 
     def with_method(self, text: str, **parameters: Any) -> ScoreSpec:
         """This specification with the post-hoc parts that `text` names; "" or "as is" adds none.

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 
 from normattn.errors import DivergedError, InputError, Interrupted
-from normattn.runs import MetricsLog, RunDirectory, describe_environment, record_environment
+from normattn.runs import (
+    MetricsLog,
+    RunDirectory,
+    RunStatus,
+    describe_environment,
+    record_environment,
+)
 from normattn.training.distribution import World, world
 from normattn.training.divergence import find_origin
 from normattn.training.loop_config import LoopConfig
@@ -317,7 +323,10 @@ class _Loop:
         kept = self.world.on_main(self.run.checkpoints.last_path)
         error = DivergedError(step, where, str(kept) if kept else None)
         if self.world.main:
-            self.run.set_status("diverged", step, self.config.steps, str(error))
+            status = RunStatus(
+                "diverged", step, self.config.steps, str(error), where, error.checkpoint
+            )
+            self.run.write_status(status)
         raise error
 
     def _result(self) -> TrainingResult:

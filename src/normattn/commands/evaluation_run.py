@@ -1,0 +1,156 @@
+"""One finished run measured by itself, and what was found printed as a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import get_args
+
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+
+from normattn.data.tokens import prepare_tokens
+from normattn.errors import InputError
+from normattn.reports.records import AnyRecord
+from normattn.reports.retrieval import TITLES
+from normattn.reports.retrieval_record import RetrievalRecord
+from normattn.runs import RunDirectory
+from normattn.score import ScoreSpec
+from normattn.sweep.measuring import count_evaluations, evaluate_trained
+from normattn.sweep.selections import ALL, left_out, post_hoc_methods
+from normattn.sweep.settings import PROTOCOLS, EvaluationSettings, Protocol, validated
+from normattn.training import TrainingConfig
+from normattn.training.causal import CausalWorkload
+
+
+def evaluate_run(
+    run: Path,
+    *,
+    methods: Sequence[str],
+    protocols: Sequence[str] | None,
+    multiples: Sequence[int] | None,
+    lengths: Sequence[int] | None,
+    max_windows: int,
+    max_tokens: int,
+    seed: int,
+    threads: int,
+) -> None:
+    """Evaluate the run in the directory `run` and print what was measured.
+
+    "all" among the methods is the model as it is and every registered post-hoc method that its
+    score can take; a sentence is printed for each that it cannot. Raises `InputError` for a
+    directory that holds no finished run, an unknown protocol or method, and lengths that are no
+    multiples of the training length or too short for what is asked.
+    """
+    stored = RunDirectory.existing(run, CausalWorkload.kind)
+    config = TrainingConfig.parse(stored.config, str(run / "config.json"))
+    fields = {
+        "protocols": [_protocol(name) for name in protocols or PROTOCOLS],
+        "multiples": _multiples(multiples, lengths, config.model.train_length),
+        "max_windows": max_windows,
+        "max_tokens": max_tokens,
+        "seed": seed,
+    }
+    settings = validated(EvaluationSettings, fields, "evaluation settings")
+    score = config.model.score.resolve(train_length=config.model.train_length)
+    methods, sentences = _methods(methods, score, settings.factor)
+    for method in methods:
+        score.with_method(method).resolve(factor=settings.factor)
+    for sentence in sentences:
+        Console(highlight=False).print(sentence, markup=False, soft_wrap=True)
+    torch.set_num_threads(threads)
+    total = count_evaluations(settings) * len(methods)
+    with Console(file=sys.stderr).status("evaluating") as status:
+        records = evaluate_trained(
+            run,
+            config,
+            prepare_tokens(config.data),
+            methods=methods,
+            settings=settings,
+            name=run.resolve().name,
+            on_done=lambda done: status.update(f"evaluating: {done} of {total}"),
+        )
+    _show(records)
+
+
+def _methods(
+    asked: Sequence[str], score: ScoreSpec, factor: float
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The methods with "all" written out, each once, and what was left out of "all" and why."""
+    every = ("as is", *post_hoc_methods(score, factor))
+    found = [each for method in asked for each in (every if method == ALL else (method,))]
+    sentences = left_out(score, factor) if ALL in asked else ()
+    return tuple(dict.fromkeys(found)), sentences
+
+
+def _protocol(name: str) -> str:
+    plain, protocols = name.replace("-", "_"), get_args(Protocol)
+    if plain in protocols:
+        return plain
+    near = get_close_matches(plain, protocols, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0].replace('_', '-')}? " if near else ""
+    known = ", ".join(each.replace("_", "-") for each in protocols)
+    raise InputError(f"no protocol is called {name!r}: {hint}there are {known}")
+
+
+def _multiples(
+    multiples: Sequence[int] | None, lengths: Sequence[int] | None, train_length: int
+) -> list[int]:
+    if multiples is not None and lengths is not None:
+        raise InputError("--multiples and --lengths say the same thing twice; give one of them")
+    if lengths is None:
+        return list(multiples or EvaluationSettings().multiples)
+    for length in lengths:
+        if length % train_length:
+            raise InputError(
+                f"--lengths takes multiples of the run's training length {train_length}, "
+                f"got {length}"
+            )
+    return [length // train_length for length in lengths]
+
+
+def _show(records: Sequence[AnyRecord]) -> None:
+    """Tables of accuracies and losses; intervals come with `normattn report`."""
+    counted = [record for record in records if not isinstance(record, RetrievalRecord)]
+    asked = [record for record in records if isinstance(record, RetrievalRecord)]
+    console = Console(highlight=False)
+    if counted:
+        rest = ("protocol", "length", "tokens", "accuracy, %", "loss, nats")
+        table = Table(_names(counted), *rest)
+        for record in counted:
+            tokens = record.counts("tokens").sum()
+            table.add_row(
+                record.name,
+                record.protocol,
+                str(record.length),
+                f"{tokens:,.0f}",
+                f"{100 * record.counts('correct').sum() / tokens:.2f}",
+                f"{record.counts('loss').sum() / tokens:.4f}",
+            )
+        console.print(table)
+    if asked:
+        console.print(_retrieval_table(asked))
+
+
+def _names(records: Sequence[AnyRecord]) -> Column:
+    """A column as wide as the longest name: scores differ at their ends."""
+    return Column("score", min_width=max(len(record.name) for record in records))
+
+
+def _retrieval_table(records: Sequence[RetrievalRecord]) -> Table:
+    table = Table(_names(records), "task", "length", "answers", "right, %", "tokens, %")
+    for record in records:
+        exact = record.counts("exact")
+        tokens = record.counts("correct").sum() / record.counts("tokens").sum()
+        table.add_row(
+            record.name,
+            TITLES[record.task],
+            str(record.length),
+            str(exact.size),
+            f"{100 * exact.mean():.1f}",
+            f"{100 * tokens:.1f}",
+        )
+    return table

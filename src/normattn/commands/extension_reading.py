@@ -1,0 +1,168 @@
+"""One window read at one length: losses, the pass key, seconds and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normattn.commands.extension_settings import ExtensionSettings
+from normattn.commands.extension_texts import Texts, passkey_set
+from normattn.data.retrieval import RetrievalSet
+from normattn.errors import NormattnError
+from normattn.evaluation import CellInfo, TokenScorer, evaluate_cell, evaluate_retrieval
+from normattn.hf.anatomy import anatomy
+from normattn.reports.extension_records import AnyUnit, KeyUnit, Place, TextUnit
+
+_RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+_MEMORY_WORDS = ("not enough memory", "out of memory", "can't allocate memory")
+
+
+class OutOfMemoryError(NormattnError):
+    """A length did not fit into the memory."""
+
+
+@dataclass
+class Reader:
+    """Reads windows with a model as it is when it is called, extended or not.
+
+    `scorer` maps ids (1, T + 1) to losses; `tokeniser` writes the pass key.
+    """
+
+    model: Any
+    tokeniser: Any
+    scorer: TokenScorer
+    texts: Texts
+    settings: ExtensionSettings
+    _held: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        gc.collect()
+        self._held = resident(self.model.device)
+
+    def read(self, place: Place, cell: CellInfo) -> AnyUnit:
+        """The unit of a place.
+
+        Raises `OutOfMemoryError`, and `NormattnError` where a loss is not finite.
+        """
+        with _out_of_memory():
+            return self._key(place, cell) if place.kind == "key" else self._text(place, cell)
+
+    def _text(self, place: Place, cell: CellInfo) -> TextUnit:
+        settings, device = self.settings, self.model.device
+        sets = self.texts.sets(place.window, place.length, settings.train_length, settings.segment)
+        scorer, seconds = _once(self.scorer), list[float]()
+        with peak(device, self._held) as grown, _timed(self.model, seconds):
+            records = tuple(evaluate_cell(scorer, each, cell) for each in sets)
+        return TextUnit(
+            method=place.method,
+            length=place.length,
+            window=place.window,
+            records=records,
+            prefill_seconds=seconds[0],
+            peak_bytes=grown[0] if grown else None,
+            device=str(device),
+            threads=torch.get_num_threads(),
+        )
+
+    def _key(self, place: Place, cell: CellInfo) -> KeyUnit:
+        record = evaluate_retrieval(self.scorer, self.hidden(place.length, place.window), cell)
+        return KeyUnit(method=place.method, length=place.length, window=place.window, record=record)
+
+    def hidden(self, length: int, index: int) -> RetrievalSet:
+        """A window with its pass key; `InputError` where the length has no room for it."""
+        train_length, seed = self.settings.train_length, self.settings.seed
+        return passkey_set(self.tokeniser, self.texts, index, length, train_length, seed)
+
+
+def _once(scorer: TokenScorer) -> TokenScorer:
+    """The protocols of one window ask for the same tokens: they are read once."""
+    known: list[Any] = []
+
+    def score(ids: Tensor) -> Any:
+        if not known or not torch.equal(known[0], ids):
+            known[:] = [ids, scorer(ids)]
+        return known[1]
+
+    return score
+
+
+@contextmanager
+def _timed(model: Any, seconds: list[float]) -> Iterator[None]:
+    """Append the seconds of every pass of the decoder."""
+    decoder, begun = anatomy(model).decoder, [0.0]
+
+    def now() -> float:
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        return time.perf_counter()
+
+    def before(*_: object) -> None:
+        begun[0] = now()
+
+    def after(*_: object) -> None:
+        seconds.append(now() - begun[0])
+
+    hooks: list[Callable[[], object]] = [
+        decoder.register_forward_pre_hook(before).remove,
+        decoder.register_forward_hook(after).remove,
+    ]
+    try:
+        yield
+    finally:
+        for remove in hooks:
+            remove()
+
+
+@contextmanager
+def _out_of_memory() -> Iterator[None]:
+    """Every way in which memory ends, as one error."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise OutOfMemoryError("out of memory") from error
+    except RuntimeError as error:
+        # torch's allocator of the processor has no type of its own for this.
+        if not any(words in str(error).lower() for words in _MEMORY_WORDS):
+            raise
+        raise OutOfMemoryError("out of memory") from error
+
+
+def resident(device: torch.device) -> int | None:
+    """Bytes that the process holds (on a GPU: that torch holds there); None where untold."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return _status("VmRSS")
+
+
+@contextmanager
+def peak(device: torch.device, held: int | None) -> Iterator[list[int]]:
+    """A list that holds, afterwards, the most bytes beyond `held`; empty where untold."""
+    found: list[int] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):  # Another system than Linux.
+            _RESET.write_text("5")
+    yield found
+    if device.type == "cuda":
+        most: int | None = int(torch.cuda.max_memory_allocated(device))
+    else:
+        most = _status("VmHWM")
+    if most is not None and held is not None:
+        found.append(max(0, most - held))
+
+
+def _status(name: str) -> int | None:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = _STATUS.read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+    return None

@@ -1,0 +1,224 @@
+"""The two kinds of model that lm-evaluation-harness can be given, behind one interface.
+
+A run trained here, and a model of transformers with or without an extension.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from normattn.data.tokeniser import SEPARATOR_ID, Tokeniser
+from normattn.errors import InputError
+from normattn.evaluation.scorers import TokenScorer, from_causal_lm
+from normattn.models import CausalLM, Sampling, generate
+from normattn.models.generation import left_padded
+from normattn.score import ScoreSpec
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How an answer is made: up to `most` tokens or a text of `until`, greedy at temperature 0."""
+
+    most: int
+    until: tuple[str, ...] = ()
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+class HarnessModel(ABC):
+    """A causal language model with its tokeniser.
+
+    Attributes:
+        train_length: how far it was trained to read.
+        prefix: the token before a text that has no context.
+        end: the token that ends a text, or None.
+        described: what is on, for the log.
+        chat: the tokeniser of transformers that may hold a chat template, or None.
+    """
+
+    train_length: int
+    prefix: int
+    end: int | None
+    described: str
+    chat: Any = None
+    scorer: TokenScorer
+
+    @abstractmethod
+    def encode(self, text: str, special: bool | None) -> list[int]:
+        """The tokens of a text; `special` tokens as the tokeniser has it where None."""
+
+    @abstractmethod
+    def answers(self, prompts: Prompts, drawing: Drawing, seeds: Sequence[int]) -> list[str]:
+        """What follows each prompt, as text before the first text of `until`."""
+
+
+class RunModel(HarnessModel):
+    """A finished run of `normattn train`, as it is or under a post-hoc method."""
+
+    def __init__(self, model: CausalLM, tokeniser: Tokeniser, spec: ScoreSpec) -> None:
+        self._model, self._tokeniser = model.eval(), tokeniser
+        self.train_length = model.config.train_length
+        # Documents end in a separator, so it is what every document but the first follows.
+        self.prefix = self.end = SEPARATOR_ID
+        self.described = str(spec)
+        self._on = model.using(spec)
+        self.scorer = from_causal_lm(model)
+
+    def encode(self, text: str, special: bool | None) -> list[int]:
+        """The tokens of a text; a run has no special tokens to add."""
+        return self._tokeniser.encode(text)
+
+    def answers(self, prompts: Prompts, drawing: Drawing, seeds: Sequence[int]) -> list[str]:
+        """What follows each prompt; a separator ends it too."""
+        answers = generate(
+            self._model,
+            prompts,
+            drawing.most,
+            temperature=drawing.temperature,
+            top_k=drawing.top_k,
+            top_p=drawing.top_p,
+            stop=[SEPARATOR_ID, *drawing.until],
+            decode=self._tokeniser.decode,
+            seed=seeds,
+        )
+        return [answer.text or "" for answer in answers]
+
+
+class TransformersModel(HarnessModel):
+    """A causal language model of transformers, as it is or extended."""
+
+    def __init__(self, model: Any, tokeniser: Any, train_length: int, described: str) -> None:
+        from normattn.hf import token_scorer
+
+        self._model, self.chat = model.eval(), tokeniser
+        self.train_length, self.described = train_length, described
+        self.end = tokeniser.eos_token_id
+        first = tokeniser.bos_token_id if tokeniser.bos_token_id is not None else self.end
+        if first is None:
+            raise InputError(
+                "the tokeniser has neither a token that begins a text nor one that ends it, and a "
+                "text without context must follow one of them"
+            )
+        self.prefix = int(first)
+        self.scorer = token_scorer(model)
+
+    def encode(self, text: str, special: bool | None) -> list[int]:
+        """The tokens of a text; a beginning that the text brings along is not doubled."""
+        first = self.chat.bos_token
+        if special is None and first and text.startswith(first):
+            special = False
+        options = {} if special is None else {"add_special_tokens": special}
+        return [int(each) for each in self.chat(text, **options).input_ids]
+
+    def answers(self, prompts: Prompts, drawing: Drawing, seeds: Sequence[int]) -> list[str]:
+        """What follows each prompt; drawn tokens come from torch's global generator."""
+        Sampling(drawing.temperature, drawing.top_k, drawing.top_p)
+        ids, padding = left_padded(prompts, self._model.device)
+        mask = torch.ones_like(ids) if padding is None else (~padding).long()
+        options: dict[str, Any] = {"do_sample": drawing.temperature > 0}
+        if drawing.temperature > 0:
+            options |= {"temperature": drawing.temperature, "top_k": drawing.top_k or 0}
+            options |= {"top_p": 1.0 if drawing.top_p is None else drawing.top_p}
+        if drawing.until:
+            options |= {"stop_strings": list(drawing.until), "tokenizer": self.chat}
+        filler = self.prefix if self.end is None else self.end
+        with torch.no_grad():
+            made = self._model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=drawing.most,
+                pad_token_id=filler,
+                eos_token_id=self.end,
+                **options,
+            )
+        return [self._text(row, drawing.until) for row in made[:, ids.shape[1] :]]
+
+    def _text(self, row: Int[Tensor, " t"], until: Sequence[str]) -> str:
+        """The answer in one row, which a stopped row fills with padding."""
+        tokens = row.tolist()
+        if self.end in tokens:
+            tokens = tokens[: tokens.index(self.end)]
+        text = str(self.chat.decode(tokens, skip_special_tokens=True))
+        return text[: min((at for at in map(text.find, until) if at >= 0), default=len(text))]
+
+
+def open_run(
+    run: Path,
+    method: str,
+    factor: float | int | None,
+    parameters: dict[str, Any],
+    device: str,
+    dtype: str,
+) -> RunModel:
+    """The model of a finished run with a method switched on; raises `InputError`."""
+    from normattn.commands.generation import opened
+    from normattn.models import load_model
+    from normattn.training.distribution import choose_device
+
+    config, tokeniser = opened(run)
+    length, trained = config.model.train_length, config.model.score
+    given = trained.with_method(method, **parameters)
+    spec = given.resolve(length, factor)
+    if factor is not None and _whole(given, length) == spec:
+        raise InputError(f"{spec.method or 'the model as it is'} takes no factor")
+    model = load_model(run / "model").to(choose_device(device), DTYPES[dtype])
+    return RunModel(model, tokeniser, spec)
+
+
+def _whole(spec: ScoreSpec, length: int) -> ScoreSpec | None:
+    """The score without a factor, where it needs none."""
+    try:
+        return spec.resolve(length)
+    except InputError:
+        return None
+
+
+def open_pretrained(
+    name: str,
+    gguf: str | None,
+    method: str | None,
+    train_length: int | None,
+    parameters: dict[str, Any],
+    device: str,
+    dtype: str,
+) -> TransformersModel:
+    """A model of transformers: extended by `method`, as it was saved (None), or "as is"."""
+    from normattn.hf import extend, extension_of, from_pretrained, load
+    from normattn.hf.anatomy import anatomy, known_length
+    from normattn.hf.extension import FIELD
+    from normattn.training.distribution import choose_device
+
+    place = choose_device(device)
+    model, tokeniser = load(name, gguf, DTYPES[dtype])
+    if method is None and hasattr(model.config, FIELD):
+        model = from_pretrained(name, dtype=DTYPES[dtype])
+        extension = extension_of(model)
+    elif method in (None, "as is"):
+        extension = None
+    else:
+        assert method is not None
+        extension = extend(model, method, train_length=train_length, **parameters)
+    model.to(place)
+    if extension is not None:
+        return TransformersModel(
+            model, tokeniser, extension.resolved.train_length, str(extension.resolved)
+        )
+    length = train_length or known_length(anatomy(model))[0]
+    return TransformersModel(model, tokeniser, length, "as is")

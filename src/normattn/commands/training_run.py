@@ -1,0 +1,45 @@
+"""One training run by itself, and what it says on the terminal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from normattn.models.accounting import flops_per_token, parameter_count
+from normattn.sweep.probes import diagnostics_probes
+from normattn.training import TrainingConfig, train_causal
+
+
+def describe(config: TrainingConfig) -> str:
+    """What a run is and costs, in two lines."""
+    model = config.model
+    tokens = config.steps * config.batch_size * model.train_length
+    flops = flops_per_token(model, model.train_length)
+    return (
+        f"{model.score.name}: {parameter_count(model):,} parameters, {model.layers} layers of "
+        f"width {model.dim}, {flops.training:,.0f} FLOPs per trained token\n"
+        f"{config.steps:,} steps of {config.batch_size} sequences of {model.train_length} tokens: "
+        f"{tokens:,} tokens, {tokens * flops.training:.2g} FLOPs"
+    )
+
+
+def training_config(fields: Mapping[str, Any]) -> TrainingConfig:
+    """The checked settings of a run; `InputError` names each field that is wrong."""
+    return TrainingConfig.parse(fields, "training settings")
+
+
+def train_run(config: TrainingConfig, out: Path) -> None:
+    """Train one run into `out`, or go on with it, and say how it ended."""
+    # Under torchrun every process comes here; the first one speaks.
+    console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
+    console.print(describe(config), markup=False, soft_wrap=True)
+    result = train_causal(config, out, probes=diagnostics_probes(config, out))
+    console.print(
+        f"loss {result.loss:.4f} after {result.steps:,} steps; the model is in {out / 'model'}",
+        markup=False,
+        soft_wrap=True,
+    )

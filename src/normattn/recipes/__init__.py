@@ -1,1 +1,0 @@
-"""Whole experiments as data: what to train, how to measure it, and a scheduler."""

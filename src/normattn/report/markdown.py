@@ -1,0 +1,143 @@
+"""A page as Markdown, and its tables as CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from normattn.report.claim import Finding
+from normattn.report.context import PageContext
+from normattn.report.table import Filled
+
+
+def page_markdown(page: PageContext) -> str:
+    """table.md: equal contexts give equal bytes."""
+    environment = Environment(
+        loader=PackageLoader("normattn.report"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,
+    )
+    template = environment.get_template("table.md.jinja")
+    text = template.render(page=page, grid=table_markdown, findings=findings_markdown)
+    return _spaced(text)
+
+
+def table_markdown(table: Filled) -> str:
+    """One table."""
+    head = [column.title for column in table.columns]
+    return aligned(head, [[cell.text for cell in line] for line in table.cells])
+
+
+def findings_markdown(findings: Sequence[Finding]) -> str:
+    """The claims and their verdicts."""
+    head = ("claim", "source", "measured", "difference", "seeds", "p", "verdict")
+    lines = [
+        (
+            found.claim.sentence,
+            found.claim.source,
+            found.claim.measured,
+            found.size,
+            str(len(found.difference.seeds)) if found.difference.seeds else "–",
+            "–" if found.p is None else f"{found.p:.3f}",
+            f"**{found.verdict}**" + (f" ({found.remark})" if found.remark else ""),
+        )
+        for found in findings
+    ]
+    return aligned(head, lines, left=(0, 1, 2, 6))
+
+
+def aligned(head: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """An aligned Markdown table; the columns of `left` to the left, the others to the right."""
+    every = [[_escaped(text) for text in line] for line in (head, *lines)]
+    widths = [max(len(line[place]) for line in every) for place in range(len(head))]
+
+    def line(texts: Sequence[str]) -> str:
+        parts = (
+            text.ljust(width) if place in left else text.rjust(width)
+            for place, (text, width) in enumerate(zip(texts, widths, strict=True))
+        )
+        return "| " + " | ".join(parts) + " |"
+
+    rule = (
+        "-" * width if place in left else "-" * (width - 1) + ":"
+        for place, width in enumerate(widths)
+    )
+    return "\n".join([line(every[0]), "| " + " | ".join(rule) + " |", *map(line, every[1:])])
+
+
+def table_csv(table: Filled) -> str:
+    """A table with the ends of every interval; a column without numbers as text."""
+    numeric = [
+        any(line[place].estimate is not None for line in table.cells)
+        for place in range(len(table.columns))
+    ]
+    head: list[str] = []
+    for column, number in zip(table.columns, numeric, strict=True):
+        head += [column.key + end for end in ("", "_low", "_high")] if number else [column.key]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(head)
+    for cells in table.cells:
+        line: list[Any] = []
+        for cell, number in zip(cells, numeric, strict=True):
+            found = cell.estimate
+            if not number:
+                line.append(cell.text)
+            elif found is None:
+                line += [""] * 3
+            else:
+                line += ["" if v is None else v for v in (found.value, found.low, found.high)]
+        writer.writerow(line)
+    return text.getvalue()
+
+
+def page_json(page: PageContext) -> str:
+    """table.json: every number of the page."""
+    facts = {
+        "tables": {
+            table.key: [_row_json(table, n) for n in range(len(table.rows))]
+            for table in page.tables
+        },
+        "claims": [
+            {
+                "claim": found.claim.sentence,
+                "source": found.claim.source,
+                "measured": found.claim.measured,
+                "difference": found.difference.as_json(),
+                "p": found.p,
+                "verdict": found.verdict,
+            }
+            for found in page.findings
+        ],
+    }
+    return json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _row_json(table: Filled, number: int) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for column, cell in zip(table.columns, table.cells[number], strict=True):
+        found = cell.estimate
+        row[column.key] = cell.text if found is None else found.as_json()
+        if found is None and column.key != "row" and cell.text == "–":
+            row[column.key] = None
+    return row
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _spaced(text: str) -> str:
+    """At most one empty line between paragraphs, one newline at the end."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.strip() or (lines and lines[-1]):
+            lines.append(line.rstrip())
+    return "\n".join(lines).strip() + "\n"

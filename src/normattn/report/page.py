@@ -1,0 +1,144 @@
+"""A study's page as a value, and the files that it becomes over a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from normattn.atomic import write_bytes, write_text
+from normattn.errors import InputError
+from normattn.measure import Bootstrap, frame
+from normattn.report.claim import Claim, decide
+from normattn.report.context import PageContext
+from normattn.report.figure import Figure, named
+from normattn.report.markdown import page_json, page_markdown, table_csv
+from normattn.report.table import Filled, Table
+from normattn.report.view import View
+
+FEW_UNITS = 20
+FEW_SEEDS = 3
+
+
+def nothing(view: View) -> tuple[()]:
+    """No claim, no figure, no note."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a study shows: its tables, claims and figures, each a function of the frame."""
+
+    title: str
+    question: str
+    sources: tuple[str, ...]
+    tables: tuple[Table, ...]
+    claims: Callable[[View], Sequence[Claim]] = nothing
+    figures: Callable[[View], Sequence[Figure]] = nothing
+    notes: Callable[[View], Sequence[str]] = nothing
+
+
+def context(
+    page: Page,
+    measured: pl.DataFrame,
+    settings: Mapping[str, str] | None = None,
+    command: str = "",
+    bootstrap: Bootstrap | None = None,
+) -> PageContext:
+    """Everything that stands on the page; raises `InputError` where nothing was measured."""
+    if not measured.height:
+        raise InputError("there is nothing to report: nothing was measured")
+    view = View(measured, bootstrap or Bootstrap())
+    tables = [table.fill(view) for table in page.tables]
+    return PageContext(
+        title=page.title,
+        question=page.question,
+        sources=page.sources,
+        settings=settings or {},
+        tables=tuple(table for table in tables if table.rows),
+        findings=tuple(decide(page.claims(view), view)),
+        figures=named(page.figures(view)),
+        notes=(*page.notes(view), *_diverged(view)),
+        provenance=_provenance(view, tables),
+        command=command,
+    )
+
+
+def write_page(made: PageContext, measured: pl.DataFrame, out: Path) -> list[Path]:
+    """Write table.md, table.json, a CSV of each table, report.html, figures/ and the frame.
+
+    Returns the figures' files. The same frame gives the same bytes: no date, time or path.
+    """
+    # Drawing is slow to import and not needed for the numbers.
+    from normattn.report.html import page_html
+    from normattn.report.plots import draw
+
+    frame.write(out / frame.FILE, measured)
+    write_text(out / "table.md", page_markdown(made))
+    write_text(out / "table.json", page_json(made))
+    for table in made.tables:
+        write_text(out / f"{table.key}.csv", table_csv(table))
+    write_text(out / "report.html", page_html(made))
+    paths = []
+    for figure in made.figures:
+        paths.append(out / "figures" / f"{figure.name}.png")
+        write_bytes(paths[-1], draw(figure))
+    return paths
+
+
+def _provenance(view: View, tables: Sequence[Filled]) -> dict[str, str]:
+    found = [cell.estimate for table in tables for line in table.cells for cell in line]
+    estimates = [each for each in found if each is not None and each.units > 1]
+    bootstrap = view.bootstrap
+    facts = {
+        "intervals": f"{bootstrap.level:.0%}, from {bootstrap.resamples} bootstrap resamples of "
+        "the units and the spread of the seeds (Satterthwaite's t); differences are paired over "
+        "both",
+    }
+    if estimates:
+        units = sorted({each.units for each in estimates})
+        facts["units behind a number"] = _span(units) + (
+            f"; intervals of fewer than {FEW_UNITS} are not reliable" * (units[0] < FEW_UNITS)
+        )
+    facts["seeds"] = _seeds(view)
+    splits = ", ".join(view.values("split"))
+    facts["measured on"] = f"{splits} data, digests " + ", ".join(
+        sorted({digest[:12] for digest in view.values("data") if digest})
+    )
+    return facts
+
+
+def _seeds(view: View) -> str:
+    """Which rows have which seeds."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for row in view.values("row"):
+        seeds = tuple(sorted(view.values("seed", {"row": row})))
+        groups.setdefault(seeds, []).append(row)
+    said = "; ".join(
+        f"{', '.join(map(str, seeds))} of {', '.join(rows)}" for seeds, rows in groups.items()
+    )
+    if any(len(seeds) < FEW_SEEDS for seeds in groups):
+        said += (
+            f". A row of fewer than {FEW_SEEDS} seeds speaks of those trained models, not of "
+            "the score"
+        )
+    return said
+
+
+def _diverged(view: View) -> list[str]:
+    """A sentence for every training that ended in NaN."""
+    rows = view.frame.filter(pl.col("statistic") == "diverged").sort("row", "seed", "bin")
+    return [
+        f"{row}, seed {seed}: diverged at step {step:.0f}; the first value that is not finite came "
+        f"from {where}."
+        for row, seed, step, where in rows.select("row", "seed", "bin", "unit")
+        .unique(maintain_order=True)
+        .rows()
+    ]
+
+
+def _span(values: Sequence[int]) -> str:
+    first, last = f"{values[0]:,}", f"{values[-1]:,}"
+    return first if first == last else f"{first} to {last}"

@@ -1,0 +1,76 @@
+"""The experiments, one file each; a new study is one new file that says `STUDY = Study(…)`.
+
+A study is found by the name of its file: nothing else has to be edited. One of your own is found
+by the path of its file (`normattn reproduce ./my_study.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import pkgutil
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from normattn.errors import InputError
+
+if TYPE_CHECKING:
+    from normattn.sweep.study import Study
+
+_NOT_STUDIES = "_"
+
+
+def names() -> list[str]:
+    """The studies of the library, in the order of their names; none of them is imported."""
+    return sorted(
+        module.name.rstrip("_")
+        for module in pkgutil.iter_modules(__path__)
+        if not module.name.startswith(_NOT_STUDIES)
+    )
+
+
+def summary(name: str) -> str:
+    """What a study asks: the first line of its file, which is not imported."""
+    source = next(Path(place) / f"{_module(name)}.py" for place in __path__)
+    if not source.exists():
+        source = source.with_suffix("") / "__init__.py"
+    text = ast.get_docstring(ast.parse(source.read_text("utf-8"))) or name
+    return text.splitlines()[0]
+
+
+def find(name: str) -> Study:
+    """The study of a name, or of the file at a path; `InputError` names the nearest one."""
+    if name.endswith(".py"):
+        return _of_file(Path(name))
+    if name not in names():
+        near = get_close_matches(name, names(), n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise InputError(
+            f"no study is called {name!r}: {hint}there are {', '.join(names())}, "
+            "and a file of your own by its path, ending in .py"
+        )
+    found = importlib.import_module(f"{__name__}.{_module(name)}").STUDY
+    return found  # type: ignore[no-any-return]
+
+
+def _module(name: str) -> str:
+    """`continue` is a word of Python: its file has an underscore at its end."""
+    modules = {module.name.rstrip("_"): module.name for module in pkgutil.iter_modules(__path__)}
+    return modules[name]
+
+
+def _of_file(path: Path) -> Study:
+    from normattn.sweep.study import Study
+
+    if not path.is_file():
+        raise InputError(f"the study {path} does not exist")
+    made = importlib.util.spec_from_file_location(f"normattn_study_{path.stem}", path)
+    assert made is not None and made.loader is not None
+    module = importlib.util.module_from_spec(made)
+    made.loader.exec_module(module)
+    found = getattr(module, "STUDY", None)
+    if not isinstance(found, Study):
+        raise InputError(f"{path} says no STUDY = Study(…)")
+    return Study(**{**vars(found), "source": path})

@@ -1,0 +1,226 @@
+"""What the studies of reading past the training length show: columns, rows, figures.
+
+The words of the columns: *train length* is the accuracy at L, always of the model as it is;
+*non-repeated* natural text of the longest length; *repeated* a segment tiled to that length, *seen*
+only the tokens whose answer stands earlier; *last segment* the same last L tokens after a context
+of some length, *change* what the longest context adds to the shortest; *cost at L* what a method
+changes at the training length when it is switched on there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from normattn.measure import by_bin
+from normattn.measure.statistic import Statistic, accuracy, loss
+from normattn.report.figure import Curves, Figure, Grid, Line, Mark, Panel, Point
+from normattn.report.table import Cell, Column, Row
+from normattn.report.view import View
+
+VARIANT_ORDER = (
+    *("Baseline", "Baseline-logn", "QNA", "QNA-logn"),
+    *("KNA", "KNA-logn", "CosA", "CosA-logn"),
+)
+METHOD_ORDER = ("", "NTK", "YaRN", "ReRoPE")
+ACCURACY, LOSS = accuracy(), loss()
+SEEN = accuracy("seen", "accuracy_seen")
+POINTS = Statistic(ACCURACY.name, "accuracy", ACCURACY.value, "points", 1)
+
+LEGEND = (
+    "train length: at the length the model was trained at, always without a method.",
+    "repeated: a segment of text tiled to the whole context; seen: only the tokens whose answer "
+    "stands earlier in the context.",
+    "non-repeated: natural held-out text, every token scored.",
+    "last segment: the same last training length of tokens after contexts of several lengths; "
+    "change: what the longest context adds to the shortest, in points. More context must at "
+    "least not hurt.",
+    "cost at L: what a method changes at the training length when it is switched on there, in "
+    "points.",
+)
+
+
+def longest(view: View, protocol: str) -> int | None:
+    """The longest length that a protocol was read at."""
+    return max(view.values("length", {"protocol": protocol}), default=None)
+
+
+def ranked(names: Iterable[str], order: Sequence[str]) -> list[str]:
+    """Names of `order` first, the others by themselves."""
+    place = {name: number for number, name in enumerate(order)}
+    return sorted(names, key=lambda name: (place.get(name, len(place)), name))
+
+
+def reading_rows(view: View) -> list[Row]:
+    """A row for every trained score and method, as they are first; diverged ones too."""
+    found: list[Row] = []
+    measured = view.frame.filter(view.frame["protocol"] != "training")
+    pairs = set(measured.select("row", "method").rows())
+    methods = {method for _, method in pairs} or {""}
+    for row in ranked(view.values("row"), VARIANT_ORDER):
+        own = {method for name, method in pairs if name == row} or methods
+        for method in ranked(own, METHOD_ORDER):
+            found.append(Row(label(row, method), {"row": row, "method": method}))
+    return found
+
+
+def label(row: str, method: str) -> str:
+    """How a row is called: "KNA-logn-YaRN"."""
+    return "-".join(filter(None, (row, method)))
+
+
+def reading_columns(view: View) -> list[Column]:
+    """Every column that the protocols of this frame give, accuracies first, then losses."""
+    lengths = sorted(view.values("length", {"protocol": "last_segment"}))
+    columns = [
+        Column("train", "train length", ACCURACY, ((1.0, _at("train_length", method="")),)),
+        *_protocol("repeated", "repeated", view, ACCURACY),
+        *_protocol("repeated_seen", "repeated, seen", view, SEEN),
+        *_protocol("non_repeated", "non-repeated", view, ACCURACY),
+        *(
+            Column(
+                f"last_{n}", f"last segment after {n:,}", ACCURACY, ((1.0, _at("last_segment", n)),)
+            )
+            for n in lengths
+        ),
+    ]
+    if len(lengths) > 1:
+        ends = ((1.0, _at("last_segment", lengths[-1])), (-1.0, _at("last_segment", lengths[0])))
+        columns.append(Column("change", "change", POINTS, ends, signed=True))
+    columns.append(Column("cost", "cost at L", plain=_cost))
+    columns.append(
+        Column("train_loss", "loss at L", LOSS, ((1.0, _at("train_length", method="")),))
+    )
+    columns += _protocol("repeated_loss", "loss, repeated", view, LOSS)
+    columns += _protocol("non_repeated_loss", "loss, non-repeated", view, LOSS)
+    if lengths:
+        last = ((1.0, _at("last_segment", lengths[-1])),)
+        columns.append(Column("last_loss", "loss, last segment", LOSS, last))
+    return columns
+
+
+def _at(protocol: str, length: int | None = None, **more: Any) -> dict[str, Any]:
+    return {"protocol": protocol, **({} if length is None else {"length": length}), **more}
+
+
+def _protocol(key: str, title: str, view: View, statistic: Statistic) -> list[Column]:
+    protocol = key.removesuffix("_loss").removesuffix("_seen")
+    length = longest(view, protocol)
+    if length is None:
+        return []
+    return [Column(key, f"{title} ({length:,})", statistic, ((1.0, _at(protocol, length)),))]
+
+
+def _cost(view: View, row: Row) -> Cell:
+    """A method at L minus the model as it is; nothing for the model as it is."""
+    if not row.where.get("method"):
+        return Cell("–")
+    terms = ((1.0, _at("train_length")), (-1.0, _at("train_length", method="")))
+    return Column("cost", "cost at L", POINTS, terms, signed=True).cell(view, row)
+
+
+def position_figures(view: View, methods: Sequence[str] | None = None) -> list[Figure]:
+    """Accuracy by position on natural and on tiled text, a panel for every method."""
+    found: list[Figure] = []
+    for protocol, title in (("non_repeated", "non-repeated"), ("repeated", "repeated")):
+        length = longest(view, protocol)
+        if length is None:
+            continue
+        shown = methods or ranked(view.values("method", {"protocol": protocol}), METHOD_ORDER)
+        panels = tuple(
+            Panel(
+                method or "as is",
+                _position_lines(view, {"protocol": protocol, "length": length, "method": method}),
+                "position",
+                "accuracy (%)",
+                marks=(Mark(float(view.values("train_length", {"protocol": protocol})[0]), "L"),),
+            )
+            for method in shown
+        )
+        found.append(
+            Curves(
+                f"accuracy_by_position_{protocol}", f"Accuracy by position, {title} text", panels
+            )
+        )
+    return found
+
+
+def _position_lines(view: View, where: dict[str, Any]) -> tuple[Line, ...]:
+    lines = []
+    for row in ranked(view.values("row", where), VARIANT_ORDER):
+        sums = view.sums(ACCURACY.name, {**where, "row": row})
+        if sums is None:
+            continue
+        values = by_bin(sums, ACCURACY, view.bootstrap)
+        points = tuple(
+            Point.of((start + end) / 2, value)
+            for (_, _, start, end), value in zip(sums.bins, values, strict=True)
+            if value is not None
+        )
+        lines.append(Line(row, points, family(row), row.endswith("-logn")))
+    return tuple(lines)
+
+
+def family(row: str) -> str:
+    """Rows that differ in log-n alone share a colour."""
+    return row.removesuffix("-logn")
+
+
+def length_figure(view: View) -> Figure:
+    """The last segment's accuracy against the length of the context before and with it."""
+    methods = ranked(view.values("method", {"protocol": "last_segment"}), METHOD_ORDER)
+    lengths = sorted(view.values("length", {"protocol": "last_segment"}))
+    panels = []
+    for method in methods:
+        lines = []
+        for row in ranked(view.values("row", {"protocol": "last_segment"}), VARIANT_ORDER):
+            where = {"row": row, "method": method, "protocol": "last_segment"}
+            points = tuple(
+                Point.of(float(length), value)
+                for length in lengths
+                if (value := view.estimate(ACCURACY, {**where, "length": length})) is not None
+            )
+            if points:
+                lines.append(Line(row, points, family(row), row.endswith("-logn")))
+        panels.append(
+            Panel(method or "as is", tuple(lines), "context (tokens)", "accuracy (%)", log_x=True)
+        )
+    return Curves(
+        "accuracy_by_length", "The same last segment after longer contexts", tuple(panels)
+    )
+
+
+def table_figure(view: View) -> Figure:
+    """The table as coloured cells."""
+    rows = reading_rows(view)
+    columns = [c for c in reading_columns(view) if c.statistic and c.statistic.unit == "%"]
+    cells = [[column.cell(view, row) for column in columns] for row in rows]
+    return Grid(
+        "table",
+        "Accuracy in %",
+        tuple(row.label for row in rows),
+        tuple(column.title for column in columns),
+        tuple(tuple(c.estimate.value if c.estimate else None for c in line) for line in cells),
+        tuple(
+            tuple(f"{c.estimate.value:.1f}" if c.estimate else "" for c in line) for line in cells
+        ),
+        scale_title="accuracy (%)",
+    )
+
+
+def history_figure(view: View) -> Figure:
+    """Training loss by step: the mean over the seeds of each row."""
+    where = {"protocol": "training", "axis": "step"}
+    lines = []
+    for row in ranked(view.values("row", {**where, "statistic": "loss"}), VARIANT_ORDER):
+        per_step: dict[float, list[float]] = {}
+        chosen = view.frame.filter(row=row, protocol="training", statistic="loss")
+        for start, above, below in chosen.select("bin", "sum", "of").sort("bin").rows():
+            if below:
+                per_step.setdefault(start, []).append(above / below)
+        points = tuple(
+            Point(step, sum(v) / len(v), min(v), max(v)) for step, v in sorted(per_step.items())
+        )
+        lines.append(Line(row, points, family(row), row.endswith("-logn")))
+    panel = Panel("", tuple(lines), "training step", "training loss (nats per token)")
+    return Curves("training_loss", "Training loss; bands: all seeds", (panel,))

@@ -1,0 +1,174 @@
+"""What the RealFormer study trains: the rows of its table, and what a preset says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from normattn.errors import InputError
+from normattn.models.stack_config import NORMLESS, Placement
+from normattn.sweep.merging import merged
+from normattn.sweep.settings import Settings, StudyPreset
+from normattn.training.masked import MaskedConfig
+
+
+class Row(Settings):
+    """A row of the table: where norms stand, how scores are carried, and what else differs."""
+
+    placement: Placement
+    score: str = "Baseline"
+    shared: bool = False
+    half: bool = False
+
+
+_POSTLN, _PRELN = Row(placement="PostLN"), Row(placement="PreLN")
+_REALFORMER = Row(placement="PostLN", score="Baseline-RealFormer")
+ROWS: dict[str, Row] = {
+    "PreLN": _PRELN,
+    "PostLN": _POSTLN,
+    "RealFormer": _REALFORMER,
+    "RealFormer-half": _REALFORMER.model_copy(update={"half": True}),
+    "RealFormer-mean": Row(placement="PostLN", score="Baseline-RealFormer(running_mean=true)"),
+    "RealFormer-PreLN": Row(placement="PreLN", score="Baseline-RealFormer"),
+    "ResidualQK": Row(placement="PostLN", score="Baseline-ResidualQK"),
+    "DeepNorm": Row(placement="DeepNorm"),
+    "ReZero": Row(placement="ReZero"),
+    "ReZeroNoNorm": Row(placement="ReZeroNoNorm"),
+    "FixedScale": Row(placement="FixedScale"),
+    "PostLN-shared": _POSTLN.model_copy(update={"shared": True}),
+    "RealFormer-shared": _REALFORMER.model_copy(update={"shared": True}),
+}
+"""Every row in the order of the table. "half": half the steps, with a schedule that ends there."""
+
+RowName = Annotated[str, Field(min_length=1)]
+
+
+class SizeSettings(Settings):
+    """One size of model: what differs in `training`, its rows, and its seeds (None: the preset's).
+
+    `rows` None stands for every row.
+    """
+
+    training: dict[str, Any]
+    rows: tuple[RowName, ...] | None = None
+    seeds: int | None = Field(default=None, ge=1)
+
+    @field_validator("rows")
+    @classmethod
+    def _known(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return None if value is None else checked_rows(value, "rows")
+
+
+class GridSettings(Settings):
+    """The robustness grid: each of `rows`, of the size `size`, at every rate and dropout.
+
+    `warmup_steps` are those of the runs with warm-up; every setting is trained without one too.
+    No row: no grid.
+    """
+
+    size: str
+    rows: tuple[RowName, ...] = ("PreLN", "PostLN", "RealFormer")
+    rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1)
+    dropouts: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(min_length=1)
+    steps: int = Field(ge=1)
+    warmup_steps: int = Field(ge=1)
+    seeds: int = Field(default=1, ge=1)
+
+    @field_validator("rows")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return checked_rows(value, "rows")
+
+
+class LookSettings(Settings):
+    """What a trained encoder is scored and looked into on: windows of held-out text.
+
+    `max_tokens` bounds what is read at once (memory; gradients are those of batches of so many).
+    """
+
+    max_windows: int = Field(default=256, ge=2)
+    max_tokens: int = Field(default=2048, ge=1)
+    seed: int = Field(default=0, ge=0)
+    split: Literal["test", "validation"] = "test"
+
+
+class RealFormerPreset(StudyPreset):
+    """One whole setting of the study; `training` holds fields of `MaskedConfig`.
+
+    The placement, the score, the shared layers and the seed are what the table varies.
+    """
+
+    training: dict[str, Any]
+    sizes: dict[str, SizeSettings] = Field(min_length=1)
+    grid: GridSettings
+    evaluation: LookSettings = LookSettings()
+
+    @field_validator("training")
+    @classmethod
+    def _no_varied_field(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return refuse_varied(value)
+
+    @field_validator("sizes")
+    @classmethod
+    def _no_varied_size(cls, value: dict[str, SizeSettings]) -> dict[str, SizeSettings]:
+        for size in value.values():
+            refuse_varied(size.training)
+        return value
+
+
+def refuse_varied(training: dict[str, Any]) -> dict[str, Any]:
+    """`training` itself; `ValueError` where it sets what the rows of the table differ in."""
+    model = training.get("model", {})
+    varied = {"score", "placement", "shared_layers", "exits"} & set(model)
+    if "seed" in training or varied:
+        raise ValueError(
+            f"{', '.join(sorted(varied)) or 'seed'} is varied by the table, not set by a preset"
+        )
+    return training
+
+
+def checked_rows(names: tuple[str, ...], what: str) -> tuple[str, ...]:
+    """The rows in the order of the table; `ValueError` for a name that is none, or comes twice."""
+    for name in names:
+        if name not in ROWS:
+            raise ValueError(f"{what}: there is no row {name!r}; there are {', '.join(ROWS)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{what} names a row twice: {', '.join(names)}")
+    return tuple(name for name in ROWS if name in names)
+
+
+def whole_training(preset: RealFormerPreset, size: str) -> dict[str, Any]:
+    """The training settings of a size with every default filled in, less what the table varies."""
+    what = f"preset {preset.name}, size {size}"
+    fields = MaskedConfig.parse(merged(preset.training, preset.sizes[size].training), what)
+    found = fields.model_dump(mode="json")
+    del found["seed"]
+    for name in ("score", "placement", "shared_layers", "exits"):
+        del found["model"][name]
+    return found
+
+
+def row_training(training: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The training settings of a row of the table, all but its seed.
+
+    Where there are no norms, those of the preset are left out. Raises `InputError` for a half of
+    the steps that is shorter than the warm-up.
+    """
+    row = ROWS[name]
+    changes: dict[str, Any] = {
+        "model.placement": row.placement,
+        "model.score": row.score,
+        "model.shared_layers": row.shared,
+        "model.exits": training["model"]["layers"] > 1,
+    }
+    if row.half:
+        changes["steps"] = max(1, training["steps"] // 2)
+        if training["schedule"]["warmup_steps"] > changes["steps"]:
+            raise InputError(f"half of {training['steps']} steps is less than their warm-up")
+    found = merged(training, changes)
+    if row.placement in NORMLESS:
+        for field in ("norm", "norm_gain", "norm_eps"):
+            del found["model"][field]
+    return found

@@ -1,0 +1,342 @@
+"""Does normalising the keys let a model trained on short text read long text? (kexue 9859)
+
+Eight scores are trained (Baseline, QNA, KNA and CosA, each with and without log-n scaling), and
+each reads past its training length in four ways: as it is, and with NTK, YaRN or ReRoPE. "all"
+asks for the extended table: a row for every trained-in part, and every post-hoc method on
+Baseline, KNA and CosA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from normattn.errors import InputError
+from normattn.report.claim import Claim
+from normattn.report.figure import Figure
+from normattn.report.page import Page
+from normattn.report.table import Cell, Column, Row, Table
+from normattn.report.view import Term, View
+from normattn.studies._published import SETTING, TABLE
+from normattn.studies._reading import (
+    LEGEND,
+    POINTS,
+    history_figure,
+    length_figure,
+    longest,
+    position_figures,
+    reading_columns,
+    reading_rows,
+    table_figure,
+)
+from normattn.studies._variants import BASES, READ_WITH, trained_in_variants
+from normattn.sweep.collect import measured_below
+from normattn.sweep.language import (
+    ReadCell,
+    TextConfig,
+    canonical,
+    checked_methods,
+    described,
+    opened,
+    shared_training,
+    usable_methods,
+)
+from normattn.sweep.measuring import evaluation_sets
+from normattn.sweep.omissions import Omission
+from normattn.sweep.reading import AS_IS
+from normattn.sweep.selections import ALL, candidates
+from normattn.sweep.settings import Preset
+from normattn.sweep.study import Request, Study, Sweep, place_of, seeds_of
+
+KIND = "keynorm"
+VARIANTS = tuple(
+    f"{base}{logn}" for base in ("Baseline", "QNA", "KNA", "CosA") for logn in ("", "-logn")
+)
+METHODS = (AS_IS, "NTK", "YaRN", "ReRoPE")
+
+
+def resolve(request: Request) -> Sweep:
+    """Every choice made and checked, before anything is written or trained.
+
+    Raises `InputError` for an unknown preset, score, method or setting, and for values out of
+    range. A method that makes no sense for one of several scores leaves out that row, and says so;
+    so does a part that a row of the extended table cannot have.
+    """
+    preset = opened(request, KIND)
+    config = sweep_config(preset)
+    variants, skipped = _variants(request, config)
+    methods = None if request.methods == (ALL,) else _methods(request, config)
+    cells = []
+    for seed in seeds_of(request, preset):
+        for variant in variants:
+            usable, omissions = _usable(variant, methods, config)
+            skipped += [each for each in omissions if each not in skipped]
+            cells.append(
+                ReadCell(
+                    variant=variant,
+                    seed=seed,
+                    methods=usable,
+                    training=config.training,
+                    evaluation=config.evaluation,
+                )
+            )
+    return Sweep(
+        study=KIND,
+        config=config,
+        cells=tuple(cells),
+        skipped=tuple(skipped),
+        out=place_of(request, KIND, preset),
+        describe=described(
+            lambda data: evaluation_sets(data, config.train_length, config.evaluation)
+        ),
+        facts=config.facts,
+    )
+
+
+def sweep_config(preset: Preset) -> TextConfig:
+    """What all rows share."""
+    return TextConfig(
+        preset=preset.name, training=shared_training(preset), evaluation=preset.evaluation
+    )
+
+
+def _variants(request: Request, config: TextConfig) -> tuple[tuple[str, ...], list[Omission]]:
+    """The scores to train, and why each of the others cannot be trained here."""
+    every = (ALL,) in (request.variants, request.methods) and request.variants in (None, (ALL,))
+    if not every:
+        return canonical(_listed(request.variants, "--variants") or VARIANTS, config), []
+    found: list[str] = []
+    omissions: list[Omission] = []
+    for variant in trained_in_variants(int(config.training["model"]["layers"])):
+        try:
+            found += canonical([variant], config)
+        except InputError as error:
+            omissions.append(Omission(variant, "", str(error)))
+    return tuple(dict.fromkeys(found)), omissions
+
+
+def _methods(request: Request, config: TextConfig) -> tuple[str, ...]:
+    return checked_methods(_listed(request.methods, "--methods") or METHODS, config)
+
+
+def _listed(names: tuple[str, ...] | None, option: str) -> tuple[str, ...] | None:
+    if names is not None and ALL in names:
+        raise InputError(f"{option} {ALL} is said alone, without other names: {', '.join(names)}")
+    return names
+
+
+def _usable(
+    variant: str, methods: tuple[str, ...] | None, config: TextConfig
+) -> tuple[tuple[str, ...], list[Omission]]:
+    """The methods of one row, None standing for all, and why each of the others cannot be.
+
+    All methods are read on the scores of the table; a row that shows another part is read as it is
+    and with two methods.
+    """
+    if methods is None:
+        whole = variant in (*BASES, *VARIANTS)
+        methods = (AS_IS, *(candidates() if whole else READ_WITH))
+    return usable_methods(variant, methods, config)
+
+
+SOURCE = "kexue 9859"
+
+
+def claims(view: View) -> list[Claim]:
+    """The source's sentences, each with the difference that tests it."""
+    return [*_against_baseline(view), *_within(view)]
+
+
+def _against_baseline(view: View) -> list[Claim]:
+    """Scores as they are against Baseline as it is, and at the training length."""
+    plain = _length(view, "non_repeated")
+    found = []
+    for row in ("KNA", "CosA", "KNA-logn", "CosA-logn"):
+        for protocol, words in (
+            ("non_repeated", "natural text past L"),
+            ("repeated", "tiled text past L"),
+            ("last_segment", "the last segment after the longest context"),
+        ):
+            found.append(
+                Claim(
+                    f"{row} reads better than Baseline: {words}",
+                    SOURCE,
+                    f"{row} − Baseline, accuracy",
+                    POINTS,
+                    (_as_is(view, row, protocol, 1.0), _as_is(view, "Baseline", protocol, -1.0)),
+                )
+            )
+    for row in ("KNA", "CosA"):
+        at = {"protocol": "train_length", "method": ""}
+        found.append(
+            Claim(
+                f"{row} is slightly better at the training length",
+                SOURCE,
+                f"{row} − Baseline at L, accuracy",
+                POINTS,
+                (Term(1.0, {"row": row, **at}), Term(-1.0, {"row": "Baseline", **at})),
+            )
+        )
+    found.append(
+        Claim(
+            "normalising the queries alone does not help: KNA is above QNA on natural text",
+            SOURCE,
+            "KNA − QNA, accuracy",
+            POINTS,
+            (_as_is(view, "KNA", "non_repeated", 1.0), _as_is(view, "QNA", "non_repeated", -1.0)),
+        )
+    )
+    for method in ("YaRN", "ReRoPE"):
+        there = {"row": "Baseline", "method": method, "protocol": "non_repeated", **plain}
+        found.append(
+            Claim(
+                f"KNA as it is reads natural text as well as Baseline with {method} "
+                "(at least no worse: the difference is not below 0)",
+                SOURCE,
+                f"KNA − Baseline-{method}, accuracy",
+                POINTS,
+                (_as_is(view, "KNA", "non_repeated", 1.0), Term(-1.0, there)),
+            )
+        )
+    return found
+
+
+def _within(view: View) -> list[Claim]:
+    """What becomes of one score with longer contexts and with methods."""
+    plain, lengths = _length(view, "non_repeated"), _last_lengths(view)
+    found = []
+    for method in ("NTK", "YaRN"):
+        there = {"row": "KNA", "method": method, "protocol": "non_repeated", **plain}
+        found.append(
+            Claim(
+                f"KNA gains nothing from {method} on natural text",
+                SOURCE,
+                f"KNA-{method} − KNA, accuracy",
+                POINTS,
+                (Term(1.0, there), _as_is(view, "KNA", "non_repeated", -1.0)),
+                sign=-1,
+            )
+        )
+    if len(lengths) > 1:
+        for row in ("KNA", "CosA"):
+            terms = tuple(
+                Term(factor, _last(name, length))
+                for name, sign in ((row, 1.0), ("Baseline", -1.0))
+                for length, factor in ((lengths[-1], sign), (lengths[0], -sign))
+            )
+            found.append(
+                Claim(
+                    f"{row} loses less than Baseline from L to the longest context",
+                    SOURCE,
+                    f"change of {row} − change of Baseline, last segment",
+                    POINTS,
+                    terms,
+                )
+            )
+            found.append(
+                Claim(
+                    f"{row} needs no change at all: longer contexts do not hurt it",
+                    SOURCE,
+                    f"{row}, last segment: after {lengths[-1]:,} − after {lengths[0]:,}",
+                    POINTS,
+                    (Term(1.0, _last(row, lengths[-1])), Term(-1.0, _last(row, lengths[0]))),
+                )
+            )
+    return found
+
+
+def _length(view: View, protocol: str) -> dict[str, int]:
+    found = longest(view, protocol)
+    return {} if found is None else {"length": found}
+
+
+def _last_lengths(view: View) -> list[int]:
+    return sorted(view.values("length", {"protocol": "last_segment"}))
+
+
+def _last(row: str, length: int) -> dict[str, str | int]:
+    return {"row": row, "method": "", "protocol": "last_segment", "length": length}
+
+
+def _as_is(view: View, row: str, protocol: str, factor: float) -> Term:
+    where = {"row": row, "method": "", "protocol": protocol, **_length(view, protocol)}
+    return Term(factor, where)
+
+
+def figures(view: View) -> list[Figure]:
+    """Accuracy by position and by length, the table in colours, the trainings."""
+    return [*position_figures(view), length_figure(view), table_figure(view), history_figure(view)]
+
+
+def _source_rows(view: View) -> list[Row]:
+    return [row for row in reading_rows(view) if (row.where["row"], row.where["method"]) in TABLE]
+
+
+def _source_columns(view: View) -> Sequence[Column]:
+    """Ours and theirs, side by side."""
+    ours = {column.key: column for column in reading_columns(view)}
+    found = []
+    for key in ("train", "repeated", "non_repeated"):
+        if key not in ours:
+            continue
+
+        def theirs(view: View, row: Row, key: str = key) -> Cell:
+            published = TABLE[row.where["row"], row.where["method"]]
+            return Cell(f"{getattr(published, key):.2f}")
+
+        found.append(
+            Column(key, ours[key].title, ours[key].statistic, ours[key].terms, interval=False)
+        )
+        found.append(Column(f"{key}_source", "source", plain=theirs))
+    return found
+
+
+PAGE = Page(
+    title="Accuracy past the training length",
+    question="Does normalising keys (KNA), queries (QNA) or both (CosA) let a model trained on "
+    "short text read long text, as it is or with NTK, YaRN and ReRoPE?",
+    sources=("kexue.fm/archives/9859",),
+    tables=(
+        Table(
+            "table",
+            "",
+            reading_rows,
+            reading_columns,
+            intro="Token accuracy in % (losses in nats), with 95 % intervals over documents and "
+            "seeds.",
+            notes=LEGEND,
+        ),
+        Table(
+            "source",
+            "Beside the source's table: another setting, not a target",
+            _source_rows,
+            _source_columns,
+            intro=f"The source: {SETTING}. Accuracy in %. For CosA-logn as it is the source prints "
+            "48.39 in its large table and 48.95 in its first.",
+        ),
+    ),
+    claims=claims,
+    figures=figures,
+)
+
+STUDY = Study(
+    name=KIND,
+    help="Train each score, read to 8 times the training length each way, tabulate and plot.\n\n"
+    "The plan comes first: runs, tokens, FLOPs, time by a short measurement on this machine, disk. "
+    "Rows are added by running it again with other --variants, --methods or --seeds on the same "
+    "OUT; any other setting that differs is refused.",
+    resolve=resolve,
+    cells=(ReadCell,),
+    page=PAGE,
+    variants="Trained scores, by commas; any that `normattn list` can name; or `all`. [default: "
+    "Baseline, QNA, KNA, CosA, each with and without -logn]",
+    methods="Ways of reading past L, or `all`: every one that a score can take, and a row for "
+    "every part that can be trained in. [default: as is,NTK,YaRN,ReRoPE]",
+    examples=(
+        ("--preset smoke", "the whole path in about a minute"),
+        ("", "the table itself"),
+        ("--variants Baseline,QNA,KNA --seeds 3", "more seeds"),
+        ("--methods all", "every method, a row for every trained-in part"),
+        ("--preset gpu-100m --corpus hf:NAME --plan", "its cost"),
+    ),
+    collect=measured_below,
+)

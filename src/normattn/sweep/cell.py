@@ -1,0 +1,110 @@
+"""One cell in its own process: each of its stages in turn, and only what is not yet done."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from normattn.errors import DivergedError, InputError, Interrupted
+from normattn.measure import frame
+from normattn.runs.reading import read_object
+from normattn.sweep.jobs import DIVERGED, FINISHED, watch_parent
+from normattn.sweep.layout import CellPaths, note_progress, write_if_changed
+from normattn.sweep.stages import Note
+from normattn.sweep.study import Cell, Study, diverged
+
+PROGRESS_SECONDS = 0.5
+LOCK_SECONDS = 120.0
+
+Find = Callable[[str], Study]
+"""The study of a name, or of a file's path."""
+
+
+def run_cell(job: Path, find: Find, parent: int = 0) -> int:
+    """Do what `job`/cell.json says and is not yet done; return the exit code (0, or 3: diverged).
+
+    `parent` is the process without which this one is to stop (0: none). Raises `Interrupted` when
+    stopped; training then left a checkpoint, and evaluations are whole or absent.
+    """
+    if parent:
+        watch_parent(parent)
+    paths = CellPaths.of_job(job)
+    cell = read_cell(paths.settings, find)
+    with _raise_when_stopped(), _only_one(paths.lock):
+        data = cell.prepare()
+        for number, stage in enumerate(cell.stages(paths)):
+            try:
+                stage.run(data, _noting(paths.progress, number, stage.phase))
+            except DivergedError as error:
+                frame.write(paths.diverged, diverged(cell, error.step, error.where))
+                print(f"normattn: {error}", file=sys.stderr)
+                return DIVERGED
+        write_if_changed(paths.done, cell.model_dump(mode="json"))
+    return FINISHED
+
+
+def read_cell(settings: Path, find: Find) -> Cell:
+    """The cell that a cell.json describes."""
+    fields = dict(read_object(settings))
+    study = fields.pop("study", None)
+    if not isinstance(study, str):
+        raise InputError(f"{settings} names no study")
+    return find(study).cell(fields, str(settings))
+
+
+def _noting(path: Path, stage: int, phase: str) -> Note:
+    """Leaves a note of how far a stage is, twice a second at most."""
+    due = 0.0
+
+    def note(done: int, total: int, text: str) -> None:
+        nonlocal due
+        if time.monotonic() >= due or done == total:
+            due = time.monotonic() + PROGRESS_SECONDS
+            facts = {"stage": stage, "phase": phase, "done": done, "total": total, "text": text}
+            note_progress(path, facts)
+
+    return note
+
+
+@contextmanager
+def _raise_when_stopped() -> Iterator[None]:
+    """Turn SIGTERM and SIGINT into `Interrupted`; while it trains, the loop's own handler acts."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(f"stopped by {signal.Signals(number).name}; the same command goes on")
+
+    before = {kind: signal.signal(kind, stop) for kind in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+@contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """Be the only one here; an orphan of a killed parent first saves its state and goes."""
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + LOCK_SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise InputError(
+                        f"another process has worked on {lock.parent} for "
+                        f"{LOCK_SECONDS:.0f} s; stop it first"
+                    ) from error
+                time.sleep(0.1)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,88 @@
+"""Everything that was measured below a study's directory, trainings included, as one frame."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from normattn.errors import InputError
+from normattn.measure import Identity, collected, fact, identified, joined, sums
+from normattn.measure.gather import on_common_sets
+from normattn.runs.reading import read_object
+from normattn.sweep.layout import CellPaths
+
+BINS = 100
+"""Points of a training's loss curve, at most."""
+
+
+def measured_below(out: Path) -> pl.DataFrame:
+    """The stored measurements of a sweep, and the loss curve of each of its trainings.
+
+    Rows can be compared only on one set of documents: where a protocol was measured on several of
+    one length, the one with the most rows counts.
+    """
+    parts = [on_common_sets(collected(out))]
+    for settings in sorted(out.glob("jobs/*/*/cell.json")):
+        paths = CellPaths.of_job(settings.parent)
+        cell = read_object(settings)
+        metrics = paths.run / "metrics.jsonl"
+        if metrics.is_file():
+            parts.append(history(metrics, str(cell["variant"]), int(cell["seed"])))
+    return joined(parts)
+
+
+def history(metrics: Path, row: str, seed: int) -> pl.DataFrame:
+    """The loss by step of a training, in at most `BINS` bins, from its metrics file."""
+    steps, losses = read_losses(metrics)
+    if not len(steps):
+        return pl.DataFrame()
+    width = max(1.0, float(steps[-1]) / BINS)
+    place = ((steps - 1) // width).astype(int)
+    used, where = np.unique(place, return_inverse=True)
+    finite = np.isfinite(losses)
+    above = np.bincount(where[finite], losses[finite], minlength=len(used))
+    below = np.bincount(where[finite], minlength=len(used))
+    identity = Identity(
+        study="",
+        row=row,
+        score=row,
+        seed=seed,
+        protocol="training",
+        length=0,
+        train_length=0,
+        split="train",
+    )
+    starts = used * width + 1
+    rows = pl.concat(
+        [
+            sums("loss", [""], [[a]], [[b]], axis="step", edges=[start, start + width])
+            for start, a, b in zip(starts, above, below, strict=True)
+        ]
+    )
+    return identified(identity, [rows, fact("steps", float(steps[-1]))])
+
+
+def read_losses(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and losses of a metrics.jsonl file; a half-written last line is left out.
+
+    Raises `InputError` for a file that cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as a metrics file: {error}") from None
+    points = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            if number < len(lines):
+                raise InputError(f"{path} is damaged: line {number} is no JSON object") from None
+            continue
+        if isinstance(value, dict) and isinstance(value.get("loss"), int | float):
+            points.append((float(value["step"]), float(value["loss"])))
+    steps, losses = zip(*points, strict=True) if points else ((), ())
+    return np.asarray(steps), np.asarray(losses)

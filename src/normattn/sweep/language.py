@@ -1,0 +1,259 @@
+"""What the studies of causal language models share: their settings, cells and scores."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from normattn.data import TokenData
+from normattn.errors import InputError
+from normattn.evaluation import AnySet
+from normattn.models import CausalLM
+from normattn.score import ScoreSpec
+from normattn.sweep import presets
+from normattn.sweep.layout import CellPaths
+from normattn.sweep.merging import merged
+from normattn.sweep.omissions import Omission
+from normattn.sweep.reading import AS_IS, ReadStage
+from normattn.sweep.settings import EvaluationSettings, Preset, validated
+from normattn.sweep.stages import Stage, TrainStage
+from normattn.sweep.study import Cell, Request, SweepConfig
+from normattn.training import TrainingConfig
+from normattn.training.causal import CausalWorkload
+from normattn.training.distribution import choose_device
+from normattn.training.optimisers import make_optimiser
+
+
+class TextConfig(SweepConfig):
+    """What every cell of a study of language models shares.
+
+    `training` is a whole `TrainingConfig` without the score and the seed.
+    """
+
+    training: dict[str, Any]
+    evaluation: EvaluationSettings
+
+    @property
+    def train_length(self) -> int:
+        """The training length L."""
+        return int(self.training["model"]["train_length"])
+
+    @property
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """Lines of the plan."""
+        longest = self.train_length * max(self.evaluation.multiples)
+        return (("trained at, tested up to", f"{self.train_length}, {longest}"),)
+
+
+class CausalCell(Cell):
+    """A causal language model with the score `variant`, trained, and what `after` does with it."""
+
+    training: dict[str, Any]
+    evaluation: EvaluationSettings
+
+    @property
+    def workload(self) -> CausalWorkload:
+        """A causal language model."""
+        return CausalWorkload()
+
+    @property
+    def training_config(self) -> TrainingConfig:
+        """The settings of this cell's training run."""
+        varied = {"seed": self.seed, "model.score": self.variant}
+        return TrainingConfig.parse(merged(self.training, varied), f"the settings of {self.name}")
+
+    def stages(self, paths: CellPaths) -> list[Stage]:
+        """The training run, then `after`."""
+        trained = TrainStage(self.workload, self.training_config, paths.run)
+        return [trained, *self.after(paths)]
+
+    def rates(self) -> dict[str, float]:
+        """Measured at its training and at its longest tested length."""
+        return _causal_rates(self)
+
+    @abstractmethod
+    def after(self, paths: CellPaths) -> list[Stage]:
+        """What is done once the run is trained."""
+
+
+SECONDS = 1.5
+
+
+class ReadCell(CausalCell):
+    """A trained run, read in the ways that `methods` name."""
+
+    kind: Literal["read"] = "read"
+    methods: tuple[str, ...]
+
+    @property
+    def readings(self) -> int:
+        """A row for every way of reading."""
+        return len(self.methods)
+
+    def after(self, paths: CellPaths) -> list[Stage]:
+        """Read the run."""
+        return [ReadStage(self.training_config, paths.run, self.methods, self.evaluation)]
+
+
+def described(
+    windows: Callable[[TokenData], Sequence[AnySet]],
+) -> Callable[[Cell, TokenData], list[str]]:
+    """What a study says of its corpus; `windows` are the held-out texts that every cell reads."""
+
+    def describe(cell: Cell, data: TokenData) -> list[str]:
+        config = cell.training_config
+        assert isinstance(config, TrainingConfig)
+        documents = {name for each in windows(data) for name in each.documents}
+        said = [
+            f"corpus {config.data.corpus}: {data.train.total:,} training tokens in "
+            f"{len(data.train):,} documents; {len(documents):,} held-out documents are scored"
+        ]
+        passes = cell.workload.cost(config).trained / max(1, data.train.total)
+        if passes > 1:
+            said.append(f"each run sees the training text about {passes:.1f} times")
+        return said
+
+    return describe
+
+
+def opened(request: Request, study: str, group: str | None = None) -> Preset:
+    """The preset with the request's changes; `group` is what this study alone reads of it.
+
+    Raises `InputError` for a change of a setting that this study does not read.
+    """
+    preset = presets.load(request.preset)
+    read = {"training", "evaluation", "seeds", "summary", group}
+    for name in request.changes:
+        top = name.partition(".")[0]
+        if top in Preset.model_fields and top not in read:
+            raise InputError(f"--set {name}: reproduce {study} reads no {top} settings")
+    return validated(Preset, merged(preset.model_dump(), request.changes), f"preset {preset.name}")
+
+
+def shared_training(preset: Preset) -> dict[str, Any]:
+    """The preset's training settings with every default filled in, less what the table varies."""
+    what = f"preset {preset.name}, training"
+    varied = {"seed": 0, "model.score": "Baseline"}
+    whole = TrainingConfig.parse(merged(preset.training, varied), what)
+    fields = whole.model_dump(mode="json")
+    del fields["seed"], fields["model"]["score"]
+    return fields
+
+
+def canonical(variants: Sequence[str], config: TextConfig) -> tuple[str, ...]:
+    """The scores to train, by their printed names; each must be whole and trainable here."""
+    found = []
+    for variant in variants:
+        spec = ScoreSpec.parse(variant)
+        if spec.method:
+            raise InputError(
+                f"{variant} holds {spec.method}, which is applied after training; "
+                f"name {spec.variant_name} among --variants and {spec.method} among --methods"
+            )
+        found.append(spec.text)
+    if len(set(found)) != len(found):
+        raise InputError(f"--variants names a score twice: {', '.join(variants)}")
+    for name in found:
+        check_trainable(name, config)
+    return tuple(found)
+
+
+def check_trainable(variant: str, config: TextConfig) -> None:
+    """Raise `InputError` when a model of these settings cannot be trained with the score."""
+    _ = ReadCell(
+        variant=variant,
+        seed=0,
+        methods=(),
+        training=config.training,
+        evaluation=config.evaluation,
+    ).training_config
+
+
+def checked_methods(methods: Sequence[str], config: TextConfig) -> tuple[str, ...]:
+    """The methods by their printed names; an unknown one is refused with the nearest named."""
+    plain = ScoreSpec.parse("Baseline")
+    found = []
+    for method in methods:
+        if method.lower() in ("", "as is", "as-is"):
+            found.append(AS_IS)
+            continue
+        spec = plain.with_method(method)
+        if spec.train_length not in (None, config.train_length):
+            raise InputError(
+                f"{method} is for a training length of {spec.train_length}, but this table's is "
+                f"{config.train_length}"
+            )
+        applied = spec.method_text
+        if not applied:
+            raise InputError(f"{method} changes nothing after training; it is no --methods entry")
+        found.append(applied)
+    return tuple(dict.fromkeys(found))
+
+
+def usable_methods(
+    variant: str, methods: Sequence[str], config: TextConfig
+) -> tuple[tuple[str, ...], list[Omission]]:
+    """The methods that can be applied to a score, and why each of the others cannot."""
+    usable, omissions = [], []
+    spec = ScoreSpec.parse(variant, train_length=config.train_length)
+    for method in methods:
+        try:
+            spec.with_method("" if method == AS_IS else method).resolve(
+                train_length=config.train_length, factor=config.evaluation.factor
+            )
+        except InputError as error:
+            omissions.append(Omission(variant, method, str(error)))
+        else:
+            usable.append(method)
+    return tuple(usable), omissions
+
+
+def _causal_rates(cell: CausalCell) -> dict[str, float]:
+    """The same for a language model, at its training and at its longest tested length."""
+    config = cell.training_config
+    device = choose_device(config.device)
+    model = CausalLM(config.model).to(device)
+    optimiser, _ = make_optimiser(model, config.optimiser)
+    length = config.model.train_length
+
+    def ids(rows: int, tokens: int) -> torch.Tensor:
+        return torch.randint(config.model.vocab_size, (rows, tokens + 1), device=device)
+
+    def train(rows: int) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+            loss = model.loss(ids(rows, length)).loss
+        torch.autograd.backward(loss)
+        optimiser.step()
+        optimiser.zero_grad()
+        loss.item()
+
+    def score(rows: int) -> None:
+        bf16 = cell.evaluation.precision == "bf16"
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            model.token_scores(ids(rows, longest)).loss.sum().item()
+
+    longest = length * max(cell.evaluation.multiples)
+    most = max(1, cell.evaluation.max_tokens // longest)
+    return {
+        "train": _per_row(train, config.batch_size) / length,
+        "score": _per_row(score, min(most, cell.evaluation.max_windows)) / longest,
+    }
+
+
+def _per_row(work: Callable[[int], None], rows: int) -> float:
+    """Seconds per row of `work(rows)`; fewer rows are taken where one alone takes long."""
+    started = time.perf_counter()
+    work(1)
+    one = time.perf_counter() - started
+    rows = max(1, min(rows, int(SECONDS / one)))
+    work(rows)
+    times: list[float] = []
+    while not times or (sum(times) < SECONDS / 2 and len(times) < 20):
+        started = time.perf_counter()
+        work(rows)
+        times.append(time.perf_counter() - started)
+    return sorted(times)[len(times) // 2] / rows

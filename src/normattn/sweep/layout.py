@@ -1,0 +1,89 @@
+"""Where a sweep keeps what: one place that knows every path below its output directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from normattn.atomic import write_json
+from normattn.runs.reading import read_object
+
+
+@dataclass(frozen=True)
+class CellPaths:
+    """The places of one cell: `run` holds its results, `job` what steers and describes its child.
+
+    They are apart because a run directory refuses files that are no part of a run.
+    `continued` holds the runs that go on from `run`.
+    """
+
+    run: Path
+    job: Path
+    continued: Path
+
+    @classmethod
+    def of(cls, out: Path, variant: str, seed: int) -> CellPaths:
+        """The places of the cell (variant, seed) below `out`."""
+        cell = Path(variant) / f"seed{seed}"
+        return cls(out / "cells" / cell, out / "jobs" / cell, out / "continued" / cell)
+
+    @classmethod
+    def of_job(cls, job: Path) -> CellPaths:
+        """The places of the cell that `job` steers."""
+        job = job.resolve()
+        return cls.of(job.parents[2], job.parent.name, int(job.name.removeprefix("seed")))
+
+    @property
+    def settings(self) -> Path:
+        """What the child is to do."""
+        return self.job / "cell.json"
+
+    @property
+    def done(self) -> Path:
+        """A copy of `settings`, left when all of it was done."""
+        return self.job / "done.json"
+
+    @property
+    def diverged(self) -> Path:
+        """The measurement that the cell's training ended in NaN."""
+        return self.job / "diverged.parquet"
+
+    @property
+    def log(self) -> Path:
+        """What the child last said."""
+        return self.job / "log.txt"
+
+    @property
+    def progress(self) -> Path:
+        """How far the child is."""
+        return self.job / "progress.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the child at work."""
+        return self.job / ".lock"
+
+
+def write_if_changed(path: Path, value: dict[str, Any]) -> None:
+    """Write `value` as JSON unless it stands there already."""
+    if not path.exists() or read_object(path) != value:
+        write_json(path, value)
+
+
+def note_progress(path: Path, value: dict[str, Any]) -> None:
+    """Leave `value` for whoever looks: renamed into place, but not worth waiting for the disk."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(value), "utf-8")
+    beside.replace(path)
+
+
+def peek(path: Path) -> dict[str, Any]:
+    """What `note_progress` left; empty when there is nothing (yet)."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

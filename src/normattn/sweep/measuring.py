@@ -1,0 +1,136 @@
+"""A trained run under stretching methods and protocols: the sets and what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import polars as pl
+
+from normattn.data import TokenData
+from normattn.data.evaluation_sets import (
+    by_position_set,
+    last_segment_sets,
+    non_repeated_set,
+    repeated_set,
+    train_length_set,
+)
+from normattn.data.retrieval import TASKS, retrieval_set
+from normattn.errors import InputError
+from normattn.evaluation import AnySet, evaluate_run
+from normattn.measure import MeasurementStore, joined
+from normattn.models.pretrained import load_model
+from normattn.runs import read_status
+from normattn.sweep.settings import EvaluationSettings
+from normattn.training import TrainingConfig
+from normattn.training.distribution import choose_device
+
+EVALUATIONS = "evaluations"
+MODEL = "model"
+
+
+def evaluation_sets(
+    data: TokenData, train_length: int, settings: EvaluationSettings
+) -> list[AnySet]:
+    """The windows of held-out text that `settings` ask for, of documents never trained on.
+
+    Raises `InputError` when no test document is long enough, naming the longest, and when a length
+    is too short for what retrieval states and asks.
+    """
+    split, windows, seed = data.split(settings.split), settings.max_windows, settings.seed
+    longest = _beyond(settings)
+    sets: list[AnySet] = []
+    if "train_length" in settings.protocols:
+        sets.append(train_length_set(split, train_length, max_windows=windows, seed=seed))
+    if "non_repeated" in settings.protocols:
+        sets += [
+            non_repeated_set(split, train_length, k, max_windows=windows, seed=seed)
+            for k in longest
+        ]
+    if "repeated" in settings.protocols:
+        sets += [
+            repeated_set(split, train_length, k, max_windows=windows, seed=seed) for k in longest
+        ]
+    if "last_segment" in settings.protocols:
+        sets += last_segment_sets(
+            split, train_length, settings.multiples, max_windows=windows, seed=seed
+        )
+    if "by_position" in settings.protocols:
+        longest_multiple = settings.multiples[-1]
+        sets.append(
+            by_position_set(split, train_length, longest_multiple, max_windows=windows, seed=seed)
+        )
+    if "retrieval" in settings.protocols:
+        sets += [
+            retrieval_set(data, task, train_length, k, windows, seed, settings.split)
+            for task in TASKS
+            for k in settings.multiples
+        ]
+    if not sets:
+        raise InputError("nothing to evaluate: non-repeated and repeated need a multiple above 1")
+    return sets
+
+
+def _beyond(settings: EvaluationSettings) -> list[int]:
+    """The multiple at which whole texts are scored: their shorter readings are its positions."""
+    return [multiple for multiple in settings.multiples[-1:] if multiple > 1]
+
+
+def set_lengths(settings: EvaluationSettings) -> list[int]:
+    """The length of each evaluation set in units of L, without making them."""
+    longest = _beyond(settings)
+    lengths = {
+        "train_length": [1],
+        "non_repeated": longest,
+        "repeated": longest,
+        "last_segment": list(settings.multiples),
+        "by_position": list(settings.multiples[-1:]),
+        "retrieval": len(TASKS) * list(settings.multiples),
+    }
+    return [length for protocol in settings.protocols for length in lengths[protocol]]
+
+
+def count_evaluations(settings: EvaluationSettings) -> int:
+    """How many evaluations one method takes."""
+    return len(set_lengths(settings))
+
+
+def evaluate_trained(
+    run: Path,
+    config: TrainingConfig,
+    data: TokenData,
+    *,
+    methods: Sequence[str],
+    settings: EvaluationSettings,
+    on_done: Callable[[int], None] = lambda done: None,
+) -> pl.DataFrame:
+    """Evaluate the finished run in `run` under each method; what was measured is not done again.
+
+    `on_done` is told how many evaluations are done.
+    Raises `InputError` for a run that has not finished and for a method that cannot be applied.
+    """
+    status = read_status(run)
+    if status is None or status.state != "finished":
+        state = f"is {status.state} at step {status.step}" if status else "has not begun"
+        raise InputError(f"the run in {run} {state}; only a finished run can be evaluated")
+    model = load_model(run / MODEL).to(choose_device(config.device))
+    done = 0
+
+    def count(measured: pl.DataFrame) -> None:
+        nonlocal done
+        done += 1
+        on_done(done)
+
+    found = evaluate_run(
+        model,
+        evaluation_sets(data, config.model.train_length, settings),
+        seed=config.seed,
+        methods=methods,
+        factor=settings.factor,
+        store=MeasurementStore(run / EVALUATIONS),
+        precision=settings.precision,
+        split=settings.split,
+        tokens_per_batch=settings.max_tokens,
+        on_measured=count,
+    )
+    return joined(found)

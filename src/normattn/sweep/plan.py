@@ -1,0 +1,166 @@
+"""What a sweep will cost, before it costs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from normattn.sweep.jobs import FINISHED, Job, run_jobs
+from normattn.sweep.layout import CellPaths, write_if_changed
+from normattn.sweep.stages import Stage, TrainStage
+from normattn.sweep.study import Cell, Study, Sweep
+
+BYTES = 4
+CHECKPOINTS = 2
+# Children load their libraries and the corpus before the first step.
+START_SECONDS = 4.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The size of a sweep; `rows` count the table's rows, tokens and FLOPs those still to do."""
+
+    runs: int
+    finished: int
+    rows: int
+    parameters: tuple[int, ...]
+    trained_tokens: int
+    scored_tokens: int
+    flops: float
+    disk_bytes: int
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Name and value of each fact, to be printed."""
+        done = f", {self.finished} of them trained already" if self.finished else ""
+        return [
+            ("rows of the table", f"{self.rows}"),
+            ("training runs", f"{self.runs}{done}"),
+            ("parameters of a model", _span(self.parameters)),
+            ("training tokens", f"{self.trained_tokens:,} in all"),
+            ("scored tokens", f"up to {self.scored_tokens:,} in all"),
+            ("floating-point operations", f"{self.flops:.2g} still to do"),
+            ("disk", f"about {_size(self.disk_bytes)}"),
+        ]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds per trained and per scored token of one child among `jobs`.
+
+    `flops` are those of one trained token then: a longer sequence costs more by its own.
+    """
+
+    train: float
+    score: float
+    flops: float
+    jobs: int
+
+    def seconds(self, stage: Stage) -> float:
+        """What a stage takes when nothing of it is done."""
+        cost = stage.cost
+        if isinstance(stage, TrainStage):
+            return cost.flops / self.flops * self.train
+        return cost.scored * self.score
+
+
+def make_plan(sweep: Sweep) -> Plan:
+    """Count runs, tokens, FLOPs and bytes of a sweep; needs no data and no measurement."""
+    stages = [stage for cell in sweep.cells for stage in sweep.stages(cell)]
+    trainings = [stage for stage in stages if isinstance(stage, TrainStage)]
+    finished = sum(stage.is_done() for stage in trainings)
+    to_do = [s for s in stages if not (isinstance(s, TrainStage) and s.is_done())]
+    disk = sum(_kept(stage) * BYTES * stage.cost.parameters for stage in trainings)
+    return Plan(
+        runs=len(trainings),
+        finished=finished,
+        rows=sum({cell.variant: cell.readings for cell in sweep.cells}.values()),
+        parameters=tuple(sorted({stage.cost.parameters for stage in trainings})),
+        trained_tokens=sum(stage.cost.trained for stage in stages),
+        scored_tokens=sum(stage.cost.scored for stage in stages),
+        flops=sum(stage.cost.flops for stage in to_do),
+        disk_bytes=disk,
+    )
+
+
+def _kept(stage: TrainStage) -> int:
+    """How many copies of its numbers a training leaves: models, checkpoints with moments."""
+    moments = 2 if stage.config.optimiser.name == "adamw" else 1
+    return 1 + len(stage.config.keep) + CHECKPOINTS * (1 + moments)
+
+
+def is_trained(sweep: Sweep, cell: Cell) -> bool:
+    """Whether every training of the cell has ended, in a model or in NaN."""
+    return all(s.is_done() for s in sweep.stages(cell) if isinstance(s, TrainStage))
+
+
+def measure(study: Study, cells: Sequence[Cell], jobs: int) -> Rates | None:
+    """Time a few steps in as many children at once as the sweep will run; None where that fails.
+
+    The children share the machine as they will later, so that the estimate is honest.
+    """
+    named = str(study.source.resolve()) if study.source else study.name
+    with tempfile.TemporaryDirectory(prefix="normattn-measure-") as place:
+        paths = [CellPaths.of(Path(place), "measure", n) for n in range(min(jobs, len(cells)))]
+        for path, cell in zip(paths, cells, strict=False):
+            write_if_changed(path.settings, {"study": named, **cell.model_dump(mode="json")})
+        command = (sys.executable, "-m", "normattn", "_measure")
+        work = [
+            Job("measurement", (*command, str(path.job), str(os.getpid())), path.log)
+            for path in paths
+        ]
+        outcomes = run_jobs(work, len(work))
+        if any(outcome.code != FINISHED for outcome in outcomes):
+            return None
+        found = [json.loads(path.log.read_text().splitlines()[-1]) for path in paths]
+    cost = cells[0].workload.cost(cells[0].training_config)
+    flops = cost.flops / cost.trained
+    return Rates(_mean(found, "train"), _mean(found, "score"), flops, len(paths))
+
+
+def estimate(sweep: Sweep, rates: Rates, jobs: int) -> float:
+    """Seconds until the table, by `rates`; what is trained already costs nothing again."""
+    cells = [cell_seconds(sweep, cell, rates) for cell in sweep.cells]
+    return max(sum(cells) / min(jobs, len(cells)), max(cells))
+
+
+def cell_seconds(sweep: Sweep, cell: Cell, rates: Rates) -> float:
+    """Seconds that a cell takes in its child."""
+    to_do = [s for s in sweep.stages(cell) if not (isinstance(s, TrainStage) and s.is_done())]
+    return START_SECONDS + sum(rates.seconds(stage) for stage in to_do)
+
+
+def stage_shares(sweep: Sweep, cell: Cell, rates: Rates | None) -> list[float]:
+    """What part of the cell's time each of its stages takes (by FLOPs if unmeasured)."""
+    stages = sweep.stages(cell)
+    parts = [stage.cost.flops if rates is None else rates.seconds(stage) for stage in stages]
+    return [part / sum(parts) for part in parts]
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _mean(found: Sequence[Mapping[str, float]], key: str) -> float:
+    return sum(item[key] for item in found) / len(found)
+
+
+def _span(counts: Sequence[int]) -> str:
+    few, many = f"{counts[0]:,}", f"{counts[-1]:,}"
+    return few if few == many else f"{few} to {many}"
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("kB", 10**3), ("MB", 10**6)):
+        if count < 1000 * scale:
+            return f"{count / scale:.0f} {unit}"
+    return f"{count / 10**9:.1f} GB"

@@ -1,0 +1,61 @@
+"""The settings that a recipe can be run in: one TOML file each, and one of your own by its path."""
+
+from __future__ import annotations
+
+import tomllib
+from difflib import get_close_matches
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from normattn.errors import InputError
+from normattn.sweep.settings import Preset, validated
+
+
+def names(study: str | None = None) -> list[str]:
+    """The presets that come with the package, by name; those of one study where it has its own."""
+    return sorted(
+        item.name.removesuffix(".toml").replace("_", "-")
+        for item in _folder(study).iterdir()
+        if item.name.endswith(".toml")
+    )
+
+
+def load(name: str) -> Preset:
+    """The preset of the studies of language models called `name`, as `fields` finds it."""
+    name, found = fields(name)
+    return validated(Preset, {"name": name, **found}, f"preset {name}")
+
+
+def fields(name: str, study: str | None = None) -> tuple[str, dict[str, Any]]:
+    """The name and the settings of the preset `name`, or of the TOML file at the path `name`.
+
+    Raises `InputError` for an unknown name (naming the nearest) and a file that cannot be read.
+    """
+    known = names(study)
+    if name in known:
+        packaged = _folder(study) / f"{name.replace('-', '_')}.toml"
+        return name, tomllib.loads(packaged.read_text("utf-8"))
+    if name.endswith(".toml"):
+        return Path(name).stem, _read(Path(name))
+    near = get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise InputError(
+        f"no preset is called {name!r}: {hint}there are {', '.join(known)}, "
+        "and a file of your own by its path, ending in .toml"
+    )
+
+
+def _folder(study: str | None) -> Traversable:
+    here = resources.files(__name__)
+    return here if study is None else here / study
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"the preset file {path} does not exist") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"the preset file {path} cannot be read: {error}") from error

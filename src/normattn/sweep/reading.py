@@ -1,0 +1,144 @@
+"""The steps of a cell that read a trained language model: as it is, and under methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from normattn.data import TokenData
+from normattn.data.evaluation_sets import EvaluationSet
+from normattn.evaluation import evaluate_run
+from normattn.measure import MeasurementStore
+from normattn.measure.frame import Factor
+from normattn.models.accounting import flops_per_token
+from normattn.models.pretrained import CONFIG_FILE, load_model
+from normattn.sweep.measuring import (
+    EVALUATIONS,
+    count_evaluations,
+    evaluate_trained,
+    set_lengths,
+)
+from normattn.sweep.settings import EvaluationSettings
+from normattn.sweep.stages import Note, Stage
+from normattn.training import TrainingConfig
+from normattn.training.continuation import Continuation
+from normattn.training.distribution import choose_device
+from normattn.training.workload import Cost, kept_model
+
+AS_IS = "as is"
+
+
+@dataclass(frozen=True)
+class ReadStage(Stage):
+    """Read the run in `place` as it is and under each method, by the protocols of `settings`."""
+
+    phase = "evaluation"
+    config: TrainingConfig
+    place: Path
+    methods: tuple[str, ...]
+    settings: EvaluationSettings
+
+    @property
+    def cost(self) -> Cost:
+        """Every token that passes through the model, at most."""
+        model, rows = self.config.model, self.settings.max_windows * len(self.methods)
+        lengths = [length * model.train_length for length in set_lengths(self.settings)]
+        flops = sum(flops_per_token(model, length).forward * length for length in lengths)
+        return Cost(scored=sum(lengths) * rows, flops=flops * rows)
+
+    @property
+    def wanted(self) -> int:
+        """The number of evaluations."""
+        return count_evaluations(self.settings) * len(self.methods)
+
+    def is_done(self) -> bool:
+        """Whether there are as many records as this stage leaves (it may be asked for others)."""
+        return len(MeasurementStore(self.place / EVALUATIONS)) >= self.wanted
+
+    def run(self, data: TokenData, note: Note) -> None:
+        """Evaluate what is not yet on record."""
+        evaluate_trained(
+            self.place,
+            self.config,
+            data,
+            methods=["" if method == AS_IS else method for method in self.methods],
+            settings=self.settings,
+            on_done=lambda done: note(done, self.wanted, ""),
+        )
+
+
+@dataclass(frozen=True)
+class KeptStage(Stage):
+    """Read the models that the continued run in `place` kept, and the one it began with (step 0).
+
+    Each is read under the method that the run trains with, on the windows that `sets` makes;
+    what was measured is in a folder of its step, the factor `step`; `factors` are further ones.
+    """
+
+    phase = "evaluation"
+    config: TrainingConfig
+    place: Path
+    sets: Callable[[TokenData], Sequence[EvaluationSet]]
+    lengths: tuple[int, ...]
+    settings: EvaluationSettings
+    factors: Mapping[str, Factor] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> Cost:
+        """Every token that passes through a model, at most."""
+        rows = self.settings.max_windows * len(self.steps)
+        model = self.config.model
+        flops = sum(flops_per_token(model, length).forward * length for length in self.lengths)
+        return Cost(scored=sum(self.lengths) * rows, flops=flops * rows)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that are read."""
+        return (0, *self.config.keep)
+
+    def is_done(self) -> bool:
+        """Whether every step that the run came to has its records."""
+        found = [MeasurementStore(records_of(self.place, step)) for step in self._reached()]
+        return bool(found) and all(len(store) >= len(self.lengths) for store in found)
+
+    def run(self, data: TokenData, note: Note) -> None:
+        """Evaluate what is not yet on record."""
+        sets, done = self.sets(data), 0
+        steps = self._reached()
+        for step in steps:
+
+            def count(measured: object) -> None:
+                nonlocal done
+                done += 1
+                note(done, len(steps) * len(sets), "")
+
+            evaluate_run(
+                load_model(self._model(step)).to(choose_device(self.config.device)),
+                sets,
+                seed=self.config.seed,
+                methods=[self._continued.method],
+                store=MeasurementStore(records_of(self.place, step)),
+                precision=self.settings.precision,
+                split=self.settings.split,
+                factors={"step": step, **self.factors},
+                tokens_per_batch=self.settings.max_tokens,
+                on_measured=count,
+            )
+
+    @property
+    def _continued(self) -> Continuation:
+        assert self.config.continued is not None
+        return self.config.continued
+
+    def _reached(self) -> list[int]:
+        """The steps whose models are there; a run that diverged came to fewer."""
+        return [step for step in self.steps if (self._model(step) / CONFIG_FILE).is_file()]
+
+    def _model(self, step: int) -> Path:
+        return kept_model(self.place, step) if step else Path(self._continued.start)
+
+
+def records_of(place: Path, step: int) -> Path:
+    """Where the records of a kept model are."""
+    return place / EVALUATIONS / f"step-{step:08d}"

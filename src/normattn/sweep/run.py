@@ -1,0 +1,179 @@
+"""From a request to a table: plan, data, cells in child processes, tabulation. Goes on anywhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from normattn.atomic import write_text
+from normattn.runs import RunDirectory
+from normattn.sweep.jobs import Job, Outcome, run_jobs
+from normattn.sweep.layout import CellPaths, peek, write_if_changed
+from normattn.sweep.omissions import grouped
+from normattn.sweep.plan import (
+    Rates,
+    duration,
+    estimate,
+    is_trained,
+    make_plan,
+    measure,
+    stage_shares,
+)
+from normattn.sweep.study import CHANGEABLE, Cell, Request, Study, Sweep
+from normattn.sweep.watch import SweepProgress
+
+# Below this many FLOPs a sweep ends about as soon as its measurement would.
+WORTH_MEASURING = 1e10
+
+# Above this number, the sentences about rows left out are only written to a file.
+SHOWN_SENTENCES = 12
+LEFT_OUT = "left_out.txt"
+
+
+def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[str]:
+    """Run what a study makes of `request`, or only print its plan; return what failed.
+
+    Raises `InputError` before anything is written when it cannot be done, and `Interrupted` when
+    stopped; the same command then goes on. A cell that diverged is a result; one that failed
+    otherwise is named in the answer, after all others are done.
+    """
+    sweep = study.resolve(request)
+    console = Console(highlight=False)
+    jobs = min(request.jobs or _default_jobs(sweep), len(sweep.cells))
+    for cell in _one_of_each_kind(sweep):
+        cell.workload.look(cell.training_config)
+    _print_plan(console, sweep, every=only_plan)
+    if only_plan:
+        _print_estimate(console, study, sweep, jobs)
+        return []
+    with ExitStack() as stack:
+        # What is no sweep, is in use, or has another configuration is refused before any work; a
+        # new directory is made only once the corpus has been found good.
+        occupied = sweep.out.exists() and (not sweep.out.is_dir() or any(sweep.out.iterdir()))
+        if occupied:
+            stack.enter_context(_open(sweep).lock())
+        _prepare(console, sweep)
+        if not occupied:
+            stack.enter_context(_open(sweep).lock())
+        if sweep.skipped:
+            sentences = (each.sentence for each in sweep.skipped)
+            write_text(sweep.out / LEFT_OUT, "\n".join(sentences) + "\n")
+        rates = _print_estimate(console, study, sweep, jobs)
+        outcomes = _run_cells(study, sweep, jobs, rates)
+        failed = [_failure(outcome) for outcome in outcomes if outcome.failed]
+        # Said first: where too few are left, there may be nothing to report.
+        for sentence in failed:
+            print(f"normattn: {sentence}", file=sys.stderr)
+        if len(failed) < len(sweep.cells):
+            report(study, sweep.out, sweep.config.model_dump(mode="json"))
+    return failed
+
+
+def report(study: Study, out: Path, config: Mapping[str, Any]) -> None:
+    """Write the page of what was measured in `out`, and print where it is."""
+    figures = study.report(study.measurements(out), out, config)
+    said = Console(highlight=False)
+    said.print(f"table: {out / 'table.md'}", markup=False, soft_wrap=True)
+    said.print(f"page: {out / 'report.html'}", markup=False, soft_wrap=True)
+    said.print(f"figures: {out / 'figures'} ({len(figures)} files)", markup=False, soft_wrap=True)
+
+
+def _default_jobs(sweep: Sweep) -> int:
+    """As many children as the cores have threads for; on a GPU, which they would share, one."""
+    config = sweep.cells[0].training_config
+    if config.device != "cpu" and torch.cuda.is_available():
+        return 1
+    return max(1, (os.cpu_count() or 1) // config.threads)
+
+
+def _open(sweep: Sweep) -> RunDirectory:
+    return RunDirectory.open(sweep.out, sweep.config, sweep.study, CHANGEABLE)
+
+
+def _print_plan(console: Console, sweep: Sweep, every: bool) -> None:
+    title = f"plan: {sweep.study}, preset {sweep.config.preset}"
+    table = Table(title=title, show_header=False)
+    for name, value in make_plan(sweep).lines():
+        table.add_row(name, value)
+    for name, value in sweep.facts:
+        table.add_row(name, value)
+    table.add_row("output", str(sweep.out))
+    console.print(table)
+    sentences = grouped(sweep.skipped)
+    if every or len(sentences) <= SHOWN_SENTENCES:
+        for sentence in sentences:
+            console.print(sentence, markup=False, soft_wrap=True)
+    else:
+        counted = f"{len(sweep.skipped)} rows make no sense and are left out"
+        console.print(f"{counted}; {sweep.out / LEFT_OUT} says why", soft_wrap=True)
+
+
+def _print_estimate(console: Console, study: Study, sweep: Sweep, jobs: int) -> Rates | None:
+    rates = None
+    if make_plan(sweep).flops < WORTH_MEASURING:
+        return None
+    if not all(is_trained(sweep, cell) for cell in sweep.cells):
+        rates = measure(study, sweep.cells, jobs)
+    if rates is None:
+        return None
+    seconds = estimate(sweep, rates, jobs)
+    tokens = 1.0 / rates.train
+    console.print(
+        f"about {duration(seconds)} with {jobs} job{'s' * (jobs > 1)} "
+        f"(measured here: {tokens:,.0f} trained tokens/s and {1.0 / rates.score:,.0f} scored "
+        "tokens/s in each)",
+        soft_wrap=True,
+    )
+    return rates
+
+
+def _one_of_each_kind(sweep: Sweep) -> list[Cell]:
+    """The first cell of each kind; cells of a kind read the same data."""
+    kinds = {cell.kind: cell for cell in reversed(sweep.cells)}
+    return list(reversed(kinds.values()))
+
+
+def _prepare(console: Console, sweep: Sweep) -> None:
+    """Prepare the data once before the children start, and see that it is enough for each kind."""
+    for cell in _one_of_each_kind(sweep):
+        with console.status("preparing the data"):
+            lines = sweep.describe(cell, cell.prepare())
+        for line in lines:
+            console.print(line, markup=False, soft_wrap=True)
+
+
+def _run_cells(study: Study, sweep: Sweep, jobs: int, rates: Rates | None) -> list[Outcome]:
+    work = [_job(study, sweep, cell) for cell in sweep.cells if not is_done(sweep, cell)]
+    shares = {cell.name: stage_shares(sweep, cell, rates) for cell in sweep.cells}
+    with SweepProgress(work, shares) as progress:
+        return run_jobs(work, jobs, progress)
+
+
+def is_done(sweep: Sweep, cell: Cell) -> bool:
+    """Whether the cell ended before as it is asked for now, and its records are still there."""
+    paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
+    same = peek(paths.done) == cell.model_dump(mode="json")
+    return same and all(stage.is_done() for stage in sweep.stages(cell))
+
+
+def _job(study: Study, sweep: Sweep, cell: Cell) -> Job:
+    """The child of one cell, told what to do by a file of its own."""
+    paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
+    named = str(study.source.resolve()) if study.source else study.name
+    write_if_changed(paths.settings, {"study": named, **cell.model_dump(mode="json")})
+    paths.progress.unlink(missing_ok=True)
+    command = (sys.executable, "-m", "normattn", "_cell", str(paths.job), str(os.getpid()))
+    return Job(cell.name, command, paths.log)
+
+
+def _failure(outcome: Outcome) -> str:
+    said = outcome.message.removeprefix("normattn: ")
+    return f"{outcome.job.name} failed: {said} (its output is in {outcome.job.log})"

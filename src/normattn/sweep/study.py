@@ -1,0 +1,230 @@
+"""A study as a value; and what all share: a request, its settings, its cells, its measurements."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import polars as pl
+
+from normattn.errors import InputError
+from normattn.measure import Identity, collected, identified, sums
+from normattn.report.page import Page, context, write_page
+from normattn.sweep import presets
+from normattn.sweep.layout import CellPaths
+from normattn.sweep.merging import merged
+from normattn.sweep.omissions import Omission
+from normattn.sweep.settings import Settings, StudyPreset, validated
+from normattn.sweep.stages import Stage
+from normattn.training import LoopConfig
+from normattn.training.workload import Workload
+
+# Settings that no digit of a table depends on.
+CHANGEABLE = (
+    "training.checkpoint_seconds",
+    "training.tensorboard",
+    "evaluation.max_tokens",
+    "mechanism.max_tokens",
+)
+OwnPreset = TypeVar("OwnPreset", bound=StudyPreset)
+
+
+class SweepConfig(Settings):
+    """What every cell of one study shares; cells may be added, but this may not change."""
+
+    preset: str
+
+
+class Cell(Settings, ABC):
+    """One child process's work: `variant` trained with `seed`, and what is done with the model.
+
+    A study's cells differ in (variant, seed), which also name their directories.
+    """
+
+    kind: str
+    variant: str
+    seed: int
+
+    @property
+    @abstractmethod
+    def workload(self) -> Workload[Any, Any]:
+        """What kind of training this is."""
+
+    @property
+    @abstractmethod
+    def training_config(self) -> LoopConfig:
+        """The settings of this cell's training run."""
+
+    @abstractmethod
+    def stages(self, paths: CellPaths) -> list[Stage]:
+        """What the cell does, in order."""
+
+    @property
+    def name(self) -> str:
+        """How progress and errors call this cell."""
+        return f"{self.variant} seed {self.seed}"
+
+    @property
+    def readings(self) -> int:
+        """How many rows of the table the cell gives."""
+        return 1
+
+    def rates(self) -> dict[str, float] | None:
+        """Seconds per trained and per scored token (`train`, `score`), where a cell measures them
+        in a way of its own; None: by training steps on its own batches.
+        """
+        return None
+
+    def prepare(self) -> Any:
+        """The data of its stages, from the cache where there is one."""
+        return self.workload.prepare(self.training_config)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for; None leaves a choice to the preset.
+
+    `changes` are settings by dotted name, as `{"training.steps": 100}`.
+    """
+
+    preset: str = "laptop"
+    variants: tuple[str, ...] | None = None
+    methods: tuple[str, ...] | None = None
+    seeds: tuple[int, ...] | None = None
+    jobs: int | None = None
+    out: Path | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A resolved request: the shared settings, the cells to run, and the rows left out and why.
+
+    `study` is the study's name. `facts` are further lines of the plan; `describe` is told a cell's
+    data, once for each kind of cell, and says in lines what it is (`InputError` where it does not
+    suffice).
+    """
+
+    study: str
+    config: SweepConfig
+    cells: tuple[Cell, ...]
+    skipped: tuple[Omission, ...]
+    out: Path
+    describe: Callable[[Cell, Any], Sequence[str]]
+    facts: tuple[tuple[str, str], ...] = ()
+
+    def stages(self, cell: Cell) -> list[Stage]:
+        """The stages of one of the cells, in this sweep's directory."""
+        return cell.stages(CellPaths.of(self.out, cell.variant, cell.seed))
+
+
+@dataclass(frozen=True)
+class Study:
+    """One experiment: its question, what it trains and measures, and the page that it becomes.
+
+    `resolve` makes a sweep of a request, `cells` are the kinds of its cells. `help` is what
+    `reproduce NAME --help` says; `variants` and `methods` explain these options, "" where the study
+    has no such choice. `examples` are command lines (after `normattn reproduce NAME`) and what they
+    do. `source` is the file of a study that is not part of the library.
+    """
+
+    name: str
+    help: str
+    resolve: Callable[[Request], Sweep]
+    cells: tuple[type[Cell], ...]
+    page: Page
+    variants: str = ""
+    methods: str = ""
+    examples: tuple[tuple[str, str], ...] = ()
+    collect: Callable[[Path], pl.DataFrame] = collected
+    source: Path | None = None
+
+    def cell(self, fields: Mapping[str, Any], where: str) -> Cell:
+        """The cell that these fields describe; `InputError` for one of another study."""
+        for kind in self.cells:
+            if fields.get("kind") == kind.model_fields["kind"].default:
+                return validated(kind, dict(fields), where)
+        raise InputError(f"{where} describes no cell of the study {self.name}")
+
+    def measurements(self, out: Path) -> pl.DataFrame:
+        """Everything that was measured below `out`, under this study's name."""
+        return self.collect(out).with_columns(pl.lit(self.name).alias("study"))
+
+    def command(self, preset: str) -> str:
+        """The command line that makes the study from nothing."""
+        name = str(self.source) if self.source else self.name
+        return f"normattn reproduce {name} --preset {preset}"
+
+    def report(self, measured: pl.DataFrame, out: Path, config: Mapping[str, Any]) -> list[Path]:
+        """Write the page of these measurements into `out`; return the figures' files.
+
+        `config` are the sweep's settings, as config.json holds them.
+        """
+        made = context(
+            self.page,
+            measured,
+            settings=flat(config),
+            command=self.command(str(config.get("preset", "laptop"))),
+        )
+        return write_page(made, measured, out)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Settings as text by dotted name; None and empty groups are left out."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}.")
+        elif value not in (None, [], ()):
+            shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            found[prefix + name] = shown
+    return found
+
+
+def diverged(cell: Cell, step: int, where: str, **factors: Any) -> pl.DataFrame:
+    """The measurement that says: this training ended in NaN, first seen in the module `where`."""
+    return identified(
+        Identity(
+            study="",
+            row=cell.variant,
+            score=cell.variant,
+            seed=cell.seed,
+            protocol="training",
+            length=0,
+            train_length=0,
+            factors=factors,
+        ),
+        [sums("diverged", [where], [[1.0]], [[1.0]], axis="step", edges=[float(step)])],
+    )
+
+
+def opened_as(request: Request, study: str, kind: type[OwnPreset]) -> OwnPreset:
+    """The study's own preset of that name with the request's changes, checked as a `kind`."""
+    name, fields = presets.fields(request.preset, study)
+    changed = merged({"name": name, **fields}, request.changes)
+    return validated(kind, changed, f"preset {name} of {study}")
+
+
+def refuse_choices(
+    request: Request, study: str, *, variants: bool = True, methods: bool = False
+) -> None:
+    """Raise `InputError` for --variants or --methods where a study has its own."""
+    for option, given, allowed in (
+        ("--variants", request.variants, variants),
+        ("--methods", request.methods, methods),
+    ):
+        if given is not None and not allowed:
+            raise InputError(f"reproduce {study} chooses its own {option[2:]}; leave {option} out")
+
+
+def seeds_of(request: Request, preset: StudyPreset) -> tuple[int, ...]:
+    """The seeds asked for, or the preset's."""
+    return request.seeds or tuple(range(preset.seeds))
+
+
+def place_of(request: Request, study: str, preset: StudyPreset) -> Path:
+    """Where the study goes: what was asked for, or runs/STUDY-PRESET."""
+    return request.out or Path("runs") / f"{study}-{preset.name}"

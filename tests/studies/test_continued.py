@@ -1,0 +1,116 @@
+"""Training that goes on at a longer length: what goes on, and that stopping changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from normattn.data import prepare_tokens
+from normattn.errors import InputError
+from normattn.models.pretrained import load_model
+from normattn.studies.continue_ import evaluation_sets, resolve
+from normattn.sweep.reading import KeptStage
+from normattn.sweep.settings import EvaluationSettings
+from normattn.sweep.stages import TrainStage
+from normattn.sweep.study import Request
+from normattn.runs.reading import read_object
+from normattn.training import TrainingConfig
+from studies.inprocess import files, run, run_killed
+
+FEW: dict[str, Any] = {
+    "training.steps": 5,
+    "training.checkpoint_seconds": 0,
+    "evaluation.max_windows": 3,
+    "continued.steps": 4,
+    "continued.keep": [1, 4],
+    "continued.warmup_steps": 1,
+    "continued.read": [1, 4, 8],
+}
+
+
+def test_what_goes_on_and_how() -> None:
+    sweep = resolve(Request("laptop"))
+    trained = {}
+    for cell in sweep.cells:
+        stages = [stage for stage in sweep.stages(cell) if isinstance(stage, TrainStage)]
+        found = [stage.config for stage in stages[1:]]
+        trained[cell.variant] = [each for each in found if isinstance(each, TrainingConfig)]
+    methods = {
+        variant: [each.continued.method for each in configs if each.continued]
+        for variant, configs in trained.items()
+    }
+    assert methods == {
+        "Baseline": ["", "PI(factor=4)", "ABF"],
+        "KNA": [""],
+        "KNA-logn": [""],
+        "CosA": [""],
+    }
+    config = trained["Baseline"][1]
+    # As many tokens a step as before, at the new length; the score keeps what it was trained with.
+    assert (config.batch_size, config.sequence_length, config.model.train_length) == (16, 256, 64)
+    assert str(config.model.score) == "Baseline@64"
+    assert config.keep[-1] == config.steps
+    assert {each.optimiser.lr for configs in trained.values() for each in configs} == {1e-3}
+
+
+def test_stopped_anywhere_it_is_the_same(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("normattn.studies.continue_.VARIANTS", ("Baseline", "KNA"))
+    whole = resolve(Request(str(tiny), out=tmp_path / "whole", changes=FEW))
+    run(whole)
+    broken = resolve(Request(str(tiny), out=tmp_path / "broken", changes=FEW))
+    assert run_killed(broken, 23, monkeypatch) > 1
+    assert files(tmp_path / "broken") == files(tmp_path / "whole")
+    assert {"going_on.png", "going_on.svg"} <= files(tmp_path / "whole").keys()
+    assert all(stage.is_done() for cell in whole.cells for stage in whole.stages(cell))
+
+    facts = json.loads((tmp_path / "whole" / "table.json").read_text())
+    rows = {(fact["name"], fact["continued_steps"], fact["length"]) for fact in facts}
+    names = ("Baseline", "Baseline with PI", "Baseline with ABF", "KNA")
+    assert rows == {(name, s, n) for name in names for s in (0, 1, 4) for n in (8, 32, 64)}
+    check_values(whole.out, facts)
+
+
+def check_values(out: Path, facts: list[dict[str, Any]]) -> None:
+    """Some values once more, from the saved models alone."""
+    for name, folder, method in (
+        ("KNA", "KNA/seed0/as it is", ""),
+        ("Baseline with PI", "Baseline/seed0/PI(factor=4)", "PI(factor=4)"),
+    ):
+        place = out / "continued" / folder
+        fields = read_object(place / "config.json")["config"]
+        model = load_model(place / "kept" / "step-00000004")
+        data = prepare_tokens(TrainingConfig.parse(fields).data)
+        settings = EvaluationSettings(multiples=(1, 4, 8), max_windows=3)
+        longest = evaluation_sets(data, 8, settings)[-1]
+        with model.using(method):
+            scores = model.token_scores(torch.from_numpy(longest.windows))
+        place_of = ("name", "continued_steps", "length")
+        found = [f for f in facts if tuple(f[key] for key in place_of) == (name, 4, 64)]
+        assert found[0]["loss"]["value"] == pytest.approx(float(scores.loss.mean()), rel=1e-5)
+        assert found[0]["accuracy"]["value"] == pytest.approx(
+            100 * float(scores.correct.double().mean())
+        )
+
+
+def test_bad_input(tiny: Path) -> None:
+    with pytest.raises(InputError, match="keep must end with the last step 200"):
+        resolve(Request(str(tiny), changes={"continued.keep": [10]}))
+    with pytest.raises(InputError, match="read must rise from 1"):
+        resolve(Request(str(tiny), changes={**FEW, "continued.read": [2, 4]}))
+    with pytest.raises(InputError, match=r"give continued\.batch_size"):
+        resolve(Request(str(tiny), changes={**FEW, "continued.multiple": 3}))
+    with pytest.raises(InputError, match="reads no window settings"):
+        resolve(Request(str(tiny), changes={"window.shares": [1.0]}))
+
+
+def test_a_stage_is_not_done_before_it_is_begun(tiny: Path, tmp_path: Path) -> None:
+    sweep = resolve(Request(str(tiny), out=tmp_path / "out", changes=FEW))
+    kept = [s for s in sweep.stages(sweep.cells[0]) if isinstance(s, KeptStage)]
+    assert len(kept) == 3
+    assert not any(stage.is_done() for stage in kept)

@@ -1,0 +1,160 @@
+"""Runs of classifiers, translators and Vision Transformers, looked into on data held out."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.pairs_helpers import multi_layout
+from data.relation_files import write_relations
+from normattn.data.relations import prepare_relations
+from normattn.diagnostics.weights import attention_weights
+from normattn.errors import InputError
+from normattn.models.pretrained import load_any
+from normattn.commands.inspection import inspect_run
+from normattn.commands.inspection_inputs import Asked, inputs_of
+from normattn.reports.diagnostics_records import InspectionRecord, read_inspection
+from normattn.training.classification import ClassificationConfig, train_classifier
+from normattn.training.translation import TranslationConfig, train_translation
+from normattn.training.vision import VisionTrainingConfig, train_vision
+
+LOOP: dict[str, Any] = {"steps": 2, "device": "cpu", "schedule": {"warmup_steps": 1}}
+MODEL: dict[str, Any] = {"dim": 8, "layers": 2, "heads": 2, "score": "KNA-RealFormer"}
+CHOICES: dict[str, Any] = {
+    "text": None,
+    "method": "as is",
+    "length": None,
+    "windows": 3,
+    "bins": 4,
+    "cosines": False,
+    "attention": "sharpest",
+    "as_json": False,
+    "max_tokens": 64,
+    "seed": 0,
+    "threads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("looked-into")
+
+
+@pytest.fixture(scope="module")
+def translation(place: Path) -> TranslationConfig:
+    data = {"corpus": str(multi_layout(place / "pairs")), "vocab_size": 280}
+    fields = {**LOOP, "batch_tokens": 1300, "model": MODEL, "data": data}
+    config = TranslationConfig.parse(fields, "a test")
+    train_translation(config, place / "translation", show_progress=False)
+    return config
+
+
+@pytest.fixture(scope="module")
+def classification(place: Path) -> ClassificationConfig:
+    corpus = str(write_relations(place / "relations", count=12))
+    data = {"corpus": corpus, "vocab_size": 120, "max_tokens": 16}
+    fields = {**LOOP, "batch_size": 4, "model": {**MODEL, "labels": 1}, "data": data}
+    first = ClassificationConfig.parse(fields, "a test")
+    labels = len(prepare_relations(first.data).labels)
+    config = ClassificationConfig.parse({**fields, "model": {**MODEL, "labels": labels}}, "a test")
+    train_classifier(config, place / "classification", show_progress=False)
+    return config
+
+
+def look(run: Path, out: Path, **choices: Any) -> InspectionRecord:
+    inspect_run(run, out=out, **{**CHOICES, **choices})
+    assert {"layers.png", "attention.png"} <= {path.name for path in out.iterdir()}
+    return read_inspection(out / "inspection.json")
+
+
+def test_a_translator(place: Path, translation: TranslationConfig, tmp_path: Path) -> None:
+    """Its three attentions by name; entropies are those of the weights, pair by pair."""
+    run = place / "translation"
+    record = look(run, tmp_path / "out", bins=1)
+    assert [layer.name.replace(".sublayer", "") for layer in record.layers] == [
+        *("encoder.0.mixer", "encoder.1.mixer"),
+        *("decoder.0.mixer", "decoder.0.cross", "decoder.1.mixer", "decoder.1.cross"),
+    ]
+    model = load_any(run / "model")
+    found = inputs_of(translation, Asked(run, None, None, 3, 0), model)
+    entropy: dict[str, list[torch.Tensor]] = {}
+    for row in found.rows:
+        for name, alpha in attention_weights(model, row, found.read, found.length).items():
+            entropy.setdefault(name, []).append(-torch.special.xlogy(alpha, alpha).sum(-1))
+            queries, keys = found.words(name)
+            if row is found.rows[0]:
+                assert alpha.shape[1:] == (len(queries), len(keys))
+    for layer in record.layers:
+        expected = torch.cat(entropy[layer.name], -1).mean(-1)
+        assert layer.by_head("entropy") == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_a_translator_of_ones_own_sentences(
+    place: Path, translation: TranslationConfig, tmp_path: Path
+) -> None:
+    """It translates them itself: there is no other target."""
+    text = tmp_path / "text.txt"
+    text.write_text("the dog sees a bird\n\nthe old man\n")
+    record = look(place / "translation", tmp_path / "out", text=text, attention="5,1")
+    assert record.facts["texts"] == "2 lines of text.txt and their greedy translations"
+    with pytest.raises(InputError, match="layers 0 to 5"):
+        look(place / "translation", tmp_path / "out", attention="6,0")
+    with pytest.raises(InputError, match="sentences whole"):
+        look(place / "translation", tmp_path / "out", length=4)
+    text.write_text("\n")
+    with pytest.raises(InputError, match="holds no line of text"):
+        look(place / "translation", tmp_path / "out", text=text)
+
+
+def test_a_classifier(place: Path, classification: ClassificationConfig, tmp_path: Path) -> None:
+    """Padding counts for nothing: two documents together are looked at as each alone."""
+    run = place / "classification"
+    record = look(run, tmp_path / "out", cosines=True)
+    assert record.facts["texts"].startswith("3 validation documents of ")
+    assert [layer.heads for layer in record.layers] == [2, 2]
+    text, sums = tmp_path / "text.txt", []
+    for lines in (["a b c d e f"], ["a b"], ["a b c d e f", "a b"]):
+        text.write_text("\n".join(lines))
+        sums.append(look(run, tmp_path / "lines", text=text, bins=1).layers[0])
+    counts = [layer.rows[0][0] for layer in sums]
+    assert counts[2] == counts[0] + counts[1]
+    for field in ("entropy", "q_norm", "k_norm"):
+        one, two, both = (
+            layer.by_head(field)[0] if field == "entropy" else getattr(layer, field)[0]
+            for layer in sums
+        )
+        assert one is not None
+        assert two is not None
+        mean = (one * counts[0] + two * counts[1]) / counts[2]
+        assert both == pytest.approx(mean, abs=1e-5), field
+
+
+def test_a_vision_transformer(place: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="the images are scikit-learn's")
+    data = {"source": "digits", "max_images": 40}
+    model = {**MODEL, "score": "KNA-NoPE", "patch": 4}
+    fields = {**LOOP, "batch_size": 4, "model": model, "data": data}
+    config = VisionTrainingConfig.parse(fields, "a test")
+    train_vision(config, place / "vision", show_progress=False)
+    record = look(place / "vision", tmp_path / "out", attention="all")
+    assert record.facts["texts"] == "3 validation images of digits"
+    assert record.layers[0].rows[0] == (3, 3, 6, 3)
+    with pytest.raises(InputError, match="--text is for models that read text"):
+        look(place / "vision", tmp_path / "out", text=tmp_path / "text.txt")
+
+
+def test_data_that_is_gone_is_one_sentence(
+    place: Path,
+    translation: TranslationConfig,
+    classification: ClassificationConfig,
+    tmp_path: Path,
+) -> None:
+    for name, data in (("translation", "pairs"), ("classification", "relations")):
+        shutil.move(place / data, tmp_path / data)
+        with pytest.raises(InputError, match=data):
+            look(place / name, tmp_path / "out")
+        shutil.move(tmp_path / data, place / data)

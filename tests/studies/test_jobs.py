@@ -1,0 +1,138 @@
+"""The scheduler of child processes, with children that are a few lines of Python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from normattn.errors import Interrupted
+from normattn.sweep.jobs import Job, Outcome, run_jobs
+
+
+def job(folder: Path, name: str, script: str) -> Job:
+    return Job(name, (sys.executable, "-c", script), folder / f"{name}.txt")
+
+
+def by_name(outcomes: list[Outcome]) -> dict[str, Outcome]:
+    return {outcome.job.name: outcome for outcome in outcomes}
+
+
+def test_outcomes_tell_finished_diverged_and_failed_apart(tmp_path: Path) -> None:
+    say = "import sys; print('first'); print('normattn: why', file=sys.stderr); sys.exit({})"
+    found = by_name(
+        run_jobs([job(tmp_path, str(code), say.format(code)) for code in (0, 2, 3)], workers=2)
+    )
+    assert [found[name].code for name in ("0", "2", "3")] == [0, 2, 3]
+    assert [found[name].failed for name in ("0", "2", "3")] == [False, True, False]
+    assert found["2"].message == "normattn: why"
+    assert found["0"].message == ""
+
+
+def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
+    jobs = [job(tmp_path, "bad", "raise SystemExit(2)")]
+    jobs += [job(tmp_path, f"good{n}", "pass") for n in range(3)]
+    assert [outcome.failed for outcome in run_jobs(jobs, workers=1)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_at_most_workers_run_at_once(tmp_path: Path, workers: int) -> None:
+    seen: list[int] = []
+    jobs = [job(tmp_path, str(n), "import time; time.sleep(0.15)") for n in range(5)]
+    run_jobs(jobs, workers, lambda running, ended: seen.append(len(running)), poll=0.01)
+    assert max(seen) == workers
+
+
+def test_children_compute_on_one_thread(tmp_path: Path) -> None:
+    script = "import os, sys; sys.exit(0 if os.environ['OMP_NUM_THREADS'] == '1' else 2)"
+    assert run_jobs([job(tmp_path, "one", script)], 1)[0].code == 0
+
+
+def test_a_killed_child_is_a_failure_that_names_the_signal(tmp_path: Path) -> None:
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    outcome = run_jobs([job(tmp_path, "killed", script)], 1)[0]
+    assert outcome.failed
+    assert "SIGKILL" in outcome.message
+
+
+SAVES = """
+import signal, sys, time, pathlib
+def save(*_):
+    pathlib.Path({path!r}).write_text("saved"); sys.exit(130)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_children_save_and_is_raised(tmp_path: Path, number: signal.Signals) -> None:
+    saved = tmp_path / "state"
+    jobs = [job(tmp_path, "saving", SAVES.format(path=str(saved))), job(tmp_path, "never", "pass")]
+
+    def when_ready(running: object, ended: object) -> None:
+        if (tmp_path / "saving.txt").read_text().startswith("ready"):
+            os.kill(os.getpid(), number)
+
+    handler = signal.getsignal(number)
+    with pytest.raises(Interrupted, match=f"{number.name} with 2 of 2 jobs unfinished"):
+        run_jobs(jobs, 1, when_ready, poll=0.01)
+    assert saved.read_text() == "saved"
+    assert not (tmp_path / "never.txt").exists()
+    assert signal.getsignal(number) is handler
+
+
+WATCHES = """
+import sys, time
+sys.path[:0] = {path!r}
+from normattn.sweep.jobs import watch_parent
+watch_parent(int(sys.argv[1]), poll=0.05)
+print("ready", flush=True)
+time.sleep(30)
+"""
+
+
+def test_children_of_a_killed_parent_stop_by_themselves(tmp_path: Path) -> None:
+    child = tmp_path / "child.py"
+    child.write_text(WATCHES.format(path=sys.path))
+    parent = tmp_path / "parent.py"
+    parent.write_text(
+        "import os, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, {str(child)!r}, str(os.getpid())],"
+        " stdout=subprocess.PIPE, start_new_session=True)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    with subprocess.Popen([sys.executable, str(parent)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        os.kill(pid, 0)
+        process.kill()
+    deadline = time.monotonic() + 5
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _alive(pid)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended but that nobody waits for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_runs_outside_the_main_thread(tmp_path: Path) -> None:
+    found: list[Outcome] = []
+    work = [job(tmp_path, "one", "pass")]
+    thread = threading.Thread(target=lambda: found.extend(run_jobs(work, 1)))
+    thread.start()
+    thread.join()
+    assert [outcome.code for outcome in found] == [0]

@@ -1,0 +1,188 @@
+"""The QK-Norm study: its cells, the scores of each attention, and stopping it anywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.pairs_helpers import multi_layout
+from normattn.errors import InputError
+from normattn.sweep import presets
+from normattn.studies.qknorm import resolve
+from normattn.studies._qknorm_settings import LADDER, RATES, SCORES
+from normattn.sweep.study import Request, Sweep
+from normattn.studies._translation import LadderCell, TranslateCell, scores_of
+from studies.inprocess import files, run, run_killed
+
+PRESET = """
+summary = "for tests"
+scores = ["Baseline", "KNA"]
+
+[training]
+steps = 6
+batch_tokens = 1300
+checkpoint_seconds = 0
+device = "cpu"
+
+[training.model]
+dim = 8
+layers = 1
+heads = 2
+
+[training.data]
+corpus = "{corpus}"
+vocab_size = 280
+
+[training.schedule]
+warmup_steps = 1
+
+[evaluation]
+max_sentences = 4
+beam = 1
+
+[ladder]
+scores = ["Baseline"]
+rates = [1, 8]
+max_sentences = 6
+training = {{ steps = 3, inspect_every = 1 }}
+
+[vision]
+scores = ["KNA"]
+
+[vision.training]
+steps = 2
+batch_size = 4
+checkpoint_seconds = 0
+device = "cpu"
+model = {{ dim = 8, layers = 1, heads = 2, patch = 4, pool = "mean" }}
+data = {{ source = "digits", max_images = 60 }}
+schedule = {{ warmup_steps = 1 }}
+"""
+
+
+@pytest.fixture
+def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A preset file of cells that train in a moment."""
+    pytest.importorskip("sacrebleu", reason="BLEU needs sacrebleu")
+    pytest.importorskip("sklearn", reason="the images are scikit-learn's")
+    monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "own.toml"
+    path.write_text(PRESET.format(corpus=multi_layout(tmp_path / "corpus")))
+    return str(path)
+
+
+def sweep(preset: str, out: Path, **changes: Any) -> Sweep:
+    return resolve(Request(preset, out=out, changes=changes))
+
+
+def test_every_preset_can_be() -> None:
+    assert presets.names("qknorm") == ["gpu", "laptop", "multi30k", "smoke"]
+    for name in presets.names("qknorm"):
+        cells = resolve(Request(name, seeds=(0,))).cells
+        assert len({(cell.variant, cell.seed) for cell in cells}) == len(cells)
+    cells = resolve(Request("laptop")).cells
+    rows = [cell.variant for cell in cells if isinstance(cell, TranslateCell)]
+    assert list(dict.fromkeys(rows)) == list(SCORES)
+    rungs = {(cell.score, cell.rate) for cell in cells if isinstance(cell, LadderCell)}
+    assert rungs == {(score, rate) for score in LADDER for rate in RATES}
+
+
+@pytest.mark.parametrize(
+    ("variant", "decoder", "across"),
+    [
+        ("QKBatchNorm", "Baseline", "KBatchNorm-NoPE"),
+        ("QBatchNorm", "Baseline", "Baseline-NoPE"),
+        ("KInstanceNorm", "Baseline", "KInstanceNorm-NoPE"),
+        ("QKInstanceNorm(gain=false)-logn", "Baseline-logn", "KInstanceNorm(gain=false)-logn-NoPE"),
+    ],
+)
+def test_norms_across_the_sequence_stay_out_of_the_decoder(
+    variant: str, decoder: str, across: str
+) -> None:
+    assert scores_of(variant) == {
+        "model.score": variant,
+        "model.decoder_score": decoder,
+        "model.cross_score": across,
+    }
+
+
+def test_other_scores_are_everywhere(preset: str, tmp_path: Path) -> None:
+    assert scores_of("KNA-logn") == {"model.score": "KNA-logn"}
+    cell = sweep(preset, tmp_path / "out").cells[1]
+    assert isinstance(cell, TranslateCell)
+    model = cell.training_config.model
+    assert model.decoder_score is not None
+    assert model.cross_score is not None
+    assert [score.name for score in (model.score, model.decoder_score, model.cross_score)] == [
+        *("KNA", "KNA", "KNA-NoPE")
+    ]
+
+
+def test_every_default_row_can_be_trained(preset: str, tmp_path: Path) -> None:
+    rows = sweep(preset, tmp_path / "out", scores=list(SCORES)).cells
+    names = [cell.variant for cell in rows if isinstance(cell, TranslateCell)]
+    assert names == list(SCORES)
+
+
+def test_a_rung_multiplies_the_learning_rate(preset: str, tmp_path: Path) -> None:
+    cells = sweep(preset, tmp_path / "out").cells
+    rungs = [cell for cell in cells if isinstance(cell, LadderCell)]
+    assert [cell.variant for cell in rungs] == ["Baseline@x1", "Baseline@x8"]
+    assert [cell.training_config.optimiser.lr for cell in rungs] == [1e-3, 8e-3]
+    assert {cell.training_config.steps for cell in rungs} == {3}
+    chosen = resolve(Request(preset, ("KNA",), out=tmp_path / "out")).cells
+    assert [cell.variant for cell in chosen] == ["KNA", "vision KNA"]
+
+
+def test_images_may_have_more_seeds(preset: str, tmp_path: Path) -> None:
+    def seeds(request: Request) -> list[int]:
+        return [cell.seed for cell in resolve(request).cells if cell.variant == "vision KNA"]
+
+    changes = {"vision.seeds": 3}
+    assert seeds(Request(preset, out=tmp_path / "out", changes=changes)) == [0, 1, 2]
+    assert seeds(Request(preset, seeds=(4,), out=tmp_path / "out", changes=changes)) == [4]
+
+
+def test_stopped_anywhere_it_is_the_same(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(sweep(preset, tmp_path / "whole"))
+    assert run_killed(sweep(preset, tmp_path / "broken"), 5, monkeypatch) > 1
+    whole = files(tmp_path / "whole")
+    assert files(tmp_path / "broken") == whole
+    drawn = {"bleu_by_score.png", "loss_by_learning_rate.svg", "training_loss.png"}
+    assert drawn | {"largest_logit.svg", "attention_entropy.png"} <= whole.keys()
+    facts = json.loads(whole["table.json"])
+    assert [row["variant"] for row in facts["rows"]] == ["Baseline", "KNA"]
+    assert facts["rows"][1]["change"]["loss"]["documents"] == 4
+    assert [rung["rate"] for rung in facts["ladder"]["rungs"]] == [1, 8]
+    assert facts["ladder"]["rungs"][0]["loss"]["documents"] == 6
+    text = whole["table.md"].decode()
+    assert "- sentence pairs: corpus, en → de" in text
+    assert "[vision.md](vision.md)" in text
+    assert (tmp_path / "whole" / "vision.md").read_bytes() == (
+        tmp_path / "broken" / "vision.md"
+    ).read_bytes()
+
+
+def test_bad_input(preset: str, tmp_path: Path) -> None:
+    for changes, said in (
+        ({"ladder.rates": [2, 1]}, "rates must rise"),
+        ({"training.model.score": "KNA"}, "varied by the tables"),
+        ({"training.model.cross_score": "KNA"}, "varied by the tables"),
+        ({"training.steps": 0}, "steps"),
+        ({"training.batch_size": 3}, "batch_size"),
+        ({"ladder.training": {"step": 3}}, "step"),
+        ({"scores": ["Baseline", "KNB"]}, "KNB"),
+        ({"scores": ["KNA", "KNA"]}, "named twice"),
+        ({"scores": ["KNA-YaRN"]}, "applied after training"),
+    ):
+        with pytest.raises(InputError, match=said):
+            sweep(preset, tmp_path / "out", **changes)
+    with pytest.raises(InputError, match="chooses its own methods"):
+        resolve(Request(preset, methods=("YaRN",)))
+    with pytest.raises(InputError, match="did you mean laptop"):
+        resolve(Request("latop"))

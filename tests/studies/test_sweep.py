@@ -1,0 +1,178 @@
+"""Whole sweeps as a user runs them: killed, resumed, widened, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from studies.conftest import Start
+
+ROWS = ("--variants", "Baseline,KNA-logn", "--methods", "as is,YaRN")
+SECONDS = 90
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, err = process.communicate(timeout=SECONDS)
+    return process.returncode, out + err
+
+
+def wait_for_training(out: Path, steps: int) -> None:
+    """Until a cell in `out` has trained for `steps` steps in all."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        for path in out.glob("jobs/*/*/progress.json"):
+            note = json.loads(path.read_text())
+            if note["phase"] == "training" and note["done"] >= steps:
+                return
+        time.sleep(0.01)
+    raise AssertionError("no cell trained")
+
+
+def forget_progress(out: Path) -> None:
+    """Drop the notes of earlier children, so that those of new ones can be waited for."""
+    for path in out.glob("jobs/*/*/progress.json"):
+        path.unlink()
+
+
+def result(out: Path) -> dict[str, bytes]:
+    """Every file that a reader gets."""
+    names = ["table.md", "table.csv", "table.json", "by_position.csv", "by_length.csv"]
+    files = [out / name for name in names] + sorted((out / "figures").glob("*"))
+    assert len(files) >= 7
+    return {file.name: file.read_bytes() for file in files}
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    found = json.loads((out / "table.json").read_text())
+    assert isinstance(found, list)
+    return found
+
+
+def test_killed_in_the_middle_the_table_is_the_same(
+    tiny: Path, tmp_path: Path, start: Start
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    sweep = ("reproduce", "keynorm", "--preset", tiny, *ROWS)
+    code, said = finish(start(*sweep, "--out", whole, "--jobs", 1))
+    assert code == 0, said
+
+    # First the parent alone is killed: its children notice, save and stop, and the next parent's
+    # children wait for them.
+    process = start(*sweep, "--out", broken, "--jobs", 2)
+    wait_for_training(broken, steps=1)
+    process.kill()
+    forget_progress(broken)
+    # Then everything at once, as when the power goes.
+    process = start(*sweep, "--out", broken, "--jobs", 2)
+    wait_for_training(broken, steps=100)
+    for child in psutil.Process(process.pid).children():
+        child.kill()
+    process.kill()
+    process.wait()
+    forget_progress(broken)
+    # Then the polite way.
+    process = start(*sweep, "--out", broken, "--jobs", 2)
+    wait_for_training(broken, steps=150)
+    process.send_signal(signal.SIGINT)
+    code, said = finish(process)
+    assert code == 130, said
+    assert "the same command goes on" in said
+    assert not (broken / "table.json").exists()
+
+    code, said = finish(start(*sweep, "--out", broken, "--jobs", 2))
+    assert code == 0, said
+    assert result(broken) == result(whole)
+    for cell in ("Baseline", "KNA-logn"):
+        metrics = Path("cells") / cell / "seed0" / "metrics.jsonl"
+        assert (broken / metrics).read_bytes() == (whole / metrics).read_bytes()
+
+    # Done is done: nothing is trained or evaluated again, and the table stays.
+    before = {path: path.stat().st_mtime_ns for path in broken.glob("cells/**/*.json*")}
+    code, said = finish(start(*sweep, "--out", broken))
+    assert code == 0, said
+    assert {path: path.stat().st_mtime_ns for path in broken.glob("cells/**/*.json*")} == before
+    assert result(broken) == result(whole)
+
+
+def test_refused_and_widened(tiny: Path, tmp_path: Path, start: Start) -> None:
+    out = tmp_path / "out"
+    sweep = ("reproduce", "keynorm", "--preset", tiny, "--set", "training.steps=5", "--out", out)
+    process = start(*sweep, "--variants", "KNA", "--methods", "as is")
+    wait_for_lock(out)
+    process.send_signal(signal.SIGSTOP)  # So that it cannot be done before the other one looks.
+    code, said = finish(start(*sweep, "--variants", "KNA"))
+    process.send_signal(signal.SIGCONT)
+    assert code == 2
+    assert "is in use by process" in said
+    code, said = finish(process)
+    assert code == 0, said
+    assert [row["name"] for row in rows(out)] == ["KNA"]
+
+    code, said = finish(start(*sweep[:-4], "--set", "training.steps=6", "--out", out))
+    assert code == 2
+    assert "training.steps is 5 there and 6 here" in said
+
+    code, said = finish(start(*sweep, "--variants", "KNA,QNA", "--methods", "NTK", "--seeds", 2))
+    assert code == 0, said
+    assert [row["name"] for row in rows(out)] == ["QNA-NTK", "KNA", "KNA-NTK"]
+    assert [row["seeds"] for row in rows(out)] == [[0, 1], [0], [0, 1]]
+
+
+def wait_for_lock(out: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not (out / "jobs").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_a_diverged_cell_is_a_result(tiny: Path, tmp_path: Path, start: Start) -> None:
+    out = tmp_path / "out"
+    # Tiger's steps are relative: at this rate every weight grows tenfold a step.
+    poison = ("training.optimiser.name=tiger", "training.optimiser.lr=10")
+    changes = [word for setting in poison for word in ("--set", setting)]
+    sweep = ("reproduce", "keynorm", "--preset", tiny, *changes, "--out", out, *ROWS)
+    code, said = finish(start(*sweep))
+    assert code == 0, said
+    assert "diverged" in said
+    assert {row["diverged"]["seed"] for row in rows(out)} == {0}
+    first = result(out)
+    code, said = finish(start(*sweep))
+    assert code == 0, said
+    assert result(out) == first
+
+
+def test_a_failed_cell_is_named_and_the_others_are_done(
+    tiny: Path, tmp_path: Path, start: Start
+) -> None:
+    out = tmp_path / "out"
+    sweep = ("reproduce", "keynorm", "--preset", tiny, "--set", "training.steps=5", "--out", out)
+    assert finish(start(*sweep, "--variants", "KNA", "--methods", "as is"))[0] == 0
+    (out / "cells" / "QNA" / "seed0").mkdir(parents=True)
+    (out / "cells" / "QNA" / "seed0" / "notes.txt").write_text("not ours")
+    code, said = finish(start(*sweep, "--variants", "QNA,Baseline", "--methods", "as is"))
+    assert code == 2
+    assert "QNA seed 0 failed: " in said
+    assert "notes.txt" in said
+    assert "Traceback" not in said
+    assert [row["name"] for row in rows(out)] == ["Baseline", "KNA"]
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="takes two minutes on one core")
+def test_smoke_gives_all_32_rows(tmp_path: Path, start: Start) -> None:
+    process = start("reproduce", "keynorm", "--preset", "smoke", "--out", tmp_path / "smoke")
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, out + err
+    assert "32" in out
+    found = rows(tmp_path / "smoke")
+    assert len(found) == 32
+    assert len({row["name"] for row in found}) == 32
+    for row in found:
+        assert row["non_repeated"]["low"] <= row["non_repeated"]["value"]
+        assert row["non_repeated"]["documents"] >= 2

@@ -1,0 +1,131 @@
+"""Cells of Vision Transformers: what they train, and that stopping them changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from normattn.errors import InputError
+from normattn.sweep.settings import Settings
+from normattn.sweep.study import Sweep, SweepConfig
+from normattn.studies._vision import (
+    VARIANTS,
+    VisionCell,
+    vision_cells,
+    vision_records,
+    vision_score,
+    vision_setting,
+)
+from normattn.reports.vision import vision_report
+from studies.inprocess import run, run_killed
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A model of 8 × 8 noise."""
+    generator = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("images") / "noise.npz"
+    pixels = generator.integers(0, 256, (80, 8, 8), dtype=np.uint8)
+    np.savez(path, images=pixels, labels=np.arange(80) % 3)
+    return {
+        "steps": 6,
+        "batch_size": 8,
+        "device": "cpu",
+        "checkpoint_seconds": 0,
+        "shift": 1,
+        "model": {"dim": 8, "layers": 1, "heads": 2, "patch": 4},
+        "data": {"source": str(path)},
+        "optimiser": {"lr": 1e-2},
+        "schedule": {"warmup_steps": 2},
+    }
+
+
+def sweep(out: Path, training: dict[str, Any], **choices: Any) -> Sweep:
+    def report(place: Path) -> None:
+        vision_report(*vision_records(place), place)
+
+    cells = vision_cells(training, **choices)
+    config = SweepConfig(preset="tests")
+    return Sweep("vision", config, cells, (), out, report, lambda cell, data: ())
+
+
+def test_cells_and_their_names(training: dict[str, Any]) -> None:
+    cells = vision_cells(training, ("KNA", "Baseline"), (0, 3), (1.0, 4.0))
+    assert [(cell.variant, cell.seed) for cell in cells] == [
+        (f"vision {score}{rate}", seed)
+        for seed in (0, 3)
+        for rate in ("", "@x4")
+        for score in ("KNA", "Baseline")
+    ]
+    fast = cells[2].training_config
+    assert fast.optimiser.lr == pytest.approx(4e-2)
+    assert cells[0].training_config.optimiser.lr == pytest.approx(1e-2)
+    assert str(fast.model.score) == "KNA-NoPE@5"
+    assert (fast.model.height, fast.model.classes, fast.model.positions) == (8, 3, "learned")
+    again = VisionCell.model_validate(cells[2].model_dump(mode="json"))
+    assert again.training_config == fast
+    assert "patches of 4 × 4, a class token" in vision_setting(fast)["model"]
+
+
+def test_every_row_can_be_trained(training: dict[str, Any]) -> None:
+    for cell in vision_cells(training):
+        assert cell.training_config.model.positions == "learned"
+    assert {"Baseline", "QKBatchNorm", "QKInstanceNorm", "QKNorm2020"} <= set(VARIANTS)
+
+
+def test_a_score_has_no_positions_of_its_own_unless_it_names_them() -> None:
+    assert vision_score("KNA-logn") == "KNA-logn-NoPE"
+    for score in ("KNA-NoPE", "KNA-RoPE", "KNA-ALiBi", "KNA-RoPE(base=100)"):
+        assert vision_score(score) == score
+    with pytest.raises(InputError, match="holds YaRN, which is applied after training"):
+        vision_score("KNA-YaRN(factor=2)")
+
+
+def files(out: Path) -> dict[str, bytes]:
+    found = [*sorted(out.glob("vision.*")), *sorted((out / "figures").glob("*"))]
+    found += sorted((out / "cells").glob("*/*/vision.json"))
+    return {str(file.relative_to(out)): file.read_bytes() for file in found}
+
+
+def test_stopped_anywhere_it_is_the_same(
+    tmp_path: Path, training: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running statistics of a BatchNorm too."""
+    choices: dict[str, Any] = {"scores": ("QKBatchNorm",), "rates": (1.0, 2.0)}
+    training = {**training, "inspect_every": 3}
+    run(sweep(tmp_path / "whole", training, **choices))
+    assert run_killed(sweep(tmp_path / "broken", training, **choices), 4, monkeypatch) > 1
+    found = files(tmp_path / "whole")
+    assert files(tmp_path / "broken") == found
+    assert len(found) == 3 + 2 + 2
+    records, diverged = vision_records(tmp_path / "whole")
+    assert not diverged
+    for each in records:
+        assert each.largest is not None
+        assert each.entropy_share is not None
+        assert 0 < each.entropy_share <= 1
+    assert {(each.score, each.rate, each.spec) for each in records} == {
+        (score, rate, f"{score}-NoPE@5") for score in choices["scores"] for rate in (1.0, 2.0)
+    }
+
+
+def test_a_training_in_nan_is_a_result(tmp_path: Path, training: dict[str, Any]) -> None:
+    wild = {**training, "model": {**training["model"], "init_std": 1e38}}
+    asked = sweep(tmp_path / "out", wild, scores=("Baseline",))
+    with pytest.raises(AssertionError):
+        run(asked)
+    records, (ended,) = vision_records(tmp_path / "out")
+    assert not records
+    assert ended.score == "Baseline"
+    assert "diverged at step" in ended.sentence
+    assert "unknown place" not in ended.sentence
+
+
+def test_settings_that_cannot_be(training: dict[str, Any]) -> None:
+    assert issubclass(VisionCell, Settings)
+    (cell,) = vision_cells({**training, "model": {**training["model"], "patch": 3}}, ("KNA",))
+    with pytest.raises(InputError, match=r"settings of vision KNA seed 0: .*patches of 3 × 3"):
+        _ = cell.training_config

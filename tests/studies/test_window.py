@@ -1,0 +1,75 @@
+"""The window study: what it asks for, and that stopping it anywhere changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from normattn.errors import InputError
+from normattn.sweep.language import ReadCell, TextConfig
+from normattn.sweep.study import Request
+from normattn.studies.window import resolve
+from studies.inprocess import files, run, run_killed
+
+FEW = {
+    "training.steps": 6,
+    "training.checkpoint_seconds": 0,
+    "evaluation.max_windows": 4,
+    "window.shares": [0.5, 1.0],
+}
+
+
+def test_the_windows_of_the_source() -> None:
+    sweep = resolve(Request("laptop"))
+    methods = {}
+    for cell in sweep.cells:
+        assert isinstance(cell, ReadCell)
+        methods[cell.variant] = cell.methods
+    windows = [f"ReRoPE(window={size})" for size in (8, 16, 32, 48, 64)]
+    assert methods["Baseline-logn"] == ("as is", *windows)
+    assert methods["Baseline"] == (
+        *("as is", *windows),
+        *("logn+", *(f"logn+-{window}" for window in windows)),
+    )
+    assert isinstance(sweep.config, TextConfig)
+    assert sweep.config.evaluation.multiples == (8,)
+    assert sweep.out == Path("runs/window-laptop")
+
+
+def test_stopped_anywhere_it_is_the_same(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = {"preset": str(tiny), "changes": FEW}
+    run(resolve(Request(out=tmp_path / "whole", **request)))  # type: ignore[arg-type]
+    broken = resolve(Request(out=tmp_path / "broken", **request))  # type: ignore[arg-type]
+    assert run_killed(broken, 17, monkeypatch) > 1
+    assert files(tmp_path / "broken") == files(tmp_path / "whole")
+
+    rows = json.loads((tmp_path / "whole" / "table.json").read_text())
+    assert sorted(row["spec"] for row in rows) == [
+        "Baseline-ReRoPE(window=4)@8",
+        "Baseline-ReRoPE(window=8)@8",
+        "Baseline-logn+-ReRoPE(window=4)@8",
+        "Baseline-logn+-ReRoPE(window=8)@8",
+        "Baseline-logn+@8",
+        "Baseline-logn-ReRoPE(window=4)@8",
+        "Baseline-logn-ReRoPE(window=8)@8",
+        "Baseline-logn@8",
+        "Baseline@8",
+    ]
+    text = (tmp_path / "whole" / "table.md").read_text()
+    assert text.count("| log-n†") == 6
+    assert {"accuracy_by_window.png", "accuracy_by_window.svg", "table.csv"} <= files(
+        tmp_path / "whole"
+    ).keys()
+
+
+def test_bad_input(tiny: Path) -> None:
+    with pytest.raises(InputError, match="same window twice"):
+        resolve(Request(str(tiny), changes={"window.shares": [0.1, 0.12]}))
+    with pytest.raises(InputError, match="shares must rise"):
+        resolve(Request(str(tiny), changes={"window.shares": [1.0, 0.5]}))
+    with pytest.raises(InputError, match="chooses its own methods"):
+        resolve(Request(str(tiny), methods=("YaRN",)))
