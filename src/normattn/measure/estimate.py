@@ -173,6 +173,9 @@ def _estimate(values: Array, resampled: Array, sums: Sums, bootstrap: Bootstrap)
         return Estimate(**known)  # type: ignore[arg-type]
     spread = np.nanvar(resampled, axis=0, ddof=1)
     error, freedom = _spread(values[1:], float(spread[0]), float(spread[1:].mean()), units)
+    if not error and values[0]:
+        # No unit and no seed differs: nothing says how far others would.
+        return Estimate(**known)  # type: ignore[arg-type]
     half = float(special.stdtrit(freedom, 0.5 + bootstrap.level / 2)) * error if error else 0.0
     p = float(2 * special.stdtr(freedom, -abs(values[0]) / error)) if error else None
     ends = (_clean(values[0] - half), _clean(values[0] + half))

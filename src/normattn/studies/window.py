@@ -1,18 +1,26 @@
-"""The source's window study: how wide ReRoPE's window should be, and what log-n adds to it.
+"""How wide should ReRoPE's window be, and what does log-n scaling add to it? (kexue 9708)
 
-A Baseline and a Baseline-logn model are trained, and read on with ReRoPE at several windows; the
-first one with log-n† (switched on after training) too (kexue.fm/archives/9708).
+A Baseline and a Baseline-logn model are trained, and read past L with ReRoPE at several windows;
+the first one with log-n† (switched on after training) too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
+import polars as pl
+
 from normattn.errors import InputError
-from normattn.reports.records import Record
-from normattn.reports.window import Reading, window_report
+from normattn.report.claim import Claim
+from normattn.report.figure import Curves, Figure, Line, Panel, Point
+from normattn.report.page import Page
+from normattn.report.table import Cell, Column, Row, Table
+from normattn.report.view import Term, View
 from normattn.score import ScoreSpec
-from normattn.studies._tabulate import collected, measured_runs, say_where
+from normattn.studies._reading import ACCURACY, LEGEND, POINTS, longest, reading_columns
+from normattn.sweep.collect import measured_below
 from normattn.sweep.language import (
     ReadCell,
     TextConfig,
@@ -27,6 +35,7 @@ from normattn.sweep.reading import AS_IS
 from normattn.sweep.settings import WindowSettings
 from normattn.sweep.study import (
     Request,
+    Study,
     Sweep,
     place_of,
     refuse_choices,
@@ -75,7 +84,6 @@ def resolve(request: Request) -> Sweep:
         cells=cells,
         skipped=(),
         out=place_of(request, KIND, preset),
-        report=report,
         describe=described(
             lambda data: evaluation_sets(data, config.train_length, config.evaluation)
         ),
@@ -97,20 +105,193 @@ def _methods(variant: str, config: WindowConfig) -> tuple[str, ...]:
     return checked_methods(methods, config)
 
 
-def report(out: Path) -> None:
-    """Write the table and the figure of what was measured in `out`."""
-    found, diverged = collected(measured_runs([out]))
-    records = [record for record in found if isinstance(record, Record)]
-    figures = window_report(records, diverged, _readings(records), out)
-    say_where(out, len(figures))
+FORM, WINDOW = "factor.logn", "factor.window"
+FORMS = (PLAIN, POST_HOC, TRAINED)
+DRAWN = ("non_repeated", "repeated", "last_segment")
 
 
-def _readings(records: list[Record]) -> dict[str, Reading]:
-    return {record.spec: _reading(ScoreSpec.parse(record.spec)) for record in records}
+def collect(out: Path) -> pl.DataFrame:
+    """What was measured, with the form of log-n and the window of each score as factors."""
+    measured = measured_below(out)
+    if not measured.height:
+        return measured
+    read = measured.filter(pl.col("protocol") != "training")
+    specs = [(text, ScoreSpec.parse(text)) for text in read["score"].unique(maintain_order=True)]
+    factors = pl.DataFrame(
+        {
+            "score": [text for text, _ in specs],
+            FORM: [_form(spec) for _, spec in specs],
+            WINDOW: [None if spec.regime is None else spec.regime.window for _, spec in specs],
+        },
+        schema={"score": pl.String, FORM: pl.String, WINDOW: pl.Int64},
+    )
+    return measured.join(factors, on="score", how="left", maintain_order="left")
 
 
-def _reading(spec: ScoreSpec) -> Reading:
-    window = None if spec.regime is None else spec.regime.window
+def _form(spec: ScoreSpec) -> str:
     if spec.logn is None:
-        return Reading(PLAIN, window)
-    return Reading(TRAINED if spec.logn.when == "trained-in" else POST_HOC, window)
+        return PLAIN
+    return TRAINED if spec.logn.when == "trained-in" else POST_HOC
+
+
+def rows(view: View) -> list[Row]:
+    """Forms of log-n, windows ascending, the model without ReRoPE first."""
+    read = view.frame.filter(pl.col("protocol") != "training")
+    found = read.select(FORM, WINDOW).unique().rows() if read.height else []
+    found.sort(key=lambda place: (FORMS.index(place[0]), place[1] or 0))
+    return [Row(form, {FORM: form, WINDOW: window}) for form, window in found]
+
+
+def columns(view: View) -> Sequence[Column]:
+    """The window, then what a method reads past L."""
+    kept = ("repeated", "repeated_seen", "non_repeated", "last_", "cost")
+    return [
+        Column("share", "w / L", plain=_share),
+        Column("window", "w", plain=lambda view, row: Cell(_text(row.where[WINDOW]))),
+        *(c for c in _reading_columns(view) if c.key.startswith(kept)),
+    ]
+
+
+def _reading_columns(view: View) -> list[Column]:
+    return [
+        Column(**{**vars(column), "plain": _cost}) if column.key == "cost" else column
+        for column in reading_columns(view)
+    ]
+
+
+def _cost(view: View, row: Row) -> Cell:
+    """What the method changes at L, against the same trained model as it is."""
+    trained = TRAINED if row.where[FORM] == TRAINED else PLAIN
+    base = {FORM: trained, WINDOW: None}
+    if row.where == base:
+        return Cell("–")
+    at = {"protocol": "train_length"}
+    terms = ((1.0, at), (-1.0, {**at, **base}))
+    return Column("cost", "cost at L", POINTS, terms, signed=True).cell(view, row)
+
+
+def _share(view: View, row: Row) -> Cell:
+    window = row.where[WINDOW]
+    if window is None:
+        return Cell("–")
+    return Cell(str(Fraction(window, _train_length(view))))
+
+
+def _train_length(view: View) -> int:
+    return int(max(view.values("train_length")))
+
+
+def _text(window: int | None) -> str:
+    return "–" if window is None else str(window)
+
+
+def _gains(view: View) -> list[Row]:
+    """Every row that has a form of log-n, beside none at the same window."""
+    return [row for row in rows(view) if row.where[FORM] != PLAIN]
+
+
+def _gain_columns(view: View) -> Sequence[Column]:
+    found = [*columns(view)[:2]]
+    for protocol in DRAWN:
+        length = longest(view, protocol)
+        if length is not None:
+            at = {"protocol": protocol, "length": length}
+            terms = ((1.0, at), (-1.0, {**at, FORM: PLAIN}))
+            title = f"{protocol.replace('_', ' ')} ({length:,})"
+            found.append(Column(protocol, title, POINTS, terms, signed=True))
+    return found
+
+
+def claims(view: View) -> list[Claim]:
+    """log-n† helps ReRoPE at every window: the mean over windows would hide which."""
+    length = longest(view, "non_repeated")
+    windows = [row.where[WINDOW] for row in rows(view) if row.where[FORM] == PLAIN]
+    found = []
+    for window in windows:
+        if window is None or length is None:
+            continue
+        at = {"protocol": "non_repeated", "length": length, WINDOW: window}
+        found.append(
+            Claim(
+                f"log-n† improves ReRoPE with w = {window}",
+                "kexue 9708",
+                "log-n† − no log-n, non-repeated accuracy",
+                POINTS,
+                (Term(1.0, {**at, FORM: POST_HOC}), Term(-1.0, {**at, FORM: PLAIN})),
+            )
+        )
+    return found
+
+
+def figures(view: View) -> list[Figure]:
+    """Accuracy against w / L, one line per form of log-n; dotted: without ReRoPE."""
+    panels = []
+    for protocol in DRAWN:
+        length = longest(view, protocol)
+        if length is None:
+            continue
+        lines = []
+        for form in FORMS:
+            at = {"protocol": protocol, "length": length, FORM: form}
+            shares, level = [], view.estimate(ACCURACY, {**at, WINDOW: None})
+            for row in rows(view):
+                window = row.where[WINDOW]
+                if row.where[FORM] == form and window is not None:
+                    value = view.estimate(ACCURACY, {**at, WINDOW: window})
+                    if value is not None:
+                        shares.append(Point.of(window / _train_length(view), value))
+            if shares:
+                lines.append(Line(form, tuple(shares), form))
+            if level is not None and shares:
+                ends = (shares[0].x, shares[-1].x)
+                flat = tuple(Point.of(x, level) for x in ends)
+                lines.append(Line(f"{form}, no ReRoPE", flat, form, dashed=True))
+        title = f"{protocol.replace('_', ' ')} ({length:,})"
+        panels.append(Panel(title, tuple(lines), "w / L", "accuracy (%)"))
+    title = "Accuracy past the training length against ReRoPE's window"
+    return [Curves("accuracy_by_window", title, tuple(panels), shared_y=False)]
+
+
+PAGE = Page(
+    title="ReRoPE's window",
+    question="How wide should ReRoPE's window w be, and what does log-n scaling add, trained in or "
+    "switched on afterwards (log-n†)?",
+    sources=("kexue.fm/archives/9708",),
+    tables=(
+        Table(
+            "table",
+            "",
+            rows,
+            columns,
+            head="log-n",
+            notes=LEGEND,
+            intro="Token accuracy in %. Rows without a window are the models without ReRoPE.",
+        ),
+        Table(
+            "gains",
+            "What log-n adds at the same window, in points",
+            _gains,
+            _gain_columns,
+            head="log-n",
+        ),
+    ),
+    claims=claims,
+    figures=figures,
+)
+
+STUDY = Study(
+    name=KIND,
+    help="Read with ReRoPE at windows of ⅛ to 1 training lengths, without log-n, with it and "
+    "log-n†.\n\nTrains Baseline and Baseline-logn, reads to 8 times the training length, and writes "
+    "one table and one figure: accuracy against the window, a line for each form of log-n.",
+    resolve=resolve,
+    cells=(ReadCell,),
+    page=PAGE,
+    examples=(
+        ("--preset smoke", "the whole path, small"),
+        ("", "the study itself"),
+        ("--seeds 3", "with intervals over three trained models"),
+        ('--set "window.shares=[0.25,0.5,1,2]"', "other windows"),
+    ),
+    collect=collect,
+)
