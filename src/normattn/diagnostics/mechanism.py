@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
+import polars as pl
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -16,8 +17,12 @@ from normattn.diagnostics.ranks import rank_correlation
 from normattn.diagnostics.received import received_attention
 from normattn.diagnostics.watching import Seen, watching
 from normattn.kernels.cosines import BINS
+from normattn.measure import Identity, identified, joined, sums
 from normattn.models import CausalLM
-from normattn.reports.mechanism_records import DENSITY, MechanismRecord
+
+Array = NDArray[np.float64]
+DENSITY = (np.linspace(-1.5, 1.5, 42), np.linspace(-6.0, 6.0, 42))
+"""Edges of `density`: log2 of ‖k‖ over its mean, and log2 of the attention received."""
 
 # Norms that differ by less than this share of their mean differ by rounding only.
 _SAME = 1e-4
@@ -31,11 +36,15 @@ def measure_mechanism(
     weights: str,
     tokens_per_batch: int = 4096,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> MechanismRecord:
-    """Read each text whole and its first L tokens alone, and count what the scores do.
+) -> pl.DataFrame:
+    """Read each text whole and its first L tokens alone, and measure what the scores do.
 
     Key norms and attention received are those at L, over a horizon of L/2; cosines are counted at
-    both lengths. `tokens_per_batch` bounds memory; `progress` is told texts done, of how many.
+    both lengths (`cosine`, per head, in equal bins over −1 … 1). `correlation`: Spearman's, of
+    ‖k_j‖ with the attention that j receives, over the texts in which norms differ at all;
+    `raw_correlation` of the key before its normalisation; `spread`: the standard deviation of ‖k_j‖
+    over its mean; `density`: keys by log2 of ‖k‖ over its mean and, as the factor `received`, log2
+    of the attention received. `tokens_per_batch` bounds memory; `progress` is told texts done.
     """
     counts = _Counts(model, texts)
     rows = max(1, tokens_per_batch // texts.length)
@@ -56,7 +65,7 @@ def measure_mechanism(
     finally:
         for module, training in modes:
             module.training = training
-    return counts.record(seed, weights)
+    return counts.measured(seed, weights)
 
 
 class _Counts:
@@ -118,29 +127,91 @@ class _Counts:
         flat = (x.flatten().cpu().numpy(), y.flatten().cpu().numpy())
         self.density += np.histogram2d(*flat, bins=DENSITY)[0].astype(np.int64)
 
-    def record(self, seed: int, weights: str) -> MechanismRecord:
-        config = self.model.config
-        flat = {name: _rows(sums.reshape(len(sums), -1)) for name, sums in self.sums.items()}
-        fields: dict[str, Any] = {
-            "variant": config.score.variant_name,
-            "seed": seed,
-            "train_length": self.texts.train_length,
-            "length": self.texts.length,
-            "weights": weights,
-            "data": self.texts.fingerprint,
-            "layers": self.layers,
-            "heads": self.heads,
-            "documents": tuple(self.documents),
-            "windows": np.bincount(self.place, minlength=len(self.documents)).tolist(),
-            **flat,
-            **{
-                name: [_rows(each.reshape(-1, BINS)) for each in counts]
-                for name, counts in self.cosines.items()
-            },
-            **{f"{name}_ends": _rows(ends) for name, ends in self.ends.items()},
-            "density": _rows(self.density),
-        }
-        return MechanismRecord.model_validate(fields)
+    def measured(self, seed: int, weights: str) -> pl.DataFrame:
+        """The sums as rows of the frame."""
+        near = [
+            *(
+                self._by_head(name, self.sums[name], below)
+                for name, below in (
+                    ("correlation", self.sums["varied"]),
+                    ("raw_correlation", self.windows),
+                    ("spread", self.windows),
+                )
+            ),
+            *self._cosine_rows("near"),
+        ]
+        whose = self._identity(seed, weights, self.texts.train_length)
+        density = [
+            identified(replace(whose, factors={"received": float(low)}), [self._densities(place)])
+            for place, low in enumerate(DENSITY[1][:-1])
+        ]
+        far = self._identity(seed, weights, self.texts.length)
+        frames = [identified(whose, near), identified(far, self._cosine_rows("far")), *density]
+        return joined(frames)
+
+    def _identity(self, seed: int, weights: str, length: int) -> Identity:
+        score = self.model.config.score
+        return Identity(
+            study="",
+            row=score.variant_name,
+            score=str(score),
+            seed=seed,
+            protocol="mechanism",
+            length=length,
+            train_length=self.texts.train_length,
+            data=self.texts.fingerprint,
+            weights=weights,
+        )
+
+    @property
+    def windows(self) -> NDArray[np.float64]:
+        """Texts of each document, (documents, 1, 1)."""
+        counted = np.bincount(self.place, minlength=len(self.documents))
+        return counted.astype(float)[:, None, None]
+
+    def _by_head(self, name: str, above: Array, below: Array) -> pl.DataFrame:
+        below = np.broadcast_to(below, above.shape)
+        return pl.concat(
+            sums(
+                name,
+                self.documents,
+                above[:, layer, head],
+                below[:, layer, head],
+                layer=layer,
+                head=head,
+            )
+            for layer in range(self.layers)
+            for head in range(self.heads)
+        )
+
+    def _cosine_rows(self, name: str) -> list[pl.DataFrame]:
+        counts, edges = self.cosines[name], np.linspace(-1.0, 1.0, BINS + 1)
+        histograms = [
+            sums(
+                "cosine",
+                self.documents,
+                counts[:, layer, head],
+                1.0 * counts[:, layer, head],
+                axis="cosine",
+                edges=edges.tolist(),
+                layer=layer,
+                head=head,
+            )
+            for layer in range(self.layers)
+            for head in range(self.heads)
+        ]
+        ends = self.ends[name]
+        ones = np.ones(len(ends))
+        return [
+            *histograms,
+            sums("least_cosine", self.documents, ends[:, 0], ones),
+            sums("largest_cosine", self.documents, ends[:, 1], ones),
+        ]
+
+    def _densities(self, place: int) -> pl.DataFrame:
+        """Keys by log2 of ‖k‖ over its mean, at one bin of the attention received."""
+        counts = self.density[None, :, place].astype(float)
+        return sums("density", ["all"], counts, counts, axis="log2 norm", edges=DENSITY[0].tolist())
 
 
 def _key_norms(k: Tensor, heads: int) -> Tensor:
@@ -152,8 +223,3 @@ def _key_norms(k: Tensor, heads: int) -> Tensor:
 def _ends(edges: NDArray[np.float64]) -> tuple[float, float]:
     """The ends of the edges, the last one just inside."""
     return float(edges[0]), float(edges[-1]) - 1e-9
-
-
-def _rows(values: NDArray[Any]) -> list[list[Any]]:
-    found: list[list[Any]] = values.tolist()
-    return found

@@ -20,6 +20,11 @@ class Term:
     where: Where
     bins: slice | list[int] | None = None
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from other terms."""
+        return (self.factor, repr(self.bins), *sorted(self.where.items()))
+
 
 @dataclass
 class View:
@@ -28,6 +33,7 @@ class View:
     frame: pl.DataFrame
     bootstrap: Bootstrap = field(default_factory=Bootstrap)
     _sums: dict[tuple[Any, ...], Sums | None] = field(default_factory=dict, repr=False)
+    _found: dict[tuple[Any, ...], Estimate | None] = field(default_factory=dict, repr=False)
 
     def values(self, column: str, where: Where | None = None) -> list[Any]:
         """What a column of the frame holds in some rows, in the order of its appearance."""
@@ -41,13 +47,19 @@ class View:
 
     def sums(self, statistic: str, where: Where) -> Sums | None:
         """The sums of a statistic; None where nothing was measured."""
-        key = (statistic, *sorted((name, value) for name, value in where.items()))
+        key = (statistic, *sorted(where.items()))
         if key not in self._sums:
             self._sums[key] = gathered(self.frame, statistic, where)
         return self._sums[key]
 
     def contrast(self, statistic: Statistic, terms: Sequence[Term]) -> Estimate | None:
         """Σ factor · statistic over the terms; None where one was not measured."""
+        key = (statistic, *(term.key for term in terms))
+        if key not in self._found:
+            self._found[key] = self._contrast(statistic, terms)
+        return self._found[key]
+
+    def _contrast(self, statistic: Statistic, terms: Sequence[Term]) -> Estimate | None:
         found = []
         for term in terms:
             sums = self.sums(statistic.name, term.where)

@@ -1,25 +1,28 @@
-"""The claim that a KeyNorm model needs nothing changed when training goes on at a longer length.
+"""Does a KeyNorm model need nothing changed when training continues at a longer length?
 
-Each score is trained at L and then goes on at 4 L: KNA (and CosA, KNA-logn) as it is; Baseline as
+Each score is trained at L and then continues at 4 L: KNA (and CosA, KNA-logn) as it is; Baseline as
 it is, with PI and with ABF, the usual remedies. Every model is read at L, 4 L and 16 L, before and
 along the way (kexue.fm/archives/9859).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
+
+import polars as pl
 
 from normattn.data import TokenData
 from normattn.data.evaluation_sets import EvaluationSet, non_repeated_set, train_length_set
 from normattn.errors import InputError
-from normattn.evaluation import EvaluationStore
-from normattn.reports import Divergence
-from normattn.reports.continuation import continuation_report
-from normattn.reports.records import Record
+from normattn.report.claim import Claim
+from normattn.report.figure import Curves, Figure, Line, Panel, Point
+from normattn.report.page import Page
+from normattn.report.table import Cell, Column, Row, Table
+from normattn.report.view import Term, View
 from normattn.score import ScoreSpec
-from normattn.studies._tabulate import divergence, say_where
+from normattn.studies._reading import ACCURACY, LOSS, VARIANT_ORDER, label, ranked
+from normattn.sweep.collect import measured_below
 from normattn.sweep.language import (
     CausalCell,
     TextConfig,
@@ -29,13 +32,13 @@ from normattn.sweep.language import (
     shared_training,
 )
 from normattn.sweep.layout import CellPaths
-from normattn.sweep.measuring import EVALUATIONS
 from normattn.sweep.merging import merged
 from normattn.sweep.reading import KeptStage
 from normattn.sweep.settings import ContinueSettings, EvaluationSettings
 from normattn.sweep.stages import UNKNOWN, Stage, TrainStage
 from normattn.sweep.study import (
     Request,
+    Study,
     Sweep,
     place_of,
     refuse_choices,
@@ -83,7 +86,7 @@ class ContinueCell(CausalCell):
             sets=lambda data: evaluation_sets(data, length, settings),
             lengths=tuple(length * multiple for multiple in settings.multiples),
             settings=settings,
-            name=f"{self.variant}/seed{self.seed}/{method or UNCHANGED}",
+            factors={"continued": method or UNCHANGED},
         )
 
     def _continued_config(self, method: str, paths: CellPaths) -> TrainingConfig:
@@ -142,7 +145,6 @@ def resolve(request: Request) -> Sweep:
         cells=tuple(cells),
         skipped=(),
         out=out,
-        report=report,
         describe=described(
             lambda data: evaluation_sets(data, config.train_length, config.evaluation)
         ),
@@ -182,19 +184,151 @@ def evaluation_sets(
     return sets
 
 
-def report(out: Path) -> None:
-    """Write the tables and the figure of what was measured in `out`."""
-    found: list[tuple[str, int, Record]] = []
-    diverged: list[tuple[str, Divergence]] = []
-    for place in sorted((out / "continued").glob("*/seed*/*")):
-        variant = place.parents[1].name
-        row = variant
-        if place.name != UNCHANGED:
-            row += f" with {ScoreSpec.parse(variant).with_method(place.name).method}"
-        for folder in sorted((place / EVALUATIONS).glob("step-*")):
-            step = int(folder.name.removeprefix("step-"))
-            records = EvaluationStore(folder).records()
-            found += [(row, step, each) for each in records if isinstance(each, Record)]
-        failed = divergence(place)
-        diverged += [(row, failed)] if failed is not None else []
-    say_where(out, len(continuation_report(found, diverged, out)))
+STEP = "factor.step"
+
+
+def _read(view: View) -> pl.DataFrame:
+    return view.frame.filter(pl.col("protocol") != "training")
+
+
+def _branches(view: View) -> list[tuple[str, str]]:
+    """Every (row, method) that training continued with."""
+    pairs = set(_read(view).select("row", "method").rows())
+    return [
+        (row, method)
+        for row in ranked({row for row, _ in pairs}, VARIANT_ORDER)
+        for method in sorted(method for name, method in pairs if name == row)
+    ]
+
+
+def _lengths(view: View) -> list[int]:
+    return sorted(_read(view)["length"].unique().to_list())
+
+
+def _steps(view: View, row: str, method: str) -> list[int]:
+    return sorted(view.values(STEP, {"row": row, "method": method}))
+
+
+def rows(view: View) -> list[Row]:
+    """Every branch at every step that was kept."""
+    return [
+        Row(label(row, method), {"row": row, "method": method, STEP: step})
+        for row, method in _branches(view)
+        for step in _steps(view, row, method)
+    ]
+
+
+def columns(view: View) -> Sequence[Column]:
+    """Loss and accuracy at every length."""
+    found = [Column("step", "continued steps", plain=lambda view, row: Cell(str(row.where[STEP])))]
+    for key, statistic in (("loss", LOSS), ("accuracy", ACCURACY)):
+        for length in _lengths(view):
+            at = ((1.0, {"length": length}),)
+            found.append(Column(f"{key}_{length}", f"{key} at {length:,}", statistic, at))
+    return found
+
+
+def _last_rows(view: View) -> list[Row]:
+    return [
+        Row(label(row, method), {"row": row, "method": method, STEP: _steps(view, row, method)[-1]})
+        for row, method in _branches(view)
+    ]
+
+
+def _change_columns(view: View) -> Sequence[Column]:
+    """The last step less step 0 of the same trained model without any method."""
+    found = [columns(view)[0]]
+    for length in _lengths(view):
+        at = {"length": length}
+        terms = ((1.0, at), (-1.0, {**at, "method": "", STEP: 0}))
+        found.append(Column(f"change_{length}", f"at {length:,}", LOSS, terms, signed=True))
+    return found
+
+
+def claims(view: View) -> list[Claim]:
+    """The scores with a norm, unchanged, against Baseline and its remedies after the last step."""
+    branches, found = _branches(view), []
+    for base, remedy in [branch for branch in branches if branch[0].startswith("Baseline")]:
+        for row, method in [branch for branch in branches if not branch[0].startswith("Baseline")]:
+            for length in _lengths(view)[1:]:
+                ends = [
+                    {"row": a, "method": b, STEP: _steps(view, a, b)[-1], "length": length}
+                    for a, b in ((row, method), (base, remedy))
+                ]
+                found.append(
+                    Claim(
+                        f"{row}, unchanged, ends with a lower loss than {label(base, remedy)}",
+                        "kexue 9859",
+                        f"loss at {length:,}, nats",
+                        LOSS,
+                        (Term(1.0, ends[0]), Term(-1.0, ends[1])),
+                        sign=-1,
+                    )
+                )
+    return found
+
+
+def figures(view: View) -> list[Figure]:
+    """Loss and accuracy by continued steps, a panel for every length."""
+    panels = []
+    for statistic, unit in ((LOSS, "loss (nats per token)"), (ACCURACY, "accuracy (%)")):
+        for length in _lengths(view):
+            lines = []
+            for row, method in _branches(view):
+                where = {"row": row, "method": method, "length": length}
+                points = tuple(
+                    Point.of(float(step), value)
+                    for step in _steps(view, row, method)
+                    if (value := view.estimate(statistic, {**where, STEP: step})) is not None
+                )
+                lines.append(Line(label(row, method), points, label(row, method), bool(method)))
+            title = f"{statistic.title}, read at {length:,}"
+            panels.append(Panel(title, tuple(lines), "continued steps", unit))
+    title = "Training that continues at a longer length: with and without a change"
+    return [Curves("continued", title, tuple(panels), shared_y=False)]
+
+
+PAGE = Page(
+    title="Training that continues at a longer length",
+    question="Trained at L, then continued at a longer length: does a model with normalised keys "
+    "need any change, and does it end as well as Baseline with PI or ABF?",
+    sources=("kexue.fm/archives/9859",),
+    tables=(
+        Table(
+            "table",
+            "",
+            rows,
+            columns,
+            intro="Natural held-out text, every token scored. PI and ABF, where a row names "
+            "them, are switched on from then on (step 0: before the first step).",
+        ),
+        Table(
+            "changes",
+            "What was forgotten and gained",
+            _last_rows,
+            _change_columns,
+            intro="Change of the loss (nats) from the model as it was trained to the last step, "
+            "paired; above 0 at the shortest length: forgotten.",
+        ),
+    ),
+    claims=claims,
+    figures=figures,
+)
+
+STUDY = Study(
+    name=KIND,
+    help="Train at L, continue at 4 L: KeyNorm as it is, Baseline as it is, with PI and with ABF."
+    "\n\nEach model is read at L (what is forgotten), 4 L and 16 L before and along the continued "
+    "training; tables and a figure of loss and accuracy by continued steps. The settings of the "
+    "continued training are said once, in the preset, for all scores.",
+    resolve=resolve,
+    cells=(ContinueCell,),
+    page=PAGE,
+    examples=(
+        ("--preset smoke", "the whole path, small"),
+        ("", "the study itself; `--plan` says how long it takes here"),
+        ("--seeds 3", "with intervals over three trained models of each kind"),
+        ("--set continued.multiple=8 --plan", "at 8 training lengths: its cost"),
+    ),
+    collect=measured_below,
+)
