@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from normattn.bench.judge import Verdict
-from normattn.reports.markdown import grid
+from normattn.report.markdown import aligned as grid
 
 Row = dict[str, Any]
 _HEAD = ("what", "ours / peer", "measured (95 % interval)", "goal", "met")

@@ -13,22 +13,28 @@ EPILOG = """
 `normattn report runs/kna runs/baseline --out runs/report`
 
 `normattn report runs/keynorm-laptop` – tabulate a sweep again, into its own directory
+
+`normattn report results/keynorm-workstation --out again` – every page again, from its frame alone
 """
 
 
 def command(
     runs: Annotated[
-        list[Path], typer.Argument(help="Runs, or directories with runs somewhere below them.")
+        list[Path],
+        typer.Argument(
+            help="Runs, directories with runs somewhere below them, or a folder with measurements.parquet."
+        ),
     ],
     out: Annotated[
         Path | None,
         typer.Option(help="Where table.md, .csv, .json and figures/ go. [default: the first RUN]"),
     ] = None,
 ) -> None:
-    """Tabulate and plot every evaluation below RUNS, with bootstrap confidence intervals.
+    """Make the page (table.md, report.html, figures) of everything that was measured below RUNS.
 
-    Runs that share documents are compared window by window (paired); seeds of one score are pooled.
+    Rows that share documents and seeds are compared in pairs, with confidence intervals. A folder
+    that holds measurements.parquet needs nothing else: every number is computed from it again.
     """
-    from normattn.studies._tabulate import tabulate
+    from normattn.commands.reporting import report
 
-    tabulate(runs, out or runs[0])
+    report(runs, out or runs[0])

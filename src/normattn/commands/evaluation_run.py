@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import polars as pl
 import torch
 from rich.console import Console
 from rich.table import Column, Table
 
 from normattn.data.tokens import prepare_tokens
 from normattn.errors import InputError
-from normattn.reports.records import AnyRecord
-from normattn.reports.retrieval import TITLES
-from normattn.reports.retrieval_record import RetrievalRecord
 from normattn.runs import RunDirectory
 from normattn.score import ScoreSpec
+from normattn.studies._reading import label
+from normattn.studies.reading import TASKS
 from normattn.sweep.measuring import count_evaluations, evaluate_trained
 from normattn.sweep.selections import ALL, left_out, post_hoc_methods
 from normattn.sweep.settings import PROTOCOLS, EvaluationSettings, Protocol, validated
@@ -64,16 +64,15 @@ def evaluate_run(
     torch.set_num_threads(threads)
     total = count_evaluations(settings) * len(methods)
     with Console(file=sys.stderr).status("evaluating") as status:
-        records = evaluate_trained(
+        measured = evaluate_trained(
             run,
             config,
             prepare_tokens(config.data),
             methods=methods,
             settings=settings,
-            name=run.resolve().name,
             on_done=lambda done: status.update(f"evaluating: {done} of {total}"),
         )
-    _show(records)
+    _show(measured)
 
 
 def _methods(
@@ -112,45 +111,65 @@ def _multiples(
     return [length // train_length for length in lengths]
 
 
-def _show(records: Sequence[AnyRecord]) -> None:
+def _show(measured: pl.DataFrame) -> None:
     """Tables of accuracies and losses; intervals come with `normattn report`."""
-    counted = [record for record in records if not isinstance(record, RetrievalRecord)]
-    asked = [record for record in records if isinstance(record, RetrievalRecord)]
+    counted = measured.filter(pl.col("protocol") != "retrieval")
+    asked = measured.filter(pl.col("protocol") == "retrieval")
     console = Console(highlight=False)
-    if counted:
-        rest = ("protocol", "length", "tokens", "accuracy, %", "loss, nats")
-        table = Table(_names(counted), *rest)
-        for record in counted:
-            tokens = record.counts("tokens").sum()
-            table.add_row(
-                record.name,
-                record.protocol,
-                str(record.length),
-                f"{tokens:,.0f}",
-                f"{100 * record.counts('correct').sum() / tokens:.2f}",
-                f"{record.counts('loss').sum() / tokens:.4f}",
-            )
-        console.print(table)
-    if asked:
+    if counted.height:
+        console.print(_reading_table(counted))
+    if asked.height:
         console.print(_retrieval_table(asked))
 
 
-def _names(records: Sequence[AnyRecord]) -> Column:
-    """A column as wide as the longest name: scores differ at their ends."""
-    return Column("score", min_width=max(len(record.name) for record in records))
+def _totals(measured: pl.DataFrame, *places: str) -> list[dict[str, Any]]:
+    """Σ sum and Σ of of every statistic, a dictionary for each row and place."""
+    keys = ["row", "method", *places, "length"]
+    added = measured.group_by(*keys, "statistic", maintain_order=True).agg(
+        pl.col("sum").sum(), pl.col("of").sum()
+    )
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in added.iter_rows(named=True):
+        key = tuple(line[name] for name in keys)
+        fields = found.setdefault(key, {name: line[name] for name in keys})
+        fields[line["statistic"]] = (line["sum"], line["of"])
+    return list(found.values())
 
 
-def _retrieval_table(records: Sequence[RetrievalRecord]) -> Table:
-    table = Table(_names(records), "task", "length", "answers", "right, %", "tokens, %")
-    for record in records:
-        exact = record.counts("exact")
-        tokens = record.counts("correct").sum() / record.counts("tokens").sum()
+def _reading_table(counted: pl.DataFrame) -> Table:
+    lines = _totals(counted, "protocol")
+    rest = ("protocol", "length", "tokens", "accuracy, %", "loss, nats")
+    table = Table(_names(lines), *rest)
+    for line in lines:
+        (correct, tokens), (nats, _) = line["accuracy"], line["loss"]
         table.add_row(
-            record.name,
-            TITLES[record.task],
-            str(record.length),
-            str(exact.size),
-            f"{100 * exact.mean():.1f}",
-            f"{100 * tokens:.1f}",
+            label(line["row"], line["method"]),
+            line["protocol"],
+            str(line["length"]),
+            f"{tokens:,.0f}",
+            f"{100 * correct / tokens:.2f}",
+            f"{nats / tokens:.4f}",
+        )
+    return table
+
+
+def _names(lines: Sequence[Mapping[str, Any]]) -> Column:
+    """A column as wide as the longest name: scores differ at their ends."""
+    width = max(len(label(line["row"], line["method"])) for line in lines)
+    return Column("score", min_width=width)
+
+
+def _retrieval_table(asked: pl.DataFrame) -> Table:
+    lines = _totals(asked, "factor.task")
+    table = Table(_names(lines), "task", "length", "answers", "right, %", "tokens, %")
+    for line in lines:
+        (right, answers), (correct, tokens) = line["exact"], line["accuracy"]
+        table.add_row(
+            label(line["row"], line["method"]),
+            TASKS[line["factor.task"]],
+            str(line["length"]),
+            f"{answers:.0f}",
+            f"{100 * right / answers:.1f}",
+            f"{100 * correct / tokens:.1f}",
         )
     return table

@@ -11,14 +11,18 @@ from rich.console import Console
 from torch import nn
 
 from normattn import atomic
+from normattn.atomic import write_bytes
 from normattn.commands.model_card import Card
+from normattn.commands.reporting import of_runs
 from normattn.errors import InputError
 from normattn.models.pretrained import load_any
-from normattn.reports import build
-from normattn.reports.history import draw_history
+from normattn.report.plots import draw
+from normattn.report.view import View
 from normattn.runs import RunDirectory
 from normattn.runs.reading import read_object
-from normattn.studies._tabulate import collected
+from normattn.studies import find
+from normattn.studies._reading import history_figure
+from normattn.sweep.collect import history
 from normattn.sweep.measuring import EVALUATIONS, MODEL
 from normattn.training import TrainingConfig
 from normattn.training.causal import CausalWorkload
@@ -78,7 +82,8 @@ def export_run(run: Path, out: Path, licence: str | None = None) -> None:
         tokeniser = _write_model(model, config, run, folder)
         table = _write_evaluation(run, config, folder)
         variant = config.model.score.variant_name  # type: ignore[attr-defined]
-        draw_history({variant: [run / "metrics.jsonl"]}, folder / "figures")
+        losses = View(history(run / "metrics.jsonl", variant, config.seed))
+        write_bytes(folder / "figures" / "training_loss.png", draw(history_figure(losses)))
         card = Card(
             out.resolve().name, config, stored, kind.task, kind.auto, tokeniser, table, licence
         )
@@ -159,10 +164,9 @@ def _labels(run: Path, config: LoopConfig) -> dict[str, Any]:
 
 def _write_evaluation(run: Path, config: LoopConfig, folder: Path) -> str | None:
     """The table and figures of what was measured, and their files; None where nothing was."""
-    if not isinstance(config, TrainingConfig) or not any((run / EVALUATIONS).glob("*.json")):
+    if not isinstance(config, TrainingConfig) or not any((run / EVALUATIONS).glob("*.parquet")):
         return None
-    records, diverged = collected([run])
-    paths = build(records, folder / "evaluation", diverged)
-    drawn = [path for path in paths.figures if path.suffix == ".png"]
+    place = folder / "evaluation"
+    drawn = find("reading").report(of_runs([run]), place, {})
     shown = [f"![{path.stem.replace('_', ' ')}](figures/{path.name})" for path in drawn]
-    return "\n\n".join([paths.markdown.read_text(encoding="utf-8").strip(), *shown])
+    return "\n\n".join([(place / "table.md").read_text(encoding="utf-8").strip(), *shown])

@@ -12,7 +12,7 @@ from torch import nn
 
 from normattn import __version__
 from normattn.models.accounting import parameter_count
-from normattn.reports.markdown import grid
+from normattn.report.markdown import aligned
 from normattn.runs import RunDirectory, read_metrics
 from normattn.training.loop_config import LoopConfig
 
@@ -103,7 +103,7 @@ class Card:
         rows += [(name, fields.get(name)) for name in _TRAINING_FIELDS]
         rows += [(name, _words(fields[name])) for name in ("optimiser", "schedule")]
         shown = [[name, str(value)] for name, value in rows if value is not None]
-        return grid(["setting", "value"], shown)
+        return aligned(["setting", "value"], shown)
 
     def _final(self) -> str:
         status, lines = self.run.status, read_metrics(self.run.path / "metrics.jsonl")

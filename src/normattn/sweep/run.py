@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,11 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
 
 def report(study: Study, out: Path, config: Mapping[str, Any]) -> None:
     """Write the page of what was measured in `out`, and print where it is."""
-    figures = study.report(study.measurements(out), out, config)
+    say(out, study.report(study.measurements(out), out, config))
+
+
+def say(out: Path, figures: Sequence[Path]) -> None:
+    """Print where the page and its figures are."""
     said = Console(highlight=False)
     said.print(f"table: {out / 'table.md'}", markup=False, soft_wrap=True)
     said.print(f"page: {out / 'report.html'}", markup=False, soft_wrap=True)

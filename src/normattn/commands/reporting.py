@@ -1,0 +1,113 @@
+"""`normattn report`: the page of a folder that holds its frame, of a sweep, or of single runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from normattn.errors import InputError
+from normattn.measure import collected, frame, joined
+from normattn.measure.gather import on_common_sets
+from normattn.runs import RunDirectory, read_status
+from normattn.studies import find
+from normattn.sweep.collect import history
+from normattn.sweep.run import say
+from normattn.training import TrainingConfig
+
+READING = "reading"
+
+
+def report(places: Sequence[Path], out: Path) -> None:
+    """Write the page of `places` into `out`.
+
+    One folder that holds measurements.parquet is recomputed from it alone, by the study that the
+    frame names; a sweep's directory is collected again; runs are gathered into one page. Raises
+    `InputError` where there is nothing to report.
+    """
+    for place in places:
+        if not str(place).strip() or not place.is_dir():
+            raise InputError(f"{str(place)!r} is no directory of runs or results")
+    if len(places) == 1:
+        place = places[0]
+        config, kind = _configuration(place)
+        if kind is not None and (place / "jobs").is_dir():
+            study = find(kind)
+            say(out, study.report(study.measurements(place), out, config))
+            return
+        if (place / frame.FILE).is_file():
+            measured = frame.read(place / frame.FILE)
+            study = find(_study_of(measured, place / frame.FILE))
+            say(out, study.report(measured, out, config))
+            return
+    measured = of_runs(places)
+    say(out, find(READING).report(measured, out, {}))
+
+
+def of_runs(places: Sequence[Path]) -> pl.DataFrame:
+    """What was measured in every run at or below `places`, divergences and loss curves included."""
+    found, runs = [], _runs(places)
+    for run in runs:
+        found.append(collected(run))
+        found += _training(run)
+    measured = on_common_sets(joined(found)) if found else frame.empty()
+    if not measured.filter(pl.col("protocol") != "training").height and not any(
+        measured["statistic"] == "diverged"
+    ):
+        named = ", ".join(map(str, places))
+        raise InputError(
+            f"nothing was measured in {named}: no run there was evaluated; use normattn evaluate "
+            "first"
+        )
+    return measured.with_columns(pl.lit(READING).alias("study"))
+
+
+def _runs(places: Sequence[Path]) -> list[Path]:
+    """Every directory of a run, in a fixed order."""
+    found: dict[Path, None] = {}
+    for place in places:
+        folders = sorted(path.parent for path in place.rglob("status.json"))
+        found.update(dict.fromkeys(path.resolve() for path in folders))
+    return list(found)
+
+
+def _training(run: Path) -> list[pl.DataFrame]:
+    """The loss curve of a run of a language model, and where it diverged, if it did."""
+    stored = RunDirectory.existing(run)
+    if "model" not in stored.config or "score" not in stored.config["model"]:
+        return []
+    config = TrainingConfig.parse(stored.config, str(run / "config.json"))
+    name, found = config.model.score.variant_name, []
+    if (run / "metrics.jsonl").is_file():
+        found.append(history(run / "metrics.jsonl", name, config.seed))
+    status = read_status(run)
+    if status is not None and status.state == "diverged":
+        whose = frame.Identity("", name, str(config.model.score), config.seed, "training", 0, 0)
+        edges = [float(status.step)]
+        rows = frame.sums("diverged", [status.where], [[1.0]], [[1.0]], axis="step", edges=edges)
+        found.append(frame.identified(whose, [rows]))
+    return found
+
+
+def _configuration(place: Path) -> tuple[Mapping[str, Any], str | None]:
+    """The settings and the study of a folder, as its config.json holds them."""
+    file = place / "config.json"
+    if not file.is_file():
+        return {}, None
+    try:
+        stored = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from None
+    if not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
+        raise InputError(f"{file} is damaged: expected a kind and a config")
+    return stored["config"], str(stored.get("kind"))
+
+
+def _study_of(measured: pl.DataFrame, source: Path) -> str:
+    names = measured["study"].unique().to_list()
+    if len(names) != 1:
+        raise InputError(f"{source} holds measurements of {len(names)} studies, expected one")
+    return str(names[0])

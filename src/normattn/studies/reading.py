@@ -1,0 +1,306 @@
+"""How far does each method let a trained model read, up to 64 times its training length?
+
+Models are trained as in `keynorm` and then read by position and asked for facts (passkey, several
+keys, tracked variables) under every post-hoc method that their score can take. The same page is what
+`normattn report` makes of runs that were evaluated by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import polars as pl
+
+from normattn.measure import by_bin
+from normattn.measure.statistic import Statistic, accuracy
+from normattn.report.claim import Claim
+from normattn.report.figure import Curves, Figure, Grid, Line, Mark, Panel, Point
+from normattn.report.page import Page
+from normattn.report.table import Column, Row, Table
+from normattn.report.view import View
+from normattn.studies._reading import (
+    ACCURACY,
+    LEGEND,
+    LOSS,
+    METHOD_ORDER,
+    VARIANT_ORDER,
+    history_figure,
+    label,
+    length_figure,
+    longest,
+    position_figures,
+    ranked,
+    reading_columns,
+    reading_rows,
+    table_figure,
+)
+from normattn.sweep.collect import measured_below
+from normattn.sweep.language import (
+    ReadCell,
+    TextConfig,
+    canonical,
+    checked_methods,
+    described,
+    opened,
+    shared_training,
+    usable_methods,
+)
+from normattn.sweep.measuring import evaluation_sets
+from normattn.sweep.omissions import Omission
+from normattn.sweep.reading import AS_IS
+from normattn.sweep.selections import ALL, candidates
+from normattn.sweep.study import Request, Study, Sweep, place_of, seeds_of
+
+KIND = "reading"
+VARIANTS = ("Baseline", "KNA", "CosA-logn")
+MULTIPLES = (1, 4, 16, 64)
+POSITION, RETRIEVAL = "by_position", "retrieval"
+TASK = "factor.task"
+TASKS = {
+    "passkey": "passkey",
+    "multi_key": "multi-key",
+    "variable_tracking": "variable tracking",
+}
+EXACT = accuracy("answers right", "exact")
+
+
+def resolve(request: Request) -> Sweep:
+    """Every choice made and checked, as `keynorm.resolve` does."""
+    preset = opened(request, KIND)
+    settings = preset.evaluation.model_copy(
+        update={"multiples": MULTIPLES, "protocols": (POSITION, RETRIEVAL)}
+    )
+    config = TextConfig(preset=preset.name, training=shared_training(preset), evaluation=settings)
+    asked = None if request.methods in (None, (ALL,)) else request.methods
+    methods = (AS_IS, *candidates()) if asked is None else checked_methods(asked, config)
+    cells, skipped = [], list[Omission]()
+    for seed in seeds_of(request, preset):
+        for variant in canonical(request.variants or VARIANTS, config):
+            usable, omissions = usable_methods(variant, methods, config)
+            skipped += [each for each in omissions if each not in skipped]
+            cells.append(
+                ReadCell(
+                    variant=variant,
+                    seed=seed,
+                    methods=usable,
+                    training=config.training,
+                    evaluation=config.evaluation,
+                )
+            )
+    return Sweep(
+        study=KIND,
+        config=config,
+        cells=tuple(cells),
+        skipped=tuple(skipped),
+        out=place_of(request, KIND, preset),
+        describe=described(
+            lambda data: evaluation_sets(data, config.train_length, config.evaluation)
+        ),
+        facts=config.facts,
+    )
+
+
+def _rows_of(protocol: str) -> Any:
+    """Rows that were read by one protocol."""
+
+    def rows(view: View) -> list[Row]:
+        chosen = view.frame.filter(pl.col("protocol") == protocol)
+        pairs = set(chosen.select("row", "method").rows())
+        return [
+            Row(label(row, method), {"row": row, "method": method})
+            for row in ranked({row for row, _ in pairs}, VARIANT_ORDER)
+            for method in ranked({m for r, m in pairs if r == row}, METHOD_ORDER)
+        ]
+
+    return rows
+
+
+def _standard_rows(view: View) -> list[Row]:
+    read = view.frame.filter(~pl.col("protocol").is_in([POSITION, RETRIEVAL, "training"]))
+    return reading_rows(View(read, view.bootstrap)) if read.height else []
+
+
+def _octaves(view: View) -> list[tuple[str, list[int]]]:
+    """The bins between 0, L, 2 L, 4 L …: their titles and places."""
+    chosen = view.frame.filter(protocol=POSITION, statistic=ACCURACY.name)
+    if not chosen.height:
+        return []
+    length = int(view.one("train_length", {"protocol": POSITION}) or 0)
+    edges = chosen.select("bin", "bin_end").unique().sort("bin").rows()
+    starts = [0.0, *(float(length * 2**octave) for octave in range(40))]
+    found = []
+    for low, high in zip(starts, starts[1:], strict=False):
+        places = [n for n, (start, _) in enumerate(edges) if low <= start < high]
+        if places:
+            found.append((f"{low + 1:,.0f} to {edges[places[-1]][1]:,.0f}", places))
+    return found
+
+
+def _octave_columns(statistic: Statistic) -> Any:
+    def columns(view: View) -> Sequence[Column]:
+        at = ((1.0, {"protocol": POSITION}),)
+        return [
+            Column(f"{statistic.name}_{n}", title, statistic, at, bins=places)
+            for n, (title, places) in enumerate(_octaves(view))
+        ]
+
+    return columns
+
+
+def _retrieval_columns(view: View) -> Sequence[Column]:
+    found = []
+    for task, title in TASKS.items():
+        for length in sorted(
+            view.values("length", {"protocol": RETRIEVAL, TASK: task})
+            if TASK in view.frame.columns
+            else []
+        ):
+            at = ((1.0, {"protocol": RETRIEVAL, TASK: task, "length": length}),)
+            for key, statistic, what in (
+                ("exact", EXACT, "answers"),
+                ("token", ACCURACY, "tokens"),
+            ):
+                name = f"{task}_{key}_{length}"
+                found.append(Column(name, f"{title}, {what}, {length:,}", statistic, at))
+    return found
+
+
+def figures(view: View) -> list[Figure]:
+    """Accuracy and loss by position, retrieval by depth, and what the standard protocols give."""
+    found: list[Figure] = []
+    standard = view.frame.filter(~pl.col("protocol").is_in([POSITION, RETRIEVAL]))
+    if standard.filter(pl.col("protocol") != "training").height:
+        plain = View(standard, view.bootstrap)
+        found += [*position_figures(plain), length_figure(plain), table_figure(plain)]
+    if standard.filter(pl.col("protocol") == "training").height:
+        found.append(history_figure(view))
+    for row in view.values("row", {"protocol": POSITION}):
+        found.append(_by_position(view, row))
+    return [*found, *_by_depth(view)]
+
+
+def _by_position(view: View, row: str) -> Figure:
+    where = {"row": row, "protocol": POSITION}
+    length = float(view.one("train_length", where) or 1)
+    panels = []
+    for statistic, unit in ((ACCURACY, "accuracy (%)"), (LOSS, "loss (nats)")):
+        lines = []
+        for method in ranked(view.values("method", where), METHOD_ORDER):
+            sums = view.sums(statistic.name, {**where, "method": method})
+            if sums is None:
+                continue
+            values = by_bin(sums, statistic, view.bootstrap)
+            points = tuple(
+                Point.of(float(end), value)
+                for (_, _, _, end), value in zip(sums.bins, values, strict=True)
+                if value is not None
+            )
+            lines.append(Line(method or "as is", points, method or "as is"))
+        panels.append(
+            Panel(
+                statistic.title,
+                tuple(lines),
+                "position",
+                unit,
+                log_x=True,
+                marks=(Mark(length, "L"),),
+            )
+        )
+    name = f"reading_by_position_{row}".replace("(", "_").replace(")", "").replace("=", "")
+    return Curves(name, f"{row}: by position", tuple(panels), shared_y=False)
+
+
+def _by_depth(view: View) -> list[Figure]:
+    """Tokens of the answers that are right, by depth of the fact, at the longest length."""
+    length = longest(view, RETRIEVAL)
+    if length is None:
+        return []
+    found: list[Figure] = []
+    for task in view.values(TASK, {"protocol": RETRIEVAL}):
+        where = {"protocol": RETRIEVAL, TASK: task, "length": length}
+        rows = [row for row in _rows_of(RETRIEVAL)(view)]
+        values, depths = [], []
+        for row in rows:
+            sums = view.sums(ACCURACY.name, {**row.where, **where})
+            if sums is None:
+                values.append(())
+                continue
+            depths = [f"{bin_:.2f}" for _, _, bin_, _ in sums.bins]
+            each = 100 * sums.sum.sum((0, 1)) / sums.of.sum((0, 1))
+            values.append(tuple(float(v) for v in each))
+        kept = [(row, line) for row, line in zip(rows, values, strict=True) if line]
+        found.append(
+            Grid(
+                f"retrieval_{task}",
+                f"{TASKS[task]} at {length:,} tokens: answer tokens right, %",
+                tuple(row.label for row, _ in kept),
+                tuple(depths),
+                tuple(line for _, line in kept),
+                tuple(tuple(f"{v:.0f}" for v in line) for _, line in kept),
+                x_title="depth of the fact (0: beginning)",
+                scale_title="%",
+            )
+        )
+    return found
+
+
+def no_claims(view: View) -> list[Claim]:
+    """This page compares; it tests nobody's sentence."""
+    return []
+
+
+PAGE = Page(
+    title="Reading past the training length",
+    question="How far does each score, and each post-hoc method, let a model read past the length "
+    "it was trained at?",
+    sources=("kexue.fm/archives/9708", "kexue.fm/archives/9859"),
+    tables=(
+        Table(
+            "table",
+            "",
+            _standard_rows,
+            reading_columns,
+            notes=LEGEND,
+            intro="Token accuracy in % (losses in nats) on held-out text.",
+        ),
+        Table(
+            "accuracy_by_position",
+            "Accuracy by position, %",
+            _rows_of(POSITION),
+            _octave_columns(ACCURACY),
+            intro="Natural held-out text, every token scored, in octaves of the training length.",
+        ),
+        Table(
+            "loss_by_position", "Loss by position, nats", _rows_of(POSITION), _octave_columns(LOSS)
+        ),
+        Table(
+            "retrieval",
+            "Facts stated in a long text and asked for at its end, %",
+            _rows_of(RETRIEVAL),
+            _retrieval_columns,
+            notes=(
+                "answers: right as a whole, as greedy decoding would give them; tokens: of "
+                "the answers.",
+            ),
+        ),
+    ),
+    claims=no_claims,
+    figures=figures,
+)
+
+STUDY = Study(
+    name=KIND,
+    help="Train Baseline, KNA and CosA-logn and read them to 64 times the training length by every "
+    "post-hoc method, by position and by retrieval.",
+    resolve=resolve,
+    cells=(ReadCell,),
+    page=PAGE,
+    variants="Trained scores, by commas. [default: Baseline, KNA, CosA-logn]",
+    methods="Ways of reading, or `all`. [default: all]",
+    examples=(
+        ("--preset smoke --variants KNA --methods 'as is,ReRoPE'", "the whole path, small"),
+        ("--plan", "what the study itself costs here"),
+    ),
+    collect=measured_below,
+)
