@@ -22,7 +22,7 @@ def command(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Runs, directories with runs somewhere below them, or a folder with measurements.parquet."
+            help="Runs, directories with runs below them, or a folder with measurements.parquet."
         ),
     ],
     out: Annotated[

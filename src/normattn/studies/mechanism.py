@@ -417,13 +417,13 @@ PAGE = Page(
             notes=(
                 "rank correlation: Spearman's, between ‖k_j‖ as the score sees it and the "
                 "attention that key j receives from the next L/2 queries relative to uniform "
-                "attention, within a text; mean over layers, heads and texts. heads + / −: those whose own interval "
-                "lies above or below 0.",
+                "attention, within a text; mean over layers, heads and texts. heads + / −: those "
+                "whose own interval lies above or below 0.",
                 "before the norm: the same with the key as it enters the score; a norm cannot hand "
                 "it on.",
                 "spread: standard deviation of ‖k_j‖ over its mean, within a text.",
-                "cosine: cos(q_i, k_j) as the score has them, quantiles, mean over heads; least and "
-                "largest of all heads.",
+                "cosine: cos(q_i, k_j) as the score has them, quantiles, mean over heads; least "
+                "and largest of all heads.",
                 f"outside: share of the pairs at the longer length whose cosine lies outside the "
                 f"range of its head at L ({TAIL:.1%} left out at either end).",
             ),

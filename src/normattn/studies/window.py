@@ -282,8 +282,8 @@ PAGE = Page(
 STUDY = Study(
     name=KIND,
     help="Read with ReRoPE at windows of ⅛ to 1 training lengths, without log-n, with it and "
-    "log-n†.\n\nTrains Baseline and Baseline-logn, reads to 8 times the training length, and writes "
-    "one table and one figure: accuracy against the window, a line for each form of log-n.",
+    "log-n†.\n\nTrains Baseline and Baseline-logn, reads to 8 times the training length, and "
+    "writes one table and one figure: accuracy against the window, a line for each form of log-n.",
     resolve=resolve,
     cells=(ReadCell,),
     page=PAGE,

@@ -1,0 +1,40 @@
+"""Small frames with known numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from normattn.measure import Identity, identified, sums
+
+
+def identity(row: str = "A", seed: int = 0, **changes: Any) -> Identity:
+    fields: dict[str, Any] = {
+        "study": "s",
+        "row": row,
+        "score": row,
+        "seed": seed,
+        "protocol": "p",
+        "length": 8,
+        "train_length": 4,
+        "data": "d",
+        **changes,
+    }
+    return Identity(**fields)
+
+
+def counted(
+    row: str,
+    seed: int,
+    correct: Sequence[float],
+    tokens: Sequence[float] | None = None,
+    statistic: str = "accuracy",
+    **changes: Any,
+) -> pl.DataFrame:
+    """One sum a document, over as many tokens."""
+    units = [f"doc{n}" for n in range(len(correct))]
+    of = np.full(len(correct), 10.0) if tokens is None else np.asarray(tokens)
+    return identified(identity(row, seed, **changes), [sums(statistic, units, correct, of)])

@@ -1,0 +1,114 @@
+"""The frame: what it refuses, and that equal frames are equal bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from measure.make import counted, identity
+from normattn.errors import InputError
+from normattn.measure import MeasurementStore, digest, fact, identified, joined, sums
+from normattn.measure import frame as frames
+
+
+def test_windows_of_one_document_are_added_up() -> None:
+    rows = sums("loss", ["a", "b", "a"], [1.0, 2.0, 4.0], [1.0, 1.0, 3.0])
+    found = {unit: (s, of) for unit, s, of in rows.select("unit", "sum", "of").rows()}
+    assert found == {"a": (5.0, 4.0), "b": (2.0, 1.0)}
+
+
+def test_a_bin_is_half_open_and_has_both_ends() -> None:
+    rows = sums("x", ["a"], [[1.0, 2.0]], [[1.0, 1.0]], axis="position", edges=[0, 4, 8])
+    assert rows.select("bin", "bin_end").rows() == [(0.0, 4.0), (4.0, 8.0)]
+    rows = sums("x", ["a"], [[1.0, 2.0]], [[1.0, 1.0]], axis="layer", edges=[1, 2])
+    assert rows.select("bin", "bin_end").rows() == [(1.0, 2.0), (2.0, 3.0)]
+    with pytest.raises(InputError, match="edges do not match"):
+        sums("x", ["a"], [[1.0, 2.0]], [[1.0, 1.0]], axis="position", edges=[0])
+    with pytest.raises(InputError, match="without an axis"):
+        sums("x", ["a"], [[1.0, 2.0]], [[1.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f.drop("seed"), "lacks the column seed"),
+        (lambda f: f.with_columns(pl.lit(1).alias("colour")), "unknown column colour"),
+        (lambda f: f.with_columns(pl.lit([1]).alias("factor.x")), "factor.x is of type"),
+        (lambda f: f.with_columns(pl.col("seed").cast(pl.Int32)), "seed is Int32"),
+        (lambda f: f.with_columns(pl.lit(None, pl.String).alias("row")), "no row"),
+        (lambda f: f.with_columns(pl.lit(float("nan")).alias("sum")), "not finite"),
+        (lambda f: f.with_columns(-pl.col("of")), "negative"),
+        (lambda f: pl.concat([f, f]), "twice"),
+    ],
+)
+def test_what_is_refused(change: object, message: str) -> None:
+    whole = counted("A", 0, [1, 2])
+    with pytest.raises(InputError, match=message):
+        frames.checked(change(whole), "it")  # type: ignore[operator]
+
+
+def test_equal_frames_are_equal_bytes_whatever_their_order(tmp_path: Path) -> None:
+    whole = joined([counted("A", 0, [1, 2, 3]), counted("B", 1, [4, 5, 6], method="YaRN")])
+    frames.write(tmp_path / "a.parquet", whole)
+    frames.write(tmp_path / "b.parquet", whole.reverse())
+    assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
+    assert frames.read(tmp_path / "a.parquet").equals(frames.sorted_rows(whole))
+
+
+def test_every_flipped_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    whole = counted("A", 0, [1, 2, 3])
+    frames.write(path, whole)
+    good = path.read_bytes()
+    refused = 0
+    for place in range(0, len(good), 7):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 0x10]) + good[place + 1 :])
+        try:
+            assert frames.read(path).equals(frames.sorted_rows(whole))
+        except InputError as error:
+            named = "a.parquet" in str(error)
+            refused += named
+    assert refused > len(good) / 7 / 4
+
+
+def test_cut_empty_and_foreign_files_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "m.parquet"
+    with pytest.raises(InputError, match=r"m\.parquet is not there"):
+        frames.read(path)
+    frames.write(path, counted("A", 0, [1, 2]))
+    good = path.read_bytes()
+    for content in (b"", good[:-20], good[: len(good) // 2], b"PAR1" + b"x" * 50):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"m\.parquet is (no frame|damaged)"):
+            frames.read(path)
+
+
+def test_factors_are_null_where_they_do_not_apply() -> None:
+    plain = counted("A", 0, [1])
+    varied = counted("B", 0, [1], factors={"rate": 2.0, "step": 3})
+    whole = joined([plain, varied])
+    assert whole.filter(row="A")["factor.rate"].to_list() == [None]
+    assert whole.filter(row="B")["factor.step"].to_list() == [3]
+
+
+def test_the_store_does_a_damaged_evaluation_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = MeasurementStore(tmp_path)
+    key = digest("weights", {"a": 1})
+    assert store.get(key) is None
+    store.put(key, counted("A", 0, [1]))
+    assert store.get(key) is not None
+    assert len(store) == 1
+    store.path(key).write_bytes(b"nothing")
+    assert store.get(key) is None
+    assert "done again" in capsys.readouterr().err
+    with pytest.raises(InputError, match="no frame"):
+        store.frame()
+
+
+def test_a_fact_is_a_number_of_a_training() -> None:
+    whole = identified(identity(), [fact("parameters", 7.0)])
+    assert whole.select("statistic", "sum", "of").rows() == [("parameters", 7.0, 1.0)]
