@@ -116,15 +116,16 @@ def score_references(
     return ReferenceScores(tuple(loss), tuple(correct), tuple(tokens))
 
 
-def unigram_loss(train: PairSplit, split: PairSplit, vocab_size: int) -> float:
-    """Nats per target token and end of sentence of `split`, each guessed by its frequency
+def unigram_loss(train: PairSplit, split: PairSplit, vocab_size: int) -> NDArray[np.float64]:
+    """Of every sentence's reference in `split`: summed nats, each token guessed by its frequency
     in `train`.
 
-    `vocab_size`: the words of the target language.
+    The end of a sentence counts as a token. `vocab_size`: the words of the target language.
     """
     nats = unigram_nats(_target_counts(train, vocab_size))
-    asked = _target_counts(split, vocab_size)
-    return float(nats @ asked / asked.sum())
+    sentence = np.repeat(np.arange(len(split)), split.target.lengths)
+    words = np.bincount(sentence, nats[split.target.tokens], minlength=len(split))
+    return np.asarray(words + nats[EOS_ID])
 
 
 def _target_counts(split: PairSplit, vocab_size: int) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""What a preset of the QK-Norm study says: rows, the ladder, the Vision Transformers."""
+"""What a preset of the QK-Norm study says: the scores, the learning-rate sweep, the images."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from normattn.studies._translation import TranslationSettings
-from normattn.studies._vision import VARIANTS as VISION_SCORES
+from normattn.studies.qknorm.images import SCORES as IMAGE_SCORES
+from normattn.studies.qknorm.translation import TranslationSettings
 from normattn.sweep.settings import Settings, StudyPreset
 
 SCORES = (
@@ -15,8 +15,9 @@ SCORES = (
     *("QNA", "KNA", "CosA", "QKNorm2020", "QKBatchNorm", "QKInstanceNorm"),
 )
 """The table's rows unless said."""
-LADDER = ("Baseline", "QKRMSNorm", "QKLayerNorm", "KNA")
-RATES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+SWEPT = ("Baseline", "QKRMSNorm", "QKLayerNorm", "KNA")
+"""The scores of the learning-rate sweep unless said."""
+MULTIPLES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 VARIED = ("score", "decoder_score", "cross_score")
 """The settings of a model that the tables vary."""
 
@@ -28,41 +29,51 @@ def _refuse_varied(training: dict[str, Any]) -> dict[str, Any]:
     return training
 
 
-class LadderSettings(Settings):
-    """Which `scores` are trained at which multiples of the learning rate, the `rates`.
+class Rates(Settings):
+    """Which `scores` are trained at which `multiples` of the learning rate."""
 
-    `training` is laid over the preset's: the ladder's trainings may be shorter. `max_sentences` of
-    the test set are read at the end.
+    scores: tuple[str, ...] = SWEPT
+    multiples: tuple[Annotated[float, Field(gt=0)], ...] = MULTIPLES
+
+    @field_validator("multiples")
+    @classmethod
+    def _rising(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not value or list(value) != sorted(set(value)):
+            raise ValueError(f"multiples must rise, got {list(value)}")
+        return value
+
+
+class TranslationRates(Rates):
+    """The sweep of the translation models.
+
+    `training` is laid over the preset's: these trainings may be shorter. `max_sentences` of the
+    test set are read at the end.
     """
 
-    scores: tuple[str, ...] = LADDER
-    rates: tuple[Annotated[float, Field(gt=0)], ...] = RATES
     training: dict[str, Any] = Field(default_factory=dict)
     max_sentences: int | None = Field(default=None, ge=2)
 
     _no_varied_field = field_validator("training")(_refuse_varied)
 
-    @field_validator("rates")
-    @classmethod
-    def _rising(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if not value or list(value) != sorted(set(value)):
-            raise ValueError(f"rates must rise, got {list(value)}")
-        return value
+
+class ImageRates(Rates):
+    """The sweep of the Vision Transformers, beside the table's trainings at ×1."""
+
+    scores: tuple[str, ...] = ()
+    multiples: tuple[Annotated[float, Field(gt=1)], ...] = MULTIPLES[1:]
 
 
 class VisionSettings(Settings):
     """The Vision Transformers: `training` is a `VisionTrainingConfig` less score and seed.
 
     `seeds` says how many are trained of each row, where --seeds does not (None: as many as of the
-    tables); `ladder` are the scores that are also trained at the multiples `rates` of the learning
-    rate, with the tables' seeds.
+    tables); the sweep `rates` has the tables' seeds.
     """
 
     training: dict[str, Any]
     seeds: int | None = Field(default=None, ge=1)
-    scores: tuple[str, ...] = VISION_SCORES
-    ladder: tuple[str, ...] = ()
-    rates: tuple[Annotated[float, Field(gt=1)], ...] = RATES[1:]
+    scores: tuple[str, ...] = IMAGE_SCORES
+    rates: ImageRates = ImageRates()
 
     _no_varied_field = field_validator("training")(_refuse_varied)
 
@@ -70,14 +81,14 @@ class VisionSettings(Settings):
 class QKNormPreset(StudyPreset):
     """One whole setting of the study; `training` holds fields of `TranslationConfig`.
 
-    Scores and seeds are no part of `training`: they are what the tables vary. Without `ladder` or
+    Scores and seeds are no part of `training`: they are what the tables vary. Without `rates` or
     `vision` that part is left out.
     """
 
     training: dict[str, Any]
     scores: tuple[str, ...] = SCORES
     evaluation: TranslationSettings = TranslationSettings()
-    ladder: LadderSettings | None = None
+    rates: TranslationRates | None = None
     vision: VisionSettings | None = None
 
     _no_varied_field = field_validator("training")(_refuse_varied)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,32 +13,26 @@ from normattn.data.images import ImageData
 from normattn.errors import InputError
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.images import score_images
+from normattn.measure import Identity, MeasurementStore, fact, identified, joined, sums
+from normattn.measure.frame import Factor
 from normattn.models.accounting import parameter_count
 from normattn.models.pretrained import load_as
 from normattn.models.vision_transformer import VisionTransformer, flops_per_image
-from normattn.reports.diagnostics_records import read_diagnostics
-from normattn.reports.vision_record import (
-    VisionDivergence,
-    VisionRecord,
-    read_vision,
-    write_vision,
-)
-from normattn.runs import read_status
 from normattn.score import ScoreSpec
-from normattn.score.part import RotaryPosition
-from normattn.studies._tabulate import origin
-from normattn.sweep.layout import CellPaths, peek
+from normattn.score.grammar import read
+from normattn.score.part import RotaryPosition, Slot
+from normattn.sweep.layout import CellPaths
+from normattn.sweep.measuring import EVALUATIONS, MODEL
 from normattn.sweep.merging import merged
-from normattn.sweep.settings import validated
 from normattn.sweep.stages import Note, Stage, TrainStage
 from normattn.sweep.study import Cell
 from normattn.training.distribution import choose_device
 from normattn.training.vision import VisionTrainingConfig, VisionWorkload
-from normattn.training.workload import MODEL, Cost
+from normattn.training.workload import Cost
 
-KIND = "vision"
-RECORD = "vision.json"
-VARIANTS = (
+IMAGES = "images"
+"""The experiment with Vision Transformers, and its protocol."""
+SCORES = (
     *("Baseline", "QKLayerNorm", "QKRMSNorm", "QNA", "KNA", "CosA", "QKNorm2020"),
     *("QKBatchNorm", "QKInstanceNorm"),
 )
@@ -72,28 +66,38 @@ class VisionCell(Cell):
         varied = {"seed": self.seed, "model.score": vision_score(self.score)}
         what = f"the settings of {self.name}"
         config = VisionTrainingConfig.parse(merged(self.training, varied), what)
-        if self.rate == 1:
-            return config
         rate = {"optimiser.lr": config.optimiser.lr * self.rate}
         return VisionTrainingConfig.parse(merged(self.training, varied, rate), what)
+
+    def identity(self, protocol: str, **factors: Factor) -> Identity:
+        """Whose measurement it is: the experiment and the learning rate beside row and seed."""
+        rate = self.training_config.optimiser.lr
+        own = {"experiment": IMAGES, "rate": self.rate, "learning_rate": rate}
+        identity = super().identity(protocol, **own, **factors)
+        return replace(identity, row=self.score, score=self.score)
 
     def stages(self, paths: CellPaths) -> list[Stage]:
         """Train, then test."""
         config = self.training_config
-        tested = ImageStage(config, paths.run, self.score, self.rate, self.split)
-        return [TrainStage(self.workload, config, paths.run), tested]
+        tested = replace(
+            self.identity(IMAGES),
+            score=str(config.model.score),
+            length=config.model.tokens,
+            train_length=config.model.tokens,
+            split=self.split,
+        )
+        trained = TrainStage(self.workload, config, paths.run)
+        return [trained, ImageStage(config, paths.run, tested)]
 
 
 @dataclass(frozen=True)
 class ImageStage(Stage):
-    """Test the model in `place` on every image of a split."""
+    """Test the model in `place` on every image of the split that `identity` names."""
 
     phase = "evaluation"
     config: VisionTrainingConfig
     place: Path
-    score: str
-    rate: float
-    split: str
+    identity: Identity
 
     @property
     def cost(self) -> Cost:
@@ -102,40 +106,38 @@ class ImageStage(Stage):
         flops = _GUESSED_IMAGES * flops_per_image(model).forward
         return Cost(scored=_GUESSED_IMAGES * model.tokens, flops=flops)
 
-    def is_done(self) -> bool:
-        """Whether the record is there."""
-        return (self.place / RECORD).is_file()
+    @property
+    def store(self) -> MeasurementStore:
+        """Where the measurements are."""
+        return MeasurementStore(self.place / EVALUATIONS)
 
-    def run(self, data: ImageData, note: Note) -> str | None:
-        """Test, unless it is on record."""
-        if self.is_done():
-            return None
+    def is_done(self) -> bool:
+        """Whether the measurements are there."""
+        return self.store.path(IMAGES).is_file()
+
+    def run(self, data: ImageData, note: Note) -> None:
+        """Test, unless it is measured."""
+        if self.store.get(IMAGES) is not None:
+            return
         model = load_as(VisionTransformer, self.place / MODEL).to(choose_device(self.config.device))
-        found = score_images(
-            model, data.split(self.split), progress=lambda done, total: note(done, total, "images")
+        split = data.split(self.identity.split)
+        found = score_images(model, split, progress=lambda done, total: note(done, total, "images"))
+        units = [f"{number:06}" for number in range(len(found.loss))]
+        ones = [1.0] * len(units)
+        tested = replace(self.identity, data=data.fingerprint, weights=weights_digest(model))
+        results = (
+            sums("accuracy", units, found.correct, ones),
+            sums("loss", units, found.loss, ones),
         )
-        seen = read_diagnostics(self.place)
-        largest = [line.most("largest") for line in seen]
-        record = VisionRecord(
-            score=self.score,
-            spec=str(model.config.score),
-            rate=self.rate,
-            learning_rate=self.config.optimiser.lr,
-            seed=self.config.seed,
-            weights=weights_digest(model),
-            data=data.fingerprint,
-            split=self.split,
-            steps=self.config.steps,
-            parameters=parameter_count(model),
-            tokens_per_image=model.config.tokens,
-            classes=model.config.classes,
-            loss=found.loss,
-            correct=found.correct,
-            largest=max((most for most in largest if most is not None), default=None),
-            entropy_share=seen[-1].mean("entropy_share") if seen else None,
+        facts = (
+            fact("parameters", parameter_count(model)),
+            fact("classes", model.config.classes),
         )
-        write_vision(self.place / RECORD, record)
-        return None
+        measured = [
+            identified(tested, results),
+            identified(replace(tested, protocol="training"), facts),
+        ]
+        self.store.put(IMAGES, joined(measured))
 
 
 def vision_score(score: str) -> str:
@@ -146,14 +148,14 @@ def vision_score(score: str) -> str:
     spec = ScoreSpec.parse(score)
     if spec.method:
         raise InputError(f"{score} holds {spec.method}, which is applied after training")
-    named = "RoPE" in score or "XPos" in score
+    named = any(part.slot is Slot.POSITION for part, _ in read(score)[0])
     turned = isinstance(spec.position, RotaryPosition)
     return f"{score}-NoPE" if turned and not named else score
 
 
 def vision_cells(
     training: Mapping[str, Any],
-    scores: Sequence[str] = VARIANTS,
+    scores: Sequence[str] = SCORES,
     seeds: Sequence[int] = (0,),
     rates: Sequence[float] = (1.0,),
     split: Literal["test", "validation"] = "test",
@@ -172,42 +174,3 @@ def vision_cells(
         for rate in rates
         for score in scores
     )
-
-
-def vision_records(out: Path) -> tuple[list[VisionRecord], list[VisionDivergence]]:
-    """Everything that the vision cells of a study's directory came to."""
-    records: list[VisionRecord] = []
-    diverged: list[VisionDivergence] = []
-    for settings in sorted((out / "jobs").glob("vision */seed*/cell.json")):
-        fields = peek(settings)
-        if fields.get("kind") != KIND:
-            continue
-        cell = validated(VisionCell, fields, str(settings))
-        run = CellPaths.of_job(settings.parent).run
-        if (run / RECORD).is_file():
-            records.append(read_vision(run / RECORD))
-            continue
-        status = read_status(run)
-        if status is not None and status.state == "diverged":
-            rate = cell.training_config.optimiser.lr
-            ended = (cell.seed, status.step, origin(status.message))
-            diverged.append(VisionDivergence(cell.score, cell.rate, rate, *ended))
-    return records, diverged
-
-
-def vision_setting(config: VisionTrainingConfig) -> dict[str, str]:
-    """What is trained on what, for a plan or a page."""
-    model, shift = config.model, config.shift
-    moved = f", moved by up to {shift} pixel{'s' * (shift > 1)}" if shift else ""
-    return {
-        "images": f"{config.data.source}, {model.height} × {model.width}{moved}",
-        "model": (
-            f"width {model.dim}, {model.layers} layers, {model.heads} heads, {model.placement}, "
-            f"patches of {model.patch} × {model.patch}, "
-            f"{'a class token' if model.pool == 'class' else 'the mean of the patches'}"
-        ),
-        "training": (
-            f"{config.steps:,} steps of {config.batch_size} images, learning rate "
-            f"{config.optimiser.lr:g}, dropout {model.dropout:g}"
-        ),
-    }

@@ -1,0 +1,249 @@
+"""Do normalised queries and keys translate better and tolerate high learning rates? (QK-Norm)
+
+The source claims 28.5 → 29.2 BLEU for QK-Norm in translation, and stability. Three experiments: a
+translation model with each score (BLEU, chrF, loss), a learning-rate sweep (some scores at ×1 …
+×32 of the learning rate: final loss, largest logit, attention entropy) and, where the preset has
+them, the same scores in a small Vision Transformer (arXiv 2010.04245, 2302.05442).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from normattn.data.pairs import PairData
+from normattn.errors import InputError
+from normattn.measure import Identity, collected, identified, joined, sums
+from normattn.reports.diagnostics_records import read_diagnostics
+from normattn.runs import read_status
+from normattn.score import ScoreSpec
+from normattn.studies.qknorm.images import VisionCell, vision_cells
+from normattn.studies.qknorm.page import PAGE
+from normattn.studies.qknorm.settings import VARIED, QKNormPreset
+from normattn.studies.qknorm.translation import (
+    RateCell,
+    TranslateCell,
+    TranslationSettings,
+    rate_cells,
+)
+from normattn.sweep.cell import read_cell
+from normattn.sweep.collect import history
+from normattn.sweep.layout import CellPaths
+from normattn.sweep.merging import merged
+from normattn.sweep.study import (
+    Cell,
+    Request,
+    Study,
+    Sweep,
+    SweepConfig,
+    opened_as,
+    place_of,
+    refuse_choices,
+    seeds_of,
+)
+from normattn.training.translation import TranslationConfig, epochs
+
+KIND = "qknorm"
+
+
+class QKNormConfig(SweepConfig):
+    """What every cell of the study shares; cells may be added, but this may not change."""
+
+    training: dict[str, Any]
+    evaluation: TranslationSettings
+    rates: dict[str, Any] | None
+    vision: dict[str, Any] | None
+
+
+def resolve(request: Request) -> Sweep:
+    """The study that a request asks for.
+
+    `variants` are the rows; the learning-rate sweep and the Vision Transformers keep those of their
+    own scores that are among them. Raises `InputError` for unknown settings, scores that cannot be
+    trained, and choices that this study does not have.
+    """
+    preset = opened_as(request, KIND, QKNormPreset)
+    refuse_choices(request, KIND)
+    training = _whole(preset.training, f"preset {preset.name}, training")
+    rates = None
+    if preset.rates is not None:
+        over = merged(preset.training, preset.rates.training)
+        rates = _whole(over, f"preset {preset.name}, rates.training")
+    config = QKNormConfig(
+        preset=preset.name,
+        training=training,
+        evaluation=preset.evaluation,
+        rates=rates,
+        vision=preset.vision.training if preset.vision else None,
+    )
+    seeds = seeds_of(request, preset)
+    scores = _canonical(request.variants or preset.scores)
+    images = seeds
+    if preset.vision is not None and preset.vision.seeds and not request.seeds:
+        images = tuple(range(preset.vision.seeds))
+    chosen = request.variants is not None
+    cells = [*_all_cells(preset, config, scores, seeds, images, chosen)]
+    for cell in cells:
+        if cell.seed == seeds[0]:
+            _ = cell.training_config  # What cannot be trained is refused now.
+    return Sweep(
+        study=KIND,
+        config=config,
+        cells=tuple(cells),
+        skipped=(),
+        out=place_of(request, KIND, preset),
+        describe=_describe,
+        facts=_facts(training),
+    )
+
+
+def _all_cells(
+    preset: QKNormPreset,
+    config: QKNormConfig,
+    scores: Sequence[str],
+    seeds: Sequence[int],
+    images: Sequence[int],
+    chosen: bool,
+) -> Iterator[Cell]:
+    """Rows, Vision Transformers, learning-rate sweep; `images` are the Vision Transformers' seeds.
+
+    Where the rows were `chosen`, each experiment keeps those of its own scores among them.
+    """
+
+    def among(own: Sequence[str]) -> list[str]:
+        return [name for name in _canonical(own) if not chosen or name in scores]
+
+    evaluation = preset.evaluation
+    for seed in seeds:
+        for score in scores:
+            yield TranslateCell(
+                variant=score, seed=seed, training=config.training, evaluation=evaluation
+            )
+    if preset.vision is not None:
+        training, rates = preset.vision.training, preset.vision.rates
+        yield from vision_cells(training, among(preset.vision.scores), images)
+        yield from vision_cells(training, among(rates.scores), seeds, rates.multiples)
+    if preset.rates is not None and config.rates is not None:
+        fewer = evaluation.model_copy(update={"max_sentences": preset.rates.max_sentences})
+        own = among(preset.rates.scores)
+        yield from rate_cells(own, preset.rates.multiples, seeds, config.rates, fewer)
+
+
+def _whole(training: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The settings with every default filled in, less what the tables vary."""
+    varied = {"seed": 0, "model.score": "Baseline"}
+    fields = TranslationConfig.parse(merged(training, varied), what).model_dump(mode="json")
+    del fields["seed"]
+    for name in VARIED:
+        del fields["model"][name]
+    return fields
+
+
+def _canonical(scores: Sequence[str]) -> tuple[str, ...]:
+    """The scores by their printed names, each once; one with a method is no trained score."""
+    found = []
+    for name in scores:
+        spec = ScoreSpec.parse(name)
+        if spec.method:
+            raise InputError(f"{name} holds {spec.method}, which is applied after training")
+        found.append(spec.text)
+    if len(set(found)) != len(found):
+        raise InputError(f"a score is named twice: {', '.join(scores)}")
+    return tuple(found)
+
+
+def _facts(training: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What is trained on what, for the plan."""
+    model, data = training["model"], training["data"]
+    vocabulary = f"{data['vocab_size']:,} words"
+    if data["target_vocab_size"]:
+        vocabulary += f" and {data['target_vocab_size']:,} of the target's own"
+    return (
+        ("sentence pairs", f"{Path(data['corpus']).name}, {data['source']} → {data['target']}"),
+        (
+            "model",
+            f"width {model['dim']}, {model['layers']} + {model['decoder_layers']} layers, "
+            f"{model['heads']} heads, {model['placement']}, {vocabulary}",
+        ),
+        (
+            "training",
+            f"{training['steps']:,} steps of {training['batch_tokens']:,} padded tokens, learning "
+            f"rate {training['optimiser']['lr']:g}, dropout {model['dropout']:g}, label smoothing "
+            f"{training['label_smoothing']:g}",
+        ),
+    )
+
+
+def _describe(cell: Cell, data: Any) -> list[str]:
+    config = cell.training_config
+    if not isinstance(data, PairData) or not isinstance(config, TranslationConfig):
+        return []
+    seen = f"{config.steps:,} steps see each training pair {epochs(config, data):.1f} times"
+    if isinstance(cell, RateCell):
+        return [f"learning-rate sweep: {seen}"]
+    return [f"corpus {config.data.corpus}: {data.facts()}", seen]
+
+
+def collect(out: Path) -> pl.DataFrame:
+    """Every measurement below `out`; of each training that ended, its loss, logits and entropy.
+
+    Raises `InputError` where an experiment was tested on several data sets.
+    """
+    measured = collected(out)
+    if measured.height:
+        tested = measured.filter(pl.col("protocol") != "training")
+        for protocol, count in tested.group_by("protocol").agg(pl.col("data").n_unique()).rows():
+            if count > 1:
+                raise InputError(
+                    f"{out}: {protocol} was measured on {count} data sets; report them apart"
+                )
+    parts = [measured]
+    for settings in sorted(out.glob("jobs/*/*/cell.json")):
+        run = CellPaths.of_job(settings.parent).run
+        status = read_status(run)
+        if status is not None and status.state in ("finished", "diverged"):
+            trained = read_cell(settings, lambda name: STUDY).identity("training")
+            metrics = run / "metrics.jsonl"
+            parts.append(history(metrics, trained.row, trained.seed, trained.factors))
+            parts.append(_attention(trained, run))
+    return joined(parts)
+
+
+def _attention(trained: Identity, run: Path) -> pl.DataFrame:
+    """By recorded step: the largest logit of any head, the entropy shares of all heads."""
+    parts = []
+    for line in read_diagnostics(run):
+        largest = line.most("largest")
+        shares = [share for heads in line.values("entropy_share") for share in heads]
+        if largest is not None and shares:
+            at: dict[str, Any] = {"axis": "step", "edges": [float(line.step)]}
+            parts.append(sums("largest_logit", [""], [[largest]], [[1.0]], **at))
+            parts.append(sums("entropy_share", [""], [[sum(shares)]], [[len(shares)]], **at))
+    return identified(replace(trained, split="train"), parts) if parts else pl.DataFrame()
+
+
+STUDY = Study(
+    name=KIND,
+    help="Train translation models with each score, a learning-rate sweep, and small Vision "
+    "Transformers; tabulate and plot.\n\n"
+    "Rows are added by running it again with other --variants or --seeds on the same OUT; any "
+    "other setting that differs is refused. BLEU needs `pip install 'normattn[translation]'`, the "
+    "images `normattn[vision]`.",
+    resolve=resolve,
+    cells=(TranslateCell, RateCell, VisionCell),
+    page=PAGE,
+    variants="Scores of the table, by commas; the learning-rate sweep and the images keep theirs "
+    "among them. [default: the preset's]",
+    examples=(
+        ("--preset smoke", "the whole path in about a minute"),
+        ("", "the study itself on two cores"),
+        ("--seeds 3", "with intervals over three models of each kind"),
+        ("--variants Baseline,KNA --plan", "its cost"),
+        ("--preset multi30k --corpus FOLDER", "one model on multi30k"),
+    ),
+    collect=collect,
+)

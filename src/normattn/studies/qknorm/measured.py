@@ -1,0 +1,125 @@
+"""What was measured, as the tables, claims and figures of the study ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from normattn.evaluation.unigram import learnt_nothing
+from normattn.measure import Estimate, select
+from normattn.measure.gather import Where
+from normattn.measure.statistic import Statistic, accuracy, loss
+from normattn.report.view import View
+from normattn.studies._reading import ranked
+from normattn.studies.qknorm.settings import SCORES
+from normattn.studies.qknorm.translation import RATES
+
+BASE = "Baseline"
+LOSS, ACCURACY = loss(), accuracy()
+IMAGE_ACCURACY = Statistic("accuracy", "accuracy", ACCURACY.value, "%", 2)
+IMAGE_LOSS = loss(digits=4)
+UNIGRAM = loss("unigram baseline", "unigram_loss")
+
+
+def place(experiment: str, score: str, rate: float | None = None) -> dict[str, Any]:
+    """Where the tested models of a score are; `rate` is the multiple of the learning rate."""
+    at = {} if rate is None else {"factor.rate": rate}
+    return {"row": score, "protocol": experiment, "factor.experiment": experiment, **at}
+
+
+def training(where: Where) -> dict[str, Any]:
+    """Where the trainings of these models are."""
+    return {**where, "protocol": "training"}
+
+
+def scores(view: View, experiment: str) -> list[str]:
+    """The scores of an experiment, in the order of the table; diverged ones too."""
+    return ranked(view.values("row", {"factor.experiment": experiment}), SCORES)
+
+
+def multiples(view: View, experiment: str, score: str | None = None) -> list[float]:
+    """The multiples of the learning rate of an experiment, or of one score in it, rising."""
+    row = {} if score is None else {"row": score}
+    return sorted(view.values("factor.rate", {"factor.experiment": experiment, **row}))
+
+
+def as_multiple(rate: float) -> str:
+    """ "×4"."""
+    return f"×{rate:g}"
+
+
+def trained_seeds(view: View, where: Where) -> list[int]:
+    """The seeds whose models were tested."""
+    return sorted(view.values("seed", where))
+
+
+def diverged(view: View, where: Where) -> list[tuple[int, int]]:
+    """(seed, step) of each training of these models that ended in NaN."""
+    rows = select(view.frame, {**training(where), "statistic": "diverged"})
+    return sorted((seed, int(step)) for seed, step in rows.select("seed", "bin").rows())
+
+
+def failures(view: View, where: Where) -> dict[int, bool]:
+    """Of every seed whether its training failed: in NaN, or no better than the unigram baseline."""
+    failed = {seed: True for seed, _ in diverged(view, where)}
+    ours, guess = view.estimate(LOSS, where), view.estimate(UNIGRAM, where)
+    if ours is not None and guess is not None:
+        for seed, value, of in zip(ours.seeds, ours.per_seed, guess.per_seed, strict=True):
+            failed[seed] = learnt_nothing(value, of)
+    return failed
+
+
+def tolerated(view: View, score: str) -> float | None:
+    """The highest multiple up to which no training of a score failed; None where the first did."""
+    reached = None
+    for rate in multiples(view, RATES, score):
+        if any(failures(view, place(RATES, score, rate)).values()):
+            break
+        reached = rate
+    return reached
+
+
+def unigram(view: View) -> float | None:
+    """The loss of guessing each word of the sweep's test set by its frequency."""
+    found = [
+        value.value
+        for score in scores(view, RATES)
+        for rate in multiples(view, RATES, score)
+        if (value := view.estimate(UNIGRAM, place(RATES, score, rate))) is not None
+    ]
+    return min(found, default=None)
+
+
+def largest_logit(view: View, where: Where) -> Estimate | None:
+    """The largest logit of any recorded step and seed."""
+    each = _steps(view, "largest_logit", where)
+    return _of_seeds({seed: float(values.max()) for seed, values in each.items()}, max)
+
+
+def last_entropy(view: View, where: Where) -> Estimate | None:
+    """The entropy share at the last recorded step, the mean over the seeds."""
+    each = _steps(view, "entropy_share", where)
+    last = {seed: float(values[-1]) for seed, values in each.items()}
+    return _of_seeds(last, lambda values: sum(values) / len(values))
+
+
+def _steps(view: View, statistic: str, where: Where) -> dict[int, NDArray[np.float64]]:
+    """A recorded quantity of every seed by step; one that diverged has fewer steps."""
+    found = {}
+    for seed in sorted(view.values("seed", {**training(where), "statistic": statistic})):
+        sums = view.sums(statistic, {**training(where), "seed": seed})
+        assert sums is not None
+        found[seed] = (sums.sum / sums.of)[0, 0]
+    return found
+
+
+def _of_seeds(
+    values: Mapping[int, float], combined: Callable[[Sequence[float]], float]
+) -> Estimate | None:
+    if not values:
+        return None
+    each = tuple(values.values())
+    return Estimate(combined(each), seeds=tuple(values), per_seed=each)

@@ -1,0 +1,261 @@
+"""The page of the QK-Norm study: translation, the learning-rate sweep, the Vision Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from normattn.evaluation.unigram import MARGIN
+from normattn.measure.statistic import BLEU, CHRF
+from normattn.report.page import Page
+from normattn.report.table import NOTHING, Cell, Column, Row, Table
+from normattn.report.view import View
+from normattn.studies._reading import ranked
+from normattn.studies.qknorm.claims import claims
+from normattn.studies.qknorm.figures import figures
+from normattn.studies.qknorm.images import IMAGES
+from normattn.studies.qknorm.measured import (
+    ACCURACY,
+    BASE,
+    IMAGE_ACCURACY,
+    IMAGE_LOSS,
+    LOSS,
+    as_multiple,
+    diverged,
+    failures,
+    largest_logit,
+    last_entropy,
+    multiples,
+    place,
+    scores,
+    tolerated,
+    trained_seeds,
+    unigram,
+)
+from normattn.studies.qknorm.translation import RATES, TRANSLATION
+
+SOURCE_BLEU = (28.5, 29.2)
+"""What the source reports without and with QK-Norm, on a corpus and at a size of its own."""
+COMPARED = ("QKLayerNorm", "QKRMSNorm", "QKNorm2020")
+"""The rows that the source's sentence speaks of; QKNorm2020 is its own form of the norm."""
+TO_BASE = ((1.0, {}), (-1.0, {"row": BASE}))
+
+
+def translation_rows(view: View) -> list[Row]:
+    """A row for every score; a score that diverged with every seed too."""
+    return [Row(score, place(TRANSLATION, score)) for score in scores(view, TRANSLATION)]
+
+
+def rate_rows(view: View) -> list[Row]:
+    """A row for every score and learning rate of the sweep."""
+    return _by_rate(view, RATES)
+
+
+def image_rows(view: View) -> list[Row]:
+    """The same of the Vision Transformers."""
+    return _by_rate(view, IMAGES)
+
+
+def _by_rate(view: View, experiment: str) -> list[Row]:
+    return [
+        Row(f"{score} ×{rate:g}", place(experiment, score, rate))
+        for score in scores(view, experiment)
+        for rate in multiples(view, experiment, score)
+    ]
+
+
+def _rate(view: View, row: Row) -> Cell:
+    rate = view.one("factor.learning_rate", row.where)
+    return NOTHING if rate is None else Cell(f"{rate:.3g}")
+
+
+def _seeds(view: View, row: Row) -> Cell:
+    return Cell(" ".join(map(str, trained_seeds(view, row.where))))
+
+
+def _diverged(view: View, row: Row) -> Cell:
+    ends = diverged(view, row.where)
+    return Cell(", ".join(f"step {step} (seed {seed})" for seed, step in ends)) if ends else NOTHING
+
+
+def _failed(view: View, row: Row) -> Cell:
+    failed = failures(view, row.where)
+    return Cell(f"{sum(failed.values())} of {len(failed)}") if failed else NOTHING
+
+
+def _largest(view: View, row: Row) -> Cell:
+    found = largest_logit(view, row.where)
+    return NOTHING if found is None else Cell(f"{found.value:.3g}", found)
+
+
+def _entropy(view: View, row: Row) -> Cell:
+    found = last_entropy(view, row.where)
+    return NOTHING if found is None else Cell(f"{found.value:.2f}", found)
+
+
+SEEDS = Column("seeds", "seeds", plain=_seeds)
+DIVERGED = Column("diverged", "diverged at", plain=_diverged)
+INNER = (
+    Column("largest_logit", "largest logit", plain=_largest),
+    Column("last_entropy_share", "last entropy / ln n", plain=_entropy),
+)
+
+TRANSLATION_COLUMNS = (
+    *(Column(s.name, s.title, s) for s in (BLEU, CHRF, LOSS, ACCURACY)),
+    *(
+        Column(f"change_{s.name}", f"Δ {s.title}", s, TO_BASE, signed=True)
+        for s in (BLEU, CHRF, LOSS, ACCURACY)
+    ),
+    SEEDS,
+    DIVERGED,
+)
+RATE_COLUMNS = (
+    Column("learning_rate", "learning rate", plain=_rate),
+    Column("loss", "loss", LOSS),
+    Column("change_loss", "Δ loss", LOSS, TO_BASE, signed=True),
+    Column("failed", "failed", plain=_failed),
+    *INNER,
+    SEEDS,
+    DIVERGED,
+)
+IMAGE_COLUMNS = (
+    Column("learning_rate", "learning rate", plain=_rate),
+    *(Column(s.name, s.title, s) for s in (IMAGE_ACCURACY, IMAGE_LOSS)),
+    *(
+        Column(f"change_{s.name}", f"Δ {s.title}", s, TO_BASE, signed=True)
+        for s in (IMAGE_ACCURACY, IMAGE_LOSS)
+    ),
+    *INNER,
+    SEEDS,
+    DIVERGED,
+)
+
+
+def _tolerated(view: View, row: Row) -> Cell:
+    reached = tolerated(view, row.where["row"])
+    return Cell("none" if reached is None else as_multiple(reached))
+
+
+def _best(view: View, row: Row) -> Cell:
+    losses = {
+        rate: found.value
+        for rate in multiples(view, RATES, row.where["row"])
+        if (found := view.estimate(LOSS, place(RATES, row.where["row"], rate))) is not None
+    }
+    return Cell(as_multiple(min(losses, key=lambda rate: losses[rate]))) if losses else NOTHING
+
+
+def _tolerance_rows(view: View) -> list[Row]:
+    return [Row(score, {"row": score}) for score in scores(view, RATES)]
+
+
+def _source_rows(view: View) -> list[Row]:
+    measured = view.values("row", {"protocol": TRANSLATION})
+    return [
+        Row(score, place(TRANSLATION, score))
+        for score in COMPARED
+        if score in measured and BASE in measured
+    ]
+
+
+def _source(view: View, row: Row) -> Cell:
+    before, after = SOURCE_BLEU
+    return Cell(f"{before:g} → {after:g} ({after - before:+.1f})")
+
+
+def _translation_notes(view: View) -> Sequence[str]:
+    return (
+        "BLEU, chrF: of the translations by beam search, as sacrebleu computes them; with several "
+        "seeds, of all their translations together.",
+        "loss (nats), accuracy (%): per target token of the references, each predicted from those "
+        "before it.",
+        "Δ: difference to Baseline, paired over sentences and seeds.",
+        "BatchNorm and InstanceNorm rows: in the encoder, and on the keys of the cross attention; "
+        "elsewhere they would read the future, and those layers are Baseline's.",
+        *(f"translated with {said}" for said in ranked(_settings(view), ())),
+    )
+
+
+def _settings(view: View) -> list[str]:
+    return [said for said in view.values("settings", {"protocol": TRANSLATION}) if said]
+
+
+def _rate_notes(view: View) -> Sequence[str]:
+    guess = unigram(view)
+    said = "" if guess is None else f", {guess:.2f} nats"
+    return (
+        "loss: nats per target token of the references, after training at so many times the "
+        "learning rate; Δ: difference to Baseline at the same rate.",
+        f"failed: seeds that ended in NaN, or less than {MARGIN:g} nats better than the unigram "
+        f"baseline, which guesses each word by its frequency in the training pairs{said}.",
+        *INNER_NOTES,
+    )
+
+
+INNER_NOTES = (
+    "largest logit: of any recorded step, layer, head and seed; last entropy: of attention at the "
+    "last recorded step as a share of ln n, mean over layers, heads and seeds (1: spread evenly, "
+    "0: one key takes all).",
+)
+
+
+def _image_notes(view: View) -> Sequence[str]:
+    classes = view.values("sum", {"statistic": "classes"})
+    tokens = view.values("length", {"protocol": IMAGES})
+    sizes = sorted(view.values("sum", {"statistic": "parameters"}))
+    if not sizes:
+        return INNER_NOTES
+    size = " to ".join(f"{value:,.0f}" for value in dict.fromkeys((sizes[0], sizes[-1])))
+    return (
+        f"{classes[0]:.0f} classes, {tokens[0]} tokens an image, {size} parameters.",
+        "accuracy (%), loss (nats): per image; Δ: difference to Baseline at the same learning "
+        "rate, paired over images and seeds.",
+        *INNER_NOTES,
+    )
+
+
+PAGE = Page(
+    title="QK-Norm: translation and stability",
+    question="Do normalised queries and keys translate better, and do they tolerate high learning "
+    "rates?",
+    sources=("arxiv.org/abs/2010.04245", "arxiv.org/abs/2302.05442"),
+    tables=(
+        Table(
+            "table",
+            "Translation by score",
+            translation_rows,
+            TRANSLATION_COLUMNS,
+            notes=_translation_notes,
+        ),
+        Table(
+            "source",
+            "Beside the source's sentence: another corpus and size, not a target",
+            _source_rows,
+            (
+                Column("without", "without: BLEU", BLEU, ((1.0, {"row": BASE}),)),
+                Column("with", "with: BLEU", BLEU),
+                Column("change", "Δ BLEU", BLEU, TO_BASE, signed=True),
+                Column("source", "the source", plain=_source),
+            ),
+        ),
+        Table(
+            "tolerance",
+            "Tolerance to high learning rates",
+            _tolerance_rows,
+            (
+                Column("tolerated", "tolerates up to", plain=_tolerated),
+                Column("best", "lowest loss at", plain=_best),
+            ),
+            intro="The highest multiple of the learning rate up to which no seed failed.",
+        ),
+        Table("rates", "The learning-rate sweep", rate_rows, RATE_COLUMNS, notes=_rate_notes),
+        Table(
+            "vision",
+            "The same scores in a small Vision Transformer",
+            image_rows,
+            IMAGE_COLUMNS,
+            notes=_image_notes,
+        ),
+    ),
+    claims=claims,
+    figures=figures,
+)

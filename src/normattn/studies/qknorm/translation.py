@@ -1,0 +1,281 @@
+"""Cells of translation models: one that translates a test set, one at another learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import polars as pl
+from pydantic import Field
+
+from normattn.atomic import write_json
+from normattn.data.pairs import PairData, PairSplit
+from normattn.evaluation.fingerprints import weights_digest
+from normattn.evaluation.translation import (
+    Search,
+    corpus_counts,
+    score_references,
+    translate,
+    unigram_loss,
+)
+from normattn.measure import Identity, MeasurementStore, identified, sums
+from normattn.measure.frame import Factor
+from normattn.models.pretrained import load_as
+from normattn.models.translator import Translator
+from normattn.models.translator_config import placeless
+from normattn.score import ScoreSpec
+from normattn.score.part import Part
+from normattn.score.registry import find
+from normattn.score.sided import SidedNorm
+from normattn.sweep.layout import CellPaths
+from normattn.sweep.measuring import EVALUATIONS, MODEL
+from normattn.sweep.merging import merged
+from normattn.sweep.settings import Settings
+from normattn.sweep.stages import Note, Stage, TrainStage
+from normattn.sweep.study import Cell
+from normattn.training.distribution import choose_device
+from normattn.training.translation import TranslationConfig, TranslationWorkload
+from normattn.training.workload import Cost
+
+TRANSLATION, RATES = "translation", "rates"
+"""The experiments with translation models: the table of scores, the learning-rate sweep."""
+MEASURED = "translation"
+TEXTS = "translations.json"
+
+
+class TranslationSettings(Settings):
+    """How a trained model is tested: on which pairs, how many of them, and by which beam search.
+
+    `max_sentences` takes the first so many of the split (default: all). Settings are chosen on
+    "validation", tables made on "test".
+    """
+
+    split: Literal["test", "validation"] = "test"
+    max_sentences: int | None = Field(default=None, ge=2)
+    beam: int = Field(default=4, ge=1)
+    length_penalty: float = Field(default=0.6, ge=0)
+    batch: int = Field(default=64, ge=1)
+
+    def sentences(self, data: PairData) -> PairSplit:
+        """The pairs that are read."""
+        return data.split(self.split).first(self.max_sentences)
+
+    @property
+    def search(self) -> Search:
+        """The beam search."""
+        return Search(self.beam, self.length_penalty, self.batch)
+
+
+def scores_of(variant: str) -> dict[str, str]:
+    """The scores of encoder, decoder and cross attention in the row `variant`, as settings.
+
+    One score everywhere, where that can be. BatchNorm and InstanceNorm read across the sequence:
+    the decoder, which they would show the future, keeps Baseline, and so do the queries of the
+    cross attention, which are the decoder's; its keys are the source's and keep their norm.
+    """
+    spec = ScoreSpec.parse(variant)
+    if not spec.leaks_future:
+        return {"model.score": variant}
+    own = spec.variant
+    assert isinstance(own, SidedNorm)
+    plain: Any = find("Baseline")()
+    keys = plain
+    if "K" in own.sides:
+        parameters = {each.name: getattr(own, each.name) for each in fields(own)}
+        keys = find(own.name if own.sides == "K" else own.name.removeprefix("Q"))(**parameters)
+    return {
+        "model.score": variant,
+        "model.decoder_score": _with_variant(spec, plain).text,
+        "model.cross_score": placeless(_with_variant(spec, keys)).text,
+    }
+
+
+def _with_variant(spec: ScoreSpec, variant: Part) -> ScoreSpec:
+    """The score with another normalisation."""
+    return ScoreSpec(tuple(variant if part is spec.variant else part for part in spec.parts))
+
+
+class TranslationCell(Cell):
+    """A translation model at `rate` times the learning rate of `training`.
+
+    `training` is a `TranslationConfig` less scores and seed.
+    """
+
+    experiment: ClassVar[str]
+    translated: ClassVar[bool]
+    rate: float = Field(default=1.0, gt=0)
+    training: dict[str, Any]
+    evaluation: TranslationSettings
+
+    @property
+    def workload(self) -> TranslationWorkload:
+        """Translation."""
+        return TranslationWorkload()
+
+    @property
+    def training_config(self) -> TranslationConfig:
+        """The settings of this cell's training run."""
+        what = f"the settings of {self.name}"
+        varied = merged(self.training, {"seed": self.seed, **scores_of(self.row)})
+        config = TranslationConfig.parse(varied, what)
+        rate = {"optimiser.lr": config.optimiser.lr * self.rate}
+        return TranslationConfig.parse(merged(varied, rate), what)
+
+    def identity(self, protocol: str, **factors: Factor) -> Identity:
+        """Whose measurement it is: the experiment and the learning rate beside row and seed."""
+        own = {
+            "experiment": self.experiment,
+            "rate": self.rate,
+            "learning_rate": self.training_config.optimiser.lr,
+        }
+        return replace(super().identity(protocol, **own, **factors), row=self.row, score=self.row)
+
+    @property
+    def row(self) -> str:
+        """The score, as the tables call it."""
+        return self.variant
+
+    def stages(self, paths: CellPaths) -> list[Stage]:
+        """Train, then score the references, and translate where the table shows translations."""
+        config = self.training_config
+        identity = replace(self.identity(self.experiment), score=str(config.model.score))
+        trained = TrainStage(self.workload, config, paths.run)
+        tested = TranslateStage(config, paths.run, identity, self.evaluation, self.translated)
+        return [trained, tested]
+
+
+class TranslateCell(TranslationCell):
+    """A score of the table: trained, and its test set translated."""
+
+    kind: Literal["translate"] = "translate"
+    experiment = TRANSLATION
+    translated = True
+
+
+class RateCell(TranslationCell):
+    """A score in the learning-rate sweep: its references are scored, nothing is translated."""
+
+    kind: Literal["rate"] = "rate"
+    experiment = RATES
+    translated = False
+    score: str
+
+    @property
+    def row(self) -> str:
+        """The score."""
+        return self.score
+
+
+def rate_cells(
+    scores: Sequence[str],
+    multiples: Sequence[float],
+    seeds: Sequence[int],
+    training: Mapping[str, Any],
+    evaluation: TranslationSettings,
+) -> tuple[RateCell, ...]:
+    """Every score at every multiple; a cell's directory is called `SCORE@xMULTIPLE`."""
+    return tuple(
+        RateCell(
+            variant=f"{score}@x{multiple:g}",
+            score=score,
+            rate=multiple,
+            seed=seed,
+            training=dict(training),
+            evaluation=evaluation,
+        )
+        for seed in seeds
+        for score in scores
+        for multiple in multiples
+    )
+
+
+@dataclass(frozen=True)
+class TranslateStage(Stage):
+    """Read the test set with the model in `place`: score its references, and translate it.
+
+    The translations themselves are kept beside what was measured.
+    """
+
+    phase = "evaluation"
+    config: TranslationConfig
+    place: Path
+    identity: Identity
+    settings: TranslationSettings
+    translated: bool
+
+    @property
+    def cost(self) -> Cost:
+        """Unknown before the data is read: as of a thousand sentences of 16 tokens."""
+        sentences = self.settings.max_sentences or 1000
+        return Cost(scored=16 * sentences * (1 + self.settings.beam * self.translated))
+
+    @property
+    def store(self) -> MeasurementStore:
+        """Where the measurements are."""
+        return MeasurementStore(self.place / EVALUATIONS)
+
+    def is_done(self) -> bool:
+        """Whether the measurements are there."""
+        return self.store.path(MEASURED).is_file()
+
+    def run(self, data: PairData, note: Note) -> None:
+        """Translate and score, unless it is measured."""
+        if self.store.get(MEASURED) is not None:
+            return
+        model = load_as(Translator, self.place / MODEL).to(choose_device(self.config.device))
+        split = self.settings.sentences(data)
+        parts = list(self._references(model, data, split, note))
+        settings = ""
+        if self.translated:
+            settings, counts = self._translations(model, data, split, note)
+            parts += counts
+        tested = replace(
+            self.identity,
+            split=self.settings.split,
+            data=split.fingerprint(data.fingerprint),
+            weights=weights_digest(model),
+            settings=settings,
+        )
+        self.store.put(MEASURED, identified(tested, parts))
+
+    def _references(
+        self, model: Translator, data: PairData, split: PairSplit, note: Note
+    ) -> Iterator[pl.DataFrame]:
+        """Of every sentence: nats and hits of the model, nats of the unigram model."""
+        scored = score_references(model, split, progress=lambda n, of: note(n, of, "references"))
+        unigram = unigram_loss(data.train, split, data.target_tokeniser.vocab_size)
+        yield sums("loss", units(split), scored.loss, scored.tokens)
+        yield sums("accuracy", units(split), scored.correct, scored.tokens)
+        yield sums("unigram_loss", units(split), unigram, scored.tokens)
+
+    def _translations(
+        self, model: Translator, data: PairData, split: PairSplit, note: Note
+    ) -> tuple[str, list[pl.DataFrame]]:
+        """How it was translated and counted, and the counts behind BLEU and chrF."""
+        texts = translate(
+            model,
+            split,
+            data.target_tokeniser,
+            self.settings.search,
+            lambda done, total: note(done, total, "translated"),
+        )
+        counts = corpus_counts(texts, [target for _, target in split.texts])
+        write_json(self.place / EVALUATIONS / TEXTS, {"translations": texts})
+        said = (
+            f"beam {self.settings.beam}, length penalty {self.settings.length_penalty:g}",
+            *counts.signatures,
+        )
+        return "; ".join(said), [
+            sums(name, units(split), rows, [1.0] * len(rows), axis="count", edges=range(width))
+            for name, rows, width in (
+                ("bleu", counts.bleu, len(counts.bleu[0])),
+                ("chrf", counts.chrf, len(counts.chrf[0])),
+            )
+        ]
+
+
+def units(split: PairSplit) -> list[str]:
+    """The names of a split's sentences: their numbers."""
+    return [f"{number:06}" for number in range(len(split))]
