@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -131,12 +132,20 @@ def _diverged(view: View) -> list[str]:
     """A sentence for every training that ended in NaN."""
     rows = view.frame.filter(pl.col("statistic") == "diverged").sort("row", "seed", "bin")
     return [
-        f"{row}, seed {seed}: diverged at step {step:.0f}; the first value that is not finite came "
-        f"from {where}."
-        for row, seed, step, where in rows.select("row", "seed", "bin", "unit")
-        .unique(maintain_order=True)
-        .rows()
+        f"{_training(row)}: diverged at step {row['bin']:.0f}; the first value that is not finite "
+        f"came from {row['unit']}."
+        for row in rows.unique(maintain_order=True).iter_rows(named=True)
     ]
+
+
+def _training(row: Mapping[str, Any]) -> str:
+    """Which training a row of the frame is about: its row, what else was varied, its seed."""
+    varied = (
+        f"{name.removeprefix(frame.FACTOR).replace('_', ' ')} {value}"
+        for name, value in row.items()
+        if name.startswith(frame.FACTOR) and value is not None
+    )
+    return ", ".join((row["row"], *varied, f"seed {row['seed']}"))
 
 
 def _span(values: Sequence[int]) -> str:

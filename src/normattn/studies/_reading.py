@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from normattn.measure import by_bin
+from normattn.measure import by_bin, select
+from normattn.measure.gather import Where
 from normattn.measure.statistic import Statistic, accuracy, loss
 from normattn.report.figure import Curves, Figure, Grid, Line, Mark, Panel, Point
 from normattn.report.table import Cell, Column, Row
@@ -210,17 +211,23 @@ def table_figure(view: View) -> Figure:
 
 def history_figure(view: View) -> Figure:
     """Training loss by step: the mean over the seeds of each row."""
-    where = {"protocol": "training", "axis": "step"}
-    lines = []
-    for row in ranked(view.values("row", {**where, "statistic": "loss"}), VARIANT_ORDER):
-        per_step: dict[float, list[float]] = {}
-        chosen = view.frame.filter(row=row, protocol="training", statistic="loss")
-        for start, above, below in chosen.select("bin", "sum", "of").sort("bin").rows():
-            if below:
-                per_step.setdefault(start, []).append(above / below)
-        points = tuple(
-            Point(step, sum(v) / len(v), min(v), max(v)) for step, v in sorted(per_step.items())
-        )
-        lines.append(Line(row, points, family(row), row.endswith("-logn")))
+    rows = view.values("row", {"protocol": "training", "axis": "step", "statistic": "loss"})
+    lines = [
+        Line(row, loss_points(view, {"row": row}), family(row), row.endswith("-logn"))
+        for row in ranked(rows, VARIANT_ORDER)
+    ]
     panel = Panel("", tuple(lines), "training step", "training loss (nats per token)")
     return Curves("training_loss", "Training loss; bands: all seeds", (panel,))
+
+
+def loss_points(view: View, where: Where) -> tuple[Point, ...]:
+    """The training loss of some row by step: the mean over its seeds, the lowest, the highest."""
+    per_step: dict[float, list[float]] = {}
+    training = {"protocol": "training", "axis": "step", "statistic": "loss"}
+    chosen = select(view.frame, {**where, **training})
+    for start, above, below in chosen.sort("bin", "seed").select("bin", "sum", "of").rows():
+        if below:
+            per_step.setdefault(start, []).append(above / below)
+    return tuple(
+        Point(step, sum(v) / len(v), min(v), max(v)) for step, v in sorted(per_step.items())
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.measure import Identity, collected, fact, identified, joined, sums
+from normattn.measure.frame import Factor
 from normattn.measure.gather import on_common_sets
 from normattn.runs.reading import read_object
 from normattn.sweep.layout import CellPaths
@@ -18,11 +20,12 @@ BINS = 100
 """Points of a training's loss curve, at most."""
 
 
-def measured_below(out: Path) -> pl.DataFrame:
+def measured_below(out: Path, factors: Sequence[str] = ()) -> pl.DataFrame:
     """The stored measurements of a sweep, and the loss curve of each of its trainings.
 
-    Rows can be compared only on one set of documents: where a protocol was measured on several of
-    one length, the one with the most rows counts.
+    `factors` are the cells' own fields that tell trainings of one row apart. Rows can be compared
+    only on one set of documents: where a protocol was measured on several of one length, the one
+    with the most rows counts.
     """
     parts = [on_common_sets(collected(out))]
     for settings in sorted(out.glob("jobs/*/*/cell.json")):
@@ -30,11 +33,15 @@ def measured_below(out: Path) -> pl.DataFrame:
         cell = read_object(settings)
         metrics = paths.run / "metrics.jsonl"
         if metrics.is_file():
-            parts.append(history(metrics, str(cell["variant"]), int(cell["seed"])))
+            row = str(cell.get("row", cell["variant"]))
+            varied = {name: cell[name] for name in factors}
+            parts.append(history(metrics, row, int(cell["seed"]), varied))
     return joined(parts)
 
 
-def history(metrics: Path, row: str, seed: int) -> pl.DataFrame:
+def history(
+    metrics: Path, row: str, seed: int, factors: Mapping[str, Factor] | None = None
+) -> pl.DataFrame:
     """The loss by step of a training, in at most `BINS` bins, from its metrics file."""
     steps, losses = read_losses(metrics)
     if not len(steps):
@@ -54,6 +61,7 @@ def history(metrics: Path, row: str, seed: int) -> pl.DataFrame:
         length=0,
         train_length=0,
         split="train",
+        factors=factors or {},
     )
     starts = used * width + 1
     rows = pl.concat(

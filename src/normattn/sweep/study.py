@@ -12,6 +12,7 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.measure import Identity, collected, identified, sums
+from normattn.measure.frame import Factor
 from normattn.report.page import Page, context, write_page
 from normattn.sweep import presets
 from normattn.sweep.layout import CellPaths
@@ -71,6 +72,19 @@ class Cell(Settings, ABC):
     def readings(self) -> int:
         """How many rows of the table the cell gives."""
         return 1
+
+    def identity(self, protocol: str, **factors: Factor) -> Identity:
+        """Whose measurement it is: the row and the seed, and what else the study varies."""
+        return Identity(
+            study="",
+            row=self.variant,
+            score=self.variant,
+            seed=self.seed,
+            protocol=protocol,
+            length=0,
+            train_length=0,
+            factors=factors,
+        )
 
     def rates(self) -> dict[str, float] | None:
         """Seconds per trained and per scored token (`train`, `score`), where a cell measures them
@@ -184,19 +198,10 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def diverged(cell: Cell, step: int, where: str, **factors: Any) -> pl.DataFrame:
+def diverged(cell: Cell, step: int, where: str, **factors: Factor) -> pl.DataFrame:
     """The measurement that says: this training ended in NaN, first seen in the module `where`."""
     return identified(
-        Identity(
-            study="",
-            row=cell.variant,
-            score=cell.variant,
-            seed=cell.seed,
-            protocol="training",
-            length=0,
-            train_length=0,
-            factors=factors,
-        ),
+        cell.identity("training", **factors),
         [sums("diverged", [where], [[1.0]], [[1.0]], axis="step", edges=[float(step)])],
     )
 
