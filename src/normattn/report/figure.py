@@ -142,7 +142,9 @@ def is_empty(figure: Figure) -> bool:
             return not any(line.points for panel in panels for line in panel.lines)
         case Intervals(columns=columns):
             return not any(value for column in columns for value in column.values)
-        case Grid(values=values):
-            return not any(value is not None for row in values for value in row)
+        case Grid(values=values, texts=texts):
+            # A cell without a value may still say why it has none.
+            shown = [*(value is not None for row in values for value in row)]
+            return not any(shown) and not any(text for row in texts for text in row)
         case Density(rows=rows):
             return not rows

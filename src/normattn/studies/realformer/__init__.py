@@ -1,21 +1,24 @@
-"""RealFormer's claims, tested on a masked language model (arXiv 2012.11747, kexue 8027).
+"""Do residual attention scores make a better encoder? (RealFormer, arXiv 2012.11747, kexue 8027)
 
-Encoders that differ in where norms stand and in whether scores are carried from layer to layer are
-trained alike; they are compared in what they predict, in what happens layer by layer, and in which
-learning rates and dropouts they survive.
+Masked language models that differ in where norms stand and in whether scores are carried from layer
+to layer are trained alike. They are compared in what they predict, in what happens layer by layer,
+and in the learning rates and dropouts that they tolerate, with and without warm-up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from normattn.data import TokenData
 from normattn.errors import InputError
-from normattn.reports.realformer import realformer_report
-from normattn.reports.realformer_records import Setting, read_encoder, read_failure
-from normattn.studies._realformer_settings import (
+from normattn.measure import Identity
+from normattn.measure.frame import Factor
+from normattn.studies.realformer.page import PAGE
+from normattn.studies.realformer.scoring import ScoreStage, held_out
+from normattn.studies.realformer.settings import (
     ROWS,
     GridSettings,
     LookSettings,
@@ -25,14 +28,14 @@ from normattn.studies._realformer_settings import (
     row_training,
     whole_training,
 )
-from normattn.studies._realformer_stages import FAILURE, RECORD, LookStage, held_out
-from normattn.studies._tabulate import say_where
+from normattn.sweep.collect import measured_below
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.merging import merged
 from normattn.sweep.stages import Stage, TrainStage
 from normattn.sweep.study import (
     Cell,
     Request,
+    Study,
     Sweep,
     SweepConfig,
     opened_as,
@@ -74,13 +77,25 @@ class EncoderCell(Cell):
         what = f"the settings of {self.name}"
         return MaskedConfig.parse({**self.training, "seed": self.seed}, what)
 
+    def identity(self, protocol: str, **factors: Factor) -> Identity:
+        """The row of the table, at this size."""
+        return Identity(
+            study="",
+            row=self.row,
+            score=str(self.training_config.model.score),
+            seed=self.seed,
+            protocol=protocol,
+            length=0,
+            train_length=0,
+            factors={"size": self.size, **factors},
+        )
+
     def stages(self, paths: CellPaths) -> list[Stage]:
-        """Train, then look."""
+        """Train, then score."""
         config = self.training_config
         return [
-            # A divergence is put on record by what looks, which then ends the cell.
-            TrainStage(self.workload, config, paths.run, essential=False),
-            LookStage(config, paths.run, self.evaluation, "table", self.row, self.size),
+            TrainStage(self.workload, config, paths.run),
+            ScoreStage(self, config, paths.run, self.evaluation),
         ]
 
 
@@ -103,14 +118,15 @@ class GridCell(EncoderCell):
     def stages(self, paths: CellPaths) -> list[Stage]:
         """Train and score each setting; one that diverges is a result as the others are."""
         found: list[Stage] = []
-        for name, config in self._configs():
+        for factors, config in self._configs():
+            name = "rate{learning_rate:g}-dropout{dropout:g}-warmup{warmup}".format(**factors)
             place = paths.continued / name
             found.append(TrainStage(self.workload, config, place, essential=False))
-            found.append(LookStage(config, place, self.evaluation, "grid", self.row, self.size))
+            found.append(ScoreStage(self, config, place, self.evaluation, factors))
         return found
 
-    def _configs(self) -> Iterator[tuple[str, MaskedConfig]]:
-        """A name and the settings of each run."""
+    def _configs(self) -> Iterator[tuple[Mapping[str, Factor], MaskedConfig]]:
+        """What each run is trained with."""
         grid = self.grid
         for warmup in (grid.warmup_steps, 0):
             for dropout in grid.dropouts:
@@ -123,9 +139,10 @@ class GridCell(EncoderCell):
                         "optimiser.lr": rate,
                         "seed": self.seed,
                     }
-                    name = f"rate{rate:g}-dropout{dropout:g}-warmup{warmup}"
                     fields = merged(self.training, changes)
-                    yield name, MaskedConfig.parse(fields, f"the settings of {self.name}, {name}")
+                    what = f"the settings of {self.name} at {rate:g}, {dropout:g}, {warmup}"
+                    varied = {"learning_rate": rate, "dropout": dropout, "warmup": warmup}
+                    yield varied, MaskedConfig.parse(fields, what)
 
 
 def resolve(request: Request) -> Sweep:
@@ -158,7 +175,6 @@ def resolve(request: Request) -> Sweep:
         cells=tuple(cells),
         skipped=(),
         out=place_of(request, KIND, preset),
-        report=report,
         describe=_describe,
         facts=_facts(config, cells),
     )
@@ -234,27 +250,21 @@ def _describe(cell: Cell, data: TokenData) -> list[str]:
     ]
 
 
-def report(out: Path) -> None:
-    """Write the tables and the figures of what was measured in `out`."""
-    places = [*out.glob("cells/*/seed*"), *out.glob("continued/*/seed*/*")]
-    records = [read_encoder(path / RECORD) for path in places if (path / RECORD).is_file()]
-    failures = [read_failure(path / FAILURE) for path in places if (path / FAILURE).is_file()]
-    losses = {
-        each.setting: path / "metrics.jsonl"
-        for path in places
-        if (path / RECORD).is_file()
-        for each in [read_encoder(path / RECORD)]
-        if each.setting.part == "table"
-    }
-    records.sort(key=lambda record: _order(record.setting))
-    failures.sort(key=lambda failure: _order(failure.setting))
-    ordered = dict(sorted(losses.items(), key=lambda item: _order(item[0])))
-    say_where(out, len(realformer_report(records, failures, ordered, out)))
-
-
-def _order(setting: Setting) -> tuple[Any, ...]:
-    """Sizes from the smallest, rows as in `ROWS`, then settings and seeds."""
-    place = list(ROWS).index(setting.row) if setting.row in ROWS else len(ROWS)
-    size = (setting.layers * setting.dim**2, setting.size)
-    varied = (-setting.warmup, setting.dropout, setting.learning_rate, setting.seed)
-    return (setting.part != "table", *size, place, setting.row, *varied)
+STUDY = Study(
+    name=KIND,
+    help="Residual scores beside the placements of the norm, in masked language models.\n\n"
+    "Trains an encoder in each placement, at equal and at half the steps, over learning rates and "
+    "dropouts, with and without warm-up; scores each on hidden tokens of held-out text and "
+    "measures it layer by layer.",
+    resolve=resolve,
+    cells=(EncoderCell, GridCell),
+    page=PAGE,
+    variants="Rows, by commas; then there is no robustness grid. [default: all of the study's]",
+    examples=(
+        ("--preset smoke", "the whole path, small"),
+        ("", "the study itself; --plan says how long it takes here"),
+        ("--variants PostLN,RealFormer --seeds 5", "two rows, five models each"),
+        ("--preset gpu-base --corpus my-text/ --plan", "BERT-Base: its cost"),
+    ),
+    collect=partial(measured_below, factors=("size",)),
+)

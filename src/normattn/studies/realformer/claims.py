@@ -1,0 +1,309 @@
+"""What the sources say of RealFormer, or what follows if they are right, and what tests it.
+
+Sources: the paper (arXiv 2012.11747), the post (kexue.fm/archives/8027), and for PreLN and PostLN
+arXiv 2002.04745. "Asked here": no sentence of theirs, but a test of one (if attention converges
+with depth, sharing layers should cost less). Training's stability is about settings, which are
+chosen and not drawn: there an exact sign test over the settings decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from normattn.measure import Estimate, Statistic, sign_test
+from normattn.measure.statistic import mean_of_bins
+from normattn.report.claim import Claim
+from normattn.report.view import Term, View
+from normattn.studies.realformer.reading import (
+    BY_LAYER,
+    LOSS,
+    POINTS,
+    POSTLN,
+    PRELN,
+    REALFORMER,
+    Outcome,
+    Setting,
+    by_setting,
+    depth,
+    grid,
+    layers,
+    masked,
+    sizes,
+)
+
+PAPER, POST, XIONG = "arXiv 2012.11747", "kexue 8027", "arXiv 2002.04745"
+OPEN, HERE = "left open in kexue 8027", "asked here"
+SHARED = "-shared"
+
+_BETTER = "RealFormer is better than PostLN and PreLN at equal steps"
+_REZERO = "RealFormer is better than ReZero"
+COMPARED = (
+    (_BETTER, PAPER, REALFORMER, POSTLN),
+    (_BETTER, PAPER, REALFORMER, PRELN),
+    (
+        "PostLN is at least as good as PreLN (the difference is not below 0)",
+        *(POST, POSTLN, PRELN),
+    ),
+    (
+        "with half the steps RealFormer is better than PostLN with all of them "
+        "(said of downstream scores; tested here on hidden tokens)",
+        *(PAPER, "RealFormer-half", POSTLN),
+    ),
+    (_REZERO, OPEN, REALFORMER, "ReZero"),
+    (f"{_REZERO} without norms", OPEN, REALFORMER, "ReZeroNoNorm"),
+    ("residual scores help under PreLN too", HERE, "RealFormer-PreLN", PRELN),
+    ("residual scores are better than residual q and k", HERE, REALFORMER, "ResidualQK"),
+)
+"""Sentences about the accuracy of two rows of one size: the first is said to be better."""
+
+
+def claims(view: View) -> list[Claim]:
+    """Every claim that the table, the layers and the grid can test, in the order of the page."""
+    every = sizes(view)
+    found = [
+        Claim(
+            sentence,
+            source,
+            f"{size}: {a} − {b}, accuracy in points",
+            POINTS,
+            (Term(1.0, masked(a, size)), Term(-1.0, masked(b, size))),
+        )
+        for sentence, source, a, b in COMPARED
+        for size in every
+    ]
+    found += _by_size(every)
+    found += [_shared(size) for size in every]
+    found += _stability(grid(view))
+    deep = {size: count for size in every if (count := layers(view, size)) > 1}
+    for of_layers in (_sharper, _agreeing, _leaving, _growing, _gradients):
+        for size, count in deep.items():
+            found += of_layers(size, count)
+    order = list(dict.fromkeys(claim.sentence for claim in found))
+    return sorted(found, key=lambda claim: order.index(claim.sentence))
+
+
+def _by_size(every: list[str]) -> Iterator[Claim]:
+    """What the largest size adds to the smallest, with RealFormer and without."""
+    if len(every) < 2:
+        return
+    small, large = every[0], every[-1]
+    for other in (POSTLN, PRELN):
+        yield Claim(
+            "a larger model pays off with RealFormer more than without",
+            POST,
+            f"{small} → {large}: RealFormer's gain − {other}'s, accuracy in points",
+            POINTS,
+            tuple(
+                Term(factor, masked(row, size))
+                for row, sign in ((REALFORMER, 1.0), (other, -1.0))
+                for size, factor in ((large, sign), (small, -sign))
+            ),
+        )
+
+
+def _shared(size: str) -> Claim:
+    return Claim(
+        "sharing one block among all layers costs RealFormer less",
+        HERE,
+        f"{size}: RealFormer − PostLN, points gained by sharing (negative: lost)",
+        POINTS,
+        tuple(
+            Term(factor, masked(row + suffix, size))
+            for row, sign in ((REALFORMER, 1.0), (POSTLN, -1.0))
+            for suffix, factor in ((SHARED, sign), ("", -sign))
+        ),
+    )
+
+
+_STATISTICS = {each.name: replace(each, digits=2) for each in BY_LAYER}
+
+
+def _mean_of_layers(name: str) -> Statistic:
+    return replace(_STATISTICS[name], value=mean_of_bins())
+
+
+def _sharper(size: str, count: int) -> Iterator[Claim]:
+    yield Claim(
+        "RealFormer's attention is sparser: its entropy is lower",
+        PAPER,
+        f"{size}: RealFormer − PostLN, entropy in nats, mean over layers",
+        _mean_of_layers("entropy"),
+        tuple(Term(sign, depth(row, size)) for row, sign in ((REALFORMER, 1.0), (POSTLN, -1.0))),
+        sign=-1,
+    )
+    yield _between_layers(
+        "RealFormer's attention tends to one-hot with depth",
+        POST,
+        f"{size}: RealFormer, entropy in nats, last − first layer",
+        "entropy",
+        [(REALFORMER, size, 1.0)],
+        (0, -1),
+        sign=-1,
+    )
+
+
+def _agreeing(size: str, count: int) -> Iterator[Claim]:
+    # Layer 1 has none below it: `count` − 1 agreements, of which the upper half counts.
+    upper = slice((count - 1) // 2, None)
+    for name, what in (("agreement", "head by head"), ("agreement_mean", "of mean heads")):
+        yield Claim(
+            "attention of neighbouring layers agrees more, so that it converges",
+            POST,
+            f"{size}: RealFormer − PostLN, agreement {what}, upper half",
+            _mean_of_layers(name),
+            tuple(
+                Term(sign, depth(row, size), upper)
+                for row, sign in ((REALFORMER, 1.0), (POSTLN, -1.0))
+            ),
+        )
+
+
+def _leaving(size: str, count: int) -> Iterator[Claim]:
+    half = count // 2
+    yield _between_layers(
+        "leaving at half depth costs RealFormer less (models of adaptive depth, as FastBERT)",
+        POST,
+        f"{size}: RealFormer − PostLN, points lost by leaving after layer {half} of {count}",
+        "exit_accuracy",
+        [(REALFORMER, size, 1.0), (POSTLN, size, -1.0)],
+        (half - 1, -1),
+        sign=-1,
+    )
+
+
+def _growing(size: str, count: int) -> Iterator[Claim]:
+    yield _between_layers(
+        "PreLN's residual stream grows with depth",
+        XIONG,
+        f"{size}: PreLN, variance, last − first layer",
+        "variance",
+        [(PRELN, size, 1.0)],
+        (1, -1),  # Place 0 is what the first layer reads.
+    )
+
+
+def _gradients(size: str, count: int) -> Iterator[Claim]:
+    yield _between_layers(
+        "before training, PostLN's gradient is larger at the top than at the bottom",
+        XIONG,
+        f"{size}: PostLN, gradient norm, top − bottom layer",
+        "gradients_start",
+        [(POSTLN, size, 1.0)],
+        (0, -1),
+    )
+    yield _between_layers(
+        "residual scores bring the gradients of top and bottom closer together",
+        POST,
+        f"{size}: RealFormer − PostLN, gradient norm before training, top − bottom layer",
+        "gradients_start",
+        [(REALFORMER, size, 1.0), (POSTLN, size, -1.0)],
+        (0, -1),
+        sign=-1,
+    )
+
+
+def _between_layers(
+    sentence: str,
+    source: str,
+    measured: str,
+    name: str,
+    rows: list[tuple[str, str, float]],
+    ends: tuple[int, int],
+    sign: int = 1,
+) -> Claim:
+    """Σ factor · (the layer at ends[1] − that at ends[0]) over `rows` (row, size, factor)."""
+    terms = tuple(
+        Term(factor * end_sign, depth(row, size), [end])
+        for row, size, factor in rows
+        for end, end_sign in ((ends[1], 1.0), (ends[0], -1.0))
+    )
+    return Claim(sentence, source, measured, _STATISTICS[name], terms, sign)
+
+
+def _stability(outcomes: Mapping[Setting, Outcome]) -> Iterator[Claim]:
+    """Which settings of the grid fail with one row alone, or without warm-up alone."""
+    of = {row: by_setting(outcomes, row) for row in (REALFORMER, POSTLN, PRELN)}
+    cold = {row: _without_warmup(found) for row, found in of.items()}
+    warm = {row: _with_warmup(found) for row, found in of.items()}
+    yield from _failing(
+        "RealFormer stabilises training",
+        *(PAPER, REALFORMER, of[REALFORMER], POSTLN, of[POSTLN]),
+    )
+    yield from _failing(
+        "RealFormer is as easy to train as PreLN (it does not fail in more settings)",
+        *(POST, REALFORMER, of[REALFORMER], PRELN, of[PRELN]),
+    )
+    yield from _failing(
+        "PostLN needs warm-up (it fails in more settings without)",
+        *(POST, "PostLN without warm-up", cold[POSTLN], "with", warm[POSTLN]),
+        sign=1,
+    )
+    yield from _failing(
+        "RealFormer needs warm-up less than PostLN",
+        *(POST, "without warm-up: RealFormer", cold[REALFORMER], "PostLN", cold[POSTLN]),
+    )
+    places = [
+        place
+        for place in cold[REALFORMER]
+        if all(
+            (found := each.get(place)) is not None and found.loss is not None
+            for each in (cold[REALFORMER], warm[REALFORMER], cold[POSTLN], warm[POSTLN])
+        )
+    ]
+    if places:
+        warmups = {setting.warmup for setting in outcomes}
+        yield Claim(
+            "RealFormer needs warm-up less than PostLN",
+            POST,
+            "grid: RealFormer − PostLN, loss without − with warm-up, mean over "
+            f"{len(places)} settings, nats",
+            LOSS,
+            tuple(
+                Term(sign / len(places), Setting(row, warmup, *place).where)
+                for row, of_row in ((REALFORMER, 1.0), (POSTLN, -1.0))
+                for warmup, sign in ((min(warmups), of_row), (max(warmups), -of_row))
+                for place in places
+            ),
+            sign=-1,
+        )
+
+
+Place = TypeVar("Place")
+Places = dict[tuple[float, float], Outcome]
+
+
+def _without_warmup(found: Mapping[tuple[int, float, float], Outcome]) -> Places:
+    return {place[1:]: outcome for place, outcome in found.items() if place[0] == 0}
+
+
+def _with_warmup(found: Mapping[tuple[int, float, float], Outcome]) -> Places:
+    return {place[1:]: outcome for place, outcome in found.items() if place[0] > 0}
+
+
+def _failing(
+    sentence: str,
+    source: str,
+    name: str,
+    mine: Mapping[Place, Outcome],
+    other: str,
+    theirs: Mapping[Place, Outcome],
+    sign: int = -1,
+) -> Iterator[Claim]:
+    """How many settings fail in `mine` and in `theirs`: a two-sided exact sign test over them."""
+    both = [(mine[place].failed, theirs[place].failed) for place in mine if place in theirs]
+    if not both:
+        return
+    counts = [sum(pair[side] for pair in both) for side in (0, 1)]
+    alone = [both.count((True, False)), both.count((False, True))]
+    difference = Estimate(float(counts[0] - counts[1]), p=sign_test(*alone), count=len(both))
+    measured = (
+        f"grid, settings that failed: {name} {counts[0]} − {other} {counts[1]} of {len(both)} "
+        f"(only one of them: {alone[0]}, {alone[1]})"
+    )
+    yield Claim(sentence, source, measured, sign=sign, test=_always(difference), digits=0)
+
+
+def _always(difference: Estimate) -> Callable[[View], Estimate]:
+    return lambda view: difference

@@ -1,0 +1,167 @@
+"""The stage that scores a trained encoder on held-out text and measures it layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import torch
+from numpy.typing import ArrayLike
+
+from normattn.data import TokenData
+from normattn.data.masking import MaskedSet, masked_set
+from normattn.diagnostics.depth import layer_gradients, measure_depth
+from normattn.evaluation.fingerprints import weights_digest
+from normattn.evaluation.masked import documents_of, score_masked, unigram_loss
+from normattn.measure import Identity, MeasurementStore, fact, identified, joined, sums
+from normattn.measure.frame import Factor
+from normattn.models.accounting import stack_flops
+from normattn.models.masked_lm import MaskedLM
+from normattn.models.pretrained import load_as
+from normattn.studies.realformer.settings import LookSettings
+from normattn.sweep.measuring import EVALUATIONS, MODEL
+from normattn.sweep.stages import Note, Stage, divergence
+from normattn.sweep.study import Cell, diverged
+from normattn.training.distribution import choose_device
+from normattn.training.masked import MaskedConfig, masked_parameters
+from normattn.training.seeds import derive_seed
+from normattn.training.workload import Cost
+
+SCORES = "scores"
+"""The name of the frame that the stage leaves among the run's evaluations."""
+# Reading while attention is observed, twice a loss with its gradients, and scoring.
+_PASSES = 9
+
+
+@dataclass(frozen=True)
+class ScoreStage(Stage):
+    """Score the model in `place`; a row of the table (no `factors`) also layer by layer.
+
+    `factors` are the settings of a run of the robustness grid; one that diverged is measured as
+    such.
+    """
+
+    phase = "diagnostics"
+    cell: Cell
+    config: MaskedConfig
+    place: Path
+    settings: LookSettings
+    factors: Mapping[str, Factor] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> Cost:
+        """Every token that is read, counted as often as a pass costs more than reading."""
+        length = self.config.model.train_length
+        tokens = self.settings.max_windows * length * (1 if self.factors else _PASSES)
+        return Cost(scored=tokens, flops=tokens * stack_flops(self.config.model, length).forward)
+
+    @property
+    def _store(self) -> MeasurementStore:
+        return MeasurementStore(self.place / EVALUATIONS)
+
+    def is_done(self) -> bool:
+        """Whether the model, or its divergence, was measured."""
+        return self._store.path(SCORES).is_file()
+
+    def run(self, data: TokenData, note: Note) -> None:
+        """Measure, unless it was done."""
+        if self._store.get(SCORES) is not None:
+            return
+        lost = divergence(self.place)
+        if lost is None:
+            found = self._measured(data, note)
+        else:
+            found = diverged(self.cell, lost.step, lost.where, **self.factors)
+        self._store.put(SCORES, found)
+
+    def _measured(self, data: TokenData, note: Note) -> pl.DataFrame:
+        model = load_as(MaskedLM, self.place / MODEL).to(choose_device(self.config.device))
+        texts = held_out(data, self.config, self.settings)
+        found = score_masked(
+            model,
+            texts,
+            self.settings.max_tokens,
+            lambda done, total: note(done, total, "scoring"),
+        )
+        unigram = unigram_loss(data.train, texts, model.config.vocab_size)
+        scored = [
+            sums("accuracy", found.documents, found.correct[:, -1], found.tokens),
+            sums("loss", found.documents, found.loss, found.tokens),
+            sums("unigram_loss", found.documents, unigram, found.tokens),
+        ]
+        who = replace(
+            self.cell.identity("grid" if self.factors else "masked", **self.factors),
+            length=texts.length,
+            train_length=texts.length,
+            split=self.settings.split,
+            data=texts.fingerprint,
+            weights=weights_digest(model),
+        )
+        if self.factors:
+            return identified(who, scored)
+        exits = by_layer("exit_accuracy", found.documents, found.correct, found.tokens)
+        return joined(
+            [
+                identified(who, scored),
+                identified(replace(who, protocol="depth"), exits + self._depth(model, texts, note)),
+                self._facts(who),
+            ]
+        )
+
+    def _depth(self, model: MaskedLM, texts: MaskedSet, note: Note) -> list[pl.DataFrame]:
+        """What happens in each layer: documents are the units, of gradients batches of texts."""
+        most = self.settings.max_tokens
+        documents, place = documents_of(texts)
+        found = measure_depth(
+            model, texts, place, most, lambda done, total: note(done, total, "layer by layer")
+        )
+        windows = np.bincount(place, minlength=len(documents))
+        parts = by_layer("variance", documents, found.variance, windows, first=0)
+        parts += by_layer("entropy", documents, found.entropy, windows)
+        parts += by_layer("agreement", documents, found.agreement, windows, first=2)
+        parts += by_layer("agreement_mean", documents, found.agreement_mean, windows, first=2)
+        for name, of in (("gradients", model), ("gradients_start", self._untrained())):
+            norms = np.array(layer_gradients(of, texts, most))
+            # Layers that share their weights have no gradient of their own.
+            if norms.size:
+                batches = [f"batch {number:04}" for number in range(len(norms))]
+                parts += by_layer(name, batches, norms, np.ones(len(norms)))
+        return parts
+
+    def _untrained(self) -> MaskedLM:
+        """The model as its training began."""
+        torch.manual_seed(derive_seed(self.config.seed, "initialisation"))
+        return MaskedLM(self.config.model).to(choose_device(self.config.device))
+
+    def _facts(self, who: Identity) -> pl.DataFrame:
+        """The numbers of the training that a reader of the table asks for."""
+        config, model = self.config, self.config.model
+        facts = {
+            "layers": model.layers,
+            "dim": model.dim,
+            "parameters": masked_parameters(model),
+            "planned_steps": config.steps,
+            "learning_rate": config.optimiser.lr,
+            "dropout": model.dropout,
+            "warmup": config.schedule.warmup_steps,
+        }
+        parts = [fact(name, value) for name, value in facts.items()]
+        return identified(replace(who, protocol="training"), parts)
+
+
+def by_layer(
+    statistic: str, units: Sequence[str], above: ArrayLike, of: ArrayLike, first: int = 1
+) -> list[pl.DataFrame]:
+    """Sums (units, layers) over counts (units,) as rows of the layers `first`, `first` + 1, …"""
+    columns = np.asarray(above, dtype=np.float64).T
+    return [sums(statistic, units, column, of, layer=n) for n, column in enumerate(columns, first)]
+
+
+def held_out(data: TokenData, config: MaskedConfig, settings: LookSettings) -> MaskedSet:
+    """The texts that every model of a study is scored on, hidden once."""
+    masking = config.masking.of(config.model.vocab_size)
+    split, length = data.split(settings.split), config.model.train_length
+    return masked_set(split, length, masking, settings.max_windows, settings.seed)
