@@ -147,6 +147,19 @@ def test_plan_trains_nothing(command: Command, tiny: Path, tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("preset", "block"), [("laptop", "gau"), ("workstation", "mha")])
+def test_another_block_alone_is_enough(
+    command: Command, tmp_path: Path, preset: str, block: str
+) -> None:
+    """What the preset says of its own block does not stand in the way of another."""
+    said = command("train", "--preset", preset, "--block", block, "--plan", "--out", tmp_path)
+    assert said.code == 0, said.err
+    both = ("--block", "gau", "--heads", "4")
+    refused = command("train", "--preset", preset, *both, "--plan", "--out", tmp_path)
+    assert refused.code == 2
+    assert "has one head" in refused.err
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("3", (0, 1, 2)), ("1", (0,)), ("7,9", (7, 9)), ("7,", (7,)), (None, None)],
