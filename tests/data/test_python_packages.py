@@ -165,18 +165,12 @@ def test_the_split_is_by_distribution(install: Install, tmp_path: Path) -> None:
         install(name, {f"{name}/{part}.py": source(f"{name}{part}") for part in "abc"})
     config = DataConfig(corpus="python-packages", vocab_size=300, test_fraction=0.3)
     data = prepare_tokens(config, tmp_path / "cache")
-    packages = [
-        {name.partition("/")[0] for name in split.names}
-        for split in (data.train, data.validation, data.test)
-    ]
+    splits = (data.train, data.validation, data.test)
+    packages = [{name.partition("/")[0] for name in split.names} for split in splits]
     assert all(packages)
     assert sum(map(len, packages)) == len(set.union(*packages)) == 40
-    assert all(len(split) == 3 * len(p) for split, p in zip(_splits(data), packages, strict=True))
+    assert all(len(split) == 3 * len(p) for split, p in zip(splits, packages, strict=True))
     assert data.sources == {f"package{i}": "1.0" for i in range(40)}
-
-
-def _splits(data: object) -> list[object]:
-    return [getattr(data, name) for name in ("train", "validation", "test")]
 
 
 def test_the_order_mixes_packages_and_repeats(install: Install) -> None:

@@ -90,15 +90,15 @@ def test_a_first_loss_near_the_logarithm_of_the_vocabulary() -> None:
     """A tied head under a normalised embedding starts far above it unless embedding_std is said."""
     torch.manual_seed(0)
     shape = {"vocab_size": 2048, "dim": 192, "layers": 3, "block": "gau", "train_length": 32}
-    settings = {**shape, "placement": "DeepNorm", "norm_gain": False}
+    settings: dict[str, Any] = {**shape, "placement": "DeepNorm", "norm_gain": False}
     ids = torch.randint(2048, (16, 33))
+    quiet: dict[str, Any] = {"embedding_std": 0.02}
     losses = [
-        float(CausalLM(CausalLMConfig(**settings, **more)).loss(ids).loss)
-        for more in ({}, {"embedding_std": 0.02})
+        float(CausalLM(CausalLMConfig(**settings, **more)).loss(ids).loss) for more in ({}, quiet)
     ]
     assert losses[0] > 9
     assert losses[1] == pytest.approx(math.log(2048), abs=0.1)
     dump = CausalLMConfig(**settings).model_dump(mode="json")
     assert "embedding_std" not in dump
-    whole = CausalLMConfig(**settings, embedding_std=0.02)
+    whole = CausalLMConfig(**settings, **quiet)
     assert CausalLMConfig(**whole.model_dump(mode="json")) == whole
