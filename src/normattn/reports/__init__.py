@@ -1,11 +1,13 @@
-"""From evaluation records to tables, figures and findings; imports no torch."""
+"""From evaluation records to tables, figures and findings; imports no torch.
+
+Figures (`history`, `figures`) are imported where they are drawn: matplotlib is slow to import.
+"""
 
 from __future__ import annotations
 
 from normattn.reports.bootstrap import Bootstrap
 from normattn.reports.build import ReportPaths, build
 from normattn.reports.claims import Claim, claim, paired_difference
-from normattn.reports.history import draw_history
 from normattn.reports.metrics import METRICS, Estimate, Metric
 from normattn.reports.records import AnyRecord, Record, parse_record, read_record, record_text
 from normattn.reports.retrieval_record import RetrievalRecord
@@ -25,7 +27,6 @@ __all__ = [
     "Row",
     "build",
     "claim",
-    "draw_history",
     "paired_difference",
     "parse_record",
     "read_record",
