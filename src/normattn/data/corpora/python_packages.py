@@ -21,6 +21,9 @@ from normattn.data.corpora.package_files import (
 )
 from normattn.errors import InputError
 
+RULES = 1
+"""Raised whenever the same packages would give other text."""
+
 
 @register
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ class PythonPackages(Corpus):
 
     def fingerprint(self) -> str:
         """Hash of the rules, the packages' names and versions, and their records of their files."""
-        rules = (self.kind, platform.python_version(), PACKAGE_BYTES, THRESHOLD, PERMUTATIONS)
+        limits = (PACKAGE_BYTES, THRESHOLD, PERMUTATIONS)
+        rules = (self.kind, RULES, platform.python_version(), limits)
         digest = hashlib.sha256(repr(rules).encode())
         for package in _packages():
             digest.update(repr((package.name, package.version)).encode())
