@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
 from normattn.errors import InputError, Interrupted
+from normattn.locks import InUseError, locked
 from normattn.recipes.continued import ContinueCell
 from normattn.recipes.jobs import DIVERGED, FINISHED, watch_parent
 from normattn.recipes.language_studies import ReadCell
@@ -107,20 +106,12 @@ def _raise_when_stopped() -> Iterator[None]:
 @contextmanager
 def _only_one(lock: Path) -> Iterator[None]:
     """Be the only one here; an orphan of a killed parent first saves its state and goes."""
-    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + LOCK_SECONDS
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise InputError(
-                        f"another process has worked on {lock.parent} for "
-                        f"{LOCK_SECONDS:.0f} s; stop it first"
-                    ) from error
-                time.sleep(0.1)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(lock, LOCK_SECONDS))
+        except InUseError as error:
+            raise InputError(
+                f"process {error.holder} has worked on {lock.parent} for "
+                f"{LOCK_SECONDS:.0f} s; stop it first"
+            ) from error
         yield
-    finally:
-        os.close(handle)

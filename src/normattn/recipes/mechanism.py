@@ -97,7 +97,9 @@ class LookStage(Stage):
         """Measure, unless it is on record."""
         if self.is_done():
             return None
-        model = load_model(self.place / MODEL).to(choose_device(self.config.device))
+        model = load_model(self.place / MODEL, self.config.model).to(
+            choose_device(self.config.device)
+        )
         texts = evaluation_set(data, self.config.model.train_length, self.settings, self.evaluation)
         record = measure_mechanism(
             model,

@@ -79,7 +79,9 @@ class LookStage(Stage):
         return None
 
     def _measured(self, data: TokenData, note: Note) -> EncoderRecord:
-        model = load_as(MaskedLM, self.place / MODEL).to(choose_device(self.config.device))
+        model = load_as(MaskedLM, self.place / MODEL, self.config.model).to(
+            choose_device(self.config.device)
+        )
         texts = held_out(data, self.config, self.settings)
         sums = score_masked(
             model,

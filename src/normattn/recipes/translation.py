@@ -210,7 +210,9 @@ class TranslateStage(Stage):
         """Translate and score, unless it is on record."""
         if self.is_done():
             return None
-        model = load_as(Translator, self.place / MODEL).to(choose_device(self.config.device))
+        model = load_as(Translator, self.place / MODEL, self.config.model).to(
+            choose_device(self.config.device)
+        )
         split = self.settings.sentences(data)
         scored = score_references(model, split, progress=lambda n, of: note(n, of, "references"))
         fields = self._translated(model, data, split, note) if self.translated else {}

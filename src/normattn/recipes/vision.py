@@ -110,7 +110,9 @@ class ImageStage(Stage):
         """Test, unless it is on record."""
         if self.is_done():
             return None
-        model = load_as(VisionTransformer, self.place / MODEL).to(choose_device(self.config.device))
+        model = load_as(VisionTransformer, self.place / MODEL, self.config.model).to(
+            choose_device(self.config.device)
+        )
         found = score_images(
             model, data.split(self.split), progress=lambda done, total: note(done, total, "images")
         )
