@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
-from normattn.errors import InputError, Interrupted
+from normattn.errors import InputError
 from normattn.locks import InUseError, locked
 from normattn.recipes.continued import ContinueCell
 from normattn.recipes.jobs import DIVERGED, FINISHED, watch_parent
@@ -47,14 +45,14 @@ KINDS: dict[str, type[Cell]] = {
 def run_cell(job: Path, parent: int = 0) -> int:
     """Do what `job`/cell.json says and is not yet done; return the exit code (0, or 3: diverged).
 
-    `parent` is the process without which this one is to stop (0: none). Raises `Interrupted` when
-    stopped; training then left a checkpoint, and evaluations are whole or absent.
+    `parent` is the process without which this one is to stop (0: none). Stopped,
+    training leaves a checkpoint, and evaluations are whole or absent.
     """
     if parent:
         watch_parent(parent)
     paths = CellPaths.of_job(job)
     cell = read_cell(paths.settings)
-    with _raise_when_stopped(), _only_one(paths.lock):
+    with _only_one(paths.lock):
         data = cell.prepare()
         for number, stage in enumerate(cell.stages(paths)):
             diverged = stage.run(data, _noting(paths.progress, number, stage.phase))
@@ -86,21 +84,6 @@ def _noting(path: Path, stage: int, phase: str) -> Note:
             note_progress(path, facts)
 
     return note
-
-
-@contextmanager
-def _raise_when_stopped() -> Iterator[None]:
-    """Turn SIGTERM and SIGINT into `Interrupted`; while it trains, the loop's own handler acts."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(f"stopped by {signal.Signals(number).name}; the same command goes on")
-
-    before = {kind: signal.signal(kind, stop) for kind in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
 
 
 @contextmanager
