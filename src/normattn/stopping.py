@@ -116,13 +116,14 @@ class _Guard:
         while True:
             number = os.read(pipe, 1)[0]
             if number in SIGNALS and not self.elsewhere:
+                asked = signal.Signals(number)
                 break
         for _ in range(int(GRACE_SECONDS / _POLL_SECONDS)):
             if self._left.wait(_POLL_SECONDS):
                 return
             if self._lost:
-                _thread.interrupt_main(number)
-        self.by = self.by or signal.Signals(number).name
+                _thread.interrupt_main(asked)
+        self.by = self.by or asked.name
         self._end_now()
 
     def _end_now(self) -> NoReturn:

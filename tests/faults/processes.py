@@ -19,10 +19,13 @@ CRASHED = 70
 AT_ONCE = 4
 LIMIT_SECONDS = 300.0
 EVENTS = frozenset(
-    """open import os.rename os.mkdir os.remove os.rmdir os.chmod os.scandir os.listdir os.truncate
-    tempfile.mkstemp tempfile.mkdtemp shutil.rmtree subprocess.Popen""".split()
+    {
+        *("open", "import", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod"),
+        *("os.scandir", "os.listdir", "os.truncate", "shutil.rmtree", "subprocess.Popen"),
+        *("tempfile.mkstemp", "tempfile.mkdtemp"),
+    }
 )
-"""What Python tells an audit hook about before it does it; a fault may come before any of these."""
+"""What Python tells an audit hook about before it does it: where a fault may come."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,10 @@ def race(works: Sequence[Callable[[], int]]) -> list[Ended]:
     ends = []
     for (pid, heard), timer in zip(started, timers, strict=True):
         with os.fdopen(heard, errors="replace") as pipe:
-            said = pipe.read()
+            text = pipe.read()
         _, status = os.waitpid(pid, 0)
         timer.cancel()
-        ends.append(Ended(os.waitstatus_to_exitcode(status), said))
+        ends.append(Ended(os.waitstatus_to_exitcode(status), text))
     return ends
 
 
