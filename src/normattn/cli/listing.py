@@ -26,14 +26,14 @@ def command(
     """
     from normattn.score import registry
 
-    described = [_described(name, part) for name, part in registry.parts().items()]
+    found = [described(name, part) for name, part in registry.parts().items()]
     if as_json:
-        print(json.dumps(described, indent=2, ensure_ascii=False))
+        print(json.dumps(found, indent=2, ensure_ascii=False))
     else:
-        _show(described)
+        _show(found)
 
 
-def _described(name: str, part: type[Part]) -> dict[str, Any]:
+def described(name: str, part: type[Part]) -> dict[str, Any]:
     """Everything that is known of a part, for JSON."""
     from normattn.score.combining import combinations, needs
 
