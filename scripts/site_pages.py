@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from normattn.cli.listing import described
+from normattn.cli.listing import described, excluded
 from normattn.score.part import Part, Slot
 from normattn.score.registry import parts
 
@@ -183,11 +183,7 @@ def _parameters(told: dict[str, Any]) -> list[str]:
 
 def _exclusions(told: dict[str, Any]) -> list[str]:
     lines = ["## What it does not go with", ""]
-    by_reason: dict[str, list[str]] = {}
-    for each in told["excludes"]:
-        reason = each["why"].replace(each["part"], "it")
-        by_reason.setdefault(reason, []).append(each["part"])
-    for reason, names in by_reason.items():
+    for names, reason in excluded(told["excludes"]):
         linked = ", ".join(f"[{name}]({name}.md)" for name in names)
         lines.append(f"- {linked}: {reason}")
     if told["beside_rope"]:
@@ -215,14 +211,10 @@ def studies() -> dict[str, Any]:
 def study_pages() -> Iterator[tuple[str, str]]:
     """A page for each study: its question, how it is run, its command lines."""
     for name, study in studies().items():
-        module = sys.modules[type(study).__module__]
         asks = importlib.import_module("normattn.studies").summary(name)
-        lines = [f"# {name}", "", asks, "", study.help, "", "```bash"]
-        lines += [f"normattn reproduce {name}"]
-        for options, does in getattr(study, "examples", ()):
-            lines.append(f"normattn reproduce {name} {options}  # {does}")
-        lines += ["```", "", f"The value: `{module.__name__}.{type(study).__name__}`.", ""]
-        yield f"study/{name}.md", "\n".join(lines)
+        lines = [f"# {name}", "", asks, "", study.help, "", "```bash", f"normattn reproduce {name}"]
+        lines += [f"normattn reproduce {name} {line}  # {does}" for line, does in study.examples]
+        yield f"study/{name}.md", "\n".join([*lines, "```", ""])
 
 
 def interface() -> list[str]:
