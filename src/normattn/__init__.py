@@ -6,9 +6,7 @@ out = normattn.attention(q, k, v, spec)
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from normattn.errors import InputError, NormattnError
     from normattn.hf.extension import extend
@@ -60,7 +58,9 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    import importlib
+
     if name not in _HOMES:
         raise AttributeError(f"module 'normattn' has no attribute {name!r}")
     return getattr(importlib.import_module(f"normattn.{_HOMES[name]}"), name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,22 +15,55 @@ from typing import Any
 
 from normattn.errors import InputError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the operating system says when there is no room for what is written."""
+_RUST_OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
+
 
 @contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk, a read-only or a forbidden place into one `InputError` naming `path`."""
+    """Turn what the operating system refuses into one `InputError` naming `path`.
+
+    That is an `OSError` with its number, or what another library makes of one.
+    """
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            message = f"no space left on the disk that holds {path}; nothing half-written was kept"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            message = f"{path} cannot be written: {error.strerror}; choose a writable place"
-        elif error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
-            message = f"{path} cannot be written: {error.strerror}"
-        else:
+    except InputError:
+        raise
+    except Exception as error:
+        found = os_error_in(error)
+        if found is None or found.errno is None:
             raise
+        if found.errno in FULL:
+            message = f"no space left on the disk that holds {path}; nothing half-written was kept"
+        elif found.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            message = f"{path} cannot be written: {found.strerror}; choose a writable place"
+        else:
+            message = f"{path} cannot be written: {_above(path, found)}{found.strerror}"
         raise InputError(message) from error
+
+
+def _above(path: Path, error: OSError) -> str:
+    """Which folder above `path` is in the way, if it is one."""
+    inside = isinstance(error.filename, str) and str(path).startswith(f"{error.filename}{os.sep}")
+    return f"{error.filename}: " if inside else ""
+
+
+def os_error_in(error: BaseException) -> OSError | None:
+    """The operating system's refusal behind an exception; None when there is none.
+
+    Libraries written in Rust (safetensors, tokenizers) raise exceptions of their own, whose text
+    ends in "(os error 28)"; others chain the `OSError` as the cause.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError):
+            return seen
+        number = _RUST_OS_ERROR.search(str(seen))
+        if number is not None:
+            return OSError(int(number[1]), os.strerror(int(number[1])))
+        seen = seen.__cause__
+    return None
 
 
 def write_with(path: Path, write: Callable[[Path], None]) -> None:
@@ -73,8 +107,35 @@ def write_json(path: Path, value: Any) -> None:
 def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` populate a temporary folder beside `path`, then rename it into place.
 
-    `path` must not hold a folder yet, unless it is replaced as a whole.
+    `path` must be absent or an empty folder, at the end as well as at the beginning: the rename
+    itself refuses one that was filled meanwhile, and `InputError` says so; nothing there changes.
     """
+    place = Path(os.path.realpath(path))
+    with _filled_beside(place, fill) as temporary:
+        try:
+            # rename(2) takes the place of an empty folder and of nothing else.
+            os.rename(temporary, place)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise InputError(
+                f"{path} was filled by another process meanwhile; nothing in it was changed: "
+                "choose a new or empty folder"
+            ) from error
+
+
+def replace_directory(path: Path, fill: Callable[[Path], None]) -> None:
+    """As `write_directory`, for a folder of our own (a checkpoint, a model, a cache).
+
+    One that stands there is replaced as a whole.
+    """
+    with _filled_beside(path, fill) as temporary:
+        _swap_in(temporary, path)
+
+
+@contextmanager
+def _filled_beside(path: Path, fill: Callable[[Path], None]) -> Iterator[Path]:
+    """A temporary folder beside `path`, filled and on the disk; it is gone afterwards."""
     with explain_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -83,7 +144,7 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
             for file in sorted(temporary.rglob("*")):
                 _flush(file)
             temporary.chmod(0o777 & ~_umask())
-            _swap_in(temporary, path)
+            yield temporary
             _flush(path.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cli.conftest import Command
 from normattn.cli import values
-from normattn.sweep.merging import merged
 from normattn.score import registry
+from normattn.sweep.merging import merged
 
 
 def test_list_tells_every_part(command: Command) -> None:
@@ -49,16 +47,6 @@ def test_help_teaches_by_examples(command: Command, arguments: tuple[str, ...]) 
     assert "Examples" in said.out
     assert " ".join(("normattn", *arguments)) in said.out
     assert "_cell" not in said.out
-
-
-def test_help_does_not_wait_for_torch() -> None:
-    script = (
-        "import sys; from normattn.cli.app import main\n"
-        "try: main(['train', '--help'])\n"
-        "except SystemExit: pass\n"
-        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_a_short_run_warms_up_for_its_share(command: Command, tmp_path: Path) -> None:
@@ -145,6 +133,19 @@ def test_plan_trains_nothing(command: Command, tiny: Path, tmp_path: Path) -> No
     assert "parameters" in said.out
     assert "FLOPs" in said.out
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("preset", "block"), [("laptop", "gau"), ("workstation", "mha")])
+def test_another_block_alone_is_enough(
+    command: Command, tmp_path: Path, preset: str, block: str
+) -> None:
+    """What the preset says of its own block does not stand in the way of another."""
+    said = command("train", "--preset", preset, "--block", block, "--plan", "--out", tmp_path)
+    assert said.code == 0, said.err
+    both = ("--block", "gau", "--heads", "4")
+    refused = command("train", "--preset", preset, *both, "--plan", "--out", tmp_path)
+    assert refused.code == 2
+    assert "has one head" in refused.err
 
 
 @pytest.mark.parametrize(

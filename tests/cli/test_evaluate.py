@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command
-from normattn.sweep.selections import left_out, post_hoc_methods
 from normattn.score import ScoreSpec
+from normattn.sweep.selections import left_out, post_hoc_methods
 
 
 @pytest.fixture

@@ -19,13 +19,13 @@ from transformers import (
 
 import normattn.hf  # noqa: F401 (makes our models known)
 from cli.conftest import Command
+from normattn.commands.exporting import export_run
 from normattn.data.relations import prepare_relations
 from normattn.data.tokeniser import SEPARATOR, Tokeniser
 from normattn.models import MaskedLM, MaskedLMConfig, load_model, save_model
 from normattn.models.classifier import Classifier
 from normattn.models.classifier_config import ClassifierConfig
 from normattn.models.pretrained import load_any
-from normattn.commands.exporting import export_run
 from normattn.training.classification import ClassificationConfig, train_classifier
 from normattn.training.masked import MaskedConfig
 

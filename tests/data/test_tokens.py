@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from normattn import atomic
 from normattn.data import Corpus, DataConfig, Document, TokenData, prepare_tokens, tokens
+from normattn.data import cache as cache_module
 from normattn.data.cache import default_cache_dir
 from normattn.errors import InputError
 
@@ -102,8 +103,14 @@ def test_the_cache_is_used_again_and_its_key_sees_every_setting(
     assert len(built) == 6
 
 
-@pytest.mark.parametrize("harm", ["cut", "flip", "remove", "manifest"])
-def test_a_damaged_cache_is_named_and_built_again(tmp_path: Path, harm: str) -> None:
+@pytest.mark.parametrize(
+    "harm", ["cut", "flip", "remove", "manifest", "no manifest", "empty manifest", "less manifest"]
+)
+@pytest.mark.parametrize("hashed_bytes", [cache_module.HASHED_BYTES, 0])
+def test_a_damaged_cache_is_named_and_built_again(
+    tmp_path: Path, harm: str, hashed_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "HASHED_BYTES", hashed_bytes)
     folder = write_folder(tmp_path / "text", 10)
     good = prepare_tokens(config(folder), tmp_path / "cache")
     expected = good.train.tokens.copy()
@@ -116,13 +123,50 @@ def test_a_damaged_cache_is_named_and_built_again(tmp_path: Path, harm: str) -> 
         file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     elif harm == "remove":
         file.unlink()
+    elif harm == "no manifest":
+        (cached / "manifest.json").unlink()
+    elif harm == "less manifest":
+        stored = json.loads((cached / "manifest.json").read_text(encoding="utf-8"))
+        del stored["train.tokens"]
+        (cached / "manifest.json").write_text(json.dumps(stored), encoding="utf-8")
     else:
-        (cached / "manifest.json").write_text('{"train', encoding="utf-8")
-    named = "manifest.json" if harm == "manifest" else "train.tokens"
+        written = {"manifest": '{"train', "empty manifest": "{}"}[harm]
+        (cached / "manifest.json").write_text(written, encoding="utf-8")
+    named = "manifest.json" if "manifest" in harm else "train.tokens"
     with pytest.warns(UserWarning, match=rf"tokens-\w+ is damaged \(.*{named}"):
         again = prepare_tokens(config(folder), tmp_path / "cache")
     np.testing.assert_array_equal(again.train.tokens, expected)
     assert again.fingerprint == good.fingerprint
+
+
+def test_a_large_cache_is_read_whole_once_and_again_when_it_was_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "text", 10)
+    monkeypatch.setattr(cache_module, "HASHED_BYTES", 0)
+    prepare_tokens(config(folder), tmp_path / "cache")
+    (cached,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    read: list[str] = []
+    hashed = cache_module.sha256_of
+
+    def noting(path: Path) -> str:
+        read.append(path.name)
+        return hashed(path)
+
+    monkeypatch.setattr(cache_module, "sha256_of", noting)
+    prepare_tokens(config(folder), tmp_path / "cache")
+    assert set(read) == {path.name for path in cached.iterdir()} - {"manifest.json"}
+    read.clear()
+    prepare_tokens(config(folder), tmp_path / "cache")
+    assert read == []
+    file = cached / "train.tokens"
+    before = file.stat()
+    content = file.read_bytes()
+    file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.warns(UserWarning, match=r"the content of train\.tokens has changed"):
+        prepare_tokens(config(folder), tmp_path / "cache")
+    assert file.read_bytes() == content
 
 
 def test_a_build_that_fails_leaves_nothing_and_the_next_one_sweeps(

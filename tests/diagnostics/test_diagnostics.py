@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from normattn.reports.mechanism import mechanism_rows
 from torch import Tensor
 
 from normattn.data.evaluation_sets import EvaluationSet
@@ -24,7 +25,6 @@ from normattn.diagnostics import (
 )
 from normattn.errors import InputError
 from normattn.models import CausalLM, CausalLMConfig
-from normattn.reports.mechanism import mechanism_rows
 
 NAMES = (
     "Baseline",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from normattn.cli.app import main
 from normattn.score import registry
+from normattn.score.part import Slot
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -92,6 +94,18 @@ def test_commands_are_understood(page: str, line: str, monkeypatch: pytest.Monke
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_the_table_of_slots_is_that_of_the_registry() -> None:
+    """Made again by the site's own function: `python scripts/site_pages.py` writes it."""
+    made = runpy.run_path(str(ROOT / "scripts" / "site_pages.py"))
+    page = (ROOT / "docs" / "scores.md").read_text("utf-8")
+    assert page == made["with_slot_table"](page), "run python scripts/site_pages.py"
+    rows = re.findall(r"^\| (\w+) \| .* \| (`.*`) \|$", page, re.MULTILINE)
+    assert [slot for slot, _ in rows] == list(Slot)
+    shown = {name for _, names in rows for name in re.findall(r"`([^`]+)`", names)}
+    assert shown == {part.label or name for name, part in registry.parts().items()}
+    assert f"fills some of {len(Slot)} slots" in page
 
 
 def test_ci_runs_the_second_command_of_the_readme(tmp_path: Path) -> None:

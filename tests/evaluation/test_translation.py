@@ -7,6 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from normattn.reports.translation_record import (
+    STATISTICS,
+    TranslationRecord,
+    read_translation,
+    write_translation,
+)
 
 from data.pairs_helpers import multi_layout
 from normattn.data.pairs import PairData, PairsConfig, prepare_pairs
@@ -20,12 +26,6 @@ from normattn.evaluation.translation import (
 )
 from normattn.models.translator import Translator
 from normattn.models.translator_config import TranslatorConfig
-from normattn.reports.translation_record import (
-    STATISTICS,
-    TranslationRecord,
-    read_translation,
-    write_translation,
-)
 
 
 @pytest.fixture(scope="module")

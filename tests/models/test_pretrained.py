@@ -125,6 +125,30 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], message
         load_model(tmp_path / "model")
 
 
+@pytest.mark.parametrize(("field", "value"), [("score", "CosA"), ("norm_eps", 0.25), ("heads", 4)])
+def test_changed_settings_are_refused_where_no_size_tells(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    model = _model()
+    save_model(model, tmp_path / "model")
+    _edit(lambda d: d["config"].update({field: value}))(tmp_path / "model")
+    with pytest.raises(InputError, match=r"config\.json was changed after the model was saved"):
+        load_model(tmp_path / "model")
+    with pytest.raises(InputError, match=rf"{field} is .* and .* in the run's configuration"):
+        load_model(tmp_path / "model", model.config)
+    # As models were saved before their settings had a digest.
+    _edit(lambda d: d.pop("config_sha256"))(tmp_path / "model")
+    with pytest.raises(InputError, match=rf"{field} is .* and .* in the run's configuration"):
+        load_model(tmp_path / "model", model.config)
+
+
+def test_a_model_without_a_digest_of_its_settings_is_read(tmp_path: Path) -> None:
+    model = _model()
+    save_model(model, tmp_path / "model")
+    _edit(lambda d: d.pop("config_sha256"))(tmp_path / "model")
+    assert load_model(tmp_path / "model", model.config).config == model.config
+
+
 def test_a_place_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nowhere"):
         load_model(tmp_path / "nowhere")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import InputError
-from normattn.reports import Bootstrap, build, draw_history
+from normattn.reports import Bootstrap, build
 from normattn.reports.figures.style import line_style, pages, spread, variant_pages
-from normattn.reports.history import read_losses
+from normattn.reports.history import draw_history, read_losses
 
 from .make import make_record, random_records
 

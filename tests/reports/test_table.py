@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from normattn.reports.build import table_json
 
 from normattn.errors import InputError
 from normattn.reports import Divergence, build, table_rows
-from normattn.reports.build import table_json
 
 from .make import make_record, random_records
 

@@ -27,8 +27,14 @@ def open_run(path: Path, config: Config | None = None) -> RunDirectory:
     return RunDirectory.open(path, config or Config(), "toy", changeable={"threads"})
 
 
+def make_run(path: Path) -> RunDirectory:
+    run = open_run(path)
+    with run.lock():
+        return run
+
+
 def test_the_configuration_is_stored_whole_and_reopened(tmp_path: Path) -> None:
-    open_run(tmp_path / "run")
+    make_run(tmp_path / "run")
     stored = json.loads((tmp_path / "run" / "config.json").read_text())
     assert stored == {
         "format": 1,
@@ -40,7 +46,7 @@ def test_the_configuration_is_stored_whole_and_reopened(tmp_path: Path) -> None:
 
 
 def test_another_configuration_is_refused_by_its_first_field(tmp_path: Path) -> None:
-    open_run(tmp_path)
+    make_run(tmp_path)
     before = (tmp_path / "config.json").read_bytes()
     with pytest.raises(InputError, match=r"inner\.lr is 0\.1 there and 0\.2 here") as caught:
         open_run(tmp_path, Config(inner=Inner(lr=0.2)))
@@ -49,12 +55,12 @@ def test_another_configuration_is_refused_by_its_first_field(tmp_path: Path) -> 
 
 
 def test_a_changeable_field_may_differ(tmp_path: Path) -> None:
-    open_run(tmp_path)
+    make_run(tmp_path)
     assert open_run(tmp_path, Config(threads=2)).config["threads"] == 1
 
 
 def test_another_kind_of_run_is_refused(tmp_path: Path) -> None:
-    open_run(tmp_path)
+    make_run(tmp_path)
     with pytest.raises(InputError, match="kind 'toy', expected 'other'"):
         RunDirectory.open(tmp_path, Config(), "other")
 
@@ -79,19 +85,52 @@ def test_a_file_in_the_place_is_refused(tmp_path: Path) -> None:
         open_run(tmp_path / "run")
 
 
+def test_nothing_is_written_before_the_lock(tmp_path: Path) -> None:
+    run = open_run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with run.lock():
+        assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "config.json"}
+
+
+def test_another_configuration_that_came_between_open_and_lock_is_refused(tmp_path: Path) -> None:
+    first, second = open_run(tmp_path), open_run(tmp_path, Config(steps=6))
+    with first.lock():
+        stored = (tmp_path / "config.json").read_bytes()
+        with pytest.raises(InputError, match="steps is 5 there and 6 here"), second.lock():
+            pass
+    assert (tmp_path / "config.json").read_bytes() == stored
+
+
+def test_who_is_refused_takes_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    for make in (open_run, lambda path: RunDirectory(path, "toy", {})):
+        with pytest.raises(InputError, match="holds other files"), make(tmp_path).lock():
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
 def test_what_is_no_run_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a run directory"):
         RunDirectory.existing(tmp_path)
 
 
 def test_status_goes_to_the_disk_and_back(tmp_path: Path) -> None:
-    run = open_run(tmp_path)
+    run = make_run(tmp_path)
     assert run.status is None
     run.set_status("interrupted", 3, 5, "why")
     assert read_status(tmp_path) == RunStatus("interrupted", 3, 5, "why")
 
 
-@pytest.mark.parametrize("content", ["{", "{}", '{"state": "x", "step": 1, "steps": 2}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "{}",
+        '{"state": "x", "step": 1, "steps": 2}',
+        '{"state": "running", "step": "1", "steps": 2}',
+        '{"state": ["running"], "step": 1, "steps": 2}',
+    ],
+)
 def test_a_damaged_status_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "status.json").write_text(content)
     with pytest.raises(InputError, match=r"status\.json is damaged"):
@@ -125,7 +164,7 @@ def test_a_second_process_is_refused_while_the_first_writes(tmp_path: Path) -> N
 
 
 def test_the_lock_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
-    run = open_run(tmp_path)
+    run = make_run(tmp_path)
     (tmp_path / ".status.json.abc").write_text("{")
     (tmp_path / "checkpoints" / ".step-00000004.xyz").mkdir(parents=True)
     (tmp_path / ".mine").write_text("kept")

@@ -12,12 +12,12 @@ import torch
 from normattn.data import prepare_tokens
 from normattn.errors import InputError
 from normattn.models.pretrained import load_model
+from normattn.runs.reading import read_object
 from normattn.studies.continue_ import evaluation_sets, resolve
 from normattn.sweep.reading import KeptStage
 from normattn.sweep.settings import EvaluationSettings
 from normattn.sweep.stages import TrainStage
 from normattn.sweep.study import Request
-from normattn.runs.reading import read_object
 from normattn.training import TrainingConfig
 from studies.inprocess import files, run, run_killed
 

@@ -16,11 +16,11 @@ from lm_eval.tasks import TaskManager
 import normattn
 from normattn import InputError
 from normattn.cli.app import main
-from normattn.data.tokeniser import Tokeniser
-from normattn.models import load_model
 from normattn.commands.harness import NormattnLM
 from normattn.commands.harness_command import TASKS
 from normattn.commands.harness_text import retrieval_documents, segment_documents
+from normattn.data.tokeniser import Tokeniser
+from normattn.models import load_model
 
 PRESET = """
 summary = "for tests"

@@ -11,12 +11,12 @@ import torch
 
 from data.pairs_helpers import multi_layout
 from data.relation_files import write_relations
+from normattn.commands.inspection import inspect_run
+from normattn.commands.inspection_inputs import Asked, inputs_of
 from normattn.data.relations import prepare_relations
 from normattn.diagnostics.weights import attention_weights
 from normattn.errors import InputError
 from normattn.models.pretrained import load_any
-from normattn.commands.inspection import inspect_run
-from normattn.commands.inspection_inputs import Asked, inputs_of
 from normattn.reports.diagnostics_records import InspectionRecord, read_inspection
 from normattn.training.classification import ClassificationConfig, train_classifier
 from normattn.training.translation import TranslationConfig, train_translation

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import InputError
-from normattn.sweep import presets
+from normattn.score import ScoreSpec, registry
+from normattn.studies._variants import trained_in_variants
 from normattn.studies.keynorm import METHODS, VARIANTS, resolve
+from normattn.sweep import presets
 from normattn.sweep.language import ReadCell, TextConfig
 from normattn.sweep.omissions import Omission, grouped
 from normattn.sweep.plan import make_plan
 from normattn.sweep.study import Cell, Request, SweepConfig
-from normattn.studies._variants import trained_in_variants
-from normattn.score import ScoreSpec, registry
 from normattn.training import TrainingConfig
 
 
@@ -35,7 +35,7 @@ def methods_of(cell: Cell) -> tuple[str, ...]:
     return cell.methods
 
 
-@pytest.mark.parametrize("name", ["smoke", "laptop", "gpu-100m"])
+@pytest.mark.parametrize("name", ["smoke", "laptop", "workstation", "gpu-100m"])
 def test_every_preset_gives_the_whole_table(name: str) -> None:
     sweep = resolve(Request(preset=name))
     rows = {(cell.variant, method) for cell in sweep.cells for method in methods_of(cell)}

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from normattn.studies._qknorm_settings import LADDER, RATES, SCORES
+from normattn.studies._translation import LadderCell, TranslateCell, scores_of
 
 from data.pairs_helpers import multi_layout
 from normattn.errors import InputError
-from normattn.sweep import presets
 from normattn.studies.qknorm import resolve
-from normattn.studies._qknorm_settings import LADDER, RATES, SCORES
+from normattn.sweep import presets
 from normattn.sweep.study import Request, Sweep
-from normattn.studies._translation import LadderCell, TranslateCell, scores_of
 from studies.inprocess import files, run, run_killed
 
 PRESET = """

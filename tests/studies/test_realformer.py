@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from normattn.errors import InputError
-from normattn.sweep import presets
-from normattn.studies.realformer import EncoderCell, GridCell, resolve
 from normattn.studies._realformer_settings import ROWS
 from normattn.studies._realformer_stages import FAILURE
+
+from normattn.errors import InputError
+from normattn.studies.realformer import EncoderCell, GridCell, resolve
+from normattn.sweep import presets
 from normattn.sweep.study import Request, Sweep
 from studies.inprocess import files, run, run_killed
 

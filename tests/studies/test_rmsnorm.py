@@ -10,10 +10,10 @@ import pytest
 
 from data.relation_files import write_json, write_relations
 from normattn.errors import InputError
-from normattn.sweep import presets
-from normattn.studies.rmsnorm import NORMS, TIMED, NormCell, TimeCell, resolve
-from normattn.sweep.study import Request, Sweep
 from normattn.reports.rmsnorm_records import whole_time
+from normattn.studies.rmsnorm import NORMS, TIMED, NormCell, TimeCell, resolve
+from normattn.sweep import presets
+from normattn.sweep.study import Request, Sweep
 from studies.inprocess import files, run, run_killed
 
 pytest.importorskip("torchmetrics")

@@ -7,10 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from normattn.errors import InputError
-from normattn.sweep.settings import Settings
-from normattn.sweep.study import Sweep, SweepConfig
+from normattn.reports.vision import vision_report
 from normattn.studies._vision import (
     VARIANTS,
     VisionCell,
@@ -19,7 +16,10 @@ from normattn.studies._vision import (
     vision_score,
     vision_setting,
 )
-from normattn.reports.vision import vision_report
+
+from normattn.errors import InputError
+from normattn.sweep.settings import Settings
+from normattn.sweep.study import Sweep, SweepConfig
 from studies.inprocess import run, run_killed
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import InputError
+from normattn.studies.window import resolve
 from normattn.sweep.language import ReadCell, TextConfig
 from normattn.sweep.study import Request
-from normattn.studies.window import resolve
 from studies.inprocess import files, run, run_killed
 
 FEW = {

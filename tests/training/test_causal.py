@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,15 @@ def test_text_leaves_its_tokeniser_beside_the_model(
     tokeniser = Tokeniser.load(tmp_path / "run" / "tokeniser.json")
     assert tokeniser.decode(tokeniser.encode("document 3 says")) == "document 3 says"
     assert isinstance(load_model(tmp_path / "run" / "model"), CausalLM)
+    record = json.loads((tmp_path / "run" / "corpus.json").read_text())
+    assert record == {"fingerprint": prepare_tokens(config.data).fingerprint, "sources": {}}
+
+
+def test_a_run_records_what_its_text_was_taken_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path / "cache"))
+    data = {"corpus": "python-source", "vocab_size": 300, "max_bytes": 100_000}
+    train_causal(small(data=data), tmp_path / "run", show_progress=False)
+    record = json.loads((tmp_path / "run" / "corpus.json").read_text())
+    assert record["sources"] == {"python": platform.python_version()}

@@ -152,11 +152,34 @@ def test_another_environment_is_said_in_one_line_and_kept(
     assert [entry["step"] for entry in stored["resumed"]] == [10]
 
 
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"resumed": [1]}', '{"started": {}, "resumed": [{"environment": 5}]}']
+)
+def test_a_damaged_environment_is_said_and_stops_nothing(
+    tmp_path: Path, unbroken: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", stop_at=10)
+    (tmp_path / "run/environment.json").write_text(content)
+    capsys.readouterr()
+    run(tmp_path / "run")
+    said = capsys.readouterr().err
+    assert "environment.json is damaged" in said
+    assert len(said.splitlines()) == 1
+    stored = json.loads((tmp_path / "run/environment.json").read_text())
+    assert stored["started"] == {}
+    assert [entry["step"] for entry in stored["resumed"]] == [10]
+    assert_same(tmp_path / "run", unbroken)
+
+
 def test_a_stop_before_the_first_checkpoint_starts_from_the_beginning(
     tmp_path: Path, unbroken: Path
 ) -> None:
     settings = config(steps=STEPS)
-    open_run(tmp_path / "run", settings).metrics.append({"step": 1, "loss": 0.0})
+    stopped = open_run(tmp_path / "run", settings)
+    with stopped.lock():
+        stopped.metrics.append({"step": 1, "loss": 0.0})
+        stopped.metrics.close()
     run(tmp_path / "run")
     assert_same(tmp_path / "run", unbroken)
 

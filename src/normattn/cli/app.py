@@ -23,6 +23,7 @@ from normattn.cli import (
     train,
 )
 from normattn.cli.failures import exit_code_of
+from normattn.stopping import asked_to_stop
 
 EPILOG = """
 **Examples**
@@ -96,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 2 a mistake in the input, 3 diverged, 130 stopped.
 
     What is wrong with the input is one sentence on stderr; a traceback is always our own bug.
+    Signals are answered a floor below, by `normattn.stopping`.
     """
     code = 0
     try:
@@ -106,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except (Exception, KeyboardInterrupt) as error:
+        if asked_to_stop():
+            raise  # The guard in `__main__` answers for whatever a stop ended in.
         known = exit_code_of(error)
         if known is None:
             raise

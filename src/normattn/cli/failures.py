@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 
 import typer
 
+from normattn.atomic import FULL, os_error_in
 from normattn.errors import DivergedError, InputError, Interrupted, NormattnError
 
 INPUT, DIVERGED, STOPPED = 2, 3, 130
@@ -23,12 +23,13 @@ def exit_code_of(error: BaseException) -> int | None:
         return STOPPED
     if isinstance(error, _UsageError):
         return _usage(error)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        say(f"no space left on the disk{_place(error)}; make room, and the same command goes on")
-        return INPUT
     if isinstance(error, NormattnError):
         say(str(error))
         return _code(error)
+    refused = os_error_in(error)
+    if refused is not None:
+        say(_refusal(refused))
+        return INPUT
     return None
 
 
@@ -57,5 +58,10 @@ def _usage(error: BaseException) -> int:
     return INPUT
 
 
-def _place(error: OSError) -> str:
-    return f" that holds {error.filename}" if error.filename else ""
+def _refusal(error: OSError) -> str:
+    """What the operating system did not do, and for which file where it says so."""
+    if error.errno in FULL:
+        place = f" that holds {error.filename}" if error.filename else ""
+        return f"no space left on the disk{place}; make room, and the same command goes on"
+    reason = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {reason}" if error.filename else reason

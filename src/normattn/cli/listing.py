@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,14 +27,14 @@ def command(
     """
     from normattn.score import registry
 
-    described = [_described(name, part) for name, part in registry.parts().items()]
+    found = [described(name, part) for name, part in registry.parts().items()]
     if as_json:
-        print(json.dumps(described, indent=2, ensure_ascii=False))
+        print(json.dumps(found, indent=2, ensure_ascii=False))
     else:
-        _show(described)
+        _show(found)
 
 
-def _described(name: str, part: type[Part]) -> dict[str, Any]:
+def described(name: str, part: type[Part]) -> dict[str, Any]:
     """Everything that is known of a part, for JSON."""
     from normattn.score.combining import combinations, needs
 
@@ -111,12 +112,8 @@ def _lines(part: dict[str, Any]) -> list[str]:
         lines.append("parameters: " + ", ".join(map(_parameter, part["parameters"])))
     if part["attention"] != "either":
         lines.append(f"{part['attention']} attention only")
-    groups: dict[str, list[dict[str, str]]] = {}
-    for each in part["excludes"]:
-        groups.setdefault(each["why"].replace(each["part"], "it"), []).append(each)
-    for group in groups.values():
-        names = ", ".join(each["part"] for each in group)
-        lines.append(f"not with {names}: {group[0]['why']}")
+    for names, why in excluded(part["excludes"]):
+        lines.append(f"not with {', '.join(names)}: {why}")
     if part["beside_rope"]:
         lines.append(f"only with RoPE named as well: {', '.join(part['beside_rope'])}")
     by_kernel: dict[str, list[str]] = {}
@@ -124,6 +121,17 @@ def _lines(part: dict[str, Any]) -> list[str]:
         by_kernel.setdefault(kernel, []).append(place)
     served = "; ".join(f"{kernel} ({', '.join(places)})" for kernel, places in by_kernel.items())
     return [*lines, f"served by {served}"]
+
+
+def excluded(excludes: Sequence[Mapping[str, str]]) -> list[tuple[list[str], str]]:
+    """The parts that another excludes, those with the same reason together, and the reason.
+
+    Reasons are the same when they differ in the part's name alone; the first one is told.
+    """
+    groups: dict[str, list[Mapping[str, str]]] = {}
+    for each in excludes:
+        groups.setdefault(each["why"].replace(each["part"], "it"), []).append(each)
+    return [([each["part"] for each in group], group[0]["why"]) for group in groups.values()]
 
 
 def _parameter(field: dict[str, Any]) -> str:

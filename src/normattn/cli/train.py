@@ -38,7 +38,9 @@ def command(
     ] = Path("runs/train"),
     corpus: Annotated[
         Text,
-        typer.Option(help="python-source, a file or folder, hf:NAME, or synthetic:copy."),
+        typer.Option(
+            help="python-source, python-packages, a file or folder, hf:NAME, synthetic:copy."
+        ),
     ] = None,
     score: Annotated[
         Text, typer.Option(help="The attention score to train with; see: normattn list.")
@@ -107,6 +109,7 @@ def _fields(
     config: Path | None, preset: str, given: dict[str, Any], changes: list[str]
 ) -> dict[str, Any]:
     """Every setting of the run, each layer over the one before."""
+    from normattn.models.block_settings import without_foreign
     from normattn.sweep import presets
     from normattn.sweep.merging import merged
     from normattn.training.config_files import read_settings
@@ -118,8 +121,10 @@ def _fields(
     if both:
         raise InputError(f"{', '.join(sorted(both))} is given both as an option and by --set")
     base = presets.load(preset).training
-    whole = merged(base, *layers, given, assigned)
     asked = merged({}, *layers, given, assigned)
+    model = without_foreign(base["model"], _value_at(asked, "model.block"))
+    base = {**base, "model": model}
+    whole = merged(base, *layers, given, assigned)
     return merged(whole, _short_warmup(base, asked))
 
 

@@ -76,7 +76,7 @@ def export_run(run: Path, out: Path, licence: str | None = None) -> None:
     stored, kind = _opened(run)
     _check_empty(out)
     config = kind.config.parse(stored.config, str(run / "config.json"))
-    model = load_any(run / MODEL).eval()
+    model = load_any(run / MODEL, config.model).eval()  # type: ignore[attr-defined]
 
     def fill(folder: Path) -> None:
         tokeniser = _write_model(model, config, run, folder)

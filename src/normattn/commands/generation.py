@@ -94,7 +94,7 @@ def generate_run(
     longest = max(len(each) for each in tokens) + max_new_tokens
     spec = _spec(config, method, longest)
     torch.set_num_threads(threads)
-    model = load_model(run / "model").to(choose_device(config.device))
+    model = load_model(run / "model", config.model).to(choose_device(config.device))
 
     def tell(text: str) -> None:
         sys.stdout.write(text)

@@ -178,7 +178,7 @@ def open_run(
     spec = given.resolve(length, factor)
     if factor is not None and _whole(given, length) == spec:
         raise InputError(f"{spec.method or 'the model as it is'} takes no factor")
-    model = load_model(run / "model").to(choose_device(device), DTYPES[dtype])
+    model = load_model(run / "model", config.model).to(choose_device(device), DTYPES[dtype])
     return RunModel(model, tokeniser, spec)
 
 

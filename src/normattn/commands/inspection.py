@@ -110,7 +110,8 @@ def inspect_run(
     chosen = _chosen(attention, config)
     _check_method(method, config)
     torch.set_num_threads(threads)
-    model = load_any(run / "model").to(choose_device(config.device))
+    expected = config.model  # type: ignore[attr-defined]
+    model = load_any(run / "model", expected).to(choose_device(config.device))
     inputs = inputs_of(config, Asked(run, text, length, windows, seed), model)
     settings = InspectionSettings(
         run=str(run),

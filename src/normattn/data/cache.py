@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from normattn import atomic
 from normattn.errors import InputError
+from normattn.locks import locked
 
 MANIFEST = "manifest.json"
 HASHED_BYTES = 256 << 20
-"""A folder up to this size is checked byte by byte when it is opened, a larger one by sizes."""
+"""A folder up to this size is read whole whenever it is opened; of a larger one only those files
+that were written to since they were last read whole."""
 
 
 def default_cache_dir() -> Path:
@@ -39,41 +41,83 @@ def cached_folder(path: Path, build: Callable[[Path], None]) -> Path:
     """
     if path.exists() and damage(path) is None:
         return path
-    with _locked(path):
+    with locked(path.with_name(f"{path.name}.lock")):
         if path.exists():
             found = damage(path)
             if found is None:
                 return path
             warnings.warn(f"the cache {path} is damaged ({found}); it is built again", stacklevel=2)
         _sweep_leftovers(path)
-        atomic.write_directory(path, lambda folder: _fill(folder, build))
+        atomic.replace_directory(path, lambda folder: _fill(folder, build))
     return path
 
 
 def damage(path: Path) -> str | None:
     """What is wrong with a cached folder, in words; None when it is whole."""
     try:
-        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        expected = {name: (int(size), str(digest)) for name, (size, digest) in files.items()}
+        expected = _manifest(path)
+        there = {each.name for each in path.iterdir()} - {MANIFEST}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read: {error}"
-    hashed = sum(size for size, _ in expected.values()) <= HASHED_BYTES
-    for name, (size, digest) in expected.items():
-        file = path / name
-        if not file.is_file():
+    for name in sorted(set(expected) | there):
+        if name not in there:
             return f"{name} is missing"
-        found = file.stat().st_size
-        if found != size:
-            return f"{name} has {found:,} bytes instead of {size:,}"
-        if hashed and sha256_of(file) != digest:
+        if name not in expected:
+            return f"{MANIFEST} does not know {name}"
+    if not expected:
+        return f"{MANIFEST} is empty"
+    try:
+        return _difference(path, expected)
+    except OSError as error:
+        return f"a file cannot be read: {error}"
+
+
+def _difference(path: Path, expected: Mapping[str, tuple[int, str]]) -> str | None:
+    """The first file whose size or content is not the expected one, in words."""
+    large = sum(size for size, _ in expected.values()) > HASHED_BYTES
+    remembered = _remembered(path) if large else {}
+    seen = {}
+    for name, (size, digest) in expected.items():
+        found = (path / name).stat()
+        if found.st_size != size:
+            return f"{name} has {found.st_size:,} bytes instead of {size:,}"
+        seen[name] = [digest, *_identity(found)]
+        if remembered.get(name) != seen[name] and sha256_of(path / name) != digest:
             return f"the content of {name} has changed"
+    if large and seen != remembered:
+        # A cache in a read-only place is read whole every time.
+        with suppress(InputError):
+            atomic.write_json(_memory(path), seen)
     return None
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int]:
+    """What differs once a file has been written to: the system sets ctime, and nobody else can."""
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _memory(path: Path) -> Path:
+    """Where it stands which files of a large folder had which content when last read whole."""
+    return path.with_name(f"{path.name}.read.json")
+
+
+def _remembered(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_memory(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _manifest(path: Path) -> dict[str, tuple[int, str]]:
+    """The size and sha256 of every file, by name."""
+    files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    return {name: (int(size), str(digest)) for name, (size, digest) in files.items()}
 
 
 def manifest(path: Path) -> dict[str, str]:
     """The sha256 of every file of a whole folder, by name."""
-    files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    return {name: str(digest) for name, (_, digest) in files.items()}
+    return {name: digest for name, (_, digest) in _manifest(path).items()}
 
 
 def sha256_of(path: Path) -> str:
@@ -94,18 +138,3 @@ def _sweep_leftovers(path: Path) -> None:
     for leftover in path.parent.glob(f".{path.name}.*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of `path`; it ends with the process, however that dies."""
-    lock = path.with_name(f"{path.name}.lock")
-    with atomic.explain_os_errors(lock):
-        try:
-            lock.parent.mkdir(parents=True, exist_ok=True)
-        except FileExistsError as error:
-            raise InputError(f"the cache folder {lock.parent} is a file") from error
-        file = lock.open("w")
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

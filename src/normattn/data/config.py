@@ -11,7 +11,8 @@ from normattn.data.synthetic import CopyTask
 class DataConfig(BaseModel):
     """Which text, how it becomes tokens, how it is split, and how much of it is tiled.
 
-    - `corpus`: "python-source" (default), a path, "hf:NAME" or "synthetic:copy".
+    - `corpus`: "python-source" (default), "python-packages", a path, "hf:NAME" or
+      "synthetic:copy".
     - `vocab_size`: entries of the byte-level BPE, separator included; at least 257 for text.
     - `test_fraction`, `validation_fraction`: shares of the documents (default 0.1 and 0.05).
     - `seed`: decides the split, and the tokens of a synthetic corpus (default 0).

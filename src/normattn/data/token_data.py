@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import overload
 
@@ -90,7 +90,8 @@ class TokenData:
 
     `vocab_size` is the configured size, the one that a model needs; the tokeniser (None for
     generated tokens) may have fewer entries when the text was small. `fingerprint` is a hash of
-    the tokens themselves: equal on every machine that has the same text.
+    the tokens themselves: equal on every machine that has the same text. `sources` are what the
+    text was taken from, each with its version, where the corpus says.
     """
 
     train: TokenSplit
@@ -99,6 +100,7 @@ class TokenData:
     tokeniser: Tokeniser | None
     vocab_size: int
     fingerprint: str
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     def split(self, name: str) -> TokenSplit:
         """The split called `name`; `InputError` for another name."""

@@ -50,7 +50,7 @@ def prepare_tokens(
     corpus = parse_corpus(config.corpus)
     folder = (cache_dir or cache.default_cache_dir()) / f"tokens-{_key(config, corpus)}"
     cache.cached_folder(folder, lambda target: _build(target, config, corpus, on_progress))
-    return _load(folder, config)
+    return _load(folder, config, corpus)
 
 
 def look_for_tokens(config: DataConfig) -> None:
@@ -100,7 +100,9 @@ def _training_texts(config: DataConfig, corpus: Corpus) -> Iterator[str]:
 
 
 def _split(document: Document, config: DataConfig) -> SplitName:
-    return split_of(document.name, config.seed, config.test_fraction, config.validation_fraction)
+    return split_of(
+        document.split_name, config.seed, config.test_fraction, config.validation_fraction
+    )
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -156,7 +158,7 @@ def _paths(folder: Path, name: SplitName) -> list[Path]:
     return [folder / f"{name}.{part}" for part in ("tokens", "ends", "names", "name_ends")]
 
 
-def _load(folder: Path, config: DataConfig) -> TokenData:
+def _load(folder: Path, config: DataConfig, corpus: Corpus) -> TokenData:
     tokeniser = Tokeniser.load(folder / _TOKENISER)
     counts = json.loads((folder / _STATISTICS).read_text(encoding="utf-8"))
     digests = cache.manifest(folder)
@@ -174,6 +176,8 @@ def _load(folder: Path, config: DataConfig) -> TokenData:
         tokeniser=tokeniser,
         vocab_size=config.vocab_size,
         fingerprint=fingerprint,
+        # The folder's name holds the corpus' fingerprint, so these are the versions it was made of.
+        sources=corpus.sources(),
     )
 
 

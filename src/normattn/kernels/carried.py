@@ -98,7 +98,6 @@ def _undo_above(ledger: Ledger, problem: Problem, plan: Plan, number: int) -> No
         ledger.undone(ledger.at)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def carried(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
     """softmax(Σ_m q_m k_mᵀ) · v, the products of this layer joining those of the layers below.
 
@@ -106,6 +105,14 @@ def carried(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t e"
     shape or see other pairs, in a recomputation by activation checkpointing, and in a second
     backward.
     """
+    # `disable` loads the compiler, which takes longer than torch itself: only where one runs.
+    if torch.compiler.is_compiling():
+        out: Tensor = torch.compiler.disable(_carried)(problem, eye)  # type: ignore[no-untyped-call]
+        return out
+    return _carried(problem, eye)
+
+
+def _carried(problem: Problem, eye: Eye | None) -> Tensor:
     state = problem.carry
     assert state is not None
     state.enter("carried", stack_of(problem))

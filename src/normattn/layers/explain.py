@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from normattn.errors import InputError
 from normattn.kernels import Problem, Visibility, reasons
@@ -106,6 +106,21 @@ def _items(lines: Sequence[str]) -> list[str]:
     return [f"  - {line}" for line in lines] or ["  - nothing"]
 
 
+class _StandIn(Tensor):
+    """A tensor without storage, which no operation takes; torch's own fakes load its compiler."""
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Any:
+        place = torch.device(device)
+        return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=place)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(f"{func} needs numbers, and a stand-in has none")
+
+
 def _stand_ins(
     shapes: tuple[Sequence[int], Sequence[int] | None, Sequence[int] | None],
     dtype: torch.dtype,
@@ -117,11 +132,7 @@ def _stand_ins(
     q_shape, k_shape, v_shape = shapes
     k_shape = q_shape if k_shape is None else k_shape
     v_shape = k_shape if v_shape is None else v_shape
-    with FakeTensorMode():
-        q, k, v = (
-            torch.empty(tuple(shape), dtype=dtype, device=device)
-            for shape in (q_shape, k_shape, v_shape)
-        )
+    q, k, v = (_StandIn(shape, dtype, device) for shape in (q_shape, k_shape, v_shape))
     check_shapes(q, k, v)
     return q, k, v
 
@@ -145,9 +156,8 @@ def _problem(spec: ScoreSpec, tensors: tuple[Tensor, Tensor, Tensor], causal: bo
         key_documents=documents,
     )
     two = spec.regime is not None and spec.regime.window is not None
-    with FakeTensorMode():
-        bias = torch.empty(heads, keys, dtype=q.dtype) if spec.bias is not None else None
-        sink = torch.empty(heads, dtype=q.dtype) if spec.sink is not None else None
+    bias = _StandIn((heads, keys), q.dtype, q.device) if spec.bias is not None else None
+    sink = _StandIn((heads,), q.dtype, q.device) if spec.sink is not None else None
     if bias is not None and spec.bias is not None and spec.bias.learned(heads):
         bias.requires_grad_()
     return Problem(

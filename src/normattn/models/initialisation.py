@@ -21,8 +21,9 @@ _TRUNCATED_STD = 0.8796256610342398
 def initialise(model: nn.Module, config: StackConfig) -> None:
     """Draw every weight matrix of `model` from a normal cut off at two deviations.
 
-    The deviation is `init_std`, or 1/√fan-in where it is None (embedding: 1/√dim, so that tied
-    logits of a normalised stream have unit variance), times a gain that keeps a deep stack calm:
+    The deviation is `init_std`, or 1/√fan-in where it is None (embedding: `embedding_std` where
+    given; else 1/√dim, so that tied logits of a normalised stream have unit variance), times a
+    gain that keeps a deep stack calm:
 
     - PreLN: the output weights of the M sub-layers by M^−½ (GPT-2);
     - DeepNorm: β of the stack on the value, output and feed-forward weights; with `init_std`
@@ -36,7 +37,8 @@ def initialise(model: nn.Module, config: StackConfig) -> None:
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            _draw(module.weight, config.init_std or config.dim**-0.5)
+            deviation = config.embedding_std or config.init_std or config.dim**-0.5
+            _draw(module.weight, deviation)
         elif isinstance(module, Attention):
             _attention(module, config)
         elif isinstance(module, CrossAttention):

@@ -17,6 +17,7 @@ from torch import nn
 from normattn import atomic
 from normattn.errors import InputError
 from normattn.models.causal_lm import CausalLM
+from normattn.runs.directory import first_difference
 
 # A class is made from its `config` alone, which is of its `config_class`.
 FORMATS = {
@@ -36,7 +37,8 @@ def save_model(model: nn.Module, directory: Path | str) -> None:
     """Write the trained model, of one of `FORMATS`, to `directory`: its settings and its weights.
 
     A post-hoc method that is switched on is not part of the trained model and is not saved.
-    config.json holds `format`, the settings under `config` and the weights' SHA-256. A directory
+    config.json holds `format`, the settings under `config`, and the SHA-256 of both
+    the settings and the weights. A directory
     that stands there is replaced as a whole if it holds a saved model or nothing. Raises
     `InputError` when it holds anything else, when the disk is full or cannot be written.
     """
@@ -52,25 +54,27 @@ def save_model(model: nn.Module, directory: Path | str) -> None:
         # By way of bytes, because a full disk is then an OSError that says so.
         content = save(tensors)
         (folder / WEIGHTS_FILE).write_bytes(content)
+        settings = config.model_dump(mode="json")
         description = {
             "format": kind,
-            "config": config.model_dump(mode="json"),
+            "config": settings,
+            "config_sha256": _digest(kind, settings),
             "weights_sha256": hashlib.sha256(content).hexdigest(),
         }
         text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False)
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
-    atomic.write_directory(place, fill)
+    atomic.replace_directory(place, fill)
 
 
-def load_model(directory: Path | str) -> CausalLM:
-    """Read a causal language model that `save_model` wrote; as `load`, of that one class."""
-    return load_as(CausalLM, directory)
+def load_model(directory: Path | str, expected: BaseModel | None = None) -> CausalLM:
+    """Read a causal language model that `save_model` wrote; as `load_any`, of that one class."""
+    return load_as(CausalLM, directory, expected)
 
 
-def load_as(kind: type[Model], directory: Path | str) -> Model:
-    """Read a model of one class; `InputError` when another one is saved there."""
-    model = load_any(directory)
+def load_as(kind: type[Model], directory: Path | str, expected: BaseModel | None = None) -> Model:
+    """Read a model of one class as `load_any` does; `InputError` when another is saved there."""
+    model = load_any(directory, expected)
     if not isinstance(model, kind):
         raise InputError(
             f"{directory} holds a {type(model).__name__}, but a {kind.__name__} is needed here"
@@ -78,16 +82,22 @@ def load_as(kind: type[Model], directory: Path | str) -> Model:
     return model
 
 
-def load_any(directory: Path | str) -> nn.Module:
+def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Module:
     """Read a model that `save_model` wrote; the result is in training mode, on the CPU.
 
-    The global random state is left as it was. Raises `InputError` for a missing or damaged file,
-    an unknown format or setting, and weights that are not those of the configuration.
+    `expected` are the settings that the run says it was trained with. The global random state is
+    left as it was. Raises `InputError` for a missing or damaged file, an unknown format or setting,
+    settings that are not the expected ones or were changed since they were saved, and weights that
+    are not those of the configuration.
+
+    Models saved before the settings had a digest are read without that check; where `expected` is
+    given, as it is for every run, they are compared with it all the same.
     """
     place = Path(directory)
     description = _read_description(place / CONFIG_FILE)
     kind = _class_of(description["format"])
     config = _read_config(kind, description, place / CONFIG_FILE)
+    _check_settings(config, expected, description, place / CONFIG_FILE)
     tensors = _read_weights(place / WEIGHTS_FILE, description)
     with torch.random.fork_rng(devices=[]):
         model = kind(config)
@@ -96,6 +106,31 @@ def load_any(directory: Path | str) -> nn.Module:
         # A model saved in bfloat16 comes back in bfloat16.
         value.data = tensors[name]
     return model
+
+
+def _check_settings(
+    config: BaseModel, expected: BaseModel | None, description: dict[str, Any], path: Path
+) -> None:
+    """Other settings make another model of the same weights, and no size need tell."""
+    if expected is not None:
+        found = first_difference(expected.model_dump(mode="json"), config.model_dump(mode="json"))
+        if found is not None:
+            field, wanted, stored = found
+            raise InputError(
+                f"{path} is not of the model that the run describes: {field} is {stored} there "
+                f"and {wanted} in the run's configuration"
+            )
+    digest = description.get("config_sha256")
+    if digest is not None and digest != _digest(description["format"], description["config"]):
+        raise InputError(
+            f"{path} was changed after the model was saved: its settings do not match their SHA-256"
+        )
+
+
+def _digest(kind: str, config: dict[str, Any]) -> str:
+    """The SHA-256 of a model's format and settings, however the file is laid out."""
+    text = json.dumps([kind, config], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _format_of(model: nn.Module) -> str:
@@ -134,7 +169,7 @@ def _read_description(path: Path) -> dict[str, Any]:
         raise InputError(
             f"{path} does not describe a model of a format known here: {', '.join(FORMATS)}"
         )
-    unknown = sorted(set(description) - {"format", "config", "weights_sha256"})
+    unknown = sorted(set(description) - {"format", "config", "config_sha256", "weights_sha256"})
     if unknown:
         raise InputError(f"{path} has the unknown field {unknown[0]!r}")
     for name in ("config", "weights_sha256"):

@@ -96,7 +96,12 @@ class Blocks(nn.ModuleList):
 def make_norm(config: StackConfig) -> LayerNorm | RMSNorm:
     """One norm over the width, of the configured kind."""
     if config.norm == "rms":
-        return RMSNorm(config.dim, config.norm_eps, gain=config.norm_gain)
+        return RMSNorm(
+            config.dim,
+            config.norm_eps,
+            gain=config.norm_gain,
+            eps_placement=config.eps_placement,
+        )
     return LayerNorm(config.dim, config.norm_eps, gain=config.norm_gain, bias=config.norm_gain)
 
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from normattn.errors import InputError
 from normattn.layers.placement import deepnorm_factors
+from normattn.models.block_settings import OWN_SETTINGS
 from normattn.score import Score, ScoreSpec
 
 Size = Annotated[int, Field(ge=1, strict=True)]
@@ -25,10 +26,14 @@ class StackConfig(BaseModel):
     setting of the other kind of block is refused, not ignored, and so is one of a norm where the
     placement has none. `hidden` is the feed-forward width (None: 8/3 of `dim` for SwiGLU, 4 `dim`
     for GELU). `shared_layers`: all layers are one block with one set of weights (ALBERT, arXiv
-    1909.11942). `qkv_bias`: queries, keys and values of self-attention have a bias (Qwen2), which
-    starts at 0; a dump leaves it out where it is off. `init_std` is the weights' standard deviation
-    (None: 1/√fan-in, see `models.initialisation`). Raises `InputError` with one sentence per value
-    out of range.
+    1909.11942). `eps_placement`: where an RMSNorm adds `norm_eps`, inside or outside the square
+    root (`layers.norms.RMSNorm`). `qkv_bias`: queries, keys and values of self-attention have a
+    bias (Qwen2), which starts at 0. `init_std` is the weights' standard deviation (None:
+    1/√fan-in, see `models.initialisation`), `embedding_std` the embedding's (None: as the
+    weights'). Where the embedding is normalised and is the head too, a model that has learned
+    nothing gives its own input token a logit of embedding_std · dim: the first loss is near ln V
+    while that is well below ln V. A dump leaves out what came later and is off: `eps_placement`,
+    `qkv_bias`, `embedding_std`. Raises `InputError` with one sentence per value out of range.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,15 +51,22 @@ class StackConfig(BaseModel):
     norm: Literal["rms", "layer"] = "rms"
     norm_gain: bool = True
     norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
+    # Left out of a dump where it is off: runs that were made before it stay the same.
+    eps_placement: Annotated[
+        Literal["inside", "outside"], Field(exclude_if=lambda place: place == "inside")
+    ] = "inside"
     feed_forward: Literal["swiglu", "gelu"] = "swiglu"
     hidden: Size | None = None
     key_size: Size = 128
     expansion: Size = 2
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     shared_layers: bool = False
-    # Left out of a dump where it is off: runs that were made before it stay the same.
     qkv_bias: Annotated[bool, Field(exclude_if=lambda on: not on)] = False
     init_std: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    embedding_std: Annotated[
+        Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
+        Field(exclude_if=lambda deviation: deviation is None),
+    ] = None
 
     if not TYPE_CHECKING:  # The checker keeps the fields' own signature.
 
@@ -100,12 +112,11 @@ class StackConfig(BaseModel):
 
     def _check_block(self) -> None:
         if self.block == "gau":
-            unused = ("kv_heads", "head_dim", "feed_forward", "hidden", "qkv_bias")
-            self._refuse_unused("gau", unused)
             if self.heads != 1:
                 raise InputError(f"a gated attention unit has one head; heads is {self.heads}")
+            self._refuse_unused("gau", OWN_SETTINGS["mha"])
             return
-        self._refuse_unused("mha", ("key_size", "expansion"))
+        self._refuse_unused("mha", OWN_SETTINGS["gau"])
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise InputError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly")
         if self.head_dim is None and self.dim % self.heads:
@@ -116,8 +127,13 @@ class StackConfig(BaseModel):
 
     def _check_norm(self) -> None:
         if self.placement not in NORMLESS:
+            if self.norm == "layer" and self.eps_placement != "inside":
+                raise InputError(
+                    "eps_placement has no meaning for norm 'layer', whose eps is added to the "
+                    "variance; leave it out, or choose norm 'rms'"
+                )
             return
-        for name in ("norm", "norm_gain", "norm_eps"):
+        for name in ("norm", "norm_gain", "norm_eps", "eps_placement"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise InputError(
                     f"{name} has no meaning for placement {self.placement!r}; leave it out"

@@ -19,7 +19,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from normattn.atomic import write_directory
+from normattn.atomic import replace_directory
 from normattn.errors import InputError
 from normattn.runs.reading import read_object
 
@@ -59,7 +59,7 @@ class Checkpoints:
             (temporary / "tensors.safetensors").write_bytes(content)
             (temporary / "meta.json").write_text(json.dumps(described, indent=2) + "\n", "utf-8")
 
-        write_directory(folder, fill)
+        replace_directory(folder, fill)
         for old in self._folders()[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
         return folder

@@ -6,20 +6,19 @@ Layout: `config.json` (kind and the whole resolved configuration), `status.json`
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
-from normattn.atomic import explain_os_errors, write_json
+from normattn.atomic import write_json
 from normattn.errors import InputError
+from normattn.locks import InUseError, locked
 from normattn.runs.checkpoints import Checkpoints
 from normattn.runs.metrics import MetricsLog
 from normattn.runs.reading import read_object
@@ -53,54 +52,69 @@ def read_status(path: Path) -> RunStatus | None:
     if not file.exists():
         return None
     stored = read_object(file)
-    try:
-        status = RunStatus(**stored)
-    except TypeError as error:
-        raise InputError(f"{file} is damaged: {error}") from error
-    if status.state not in get_args(State):
-        raise InputError(f"{file} is damaged: unknown state {status.state!r}")
-    return status
+    problem = _status_problem(stored)
+    if problem is not None:
+        raise InputError(f"{file} is damaged: {problem}; rerun the run's command to write it again")
+    return RunStatus(**stored)
+
+
+def _status_problem(stored: dict[str, Any]) -> str | None:
+    """What is wrong with the fields of a status, in words."""
+    kinds = {"state": str, "step": int, "steps": int, "message": str}
+    for name, kind in kinds.items():
+        if name not in stored and name != "message":
+            return f"it lacks {name!r}"
+        if name in stored and type(stored[name]) is not kind:
+            return f"{name} is {stored[name]!r:.40}, expected {kind.__name__}"
+    unknown = sorted(set(stored) - set(kinds))
+    if unknown:
+        return f"unknown field {unknown[0]!r:.40}"
+    if stored["state"] not in get_args(State):
+        return f"unknown state {stored['state']!r:.40}"
+    return None
 
 
 class RunDirectory:
     """The directory of one run.
 
-    `RunDirectory.open(path, config, kind)` creates it or comes back to it; a directory that holds
-    another configuration, another kind of run, or files that are no run at all is refused with an
-    `InputError` and left as it was. Only the holder of `lock()` writes.
+    `RunDirectory.open(path, config, kind)` looks at the place and writes nothing; `lock()` makes
+    the run there, or goes on with it. A directory that holds another configuration, another kind
+    of run, or files that are no run at all is refused by both with an `InputError` and left as it
+    was. Only the holder of `lock()` writes, the configuration included, and the configuration is
+    written once: the holder's is the one on disk.
     """
 
-    def __init__(self, path: Path, kind: str, config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        config: dict[str, Any],
+        changeable: frozenset[str] = frozenset(),
+    ) -> None:
         self.path = path
         self.kind = kind
         self.config = config
         self.metrics = MetricsLog(path / "metrics.jsonl")
         self.checkpoints = Checkpoints(path / "checkpoints")
+        self._changeable = changeable
 
     @classmethod
     def open(
         cls, path: Path, config: BaseModel, kind: str, changeable: Collection[str] = ()
     ) -> RunDirectory:
-        """Create the run in `path`, or reopen it when it holds the same configuration.
+        """The run of this configuration that `path` holds or may hold; nothing is written.
 
         `changeable` names dotted fields that may differ from the stored ones because the results
         do not depend on them; the stored value stays on record.
         """
-        path = Path(path)
-        wanted = config.model_dump(mode="json")
-        file = path / "config.json"
-        if file.exists():
-            run = cls.existing(path, kind)
-            _check_same(run.config, wanted, frozenset(changeable), path)
-            return run
-        _check_empty(path)
-        write_json(file, {"format": FORMAT, "kind": kind, "config": wanted})
-        return cls(path, kind, wanted)
+        run = cls(Path(path), kind, config.model_dump(mode="json"), frozenset(changeable))
+        run._take_stored()
+        return run
 
-    @staticmethod
-    def check_place(path: Path) -> None:
-        """Raise `InputError` unless `path` is absent or an empty directory, fit for a new run."""
-        _check_empty(Path(path))
+    @property
+    def begun(self) -> bool:
+        """Whether the configuration is on disk."""
+        return (self.path / "config.json").exists()
 
     @classmethod
     def existing(cls, path: Path, kind: str | None = None) -> RunDirectory:
@@ -136,31 +150,44 @@ class RunDirectory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the only writer; `InputError` when another process is. The kernel frees it at exit."""
-        file = self.path / ".lock"
-        with explain_os_errors(file):
-            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
-                raise InputError(
-                    f"the run in {self.path} is in use by process {holder}; wait for it, stop it, "
-                    "or choose another directory"
-                ) from error
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-            self._check_unchanged()
+        """Be the only writer, with this run's configuration on disk.
+
+        `InputError` when another process is, or another run came to be here since `open`. The
+        lock ends with the process, however that dies.
+        """
+        # Looked at before the lock is taken: who will be refused must not keep others out.
+        self._take_stored()
+        with self._alone():
+            if not self._take_stored():
+                stored = {"format": FORMAT, "kind": self.kind, "config": self.config}
+                write_json(self.path / "config.json", stored)
             self._remove_leftovers()
             yield
-        finally:
-            os.close(handle)
 
-    def _check_unchanged(self) -> None:
-        """Between `open` and `lock` another process may have created a different run here."""
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.path / ".lock", seconds=0.0))
+            except InUseError as error:
+                raise InputError(
+                    f"the run in {self.path} is in use by process {error.holder}; wait for it, "
+                    "stop it, or choose another directory"
+                ) from error
+            yield
+
+    def _take_stored(self) -> bool:
+        """Take the configuration on disk if it is this one; False where there is none yet."""
+        if not self.begun:
+            foreign = _foreign_in(self.path)
+            # Whoever began the run between the two looks put more there than the configuration.
+            if not self.begun:
+                _refuse_foreign(self.path, foreign)
+                return False
         stored = type(self).existing(self.path, self.kind)
-        _check_same(stored.config, self.config, frozenset(), self.path)
+        _check_same(stored.config, self.config, self._changeable, self.path)
+        self.config = stored.config
+        return True
 
     def _remove_leftovers(self) -> None:
         """Drop what a killed writer left beside its target; it was never part of the run."""
@@ -176,12 +203,16 @@ class RunDirectory:
                     entry.unlink(missing_ok=True)
 
 
-def _check_empty(path: Path) -> None:
+def _foreign_in(path: Path) -> list[str]:
+    """What a place for a run holds that is not ours."""
     if not path.exists():
-        return
+        return []
     if not path.is_dir():
         raise InputError(f"{path} is a file; expected a new or empty directory for the run")
-    foreign = sorted(e.name for e in path.iterdir() if not _OURS_BEFORE_CONFIG.fullmatch(e.name))
+    return sorted(e.name for e in path.iterdir() if not _OURS_BEFORE_CONFIG.fullmatch(e.name))
+
+
+def _refuse_foreign(path: Path, foreign: list[str]) -> None:
     if foreign:
         raise InputError(
             f"{path} holds other files ({', '.join(foreign[:3])}{', …' * (len(foreign) > 3)}) but "

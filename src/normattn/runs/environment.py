@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from normattn.atomic import write_json
+from normattn.errors import InputError
 from normattn.runs.reading import read_object
 
 PACKAGES = ("normattn", "torch", "numpy", "tokenizers", "safetensors")
@@ -37,23 +38,40 @@ def record_environment(path: Path, current: dict[str, Any], step: int) -> list[s
     """Store `current` in the file `path`; return the differences from the last one stored.
 
     The file holds `{"started": …, "resumed": [{"step": …, "environment": …}]}`; a resume is added
-    only where something changed. Each difference reads "torch 2.12.0 → 2.13.0".
+    only where something changed. A damaged file is begun anew, with a warning, because a run's
+    results do not depend on it. Each difference reads "torch 2.12.0 → 2.13.0".
     """
     if step == 0 or not path.exists():
         write_json(path, {"started": current, "resumed": []})
         return []
-    stored = read_object(path)
-    resumed = stored.get("resumed") or []
-    last = resumed[-1]["environment"] if resumed else stored.get("started", {})
+    stored = _stored(path)
+    last = stored["resumed"][-1]["environment"] if stored["resumed"] else stored["started"]
     changed = [
         f"{key} {last.get(key, 'unknown')} → {current.get(key, 'unknown')}"
         for key in [*current, *(key for key in last if key not in current)]
-        if last.get(key) != current.get(key)
+        if last and last.get(key) != current.get(key)
     ]
-    if changed:
-        resumed.append({"step": step, "environment": current})
+    if changed or not last:
+        resumed = [*stored["resumed"], {"step": step, "environment": current}]
         write_json(path, {**stored, "resumed": resumed})
     return changed
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    """What is on record; where that is damaged, a record that begins anew, and a warning."""
+    try:
+        stored = read_object(path)
+        begun, resumed = stored["started"], stored["resumed"]
+        whole = isinstance(begun, dict) and isinstance(resumed, list)
+        if whole and all(isinstance(each["environment"], dict) for each in resumed):
+            return stored
+        problem = f"{path} is damaged: expected started and resumed"
+    except (LookupError, TypeError):
+        problem = f"{path} is damaged: expected started and resumed"
+    except InputError as error:
+        problem = str(error)
+    print(f"warning: {problem}; what the run ran on before is lost", file=sys.stderr)
+    return {"started": {}, "resumed": []}
 
 
 def _version(package: str) -> str:

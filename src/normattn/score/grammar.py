@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import types
 import typing
@@ -82,9 +83,15 @@ def _parse_part(match: re.Match[str], text: str) -> Given:
     return part, fields
 
 
+@functools.cache
+def _hints(part: type[Part]) -> dict[str, Any]:
+    """The types of a part's fields; evaluating annotations costs more than all else here."""
+    return typing.get_type_hints(part)
+
+
 def make(part: type[Part], values: dict[str, Any], text: str) -> Part:
     """The part with these values, each read as the type of its field."""
-    hints = typing.get_type_hints(part)
+    hints = _hints(part)
     known = {field.name for field in dataclasses.fields(part)}
     for key in values:
         if key not in known:

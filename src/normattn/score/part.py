@@ -46,6 +46,28 @@ class Slot(StrEnum):
     DOCUMENTS = "documents"
     LAYOUT = "layout"
 
+    @property
+    def says(self) -> str:
+        """What a part in this slot decides, in the words of `Part`'s equation."""
+        return _SAYS[self]
+
+
+_SAYS = {
+    Slot.VARIANT: "N_q, N_k and the constant part of λ",
+    Slot.LOGN: "how λ grows with n",
+    Slot.ORDER: "normalise after the rotation, N(P x)",
+    Slot.POSITION: "P; RoPE, unnamed, unless it has parameters",
+    Slot.SPECTRUM: "other rotary frequencies, after training",
+    Slot.REGIME: "two regimes of relative position, after training",
+    Slot.CARRY: "r: what the layers below hand on",
+    Slot.BIAS: "b, by distance",
+    Slot.CAP: "cap·tanh(s/cap)",
+    Slot.SINK: "one more logit per head in the denominator",
+    Slot.VISIBLE: "keys within a window only",
+    Slot.DOCUMENTS: "documents in one row do not see each other",
+    Slot.LAYOUT: "different scores in different layers",
+}
+
 
 @dataclass(frozen=True)
 class Part:
@@ -61,6 +83,8 @@ class Part:
     summary: ClassVar[str]
     equation: ClassVar[str]
     source: ClassVar[str]
+    used_by: ClassVar[str] = ""
+    """Well-known models that have it, for the reader."""
     when: ClassVar[When]
     needs_rotary: ClassVar[bool] = False
 

@@ -43,10 +43,11 @@ def parts() -> Mapping[str, type[Part]]:
 
 def find(name: str) -> type[Part]:
     """The part of that name; `InputError` names the nearest ones when there is none."""
-    known = parts()
+    _discover()
     name = _ALIASES.get(name, name)
-    if name in known:
-        return known[name]
+    if name in _PARTS:
+        return _PARTS[name]
+    known = parts()
     lowered = {key.lower(): key for key in known}
     near = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(lowered[key] for key in near)}" if near else ""

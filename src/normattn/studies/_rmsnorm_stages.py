@@ -75,7 +75,9 @@ class ClassifyStage(Stage):
         """Classify, unless it is on record."""
         if self.is_done():
             return None
-        model = load_as(Classifier, self.place / MODEL).to(choose_device(self.config.device))
+        model = load_as(Classifier, self.place / MODEL, self.config.model).to(
+            choose_device(self.config.device)
+        )
         record = evaluate_classifier(
             model,
             data,

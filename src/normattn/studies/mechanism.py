@@ -118,7 +118,9 @@ class LookStage(Stage):
         """Measure, unless it was."""
         if self.is_done():
             return
-        model = load_model(self.place / MODEL).to(choose_device(self.config.device))
+        model = load_model(self.place / MODEL, self.config.model).to(
+            choose_device(self.config.device)
+        )
         texts = evaluation_set(data, self.config.model.train_length, self.settings, self.evaluation)
         measured = measure_mechanism(
             model,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
-from normattn.errors import DivergedError, InputError, Interrupted
+from normattn.errors import DivergedError, InputError
+from normattn.locks import InUseError, locked
 from normattn.measure import frame
 from normattn.runs.reading import read_object
 from normattn.sweep.jobs import DIVERGED, FINISHED, watch_parent
@@ -30,14 +27,14 @@ Find = Callable[[str], Study]
 def run_cell(job: Path, find: Find, parent: int = 0) -> int:
     """Do what `job`/cell.json says and is not yet done; return the exit code (0, or 3: diverged).
 
-    `parent` is the process without which this one is to stop (0: none). Raises `Interrupted` when
-    stopped; training then left a checkpoint, and evaluations are whole or absent.
+    `parent` is the process without which this one is to stop (0: none). Stopped,
+    training leaves a checkpoint, and evaluations are whole or absent.
     """
     if parent:
         watch_parent(parent)
     paths = CellPaths.of_job(job)
     cell = read_cell(paths.settings, find)
-    with _raise_when_stopped(), _only_one(paths.lock):
+    with _only_one(paths.lock):
         data = cell.prepare()
         for number, stage in enumerate(cell.stages(paths)):
             try:
@@ -74,37 +71,14 @@ def _noting(path: Path, stage: int, phase: str) -> Note:
 
 
 @contextmanager
-def _raise_when_stopped() -> Iterator[None]:
-    """Turn SIGTERM and SIGINT into `Interrupted`; while it trains, the loop's own handler acts."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(f"stopped by {signal.Signals(number).name}; the same command goes on")
-
-    before = {kind: signal.signal(kind, stop) for kind in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
-
-
-@contextmanager
 def _only_one(lock: Path) -> Iterator[None]:
     """Be the only one here; an orphan of a killed parent first saves its state and goes."""
-    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + LOCK_SECONDS
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise InputError(
-                        f"another process has worked on {lock.parent} for "
-                        f"{LOCK_SECONDS:.0f} s; stop it first"
-                    ) from error
-                time.sleep(0.1)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(lock, LOCK_SECONDS))
+        except InUseError as error:
+            raise InputError(
+                f"process {error.holder} has worked on {lock.parent} for "
+                f"{LOCK_SECONDS:.0f} s; stop it first"
+            ) from error
         yield
-    finally:
-        os.close(handle)

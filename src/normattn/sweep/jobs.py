@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from normattn.errors import Interrupted
+from normattn.stopping import HandledElsewhere
 
 FINISHED, DIVERGED = 0, 3
 GRACE_SECONDS = 60.0
@@ -66,7 +67,8 @@ def stop_signals() -> Iterator[StopRequest]:
     kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {kind: signal.signal(kind, request.handle) for kind in kinds}
     try:
-        yield request
+        with HandledElsewhere():
+            yield request
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)

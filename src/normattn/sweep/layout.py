@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.atomic import write_json
+from normattn.errors import InputError
 from normattn.runs.reading import read_object
 
 
@@ -68,8 +69,8 @@ class CellPaths:
 
 
 def write_if_changed(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` as JSON unless it stands there already."""
-    if not path.exists() or read_object(path) != value:
+    """Write `value` as JSON unless it stands there already, whole."""
+    if peek(path) != value:
         write_json(path, value)
 
 
@@ -81,9 +82,8 @@ def note_progress(path: Path, value: dict[str, Any]) -> None:
 
 
 def peek(path: Path) -> dict[str, Any]:
-    """What `note_progress` left; empty when there is nothing (yet)."""
+    """The object in a small file that can be written again; empty where there is none whole."""
     try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+        return read_object(path)
+    except InputError:
         return {}
-    return found if isinstance(found, dict) else {}

@@ -113,7 +113,7 @@ def evaluate_trained(
     if status is None or status.state != "finished":
         state = f"is {status.state} at step {status.step}" if status else "has not begun"
         raise InputError(f"the run in {run} {state}; only a finished run can be evaluated")
-    model = load_model(run / MODEL).to(choose_device(config.device))
+    model = load_model(run / MODEL, config.model).to(choose_device(config.device))
     done = 0
 
     def count(measured: pl.DataFrame) -> None:

@@ -114,7 +114,9 @@ class KeptStage(Stage):
                 note(done, len(steps) * len(sets), "")
 
             evaluate_run(
-                load_model(self._model(step)).to(choose_device(self.config.device)),
+                load_model(self._model(step), self.config.model).to(
+                    choose_device(self.config.device)
+                ),
                 sets,
                 seed=self.config.seed,
                 methods=[self._continued.method],

@@ -13,6 +13,7 @@ from normattn.data import TokenData, TrainingBatches, look_for_tokens, prepare_t
 from normattn.models.accounting import flops_per_token, parameter_count
 from normattn.training.config import TrainingConfig
 from normattn.training.continuation import new_model
+from normattn.training.corpus_record import leave_corpus
 from normattn.training.loop_config import CHANGEABLE
 from normattn.training.reports import TrainingResult
 from normattn.training.seeds import derive_seed
@@ -81,9 +82,8 @@ class CausalWorkload(Workload[TrainingConfig, TokenData]):
         return Cost(trained=tokens, flops=tokens * per_token, parameters=parameters)
 
     def export(self, task: Task, data: TokenData, out: Path) -> None:
-        """The tokeniser, if there is one, and the model."""
-        if data.tokeniser is not None:
-            data.tokeniser.save(out / "tokeniser.json")
+        """The tokeniser, what the text was taken from, and the model."""
+        leave_corpus(data, out)
         super().export(task, data, out)
 
 

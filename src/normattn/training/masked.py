@@ -17,6 +17,7 @@ from normattn.data.masking import MaskedBatches, MaskedRows, Masking
 from normattn.models.accounting import parameter_count, stack_flops
 from normattn.models.masked_config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
+from normattn.training.corpus_record import leave_corpus
 from normattn.training.loop_config import LoopConfig
 from normattn.training.reports import TrainingResult
 from normattn.training.seeds import derive_seed
@@ -148,9 +149,8 @@ class MaskedWorkload(Workload[MaskedConfig, TokenData]):
         return Cost(trained=rows * length, flops=flops, parameters=masked_parameters(model))
 
     def export(self, task: Task, data: TokenData, out: Path) -> None:
-        """The tokeniser, if there is one, and the model."""
-        if data.tokeniser is not None:
-            data.tokeniser.save(out / "tokeniser.json")
+        """The tokeniser, what the text was taken from, and the model."""
+        leave_corpus(data, out)
         super().export(task, data, out)
 
 

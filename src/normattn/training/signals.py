@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from normattn.stopping import SIGNALS, HandledElsewhere
 
 
 class StopRequest:
@@ -36,10 +36,11 @@ def stop_on_signals() -> Iterator[StopRequest]:
         for known, handler in before.items():
             signal.signal(known, handler)
 
-    for known in STOP_SIGNALS:
+    for known in SIGNALS:
         before[known] = signal.signal(known, note) or signal.SIG_DFL
     try:
-        yield request
+        with HandledElsewhere():
+            yield request
     finally:
         for known, handler in before.items():
             signal.signal(known, handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -94,8 +95,7 @@ def train_workload(
         data = workload.prepare(config)
         shares = place.size * config.accumulate
         workload.check(config, data, shares)
-        place.on_main(lambda: _create(workload, config, out))
-        run = RunDirectory.existing(out, workload.kind)
+        run = _open(workload, config, out)
 
         def make_task(place: World) -> Task:
             return workload.task(config, data, place.device, shares)
@@ -132,21 +132,13 @@ def _open(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> RunDir
     return RunDirectory.open(out, config, workload.kind, changeable=workload.changeable)
 
 
-def _create(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> None:
-    _open(workload, config, out)
-
-
 def _finished(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> TrainingResult | None:
     """The result of a run that is done; None where there is work left.
 
     A directory that cannot hold this run is refused here, before data is prepared for it.
     """
-    if not (out / "config.json").exists():
-        RunDirectory.check_place(out)
-        return None
     run = _open(workload, config, out)
-    status = run.status
-    if status is None or status.state != "finished":
+    if not run.begun or not _is_finished(run):
         return None
     records = read_metrics(run.metrics.path)
     if not records or not (out / MODEL).is_dir():
@@ -158,3 +150,13 @@ def _finished(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> Tr
     known = {"step", "loss", "gradient_norm", "learning_rate", "tokens"}
     metrics = {name: value for name, value in last.items() if name not in known}
     return TrainingResult(out, last["step"], last["tokens"], last["loss"], metrics)
+
+
+def _is_finished(run: RunDirectory) -> bool:
+    """Whether the status says so; a damaged one says nothing, and the run goes on."""
+    try:
+        status = run.status
+    except InputError as error:
+        print(f"warning: {error}; the run goes on from its last checkpoint", file=sys.stderr)
+        return False
+    return status is not None and status.state == "finished"

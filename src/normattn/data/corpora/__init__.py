@@ -1,4 +1,4 @@
-"""Corpora as values: `parse_corpus("python-source")`, a path, or `hf:NAME`.
+"""Corpora as values: `python-source`, `python-packages`, a path, or `hf:NAME`.
 
 A new kind of corpus, or a new file format, is one new file in this folder that registers itself.
 """
@@ -17,12 +17,15 @@ from normattn.errors import InputError
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
+_EXPECTED = "python-source, python-packages, the path of a file or folder, or hf:NAME"
+
 
 def parse_corpus(text: str) -> Corpus:
     """The corpus that an address names: `body` or `body?option=value&…`.
 
-    `python-source`, the path of a file or a folder, or `hf:NAME`. Raises `InputError` for
-    anything else, with the nearest name, and for options that the kind does not know.
+    `python-source`, `python-packages`, the path of a file or a folder, or `hf:NAME`. Raises
+    `InputError` for anything else, with the nearest name, and for options that the kind does not
+    know.
     """
     body, options = _split(text)
     for kind in kinds().values():
@@ -34,7 +37,7 @@ def parse_corpus(text: str) -> Corpus:
 def _split(text: str) -> tuple[str, dict[str, str]]:
     body, mark, query = text.partition("?")
     if not text.strip():
-        raise InputError("the corpus has no name: expected python-source, a path, or hf:NAME")
+        raise InputError(f"the corpus has no name: expected {_EXPECTED}")
     if not mark or Path(text).expanduser().exists():
         return text, {}
     try:
@@ -48,10 +51,7 @@ def _unknown(body: str) -> str:
     named = [name for name in kinds() if name != "path"]
     near = difflib.get_close_matches(body, named, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return (
-        f"corpus {body!r} does not exist: {hint}expected python-source, "
-        "the path of a file or folder, or hf:NAME"
-    )
+    return f"corpus {body!r} does not exist: {hint}expected {_EXPECTED}"
 
 
 __all__ = ["Corpus", "Document", "kinds", "parse_corpus", "register"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from normattn.data.corpora.corpus import Document
 
@@ -44,5 +45,5 @@ def capped(documents: Iterable[Document], limit: int | None) -> Iterator[Documen
         head = raw[:left].decode(errors="ignore")
         text = head[: head.rfind("\n") + 1] or head
         if text:
-            yield Document(document.name, text)
+            yield replace(document, text=text)
         return

@@ -12,10 +12,19 @@ from normattn.errors import InputError
 
 @dataclass(frozen=True)
 class Document:
-    """One piece of text and the name that places it in a split (unique inside its corpus)."""
+    """One piece of text, its name (unique inside its corpus), and what places it in a split.
+
+    Documents of one `group` stand in one split; without a group a document is its own.
+    """
 
     name: str
     text: str
+    group: str | None = None
+
+    @property
+    def split_name(self) -> str:
+        """The name by which the split is decided."""
+        return self.name if self.group is None else self.group
 
 
 class Corpus(ABC):
@@ -52,6 +61,10 @@ class Corpus(ABC):
     @abstractmethod
     def total_bytes(self) -> int | None:
         """About how many bytes of text there are; None when that is only known at the end."""
+
+    def sources(self) -> dict[str, str]:
+        """What the text was taken from, each with its version; empty where nothing is versioned."""
+        return {}
 
     @abstractmethod
     def __str__(self) -> str: ...

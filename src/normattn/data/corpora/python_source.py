@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import platform
 import sysconfig
-import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import ClassVar
 
 from normattn.data.corpora.budget import capped, spread
 from normattn.data.corpora.corpus import Corpus, Document, register, take_options
-from normattn.data.corpora.reading import open_bytes
+from normattn.data.corpora.reading import decode_python, open_bytes
 from normattn.errors import InputError
 
 # `encodings` is a hundred tables from one template: they would stand on both sides of a split.
@@ -63,6 +61,10 @@ class PythonSource(Corpus):
         """The size of all files."""
         return sum(path.stat().st_size for _, path in _files())
 
+    def sources(self) -> dict[str, str]:
+        """The Python version."""
+        return {"python": platform.python_version()}
+
     def __str__(self) -> str:
         return self.kind
 
@@ -99,9 +101,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _decoded(raw: bytes, path: Path) -> str:
-    """Decode by the language's own rule: the declared encoding, else UTF-8."""
     try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
-        return raw.decode(encoding)
+        return decode_python(raw)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not encoded as Python source must be: {error}") from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import io
+import tokenize
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +46,15 @@ def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> InputError:
         f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset} ({error.reason}); "
         "convert the file to UTF-8 first"
     )
+
+
+def decode_python(raw: bytes) -> str:
+    """Python source decoded by the language's own rule: the declared encoding, else UTF-8.
+
+    Raises `SyntaxError` for an unknown encoding and `UnicodeDecodeError` for bytes that are not it.
+    """
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+    return raw.decode(encoding)
 
 
 def read_text(path: Path) -> str:

@@ -27,6 +27,7 @@ class ALiBi(BiasPart):
     summary: ClassVar[str] = "a penalty that grows linearly with distance"
     equation: ClassVar[str] = "b = −m_h·|i−j|, m_h = 2^(−8h/H), h = 1 … H"
     source: ClassVar[str] = "arXiv 2108.12409"
+    used_by: ClassVar[str] = "BLOOM, MPT"
 
     def values(
         self, distance: Float[Tensor, " r"], heads: int, learned: Mapping[str, Tensor]

@@ -30,6 +30,7 @@ class DynamicNTK(SpectrumPart):
     summary: ClassVar[str] = "NTK-aware scaling that grows by blocks of the training length"
     equation: ClassVar[str] = "θ'_m = (base·(s·n/L − (s − 1))^(d/(d−2)))^(−2m/d), n = L·⌈(i + 1)/L⌉"
     source: ClassVar[str] = "arXiv 2309.00071 (section 3.3), kexue.fm/archives/9708"
+    used_by: ClassVar[str] = "an option of many RoPE decoders in transformers"
     moving: ClassVar[bool] = True
     factor: float = 1.0
 

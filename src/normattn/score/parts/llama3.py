@@ -29,6 +29,7 @@ class Llama3(StretchedSpectrum):
         "θ'_m = (1 − t)·θ_m/s + t·θ_m, t = clamp((L·θ_m/2π − low)/(high − low), 0, 1)"
     )
     source: ClassVar[str] = "arXiv 2407.21783; github.com/meta-llama/llama-models"
+    used_by: ClassVar[str] = "Llama 3.1, 3.2 and 3.3"
     low: float = 1.0
     high: float = 4.0
 

@@ -30,6 +30,7 @@ class LongRoPE(StretchedSpectrum):
     summary: ClassVar[str] = "a searched divisor for each frequency, sharper logits"
     equation: ClassVar[str] = "θ'_m = θ_m/λ_m; λ ← λ·(1 + ln s/ln L)"
     source: ClassVar[str] = "arXiv 2402.13753"
+    used_by: ClassVar[str] = "Phi-3 and Phi-4-mini, long-context releases"
     factors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ class PartialRoPE(RotaryPosition):
     summary: ClassVar[str] = "rotary position on some of the features"
     equation: ClassVar[str] = "P_i: RoPE on the first r = 2⌊fraction·d/2⌋ features"
     source: ClassVar[str] = "arXiv 2204.06745 (GPT-NeoX)"
+    used_by: ClassVar[str] = "GPT-NeoX, Phi"
     fraction: float = 0.5
 
     def __post_init__(self) -> None:

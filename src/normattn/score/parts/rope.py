@@ -21,3 +21,4 @@ class RoPE(RotaryPosition):
     summary: ClassVar[str] = "rotary position (the default)"
     equation: ClassVar[str] = "P_i: pair m turned by i·base^(−2m/d)"
     source: ClassVar[str] = "kexue.fm/archives/8265, arXiv 2104.09864"
+    used_by: ClassVar[str] = "Llama, Mistral, Qwen, DeepSeek and most open decoders since 2021"

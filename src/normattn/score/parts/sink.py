@@ -21,3 +21,4 @@ class Sink(SinkPart):
     summary: ClassVar[str] = "one more learned logit per head in the denominator of softmax"
     equation: ClassVar[str] = "o = Σ_j e^{s_j} v_j / (e^{z_h} + Σ_j e^{s_j})"
     source: ClassVar[str] = "arXiv 2309.17453, 2508.10925 (gpt-oss)"
+    used_by: ClassVar[str] = "gpt-oss"

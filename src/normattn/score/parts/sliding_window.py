@@ -23,6 +23,7 @@ class SlidingWindow(VisiblePart):
     summary: ClassVar[str] = "only keys within a window are seen"
     equation: ClassVar[str] = "j is seen by i where |i−j| < w"
     source: ClassVar[str] = "arXiv 2004.05150, 2310.06825"
+    used_by: ClassVar[str] = "Mistral 7B; in some layers Gemma 2, Gemma 3, gpt-oss"
 
     def __post_init__(self) -> None:
         if self.window is not None:

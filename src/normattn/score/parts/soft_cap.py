@@ -19,6 +19,7 @@ class SoftCap(CapPart):
     summary: ClassVar[str] = "scores bounded smoothly"
     equation: ClassVar[str] = "s ← cap·tanh(s/cap)"
     source: ClassVar[str] = "arXiv 2408.00118"
+    used_by: ClassVar[str] = "Gemma 2"
 
     def __post_init__(self) -> None:
         self.require(math.isfinite(self.cap) and self.cap > 0, "cap", "a number above 0")

@@ -30,6 +30,7 @@ class YaRN(StretchedSpectrum):
     summary: ClassVar[str] = "slow frequencies interpolated, fast ones kept, sharper logits"
     equation: ClassVar[str] = "θ' = ramp·θ/s + (1 − ramp)·θ; λ ← λ·(0.1·ln s + 1)²"
     source: ClassVar[str] = "arXiv 2309.00071"
+    used_by: ClassVar[str] = "DeepSeek-V3, gpt-oss; an option of Qwen2.5 and Qwen3"
     beta_fast: float = 32.0
     beta_slow: float = 1.0
 

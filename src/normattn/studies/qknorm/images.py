@@ -119,7 +119,9 @@ class ImageStage(Stage):
         """Test, unless it is measured."""
         if self.store.get(IMAGES) is not None:
             return
-        model = load_as(VisionTransformer, self.place / MODEL).to(choose_device(self.config.device))
+        model = load_as(VisionTransformer, self.place / MODEL, self.config.model).to(
+            choose_device(self.config.device)
+        )
         split = data.split(self.identity.split)
         found = score_images(model, split, progress=lambda done, total: note(done, total, "images"))
         units = [f"{number:06}" for number in range(len(found.loss))]

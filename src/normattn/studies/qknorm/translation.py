@@ -224,7 +224,9 @@ class TranslateStage(Stage):
         """Translate and score, unless it is measured."""
         if self.store.get(MEASURED) is not None:
             return
-        model = load_as(Translator, self.place / MODEL).to(choose_device(self.config.device))
+        model = load_as(Translator, self.place / MODEL, self.config.model).to(
+            choose_device(self.config.device)
+        )
         split = self.settings.sentences(data)
         parts = list(self._references(model, data, split, note))
         settings = ""

@@ -140,10 +140,7 @@ def _layer_rows(view: View) -> list[Row]:
 LAYERS = (
     _SIZE,
     Column("layer", "layer", plain=_text(lambda view, row: row.where["layer"])),
-    *(
-        Column(each.name, each.title, each, ((1.0, _DEPTH),), interval=False)
-        for each in BY_LAYER
-    ),
+    *(Column(each.name, each.title, each, ((1.0, _DEPTH),), interval=False) for each in BY_LAYER),
 )
 
 

@@ -126,7 +126,8 @@ def layers(view: View, size: str) -> int:
 def grid(view: View) -> dict[Setting, Outcome]:
     """The robustness grid: rows as in the table, with warm-up first, then dropouts and rates."""
     return {
-        setting: outcome(view, setting.where) for setting in sorted(set(_settings(view)), key=_order)
+        setting: outcome(view, setting.where)
+        for setting in sorted(set(_settings(view)), key=_order)
     }
 
 

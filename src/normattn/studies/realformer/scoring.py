@@ -78,7 +78,9 @@ class ScoreStage(Stage):
         self._store.put(SCORES, found)
 
     def _measured(self, data: TokenData, note: Note) -> pl.DataFrame:
-        model = load_as(MaskedLM, self.place / MODEL).to(choose_device(self.config.device))
+        model = load_as(MaskedLM, self.place / MODEL, self.config.model).to(
+            choose_device(self.config.device)
+        )
         texts = held_out(data, self.config, self.settings)
         found = score_masked(
             model,

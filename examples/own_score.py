@@ -1,0 +1,57 @@
+"""A score part of one's own: keys of length c, s(i, j) = c·⟨q_i, k_j / ‖k_j‖⟩.
+
+Registered, the name is understood everywhere: in specifications, models, `normattn list`, tables.
+
+Run it: `python examples/own_score.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+import normattn
+from normattn.score.normalisation import Normalisation
+from normattn.score.part import Variant
+from normattn.score.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class KeysOfLength(Variant):
+    """s(i, j) = c·⟨q_i, k_j / ‖k_j‖⟩; c = 1 is KeyNorm."""
+
+    name: ClassVar[str] = "KeysOfLength"
+    summary: ClassVar[str] = "keys of length c"
+    equation: ClassVar[str] = "s = c·⟨q, k/‖k‖⟩"
+    source: ClassVar[str] = "an example"
+    c: float = 2.0
+
+    def __post_init__(self) -> None:
+        self.require(self.c > 0, "c", "a number above 0")
+
+    def key_norm(self) -> Normalisation | None:
+        """L2."""
+        return Normalisation("l2")
+
+    def base(self, head_dim: int, train_length: int | None) -> float:
+        """c, in place of 1/√d."""
+        return self.c
+
+
+def main() -> None:
+    """Use it alone and with a method; its limit c = 1 is KeyNorm."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 64, 16)
+    spec = normattn.ScoreSpec.parse("KeysOfLength(c=3)-logn-YaRN", train_length=16, factor=4)
+    out = normattn.attention(q, k, v, spec)
+    torch.testing.assert_close(out, normattn.attention(q, k, v, spec, backend="reference"))
+    one = normattn.attention(q, k, v, "KeysOfLength(c=1)")
+    torch.testing.assert_close(one, normattn.attention(q, k, v, "KNA"))
+    print(normattn.explain(spec, q.shape))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""A small figure for every part of a score, drawn by asking the part itself.
+
+A spectrum draws its frequencies, log-n its factor, and every other part the attention weights that
+it gives to the same queries and keys: with the identity as values, attention returns its weights.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from normattn import Score, ScoreSpec, attention
+from normattn.layers import new_carry
+from normattn.score.combining import example
+from normattn.score.part import LogNPart, Slot, SpectrumPart, rope_frequencies
+
+TOKENS, LENGTH, FACTOR, HEADS, HEAD_DIM, LAYERS = 64, 16, 4.0, 4, 32, 4
+# Where positions decide, queries and keys are nearly all alike, so that the pattern can be seen.
+_BY_POSITION = {Slot.POSITION, Slot.REGIME, Slot.BIAS, Slot.VISIBLE, Slot.LAYOUT, Slot.DOCUMENTS}
+
+
+def figure(name: str) -> tuple[bytes, str]:
+    """The PNG of a part and what it shows."""
+    spec = _small(name)
+    part = next(each for each in spec.parts if each.name == name)
+    if isinstance(part, SpectrumPart):
+        return _png(1, lambda axes: _frequencies(axes[0], part, name)), (
+            f"Radians per token of each feature pair, d = {HEAD_DIM}, L = {LENGTH}"
+            f"{', third block of rows' if part.moving else f', factor {FACTOR:g}'}. Dashed: RoPE."
+        )
+    if isinstance(part, LogNPart):
+        return _png(1, lambda axes: _factor(axes[0], part)), (
+            f"What λ is multiplied with, by the number of visible keys n; L = {LENGTH}."
+        )
+    maps = _weights(spec, noise=0.2 if part.slot in _BY_POSITION else 1.0)
+    return _png(len(maps), lambda axes: _maps(axes, maps)), (
+        f"Square roots of attention weights of the same random queries (rows) and keys (columns), "
+        f"{TOKENS} tokens, L = {LENGTH}: {spec}."
+    )
+
+
+def _small(name: str) -> ScoreSpec:
+    """The smallest score with this part, at a length that can be drawn."""
+    text = "-".join(part.name for part in example(name).parts)
+    return ScoreSpec.parse(text, train_length=LENGTH).resolve(factor=FACTOR)
+
+
+def _frequencies(axis: Axes, part: SpectrumPart, name: str) -> None:
+    still = part.at(2, LENGTH)
+    axis.semilogy(rope_frequencies(HEAD_DIM, 10000.0), "--", color="#888888")
+    axis.semilogy(still.inverse_frequencies(HEAD_DIM, 10000.0, LENGTH), color="#3949ab", label=name)
+    axis.set_xlabel("feature pair m")
+    axis.set_ylabel("θ'")
+
+
+def _factor(axis: Axes, part: LogNPart) -> None:
+    n = torch.arange(1, 8 * LENGTH + 1, dtype=torch.float64)
+    axis.plot(n, part.factor(n, LENGTH), color="#3949ab")
+    axis.axvline(LENGTH, color="#888888", linestyle="--", linewidth=0.8)
+    axis.set_xlabel("visible keys n")
+    axis.set_ylabel("factor of λ")
+
+
+def _weights(spec: ScoreSpec, noise: float) -> dict[str, Tensor]:
+    """Head 0's weights (T, T) by title: of one layer, or of the lowest and highest of a stack."""
+    torch.manual_seed(0)
+    shared = torch.randn(HEAD_DIM) * 0.7
+    q, k = torch.randn(2, 1, HEADS, TOKENS, HEAD_DIM) * noise + shared
+    values = torch.eye(TOKENS).expand(1, HEADS, TOKENS, TOKENS)
+    documents = None
+    if spec.documents is not None:
+        documents = (torch.arange(TOKENS) // 24)[None]
+    stacked = Slot.CARRY in {part.slot for part in spec.parts} or spec.layout is not None
+    layers = LAYERS if stacked else 1
+    carry, drawn = new_carry(spec, layers=layers), {}
+    for layer in range(layers):
+        score = Score(spec.layer(layer, layers), HEADS, HEAD_DIM)
+        out = attention(
+            *(q, k, values, score),
+            causal=not spec.leaks_future,
+            documents=documents,
+            carry=carry,
+            backend="auto" if carry is not None else "reference",
+        )
+        if layer in (0, layers - 1):
+            drawn[f"layer {layer + 1} of {layers}" if stacked else ""] = out[0, 0].detach()
+    return drawn
+
+
+def _maps(axes: list[Axes], maps: dict[str, Tensor]) -> None:
+    for axis, (title, weights) in zip(axes, maps.items(), strict=True):
+        axis.imshow(weights.sqrt().numpy(), cmap="magma_r", vmin=0)
+        axis.set_title(title, fontsize=8)
+        axis.tick_params(labelsize=7)
+
+
+def _png(panels: int, draw: Callable[[list[Axes]], None]) -> bytes:
+    drawn = Figure(figsize=(0.4 + 2.6 * panels, 2.6), dpi=110, layout="constrained")
+    axes = list(drawn.subplots(1, panels, squeeze=False)[0])
+    draw(axes)
+    buffer = io.BytesIO()
+    drawn.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()

@@ -1,0 +1,234 @@
+"""The pages of the site that are made and not kept: a hook of mkdocs (`mkdocs build --strict`).
+
+A page for each part of a score and each study, the interface from the docstrings, and what stands
+in the repository beside docs/ (readme, log, changelog, results), with its links bent to the site.
+Run by itself, it writes the table of slots into docs/scores.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from normattn.cli.listing import described, excluded
+from normattn.score.part import Part, Slot
+from normattn.score.registry import parts
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- slots: begin (scripts/site_pages.py) -->", "<!-- slots: end -->"
+PACKAGES = (
+    *("score", "kernels", "layers", "models", "training", "evaluation", "diagnostics", "hf"),
+    *("data", "runs", "measure", "report", "sweep"),
+)
+MODULES = ("score.part", "score.registry", "score.normalisation", "layers.explain")
+GUIDES = ("studies.md", "realformer.md", "qknorm.md", "rmsnorm.md")
+
+
+def on_config(config: Any) -> Any:
+    """Add the made pages to the navigation."""
+    known = parts()
+    by_slot = [
+        {str(slot).capitalize(): [f"parts/{name}.md" for name in known if known[name].slot is slot]}
+        for slot in Slot
+    ]
+    kept = [name for name in GUIDES if (ROOT / "docs" / name).exists()]
+    config.nav += [
+        {"Score parts": ["parts/index.md", *by_slot]},
+        {"Studies": [*kept, *(f"study/{name}.md" for name in studies())]},
+        {"Reference": [f"reference/{name}.md" for name in interface()]},
+        {"Log": "LOG.md"},
+        {"Changelog": "CHANGELOG.md"},
+    ]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the made pages, figures and copies."""
+    from mkdocs.structure.files import File
+
+    for place, content in (*kept_pages(), *part_pages(), *study_pages(), *interface_pages()):
+        files.append(File.generated(config, place, content=content))
+    for path in sorted((ROOT / "results").rglob("*.png")):
+        place = path.relative_to(ROOT).as_posix()
+        files.append(File.generated(config, place, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Guides point out of docs/ at the results, which stand beside them here."""
+    return (
+        re.sub(r"\]\(\.\./(results/|LOG\.md|CHANGELOG\.md)", r"](\1", markdown)
+        if ("/" not in page.file.src_uri)
+        else markdown
+    )
+
+
+def kept_pages() -> Iterator[tuple[str, str]]:
+    """Pages of the repository outside docs/, links to docs/ taken from there."""
+    for path in (ROOT / "README.md", ROOT / "LOG.md", ROOT / "CHANGELOG.md"):
+        text = path.read_text("utf-8").replace("](docs/", "](")
+        text = re.sub(
+            r"\[([^]]*)\]\(((?:results/)?[\w.-]+\.(?:json|cff)|CONTRIBUTING\.md)\)", r"\1", text
+        )
+        yield ("index.md" if path.name == "README.md" else path.name), text
+    for path in sorted((ROOT / "results").rglob("*.md")):
+        text = re.sub(
+            r"\[([^]]*)\]\([^)]*\.(?:csv|json|svg|txt|html|parquet)\)",
+            r"\1",
+            path.read_text("utf-8"),
+        )
+        yield path.relative_to(ROOT).as_posix(), text
+
+
+def slot_table() -> str:
+    """Every slot with what it decides and its parts, as docs/scores.md shows it."""
+    lines = [
+        f"A name fills some of {len(Slot)} slots, at most one part each, in this order.",
+        "",
+        "| slot | decides | parts |",
+        "| --- | --- | --- |",
+    ]
+    for slot in Slot:
+        names = ", ".join(
+            f"`{part.label or name}`" for name, part in parts().items() if part.slot is slot
+        )
+        lines.append(f"| {slot} | {slot.says} | {names} |")
+    return "\n".join(lines)
+
+
+def with_slot_table(page: str) -> str:
+    """The page with the table between its two marks."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{slot_table()}\n{END}{rest.split(END)[1]}"
+
+
+def part_pages() -> Iterator[tuple[str, str | bytes]]:
+    """A page and a figure for each part, and the index of all."""
+    sys.path.insert(0, str(Path(__file__).parent))  # mkdocs takes the folder of a hook away again
+    import part_figures
+
+    yield "parts/index.md", _index()
+    for name, part in parts().items():
+        image, caption = part_figures.figure(name)
+        yield f"parts/figures/{name}.png", image
+        yield f"parts/{name}.md", _part_page(name, part, caption)
+
+
+def _index() -> str:
+    lines = ["# Score parts", "", "One page each, made from what the part says of itself.", ""]
+    for slot in Slot:
+        lines += [f"## {str(slot).capitalize()}", "", f"{slot.says}.", ""]
+        lines += ["| part | equation | enters |", "| --- | --- | --- |"]
+        for name, part in parts().items():
+            if part.slot is slot:
+                equation = part.equation.replace("|", "\\|")
+                lines.append(f"| [{part.label or name}]({name}.md) | `{equation}` | {part.when} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _part_page(name: str, part: type[Part], caption: str) -> str:
+    told = described(name, part)
+    lines = [f"# {part.label or name}", "", f"{_sentence(part.summary)}", ""]
+    lines += ["```text", part.equation, "```", ""]
+    lines += [f"- **Source:** {_linked(part.source)}", f"- **Enters:** {part.when}"]
+    lines += [f"- **Slot:** [{part.slot}](index.md#{part.slot}): {part.slot.says}"]
+    if part.used_by:
+        lines.append(f"- **Used by:** {part.used_by}")
+    if told["attention"] != "either":
+        lines.append(f"- **Attention:** {told['attention']} only")
+    if name != part.__name__:
+        lines.append(f"- **Class:** `{part.__module__}.{part.__name__}`")
+    lines += ["", f"![{caption}](figures/{name}.png)", "", f"*{caption}*", ""]
+    lines += ["```text", _docstring(part), "```", ""]
+    lines += _parameters(told) + _exclusions(told) + _kernels(told)
+    return "\n".join(lines)
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:].rstrip(".") + "."
+
+
+def _docstring(part: type[Part]) -> str:
+    import inspect
+
+    return inspect.getdoc(part) or part.summary
+
+
+def _linked(source: str) -> str:
+    """A source with its identifiers as links."""
+    source = re.sub(r"(?<![\w./])(\d{4}\.\d{4,5})", r"[\1](https://arxiv.org/abs/\1)", source)
+    return re.sub(r"(?<!\w)(kexue\.fm/archives/\d+)", r"[\1](https://\1)", source)
+
+
+def _parameters(told: dict[str, Any]) -> list[str]:
+    if not told["parameters"]:
+        return []
+    lines = [
+        "## Parameters",
+        "",
+        "| name | default | at L = 512, factor 8 |",
+        "| --- | --- | --- |",
+    ]
+    for each in told["parameters"]:
+        default = "filled in" if each["default"] is None else f"`{each['default']}`"
+        lines.append(f"| `{each['name']}` | {default} | `{each['example']}` |")
+    return [*lines, ""]
+
+
+def _exclusions(told: dict[str, Any]) -> list[str]:
+    lines = ["## What it does not go with", ""]
+    for names, reason in excluded(told["excludes"]):
+        linked = ", ".join(f"[{name}]({name}.md)" for name in names)
+        lines.append(f"- {linked}: {reason}")
+    if told["beside_rope"]:
+        linked = ", ".join(f"[{name}]({name}.md)" for name in told["beside_rope"])
+        lines.append(f"- only with RoPE named as well: {linked}")
+    if len(lines) == 2:
+        lines.append("Nothing: it goes with every part of another slot.")
+    return [*lines, ""]
+
+
+def _kernels(told: dict[str, Any]) -> list[str]:
+    lines = ["## Kernel", "", "The smallest score with this part, 2,048 tokens:", ""]
+    lines += ["| on | kernel |", "| --- | --- |"]
+    return [*lines, *(f"| {place} | {kernel} |" for place, kernel in told["kernels"].items()), ""]
+
+
+def studies() -> dict[str, Any]:
+    """The registered studies by name; none while there is no package of them."""
+    if importlib.util.find_spec("normattn.studies") is None:
+        return {}
+    package = importlib.import_module("normattn.studies")
+    return {name: package.find(name) for name in package.names()}
+
+
+def study_pages() -> Iterator[tuple[str, str]]:
+    """A page for each study: its question, how it is run, its command lines."""
+    for name, study in studies().items():
+        asks = importlib.import_module("normattn.studies").summary(name)
+        lines = [f"# {name}", "", asks, "", study.help, "", "```bash", f"normattn reproduce {name}"]
+        lines += [f"normattn reproduce {name} {line}  # {does}" for line, does in study.examples]
+        yield f"study/{name}.md", "\n".join([*lines, "```", ""])
+
+
+def interface() -> list[str]:
+    """The packages and modules whose docstrings become pages, as far as they are there."""
+    wanted = (*PACKAGES, *MODULES)
+    return [name for name in wanted if importlib.util.find_spec(f"normattn.{name}") is not None]
+
+
+def interface_pages() -> Iterator[tuple[str, str]]:
+    """A page of `mkdocstrings` for each."""
+    for name in interface():
+        yield f"reference/{name}.md", f"# normattn.{name}\n\n::: normattn.{name}\n"
+
+
+if __name__ == "__main__":
+    page = ROOT / "docs" / "scores.md"
+    page.write_text(with_slot_table(page.read_text("utf-8")), "utf-8")

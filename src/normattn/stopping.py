@@ -1,0 +1,134 @@
+"""SIGINT and SIGTERM, whatever a command is doing: one sentence on stderr, exit status 130.
+
+This is imported before everything else, so it imports next to nothing.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import sys
+import threading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import NoReturn
+
+STOPPED = 130
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GRACE_SECONDS = 10.0
+_POLL_SECONDS = 0.02
+
+
+class Stopped(BaseException):
+    """A signal asked this process to stop; no library may take it for an error."""
+
+
+def run_stoppable(command: Callable[[], None]) -> None:
+    """Run `command`, the whole program; a signal ends it by one sentence and exit status 130.
+
+    Work that has a better answer (a training loop saves first) puts its own handlers in place, in
+    a context of `HandledElsewhere`.
+    """
+    _guard.install()
+    try:
+        command()
+    except BaseException:
+        if _guard.by is None:
+            raise
+        # Whatever a library made of the stop, it was a stop.
+        _guard.say()
+        sys.exit(STOPPED)
+    finally:
+        _guard.leave()
+
+
+def asked_to_stop() -> bool:
+    """Whether a signal came to the guard: an error after that is the stop's doing."""
+    return _guard.by is not None
+
+
+class HandledElsewhere:
+    """A context in which other handlers answer to signals, in their own time."""
+
+    def __enter__(self) -> None:
+        _guard.elsewhere += 1
+
+    def __exit__(self, *_: object) -> None:
+        _guard.elsewhere -= 1
+
+
+class _Guard:
+    """The handlers, and a thread that sees to it that a stop is not lost."""
+
+    def __init__(self) -> None:
+        self.by: str | None = None
+        self.elsewhere = 0
+        self._said = False
+        self._lost = False
+        self._left = threading.Event()
+
+    def install(self) -> None:
+        """Put the handlers in place."""
+        for number in SIGNALS:
+            signal.signal(number, self._stop)
+        sys.unraisablehook = self._unraisable
+        if sys.platform != "win32":
+            out, into = os.pipe()
+            os.set_blocking(into, False)
+            signal.set_wakeup_fd(into, warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, args=(out,), name="stop", daemon=True).start()
+
+    def leave(self) -> None:
+        """The outcome stands; what the interpreter does at its end is not to be disturbed."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        self._left.set()
+
+    def say(self) -> None:
+        """The sentence, once."""
+        if not self._said:
+            self._said = True
+            sentence = f"normattn: stopped by {self.by}; the same command goes on from what is done"
+            print(sentence, file=sys.stderr, flush=True)
+
+    def _stop(self, number: int, frame: FrameType | None) -> NoReturn:
+        if self.by is not None and not self._lost:
+            self._end_now()  # Asked twice: whoever asks does not want to wait.
+        self.by, self._lost = signal.Signals(number).name, False
+        raise Stopped
+
+    def _unraisable(self, found: sys.UnraisableHookArgs) -> None:
+        """Python drops what is raised in a destructor or a callback; a stop is raised again."""
+        if isinstance(found.exc_value, Stopped):
+            self._lost = True
+        else:
+            sys.__unraisablehook__(found)
+
+    def _watch(self, pipe: int) -> None:
+        """Wait for signals, and end the process where one comes to nothing.
+
+        Python runs handlers between its own instructions: never inside a long call into C.
+        """
+        while True:
+            number = os.read(pipe, 1)[0]
+            if number in SIGNALS and not self.elsewhere:
+                asked = signal.Signals(number)
+                break
+        for _ in range(int(GRACE_SECONDS / _POLL_SECONDS)):
+            if self._left.wait(_POLL_SECONDS):
+                return
+            if self._lost:
+                _thread.interrupt_main(asked)
+        self.by = self.by or asked.name
+        self._end_now()
+
+    def _end_now(self) -> NoReturn:
+        self.say()
+        os._exit(STOPPED)
+
+
+_guard = _Guard()

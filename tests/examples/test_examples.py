@@ -1,0 +1,59 @@
+"""The examples run: each script to its end, the notebook cell by cell."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normattn.score import registry
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that an example registers are forgotten again."""
+    registry.parts()
+    monkeypatch.setattr(registry, "_PARTS", dict(registry._PARTS))
+
+
+def test_there_are_three_scripts_and_a_notebook() -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {
+        "one_page.py",
+        "own_score.py",
+        "read_further.py",
+        "scores.ipynb",
+    }
+
+
+@pytest.mark.parametrize("name", ["one_page", "own_score", "read_further"])
+def test_a_script_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    told = {"one_page": "equal to 1e-12", "own_score": "kernel:", "read_further": "with ReRoPE"}
+    assert told[name] in said
+
+
+def test_the_one_page_would_notice_a_difference() -> None:
+    import torch
+
+    page = runpy.run_path(str(EXAMPLES / "one_page.py"))
+    q, k, v = torch.randn(3, 1, 1, 24, 8, dtype=torch.float64)
+    plain = page["attention"](q, k, v)
+    for changed in ({"key_norm": True}, {"log_n": 8}, {"rerope": 4}):
+        assert (page["attention"](q, k, v, **changed) - plain).abs().max() > 1e-3
+
+
+def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = json.loads((EXAMPLES / "scores.ipynb").read_text("utf-8"))["cells"]
+    names: dict[str, Any] = {"__name__": "__main__"}
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    for number, source in enumerate(code):
+        exec(compile(source, f"scores.ipynb, code cell {number}", "exec"), names)
+    assert len(code) >= 4
+    assert "trained as CosA-logn and read with YaRN" in capsys.readouterr().out
+    assert all(not cell.get("outputs") for cell in cells)

@@ -1,0 +1,201 @@
+"""The commands that the campaign stops, kills and starves: each small, each from the same start."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from normattn.stopping import run_stoppable
+
+PRESET = """
+summary = "for faults"
+
+[training]
+steps = 6
+batch_size = 4
+checkpoint_seconds = 0.001
+log_every = 1
+
+[training.model]
+dim = 16
+layers = 1
+heads = 2
+train_length = 8
+
+[training.data]
+corpus = "{corpus}"
+vocab_size = 260
+test_fraction = 0.3
+
+[training.schedule]
+warmup_steps = 1
+
+[evaluation]
+multiples = [1, 2]
+max_windows = 2
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every command starts from: a corpus, a preset, a finished run, a foreign model."""
+
+    folder: Path
+
+    @property
+    def preset(self) -> Path:
+        """A preset of a training that takes a moment."""
+        return self.folder / "tiny.toml"
+
+    @property
+    def run(self) -> Path:
+        """A finished and evaluated run."""
+        return self.folder / "run"
+
+    @property
+    def text(self) -> Path:
+        """A text for `extend`."""
+        return self.folder / "corpus" / "text00.txt"
+
+    @property
+    def model(self) -> Path:
+        """A tiny Llama with its tokeniser, as transformers keeps them."""
+        return self.folder / "run-exported"
+
+
+def make_setting(folder: Path, foreign: bool = True) -> Setting:
+    """Make everything that the commands start from; `foreign`: also a model of transformers."""
+    setting = Setting(folder)
+    corpus = folder / "corpus"
+    corpus.mkdir(parents=True)
+    for number in range(12):
+        words = " ".join(f"word{(number * 7 + i * i) % 50}" for i in range(200))
+        (corpus / f"text{number:02}.txt").write_text(words)
+    setting.preset.write_text(PRESET.format(corpus=corpus))
+    os.environ["NORMATTN_CACHE"] = str(folder / "cache")
+    for arguments in (
+        ("train", "--preset", setting.preset, "--score", "KNA", "--out", setting.run),
+        ("evaluate", setting.run, "--multiples", "1,2", "--max-windows", "2"),
+    ):
+        _expect_success(arguments)
+    if foreign:
+        _make_llama(setting)
+    return setting
+
+
+def _make_llama(setting: Setting) -> None:
+    import torch
+    import transformers
+
+    from normattn.hf.tokeniser import as_transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=260,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(setting.model)
+    as_transformers(setting.run / "tokeniser.json", None).save_pretrained(setting.model)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line with its own output.
+
+    `judged` are the files that must be there at the end, and, unless clocks go into them, the same.
+    """
+
+    name: str
+    arguments: Callable[[Setting, Path], tuple[object, ...]]
+    judged: tuple[str, ...]
+    deterministic: bool = True
+
+    def line(self, setting: Setting, out: Path) -> list[str]:
+        """The words after `normattn`."""
+        return [str(each) for each in self.arguments(setting, out)]
+
+
+COMMANDS = (
+    Command(
+        "train",
+        lambda s, out: ("train", "--preset", s.preset, "--score", "KNA", "--out", out),
+        ("config.json", "metrics.jsonl", "model/*", "tokeniser.json"),
+    ),
+    Command(
+        "tokenise",
+        lambda s, out: (
+            *("train", "--preset", s.preset, "--score", "KNA", "--out", out),
+            *("--set", f"data.validation_fraction={_fraction(out)}"),
+        ),
+        ("config.json", "metrics.jsonl", "model/*", "tokeniser.json"),
+        deterministic=False,
+    ),
+    Command(
+        "extend",
+        lambda s, out: (
+            *("extend", s.model, "--text", s.text, "--lengths", "16,32", "--methods", "PI"),
+            *("--windows", "1", "--no-passkey", "--out", out),
+        ),
+        ("config.json", "records/*/*.json", "table.md", "table.csv"),
+        deterministic=False,
+    ),
+    Command("export", lambda s, out: ("export", s.run, out), ("**/*",)),
+    Command("report", lambda s, out: ("report", s.run, "--out", out), ("table.*", "figures/*.svg")),
+    Command(
+        "generate",
+        lambda s, out: ("generate", s.run, "--prompt", "word1", "--max-new-tokens", "20"),
+        (),
+    ),
+    Command("inspect", lambda s, out: ("inspect", s.run, "--out", out), ("*.json", "*.svg")),
+)
+
+
+def _fraction(out: Path) -> float:
+    """Another share for every place, so that every trial builds a cache of its own."""
+    return 0.1 + int(hashlib.sha256(out.name.encode()).hexdigest()[:6], 16) / 2**24 / 10
+
+
+def work_of(line: list[str]) -> Callable[[], int]:
+    """The command as the work of a forked process, with the guard of the real entry point."""
+
+    def work() -> int:
+        from normattn.cli.app import main
+
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        try:
+            run_stoppable(lambda: main(line))
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+        return 0
+
+    return work
+
+
+def judged_files(out: Path, patterns: tuple[str, ...]) -> dict[str, str]:
+    """The digest of every file that the patterns name, by its place."""
+    files = sorted({path for pattern in patterns for path in out.glob(pattern) if path.is_file()})
+    return {
+        str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+    }
+
+
+def _expect_success(arguments: tuple[object, ...]) -> None:
+    from normattn.cli.app import main
+
+    before, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115
+    try:
+        main([str(each) for each in arguments])
+    except SystemExit as end:
+        if end.code:
+            raise RuntimeError(f"{arguments} ended with {end.code}") from end
+    finally:
+        sys.stdout = before

@@ -1,0 +1,102 @@
+"""Commands disturbed anywhere: which command, when, and what an undisturbed one gives."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from faults.commands import Command, Setting, judged_files, work_of
+from faults.processes import after_seconds, before_event, counting, race
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A command that nothing disturbed: its files, events and seconds."""
+
+    command: Command
+    files: dict[str, str]
+    events: int
+    seconds: float
+
+
+def measure(setting: Setting, command: Command) -> Measured:
+    """Run a command as it is; `RuntimeError` where it fails, for then nothing can be judged."""
+    out = setting.folder / f"whole-{command.name}"
+    note = setting.folder / "events"
+    work = counting(work_of(command.line(setting, out)), lambda n: _write(note, n))
+    before = time.monotonic()
+    (end,) = race([work])
+    if end.code != 0:
+        raise RuntimeError(f"{command.name} {end.shown}")
+    files = judged_files(out, command.judged)
+    return Measured(command, files, int(note.read_text()), time.monotonic() - before)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One command, disturbed at a moment drawn beforehand."""
+
+    measured: Measured
+    out: Path
+    moment: str
+    work: Callable[[], int]
+
+
+def draw(
+    setting: Setting,
+    commands: Sequence[Measured],
+    count: int,
+    kinds: Sequence[signal.Signals],
+    chance: random.Random,
+) -> list[Trial]:
+    """`count` trials over the commands in turn, half at an event and half at a time."""
+    trials = []
+    for number in range(count):
+        measured = commands[number % len(commands)]
+        out = setting.folder / f"{measured.command.name}-{chance.getrandbits(60):x}"
+        work = work_of(measured.command.line(setting, out))
+        kind = chance.choice(list(kinds))
+        if number // len(commands) % 2 == 0:
+            at = chance.randint(1, measured.events)
+            moment = f"{kind.name} before event {at} of {measured.events}"
+            work = before_event(work, at, _sending(kind))
+        else:
+            seconds = chance.random() * measured.seconds
+            moment = f"{kind.name} after {seconds:.3f} s"
+            work = after_seconds(work, seconds, kind)
+        trials.append(Trial(measured, out, f"{measured.command.name}, {moment}", work))
+    return trials
+
+
+def goes_on(setting: Setting, trial: Trial) -> str | None:
+    """What is wrong after the same command was given once more; None when all is as it should be.
+
+    A command that refuses a place because it holds its whole output already has done its work.
+    """
+    command = trial.measured.command
+    (end,) = race([work_of(command.line(setting, trial.out))])
+    files = judged_files(trial.out, command.judged)
+    refused = end.code == 2 and end.orderly and "is not empty" in end.said
+    shutil.rmtree(trial.out, ignore_errors=True)
+    if end.code != 0 and not refused:
+        return f"{trial.moment}; again it {end.shown}"
+    if command.deterministic and files != trial.measured.files:
+        names = {*files.items()} ^ {*trial.measured.files.items()}
+        return f"{trial.moment}; again it gave other files: {sorted(names)[:2]}"
+    if set(files) != set(trial.measured.files):
+        return f"{trial.moment}; again it gave {sorted(set(files) ^ set(trial.measured.files))}"
+    return None
+
+
+def _sending(kind: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), kind)
+
+
+def _write(note: Path, number: int) -> None:
+    note.write_text(str(number))

@@ -1,0 +1,162 @@
+"""A full disk at any write of any command: one sentence, exit status 2, and nothing half-written.
+
+In full, a library preloaded into every process lets the n-th write to a file fail with ENOSPC
+(this needs a C compiler). In the tests the system's own limit on the size of a file does, which
+also libraries written in Rust come upon.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from faults.campaign import Campaign, Count
+from faults.commands import COMMANDS, Command, Setting, judged_files, make_setting, work_of
+from faults.processes import Ended, in_groups, race
+
+TESTS = Path(__file__).parents[2]
+TRIALS_OF_A_COMMAND = 60
+_FULL = "a command that finds the disk full ends with 2 and one sentence, or is done"
+_FELT = "where nothing at all can be written, a command does not pretend to be done"
+_HALF = "what a command left behind on a full disk is whole"
+
+
+def run(campaign: Campaign) -> Iterator[Count]:
+    """By the limit on a file's size; in full also by failing writes."""
+    said, whole, felt = Count(_FULL), Count(_HALF), Count(_FELT)
+    setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
+    names = {"train", "extend", "export", "report"} if campaign.full else {"train", "export"}
+    for command in (each for each in COMMANDS if each.name in names):
+        ends = _by_size(setting, command, campaign.full, said, whole)
+        felt.check(ends[0].code == 2, f"{command.name}: {ends[0].shown}")
+    if campaign.full:
+        _by_preload(campaign, setting, said, whole)
+    yield from (said, whole, felt)
+
+
+def _by_size(
+    setting: Setting, command: Command, every: bool, said: Count, whole: Count
+) -> list[Ended]:
+    """Files may not grow beyond a size: none at all, and one less than each of a whole output."""
+    good = setting.folder / f"good-{command.name}"
+    race([work_of(command.line(setting, good))])
+    expected = judged_files(good, command.judged)
+    sizes = sorted({path.stat().st_size for path in good.rglob("*") if path.is_file()})
+    limits = [0, *(size - 1 for size in sizes if size > 1)]
+    limits = limits if every else limits[:: max(1, len(limits) // 3)]
+    outs = [setting.folder / f"{command.name}-limit-{limit}" for limit in limits]
+    works = [
+        _limited(limit, work_of(command.line(setting, out)))
+        for limit, out in zip(limits, outs, strict=True)
+    ]
+    ends = list(in_groups(works))
+    for limit, out, end in zip(limits, outs, ends, strict=True):
+        where = f"{command.name}, files up to {limit} bytes"
+        judge(command, out, expected, end, where, said, whole)
+    return ends
+
+
+def judge(
+    command: Command,
+    out: Path,
+    expected: dict[str, str],
+    end: Ended,
+    where: str,
+    said: Count,
+    whole: Count,
+) -> None:
+    """One sentence, and of the files that must be the same those that are there are the same."""
+    held = end.code == 0 or (end.code == 2 and end.orderly)
+    said.check(held, f"{where}: {end.shown}")
+    if not command.deterministic:
+        return
+    found = judged_files(out, command.judged)
+    grown = {name for name in found if name.endswith(".jsonl")}  # Lines are added to them.
+    wrong = [name for name in found.keys() - grown if found[name] != expected.get(name)]
+    whole.check(not wrong, f"{where}: {wrong}")
+
+
+def _limited(size: int, work: Callable[[], int]) -> Callable[[], int]:
+    def limited() -> int:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        return work()
+
+    return limited
+
+
+def _by_preload(campaign: Campaign, setting: Setting, said: Count, whole: Count) -> None:
+    """In a process of its own, because a library is preloaded at a program's start."""
+    library = campaign.folder / "full_disk.so"
+    source = TESTS / "faults" / "full_disk.c"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True
+    )
+    record = campaign.folder / "preloaded.json"
+    subprocess.run(
+        [sys.executable, "-m", "faults.parts.disk", str(setting.folder), str(library), str(record)],
+        check=True,
+        cwd=TESTS,
+        env={
+            **os.environ,
+            "LD_PRELOAD": str(library),
+            "PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)]),
+        },
+    )
+    for name, trials, failures in json.loads(record.read_text()):
+        count = said if name == _FULL else whole
+        count.trials += trials
+        count.failures += failures
+
+
+def _preloaded(setting: Setting, library: Path, record: Path) -> None:
+    """Every write of every command fails once, or as many as there is time for."""
+    disk = ctypes.CDLL(str(library))
+    disk.faults_writes.restype = ctypes.c_long
+    said, whole = Count(_FULL), Count(_HALF)
+    for command in COMMANDS:
+        if command.name in ("generate", "tokenise"):
+            continue
+        good = setting.folder / f"preloaded-{command.name}"
+        note = setting.folder / "writes"
+        race([_noting(disk, note, work_of(command.line(setting, good)))])
+        writes, expected = int(note.read_text()), judged_files(good, command.judged)
+        numbers = range(1, writes + 1, max(1, writes // TRIALS_OF_A_COMMAND))
+        outs = [setting.folder / f"{command.name}-write-{number}" for number in numbers]
+        works = [
+            _failing(disk, number, work_of(command.line(setting, out)))
+            for number, out in zip(numbers, outs, strict=True)
+        ]
+        for number, out, end in zip(numbers, outs, in_groups(works), strict=True):
+            where = f"{command.name}, full at write {number} of {writes}"
+            judge(command, out, expected, end, where, said, whole)
+    found = [(each.promise, each.trials, each.failures) for each in (said, whole)]
+    record.write_text(json.dumps(found))
+
+
+def _noting(disk: ctypes.CDLL, note: Path, work: Callable[[], int]) -> Callable[[], int]:
+    def noted() -> int:
+        disk.faults_disk_full_at(0)
+        code = work()
+        writes = disk.faults_writes()
+        note.write_text(str(writes))
+        return code
+
+    return noted
+
+
+def _failing(disk: ctypes.CDLL, number: int, work: Callable[[], int]) -> Callable[[], int]:
+    def failing() -> int:
+        disk.faults_disk_full_at(number)
+        return work()
+
+    return failing
+
+
+if __name__ == "__main__":
+    _preloaded(Setting(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,27 @@
+"""SIGKILL anywhere in a command, then the same command again: it goes on, with the same files."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+from faults.campaign import Campaign, Count
+from faults.commands import COMMANDS, make_setting
+from faults.disturbed import draw, goes_on, measure
+from faults.processes import in_groups
+
+
+def run(campaign: Campaign) -> Iterator[Count]:
+    """At least two hundred kills in full, spread over the commands by what they cost."""
+    setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
+    names = ("train", "tokenise", "extend", "export", "report") if campaign.full else ("train",)
+    measured = [measure(setting, each) for each in COMMANDS if each.name in names]
+    trials = draw(setting, measured, 220 if campaign.full else 6, [signal.SIGKILL], campaign.random)
+    killed = Count("a killed command leaves nothing half-written, and again gives the same files")
+    for trial, end in zip(trials, in_groups([each.work for each in trials]), strict=True):
+        if end.code not in (0, -signal.SIGKILL):
+            killed.failed(f"{trial.moment}: {end.shown}")
+            continue
+        found = goes_on(setting, trial)
+        killed.check(found is None, str(found))
+    yield killed

@@ -1,0 +1,97 @@
+"""Processes racing for one run directory, with a pause before every rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from faults.campaign import Campaign, Count
+from faults.processes import Ended, race
+from normattn.errors import InputError
+from normattn.runs import RunDirectory
+
+RACERS = 4
+HELD_SECONDS = 0.004
+
+
+class Config(BaseModel):
+    """What the racers disagree about."""
+
+    seed: int
+
+
+def run(campaign: Campaign) -> Iterator[Count]:
+    """Rounds of different and of identical configurations."""
+    rounds = 400 if campaign.full else 25
+    holder = Count("the holder's configuration is the one on disk")
+    somebody = Count("of processes racing for an empty directory one runs")
+    loser = Count("a loser ends with one sentence and exit status 2")
+    for identical in (False, True):
+        for number in range(rounds):
+            place = campaign.folder / f"{'same' if identical else 'other'}-{number}"
+            seeds = [0] * RACERS if identical else list(range(RACERS))
+            ends = race([_racer(place, seed, campaign.seed + number * 8 + at)
+                         for at, seed in enumerate(seeds)])  # fmt: skip
+            _judge(place, seeds, ends, holder, somebody, loser)
+    yield from (holder, somebody, loser)
+
+
+def _racer(place: Path, seed: int, chance: int) -> Callable[[], int]:
+    """Open the run, hold it for a moment, and see whose configuration is there all the while."""
+
+    def racer() -> int:
+        _pause_before_renames(random.Random(chance))
+        try:
+            run = RunDirectory.open(place, Config(seed=seed), "race")
+            with run.lock():
+                found = {_seed_in(place)}
+                run.set_status("running", 0, 1)
+                time.sleep(HELD_SECONDS)
+                found.add(_seed_in(place))
+        except InputError as error:
+            print(error, file=sys.stderr)
+            return 2
+        return 0 if found == {seed} else 9
+
+    return racer
+
+
+def _judge(
+    place: Path, seeds: list[int], ends: list[Ended], holder: Count, somebody: Count, loser: Count
+) -> None:
+    somebody.check(any(end.code in (0, 9) for end in ends), f"{place.name}: {_shown(ends)}")
+    for seed, end in zip(seeds, ends, strict=True):
+        if end.code in (0, 9):
+            same = end.code == 0 and _seed_in(place) == seed
+            holder.check(same, f"{place.name}: {seed} ran, {_seed_in(place)} is on disk")
+        else:
+            sentence = end.code == 2 and len(end.said.strip().splitlines()) == 1
+            loser.check(sentence, f"{place.name}: {end.code}, {end.said.strip()[-300:]}")
+
+
+def _seed_in(place: Path) -> int:
+    stored: dict[str, Any] = json.loads((place / "config.json").read_text())
+    return int(stored["config"]["seed"])
+
+
+def _shown(ends: list[Ended]) -> str:
+    return "; ".join(f"{end.code}: {end.said.strip()[-120:]}" for end in ends)
+
+
+def _pause_before_renames(chance: random.Random) -> None:
+    """In this process every rename waits for up to two milliseconds first."""
+
+    def pause(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.rename":
+            time.sleep(chance.random() * 0.002)
+
+    sys.addaudithook(pause)
+    os.sched_yield()

@@ -1,0 +1,71 @@
+"""A folder that somebody else fills between a command's check and its rename."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from faults.campaign import Campaign, Count
+from faults.commands import Setting, make_setting, work_of
+from faults.processes import in_groups
+
+FILL_AT = ("tempfile.mkdtemp", "os.rename")
+
+
+def run(campaign: Campaign) -> Iterator[Count]:
+    """`export` and `extend --save`, into a new and an empty folder, filled at two moments."""
+    setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
+    left = Count("a target filled meanwhile stays as it is, and the command says so with exit 2")
+    commands = (_export, _extend) if campaign.full else (_export,)
+    rounds = 5 if campaign.full else 1
+    cases = [
+        (command, event, there, campaign.folder / f"{command.__name__}-{event}-{there}-{number}")
+        for number in range(rounds)
+        for command in commands
+        for event in FILL_AT
+        for there in ("absent", "empty")
+    ]
+    works = []
+    for command, event, there, place in cases:
+        if there == "empty" and command is _export:
+            place.mkdir()
+        works.append(_filled_at(event, place, work_of(command(setting, place))))
+    for (_, _, _, place), end in zip(cases, in_groups(works), strict=True):
+        mine = [path.name for path in place.iterdir()] == ["thesis.tex"]
+        beside = [path.name for path in place.parent.glob(f".{place.name}.*")]
+        held = mine and not beside and end.code == 2 and end.orderly
+        left.check(held, f"{place.name}: {beside} {end.shown}")
+    yield left
+
+
+def _export(setting: Setting, place: Path) -> list[str]:
+    return ["export", str(setting.run), str(place)]
+
+
+def _extend(setting: Setting, place: Path) -> list[str]:
+    """With a directory of records of its own, which is no part of the promise."""
+    records = place.with_name(f"records-of-{place.name}")
+    asked = ["--lengths", "16,32", "--methods", "PI", "--save-method", "PI", "--windows", "1"]
+    line = ["extend", str(setting.model), "--text", str(setting.text), "--out", str(records)]
+    return [*line, *asked, "--no-passkey", "--save", str(place)]
+
+
+def _filled_at(event: str, place: Path, work: Callable[[], int]) -> Callable[[], int]:
+    """`work`, in the middle of which `place` is filled: by whoever else writes there."""
+
+    def disturbed() -> int:
+        def fill(found: str, arguments: tuple[Any, ...]) -> None:
+            if found != event or (place / "thesis.tex").exists():
+                return
+            last = str(arguments[-1] if event == "tempfile.mkdtemp" else arguments[1])
+            if not last.startswith((str(place), str(place.with_name(f".{place.name}.")))):
+                return
+            place.mkdir(exist_ok=True)
+            (place / "thesis.tex").write_text("mine")
+
+        sys.addaudithook(fill)
+        return work()
+
+    return disturbed

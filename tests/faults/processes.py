@@ -1,0 +1,164 @@
+"""Forked processes: what they did, what they said, and faults put into them on the way.
+
+A forked process has what this one has imported, so a command begins within milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+CRASHED = 70
+AT_ONCE = 4
+LIMIT_SECONDS = 300.0
+EVENTS = frozenset(
+    {
+        *("open", "import", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod"),
+        *("os.scandir", "os.listdir", "os.truncate", "shutil.rmtree", "subprocess.Popen"),
+        *("tempfile.mkstemp", "tempfile.mkdtemp"),
+    }
+)
+"""What Python tells an audit hook about before it does it: where a fault may come."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: its exit status (negative: the signal), and its stderr."""
+
+    code: int
+    said: str
+
+    @property
+    def sentences(self) -> list[str]:
+        """The lines that are the command's own."""
+        return [line for line in self.said.splitlines() if line.startswith("normattn: ")]
+
+    @property
+    def orderly(self) -> bool:
+        """One sentence, and nothing that is no sentence."""
+        wrong = ("Traceback", "Exception ignored", "Error in sys.", "Fatal")
+        return len(self.sentences) == 1 and not any(word in self.said for word in wrong)
+
+    @property
+    def shown(self) -> str:
+        """The status and the end of what was said."""
+        return f"ended with {self.code}: {self.said.strip()[-400:]!r}"
+
+
+def race(works: Sequence[Callable[[], int]]) -> list[Ended]:
+    """Fork a process for each of `works`, let all go at once, and wait for every one."""
+    gate_out, gate_in = os.pipe()
+    started = []
+    for work in works:
+        heard, said = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(gate_in)
+            os.close(heard)
+            os.read(gate_out, 1)  # Ends when the parent closes its side.
+            _become(work, said)
+        os.close(said)
+        started.append((pid, heard))
+    os.close(gate_out)
+    os.close(gate_in)
+    timers = [threading.Timer(LIMIT_SECONDS, _kill, (pid,)) for pid, _ in started]
+    for timer in timers:
+        timer.start()
+    ends = []
+    for (pid, heard), timer in zip(started, timers, strict=True):
+        with os.fdopen(heard, errors="replace") as pipe:
+            text = pipe.read()
+        _, status = os.waitpid(pid, 0)
+        timer.cancel()
+        ends.append(Ended(os.waitstatus_to_exitcode(status), text))
+    return ends
+
+
+def in_groups(works: Sequence[Callable[[], int]], size: int = AT_ONCE) -> Iterator[Ended]:
+    """The ends of all `works`, a few running at a time."""
+    for start in range(0, len(works), size):
+        yield from race(works[start : start + size])
+
+
+def counting(work: Callable[[], int], told: Callable[[int], None]) -> Callable[[], int]:
+    """`work`, telling at its end how many events there were."""
+
+    def counted() -> int:
+        seen = [0]
+
+        def count(event: str, arguments: tuple[Any, ...]) -> None:
+            seen[0] += event in EVENTS
+
+        sys.addaudithook(count)
+        code = work()
+        told(seen[0])
+        return code
+
+    return counted
+
+
+def before_event(
+    work: Callable[[], int], number: int, act: Callable[[], None]
+) -> Callable[[], int]:
+    """`work`, with `act` done before its event of that number."""
+
+    def disturbed() -> int:
+        seen = [0]
+
+        def count(event: str, arguments: tuple[Any, ...]) -> None:
+            if event in EVENTS:
+                seen[0] += 1
+                if seen[0] == number:
+                    act()
+
+        sys.addaudithook(count)
+        return work()
+
+    return disturbed
+
+
+def after_seconds(
+    work: Callable[[], int], seconds: float, kind: signal.Signals
+) -> Callable[[], int]:
+    """`work`, whose process gets a signal in the middle of whatever it does then."""
+
+    def disturbed() -> int:
+        pid = os.getpid()
+        if os.fork() == 0:
+            os.close(2)  # So that the listener does not wait for this one.
+            time.sleep(seconds)
+            if os.getppid() == pid:
+                os.kill(pid, kind)
+            os._exit(0)
+        return work()
+
+    return disturbed
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _become(work: Callable[[], int], stderr: int) -> None:
+    """Do `work` as this forked process, and nothing after it."""
+    code = CRASHED
+    try:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
