@@ -1,0 +1,102 @@
+"""Coloured cells with what is written in them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize
+from matplotlib.cm import ScalarMappable
+from matplotlib.figure import Figure
+
+from normattn.report.figure import Grid
+from normattn.report.palette import CELLS
+from normattn.report.plots import style
+
+_ROW = 0.24  # inches
+_TURNED = 5  # letters beyond which the names of columns are turned
+
+
+def plot(figure: Grid) -> Figure:
+    """The cells, their names left and above, and the scale of the colours at the right."""
+    longest = max((len(text) for line in figure.texts for text in line), default=0)
+    turned = max(map(len, figure.columns)) > max(_TURNED, longest)
+    cell = max(0.3, 0.12 + style.LETTER * longest)
+    if not turned:
+        cell = max(cell, 0.12 + style.inches([*figure.columns]))
+    size = (cell * len(figure.columns), _ROW * len(figure.rows))
+    names = style.inches([*figure.columns]) * 0.75 + 0.15 if turned else 0.3
+    drawn, axes = style.axes(
+        figure.title,
+        1,
+        1,
+        size,
+        left=0.2 + style.inches([*figure.rows]) + (0.25 if figure.y_title else 0),
+        beside=max(1.0, 0.4 + names - 0.15) if turned else 1.0,
+        above=names + (0.2 if figure.x_title else 0.0),
+        below=0.15,
+    )
+    axis = axes[0]
+    colours = LinearSegmentedColormap.from_list("cells", CELLS)
+    norm = _norm(figure)
+    _cells(axis, figure, colours, norm)
+    axis.set_xlim(0, len(figure.columns))
+    axis.set_ylim(len(figure.rows), 0)
+    axis.set_yticks(np.arange(len(figure.rows)) + 0.5, figure.rows, fontsize=8)
+    axis.xaxis.tick_top()
+    axis.set_xticks(
+        np.arange(len(figure.columns)) + 0.5,
+        figure.columns,
+        fontsize=8,
+        **({"rotation": 45, "ha": "left", "rotation_mode": "anchor"} if turned else {}),
+    )
+    axis.tick_params(length=0)
+    axis.set_xlabel(figure.x_title)
+    axis.xaxis.set_label_position("top")
+    axis.set_ylabel(figure.y_title)
+    axis.grid(False)
+    for side in axis.spines.values():
+        side.set_visible(False)
+    if norm is not None:
+        place = axis.get_position()
+        wide, high = drawn.get_size_inches()
+        bar = drawn.add_axes(
+            (place.x1 + 0.15 / wide, place.y0, 0.12 / wide, min(place.height, 2.5 / high))
+        )
+        scale = drawn.colorbar(ScalarMappable(norm, colours), cax=bar)
+        scale.set_label(style.wrapped(figure.scale_title, max(0.9, size[1])), fontsize=8)
+        bar.tick_params(labelsize=7.5)
+    return drawn
+
+
+def _norm(figure: Grid) -> Normalize | None:
+    """From the lowest to the highest value; None where there is none."""
+    known = [v for line in figure.values for v in line if v is not None and math.isfinite(v)]
+    if figure.log:
+        known = [value for value in known if value > 0]
+    if not known:
+        return None
+    low, high = min(known), max(known)
+    if low == high:
+        high = low + 1 if not figure.log else low * 10
+    return LogNorm(low, high) if figure.log else Normalize(low, high)
+
+
+def _cells(axis: Axes, figure: Grid, colours: Colormap, norm: Normalize | None) -> None:
+    for row, (values, texts) in enumerate(zip(figure.values, figure.texts, strict=True)):
+        for column, (value, text) in enumerate(zip(values, texts, strict=True)):
+            shown = value is not None and math.isfinite(value) and norm is not None
+            share = float(norm(max(value, norm.vmin or value))) if shown else math.nan  # type: ignore[type-var,misc,arg-type]
+            colour = colours(share) if shown else (0.93, 0.93, 0.93, 1.0)
+            axis.fill_between(
+                [column + 0.02, column + 0.98], row + 0.03, row + 0.97, color=colour, linewidth=0
+            )
+            light = 0.2126 * colour[0] + 0.7152 * colour[1] + 0.0722 * colour[2]
+            axis.text(
+                *(column + 0.5, row + 0.52, text),
+                ha="center",
+                va="center",
+                fontsize=7.5,
+                color="black" if light > 0.45 else "white",
+            )

@@ -1,0 +1,65 @@
+"""Values with their intervals: rows below each other, quantities side by side."""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from normattn.report.figure import IntervalColumn, Intervals
+from normattn.report.palette import LINES
+from normattn.report.plots import style
+
+_WIDTH, _ROW = 1.75, 0.22  # inches: a quantity's axes, and a row of them
+_COLOUR = LINES[2]
+
+
+def plot(figure: Intervals) -> Figure:
+    """One axes for every quantity; only the first names the rows."""
+    columns = len(figure.columns)
+    names = style.inches([*figure.rows]) + 0.15
+    height = _ROW * len(figure.rows) + 0.1
+    titles = [style.wrapped(column.title, _WIDTH) for column in figure.columns]
+    lines = max(title.count("\n") + 1 for title in titles)
+    # The first axes stands right of the rows' names, so all are placed as if they were.
+    drawn, axes = style.axes(
+        figure.title,
+        1,
+        1,
+        (columns * (_WIDTH + 0.2) - 0.2, height),
+        left=names,
+        above=0.1 + 0.17 * lines,
+        below=0.35,
+    )
+    whole = axes[0].get_position()
+    axes[0].remove()
+    unit = whole.width / (columns * (_WIDTH + 0.2) - 0.2)
+    for place, (column, title) in enumerate(zip(figure.columns, titles, strict=True)):
+        x = whole.x0 + place * (_WIDTH + 0.2) * unit
+        axis = drawn.add_axes((x, whole.y0, _WIDTH * unit, whole.height))
+        _column(axis, column, title)
+        axis.set_ylim(len(figure.rows) - 0.5, -0.5)
+        axis.set_yticks(range(len(figure.rows)), figure.rows if place == 0 else [])
+        axis.tick_params(axis="y", length=0)
+    return drawn
+
+
+def _column(axis: Axes, column: IntervalColumn, title: str) -> None:
+    axis.set_title(title, fontsize=8.5)
+    axis.spines["left"].set_visible(False)
+    axis.xaxis.set_major_locator(MaxNLocator(4))
+    axis.tick_params(axis="x", labelsize=8)
+    if column.zero:
+        axis.axvline(0, color="#404040", linewidth=1)
+    for place, found in enumerate(column.values):
+        if found is None:
+            continue
+        if found.low is not None and found.high is not None:
+            axis.hlines(place, found.low, found.high, color=_COLOUR, linewidth=2, alpha=0.55)
+        hollow = found.low is None
+        axis.plot(
+            *([found.value], [place], "o"),
+            color=_COLOUR,
+            markersize=4.5,
+            markerfacecolor="white" if hollow else _COLOUR,
+        )
