@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from normattn.studies._realformer_settings import ROWS
-from normattn.studies._realformer_stages import FAILURE
 
 from normattn.errors import InputError
-from normattn.studies.realformer import EncoderCell, GridCell, resolve
+from normattn.studies.realformer import STUDY, EncoderCell, GridCell, resolve
+from normattn.studies.realformer.settings import ROWS
 from normattn.sweep import presets
 from normattn.sweep.study import Request, Sweep
-from studies.inprocess import files, run, run_killed
+from studies.inprocess import PAGE, files, one_cell, run, run_killed, write
 
 PRESET = """
 summary = "for tests"
@@ -106,28 +105,31 @@ def test_stopped_anywhere_it_is_the_same(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    run(sweep(preset, whole))
-    stems = {name.partition(".")[0] for name in files(whole)} - {"table"}
-    assert stems == {
+    run(STUDY, sweep(preset, whole))
+    made = files(whole)
+    assert set(made) == {
+        *("measurements.parquet", "table.md", "table.json", "figures.txt"),
+        *(f"{key}.csv" for key in ("table", "settings", "layers", "robustness", "grid")),
+    }
+    for name in (
         *("accuracy_by_exit", "residual_variance", "attention_entropy", "attention_agreement"),
         *("attention_agreement_mean", "gradients", "gradients_start", "training_loss"),
         "robustness",
-    }
-    # Figures are drawn of nothing but what stands in these files.
-    monkeypatch.setattr("normattn.reports.figures.realformer.draw_lines", lambda *_, **__: [])
-    assert run_killed(sweep(preset, broken), 9, monkeypatch) > 1
-    for name in ("table.md", "table.csv", "table.json", "layers.csv", "grid.csv"):
-        assert (broken / name).read_bytes() == (whole / name).read_bytes()
+    ):
+        assert f"name='{name}'" in made["figures.txt"].decode()
+    assert run_killed(STUDY, sweep(preset, broken), 9, monkeypatch) > 1
+    assert files(broken) == made
     metrics = Path("cells/small-RealFormer/seed0/metrics.jsonl")
     assert (broken / metrics).read_bytes() == (whole / metrics).read_bytes()
-    facts = json.loads((whole / "table.json").read_text())
-    assert [(row["size"], row["row"]) for row in facts["rows"]] == [
+    rows = json.loads(made["table.json"])["tables"]["table"]
+    assert [(row["size"], row["row"]) for row in rows] == [
         *(("small", row) for row in ROWS if row in ROW),
         *(("large", row) for row in ("PostLN", "RealFormer")),
     ]
-    for row in facts["rows"]:
-        assert row["accuracy"]["low"] <= row["accuracy"]["value"] <= row["accuracy"]["high"]
-        assert row["steps"] == (2 if row["row"] == "RealFormer-half" else 4)
+    for row in rows:
+        accuracy = row["accuracy"]
+        assert accuracy["low"] <= accuracy["value"] <= accuracy["high"]
+        assert row["planned_steps"]["value"] == (2 if row["row"] == "RealFormer-half" else 4)
 
 
 def test_a_row_that_diverges_is_a_result(preset: str, tmp_path: Path) -> None:
@@ -135,20 +137,42 @@ def test_a_row_that_diverges_is_a_result(preset: str, tmp_path: Path) -> None:
     poison = {"training.optimiser": {"name": "tiger", "lr": 10.0}, "training.steps": 60}
     made = sweep(preset, tmp_path / "out", **poison)
     cells = [c for c in made.cells if c.variant in ("small-PostLN", "grid-PostLN")]
-    from normattn.sweep.cell import run_cell
-    from normattn.sweep.layout import CellPaths, write_if_changed
-
-    codes = {}
-    for cell in cells:
-        paths = CellPaths.of(made.out, cell.variant, cell.seed)
-        write_if_changed(paths.settings, cell.model_dump(mode="json"))
-        codes[cell.variant] = run_cell(paths.job)
+    codes = {cell.variant: one_cell(STUDY, made, cell) for cell in cells}
     assert codes == {"small-PostLN": 3, "grid-PostLN": 0}
-    assert (made.out / "cells" / "small-PostLN" / "seed0" / FAILURE).is_file()
-    made.report(made.out)
-    text = (made.out / "table.md").read_text()
-    assert "small PostLN, seed 0: diverged at step" in text
+    write(STUDY, made.out)
+    text = (made.out / PAGE / "table.md").read_text()
+    assert "PostLN, size small, seed 0: diverged at step" in text
     assert "first value that is not finite came from" in text
+
+
+def test_a_grid_that_diverges_goes_on(preset: str, tmp_path: Path) -> None:
+    poison = {"grid.rates": [1e-3, 10.0], "grid.steps": 60}
+    made = sweep(preset, tmp_path / "out", **poison, **{"training.optimiser.name": "tiger"})
+    (cell,) = (cell for cell in made.cells if cell.variant == "grid-PostLN")
+    assert one_cell(STUDY, made, cell) == 0
+    write(STUDY, made.out)
+    rows = json.loads((made.out / PAGE / "table.json").read_text())["tables"]["grid"]
+    assert [(row["warmup"], row["learning_rate"], row["loss"] is None) for row in rows] == [
+        *(("1", "0.001", False), ("1", "10", True)),
+        *(("0", "0.001", False), ("0", "10", True)),
+    ]
+    assert [row["state"] for row in rows][1::2] == ["diverged", "diverged"]
+    text = (made.out / PAGE / "table.md").read_text()
+    assert "PostLN, dropout 0.0, learning rate 10.0, size small, warmup 1, seed 0: diverged" in text
+
+
+def test_a_damaged_measurement_is_named_in_one_line(preset: str, tmp_path: Path) -> None:
+    made = sweep(preset, tmp_path / "out")
+    (cell,) = (cell for cell in made.cells if cell.variant == "small-PostLN")
+    assert one_cell(STUDY, made, cell) == 0
+    (file,) = made.out.glob("cells/small-PostLN/seed0/evaluations/*.parquet")
+    good = file.read_bytes()
+    file.write_bytes(good[:-20])
+    with pytest.raises(InputError, match="is no frame of measurements") as refused:
+        STUDY.measurements(made.out)
+    assert "\n" not in str(refused.value)
+    assert one_cell(STUDY, made, cell) == 0
+    assert file.read_bytes() == good
 
 
 def test_rows_can_be_chosen(preset: str) -> None:

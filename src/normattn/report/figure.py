@@ -144,7 +144,7 @@ def is_empty(figure: Figure) -> bool:
             return not any(value for column in columns for value in column.values)
         case Grid(values=values, texts=texts):
             # A cell without a value may still say why it has none.
-            shown = [*(value is not None for row in values for value in row)]
-            return not any(shown) and not any(text for row in texts for text in row)
+            shown = any(value is not None for row in values for value in row)
+            return not shown and not any(text for row in texts for text in row)
         case Density(rows=rows):
             return not rows

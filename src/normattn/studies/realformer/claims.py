@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from normattn.measure import Estimate, Statistic, sign_test
+from normattn.measure import Estimate, sign_test
 from normattn.measure.statistic import mean_of_bins
 from normattn.report.claim import Claim
 from normattn.report.view import Term, View
@@ -76,10 +76,9 @@ def claims(view: View) -> list[Claim]:
     found += _by_size(every)
     found += [_shared(size) for size in every]
     found += _stability(grid(view))
-    deep = {size: count for size in every if (count := layers(view, size)) > 1}
-    for of_layers in (_sharper, _agreeing, _leaving, _growing, _gradients):
-        for size, count in deep.items():
-            found += of_layers(size, count)
+    for size in every:
+        if (count := layers(view, size)) > 1:
+            found += _of_layers(size, count)
     order = list(dict.fromkeys(claim.sentence for claim in found))
     return sorted(found, key=lambda claim: order.index(claim.sentence))
 
@@ -111,122 +110,104 @@ def _shared(size: str) -> Claim:
         POINTS,
         tuple(
             Term(factor, masked(row + suffix, size))
-            for row, sign in ((REALFORMER, 1.0), (POSTLN, -1.0))
+            for row, sign in _BOTH
             for suffix, factor in ((SHARED, sign), ("", -sign))
         ),
     )
 
 
+_BOTH = ((REALFORMER, 1.0), (POSTLN, -1.0))
 _STATISTICS = {each.name: replace(each, digits=2) for each in BY_LAYER}
 
 
-def _mean_of_layers(name: str) -> Statistic:
-    return replace(_STATISTICS[name], value=mean_of_bins())
-
-
-def _sharper(size: str, count: int) -> Iterator[Claim]:
-    yield Claim(
+def _of_layers(size: str, count: int) -> Iterator[Claim]:
+    """What is said of the layers of models of `count` layers."""
+    # Layer 1 has none below it: of `count` − 1 agreements the upper half counts.
+    upper, half = slice((count - 1) // 2, None), count // 2
+    yield _means(
         "RealFormer's attention is sparser: its entropy is lower",
-        PAPER,
-        f"{size}: RealFormer − PostLN, entropy in nats, mean over layers",
-        _mean_of_layers("entropy"),
-        tuple(Term(sign, depth(row, size)) for row, sign in ((REALFORMER, 1.0), (POSTLN, -1.0))),
+        *(PAPER, size, "entropy", "entropy in nats, mean over layers"),
         sign=-1,
     )
-    yield _between_layers(
-        "RealFormer's attention tends to one-hot with depth",
-        POST,
-        f"{size}: RealFormer, entropy in nats, last − first layer",
-        "entropy",
-        [(REALFORMER, size, 1.0)],
-        (0, -1),
-        sign=-1,
-    )
-
-
-def _agreeing(size: str, count: int) -> Iterator[Claim]:
-    # Layer 1 has none below it: `count` − 1 agreements, of which the upper half counts.
-    upper = slice((count - 1) // 2, None)
     for name, what in (("agreement", "head by head"), ("agreement_mean", "of mean heads")):
-        yield Claim(
+        yield _means(
             "attention of neighbouring layers agrees more, so that it converges",
-            POST,
-            f"{size}: RealFormer − PostLN, agreement {what}, upper half",
-            _mean_of_layers(name),
-            tuple(
-                Term(sign, depth(row, size), upper)
-                for row, sign in ((REALFORMER, 1.0), (POSTLN, -1.0))
-            ),
+            *(POST, size, name, f"agreement {what}, upper half"),
+            bins=upper,
         )
-
-
-def _leaving(size: str, count: int) -> Iterator[Claim]:
-    half = count // 2
-    yield _between_layers(
+    yield _ends(
+        "RealFormer's attention tends to one-hot with depth",
+        *(POST, size, "entropy", "RealFormer, entropy in nats, last − first layer"),
+        rows=((REALFORMER, 1.0),),
+        sign=-1,
+    )
+    yield _ends(
         "leaving at half depth costs RealFormer less (models of adaptive depth, as FastBERT)",
-        POST,
-        f"{size}: RealFormer − PostLN, points lost by leaving after layer {half} of {count}",
-        "exit_accuracy",
-        [(REALFORMER, size, 1.0), (POSTLN, size, -1.0)],
-        (half - 1, -1),
+        *(POST, size, "exit_accuracy"),
+        f"RealFormer − PostLN, points lost by leaving after layer {half} of {count}",
+        rows=_BOTH,
+        first=half - 1,
         sign=-1,
     )
-
-
-def _growing(size: str, count: int) -> Iterator[Claim]:
-    yield _between_layers(
+    yield _ends(
         "PreLN's residual stream grows with depth",
-        XIONG,
-        f"{size}: PreLN, variance, last − first layer",
-        "variance",
-        [(PRELN, size, 1.0)],
-        (1, -1),  # Place 0 is what the first layer reads.
+        *(XIONG, size, "variance", "PreLN, variance, last − first layer"),
+        rows=((PRELN, 1.0),),
+        first=1,  # Place 0 is what the first layer reads.
     )
-
-
-def _gradients(size: str, count: int) -> Iterator[Claim]:
-    yield _between_layers(
+    yield _ends(
         "before training, PostLN's gradient is larger at the top than at the bottom",
-        XIONG,
-        f"{size}: PostLN, gradient norm, top − bottom layer",
-        "gradients_start",
-        [(POSTLN, size, 1.0)],
-        (0, -1),
+        *(XIONG, size, "gradients_start", "PostLN, gradient norm, top − bottom layer"),
+        rows=((POSTLN, 1.0),),
     )
-    yield _between_layers(
+    yield _ends(
         "residual scores bring the gradients of top and bottom closer together",
-        POST,
-        f"{size}: RealFormer − PostLN, gradient norm before training, top − bottom layer",
-        "gradients_start",
-        [(REALFORMER, size, 1.0), (POSTLN, size, -1.0)],
-        (0, -1),
+        *(POST, size, "gradients_start"),
+        "RealFormer − PostLN, gradient norm before training, top − bottom layer",
+        rows=_BOTH,
         sign=-1,
     )
 
 
-def _between_layers(
+def _means(
     sentence: str,
     source: str,
-    measured: str,
+    size: str,
     name: str,
-    rows: list[tuple[str, str, float]],
-    ends: tuple[int, int],
+    what: str,
+    bins: slice | None = None,
     sign: int = 1,
 ) -> Claim:
-    """Σ factor · (the layer at ends[1] − that at ends[0]) over `rows` (row, size, factor)."""
+    """RealFormer − PostLN, the mean over layers."""
+    statistic = replace(_STATISTICS[name], value=mean_of_bins())
+    terms = tuple(Term(factor, depth(row, size), bins) for row, factor in _BOTH)
+    measured = f"{size}: RealFormer − PostLN, {what}"
+    return Claim(sentence, source, measured, statistic, terms, sign)
+
+
+def _ends(
+    sentence: str,
+    source: str,
+    size: str,
+    name: str,
+    what: str,
+    rows: tuple[tuple[str, float], ...],
+    first: int = 0,
+    sign: int = 1,
+) -> Claim:
+    """Σ factor · (the last layer − the one at place `first`) over `rows`."""
     terms = tuple(
-        Term(factor * end_sign, depth(row, size), [end])
-        for row, size, factor in rows
-        for end, end_sign in ((ends[1], 1.0), (ends[0], -1.0))
+        Term(factor * of_end, depth(row, size), [end])
+        for row, factor in rows
+        for end, of_end in ((-1, 1.0), (first, -1.0))
     )
-    return Claim(sentence, source, measured, _STATISTICS[name], terms, sign)
+    return Claim(sentence, source, f"{size}: {what}", _STATISTICS[name], terms, sign)
 
 
 def _stability(outcomes: Mapping[Setting, Outcome]) -> Iterator[Claim]:
     """Which settings of the grid fail with one row alone, or without warm-up alone."""
     of = {row: by_setting(outcomes, row) for row in (REALFORMER, POSTLN, PRELN)}
-    cold = {row: _without_warmup(found) for row, found in of.items()}
-    warm = {row: _with_warmup(found) for row, found in of.items()}
+    cold, warm = ({row: _part(found, warmed) for row, found in of.items()} for warmed in (0, 1))
     yield from _failing(
         "RealFormer stabilises training",
         *(PAPER, REALFORMER, of[REALFORMER], POSTLN, of[POSTLN]),
@@ -244,13 +225,11 @@ def _stability(outcomes: Mapping[Setting, Outcome]) -> Iterator[Claim]:
         "RealFormer needs warm-up less than PostLN",
         *(POST, "without warm-up: RealFormer", cold[REALFORMER], "PostLN", cold[POSTLN]),
     )
+    every = (cold[REALFORMER], warm[REALFORMER], cold[POSTLN], warm[POSTLN])
     places = [
         place
         for place in cold[REALFORMER]
-        if all(
-            (found := each.get(place)) is not None and found.loss is not None
-            for each in (cold[REALFORMER], warm[REALFORMER], cold[POSTLN], warm[POSTLN])
-        )
+        if all(place in each and each[place].loss is not None for each in every)
     ]
     if places:
         warmups = {setting.warmup for setting in outcomes}
@@ -262,7 +241,7 @@ def _stability(outcomes: Mapping[Setting, Outcome]) -> Iterator[Claim]:
             LOSS,
             tuple(
                 Term(sign / len(places), Setting(row, warmup, *place).where)
-                for row, of_row in ((REALFORMER, 1.0), (POSTLN, -1.0))
+                for row, of_row in _BOTH
                 for warmup, sign in ((min(warmups), of_row), (max(warmups), -of_row))
                 for place in places
             ),
@@ -271,15 +250,13 @@ def _stability(outcomes: Mapping[Setting, Outcome]) -> Iterator[Claim]:
 
 
 Place = TypeVar("Place")
-Places = dict[tuple[float, float], Outcome]
 
 
-def _without_warmup(found: Mapping[tuple[int, float, float], Outcome]) -> Places:
-    return {place[1:]: outcome for place, outcome in found.items() if place[0] == 0}
-
-
-def _with_warmup(found: Mapping[tuple[int, float, float], Outcome]) -> Places:
-    return {place[1:]: outcome for place, outcome in found.items() if place[0] > 0}
+def _part(
+    found: Mapping[tuple[int, float, float], Outcome], warmed: int
+) -> dict[tuple[float, float], Outcome]:
+    """The outcomes with warm-up (1) or without (0), by learning rate and dropout."""
+    return {place[1:]: end for place, end in found.items() if (place[0] > 0) == bool(warmed)}
 
 
 def _failing(

@@ -150,7 +150,7 @@ class ScoreStage(Stage):
             "dropout": model.dropout,
             "warmup": config.schedule.warmup_steps,
         }
-        parts = [fact(name, value) for name, value in facts.items()]
+        parts = [fact(name, float(value)) for name, value in facts.items()]
         return identified(replace(who, protocol="training"), parts)
 
 

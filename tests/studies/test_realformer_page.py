@@ -1,0 +1,387 @@
+"""The RealFormer study's page from a small frame, against sums made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from normattn.errors import InputError
+from normattn.measure import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.report.claim import Finding
+from normattn.report.context import PageContext
+from normattn.report.figure import Curves, Grid
+from normattn.report.page import context
+from normattn.report.table import Filled
+from normattn.report.view import View
+from normattn.studies.realformer import STUDY
+from normattn.studies.realformer.reading import Setting, grid
+from normattn.studies.realformer.scoring import by_layer
+
+DOCUMENTS = tuple(f"d{n:02}" for n in range(30))
+TOKENS, WINDOWS = np.full(30, 100), np.full(30, 2)
+LAYERS = 4
+FEW = Bootstrap(resamples=300)
+SEEDS = (0, 1, 2)
+
+
+def who(row: str, seed: int, protocol: str, **factors: Any) -> Identity:
+    return Identity(
+        study="realformer",
+        row=row,
+        score="Baseline@16",
+        seed=seed,
+        protocol=protocol,
+        length=16,
+        train_length=16,
+        data="d",
+        weights=f"{row}{seed}",
+        factors=factors,
+    )
+
+
+def noise(*of: int) -> np.ndarray:
+    """A little, by document."""
+    return np.random.default_rng([7, *of]).integers(-5, 6, len(DOCUMENTS))
+
+
+def encoder(
+    row: str,
+    hits: float,
+    seed: int = 0,
+    size: str = "small",
+    *,
+    dim: int = 8,
+    steps: int = 10,
+    entropy: float = 2.0,
+    gradient: float = 1.0,
+) -> pl.DataFrame:
+    """A row of the table: `hits` and a little noise of each document's 100 tokens are right.
+
+    Exits miss 20, 13, 7 and 0 tokens more; the stream's variance of layer n is n/2, entropy falls
+    by 0.1 a layer, and layer n's gradient is n · `gradient`, all but for a little noise.
+    """
+    correct = hits + noise(seed, hash_of(row)) / 10
+    layers = np.arange(1, LAYERS + 1)
+    small = noise(seed, 1)[:, None] / 1000 * layers
+    exits = correct[:, None] - np.array([20, 13, 7, 0])
+    stream = np.pad(layers + small, ((0, 0), (1, 0)))
+    batches = [f"batch {n:04}" for n in range(3)]
+    norms = gradient * layers + small[:3]
+    facts = {"layers": LAYERS, "dim": dim, "parameters": 100, "planned_steps": steps}
+    return joined(
+        [
+            identified(who(row, seed, "masked", size=size), scored(correct, 300.0 - correct)),
+            identified(
+                who(row, seed, "depth", size=size),
+                [
+                    *by_layer("exit_accuracy", DOCUMENTS, exits, TOKENS),
+                    *by_layer("variance", DOCUMENTS, stream, WINDOWS, first=0),
+                    *by_layer("entropy", DOCUMENTS, 2 * (entropy - layers / 10) + small, WINDOWS),
+                    *by_layer("agreement", DOCUMENTS, 1 + small[:, 1:], WINDOWS, first=2),
+                    *by_layer("agreement_mean", DOCUMENTS, 1 + small[:, 1:], WINDOWS, first=2),
+                    *by_layer("gradients", batches, norms, np.ones(3)),
+                    *by_layer("gradients_start", batches, norms, np.ones(3)),
+                ],
+            ),
+            identified(
+                who(row, seed, "training", size=size),
+                [fact(name, float(value)) for name, value in facts.items()],
+            ),
+        ]
+    )
+
+
+def hash_of(row: str) -> int:
+    """A number of a name that is the same in every process."""
+    return sum(map(ord, row))
+
+
+def scored(correct: np.ndarray, nats: np.ndarray) -> list[pl.DataFrame]:
+    return [
+        sums("accuracy", DOCUMENTS, correct, TOKENS),
+        sums("loss", DOCUMENTS, nats, TOKENS),
+        sums("unigram_loss", DOCUMENTS, np.full(30, 280.0), TOKENS),
+    ]
+
+
+def setting(place: Setting, nats: float | None, seed: int = 0) -> pl.DataFrame:
+    """A setting of the grid with a loss of `nats` hundredths a token; None: it diverged."""
+    _, warmup, rate, dropout = place
+    factors = {"size": "small", "warmup": warmup, "learning_rate": rate, "dropout": dropout}
+    if nats is None:
+        rows = sums("diverged", ["blocks.0"], [[1.0]], [[1.0]], axis="step", edges=[3.0])
+        return identified(who(place.row, seed, "training", **factors), [rows])
+    loss = nats + noise(seed, hash_of(repr(place))) / 10
+    return identified(who(place.row, seed, "grid", **factors), scored(TOKENS / 2, loss))
+
+
+def page(parts: Iterable[pl.DataFrame]) -> PageContext:
+    return context(STUDY.page, joined(parts), bootstrap=FEW)
+
+
+def column(table: Filled, key: str) -> list[Any]:
+    """The estimates of a column, or its texts."""
+    place = [each.key for each in table.columns].index(key)
+    cells = [line[place] for line in table.cells]
+    return [cell.text if cell.estimate is None else cell.estimate for cell in cells]
+
+
+def tables(made: PageContext) -> dict[str, Filled]:
+    return {table.key: table for table in made.tables}
+
+
+def decided(made: PageContext) -> dict[tuple[str, str], Finding]:
+    return {(each.claim.sentence, each.claim.measured): each for each in made.findings}
+
+
+def test_rows_pool_their_seeds_and_statistics_are_ratios_of_sums() -> None:
+    parts = [encoder("PostLN", 40, 0), encoder("PostLN", 50, 1), encoder("PreLN", 30, 1)]
+    right = {
+        (row, seed): float(part.filter(protocol="masked", statistic="accuracy")["sum"].sum())
+        for (row, seed), part in zip((("A", 0), ("A", 1), ("B", 1)), parts, strict=True)
+    }
+    made = tables(page(parts))
+    pre, post = column(made["table"], "accuracy")
+    assert [row.label for row in made["table"].rows] == ["PreLN", "PostLN"]
+    assert post.value == pytest.approx(100 * (right["A", 0] + right["A", 1]) / (2 * 3000))
+    assert post.low < post.value < post.high
+    assert (post.units, post.count, post.seeds, pre.seeds) == (30, 3000, (0, 1), (1,))
+    gap, itself = column(made["table"], "gain")
+    assert gap.value == pytest.approx((right["B", 1] - right["A", 1]) / 30)
+    assert (gap.seeds, itself) == ((1,), "–")
+    assert column(made["table"], "seeds") == ["1", "0, 1"]
+    assert [each.value for each in column(made["table"], "planned_steps")] == [10, 10]
+    assert [each.value for each in column(made["settings"], "dim")] == [8, 8]
+    assert column(made["settings"], "placement") == ["PreLN", "PostLN"]
+    assert "30 documents, 3,000 hidden tokens" in made["table"].notes[0]
+    assert "unigram baseline has a loss of 2.800" in made["table"].notes[0]
+
+
+def test_layers_have_a_row_each() -> None:
+    table = tables(page([encoder("PostLN", 40)]))["layers"]
+    assert column(table, "layer") == ["0", "1", "2", "3", "4"]
+    small = noise(0, 1).mean() / 1000
+    variance = [each.value for each in column(table, "variance")]
+    assert variance == pytest.approx([n * (1 + small) / 2 for n in range(5)])
+    exits = column(table, "exit_accuracy")
+    assert exits[0] == "–"
+    assert np.diff([each.value for each in exits[1:]]) == pytest.approx([7, 6, 7])
+    assert column(table, "agreement")[:2] == ["–", "–"]
+    batches = noise(0, 1)[:3].mean() / 1000
+    gradients = column(table, "gradients")[1:]
+    assert [each.value for each in gradients] == pytest.approx(
+        [n * (1 + batches) for n in range(1, 5)]
+    )
+    assert {each.units for each in gradients} == {3}
+
+
+def test_a_claim_counts_only_beyond_its_interval() -> None:
+    rows = {"PostLN": 40, "RealFormer": 46, "PreLN": 46, "ReZero": 52}
+    parts = [encoder(row, hits, seed) for row, hits in rows.items() for seed in SEEDS]
+    parts += [
+        encoder(row, 30, seed, "wide", dim=16)
+        for row in ("PostLN", "RealFormer", "PreLN")
+        for seed in SEEDS
+    ]
+    made = page(parts)
+    found = decided(made)
+
+    def verdicts(sentence: str) -> dict[str, str]:
+        return {m: each.verdict for (s, m), each in found.items() if s.startswith(sentence)}
+
+    assert verdicts("RealFormer is better than PostLN and PreLN") == {
+        "small: RealFormer − PostLN, accuracy in points": "found",
+        "small: RealFormer − PreLN, accuracy in points": "not found",
+        "wide: RealFormer − PostLN, accuracy in points": "not found",
+        "wide: RealFormer − PreLN, accuracy in points": "not found",
+    }
+    assert verdicts("PostLN is at least as good as PreLN") == {
+        "small: PostLN − PreLN, accuracy in points": "the opposite",
+        "wide: PostLN − PreLN, accuracy in points": "not found",
+    }
+    assert verdicts("RealFormer is better than ReZero") == {
+        "small: RealFormer − ReZero, accuracy in points": "the opposite"
+    }
+    # RealFormer loses 16 points by growing where PostLN loses 10 and PreLN 16.
+    assert verdicts("a larger model pays off") == {
+        "small → wide: RealFormer's gain − PostLN's, accuracy in points": "the opposite",
+        "small → wide: RealFormer's gain − PreLN's, accuracy in points": "not found",
+    }
+    (variance,) = (
+        each for (_, m), each in found.items() if m == "small: PreLN, variance, last − first layer"
+    )
+    assert variance.difference.value == pytest.approx((4 - 1) / 2, abs=0.01)
+    assert variance.verdict == "found"
+
+
+def test_claims_about_layers() -> None:
+    parts = [
+        encoder(row, 40, seed, entropy=entropy, gradient=gradient)
+        for row, entropy, gradient in (("PostLN", 2.0, 2.0), ("RealFormer", 1.5, 1.0))
+        for seed in SEEDS
+    ]
+    found = {each.claim.measured: each for each in page(parts).findings}
+    for measured, value in (
+        ("small: RealFormer − PostLN, entropy in nats, mean over layers", -0.5),
+        ("small: RealFormer, entropy in nats, last − first layer", -0.3),
+        ("small: RealFormer − PostLN, agreement head by head, upper half", 0.0),
+        ("small: RealFormer − PostLN, agreement of mean heads, upper half", 0.0),
+        ("small: RealFormer − PostLN, points lost by leaving after layer 2 of 4", 0.0),
+        ("small: PostLN, gradient norm, top − bottom layer", 6.0),
+        ("small: RealFormer − PostLN, gradient norm before training, top − bottom layer", -3.0),
+    ):
+        assert found[measured].difference.value == pytest.approx(value, abs=0.01), measured
+
+
+def test_two_seeds_are_too_little_data() -> None:
+    parts = [
+        encoder(row, 40 + 9 * (row != "PostLN"), seed)
+        for row in ("PostLN", "RealFormer")
+        for seed in (0, 1)
+    ]
+    (found,) = (
+        each
+        for each in page(parts).findings
+        if each.claim.measured == "small: RealFormer − PostLN, accuracy in points"
+    )
+    assert found.verdict == "too little data"
+    assert found.remark == "2 seeds on both sides; 3 are needed"
+
+
+def test_what_sharing_costs() -> None:
+    hits = {"PostLN": 40, "PostLN-shared": 30, "RealFormer": 40, "RealFormer-shared": 36}
+    parts = [encoder(row, value, seed) for row, value in hits.items() for seed in SEEDS]
+    (found,) = (
+        each for each in page(parts).findings if each.claim.sentence.startswith("sharing one block")
+    )
+    assert found.difference.value == pytest.approx(6.0, abs=0.2)
+    assert found.verdict == "found"
+
+
+@pytest.mark.parametrize(("failing", "verdict"), [(6, "found"), (5, "not found")])
+def test_stability_is_decided_by_settings_that_one_alone_fails(failing: int, verdict: str) -> None:
+    """Six settings that only PostLN fails are sure at 5 %, five are not: 2 / 2⁶ and 2 / 2⁵."""
+    for bad, other in (("PostLN", "RealFormer"), ("RealFormer", "PostLN")):
+        parts = [
+            setting(Setting(row, 5, 1e-3 * (n + 1), 0.0), 280 if row == bad and n < failing else 90)
+            for row in (bad, other)
+            for n in range(8)
+        ]
+        (found,) = page(parts).findings
+        counts = (0, failing) if bad == "PostLN" else (failing, 0)
+        assert found.claim.sentence == "RealFormer stabilises training"
+        assert f"RealFormer {counts[0]} − PostLN {counts[1]} of 8" in found.claim.measured
+        assert found.difference.value == counts[0] - counts[1]
+        expected = "the opposite" if bad == "RealFormer" and verdict == "found" else verdict
+        assert found.verdict == expected
+
+
+def test_claims_about_warm_up() -> None:
+    """Without warm-up PostLN fails in all of six settings, RealFormer loses 10 hundredths."""
+    nats = {("PostLN", 5): 90, ("PostLN", 0): 280, ("RealFormer", 5): 90, ("RealFormer", 0): 100}
+    parts = [
+        setting(Setting(row, warmup, 1e-3 * (n + 1), 0.1), value, seed)
+        for (row, warmup), value in nats.items()
+        for n in range(6)
+        for seed in SEEDS
+    ]
+    found = decided(page(parts))
+    needs = found[
+        "PostLN needs warm-up (it fails in more settings without)",
+        "grid, settings that failed: PostLN without warm-up 6 − with 0 of 6 "
+        "(only one of them: 6, 0)",
+    ]
+    less = found[
+        "RealFormer needs warm-up less than PostLN",
+        "grid, settings that failed: without warm-up: RealFormer 0 − PostLN 6 of 6 "
+        "(only one of them: 0, 6)",
+    ]
+    assert (needs.difference.value, less.difference.value) == (6, -6)
+    assert (needs.difference.p, less.difference.p) == (pytest.approx(2 / 64), pytest.approx(2 / 64))
+    # Corrected for four claims neither is sure.
+    assert (needs.verdict, less.verdict) == ("not found", "not found")
+    loss = found[
+        "RealFormer needs warm-up less than PostLN",
+        "grid: RealFormer − PostLN, loss without − with warm-up, mean over 6 settings, nats",
+    ]
+    assert loss.difference.value == pytest.approx((10 - 190) / 100, abs=0.01)
+    assert loss.verdict == "found"
+
+
+def states(parts: Iterable[pl.DataFrame]) -> Mapping[Setting, str]:
+    return {place: found.state for place, found in grid(View(joined(parts), FEW)).items()}
+
+
+def test_the_grid_tells_learned_stuck_and_diverged() -> None:
+    cold = Setting("PostLN", 0, 1e-3, 0.0)
+    learned, stuck, lost = (Setting("PostLN", 5, rate, 0.0) for rate in (1e-3, 1e-2, 1.0))
+    parts = [setting(cold, 240), setting(learned, 260), setting(stuck, 271), setting(lost, None)]
+    assert states(parts) == {
+        learned: "learned",
+        stuck: "stuck",
+        lost: "diverged",
+        cold: "learned",
+    }
+    assert list(states(parts)) == [learned, stuck, lost, cold]
+    # One seed that diverged is a failure, whatever the others came to.
+    assert states([*parts, setting(learned, None, seed=1)])[learned] == "diverged"
+    made = page(parts)
+    filled = tables(made)
+    assert column(filled["robustness"], "warm") == ["2 of 3"]
+    assert column(filled["robustness"], "cold") == ["0 of 1"]
+    assert column(filled["grid"], "state") == ["learned", "stuck", "diverged", "learned"]
+    losses = column(filled["grid"], "loss")
+    assert losses[0].value == pytest.approx(2.6, abs=0.01)
+    assert losses[2] == "–"
+    (figure,) = (each for each in made.figures if isinstance(each, Grid))
+    assert figure.rows == ("PostLN, warm-up of 5 steps", "PostLN, no warm-up")
+    assert figure.texts == (("2.60", "2.71 stuck", "diverged"), ("2.40", "", ""))
+    assert figure.values[0][1:] == (None, None)
+    assert made.notes == (
+        "PostLN, dropout 0.0, learning rate 1.0, size small, warmup 5, seed 0: diverged at step 3; "
+        "the first value that is not finite came from blocks.0.",
+    )
+
+
+def test_a_grid_of_failures_alone_is_drawn() -> None:
+    made = page([setting(Setting("PostLN", 5, 1e-2, 0.0), 280)])
+    (figure,) = made.figures
+    assert isinstance(figure, Grid)
+    assert figure.texts == (("2.80 stuck",),)
+
+
+def test_figures_group_their_rows() -> None:
+    rows = ("PostLN", "RealFormer", "RealFormer-half", "ReZero", "PostLN-shared")
+    made = page([encoder(row, 40) for row in rows])
+    figures = {figure.name: figure for figure in made.figures}
+    exits = figures["accuracy_by_exit"]
+    assert isinstance(exits, Curves)
+    assert [panel.title for panel in exits.panels] == [
+        *("residual scores", "placements", "one block for all layers"),
+    ]
+    first = exits.panels[0]
+    assert [(line.label, line.family, line.dashed) for line in first.lines] == [
+        ("PostLN", "PostLN", False),
+        ("RealFormer", "RealFormer", False),
+        ("RealFormer-half", "RealFormer", True),
+    ]
+    assert [point.x for point in first.lines[0].points] == [1, 2, 3, 4]
+    variance = figures["residual_variance"]
+    assert isinstance(variance, Curves)
+    assert variance.panels[0].log_y
+    assert [point.x for point in variance.panels[0].lines[0].points] == [0, 1, 2, 3, 4]
+
+
+def test_seeds_that_were_trained_differently_are_refused() -> None:
+    with pytest.raises(InputError, match=r"seeds of PostLN \(small\) were trained differently"):
+        page([encoder("PostLN", 40), encoder("PostLN", 40, 1, steps=20)])
+
+
+def test_rows_without_a_common_seed_are_not_compared() -> None:
+    made = page([encoder("PostLN", 40), encoder("RealFormer", 46, 1)])
+    assert not [each for each in made.findings if "RealFormer − PostLN" in each.claim.measured]
+    assert "gain" not in [each.key for each in tables(made)["table"].columns]
