@@ -7,22 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-<<<<<<< HEAD
-from normattn.reports.vision import vision_report
-from normattn.studies._vision import (
-    VARIANTS,
-    VisionCell,
-    vision_cells,
-    vision_records,
-    vision_score,
-    vision_setting,
-)
-
-from normattn.errors import InputError
-from normattn.sweep.settings import Settings
-from normattn.sweep.study import Sweep, SweepConfig
-from studies.inprocess import run, run_killed
-=======
 
 from normattn.errors import InputError
 from normattn.measure import select
@@ -31,7 +15,6 @@ from normattn.studies.qknorm.images import SCORES, VisionCell, vision_cells, vis
 from normattn.sweep.settings import Settings
 from normattn.sweep.study import Sweep, SweepConfig
 from studies.inprocess import files, run, run_killed, write_page
->>>>>>> 7378f8b (QK-Norm's page from made-up sums; its cells' tests)
 
 
 @pytest.fixture(scope="module")
