@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
-from normattn.studies._qknorm_settings import LADDER, RATES, SCORES
-from normattn.studies._translation import LadderCell, TranslateCell, scores_of
 
 from data.pairs_helpers import multi_layout
 from normattn.errors import InputError
-from normattn.studies.qknorm import resolve
+from normattn.measure import frame
+from normattn.studies.qknorm import STUDY, collect, resolve
+from normattn.studies.qknorm.settings import MULTIPLES, SCORES, SWEPT
+from normattn.studies.qknorm.translation import RateCell, TranslateCell, scores_of
 from normattn.sweep import presets
 from normattn.sweep.study import Request, Sweep
 from studies.inprocess import files, run, run_killed
@@ -43,9 +45,9 @@ warmup_steps = 1
 max_sentences = 4
 beam = 1
 
-[ladder]
+[rates]
 scores = ["Baseline"]
-rates = [1, 8]
+multiples = [1, 8]
 max_sentences = 6
 training = {{ steps = 3, inspect_every = 1 }}
 
@@ -86,8 +88,8 @@ def test_every_preset_can_be() -> None:
     cells = resolve(Request("laptop")).cells
     rows = [cell.variant for cell in cells if isinstance(cell, TranslateCell)]
     assert list(dict.fromkeys(rows)) == list(SCORES)
-    rungs = {(cell.score, cell.rate) for cell in cells if isinstance(cell, LadderCell)}
-    assert rungs == {(score, rate) for score in LADDER for rate in RATES}
+    swept = {(cell.score, cell.rate) for cell in cells if isinstance(cell, RateCell)}
+    assert swept == {(score, rate) for score in SWEPT for rate in MULTIPLES}
 
 
 @pytest.mark.parametrize(
@@ -127,12 +129,16 @@ def test_every_default_row_can_be_trained(preset: str, tmp_path: Path) -> None:
     assert names == list(SCORES)
 
 
-def test_a_rung_multiplies_the_learning_rate(preset: str, tmp_path: Path) -> None:
+def test_a_rate_multiplies_the_learning_rate(preset: str, tmp_path: Path) -> None:
     cells = sweep(preset, tmp_path / "out").cells
-    rungs = [cell for cell in cells if isinstance(cell, LadderCell)]
-    assert [cell.variant for cell in rungs] == ["Baseline@x1", "Baseline@x8"]
-    assert [cell.training_config.optimiser.lr for cell in rungs] == [1e-3, 8e-3]
-    assert {cell.training_config.steps for cell in rungs} == {3}
+    swept = [cell for cell in cells if isinstance(cell, RateCell)]
+    assert [cell.variant for cell in swept] == ["Baseline@x1", "Baseline@x8"]
+    assert [cell.training_config.optimiser.lr for cell in swept] == [1e-3, 8e-3]
+    assert {cell.training_config.steps for cell in swept} == {3}
+    assert [cell.identity("training").row for cell in swept] == ["Baseline"] * 2
+    assert [cell.identity("training").factors for cell in swept] == [
+        {"experiment": "rates", "rate": rate, "learning_rate": rate * 1e-3} for rate in (1.0, 8.0)
+    ]
     chosen = resolve(Request(preset, ("KNA",), out=tmp_path / "out")).cells
     assert [cell.variant for cell in chosen] == ["KNA", "vision KNA"]
 
@@ -149,33 +155,47 @@ def test_images_may_have_more_seeds(preset: str, tmp_path: Path) -> None:
 def test_stopped_anywhere_it_is_the_same(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(sweep(preset, tmp_path / "whole"))
-    assert run_killed(sweep(preset, tmp_path / "broken"), 5, monkeypatch) > 1
-    whole = files(tmp_path / "whole")
-    assert files(tmp_path / "broken") == whole
-    drawn = {"bleu_by_score.png", "loss_by_learning_rate.svg", "training_loss.png"}
-    assert drawn | {"largest_logit.svg", "attention_entropy.png"} <= whole.keys()
-    facts = json.loads(whole["table.json"])
-    assert [row["variant"] for row in facts["rows"]] == ["Baseline", "KNA"]
-    assert facts["rows"][1]["change"]["loss"]["documents"] == 4
-    assert [rung["rate"] for rung in facts["ladder"]["rungs"]] == [1, 8]
-    assert facts["ladder"]["rungs"][0]["loss"]["documents"] == 6
-    text = whole["table.md"].decode()
-    assert "- sentence pairs: corpus, en → de" in text
-    assert "[vision.md](vision.md)" in text
-    assert (tmp_path / "whole" / "vision.md").read_bytes() == (
-        tmp_path / "broken" / "vision.md"
-    ).read_bytes()
+    whole = tmp_path / "whole"
+    run(STUDY, sweep(preset, whole))
+    assert run_killed(STUDY, sweep(preset, tmp_path / "broken"), 5, monkeypatch) > 1
+    found = files(whole)
+    assert files(tmp_path / "broken") == found
+    drawn = {"bleu_by_score", "loss_by_learning_rate", "training_loss", "largest_logit"}
+    assert {f"{name}.figure" for name in (*drawn, "attention_entropy")} <= found.keys()
+    assert {"table.csv", "rates.csv", "tolerance.csv", "vision.csv"} <= found.keys()
+    tables = json.loads(found["table.json"])["tables"]
+    assert [row["row"] for row in tables["table"]] == ["Baseline", "KNA"]
+    assert tables["table"][1]["change_loss"]["units"] == 4
+    assert [row["row"] for row in tables["rates"]] == ["Baseline ×1", "Baseline ×8"]
+    assert tables["rates"][0]["loss"]["units"] == 6
+    assert tables["rates"][1]["largest_logit"]["value"] > 0
+    assert 0 < tables["rates"][1]["last_entropy_share"]["value"] <= 1
+    assert [row["row"] for row in tables["vision"]] == ["KNA ×1"]
+    kept = whole / "cells" / "KNA" / "seed0" / "evaluations" / "translations.json"
+    assert len(json.loads(kept.read_text())["translations"]) == 4
+    _damaged(whole)
+
+
+def _damaged(out: Path) -> None:
+    """What cannot be read is named, and two test sets are not mixed."""
+    (place,) = (out / "cells" / "KNA").glob("*/evaluations/translation.parquet")
+    other = frame.read(place).with_columns(pl.lit("other").alias("data"))
+    frame.write(place, other)
+    with pytest.raises(InputError, match="translation was measured on 2 data sets"):
+        collect(out)
+    place.write_text("nothing")
+    with pytest.raises(InputError, match=r"translation\.parquet is no frame"):
+        collect(out)
 
 
 def test_bad_input(preset: str, tmp_path: Path) -> None:
     for changes, said in (
-        ({"ladder.rates": [2, 1]}, "rates must rise"),
+        ({"rates.multiples": [2, 1]}, "multiples must rise"),
         ({"training.model.score": "KNA"}, "varied by the tables"),
         ({"training.model.cross_score": "KNA"}, "varied by the tables"),
         ({"training.steps": 0}, "steps"),
         ({"training.batch_size": 3}, "batch_size"),
-        ({"ladder.training": {"step": 3}}, "step"),
+        ({"rates.training": {"step": 3}}, "step"),
         ({"scores": ["Baseline", "KNB"]}, "KNB"),
         ({"scores": ["KNA", "KNA"]}, "named twice"),
         ({"scores": ["KNA-YaRN"]}, "applied after training"),

@@ -7,20 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from normattn.reports.vision import vision_report
-from normattn.studies._vision import (
-    VARIANTS,
-    VisionCell,
-    vision_cells,
-    vision_records,
-    vision_score,
-    vision_setting,
-)
 
 from normattn.errors import InputError
+from normattn.measure import select
+from normattn.studies.qknorm import STUDY, collect
+from normattn.studies.qknorm.images import SCORES, VisionCell, vision_cells, vision_score
 from normattn.sweep.settings import Settings
 from normattn.sweep.study import Sweep, SweepConfig
-from studies.inprocess import run, run_killed
+from studies.inprocess import files, run, run_killed, write_page
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +38,9 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def sweep(out: Path, training: dict[str, Any], **choices: Any) -> Sweep:
-    def report(place: Path) -> None:
-        vision_report(*vision_records(place), place)
-
     cells = vision_cells(training, **choices)
     config = SweepConfig(preset="tests")
-    return Sweep("vision", config, cells, (), out, report, lambda cell, data: ())
+    return Sweep(STUDY.name, config, cells, (), out, lambda cell, data: ())
 
 
 def test_cells_and_their_names(training: dict[str, Any]) -> None:
@@ -67,13 +58,19 @@ def test_cells_and_their_names(training: dict[str, Any]) -> None:
     assert (fast.model.height, fast.model.classes, fast.model.positions) == (8, 3, "learned")
     again = VisionCell.model_validate(cells[2].model_dump(mode="json"))
     assert again.training_config == fast
-    assert "patches of 4 × 4, a class token" in vision_setting(fast)["model"]
+    identity = cells[2].identity("training")
+    assert (identity.row, identity.seed) == ("KNA", 0)
+    assert identity.factors == {
+        "experiment": "images",
+        "rate": 4.0,
+        "learning_rate": fast.optimiser.lr,
+    }
 
 
 def test_every_row_can_be_trained(training: dict[str, Any]) -> None:
     for cell in vision_cells(training):
         assert cell.training_config.model.positions == "learned"
-    assert {"Baseline", "QKBatchNorm", "QKInstanceNorm", "QKNorm2020"} <= set(VARIANTS)
+    assert {"Baseline", "QKBatchNorm", "QKInstanceNorm", "QKNorm2020"} <= set(SCORES)
 
 
 def test_a_score_has_no_positions_of_its_own_unless_it_names_them() -> None:
@@ -84,44 +81,46 @@ def test_a_score_has_no_positions_of_its_own_unless_it_names_them() -> None:
         vision_score("KNA-YaRN(factor=2)")
 
 
-def files(out: Path) -> dict[str, bytes]:
-    found = [*sorted(out.glob("vision.*")), *sorted((out / "figures").glob("*"))]
-    found += sorted((out / "cells").glob("*/*/vision.json"))
-    return {str(file.relative_to(out)): file.read_bytes() for file in found}
-
-
 def test_stopped_anywhere_it_is_the_same(
     tmp_path: Path, training: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Running statistics of a BatchNorm too."""
     choices: dict[str, Any] = {"scores": ("QKBatchNorm",), "rates": (1.0, 2.0)}
     training = {**training, "inspect_every": 3}
-    run(sweep(tmp_path / "whole", training, **choices))
-    assert run_killed(sweep(tmp_path / "broken", training, **choices), 4, monkeypatch) > 1
+    run(STUDY, sweep(tmp_path / "whole", training, **choices))
+    broken = sweep(tmp_path / "broken", training, **choices)
+    assert run_killed(STUDY, broken, 4, monkeypatch) > 1
     found = files(tmp_path / "whole")
     assert files(tmp_path / "broken") == found
-    assert len(found) == 3 + 2 + 2
-    records, diverged = vision_records(tmp_path / "whole")
-    assert not diverged
-    for each in records:
-        assert each.largest is not None
-        assert each.entropy_share is not None
-        assert 0 < each.entropy_share <= 1
-    assert {(each.score, each.rate, each.spec) for each in records} == {
-        (score, rate, f"{score}-NoPE@5") for score in choices["scores"] for rate in (1.0, 2.0)
+    assert {"vision.csv", "vision_by_learning_rate.figure"} <= found.keys()
+    measured = collect(tmp_path / "whole")
+    assert not select(measured, {"statistic": "diverged"}).height
+    tested = select(measured, {"protocol": "images", "statistic": "accuracy"})
+    assert set(tested.select("row", "factor.rate", "score").rows()) == {
+        ("QKBatchNorm", rate, "QKBatchNorm-NoPE@5") for rate in (1.0, 2.0)
     }
+    shares = select(measured, {"statistic": "entropy_share"})
+    assert set(shares["factor.rate"]) == {1.0, 2.0}
+    assert set(shares["bin"]) == {3.0, 6.0}
+    assert all(0 < above / below <= 1 for above, below in shares.select("sum", "of").rows())
+    assert select(measured, {"statistic": "largest_logit"}).height == 4
 
 
 def test_a_training_in_nan_is_a_result(tmp_path: Path, training: dict[str, Any]) -> None:
     wild = {**training, "model": {**training["model"], "init_std": 1e38}}
-    asked = sweep(tmp_path / "out", wild, scores=("Baseline",))
+    asked = sweep(tmp_path / "out", wild, scores=("Baseline",), rates=(4.0,))
     with pytest.raises(AssertionError):
-        run(asked)
-    records, (ended,) = vision_records(tmp_path / "out")
-    assert not records
-    assert ended.score == "Baseline"
-    assert "diverged at step" in ended.sentence
-    assert "unknown place" not in ended.sentence
+        run(STUDY, asked)
+    measured = collect(tmp_path / "out")
+    assert not select(measured, {"protocol": "images"}).height
+    ended = select(measured, {"statistic": "diverged", "row": "Baseline", "factor.rate": 4.0})
+    assert ended.height == 1
+    assert ended["unit"][0]
+    write_page(STUDY, tmp_path / "out")
+    text = (tmp_path / "out" / "table.md").read_text()
+    step = ended["bin"][0]
+    assert f"diverged at step {step:.0f}; the first value that is not finite came from" in text
+    assert f"step {step:.0f} (seed 0)" in (tmp_path / "out" / "vision.csv").read_text()
 
 
 def test_settings_that_cannot_be(training: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ def _provenance(view: View, tables: Sequence[Filled]) -> dict[str, str]:
             f"; intervals of fewer than {FEW_UNITS} are not reliable" * (units[0] < FEW_UNITS)
         )
     facts["seeds"] = _seeds(view)
-    splits = ", ".join(view.values("split"))
+    splits = ", ".join(sorted(view.values("split")))
     facts["measured on"] = f"{splits} data, digests " + ", ".join(
         sorted({digest[:12] for digest in view.values("data") if digest})
     )
@@ -114,7 +114,7 @@ def _provenance(view: View, tables: Sequence[Filled]) -> dict[str, str]:
 def _seeds(view: View) -> str:
     """Which rows have which seeds."""
     groups: dict[tuple[int, ...], list[str]] = {}
-    for row in view.values("row"):
+    for row in sorted(view.values("row")):
         seeds = tuple(sorted(view.values("seed", {"row": row})))
         groups.setdefault(seeds, []).append(row)
     said = "; ".join(

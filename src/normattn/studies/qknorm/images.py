@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 
 from normattn.data.images import ImageData
@@ -125,11 +126,11 @@ class ImageStage(Stage):
         split = data.split(self.identity.split)
         found = score_images(model, split, progress=lambda done, total: note(done, total, "images"))
         units = [f"{number:06}" for number in range(len(found.loss))]
-        ones = [1.0] * len(units)
+        ones = np.ones(len(units))
         tested = replace(self.identity, data=data.fingerprint, weights=weights_digest(model))
         results = (
-            sums("accuracy", units, found.correct, ones),
-            sums("loss", units, found.loss, ones),
+            sums("accuracy", units, np.asarray(found.correct), ones),
+            sums("loss", units, np.asarray(found.loss), ones),
         )
         facts = (
             fact("parameters", parameter_count(model)),

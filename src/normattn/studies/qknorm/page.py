@@ -29,6 +29,7 @@ from normattn.studies.qknorm.measured import (
     scores,
     tolerated,
     trained_seeds,
+    training,
     unigram,
 )
 from normattn.studies.qknorm.translation import RATES, TRANSLATION
@@ -64,8 +65,9 @@ def _by_rate(view: View, experiment: str) -> list[Row]:
 
 
 def _rate(view: View, row: Row) -> Cell:
-    rate = view.one("factor.learning_rate", row.where)
-    return NOTHING if rate is None else Cell(f"{rate:.3g}")
+    # Of the tested models, or of the trainings that ended in NaN.
+    rates = [view.one("factor.learning_rate", at) for at in (row.where, training(row.where))]
+    return next((Cell(f"{rate:.3g}") for rate in rates if rate is not None), NOTHING)
 
 
 def _seeds(view: View, row: Row) -> Cell:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import polars as pl
 from pydantic import Field
 
@@ -248,9 +249,10 @@ class TranslateStage(Stage):
         """Of every sentence: nats and hits of the model, nats of the unigram model."""
         scored = score_references(model, split, progress=lambda n, of: note(n, of, "references"))
         unigram = unigram_loss(data.train, split, data.target_tokeniser.vocab_size)
-        yield sums("loss", units(split), scored.loss, scored.tokens)
-        yield sums("accuracy", units(split), scored.correct, scored.tokens)
-        yield sums("unigram_loss", units(split), unigram, scored.tokens)
+        tokens = np.asarray(scored.tokens)
+        yield sums("loss", units(split), np.asarray(scored.loss), tokens)
+        yield sums("accuracy", units(split), np.asarray(scored.correct), tokens)
+        yield sums("unigram_loss", units(split), unigram, tokens)
 
     def _translations(
         self, model: Translator, data: PairData, split: PairSplit, note: Note
@@ -270,12 +272,16 @@ class TranslateStage(Stage):
             *counts.signatures,
         )
         return "; ".join(said), [
-            sums(name, units(split), rows, [1.0] * len(rows), axis="count", edges=range(width))
-            for name, rows, width in (
-                ("bleu", counts.bleu, len(counts.bleu[0])),
-                ("chrf", counts.chrf, len(counts.chrf[0])),
-            )
+            _counted("bleu", units(split), counts.bleu),
+            _counted("chrf", units(split), counts.chrf),
         ]
+
+
+def _counted(statistic: str, units: list[str], rows: Sequence[Sequence[int]]) -> pl.DataFrame:
+    """The counts of every sentence, as bins of the axis "count"."""
+    counts = np.asarray(rows, np.float64)
+    ones = np.ones(len(counts))
+    return sums(statistic, units, counts, ones, axis="count", edges=range(counts.shape[1]))
 
 
 def units(split: PairSplit) -> list[str]:

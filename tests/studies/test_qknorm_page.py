@@ -1,0 +1,348 @@
+"""The QK-Norm study's page from made-up sums: every column, every verdict, what fails on it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from normattn.measure import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.measure.counts import bleu
+from normattn.report.markdown import page_json, page_markdown, table_csv
+from normattn.report.page import context
+from normattn.report.view import View
+from normattn.studies.qknorm.measured import failures, largest_logit, last_entropy, place, tolerated
+from normattn.studies.qknorm.page import PAGE
+
+SENTENCES = 30
+DRAWN = Bootstrap(resamples=200)
+UNIGRAM = 5.5
+
+
+def identity(experiment: str, score: str, seed: int, rate: float = 1.0) -> Identity:
+    """Whose measurement it is, as the cells say it."""
+    return Identity(
+        study="qknorm",
+        row=score,
+        score=f"{score}@64",
+        seed=seed,
+        protocol=experiment,
+        length=0,
+        train_length=0,
+        data=experiment,
+        settings="beam 4; BLEU|nrefs:1" if experiment == "translation" else "",
+        factors={"experiment": experiment, "rate": float(rate), "learning_rate": 1e-3 * rate},
+    )
+
+
+def texts(seed: int, gain: float, count: int = SENTENCES) -> dict[str, Any]:
+    """Counts of made-up translations that are a little better by `gain`, sentence by sentence."""
+    generator = np.random.default_rng([seed, 7])
+    tokens = generator.integers(5, 20, count)
+    shares = np.clip(
+        generator.uniform(0.3, 0.7, count) + gain * generator.uniform(0, 2, count), 0, 1
+    )
+    matches = [np.floor(np.maximum(tokens - n, 0) * shares**n) for n in (1, 2, 3, 4)]
+    grams = [np.maximum(tokens - n + 1, 0) for n in (1, 2, 3, 4)]
+    characters = np.stack([np.stack([g, g, m]) for g, m in zip(grams, matches, strict=True)])
+    return {
+        "tokens": tokens,
+        "bleu": np.stack([tokens, tokens, *matches, *grams], axis=-1).astype(float),
+        "chrf": np.concatenate([characters, characters[:2]]).reshape(18, count).T.astype(float),
+        "loss": tokens * (3 - 2 * shares),
+        "correct": matches[0],
+    }
+
+
+def translated(score: str, seed: int, gain: float = 0.0, count: int = SENTENCES) -> pl.DataFrame:
+    """A row of the table with one seed."""
+    made, units = texts(seed, gain, count), [str(n) for n in range(count)]
+    ones = np.ones(count)
+    return identified(
+        identity("translation", score, seed),
+        [
+            sums("loss", units, made["loss"], made["tokens"]),
+            sums("accuracy", units, made["correct"], made["tokens"]),
+            sums("bleu", units, made["bleu"], ones, axis="count", edges=range(10)),
+            sums("chrf", units, made["chrf"], ones, axis="count", edges=range(18)),
+        ],
+    )
+
+
+def swept(
+    score: str, rate: float, nats: float | None, seed: int = 0, steps: int = 2
+) -> pl.DataFrame:
+    """A training of the sweep: its final loss, or None for one in NaN; what it recorded."""
+    who = identity("rates", score, seed, rate)
+    trained = replace(who, protocol="training")
+    parts = [ended(trained)] if nats is None else []
+    if nats is not None:
+        tokens, units = texts(seed, 0.0)["tokens"], [str(n) for n in range(SENTENCES)]
+        parts.append(
+            identified(
+                who,
+                [
+                    sums("loss", units, nats * tokens, tokens),
+                    sums("unigram_loss", units, UNIGRAM * tokens, tokens),
+                ],
+            )
+        )
+    recorded = zip((10, 20), (15.0, 12.0), (0.8, 0.5), strict=True)
+    for step, largest, entropy in list(recorded)[:steps]:
+        at: dict[str, Any] = {"axis": "step", "edges": [float(step)]}
+        parts.append(
+            identified(
+                trained,
+                [
+                    sums("largest_logit", [""], [[largest * rate + seed]], [[1.0]], **at),
+                    sums("entropy_share", [""], [[4 * entropy]], [[4.0]], **at),
+                ],
+            )
+        )
+    return joined(parts)
+
+
+def ended(trained: Identity, step: int = 41, where: str = "blocks.0") -> pl.DataFrame:
+    """A training in NaN."""
+    row = sums("diverged", [where], [[1.0]], [[1.0]], axis="step", edges=[float(step)])
+    return identified(replace(trained, protocol="training", data="", settings=""), [row])
+
+
+def image_scores(score: str, seed: int, share: float, rate: float = 1.0) -> pl.DataFrame:
+    """A Vision Transformer that names about `share` of 60 images."""
+    drawn = np.random.default_rng([seed, 3]).uniform(size=60)
+    correct = (drawn < share).astype(float)
+    units, ones = [str(n) for n in range(60)], np.ones(60)
+    who = replace(identity("images", score, seed, rate), length=17, train_length=17)
+    return joined(
+        [
+            identified(
+                who,
+                [
+                    sums("accuracy", units, correct, ones),
+                    sums("loss", units, 2 - correct - drawn / 2, ones),
+                ],
+            ),
+            identified(
+                replace(who, protocol="training"), [fact("parameters", 1000), fact("classes", 10)]
+            ),
+        ]
+    )
+
+
+def tables(parts: Iterable[pl.DataFrame]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The numbers of the page: table, row, column."""
+    made = json.loads(page_json(context(PAGE, joined(parts), bootstrap=DRAWN)))
+    return {key: {row["row"]: row for row in rows} for key, rows in made["tables"].items()}
+
+
+def verdicts(parts: Sequence[pl.DataFrame]) -> dict[str, str]:
+    """The verdict of every claim."""
+    made = context(PAGE, joined(parts), bootstrap=DRAWN)
+    return {found.claim.sentence: found.verdict for found in made.findings}
+
+
+def test_a_difference_is_paired_over_sentences_and_seeds() -> None:
+    parts = [
+        *(translated("QKRMSNorm", seed, 0.1) for seed in (0, 1, 2)),
+        *(translated("Baseline", seed) for seed in (1, 2, 3)),
+    ]
+    rows = tables(parts)["table"]
+    assert list(rows) == ["Baseline", "QKRMSNorm"]
+    found = rows["QKRMSNorm"]["change_bleu"]
+    assert found["seeds"] == [1, 2]  # those that both have
+    ours, base = (sum(texts(seed, gain)["bleu"].sum(0) for seed in (1, 2)) for gain in (0.1, 0.0))
+    assert found["value"] == pytest.approx(float(bleu(ours) - bleu(base)), abs=1e-8)
+    assert 0 < found["low"] < found["value"] < found["high"]
+    assert rows["Baseline"]["change_bleu"] is None
+    own = texts(0, 0.1)["tokens"].sum()
+    assert rows["QKRMSNorm"]["loss"]["count"] == own
+    losses, tokens = (
+        sum(texts(seed, 0.1)[name].sum() for seed in (0, 1, 2)) for name in ("loss", "tokens")
+    )
+    assert rows["QKRMSNorm"]["loss"]["value"] == pytest.approx(losses / tokens, abs=1e-8)
+    correct = sum(texts(seed, 0.1)["correct"].sum() for seed in (0, 1, 2))
+    assert rows["QKRMSNorm"]["accuracy"]["value"] == pytest.approx(100 * correct / tokens, abs=1e-8)
+    assert rows["QKRMSNorm"]["seeds"] == "0 1 2"
+
+
+def test_one_sentence_gives_no_interval_and_no_verdict() -> None:
+    """A single unit says nothing of others: no interval of width 0, no difference that is sure."""
+    parts = [
+        translated(score, seed, gain, count=1)
+        for score, gain in (("Baseline", 0.0), ("QKRMSNorm", 0.1))
+        for seed in (0, 1, 2)
+    ]
+    row = tables(parts)["table"]["QKRMSNorm"]
+    for key in ("loss", "bleu", "change_loss", "change_bleu"):
+        assert row[key]["units"] == 1
+        assert (row[key]["low"], row[key]["high"]) == (None, None)
+    assert row["change_loss"]["value"] < 0
+    found = verdicts(parts)
+    assert set(found.values()) == {"too little data"}
+    assert len(found) == 2
+    made = context(PAGE, joined(parts), bootstrap=DRAWN)
+    assert "[no interval]" in page_markdown(made)
+
+
+def test_claims_are_found_opposite_or_undecided() -> None:
+    def of(*gains: float) -> dict[str, str]:
+        ours = [translated("QKLayerNorm", seed, gain) for seed, gain in enumerate(gains)]
+        return verdicts([*ours, *(translated("Baseline", seed) for seed in range(len(gains)))])
+
+    better, lower = (
+        f"QKLayerNorm {says} Baseline"
+        for says in ("translates better than", "has a lower loss than")
+    )
+    assert of(0.1, 0.1, 0.1) == {better: "found", lower: "found"}
+    assert of(-0.1, -0.1, -0.1) == {better: "the opposite", lower: "the opposite"}
+    assert of(0.02, -0.02, 0.0) == {better: "not found", lower: "not found"}
+    assert of(0.1, 0.1) == {better: "too little data", lower: "too little data"}
+
+
+def test_what_the_sweep_says() -> None:
+    parts = [
+        *(swept("Baseline", rate, nats) for rate, nats in ((1, 3.0), (4, 5.45), (16, None))),
+        *(swept("KNA", rate, nats) for rate, nats in ((1, 3.0), (4, 2.0), (16, 2.5))),
+        swept("KNA", 4, None, seed=1, steps=1),
+    ]
+    view = View(joined(parts), DRAWN)
+    assert tolerated(view, "Baseline") == 1  # 5.45 is hardly better than the unigrams' 5.5
+    assert tolerated(view, "KNA") == 1  # one of two seeds failed at ×4
+    assert failures(view, place("rates", "KNA", 4)) == {0: False, 1: True}
+    assert failures(view, place("rates", "Baseline", 16)) == {0: True}
+    found = tables(parts)
+    rates = found["rates"]
+    assert list(rates) == [
+        *("Baseline ×1", "Baseline ×4", "Baseline ×16", "KNA ×1", "KNA ×4", "KNA ×16")
+    ]
+    assert rates["Baseline ×16"]["loss"] is None
+    assert rates["Baseline ×16"]["diverged"] == "step 41 (seed 0)"
+    assert [rates[f"Baseline ×{rate}"]["failed"] for rate in (1, 4, 16)] == [
+        *("0 of 1", "1 of 1", "1 of 1")
+    ]
+    assert rates["KNA ×4"]["failed"] == "1 of 2"
+    assert rates["KNA ×4"]["seeds"] == "0"
+    assert rates["KNA ×4"]["loss"]["value"] == pytest.approx(2.0)
+    assert rates["KNA ×4"]["change_loss"]["value"] == pytest.approx(-3.45)
+    assert rates["KNA ×16"]["learning_rate"] == "0.016"
+    tolerance = found["tolerance"]
+    assert {row: (each["tolerated"], each["best"]) for row, each in tolerance.items()} == {
+        "Baseline": ("×1", "×1"),
+        "KNA": ("×1", "×4"),
+    }
+    assert (
+        "unigram baseline, which guesses each word by its frequency in the training pairs, 5.50"
+        in (page_markdown(context(PAGE, joined(parts), bootstrap=DRAWN)))
+    )
+
+
+def test_the_largest_logit_is_a_maximum_over_steps_and_seeds() -> None:
+    """Also where a training ended early: its steps are fewer."""
+    view = View(joined([swept("KNA", 4, 2.0), swept("KNA", 4, None, seed=1, steps=1)]), DRAWN)
+    largest = largest_logit(view, place("rates", "KNA", 4))
+    assert largest is not None
+    assert (largest.value, largest.seeds, largest.per_seed) == (61.0, (0, 1), (60.0, 61.0))
+    entropy = last_entropy(view, place("rates", "KNA", 4))
+    assert entropy is not None
+    assert entropy.per_seed == (0.5, 0.8)  # that of the last step of each
+    assert entropy.value == pytest.approx(0.65)
+    assert largest_logit(view, place("rates", "KNA", 1)) is None
+
+
+def test_failing_less_is_an_exact_test_of_three_seeds() -> None:
+    sentence = "fewer trainings fail with KNA than with Baseline in the learning-rate sweep"
+
+    def of(seeds: Sequence[int], base: float | None, ours: float | None) -> str:
+        parts = [
+            swept(score, rate, nats, seed)
+            for score, nats in (("Baseline", base), ("KNA", ours))
+            for rate in (1.0, 4.0)
+            for seed in seeds
+        ]
+        return verdicts(parts)[sentence]
+
+    assert of((0, 1, 2), None, 3.0) == "found"
+    assert of((0, 1, 2), 3.0, None) == "the opposite"
+    assert of((0, 1, 2), 3.0, 3.0) == "not found"
+    assert of((0, 1), None, 3.0) == "too little data"
+
+
+def test_images_by_score_and_rate() -> None:
+    shares = {"KNA": 0.95, "Baseline": 0.7, "QKRMSNorm": 0.7}
+    parts = [image_scores(score, seed, share) for seed in (1, 0) for score, share in shares.items()]
+    parts += [image_scores("KNA", seed, 0.9, rate=4.0) for seed in (0, 1)]
+    parts += [image_scores("Baseline", 1, 0.2, rate=4.0)]
+    parts += [ended(identity("images", "Baseline", 0, 4.0), 7)]
+    parts += [ended(identity("images", "QNA", 0), 5, "blocks.1")]
+    rows = tables(parts)["vision"]
+    assert list(rows) == [
+        *("Baseline ×1", "Baseline ×4", "QKRMSNorm ×1", "QNA ×1", "KNA ×1", "KNA ×4")
+    ]
+    drawn = np.stack([np.random.default_rng([seed, 3]).uniform(size=60) for seed in (0, 1)])
+    kna = rows["KNA ×1"]
+    assert kna["accuracy"]["value"] == pytest.approx(100 * (drawn < 0.95).mean(), abs=1e-8)
+    assert (kna["accuracy"]["units"], kna["accuracy"]["seeds"]) == (60, [0, 1])
+    change = 100 * ((drawn < 0.95).mean() - (drawn < 0.7).mean())
+    assert kna["change_accuracy"]["value"] == pytest.approx(change, abs=1e-8)
+    same = rows["QKRMSNorm ×1"]["change_accuracy"]
+    assert (same["value"], same["low"], same["high"]) == (0.0, 0.0, 0.0)
+    fast = rows["KNA ×4"]["change_accuracy"]  # to Baseline at the same rate, on the seed of both
+    assert fast["seeds"] == [1]
+    assert fast["value"] == pytest.approx(100 * ((drawn[1] < 0.9).mean() - (drawn[1] < 0.2).mean()))
+    assert rows["Baseline ×4"]["diverged"] == "step 7 (seed 0)"
+    assert rows["QNA ×1"]["accuracy"] is None
+    assert rows["QNA ×1"]["learning_rate"] == "0.001"
+    text = page_markdown(context(PAGE, joined(parts), bootstrap=DRAWN))
+    assert "10 classes, 17 tokens an image, 1,000 parameters." in text
+    assert "diverged at step 7; the first value that is not finite came from blocks.0" in text
+    assert "KNA at ×4 of the learning rate is more accurate on images than Baseline" in text
+
+
+def test_the_whole_page_from_any_order() -> None:
+    parts = [
+        *(translated(name, seed, gain) for name, gain in GAINS.items() for seed in (0, 1)),
+        translated("KNA", 0),
+        ended(identity("translation", "CosA", 0), 17, "the loss"),
+        ended(identity("translation", "KNA", 1), 30, "blocks.1"),
+        *(swept("Baseline", rate, nats) for rate, nats in ((1, 3.0), (2, None))),
+        *(
+            image_scores(score, 0, 0.7, rate)
+            for score in ("Baseline", "KNA")
+            for rate in (1.0, 4.0)
+        ),
+    ]
+    made = context(PAGE, joined(parts), bootstrap=DRAWN)
+    assert [table.key for table in made.tables] == [
+        *("table", "source", "tolerance", "rates", "vision")
+    ]
+    assert {figure.name for figure in made.figures} == {
+        *("bleu_by_score", "loss_by_learning_rate", "largest_logit", "attention_entropy"),
+        *("vision_by_score", "vision_by_learning_rate"),
+    }
+    text = page_markdown(made)
+    for expected in (
+        "step 17 (seed 0)",
+        "step 30 (seed 1)",
+        "seed 1: diverged at step 30; the first value that is not finite came from blocks.1",
+        "28.5 → 29.2 (+0.7)",
+        "translated with beam 4; BLEU|nrefs:1",
+    ):
+        assert expected in text, expected
+    rows = [row.label for row in made.tables[0].rows]
+    assert rows == ["Baseline", "QKRMSNorm", "KNA", "CosA"]
+    for table in made.tables:
+        assert len({len(line) for line in csv.reader(table_csv(table).splitlines())}) == 1
+    again = context(PAGE, joined(parts[::-1]), bootstrap=DRAWN)
+    assert page_markdown(again) == text
+    assert page_json(again) == page_json(made)
+    assert again.figures == made.figures
+
+
+GAINS = {"Baseline": 0.0, "QKRMSNorm": 0.1}
