@@ -13,7 +13,7 @@ from normattn.data import prepare_tokens
 from normattn.errors import InputError
 from normattn.models.pretrained import load_model
 from normattn.runs.reading import read_object
-from normattn.studies.continue_ import evaluation_sets, resolve
+from normattn.studies.continue_ import STUDY, evaluation_sets, resolve
 from normattn.sweep.reading import KeptStage
 from normattn.sweep.settings import EvaluationSettings
 from normattn.sweep.stages import TrainStage
@@ -62,17 +62,19 @@ def test_stopped_anywhere_it_is_the_same(
 ) -> None:
     monkeypatch.setattr("normattn.studies.continue_.VARIANTS", ("Baseline", "KNA"))
     whole = resolve(Request(str(tiny), out=tmp_path / "whole", changes=FEW))
-    run(whole)
+    run(STUDY, whole)
     broken = resolve(Request(str(tiny), out=tmp_path / "broken", changes=FEW))
-    assert run_killed(broken, 23, monkeypatch) > 1
+    assert run_killed(STUDY, broken, 23, monkeypatch) > 1
     assert files(tmp_path / "broken") == files(tmp_path / "whole")
-    assert {"going_on.png", "going_on.svg"} <= files(tmp_path / "whole").keys()
     assert all(stage.is_done() for cell in whole.cells for stage in whole.stages(cell))
 
-    facts = json.loads((tmp_path / "whole" / "table.json").read_text())
-    rows = {(fact["name"], fact["continued_steps"], fact["length"]) for fact in facts}
-    names = ("Baseline", "Baseline with PI", "Baseline with ABF", "KNA")
-    assert rows == {(name, s, n) for name in names for s in (0, 1, 4) for n in (8, 32, 64)}
+    page = files(tmp_path / "whole")
+    assert b"continued" in page["figures.txt"]
+    facts = json.loads(page["table.json"])["tables"]["table"]
+    names = ("Baseline", "Baseline-PI", "Baseline-ABF", "KNA")
+    assert {(fact["row"], fact["step"]) for fact in facts} == {
+        (name, str(step)) for name in names for step in (0, 1, 4)
+    }
     check_values(whole.out, facts)
 
 
@@ -80,7 +82,7 @@ def check_values(out: Path, facts: list[dict[str, Any]]) -> None:
     """Some values once more, from the saved models alone."""
     for name, folder, method in (
         ("KNA", "KNA/seed0/as it is", ""),
-        ("Baseline with PI", "Baseline/seed0/PI(factor=4)", "PI(factor=4)"),
+        ("Baseline-PI", "Baseline/seed0/PI(factor=4)", "PI(factor=4)"),
     ):
         place = out / "continued" / folder
         fields = read_object(place / "config.json")["config"]
@@ -90,10 +92,9 @@ def check_values(out: Path, facts: list[dict[str, Any]]) -> None:
         longest = evaluation_sets(data, 8, settings)[-1]
         with model.using(method):
             scores = model.token_scores(torch.from_numpy(longest.windows))
-        place_of = ("name", "continued_steps", "length")
-        found = [f for f in facts if tuple(f[key] for key in place_of) == (name, 4, 64)]
-        assert found[0]["loss"]["value"] == pytest.approx(float(scores.loss.mean()), rel=1e-5)
-        assert found[0]["accuracy"]["value"] == pytest.approx(
+        found = next(f for f in facts if (f["row"], f["step"]) == (name, "4"))
+        assert found["loss_64"]["value"] == pytest.approx(float(scores.loss.mean()), rel=1e-5)
+        assert found["accuracy_64"]["value"] == pytest.approx(
             100 * float(scores.correct.double().mean())
         )
 

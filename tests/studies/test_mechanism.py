@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from normattn.errors import InputError
-from normattn.studies.mechanism import resolve
+from normattn.studies.mechanism import STUDY, resolve
 from normattn.sweep.study import Request
 from studies.inprocess import files, run, run_killed
 
@@ -36,17 +36,18 @@ def test_stopped_anywhere_it_is_the_same(
         variants = ("Baseline", "KNA")
         return resolve(Request(str(tiny), variants, out=tmp_path / name, changes=FEW))
 
-    run(sweep("whole"))
-    assert run_killed(sweep("broken"), 4, monkeypatch) > 1
+    run(STUDY, sweep("whole"))
+    assert run_killed(STUDY, sweep("broken"), 4, monkeypatch) > 1
     assert files(tmp_path / "broken") == files(tmp_path / "whole")
-    assert {"cosine_ranges.png", "key_norms_and_attention.svg"} <= files(tmp_path / "whole").keys()
-    rows = json.loads((tmp_path / "whole" / "table.json").read_text())
-    assert [row["variant"] for row in rows] == ["Baseline", "KNA"]
-    assert rows[1]["correlation"] is None
+    page = json.loads(files(tmp_path / "whole")["table.json"])
+    rows = page["tables"]["table"]
+    assert [row["row"] for row in rows] == ["Baseline", "KNA"]
+    assert rows[1]["correlation"] == "one norm"
     for row in rows:
-        assert (row["train_length"], row["length"]) == (8, 32)
-        for each in (*row["cosine_near"], row["outside_percent"]):
-            assert each["low"] <= each["high"]
+        assert row["cosine_near_0.5"]["low"] <= row["cosine_near_0.5"]["value"]
+        assert -1 <= row["cosine_far_0.001"]["value"] <= row["cosine_far_0.999"]["value"] <= 1
+        assert 0 <= row["outside"]["value"] <= 100
+    assert b"cosine_ranges" in files(tmp_path / "whole")["figures.txt"]
 
 
 def test_bad_input(tiny: Path) -> None:

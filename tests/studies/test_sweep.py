@@ -44,14 +44,14 @@ def forget_progress(out: Path) -> None:
 
 def result(out: Path) -> dict[str, bytes]:
     """Every file that a reader gets."""
-    names = ["table.md", "table.csv", "table.json", "by_position.csv", "by_length.csv"]
+    names = ["table.md", "table.csv", "table.json", "report.html", "measurements.parquet"]
     files = [out / name for name in names] + sorted((out / "figures").glob("*"))
-    assert len(files) >= 7
+    assert len(files) >= 9
     return {file.name: file.read_bytes() for file in files}
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
-    found = json.loads((out / "table.json").read_text())
+    found = json.loads((out / "table.json").read_text())["tables"]["table"]
     assert isinstance(found, list)
     return found
 
@@ -95,10 +95,14 @@ def test_killed_in_the_middle_the_table_is_the_same(
         assert (broken / metrics).read_bytes() == (whole / metrics).read_bytes()
 
     # Done is done: nothing is trained or evaluated again, and the table stays.
-    before = {path: path.stat().st_mtime_ns for path in broken.glob("cells/**/*.json*")}
+    before = {
+        path: path.stat().st_mtime_ns for path in broken.glob("cells/**/*.*") if path.is_file()
+    }
     code, said = finish(start(*sweep, "--out", broken))
     assert code == 0, said
-    assert {path: path.stat().st_mtime_ns for path in broken.glob("cells/**/*.json*")} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in broken.glob("cells/**/*.*") if path.is_file()
+    } == before
     assert result(broken) == result(whole)
 
 
@@ -114,7 +118,7 @@ def test_refused_and_widened(tiny: Path, tmp_path: Path, start: Start) -> None:
     assert "is in use by process" in said
     code, said = finish(process)
     assert code == 0, said
-    assert [row["name"] for row in rows(out)] == ["KNA"]
+    assert [row["row"] for row in rows(out)] == ["KNA"]
 
     code, said = finish(start(*sweep[:-4], "--set", "training.steps=6", "--out", out))
     assert code == 2
@@ -122,8 +126,8 @@ def test_refused_and_widened(tiny: Path, tmp_path: Path, start: Start) -> None:
 
     code, said = finish(start(*sweep, "--variants", "KNA,QNA", "--methods", "NTK", "--seeds", 2))
     assert code == 0, said
-    assert [row["name"] for row in rows(out)] == ["QNA-NTK", "KNA", "KNA-NTK"]
-    assert [row["seeds"] for row in rows(out)] == [[0, 1], [0], [0, 1]]
+    assert [row["row"] for row in rows(out)] == ["QNA-NTK", "KNA", "KNA-NTK"]
+    assert [row["non_repeated"]["seeds"] for row in rows(out)] == [[0, 1], [0], [0, 1]]
 
 
 def wait_for_lock(out: Path) -> None:
@@ -141,7 +145,10 @@ def test_a_diverged_cell_is_a_result(tiny: Path, tmp_path: Path, start: Start) -
     code, said = finish(start(*sweep))
     assert code == 0, said
     assert "diverged" in said
-    assert {row["diverged"]["seed"] for row in rows(out)} == {0}
+    page = (out / "table.md").read_text()
+    assert {row["row"] for row in rows(out)} == {"Baseline", "KNA-logn"}
+    for name in ("Baseline", "KNA-logn"):
+        assert f"{name}, seed 0: diverged at step" in page
     first = result(out)
     code, said = finish(start(*sweep))
     assert code == 0, said
@@ -161,7 +168,7 @@ def test_a_failed_cell_is_named_and_the_others_are_done(
     assert "QNA seed 0 failed: " in said
     assert "notes.txt" in said
     assert "Traceback" not in said
-    assert [row["name"] for row in rows(out)] == ["Baseline", "KNA"]
+    assert [row["row"] for row in rows(out)] == ["Baseline", "KNA"]
 
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="takes two minutes on one core")
@@ -172,7 +179,7 @@ def test_smoke_gives_all_32_rows(tmp_path: Path, start: Start) -> None:
     assert "32" in out
     found = rows(tmp_path / "smoke")
     assert len(found) == 32
-    assert len({row["name"] for row in found}) == 32
+    assert len({row["row"] for row in found}) == 32
     for row in found:
         assert row["non_repeated"]["low"] <= row["non_repeated"]["value"]
-        assert row["non_repeated"]["documents"] >= 2
+        assert row["non_repeated"]["units"] >= 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import InputError
-from normattn.studies.window import resolve
+from normattn.studies.window import STUDY, resolve
 from normattn.sweep.language import ReadCell, TextConfig
 from normattn.sweep.study import Request
 from studies.inprocess import files, run, run_killed
@@ -42,28 +42,24 @@ def test_stopped_anywhere_it_is_the_same(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = {"preset": str(tiny), "changes": FEW}
-    run(resolve(Request(out=tmp_path / "whole", **request)))  # type: ignore[arg-type]
+    run(STUDY, resolve(Request(out=tmp_path / "whole", **request)))  # type: ignore[arg-type]
     broken = resolve(Request(out=tmp_path / "broken", **request))  # type: ignore[arg-type]
-    assert run_killed(broken, 17, monkeypatch) > 1
+    assert run_killed(STUDY, broken, 17, monkeypatch) > 1
     assert files(tmp_path / "broken") == files(tmp_path / "whole")
 
-    rows = json.loads((tmp_path / "whole" / "table.json").read_text())
-    assert sorted(row["spec"] for row in rows) == [
-        "Baseline-ReRoPE(window=4)@8",
-        "Baseline-ReRoPE(window=8)@8",
-        "Baseline-logn+-ReRoPE(window=4)@8",
-        "Baseline-logn+-ReRoPE(window=8)@8",
-        "Baseline-logn+@8",
-        "Baseline-logn-ReRoPE(window=4)@8",
-        "Baseline-logn-ReRoPE(window=8)@8",
-        "Baseline-logn@8",
-        "Baseline@8",
+    page = files(tmp_path / "whole")
+    rows = json.loads(page["table.json"])["tables"]["table"]
+    assert [(row["row"], row["window"]) for row in rows] == [
+        *(("no log-n", None), ("no log-n", "4"), ("no log-n", "8")),
+        *(("log-n†", None), ("log-n†", "4"), ("log-n†", "8")),
+        *(("log-n trained", None), ("log-n trained", "4"), ("log-n trained", "8")),
     ]
-    text = (tmp_path / "whole" / "table.md").read_text()
-    assert text.count("| log-n†") == 6
-    assert {"accuracy_by_window.png", "accuracy_by_window.svg", "table.csv"} <= files(
-        tmp_path / "whole"
-    ).keys()
+    assert [row["share"] for row in rows[:3]] == [None, "1/2", "1"]
+    assert rows[0]["cost"] is None
+    # At w = L no relative position of the training length is touched.
+    assert rows[2]["cost"]["value"] == 0.0
+    assert b"accuracy_by_window" in page["figures.txt"]
+    assert "gains.csv" in page
 
 
 def test_bad_input(tiny: Path) -> None:
