@@ -56,6 +56,12 @@ def rows(out: Path) -> list[dict[str, Any]]:
     return found
 
 
+def written(out: Path) -> dict[Path, int]:
+    """When each file of a run or of an evaluation was written."""
+    kept = [path for kind in ("json*", "parquet") for path in out.glob(f"cells/**/*.{kind}")]
+    return {path: path.stat().st_mtime_ns for path in kept}
+
+
 def test_killed_in_the_middle_the_table_is_the_same(
     tiny: Path, tmp_path: Path, start: Start
 ) -> None:

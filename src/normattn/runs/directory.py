@@ -60,12 +60,19 @@ def read_status(path: Path) -> RunStatus | None:
 
 def _status_problem(stored: dict[str, Any]) -> str | None:
     """What is wrong with the fields of a status, in words."""
-    kinds = {"state": str, "step": int, "steps": int, "message": str}
+    kinds: dict[str, tuple[type, ...]] = {
+        "state": (str,),
+        "step": (int,),
+        "steps": (int,),
+        "message": (str,),
+        "where": (str,),
+        "checkpoint": (str, type(None)),
+    }
     for name, kind in kinds.items():
-        if name not in stored and name != "message":
+        if name not in stored and name in ("state", "step", "steps"):
             return f"it lacks {name!r}"
-        if name in stored and type(stored[name]) is not kind:
-            return f"{name} is {stored[name]!r:.40}, expected {kind.__name__}"
+        if name in stored and type(stored[name]) not in kind:
+            return f"{name} is {stored[name]!r:.40}, expected {kind[0].__name__}"
     unknown = sorted(set(stored) - set(kinds))
     if unknown:
         return f"unknown field {unknown[0]!r:.40}"
