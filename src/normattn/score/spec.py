@@ -217,7 +217,9 @@ class ScoreSpec:
         found = []
         for part in self.parts:
             if part.when != "trained-in":
-                usual = type(part)().resolved(self.train_length, getattr(part, "factor", None))
+                stretched = getattr(part, "factor", None)
+                factor = stretched if isinstance(stretched, float) else None
+                usual = type(part)().resolved(self.train_length, factor)
                 found.append(print_part(part, usual) if part != usual else label(part))
         return "-".join(found)
 
