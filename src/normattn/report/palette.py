@@ -14,6 +14,12 @@ LINES = (
 )
 """The colours of families, in the order in which a figure first shows them."""
 
+ON_DARK = (
+    *("#F2F2F2", "#E69F00", "#4C9BE0", "#1DBE93", "#F08048", "#E39AC4"),
+    *("#A6DCFF", "#BF9C58", "#A3A3A3", "#9C8FF0", "#7FD8CB", "#E08A9C"),
+)
+"""The same hues on a dark ground."""
+
 CELLS = (
     *("#440154", "#472D7B", "#3B528B", "#2C728E", "#21918C"),
     *("#28AE80", "#5EC962", "#ADDC30", "#FDE725"),

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from normattn.report.figure import Grid
 from normattn.report.palette import CELLS
@@ -65,6 +66,8 @@ def plot(figure: Grid) -> Figure:
             (place.x1 + 0.15 / wide, place.y0, 0.12 / wide, min(place.height, 2.5 / high))
         )
         scale = drawn.colorbar(ScalarMappable(norm, colours), cax=bar)
+        scale.formatter = FuncFormatter(lambda value, _: style.number(value))
+        scale.minorformatter = NullFormatter()
         scale.set_label(style.wrapped(figure.scale_title, max(0.9, size[1])), fontsize=8)
         bar.tick_params(labelsize=7.5)
     return drawn
