@@ -17,7 +17,7 @@ from normattn.recipes.reading_stages import KeptStage
 from normattn.recipes.settings import EvaluationSettings
 from normattn.recipes.stages import TrainStage
 from normattn.recipes.studies import Request
-from normattn.runs.reading import read_object
+from normattn.structured import read_object
 from normattn.training import TrainingConfig
 from recipes.inprocess import files, run, run_killed
 

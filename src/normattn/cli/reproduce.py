@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import typer
-
 from normattn.cli import reproduce_reading as reading
 from normattn.cli import reproduce_training as training
+from normattn.cli.checked import Commands
 
-app = typer.Typer(
+app = Commands(
     no_args_is_help=True,
     help="Run a published experiment from data to table: keynorm, window, continue, mechanism, "
     "realformer, rmsnorm, qknorm.",

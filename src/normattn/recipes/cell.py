@@ -22,7 +22,7 @@ from normattn.recipes.stages import Note
 from normattn.recipes.studies import Cell
 from normattn.recipes.translation import LadderCell, TranslateCell
 from normattn.recipes.vision import VisionCell
-from normattn.runs.reading import read_object
+from normattn.structured import read_object
 
 PROGRESS_SECONDS = 0.5
 LOCK_SECONDS = 120.0

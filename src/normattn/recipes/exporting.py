@@ -19,7 +19,7 @@ from normattn.recipes.tabulate import collected
 from normattn.reports import build
 from normattn.reports.history import draw_history
 from normattn.runs import RunDirectory
-from normattn.runs.reading import read_object
+from normattn.structured import read_object
 from normattn.training import TrainingConfig
 from normattn.training.causal import CausalWorkload
 from normattn.training.classification import (
