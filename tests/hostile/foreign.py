@@ -41,7 +41,8 @@ def write_model(folder: Path, shards: bool = False, **changed: Any) -> None:
     made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    fast: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+    kind: Any = transformers.PreTrainedTokenizerFast
+    fast = kind(tokenizer_object=made)
     fast.save_pretrained(folder)
 
 

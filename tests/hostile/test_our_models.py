@@ -19,6 +19,7 @@ from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.pretrained import load_any, save_model
 from normattn.runs import Checkpoints
 from normattn.runs.checkpoints import _digest
+from normattn.score import ScoreSpec
 
 MEMORY = 1 << 30
 
@@ -34,7 +35,13 @@ def _little_memory() -> Iterator[None]:
 
 def _saved(place: Path, score: str = "QKRMSNorm") -> Path:
     config = CausalLMConfig(
-        vocab_size=20, dim=16, layers=2, heads=2, train_length=8, score=score, tie_head=False
+        vocab_size=20,
+        dim=16,
+        layers=2,
+        heads=2,
+        train_length=8,
+        score=ScoreSpec.parse(score),
+        tie_head=False,
     )
     save_model(CausalLM(config), place)
     return place

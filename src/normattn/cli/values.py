@@ -49,8 +49,8 @@ def seeds(text: str | None) -> tuple[int, ...] | None:
         return found
     if not 1 <= found[0] <= MOST_SEEDS:
         raise InputError(
-            f"--seeds takes a number of seeds, from 1 to at most {MOST_SEEDS:,}, or a list such as "
-            f"7,8, got {text}"
+            f"--seeds takes a number of seeds (at least 1, at most {MOST_SEEDS:,}) or a list such "
+            f"as 7,8, got {text}"
         )
     return tuple(range(found[0]))
 

@@ -49,9 +49,10 @@ def load(
 def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> Any:
     """The model alone; `options` are those of transformers' `from_pretrained`."""
     try:
-        from transformers import AutoModelForCausalLM
+        import transformers
     except ImportError:
         raise InputError("loading a model needs transformers: pip install normattn[hf]") from None
+    auto: Any = transformers.AutoModelForCausalLM
     source, gguf = _source(model, gguf)
     given = {**_options(source, gguf), **options}
     if gguf is not None:
@@ -60,7 +61,7 @@ def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> An
         given["use_safetensors"] = True
     _compare(source, gguf)
     with _explained(gguf or source):
-        made, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **given)
+        made, info = auto.from_pretrained(source, output_loading_info=True, **given)
     _refuse_differences(made, info, gguf or source)
     return made.eval()
 
@@ -110,8 +111,9 @@ def _explained(what: str) -> Iterator[None]:
 
 def _compare(source: str, gguf: str | None) -> None:
     """Refuse a local model that asks for more, or for something else, than its files hold."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
+    auto: Any = transformers.AutoModelForCausalLM
     folder = Path(source)
     if not folder.is_dir():
         return
@@ -120,8 +122,8 @@ def _compare(source: str, gguf: str | None) -> None:
         refuse_layers(read_object(folder / "config.json"), header, folder / "config.json")
     # On torch's meta device nothing takes memory, not even what a configuration checks itself by.
     with _explained(gguf or source), torch.device("meta"):
-        config = AutoConfig.from_pretrained(source, **_options(source, gguf))
-        shell = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(source, **_options(source, gguf))
+        shell = auto.from_config(config, trust_remote_code=False)
         shell.tie_weights()
     _refuse_sizes(shell, header, quantised=hasattr(config, "quantization_config"))
 

@@ -15,7 +15,7 @@ Model = TypeVar("Model", bound=BaseModel)
 Protocol = Literal[
     "train_length", "non_repeated", "repeated", "last_segment", "by_position", "retrieval"
 ]
-MOST_MULTIPLES = 1 << 16
+MOST_MULTIPLES = 1 << 20
 PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "last_segment")
 """What is measured unless said: what the columns of the table hold."""
 
