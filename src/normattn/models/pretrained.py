@@ -103,12 +103,12 @@ def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Mod
     # Made without memory first: sizes without end would otherwise take it before they are refused.
     with torch.device("meta"):
         config = _read_config(kind, description, place / CONFIG_FILE)
-        _check_settings(config, expected, description, place / CONFIG_FILE)
         try:
             shell = kind(config)
         except (RuntimeError, TypeError) as error:  # a size that no tensor can have
             raise InputError(f"{place / CONFIG_FILE} has sizes that no model can have") from error
     _check_tensors(shell, tensors, place / WEIGHTS_FILE)
+    _check_settings(config, expected, description, place / CONFIG_FILE)
     with torch.random.fork_rng(devices=[]):
         model = kind(config)
     for name, value in model.state_dict(keep_vars=True).items():
