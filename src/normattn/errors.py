@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import re
+
 
 class NormattnError(Exception):
     """Base of every error that this library raises on purpose."""
 
 
+_LONGEST_WORD, _LONGEST_SENTENCE = 320, 2000
+
+
 class InputError(NormattnError, ValueError):
-    """A value from outside cannot be used; the message says what, where, what was expected."""
+    """A value from outside cannot be used; the message says what, where, what was expected.
+
+    What it quotes may be of any length: a word of more than 320 characters, and a message of more
+    than 2,000, is shown by its beginning and its end.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        text = str(message)
+        if len(text) > _LONGEST_WORD:
+            text = re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", lambda word: _shown(word[0], 100), text)
+        super().__init__(_shown(text, 900) if len(text) > _LONGEST_SENTENCE else text)
+
+
+def _shown(text: str, kept: int) -> str:
+    """The first and last characters, and how many there are."""
+    return f"{text[:kept]}… ({len(text):,} characters) …{text[-kept:]}"
 
 
 class DivergedError(NormattnError):

@@ -25,7 +25,7 @@ def leftovers(folder: Path) -> list[str]:
         ("KNA-YaRN-NoPE", ["YaRN on NoPE makes no sense", "rotary"]),
         ("KNA-QNA", ["cannot be combined", "variant"]),
         ("KNA(colour=1)", ["KNA", "colour"]),
-        ("", ["is not a score"]),
+        ("", ["is empty", "--score"]),
         ("BatchNormedEverything", ["BatchNormedEverything", "normattn list"]),
     ],
 )

@@ -239,7 +239,7 @@ def test_a_byte_that_is_not_utf8_is_named_by_file_and_offset(tmp_path: Path) -> 
         ('{"body": "x"}', r"rows\.jsonl:2 has no field 'text' \(its fields: 'body'\)"),
         ('{"text": 3}', r"rows\.jsonl:2: field 'text' is not text but a int"),
         ("[1]", r"rows\.jsonl:2 is not a JSON object but a list"),
-        ('{"text": "x"', r"rows\.jsonl:2 is not a JSON object: "),
+        ('{"text": "x"', r"rows\.jsonl:2 is damaged: it is not valid JSON"),
     ],
 )
 def test_a_wrong_json_line_is_named_by_its_number(tmp_path: Path, line: str, message: str) -> None:
@@ -255,10 +255,10 @@ def test_unreadable_files_and_folders_are_named(
     file.write_text("x", encoding="utf-8")
     if os.geteuid() == 0:  # the superuser may read everything, so the refusal is played
 
-        def refuse(self: Path, *_: Any, **__: Any) -> Any:
-            raise PermissionError(13, "Permission denied", str(self))
+        def refuse(path: Path, *_: Any, **__: Any) -> Any:
+            raise PermissionError(13, "Permission denied", str(path))
 
-        monkeypatch.setattr(Path, "open", refuse)
+        monkeypatch.setattr("normattn.files.os.open", refuse)
     else:
         file.chmod(0)
     with pytest.raises(InputError, match=r"secret\.txt cannot be read: Permission denied"):

@@ -49,7 +49,7 @@ def test_json_lines_flat_nested_and_with_splits(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("[1]", "not a JSON object"),
-        ("{", "not a JSON object"),
+        ("{", "not valid JSON"),
         ('{"en": "a"}', "no sentence under 'de'"),
         ('{"en": "a", "de": 1}', "no sentence under 'de'"),
         ('{"en": "a", "de": "b", "split": "dev"}', "split is 'dev'"),

@@ -113,7 +113,7 @@ def test_a_bad_file_is_named(tmp_path: Path, content: bytes, said: str) -> None:
 def test_a_bad_line_is_named_with_its_number(tmp_path: Path) -> None:
     good = json.dumps(item("x", "a"))
     (tmp_path / "a.jsonl").write_text(f"{good}\n\n{{\n")
-    with pytest.raises(InputError, match=r"a\.jsonl, line 3 is not valid JSON"):
+    with pytest.raises(InputError, match=r"a\.jsonl, line 3 is damaged: it is not valid JSON"):
         read_relations(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_bytes(good.encode() + b'\n{"text": "\xff"}\n')
     with pytest.raises(InputError, match=f"offset {len(good) + 11}"):

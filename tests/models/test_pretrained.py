@@ -103,8 +103,8 @@ def _cut(name: str) -> Callable[[Path], None]:
     [
         (lambda place: (place / "config.json").unlink(), r"config\.json does not exist"),
         (lambda place: (place / "model.safetensors").unlink(), "safetensors does not exist"),
-        (_cut("config.json"), "not a whole JSON file"),
-        (lambda place: (place / "config.json").write_bytes(b"\xff\xfe\x00"), "not a whole JSON"),
+        (_cut("config.json"), "not valid JSON"),
+        (lambda place: (place / "config.json").write_bytes(b"\xff\xfe\x00"), "not valid JSON"),
         (_cut("model.safetensors"), "is damaged"),
         (_flip, "is damaged"),
         (_edit(lambda d: d.update(colour="red")), "unknown field 'colour'"),

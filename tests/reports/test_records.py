@@ -42,7 +42,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: Any) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none\.json cannot be read"):
+    with pytest.raises(InputError, match=r"none\.json does not exist"):
         read_record(tmp_path / "none.json")
 
 

@@ -144,7 +144,7 @@ def test_a_record_comes_back_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a document has label 7 of 3"):
         read_classification(path)
     path.unlink()
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="does not exist"):
         read_classification(path)
 
 

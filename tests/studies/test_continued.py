@@ -12,7 +12,7 @@ import torch
 from normattn.data import prepare_tokens
 from normattn.errors import InputError
 from normattn.models.pretrained import load_model
-from normattn.runs.reading import read_object
+from normattn.structured import read_object
 from normattn.studies.continue_ import STUDY, evaluation_sets, resolve
 from normattn.sweep.reading import KeptStage
 from normattn.sweep.settings import EvaluationSettings

@@ -92,7 +92,7 @@ def test_json_toml_and_a_runs_own_file_are_read(tmp_path: Path) -> None:
         ("c.toml", b'a = "\xff"', "not UTF-8"),
         ("c.json", b"[1]", "expected an object"),
         ("c.yaml", b"", "expected a .json or .toml file"),
-        ("c.json", None, "cannot be read"),
+        ("c.json", None, "does not exist"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(

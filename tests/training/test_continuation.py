@@ -117,5 +117,5 @@ def test_bad_input(trained: Path, tmp_path: Path) -> None:
         longer(trained, method="NoPE")
     with pytest.raises(InputError, match=re.escape("keep names steps from 1 to 3")):
         longer(trained, steps=3)
-    with pytest.raises(InputError, match=r"config\.json is missing"):
+    with pytest.raises(InputError, match=r"config\.json does not exist"):
         Continuation.of(tmp_path / "nowhere")

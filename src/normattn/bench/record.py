@@ -15,7 +15,7 @@ from normattn.bench.machine import provenance, source_digest
 from normattn.bench.measure import Measurement
 from normattn.bench.settings import Settings
 from normattn.errors import InputError
-from normattn.runs.reading import read_object
+from normattn.structured import read_object
 
 Row = dict[str, Any]
 _APART = ("quick", "threads", "device")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import typer
+from typer.core import TyperCommand
 
 from normattn.cli import (
     bench,
@@ -22,6 +23,7 @@ from normattn.cli import (
     reproduce,
     train,
 )
+from normattn.cli.checked import Commands
 from normattn.cli.failures import exit_code_of
 from normattn.stopping import asked_to_stop
 
@@ -49,7 +51,7 @@ EPILOG = """
 `normattn bench` – beside the peers, against goals
 """
 
-app = typer.Typer(
+app = Commands(
     name="normattn",
     help="The attention score as a value: train with it, stretch it, measure how far it reads.",
     epilog=EPILOG,
@@ -87,7 +89,9 @@ app.command("export", epilog=export.EPILOG)(export.command)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.command)
 app.command("report", epilog=report.EPILOG)(report.command)
 app.command("bench", epilog=bench.EPILOG)(bench.command)
-app.command("lm-eval", epilog=lm_eval.EPILOG, context_settings=lm_eval.SETTINGS)(lm_eval.command)
+app.command("lm-eval", cls=TyperCommand, epilog=lm_eval.EPILOG, context_settings=lm_eval.SETTINGS)(
+    lm_eval.command
+)
 app.add_typer(reproduce.app, name="reproduce")
 app.command("_cell", hidden=True)(hidden.cell)
 app.command("_measure", hidden=True)(hidden.measure)

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup, TyperOption
 
 from normattn.cli import values
+from normattn.cli.checked import Commands
 
 if TYPE_CHECKING:
     from normattn.sweep.study import Study
@@ -115,7 +116,7 @@ def _command(study: Study) -> Any:
         if reproduce(study, request, only_plan=plan):
             raise typer.Exit(2)
 
-    one = typer.Typer(rich_markup_mode="markdown", add_completion=False)
+    one = Commands(rich_markup_mode="markdown", add_completion=False)
     one.command(study.name, help=study.help, epilog=_epilog(study))(run)
     command = typer.main.get_command(one)
     for parameter in command.params:

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from normattn.errors import InputError
+from normattn.structured import parse_toml
+
+MOST_SEEDS = 1000
 
 
 def names(text: str | None, what: str) -> tuple[str, ...] | None:
@@ -26,9 +29,13 @@ def integers(text: str | None, what: str, least: int = 1) -> tuple[int, ...] | N
     if text is None:
         return None
     parts = [part.strip() for part in text.rstrip(", ").split(",")]
-    if not all(part.isdecimal() and int(part) >= least for part in parts):
+    # Nineteen digits hold every number of 63 bits; longer ones cost time before they are refused.
+    if not all(part.isdecimal() and len(part) < 20 and int(part) >= least for part in parts):
         raise InputError(f"{what} takes whole numbers of at least {least}, got {text!r}")
-    return tuple(int(part) for part in parts)
+    found = tuple(int(part) for part in parts)
+    if max(found) >= 1 << 63:
+        raise InputError(f"{what} takes whole numbers of at most 63 bits, got {text!r}")
+    return found
 
 
 def seeds(text: str | None) -> tuple[int, ...] | None:
@@ -40,8 +47,11 @@ def seeds(text: str | None) -> tuple[int, ...] | None:
         if len(set(found)) != len(found):
             raise InputError(f"--seeds names a seed twice: {text}")
         return found
-    if found[0] < 1:
-        raise InputError("--seeds takes a number of seeds (at least 1) or a list such as 7,8")
+    if not 1 <= found[0] <= MOST_SEEDS:
+        raise InputError(
+            f"--seeds takes a number of seeds (at least 1, at most {MOST_SEEDS:,}) or a list such "
+            f"as 7,8, got {text}"
+        )
     return tuple(range(found[0]))
 
 
@@ -54,12 +64,21 @@ def assignments(texts: Iterable[str]) -> dict[str, Any]:
             raise InputError(f"--set takes key=value, as in --set model.dim=64, got {text!r}")
         if key.strip() in found:
             raise InputError(f"--set gives {key.strip()} twice")
-        found[key.strip()] = _toml(value.strip())
+        found[key.strip()] = _toml(value.strip(), key.strip())
     return found
 
 
-def _toml(text: str) -> Any:
+def _toml(text: str, key: str) -> Any:
+    """The value that TOML reads; what is none in TOML is text, but not where it only began as one.
+
+    A list nested without end, or a number of thousands of digits, is refused: nobody means text.
+    """
+    if text in ("none", "null"):
+        return None
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return None if text in ("none", "null") else text
+        found = parse_toml(f"value = {text}", f"--set {key}")
+    except InputError as error:
+        if isinstance(error.__cause__, tomllib.TOMLDecodeError):
+            return text
+        raise
+    return found["value"] if found.keys() == {"value"} else text

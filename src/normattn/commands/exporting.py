@@ -19,7 +19,7 @@ from normattn.models.pretrained import load_any
 from normattn.report.plots import draw
 from normattn.report.view import View
 from normattn.runs import RunDirectory
-from normattn.runs.reading import read_object
+from normattn.structured import read_object
 from normattn.studies import find
 from normattn.studies._reading import history_figure
 from normattn.sweep.collect import history

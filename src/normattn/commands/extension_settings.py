@@ -19,7 +19,7 @@ ALONE = (*_SPECTRA, "ReRoPE", "LeakyReRoPE", "SelfExtend")
 WITH_LOGN = ("NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend")
 """Log-n sharpens attention where more keys are near an angle that training had, so not with PI."""
 EVERY = (*ALONE, "logn+", *(f"{name}-logn+" for name in WITH_LOGN))
-_LENGTH = re.compile(r"(?P<count>[0-9]+)(?P<thousands>[kK]?)")
+_LENGTH = re.compile(r"(?P<count>[0-9]{1,9})(?P<thousands>[kK]?)")
 _STRETCHED = {"factor", "s", "group"}
 
 
@@ -32,7 +32,7 @@ class ExtensionSettings(BaseModel):
     weights: the digest of the model's.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str
     gguf: str | None

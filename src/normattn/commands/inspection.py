@@ -71,7 +71,7 @@ class InspectionSettings(BaseModel):
     "all", or LAYER,HEAD, each counted from 0.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     run: str
     text: str | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import warnings
@@ -15,6 +14,7 @@ from typing import Any
 from normattn import atomic
 from normattn.errors import InputError
 from normattn.locks import locked
+from normattn.structured import read_object
 
 MANIFEST = "manifest.json"
 HASHED_BYTES = 256 << 20
@@ -103,15 +103,14 @@ def _memory(path: Path) -> Path:
 
 def _remembered(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(_memory(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_object(_memory(path))
+    except InputError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _manifest(path: Path) -> dict[str, tuple[int, str]]:
     """The size and sha256 of every file, by name."""
-    files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    files = read_object(path / MANIFEST)
     return {name: (int(size), str(digest)) for name, (size, digest) in files.items()}
 
 

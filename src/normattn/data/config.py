@@ -21,7 +21,7 @@ class DataConfig(BaseModel):
     - `max_bytes`: read at most this much text (default: all).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     corpus: str = "python-source"
     vocab_size: int = Field(default=1024, ge=2, le=1 << 20)

@@ -18,6 +18,9 @@ from jaxtyping import Bool, Int64
 from normattn.data.token_data import TokenSplit
 from normattn.errors import InputError
 
+MOST_TOKENS = 1 << 24
+"""In one window: rows of them are held at once."""
+
 
 @dataclass(frozen=True)
 class EvaluationSet:
@@ -96,7 +99,7 @@ def repeated_set(
     Only segments shorter than the window are used. The number of windows is a multiple of the
     number of segment lengths; where long documents are few, all shares shrink alike.
     """
-    length = _length(train_length, multiple)
+    length = window_length(train_length, multiple)
     periods = [max(1, train_length // 2), train_length, 2 * train_length, 4 * train_length]
     periods = sorted({period for period in periods if period < length})
     if not periods:
@@ -134,7 +137,7 @@ def last_segment_sets(
     """
     if not multiples or min(multiples) < 1:
         raise InputError(f"context multiples must be at least 1, got {tuple(multiples)}")
-    longest = _length(train_length, max(multiples))
+    longest = window_length(train_length, max(multiples))
     places = choose_places(split, longest + 1, max_windows, seed)
     windows, documents = _windows(split, places, longest)
     return [
@@ -153,18 +156,24 @@ def last_segment_sets(
 def _natural(
     protocol: str, split: TokenSplit, train_length: int, multiple: int, max_windows: int, seed: int
 ) -> EvaluationSet:
-    length = _length(train_length, multiple)
+    length = window_length(train_length, multiple)
     windows, documents = _windows(
         split, choose_places(split, length + 1, max_windows, seed), length
     )
     return EvaluationSet(protocol, length, train_length, windows, documents)
 
 
-def _length(train_length: int, multiple: int) -> int:
+def window_length(train_length: int, multiple: int) -> int:
+    """The tokens of so many training lengths; `InputError` for less than one or too many."""
     if train_length < 1 or multiple < 1:
         raise InputError(
             f"the training length and its multiple must be at least 1, got {train_length} and "
             f"{multiple}"
+        )
+    if train_length * multiple > MOST_TOKENS:
+        raise InputError(
+            f"{multiple:,} training lengths of {train_length:,} tokens are more than the "
+            f"{MOST_TOKENS:,} that one window may hold"
         )
     return train_length * multiple
 

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from normattn.data.evaluation_sets import choose_places
+from normattn.data.evaluation_sets import choose_places, window_length
 from normattn.data.retrieval_statements import Ids, Statements, statements_for
 from normattn.data.token_data import TokenData
 from normattn.errors import InputError
@@ -85,14 +85,9 @@ def retrieval_set(
     """
     if task not in _FACTS:
         raise InputError(f"no retrieval task is called {task!r}: there are {', '.join(TASKS)}")
-    if train_length < 1 or multiple < 1:
-        raise InputError(
-            f"the training length and its multiple must be at least 1, got {train_length} and "
-            f"{multiple}"
-        )
+    length, count = window_length(train_length, multiple), max(1, max_windows // len(DEPTHS))
     if max_windows < 1:
         raise InputError(f"an evaluation set needs at least 1 window, got {max_windows}")
-    length, count = train_length * multiple, max(1, max_windows // len(DEPTHS))
     held_out, statements = data.split(split), statements_for(data)
     # A document may give several samples, each with other names, where long ones are few.
     found = choose_places(held_out, length + 1, count, seed)

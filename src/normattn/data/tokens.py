@@ -21,6 +21,7 @@ from normattn.data.synthetic import CopyTask
 from normattn.data.token_data import PackedNames, TokenData, TokenSplit
 from normattn.data.tokeniser import SAMPLE_BYTES, SEPARATOR_ID, Tokeniser, train_tokeniser
 from normattn.errors import InputError
+from normattn.structured import read_object
 
 OnProgress = Callable[[int, int | None], None]
 FORMAT = 1
@@ -160,7 +161,7 @@ def _paths(folder: Path, name: SplitName) -> list[Path]:
 
 def _load(folder: Path, config: DataConfig, corpus: Corpus) -> TokenData:
     tokeniser = Tokeniser.load(folder / _TOKENISER)
-    counts = json.loads((folder / _STATISTICS).read_text(encoding="utf-8"))
+    counts = read_object(folder / _STATISTICS)
     digests = cache.manifest(folder)
     made_of = [digests[_TOKENISER]]
     splits: dict[SplitName, TokenSplit] = {}

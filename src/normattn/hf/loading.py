@@ -1,16 +1,26 @@
-"""A causal language model and its tokeniser from a folder, a GGUF file or a name on the hub."""
+"""A causal language model and its tokeniser from a folder, a GGUF file or a name on the hub.
+
+What is on this machine is compared with its own headers first: nothing is made, and no memory
+taken, for a model whose files do not hold what its configuration asks for.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from normattn.errors import InputError
+from normattn.errors import InputError, NormattnError
+from normattn.files import expanded
+from normattn.hf.headers import Header, read_header, refuse_layers
+from normattn.structured import read_object
 
-_GGUF = b"GGUF"
+_LAYER = re.compile(r"\.(\d+)\.")
 
 
 def load(
@@ -24,39 +34,146 @@ def load(
         dtype: the type of the weights.
 
     Raises `InputError` for a folder without a model, a file that is no GGUF, a GGUF of an
-    architecture that transformers cannot read, and packages that are missing.
+    architecture that transformers cannot read, files that are damaged or hold something else than
+    the configuration says, and packages that are missing.
     """
+    source, gguf = _source(model, gguf)
+    made = load_model(source, gguf, dtype=dtype)
+    with _explained(gguf or source):
+        from transformers import AutoTokenizer
+
+        tokeniser = AutoTokenizer.from_pretrained(source, **_options(source, gguf))
+    return made, tokeniser
+
+
+def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> Any:
+    """The model alone; `options` are those of transformers' `from_pretrained`."""
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        import transformers
     except ImportError:
         raise InputError("loading a model needs transformers: pip install normattn[hf]") from None
-    place = Path(model)
+    auto: Any = transformers.AutoModelForCausalLM
+    source, gguf = _source(model, gguf)
+    given = {**_options(source, gguf), **options}
+    if gguf is not None:
+        given |= _unpacked()
+    else:
+        given["use_safetensors"] = True
+    _compare(source, gguf)
+    with _explained(gguf or source):
+        made, info = auto.from_pretrained(source, output_loading_info=True, **given)
+    _refuse_differences(made, info, gguf or source)
+    return made.eval()
+
+
+def _source(model: str | Path, gguf: str | None) -> tuple[str, str | None]:
+    """The folder or name on the hub, and the GGUF file in it, if any."""
+    place = expanded(model)
     if place.is_file():
         if gguf is not None:
             raise InputError(f"{place} is a file already, so gguf={gguf!r} has no meaning")
-        model, gguf = place.parent, place.name
+        place, gguf = place.parent, place.name
     elif place.suffix == ".gguf":
         raise InputError(f"there is no file {place}")
-    options: dict[str, Any] = {}
-    unpacked: dict[str, Any] = {}
+    elif place.exists() and not place.is_dir():
+        raise InputError(f"{place} is neither a file nor a folder")
     if gguf is not None:
-        _refuse_gguf(Path(model), gguf)
-        options["gguf_file"] = gguf
-        unpacked = _unpacked()
+        _refuse_gguf(place, gguf)
     elif place.is_dir() and not (place / "config.json").exists():
         held = (
             ", ".join(sorted(each.name for each in place.glob("*.gguf"))) or "no GGUF file either"
         )
         raise InputError(f"{place} holds no config.json of transformers, and {held}")
+    return (str(place) if place.is_dir() else str(model)), gguf
+
+
+def _options(source: str, gguf: str | None) -> dict[str, Any]:
+    """No code of the model's own is run, nobody is asked, and a folder needs no network."""
+    found: dict[str, Any] = {
+        "trust_remote_code": False,
+        "local_files_only": Path(source).is_dir(),
+    }
+    return found if gguf is None else {**found, "gguf_file": gguf}
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Whatever transformers raises, the user gets a sentence."""
     try:
-        tokeniser = AutoTokenizer.from_pretrained(str(model), **options)
-        made: Any = AutoModelForCausalLM.from_pretrained(
-            str(model), dtype=dtype, **options, **unpacked
-        )
-    except (OSError, ValueError, NotImplementedError) as error:
+        yield
+    except NormattnError:
+        raise
+    except Exception as error:
         sentence = " ".join(str(error).split())[:300]
-        raise InputError(f"{gguf or model} cannot be loaded by transformers: {sentence}") from error
-    return made.eval(), tokeniser
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise InputError(f"{what} cannot be loaded by transformers: {kind}{sentence}") from error
+
+
+def _compare(source: str, gguf: str | None) -> None:
+    """Refuse a local model that asks for more, or for something else, than its files hold."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    folder = Path(source)
+    if not folder.is_dir():
+        return
+    header = read_header(folder, gguf)
+    if gguf is None:
+        refuse_layers(read_object(folder / "config.json"), header, folder / "config.json")
+    # On torch's meta device nothing takes memory, not even what a configuration checks itself by.
+    with _explained(gguf or source), torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(source, **_options(source, gguf))
+        shell = auto.from_config(config, trust_remote_code=False)
+        shell.tie_weights()
+    _refuse_sizes(shell, header, quantised=hasattr(config, "quantization_config"))
+
+
+def _refuse_sizes(shell: Any, header: Header, quantised: bool) -> None:
+    """Compare the model that the configuration describes with the tensors that there are."""
+    if quantised:
+        # Several numbers are packed into one: transformers' own reading must judge them.
+        return
+    for name, wanted in shell.state_dict().items():
+        found = header.tensors.get(name)
+        if found is None:
+            continue
+        if found.shape != tuple(wanted.shape):
+            raise InputError(
+                f"{header.file}: {name} is {found.shape}, but its configuration asks for "
+                f"{tuple(wanted.shape)}"
+            )
+        if wanted.is_floating_point() and not found.floating:
+            raise InputError(f"{header.file}: {name} holds whole numbers, which are no weights")
+    wanted_numbers = sum(each.numel() for each in shell.parameters())
+    if wanted_numbers > header.numbers:
+        raise InputError(
+            f"{header.file} holds {header.numbers:,} numbers, but its configuration describes a "
+            f"model of {wanted_numbers:,}"
+        )
+
+
+def _refuse_differences(model: Any, info: Any, what: str) -> None:
+    """Refuse weights that were drawn at random for want of stored ones, and layers left out.
+
+    And frequencies that are no numbers, which a base of 0 gives without a word.
+    """
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and not bool(torch.isfinite(buffer).all()):
+            raise InputError(f"the configuration in {what} gives rotary frequencies without end")
+    lacking = sorted(str(each) for each in (*info["missing_keys"], *info["mismatched_keys"]))
+    if lacking:
+        raise InputError(
+            f"the weights in {what} are not those of its configuration: {lacking[0]} is missing or "
+            "has another shape"
+        )
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    for name in sorted(map(str, info["unexpected_keys"])):
+        number = _LAYER.search(name)
+        if number is not None and isinstance(layers, int) and int(number[1]) >= layers:
+            raise InputError(
+                f"the weights in {what} are not those of its configuration: they hold {name}, but "
+                f"num_hidden_layers is {layers}"
+            )
 
 
 def _unpacked() -> dict[str, Any]:
@@ -71,15 +188,9 @@ def _unpacked() -> dict[str, Any]:
 
 
 def _refuse_gguf(folder: Path, name: str) -> None:
-    """Refuse what is missing, and a local file that is of another kind."""
+    """Refuse what is missing, and a name that leads out of the folder."""
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise InputError(f"a GGUF file needs the package {package}: pip install normattn[hf]")
-    if not folder.is_dir():
-        return
-    file = folder / name
-    if not file.is_file():
-        raise InputError(f"there is no file {file}")
-    with file.open("rb") as opened:
-        if opened.read(len(_GGUF)) != _GGUF:
-            raise InputError(f"{file} is not a GGUF file: it does not begin with {_GGUF.decode()}")
+    if folder.is_dir() and not (folder / name).is_file():
+        raise InputError(f"there is no file {folder / name}")

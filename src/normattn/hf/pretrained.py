@@ -6,6 +6,7 @@ from typing import Any
 
 from normattn.errors import InputError
 from normattn.hf.extension import FIELD, extend
+from normattn.hf.loading import load_model
 
 
 def from_pretrained(path: str, **options: Any) -> Any:
@@ -19,18 +20,19 @@ def from_pretrained(path: str, **options: Any) -> Any:
         options: those of `AutoModelForCausalLM.from_pretrained`.
 
     `normattn.hf.extension_of(model).remove()` gives the model as trained. Raises `InputError` where
-    the configuration tells of no extension.
+    the configuration tells of no extension, and as `normattn.hf.load` does.
     """
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise InputError("loading a model needs transformers: pip install normattn[hf]") from None
-    model = AutoModelForCausalLM.from_pretrained(path, **options)
+    model = load_model(path, **options)
     record = getattr(model.config, FIELD, None)
     if not isinstance(record, dict) or set(record) != {"method", "train_length"}:
         raise InputError(
             f"the configuration of {path} tells of no extension (no field {FIELD!r} with a method "
             "and a train_length): load it by transformers, and extend it"
+        )
+    if not isinstance(record["method"], str) or type(record["train_length"]) is not int:
+        raise InputError(
+            f"the configuration of {path}: the field {FIELD!r} must hold a method, a name, and a "
+            "train_length, a whole number"
         )
     delattr(model.config, FIELD)
     extend(model, record["method"], train_length=record["train_length"])

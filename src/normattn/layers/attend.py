@@ -19,6 +19,7 @@ from normattn.kernels.observe import announce, confine
 from normattn.kernels.problem import check_shapes
 from normattn.layers.carry import Carry, joined, refuse_carry
 from normattn.score import Positions, Prepared, Score, ScoreSpec
+from normattn.score.spec import as_spec
 
 
 def attention(
@@ -182,7 +183,7 @@ def _built(spec: ScoreSpec, heads: int, head_dim: int, kv_heads: int) -> Score:
 
 
 def _without_parameters(score: ScoreSpec | str, q: Tensor, k: Tensor) -> Score:
-    spec = ScoreSpec.parse(score) if isinstance(score, str) else score
+    spec = as_spec(score)
     return _built(spec, q.shape[1], q.shape[-1], k.shape[1])
 
 

@@ -12,6 +12,7 @@ from normattn.layers.attend_cached import attention_cached, refuse_beside_cache
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.carry import Carry
 from normattn.score import Score, ScoreSpec
+from normattn.score.spec import as_spec
 
 
 class Attention(nn.Module):
@@ -44,7 +45,7 @@ class Attention(nn.Module):
         self.kv_heads = heads if kv_heads is None else kv_heads
         self.head_dim = checked_head_dim(dim, heads, self.kv_heads, head_dim)
         self.dropout = checked_probability(dropout)
-        spec = ScoreSpec.parse(score) if isinstance(score, str) else score
+        spec = as_spec(score)
         self.score = Score(spec, heads=heads, head_dim=self.head_dim, kv_heads=self.kv_heads)
         width = (heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = nn.Linear(dim, width, bias=bias or qkv_bias)

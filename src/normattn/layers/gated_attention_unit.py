@@ -13,6 +13,7 @@ from normattn.layers.attend_cached import attention_cached, refuse_beside_cache
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.carry import Carry
 from normattn.score import Score, ScoreSpec
+from normattn.score.spec import as_spec
 
 
 class GatedAttentionUnit(nn.Module):
@@ -51,7 +52,7 @@ class GatedAttentionUnit(nn.Module):
         self.key_size = key_size
         self.value_size = expansion * dim
         self.dropout = dropout
-        spec = ScoreSpec.parse(score) if isinstance(score, str) else score
+        spec = as_spec(score)
         self.score = Score(spec, heads=1, head_dim=key_size)
         self.expand = nn.Linear(dim, 2 * self.value_size + key_size, bias=bias)
         self.out = nn.Linear(self.value_size, dim, bias=bias)

@@ -16,8 +16,10 @@ from torch import nn
 
 from normattn import atomic
 from normattn.errors import InputError
+from normattn.files import open_file
 from normattn.models.causal_lm import CausalLM
 from normattn.runs.directory import first_difference
+from normattn.structured import read_json
 
 # A class is made from its `config` alone, which is of its `config_class`.
 FORMATS = {
@@ -96,12 +98,19 @@ def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Mod
     place = Path(directory)
     description = _read_description(place / CONFIG_FILE)
     kind = _class_of(description["format"])
-    config = _read_config(kind, description, place / CONFIG_FILE)
-    _check_settings(config, expected, description, place / CONFIG_FILE)
     tensors = _read_weights(place / WEIGHTS_FILE, description)
+    _refuse_layers(description["config"], len(tensors), place / CONFIG_FILE)
+    # Made without memory first: sizes without end would otherwise take it before they are refused.
+    with torch.device("meta"):
+        config = _read_config(kind, description, place / CONFIG_FILE)
+        try:
+            shell = kind(config)
+        except (RuntimeError, TypeError) as error:  # a size that no tensor can have
+            raise InputError(f"{place / CONFIG_FILE} has sizes that no model can have") from error
+    _check_tensors(shell, tensors, place / WEIGHTS_FILE)
+    _check_settings(config, expected, description, place / CONFIG_FILE)
     with torch.random.fork_rng(devices=[]):
         model = kind(config)
-    _check_tensors(model, tensors, place / WEIGHTS_FILE)
     for name, value in model.state_dict(keep_vars=True).items():
         # A model saved in bfloat16 comes back in bfloat16.
         value.data = tensors[name]
@@ -161,10 +170,7 @@ def _check_replaceable(place: Path) -> None:
 
 
 def _read_description(path: Path) -> dict[str, Any]:
-    try:
-        description = json.loads(_read_bytes(path))
-    except ValueError as error:
-        raise InputError(f"{path} is not a whole JSON file: {error}") from error
+    description = read_json(path)
     if not isinstance(description, dict) or description.get("format") not in FORMATS:
         raise InputError(
             f"{path} does not describe a model of a format known here: {', '.join(FORMATS)}"
@@ -176,6 +182,17 @@ def _read_description(path: Path) -> dict[str, Any]:
         if name not in description:
             raise InputError(f"{path} lacks the field {name!r}")
     return description
+
+
+def _refuse_layers(values: Any, tensors: int, path: Path) -> None:
+    """Refuse more layers than tensors, at any depth: each is an object, even without memory."""
+    if not isinstance(values, dict):
+        return
+    for name, value in values.items():
+        _refuse_layers(value, tensors, path)
+        counted = "layers" in name and type(value) is int and not values.get("shared_layers")
+        if counted and value > tensors:
+            raise InputError(f"{path}: {name} is {value:,}, but the weights are {tensors} tensors")
 
 
 def _read_config(kind: type[nn.Module], description: dict[str, Any], path: Path) -> BaseModel:
@@ -214,12 +231,10 @@ def _check_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], path: Pat
                 f"{path}: {name} is {tuple(tensors[name].shape)}, "
                 f"but {CONFIG_FILE} asks for {tuple(value.shape)}"
             )
+        if value.is_floating_point() != tensors[name].is_floating_point():
+            raise InputError(f"{path}: {name} is {tensors[name].dtype}, which it cannot be")
 
 
 def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise InputError(f"{path} does not exist; a saved model has this file") from error
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    with open_file(path) as file:
+        return file.read()

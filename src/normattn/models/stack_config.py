@@ -12,7 +12,11 @@ from normattn.layers.placement import deepnorm_factors
 from normattn.models.block_settings import OWN_SETTINGS
 from normattn.score import Score, ScoreSpec
 
-Size = Annotated[int, Field(ge=1, strict=True)]
+# What no product of two of them brings beyond what a tensor can have: refused by name instead.
+Size = Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
+Heads = Annotated[int, Field(ge=1, le=1 << 16, strict=True)]
+Layers = Annotated[int, Field(ge=1, le=2_000, strict=True)]
+MOST_TOKENS = 1 << 31
 Placement = Literal["PreLN", "PostLN", "DeepNorm", "ReZero", "ReZeroNoNorm", "FixedScale"]
 NORMLESS: tuple[Placement, ...] = ("ReZeroNoNorm", "FixedScale")
 
@@ -36,16 +40,16 @@ class StackConfig(BaseModel):
     `qkv_bias`, `embedding_std`. Raises `InputError` with one sentence per value out of range.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     causal: ClassVar[bool] = True
 
     dim: Size
-    layers: Size
-    heads: Size = 1
-    kv_heads: Size | None = None
-    head_dim: Size | None = None
+    layers: Layers
+    heads: Heads = 1
+    kv_heads: Heads | None = None
+    head_dim: Heads | None = None
     block: Literal["mha", "gau"] = "mha"
-    train_length: Annotated[int, Field(ge=2, strict=True)]
+    train_length: Annotated[int, Field(ge=2, le=MOST_TOKENS, strict=True)]
     score: Annotated[ScoreSpec, Field(validate_default=True)] = "Baseline"  # type: ignore[assignment]
     placement: Placement = "PreLN"
     norm: Literal["rms", "layer"] = "rms"
@@ -58,7 +62,7 @@ class StackConfig(BaseModel):
     feed_forward: Literal["swiglu", "gelu"] = "swiglu"
     hidden: Size | None = None
     key_size: Size = 128
-    expansion: Size = 2
+    expansion: Annotated[int, Field(ge=1, le=1 << 10, strict=True)] = 2
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     shared_layers: bool = False
     qkv_bias: Annotated[bool, Field(exclude_if=lambda on: not on)] = False

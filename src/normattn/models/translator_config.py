@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from normattn.errors import InputError
 from normattn.layers.cross_attention import refuse_across
-from normattn.models.stack_config import Size, StackConfig
+from normattn.models.stack_config import Layers, Size, StackConfig
 from normattn.score import Score, ScoreSpec
 from normattn.score.part import Slot
 from normattn.score.registry import find
@@ -53,7 +53,7 @@ class TranslatorConfig(StackConfig):
     source_vocab: Size
     target_vocab: Size | None = None
     shared_vocabulary: bool = True
-    decoder_layers: Size | None = None
+    decoder_layers: Layers | None = None
     decoder_score: ScoreSpec | None = None
     cross_score: ScoreSpec | None = None
     pad_id: Id = 0

@@ -7,9 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from normattn.models.stack_config import Size, StackConfig
+from normattn.models.stack_config import MOST_TOKENS, StackConfig
 from normattn.score import ScoreSpec
 from normattn.score.part import RotaryPosition
+
+Side = Annotated[int, Field(ge=1, le=1 << 16, strict=True)]
 
 
 class VisionConfig(StackConfig):
@@ -26,14 +28,14 @@ class VisionConfig(StackConfig):
 
     causal: ClassVar[bool] = False
 
-    height: Size
-    width: Size
-    channels: Size = 1
-    patch: Size = 4
+    height: Side
+    width: Side
+    channels: Annotated[int, Field(ge=1, le=1 << 10, strict=True)] = 1
+    patch: Annotated[int, Field(ge=1, le=1 << 10, strict=True)] = 4
     classes: Annotated[int, Field(ge=2, strict=True)]
     pool: Literal["class", "mean"] = "class"
     positions: Literal["learned", "none"] | None = None
-    train_length: Annotated[int, Field(ge=1, strict=True)]
+    train_length: Annotated[int, Field(ge=1, le=MOST_TOKENS, strict=True)]
     score: Annotated[ScoreSpec, Field(validate_default=True)] = "Baseline-NoPE"  # type: ignore[assignment]
     norm: Literal["rms", "layer"] = "layer"
     feed_forward: Literal["swiglu", "gelu"] = "gelu"

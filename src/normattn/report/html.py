@@ -142,4 +142,6 @@ def _findings(findings: Sequence[Finding]) -> HtmlTable:
             )
         )
     head = ("claim", "verdict", "difference", "p", "seeds", "measured", "source")
-    return HtmlTable("verdicts", "What the sources say, and what was found", head, tuple(rows), (0, 1, 5, 6))
+    return HtmlTable(
+        "verdicts", "What the sources say, and what was found", head, tuple(rows), (0, 1, 5, 6)
+    )

@@ -9,7 +9,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from normattn.errors import InputError
+from normattn.files import open_file
 from normattn.reports.record_file import first_of, read_file, write_file
+from normattn.structured import json_lines, parse_json
 
 FILE = "diagnostics.jsonl"
 Heads = tuple[float | None, ...]
@@ -76,9 +78,11 @@ def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
     if not path.exists():
         return []
     # A line that is being written has no end yet.
-    whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    with open_file(path) as file:
+        lines = [line for _, line in json_lines(file, lambda n: f"{path}, line {n},")]
+    whole = [line for line in lines if line.endswith(b"\n")]
     try:
-        return [DiagnosticsLine.model_validate_json(line) for line in whole]
+        return [DiagnosticsLine.model_validate(parse_json(line, str(path))) for line in whole]
     except ValidationError as error:
         raise InputError(
             f"{path} holds a line that is none of the diagnostics: {first_of(error)}"

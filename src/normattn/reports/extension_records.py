@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from normattn.errors import InputError
 from normattn.reports.cell_record import CellRecord
 from normattn.reports.records import Record
 from normattn.reports.retrieval_record import RetrievalRecord
+from normattn.structured import read_object
 
 AS_IS = "as is"
 
@@ -135,7 +135,7 @@ def _digest(parts: Sequence[CellRecord], name: str) -> str:
 
 def _read(path: Path) -> AnyUnit:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_object(path)
         return _KINDS[value["kind"]].model_validate(value)
     except (ValidationError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path} is damaged: delete it, and it is measured again") from error

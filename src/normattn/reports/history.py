@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from normattn.errors import InputError
+from normattn.files import open_file
 from normattn.reports.cells import VARIANT_ORDER
 from normattn.reports.figures.style import (
     house_style,
@@ -22,6 +22,7 @@ from normattn.reports.figures.style import (
     save,
     variant_pages,
 )
+from normattn.structured import json_lines, parse_json
 
 Series = tuple[NDArray[np.float64], NDArray[np.float64]]
 
@@ -85,29 +86,27 @@ def _figure(series: Mapping[str, Sequence[Series]]) -> Figure:
 
 def read_losses(path: Path) -> Series:
     """Steps and losses of a metrics.jsonl file."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as a metrics file: {error}") from None
     points = []
-    for number, line in enumerate(lines, start=1):
-        value = _parse(line)
-        if value is None and number < len(lines):
-            raise InputError(f"{path} is damaged: line {number} is not a JSON object")
-        if value is not None and isinstance(value.get("loss"), int | float):
-            points.append((float(value["step"]), float(value["loss"])))
+    with open_file(path) as file:
+        for number, line in json_lines(file, lambda n: f"{path}, line {n},"):
+            value = _parse(line)
+            # A last line that is being written has no end yet.
+            if value is None and line.endswith(b"\n"):
+                raise InputError(f"{path} is damaged: line {number} is not a JSON object")
+            if value is not None and isinstance(value.get("loss"), int | float):
+                points.append((float(value["step"]), float(value["loss"])))
     if not points:
         raise InputError(f"{path} holds no loss")
     steps, losses = zip(*points, strict=True)
     return np.asarray(steps), np.asarray(losses)
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        value = json.loads(line)
-    except ValueError:
+        value = parse_json(line, "a metrics line")
+    except InputError:
         return None
-    return value if isinstance(value, dict) and "step" in value else None
+    return value if isinstance(value, dict) and type(value.get("step")) is int else None
 
 
 def _running_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:

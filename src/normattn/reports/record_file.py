@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from normattn.atomic import write_text
 from normattn.errors import InputError
+from normattn.structured import read_object
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -23,18 +24,15 @@ def write_file(path: Path, record: BaseModel) -> None:
 
 def read_file(path: Path, kind: type[Kind], what: str) -> Kind:
     """Read one record; `InputError` names the file that cannot be read or is no record `what`."""
+    value = read_object(path)
     try:
-        return kind.model_validate_json(path.read_text("utf-8"))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValidationError, UnicodeDecodeError) as error:
+        return kind.model_validate(value)
+    except ValidationError as error:
         raise InputError(f"{path} is no record {what}: {first_of(error)}") from None
 
 
-def first_of(error: ValidationError | UnicodeDecodeError) -> str:
+def first_of(error: ValidationError) -> str:
     """The first thing that is wrong, in one line: where, and what."""
-    if isinstance(error, UnicodeDecodeError):
-        return error.reason
     found = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in found["loc"])
     return f"{where}: {found['msg']}" if where else str(found["msg"])

@@ -26,6 +26,7 @@ from normattn.reports.cell_record import (
     checked_array,
 )
 from normattn.reports.retrieval_record import RetrievalRecord
+from normattn.structured import read_object
 
 Protocol = Literal["train_length", "non_repeated", "repeated", "last_segment", "by_position"]
 
@@ -125,14 +126,7 @@ def parse_any(value: Mapping[str, Any] | AnyRecord, source: str = "record") -> A
 
 def read_record(path: Path) -> AnyRecord:
     """Read and check one record file; `InputError` names the file when it cannot be used."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise InputError(f"{path} is damaged: it is not whole JSON text") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path} is damaged: expected a JSON object")
+    value = read_object(path)
     if "digest" not in value:
         raise InputError(f"{path} is damaged: its digest is missing")
     return parse_any(value, str(path))

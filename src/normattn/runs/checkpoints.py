@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from normattn.atomic import replace_directory
 from normattn.errors import InputError
-from normattn.runs.reading import read_object
+from normattn.structured import read_object
 
 KEPT = 2
 _NAME = re.compile(r"step-(\d{8,})")
@@ -119,7 +120,9 @@ def _read(folder: Path) -> Checkpoint:
     """Read and verify one checkpoint; `InputError` says what is wrong with it."""
     described = read_object(folder / "meta.json")
     expected = described.pop("meta_sha256", None)
-    if expected != _digest(described) or described.get("step") != _step_of(folder):
+    lacking = {"step", "meta", "sha256"} - described.keys()
+    same = not lacking and described["step"] == _step_of(folder)
+    if expected != _digest(described) or not same:
         raise InputError(f"checkpoint {folder} is damaged: meta.json does not match its checksum")
     try:
         content = (folder / "tensors.safetensors").read_bytes()
@@ -131,5 +134,8 @@ def _read(folder: Path) -> Checkpoint:
         raise InputError(
             f"checkpoint {folder} is damaged: tensors.safetensors does not match its checksum"
         )
-    tensors = safetensors.torch.load(content)
+    try:
+        tensors = safetensors.torch.load(content)
+    except SafetensorError as error:
+        raise InputError(f"checkpoint {folder} is damaged: {error}") from error
     return Checkpoint(folder, described["step"], tensors, described["meta"])

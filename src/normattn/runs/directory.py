@@ -21,7 +21,7 @@ from normattn.errors import InputError
 from normattn.locks import InUseError, locked
 from normattn.runs.checkpoints import Checkpoints
 from normattn.runs.metrics import MetricsLog
-from normattn.runs.reading import read_object
+from normattn.structured import read_object
 
 State = Literal["running", "interrupted", "finished", "diverged"]
 FORMAT = 1

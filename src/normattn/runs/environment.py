@@ -12,7 +12,7 @@ import torch
 
 from normattn.atomic import write_json
 from normattn.errors import InputError
-from normattn.runs.reading import read_object
+from normattn.structured import read_object
 
 PACKAGES = ("normattn", "torch", "numpy", "tokenizers", "safetensors")
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from normattn.atomic import explain_os_errors
 from normattn.errors import InputError
+from normattn.files import open_file
+from normattn.structured import json_lines, parse_json
 
 FLUSH_SECONDS = 1.0
 
@@ -40,7 +42,7 @@ class MetricsLog:
             return 0
         with explain_os_errors(self.path), self.path.open("r+b") as file:
             end = 0
-            for number, line in enumerate(file, start=1):
+            for number, line in json_lines(file, lambda n: f"{self.path}, line {n},"):
                 record = _parsed(line)
                 if record is None and line.endswith(b"\n"):
                     raise InputError(f"{self.path} is damaged: line {number} is not a metrics line")
@@ -87,12 +89,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        record = _parsed(line)
-        if record is not None:
-            records.append(record)
-        elif line.endswith(b"\n"):
-            raise InputError(f"{path} is damaged: line {number} is not a metrics line")
+    with open_file(path) as file:
+        for number, line in json_lines(file, lambda n: f"{path}, line {n},"):
+            record = _parsed(line)
+            if record is not None:
+                records.append(record)
+            elif line.endswith(b"\n"):
+                raise InputError(f"{path} is damaged: line {number} is not a metrics line")
     return records
 
 
@@ -101,7 +104,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        record = json.loads(line)
-    except ValueError:
+        record = parse_json(line, "a metrics line")
+    except InputError:
         return None
     return record if isinstance(record, dict) and type(record.get("step")) is int else None

@@ -17,6 +17,8 @@ from normattn.score.part import Part
 from normattn.score.registry import find
 
 _PART = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*[+†]?)(?:\((?P<fields>[^()]*)\))?")
+_DIGITS = re.compile(r"[+-]?[0-9]{1,19}")
+_LONGEST_NUMBER = 64
 _LENGTH = re.compile(r"@(?P<length>[0-9]+)$")
 _SPOKEN = {"NTK-mixed": "NTKMixed", "NTK-old": "NTKOld", "NTK-fixed": "NTK"}
 _SPOKEN |= {"KERPLE-log": "KERPLELog", "KERPLE-power": "KERPLEPower"}
@@ -30,9 +32,13 @@ def label(part: Part) -> str:
 
 def read(text: str) -> tuple[list[Given], int | None]:
     """The parts that `text` names with the fields that it gives them, and its training length."""
+    if not isinstance(text, str):
+        raise InputError(f"a score is a ScoreSpec or its name, but {text!r} was given")
     body, length = text.strip(), None
     if match := _LENGTH.search(body):
-        body, length = body[: match.start()], int(match["length"])
+        body, length = body[: match.start()], _whole(match["length"])
+        if length is None:
+            raise InputError(f"{text!r} says a training length that no text has")
     for spoken, name in _SPOKEN.items():
         body = re.sub(rf"{re.escape(spoken)}(?=$|[-(@])", name, body)
     return [_parse_part(match, text) for match in _split(body, text)], length
@@ -105,25 +111,47 @@ def _convert(hint: Any, value: Any, part: type[Part], key: str) -> Any:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
     if typing.get_origin(hint) is Literal:
-        if value in typing.get_args(hint):
+        if isinstance(value, str) and value in typing.get_args(hint):
             return value
         expected = " or ".join(repr(choice) for choice in typing.get_args(hint))
     elif typing.get_origin(hint) is tuple:
         pieces = value.split(":") if isinstance(value, str) else value
-        return tuple(_convert(typing.get_args(hint)[0], piece, part, key) for piece in pieces)
+        if isinstance(pieces, list | tuple):
+            return tuple(_convert(typing.get_args(hint)[0], piece, part, key) for piece in pieces)
+        expected = "numbers divided by colons"
     elif hint is bool:
         if isinstance(value, bool) or value in ("true", "false"):
             return value if isinstance(value, bool) else value == "true"
         expected = "true or false"
     else:
         expected = "a whole number" if hint is int else "a number"
-        try:
-            number = float(value)
-            if not isinstance(value, bool) and (hint is float or number == int(number)):
-                return hint(number)
-        except (TypeError, ValueError, OverflowError):
-            pass
+        number = _whole(value) if hint is int else _real(value)
+        if number is not None:
+            return number
     raise InputError(f"{part.name}: {key} must be {expected}, but it is {value!r}")
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number, exactly, as torch counts: of at most 63 bits; None for anything else."""
+    if isinstance(value, str) and _DIGITS.fullmatch(value):
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        # 1e3 and 4.0 are whole numbers too, as far as a float tells all of them apart.
+        real = _real(value)
+        if real is None or not real.is_integer() or abs(real) > 1 << 53:
+            return None
+        value = int(real)
+    return value if abs(value) < 1 << 63 else None
+
+
+def _real(value: Any) -> float | None:
+    """A floating-point number, be it infinite (which its part may refuse); None for others."""
+    if isinstance(value, bool) or (isinstance(value, str) and len(value) > _LONGEST_NUMBER):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def print_part(part: Part, usual: Part | None = None) -> str:

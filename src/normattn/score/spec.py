@@ -238,7 +238,7 @@ class ScoreSpec:
 
         Raises `InputError` for a part that is trained in: it cannot be added afterwards.
         """
-        if text.strip() in ("", "as is"):
+        if isinstance(text, str) and text.strip() in ("", "as is"):
             return self
         given, length = read(text)
         for part, _ in given:
@@ -299,13 +299,11 @@ class ScoreSpec:
 
 def as_spec(value: ScoreSpec | str) -> ScoreSpec:
     """`value` itself, or what it names."""
-    return ScoreSpec.parse(value) if isinstance(value, str) else value
+    return value if isinstance(value, ScoreSpec) else ScoreSpec.parse(value)
 
 
 def _validate(value: Any) -> ScoreSpec:
-    if isinstance(value, ScoreSpec | str):
-        return as_spec(value)
-    raise InputError(f"a score is a ScoreSpec or its name, but {value!r} was given")
+    return as_spec(value)
 
 
 def _unasked_position(slots: Container[Slot]) -> Part:
@@ -365,7 +363,7 @@ def _length(value: Any) -> int:
         length = operator.index(value)
     except TypeError:
         length = 0
-    if length < 2 or isinstance(value, bool):
+    if not 2 <= length < 1 << 63 or isinstance(value, bool):
         raise InputError(
             f"a training length must be a whole number of at least 2, but it is {value!r}"
         )

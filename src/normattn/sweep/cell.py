@@ -11,7 +11,7 @@ from pathlib import Path
 from normattn.errors import DivergedError, InputError
 from normattn.locks import InUseError, locked
 from normattn.measure import frame
-from normattn.runs.reading import read_object
+from normattn.structured import read_object
 from normattn.sweep.jobs import DIVERGED, FINISHED, watch_parent
 from normattn.sweep.layout import CellPaths, note_progress, write_if_changed
 from normattn.sweep.stages import Note

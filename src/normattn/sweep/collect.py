@@ -13,7 +13,7 @@ from normattn.errors import InputError
 from normattn.measure import Identity, collected, fact, identified, joined, sums
 from normattn.measure.frame import Factor
 from normattn.measure.gather import on_common_sets
-from normattn.runs.reading import read_object
+from normattn.structured import read_object
 from normattn.sweep.layout import CellPaths
 
 BINS = 100

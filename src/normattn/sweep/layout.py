@@ -10,7 +10,7 @@ from typing import Any
 
 from normattn.atomic import write_json
 from normattn.errors import InputError
-from normattn.runs.reading import read_object
+from normattn.structured import read_object
 
 
 @dataclass(frozen=True)

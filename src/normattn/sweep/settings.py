@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from normattn.errors import InputError
+from normattn.structured import refuse_beyond
 
 Model = TypeVar("Model", bound=BaseModel)
 Protocol = Literal[
     "train_length", "non_repeated", "repeated", "last_segment", "by_position", "retrieval"
 ]
+MOST_MULTIPLES = 1 << 20
 PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "last_segment")
 """What is measured unless said: what the columns of the table hold."""
 
@@ -21,7 +23,7 @@ PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "
 class Settings(BaseModel):
     """Base of every group of settings: frozen, and an unknown field is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class EvaluationSettings(Settings):
@@ -49,6 +51,8 @@ class EvaluationSettings(Settings):
     def _rising(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if not value or list(value) != sorted(set(value)) or value[0] < 1:
             raise ValueError(f"multiples must rise and start at 1 or above, got {list(value)}")
+        if value[-1] > MOST_MULTIPLES:
+            raise ValueError(f"multiples are at most {MOST_MULTIPLES:,}, got {value[-1]:,}")
         return value
 
     @field_validator("protocols")
@@ -122,7 +126,7 @@ class StudyPreset(Settings):
 
     name: str
     summary: str
-    seeds: int = Field(default=1, ge=1)
+    seeds: int = Field(default=1, ge=1, le=1000)
 
 
 class Preset(StudyPreset):
@@ -148,6 +152,7 @@ class Preset(StudyPreset):
 
 def validated(model: type[Model], fields: Mapping[str, Any], what: str) -> Model:
     """`model` filled with `fields`; what is wrong with them comes as one `InputError` sentence."""
+    refuse_beyond(fields, what)
     try:
         return model.model_validate(dict(fields))
     except ValidationError as error:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -12,23 +10,14 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from normattn.errors import InputError
+from normattn.structured import read_json, read_toml
 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """The object in a .json or .toml file; the configuration inside a run's config.json."""
     if path.suffix not in (".json", ".toml"):
         raise InputError(f"{path} is no configuration: expected a .json or .toml file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text ({error.reason})") from error
-    try:
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:
-        kind = path.suffix[1:].upper()
-        raise InputError(f"{path} is damaged: it is not valid {kind} ({error})") from error
+    values = read_json(path) if path.suffix == ".json" else read_toml(path)
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected an object with settings, got {type(values).__name__}")
     stored = values.get("config")

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from normattn.errors import InputError
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.pretrained import CONFIG_FILE, load_model
-from normattn.runs.reading import read_object
+from normattn.structured import read_object
 
 if TYPE_CHECKING:
     from normattn.training.config import TrainingConfig
@@ -26,7 +26,7 @@ class Continuation(BaseModel):
     a window) stays as it was trained.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     start: str
     weights: str = Field(pattern=r"^[0-9a-f]{64}$")

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from normattn.errors import InputError
+from normattn.structured import refuse_beyond
 from normattn.training.config_files import explain, read_settings, refuse_unknown
 from normattn.training.optimisers.config import AdamWConfig, OptimiserConfig
 from normattn.training.schedules import ScheduleConfig
@@ -33,7 +34,7 @@ class LoopConfig(BaseModel):
     between lines of what attention does inside (diagnostics.jsonl), 0 for none.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     steps: int = Field(default=1000, ge=1, le=10**9)
     accumulate: int = Field(default=1, ge=1, le=10**6)
@@ -85,6 +86,7 @@ class LoopConfig(BaseModel):
     ) -> Config:
         """Check `values`; `InputError` names the field in `source` and what was expected."""
         refuse_unknown(values, cls, source)
+        refuse_beyond(values, source)
         try:
             return cls.model_validate(values)
         except ValidationError as error:

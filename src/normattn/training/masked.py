@@ -29,7 +29,7 @@ from normattn.training.workload import Cost, Workload, rows_per_share, train_wor
 class MaskingConfig(BaseModel):
     """The shares of `Masking`: of the tokens that are chosen, then of what becomes of those."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     share: float = Field(default=0.15, gt=0, le=1)
     masked: float = Field(default=0.8, ge=0, le=1)

@@ -13,7 +13,7 @@ ScheduleName = Literal["constant", "cosine"]
 class ScheduleConfig(BaseModel):
     """Warm-up from 0 over `warmup_steps`, then `constant`, or `cosine` down to `floor` × peak."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: ScheduleName = "cosine"
     warmup_steps: int = Field(default=100, ge=0)

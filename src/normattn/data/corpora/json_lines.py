@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from normattn.data.corpora.corpus import Document
 from normattn.data.corpora.formats import FileFormat, register_format
 from normattn.data.corpora.reading import not_utf8, open_bytes
 from normattn.errors import InputError
+from normattn.structured import json_lines, parse_json
 
 
 def read_json_lines(path: Path, name: str, field: str) -> Iterator[Document]:
@@ -20,7 +19,7 @@ def read_json_lines(path: Path, name: str, field: str) -> Iterator[Document]:
     """
     offset = 0
     with open_bytes(path) as file:
-        for number, raw in enumerate(file, start=1):
+        for number, raw in json_lines(file, lambda n: f"{path}:{n}"):
             try:
                 line = raw.decode()
             except UnicodeDecodeError as error:
@@ -33,10 +32,7 @@ def read_json_lines(path: Path, name: str, field: str) -> Iterator[Document]:
 
 
 def _text_of(line: str, where: str, field: str) -> str:
-    try:
-        value: Any = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{where} is not a JSON object: {error}") from error
+    value = parse_json(line, where)
     if not isinstance(value, dict):
         raise InputError(f"{where} is not a JSON object but a {type(value).__name__}")
     text = value.get(field)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from normattn.errors import InputError
+from normattn.files import open_file
 
 _CHUNK = 1 << 16
 
@@ -24,19 +25,15 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
     Raises `InputError` when the file is missing, a folder, unreadable or a damaged gzip file,
     also when that shows only while it is read.
     """
-    try:
-        with path.open("rb") as raw:
-            if path.suffix == ".gz":
-                with gzip.GzipFile(fileobj=raw) as unpacked:
-                    yield cast(BinaryIO, unpacked)
-            else:
-                yield raw
-    except FileNotFoundError as error:
-        raise InputError(f"{path} does not exist") from error
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{path} is not a whole gzip file: {error}") from error
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+    with open_file(path) as raw:
+        if path.suffix != ".gz":
+            yield raw
+            return
+        try:
+            with gzip.GzipFile(fileobj=raw) as unpacked:
+                yield cast(BinaryIO, unpacked)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise InputError(f"{path} is not a whole gzip file: {error}") from error
 
 
 def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> InputError:

@@ -16,7 +16,7 @@ class ImageDataConfig(BaseModel):
     - `max_images`: of each split take only the first so many (default: all).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     source: str = "mnist5k"
     test_fraction: float = Field(default=0.2, ge=0, lt=1)

@@ -23,7 +23,7 @@ class PairsConfig(BaseModel):
     - `max_pairs`: train on the first so many pairs (default: all).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     corpus: str = "catalogues"
     source: str = "en"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from normattn.data.pairs.lines import stamp
 from normattn.data.pairs.source import Languages, Pair, PairSource, register
 from normattn.data.splits import SPLITS, SplitName
 from normattn.errors import InputError
+from normattn.structured import json_lines, parse_json
 
 _ENDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 
@@ -48,7 +48,7 @@ class JsonPairs(PairSource):
         """Stream the lines; `InputError` names the line that is no pair."""
         offset = 0
         with open_bytes(self.path) as file:
-            for number, raw in enumerate(file, start=1):
+            for number, raw in json_lines(file, lambda n: f"{self.path}:{n}"):
                 try:
                     line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
@@ -62,10 +62,7 @@ class JsonPairs(PairSource):
         return stamp((self.path,))
 
     def _pair(self, line: str, where: str) -> Pair:
-        try:
-            value: Any = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise InputError(f"{where} is not a JSON object: {error}") from error
+        value = parse_json(line, where)
         inner = value.get("translation", value) if isinstance(value, dict) else value
         if not isinstance(inner, dict):
             raise InputError(f"{where} is not a JSON object of sentences by language")

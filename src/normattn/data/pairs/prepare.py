@@ -20,6 +20,7 @@ from normattn.data.pairs.source import Languages, Pair, PairSource
 from normattn.data.splits import SPLITS, SplitName, split_of
 from normattn.data.tokeniser import SAMPLE_BYTES, Tokeniser, train_tokeniser
 from normattn.errors import InputError
+from normattn.structured import read_object
 
 FORMAT = 1
 """Raised whenever the same settings would give other files: old caches are then left alone."""
@@ -199,7 +200,7 @@ def _load(folder: Path, config: PairsConfig) -> PairData:
     if not config.shared_vocabulary:
         target = Tokeniser.load(folder / "target.tokeniser.json")
     splits = {name: _load_split(folder, name) for name in SPLITS}
-    facts = json.loads((folder / _STATISTICS).read_text(encoding="utf-8"))
+    facts = read_object(folder / _STATISTICS)
     digests = "".join(f"{name}{digest}" for name, digest in sorted(cache.manifest(folder).items()))
     return PairData(
         train=splits["train"],

@@ -22,7 +22,7 @@ class RelationConfig(BaseModel):
       the most text that is read (default: all).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     corpus: str = PYTHON_IMPORTS
     vocabulary: str | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from normattn.data.relations.documents import RelationCorpus
 from normattn.data.relations.reading import read_relations
 from normattn.data.splits import SPLITS, SplitName
 from normattn.errors import InputError
+from normattn.structured import parse_json
 
 STEMS: Mapping[SplitName, tuple[str, ...]] = {
     "train": ("train",),
@@ -92,10 +92,7 @@ def _file(folder: Path, split: SplitName) -> Path:
 
 def _numbered(path: Path) -> tuple[str, ...]:
     """The labels of a rel2id.json: [{number: name}, {name: number}], or only the second object."""
-    try:
-        value: Any = json.loads(read_text(path))
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from error
+    value = parse_json(read_text(path), str(path))
     ids = value[-1] if isinstance(value, list) and value else value
     numbers = sorted(ids.values()) if isinstance(ids, dict) and _all_integers(ids) else None
     if numbers != list(range(len(numbers or ()))) or not numbers:

@@ -22,6 +22,7 @@ from normattn.data.relations.documents import RelationCorpus
 from normattn.data.relations.word_pieces import WordPieces, train_word_pieces
 from normattn.data.splits import SPLITS, SplitName
 from normattn.errors import InputError
+from normattn.structured import read_object
 
 FORMAT = 1
 """Raised whenever the same settings would give other files: old caches are then left alone."""
@@ -195,5 +196,4 @@ def _load(place: Path, config: RelationConfig) -> RelationData:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    return read_object(path)

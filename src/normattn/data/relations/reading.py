@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
 from normattn.data.corpora.reading import not_utf8, open_bytes, read_text
 from normattn.data.relations.documents import RelationDocument
 from normattn.errors import InputError
+from normattn.structured import json_lines, parse_json
 
 _FORM = '{"text": "…", "triple_list": [["subject", "relation", "object"], …]}'
 
@@ -30,13 +31,11 @@ def read_relations(path: Path) -> list[RelationDocument]:
 
 def _array(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        found = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        several = error.msg == "Extra data"
-        hint = "; if it holds one object a line, call it .jsonl" if several else ""
-        raise InputError(f"{path} is not valid JSON: {error}{hint}") from error
-    except RecursionError as error:
-        raise InputError(f"{path} is not valid JSON: it is nested too deeply") from error
+        found = parse_json(read_text(path), str(path))
+    except InputError as error:
+        if not (isinstance(error.__cause__, JSONDecodeError) and "Extra data" in str(error)):
+            raise
+        raise InputError(f"{error}; if it holds one object a line, call it .jsonl") from error
     if not isinstance(found, list):
         raise InputError(
             f"{path} holds {_kind(found)}; expected one array of objects {_FORM} "
@@ -49,7 +48,7 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     offset = 0
     with open_bytes(path) as file:
-        for number, raw in enumerate(file, start=1):
+        for number, raw in json_lines(file, lambda n: f"{path}, line {n}"):
             try:
                 line = raw.decode()
             except UnicodeDecodeError as error:
@@ -59,10 +58,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
-            try:
-                yield where, json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise InputError(f"{where} is not valid JSON: {error}") from error
+            yield where, parse_json(line, where)
 
 
 def _document(item: Any, where: str) -> RelationDocument:

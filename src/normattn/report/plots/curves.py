@@ -113,7 +113,10 @@ def _name_ends(axis: Axes, lines: Sequence[Line], places: dict[str, int], height
             color=colour,
             annotation_clip=False,
             arrowprops={
-                **{"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.7},
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.5,
+                "alpha": 0.7,
                 "relpos": (0, 0.5),
             },
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
+from normattn.structured import read_toml
 from normattn.sweep.settings import Preset, validated
 
 
@@ -54,8 +55,6 @@ def _folder(study: str | None) -> Traversable:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"the preset file {path} does not exist") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"the preset file {path} cannot be read: {error}") from error
+        return read_toml(path)
+    except InputError as error:
+        raise InputError(f"the preset file {error}") from error

@@ -12,7 +12,7 @@ _Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 class AdamWConfig(BaseModel):
     """AdamW (arXiv 1711.05101). Weight decay acts on matrices and embeddings only."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: Literal["adamw"] = "adamw"
     lr: float = Field(default=1e-3, gt=0.0, le=10.0)
@@ -24,7 +24,7 @@ class AdamWConfig(BaseModel):
 class TigerConfig(BaseModel):
     """Tiger (kexue 9512). `lr` is relative: it is multiplied by the size of each parameter."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: Literal["tiger"] = "tiger"
     lr: float = Field(default=1e-3, gt=0.0, le=10.0)

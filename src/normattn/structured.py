@@ -1,0 +1,142 @@
+"""JSON and TOML from outside: one reader, with a bound on size, depth, digits and numbers.
+
+A value that passes is safe to walk, to print and to write again: nothing below runs into the
+interpreter's own limits. What does not pass is an `InputError` that names where it stood.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from normattn.errors import InputError
+from normattn.files import read_bytes
+
+MOST_BYTES = 64 << 20
+"""Of a JSON file, and of one line of JSON lines."""
+MOST_TOML_BYTES = 1 << 20
+MOST_DEPTH = 64
+MOST_DIGITS = 64
+"""Of a whole number; the state of a random generator has 39."""
+
+
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+    """The value in a JSON file."""
+    return parse_json(read_bytes(path, most), str(path))
+
+
+def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
+    """The object in a JSON file; `InputError` when it is missing, damaged or no object."""
+    value = read_json(path, most)
+    if not isinstance(value, dict):
+        raise InputError(f"{path} is damaged: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in a TOML file."""
+    content = read_bytes(path, MOST_TOML_BYTES)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text ({error.reason})") from error
+    return parse_toml(text, str(path))
+
+
+def parse_json(content: bytes | str, where: str) -> Any:
+    """The value that JSON text says; `where` names it in the message.
+
+    NaN and infinities, which are no JSON, are refused as is what is nested more than 64 deep or
+    has a number of more than 64 digits.
+    """
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no number")
+
+    def parse() -> Any:
+        return json.loads(content, parse_int=_whole, parse_float=_real, parse_constant=refuse)
+
+    return _bounded(parse, where, "JSON")
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """The table that TOML text says; bounds as of `parse_json`, but NaN and infinity are TOML."""
+    found: dict[str, Any] = _bounded(lambda: tomllib.loads(text), where, "TOML")
+    return found
+
+
+def refuse_beyond(values: Any, where: str) -> None:
+    """Raise `InputError` for a whole number beyond 63 bits, which no setting is; by its name."""
+    level = [("", values)]
+    while level:
+        name, value = level.pop()
+        if isinstance(value, Mapping):
+            level += [(f"{name}.{key}" if name else str(key), each) for key, each in value.items()]
+        elif isinstance(value, list | tuple):
+            level += [(name, each) for each in value]
+        elif isinstance(value, int) and value.bit_length() > 63:
+            digits = f"about 10^{round(value.bit_length() * 0.30103)}"
+            raise InputError(f"{where}: {name} must be a number of at most 63 bits, got {digits}")
+
+
+def json_lines(file: BinaryIO, where: Callable[[int], str]) -> Iterator[tuple[int, bytes]]:
+    """The number, from 1, and the bytes of each line, its end included.
+
+    A line longer than 64 MiB is refused before it is held. `where(n)` names line n.
+    """
+    number = 0
+    while line := file.readline(MOST_BYTES + 1):
+        number += 1
+        if len(line) > MOST_BYTES:
+            raise InputError(f"{where(number)} is longer than {MOST_BYTES:,} bytes")
+        yield number, line
+
+
+def _bounded(parse: Callable[[], Any], where: str, kind: str) -> Any:
+    deep = f"{where} is not valid {kind}: it is nested more than {MOST_DEPTH} deep"
+    try:
+        value = parse()
+    except RecursionError as error:
+        raise InputError(deep) from error
+    except ValueError as error:
+        raise InputError(f"{where} is damaged: it is not valid {kind} ({error})") from error
+    problem = _problem(value)
+    if problem == "depth":
+        raise InputError(deep)
+    if problem is not None:
+        raise InputError(f"{where} is damaged: {problem}")
+    return value
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits, at most {MOST_DIGITS} are read")
+    return int(digits)
+
+
+def _real(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text[:24]} is beyond every floating-point number")
+    return value
+
+
+def _problem(value: Any) -> str | None:
+    """What of a parsed value is out of bounds; walked level by level, never by recursion."""
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner += each.values()
+            elif isinstance(each, list):
+                inner += each
+            elif isinstance(each, int) and each.bit_length() > 4 * MOST_DIGITS:
+                return f"it holds a number of more than {MOST_DIGITS} digits"
+        if not inner:
+            return None
+        level = inner
+    return "depth"

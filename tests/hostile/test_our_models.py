@@ -1,0 +1,155 @@
+"""A damaged or hostile model of ours: one sentence that names the file, and no memory taken."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from normattn.errors import InputError
+from normattn.models import CausalLM, CausalLMConfig
+from normattn.models.pretrained import load_any, save_model
+from normattn.runs import Checkpoints
+from normattn.runs.checkpoints import _digest
+from normattn.score import ScoreSpec
+
+MEMORY = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _little_memory() -> Iterator[None]:
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _saved(place: Path, score: str = "QKRMSNorm") -> Path:
+    config = CausalLMConfig(
+        vocab_size=20,
+        dim=16,
+        layers=2,
+        heads=2,
+        train_length=8,
+        score=ScoreSpec.parse(score),
+        tie_head=False,
+    )
+    save_model(CausalLM(config), place)
+    return place
+
+
+def _rewrite(place: Path, **changed: Any) -> None:
+    """Another configuration, with every digest in it put right."""
+    file = place / "config.json"
+    description = json.loads(file.read_text())
+    description["config"] |= changed
+    for name in [name for name in description if name.startswith("config_")]:
+        del description[name]
+    file.write_text(json.dumps(description))
+
+
+SIZES: list[dict[str, Any]] = [
+    {"dim": 10**9},
+    {"dim": 2**62},
+    {"dim": 10**30},
+    {"vocab_size": 10**9},
+    {"vocab_size": 2**63},
+    {"layers": 10**8},
+    {"layers": 10**8, "shared_layers": True},
+    {"layers": 10**8, "score": "HWFA", "placement": "PreLN"},
+    {"heads": 10**9, "dim": 10**9},
+    {"head_dim": 10**9},
+    {"head_dim": 2**62},
+    {"hidden": 10**9},
+    {"kv_heads": 0},
+    {"heads": 0},
+    {"dim": "16"},
+    {"dim": 16.5},
+    {"layers": True},
+    {"train_length": 10**30},
+    {"train_length": 10**12, "score": "Baseline"},
+    {"score": "QKRMSNorm-ReRoPE(window=99999999999999999999)"},
+    {"norm_eps": 1e300},
+    {"score": ["KNA"]},
+    {"score": {"a": 1}},
+    {"score": "KNA@" + "9" * 5000},
+]
+
+
+@pytest.mark.parametrize("changed", SIZES, ids=lambda changed: str(changed)[:60])
+def test_other_sizes_are_refused_or_harmless(changed: dict[str, Any], tmp_path: Path) -> None:
+    place = _saved(tmp_path / "model")
+    _rewrite(place, **changed)
+    try:
+        load_any(place)
+    except InputError as error:
+        said = str(error)
+        assert "model" in said
+        assert len(said) < 1000
+    else:
+        assert "train_length" in changed or "norm_eps" in changed
+
+
+def _weights(place: Path, content: bytes) -> None:
+    file = place / "config.json"
+    description = json.loads(file.read_text())
+    description["weights_sha256"] = hashlib.sha256(content).hexdigest()
+    file.write_text(json.dumps(description))
+    (place / "model.safetensors").write_bytes(content)
+
+
+def _integers(place: Path) -> None:
+    tensors = safetensors.torch.load_file(place / "model.safetensors")
+    changed = {name: tensor.to(torch.int64) for name, tensor in tensors.items()}
+    _weights(place, safetensors.torch.save(changed))
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "empty": lambda place: _weights(place, b""),
+    "pickled": lambda place: _weights(place, pickle.dumps([1])),
+    "absurd header": lambda place: _weights(place, b"\xff" * 64),
+    "cut": lambda place: _weights(place, (place / "model.safetensors").read_bytes()[:-40]),
+    "whole numbers": _integers,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_weights_with_a_right_digest_are_read_with_care(damage: str, tmp_path: Path) -> None:
+    place = _saved(tmp_path / "model")
+    DAMAGES[damage](place)
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        load_any(place)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, pickle.dumps([1])])
+def test_a_checkpoint_with_a_right_digest_is_read_with_care(content: bytes, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    place = checkpoints.save(1, {"a": torch.zeros(2)}, {})
+    body = json.loads((place / "meta.json").read_text())
+    body.pop("meta_sha256")
+    body["sha256"] = hashlib.sha256(content).hexdigest()
+    (place / "meta.json").write_text(json.dumps({**body, "meta_sha256": _digest(body)}))
+    (place / "tensors.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match="step-00000001"):
+        checkpoints.load(1)
+
+
+@pytest.mark.parametrize("field", ["sha256", "step", "meta"])
+def test_a_checkpoint_that_lacks_a_field_is_named(field: str, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    place = checkpoints.save(1, {"a": torch.zeros(2)}, {})
+    body = json.loads((place / "meta.json").read_text())
+    body.pop("meta_sha256")
+    body.pop(field)
+    (place / "meta.json").write_text(json.dumps({**body, "meta_sha256": _digest(body)}))
+    with pytest.raises(InputError, match="step-00000001"):
+        checkpoints.load(1)

@@ -1,0 +1,166 @@
+"""Every reader of JSON, JSON lines and TOML refuses by name what no honest writer writes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normattn import structured
+from normattn.cli import values
+from normattn.data import cache
+from normattn.data.corpora.json_lines import read_json_lines
+from normattn.data.pairs.json_pairs import JsonPairs
+from normattn.data.pairs.source import Languages
+from normattn.data.relations.folder import _numbered
+from normattn.data.relations.reading import read_relations
+from normattn.errors import InputError
+from normattn.models.pretrained import load_any
+from normattn.reports.cell_record import CellRecord
+from normattn.reports.diagnostics_records import read_diagnostics
+from normattn.reports.extension_records import Units
+from normattn.reports.history import read_losses
+from normattn.reports.record_file import read_file
+from normattn.reports.records import read_record
+from normattn.runs import RunDirectory, read_metrics, read_status
+from normattn.sweep import presets
+from normattn.training.config_files import read_settings
+
+DEEP = 100_000
+HOSTILE = {
+    "deep array": "[" * DEEP + "]" * DEEP,
+    "deep object": '{"a":' * DEEP + "1" + "}" * DEEP,
+    "just too deep": '{"kind": ' + "[" * 65 + "]" * 65 + "}",
+    "deep inside": '{"step": 1, "loss": ' + "[" * DEEP + "]" * DEEP + "}",
+    "long integer": '{"step": ' + "9" * 5000 + "}",
+    "long enough an integer": '{"step": ' + "9" * 65 + "}",
+    "beyond floats": '{"step": 1, "loss": 1e999}',
+    "no number": '{"step": 1, "loss": NaN}',
+}
+
+
+def _first_document(path: Path) -> Any:
+    return list(read_json_lines(path, path.name, "text"))
+
+
+def _pairs(path: Path) -> Any:
+    return list(JsonPairs(path, Languages("en", "de")).pairs())
+
+
+def _unit(path: Path) -> Any:
+    (path.parent / "YaRN").mkdir()
+    os.replace(path, path.parent / "YaRN" / path.name)
+    return Units(path.parent).every()
+
+
+READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "object": ("meta.json", structured.read_object),
+    "run": ("config.json", lambda path: RunDirectory.existing(path.parent)),
+    "status": ("status.json", lambda path: read_status(path.parent)),
+    "metrics": ("metrics.jsonl", read_metrics),
+    "losses": ("metrics.jsonl", read_losses),
+    "diagnostics": ("diagnostics.jsonl", read_diagnostics),
+    "record": ("record.json", read_record),
+    "cell": ("record.json", lambda path: read_file(path, CellRecord, "of a cell")),
+    "settings": ("mine.json", read_settings),
+    "model": ("config.json", lambda path: load_any(path.parent)),
+    "corpus": ("text.jsonl", _first_document),
+    "pairs": ("pairs.jsonl", _pairs),
+    "relation lines": ("train.jsonl", read_relations),
+    "relation array": ("train.json", read_relations),
+    "labels": ("rel2id.json", _numbered),
+    "extension": ("text-0.json", _unit),
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_deep_long_or_no_number_is_refused_by_name(
+    reader: str, content: str, tmp_path: Path
+) -> None:
+    name, read = READERS[reader]
+    (tmp_path / name).write_text(HOSTILE[content] + "\n", "utf-8")
+    with pytest.raises(InputError) as caught:
+        read(tmp_path / name)
+    assert name in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_pipe_is_refused_and_nobody_waits(reader: str, tmp_path: Path) -> None:
+    name, read = READERS[reader]
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError) as caught:
+        read(tmp_path / name)
+    assert str(tmp_path) in str(caught.value)
+
+
+TOML = {
+    "deep": "a = " + "[" * DEEP + "]" * DEEP,
+    "dotted": "a" + ".a" * 2000 + " = 1",
+    "long integer": "a = " + "9" * 5000,
+    "hexadecimal": "a = 0x" + "f" * 5000,
+    "no text": "a = \x00",
+}
+
+
+@pytest.mark.parametrize("content", TOML)
+@pytest.mark.parametrize("read", [read_settings, presets._read])
+def test_toml_is_refused_by_name(read: Callable[[Path], Any], content: str, tmp_path: Path) -> None:
+    place = tmp_path / "mine.toml"
+    place.write_text(TOML[content], "utf-8")
+    with pytest.raises(InputError, match=r"mine\.toml"):
+        read(place)
+
+
+@pytest.mark.parametrize("value", ["[" * 5000, "9" * 5000, "[" * 100 + "]" * 100])
+def test_a_value_of_set_without_bounds_is_refused_by_name(value: str) -> None:
+    with pytest.raises(InputError, match="steps"):
+        values.assignments([f"steps={value}"])
+
+
+def test_a_value_of_set_brings_no_second_one_along() -> None:
+    assert values.assignments(["steps=1\nother = 2"]) == {"steps": "1\nother = 2"}
+
+
+def test_a_line_without_an_end_is_refused_before_it_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured, "MOST_BYTES", 1000)
+    place = tmp_path / "text.jsonl"
+    place.write_text('{"text": "short"}\n{"text": "' + "x" * 2000 + '"}\n')
+    with pytest.raises(InputError, match=r"text\.jsonl:2 is longer than 1,000 bytes"):
+        list(read_json_lines(place, "text", "text"))
+
+
+def test_a_file_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
+    place = tmp_path / "config.json"
+    with place.open("wb") as file:
+        file.truncate(1 << 40)
+    started = time.monotonic()
+    with pytest.raises(InputError, match=r"config\.json is larger than"):
+        structured.read_object(place)
+    assert time.monotonic() - started < 10
+
+
+def test_a_damaged_manifest_of_a_cache_is_built_again(tmp_path: Path) -> None:
+    place = tmp_path / "folder"
+
+    def build(folder: Path) -> None:
+        (folder / "a").write_text("a")
+
+    cache.cached_folder(place, build)
+    for content in HOSTILE.values():
+        (place / cache.MANIFEST).write_text(content)
+        assert cache.damage(place) is not None
+
+
+def test_what_is_within_bounds_is_read(tmp_path: Path) -> None:
+    text = '{"a": ' + "[" * 60 + "]" * 60 + ', "b": ' + "9" * 39 + ', "c": 1e300}'
+    found = structured.parse_json(text, "here")
+    assert found["b"] == int("9" * 39)
+    assert found["c"] == 1e300
