@@ -7,12 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from normattn.reports.translation_record import (
-    STATISTICS,
-    TranslationRecord,
-    read_translation,
-    write_translation,
-)
 
 from data.pairs_helpers import multi_layout
 from normattn.data.pairs import PairData, PairsConfig, prepare_pairs
