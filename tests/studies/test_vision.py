@@ -102,9 +102,9 @@ def test_stopped_anywhere_it_is_the_same(
     }
     shares = select(measured, {"statistic": "entropy_share"})
     assert set(shares["factor.rate"]) == {1.0, 2.0}
-    assert set(shares["bin"]) == {3.0, 6.0}
+    assert set(shares["bin"]) == {1.0, 3.0, 6.0}
     assert all(0 < above / below <= 1 for above, below in shares.select("sum", "of").rows())
-    assert select(measured, {"statistic": "largest_logit"}).height == 4
+    assert select(measured, {"statistic": "largest_logit"}).height == 6
 
 
 def test_a_training_in_nan_is_a_result(tmp_path: Path, training: dict[str, Any]) -> None:
