@@ -119,6 +119,9 @@ def test_status_goes_to_the_disk_and_back(tmp_path: Path) -> None:
     assert run.status is None
     run.set_status("interrupted", 3, 5, "why")
     assert read_status(tmp_path) == RunStatus("interrupted", 3, 5, "why")
+    ended = RunStatus("diverged", 3, 5, "why", "blocks.0", "checkpoints/step-2")
+    run.write_status(ended)
+    assert read_status(tmp_path) == ended
 
 
 @pytest.mark.parametrize(
@@ -129,6 +132,9 @@ def test_status_goes_to_the_disk_and_back(tmp_path: Path) -> None:
         '{"state": "x", "step": 1, "steps": 2}',
         '{"state": "running", "step": "1", "steps": 2}',
         '{"state": ["running"], "step": 1, "steps": 2}',
+        '{"state": "diverged", "step": 1, "steps": 2, "where": null}',
+        '{"state": "diverged", "step": 1, "steps": 2, "checkpoint": 3}',
+        '{"state": "running", "step": 1, "steps": 2, "place": "here"}',
     ],
 )
 def test_a_damaged_status_is_named(tmp_path: Path, content: str) -> None:

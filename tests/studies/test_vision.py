@@ -14,7 +14,7 @@ from normattn.studies.qknorm import STUDY, collect
 from normattn.studies.qknorm.images import SCORES, VisionCell, vision_cells, vision_score
 from normattn.sweep.settings import Settings
 from normattn.sweep.study import Sweep, SweepConfig
-from studies.inprocess import files, run, run_killed, write_page
+from studies.inprocess import files, run, run_killed, write
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,8 @@ def test_stopped_anywhere_it_is_the_same(
     assert run_killed(STUDY, broken, 4, monkeypatch) > 1
     found = files(tmp_path / "whole")
     assert files(tmp_path / "broken") == found
-    assert {"vision.csv", "vision_by_learning_rate.figure"} <= found.keys()
+    assert {"vision.csv", "measurements.parquet"} <= found.keys()
+    assert b"vision_by_learning_rate" in found["figures.txt"]
     measured = collect(tmp_path / "whole")
     assert not select(measured, {"statistic": "diverged"}).height
     tested = select(measured, {"protocol": "images", "statistic": "accuracy"})
@@ -101,9 +102,9 @@ def test_stopped_anywhere_it_is_the_same(
     }
     shares = select(measured, {"statistic": "entropy_share"})
     assert set(shares["factor.rate"]) == {1.0, 2.0}
-    assert set(shares["bin"]) == {3.0, 6.0}
+    assert set(shares["bin"]) == {1.0, 3.0, 6.0}
     assert all(0 < above / below <= 1 for above, below in shares.select("sum", "of").rows())
-    assert select(measured, {"statistic": "largest_logit"}).height == 4
+    assert select(measured, {"statistic": "largest_logit"}).height == 6
 
 
 def test_a_training_in_nan_is_a_result(tmp_path: Path, training: dict[str, Any]) -> None:
@@ -116,11 +117,11 @@ def test_a_training_in_nan_is_a_result(tmp_path: Path, training: dict[str, Any])
     ended = select(measured, {"statistic": "diverged", "row": "Baseline", "factor.rate": 4.0})
     assert ended.height == 1
     assert ended["unit"][0]
-    write_page(STUDY, tmp_path / "out")
-    text = (tmp_path / "out" / "table.md").read_text()
+    write(STUDY, tmp_path / "out")
+    text = (tmp_path / "out" / "page" / "table.md").read_text()
     step = ended["bin"][0]
     assert f"diverged at step {step:.0f}; the first value that is not finite came from" in text
-    assert f"step {step:.0f} (seed 0)" in (tmp_path / "out" / "vision.csv").read_text()
+    assert f"step {step:.0f} (seed 0)" in (tmp_path / "out" / "page" / "vision.csv").read_text()
 
 
 def test_settings_that_cannot_be(training: dict[str, Any]) -> None:

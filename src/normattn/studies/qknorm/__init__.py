@@ -208,7 +208,8 @@ def collect(out: Path) -> pl.DataFrame:
         if status is not None and status.state in ("finished", "diverged"):
             trained = read_cell(settings, lambda name: STUDY).identity("training")
             metrics = run / "metrics.jsonl"
-            parts.append(history(metrics, trained.row, trained.seed, trained.factors))
+            if metrics.is_file():
+                parts.append(history(metrics, trained.row, trained.seed, trained.factors))
             parts.append(_attention(trained, run))
     return joined(parts)
 

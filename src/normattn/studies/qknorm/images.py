@@ -73,7 +73,11 @@ class VisionCell(Cell):
     def identity(self, protocol: str, **factors: Factor) -> Identity:
         """Whose measurement it is: the experiment and the learning rate beside row and seed."""
         rate = self.training_config.optimiser.lr
-        own = {"experiment": IMAGES, "rate": self.rate, "learning_rate": rate}
+        own: dict[str, Factor] = {
+            "experiment": IMAGES,
+            "rate": self.rate,
+            "learning_rate": rate,
+        }
         identity = super().identity(protocol, **own, **factors)
         return replace(identity, row=self.score, score=self.score)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from normattn.evaluation.unigram import MARGIN
+from normattn.measure.gather import Where
 from normattn.measure.statistic import BLEU, CHRF
 from normattn.report.page import Page
 from normattn.report.table import NOTHING, Cell, Column, Row, Table
@@ -38,7 +39,7 @@ SOURCE_BLEU = (28.5, 29.2)
 """What the source reports without and with QK-Norm, on a corpus and at a size of its own."""
 COMPARED = ("QKLayerNorm", "QKRMSNorm", "QKNorm2020")
 """The rows that the source's sentence speaks of; QKNorm2020 is its own form of the norm."""
-TO_BASE = ((1.0, {}), (-1.0, {"row": BASE}))
+TO_BASE: tuple[tuple[float, Where], ...] = ((1.0, {}), (-1.0, {"row": BASE}))
 
 
 def translation_rows(view: View) -> list[Row]:

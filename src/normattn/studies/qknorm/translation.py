@@ -126,7 +126,7 @@ class TranslationCell(Cell):
 
     def identity(self, protocol: str, **factors: Factor) -> Identity:
         """Whose measurement it is: the experiment and the learning rate beside row and seed."""
-        own = {
+        own: dict[str, Factor] = {
             "experiment": self.experiment,
             "rate": self.rate,
             "learning_rate": self.training_config.optimiser.lr,
