@@ -9,8 +9,6 @@ from normattn.reports.bootstrap import Bootstrap
 from normattn.reports.cells import Cells, RowKey
 from normattn.reports.claims import Claim, claim
 from normattn.reports.metrics import METRICS, TAX, Estimate
-
-SETTING, TABLE = "", {}
 from normattn.reports.table import COLUMNS, Row
 
 _TITLES = {
@@ -45,7 +43,6 @@ def markdown(
         _behind(rows, cells.left_out),
         _diverged(rows),
         _findings(cells, bootstrap),
-        _beside(rows),
         "\n".join(("Also measured:", "", *beside)) if beside else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -212,22 +209,6 @@ def _claimed(
         return claim(cells, row.name, base.name, key, bootstrap=bootstrap)
     except InputError:  # not measured, or not on a set that both share: nothing to compare
         return None
-
-
-def _beside(rows: Sequence[Row]) -> str:
-    """The source's numbers beside ours, for the rows and columns that both have."""
-    keys = ("train", "repeated", "non_repeated")
-    lines = []
-    for row in rows:
-        theirs = TABLE.get((row.key.variant, row.key.method))
-        if theirs is not None:
-            pairs = ((row.metrics[key], getattr(theirs, key)) for key in keys)
-            lines.append((row.name, *(text for pair in pairs for text in _pair(*pair))))
-    if not lines:
-        return ""
-    head = ["score", *(f"{_TITLES[key]}{who}" for key in keys for who in ("", ", source"))]
-    title = "## Beside the source's table: another setting, not a target"
-    return f"{title}\n\nThe source: {SETTING}. Accuracy in %.\n\n{grid(head, lines)}"
 
 
 def _pair(ours: Estimate | None, theirs: float) -> tuple[str, str]:

@@ -12,7 +12,7 @@ import importlib.util
 import pkgutil
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from normattn.errors import InputError
 
@@ -51,8 +51,8 @@ def find(name: str) -> Study:
             f"no study is called {name!r}: {hint}there are {', '.join(names())}, "
             "and a file of your own by its path, ending in .py"
         )
-    found = importlib.import_module(f"{__name__}.{_module(name)}").STUDY
-    return found  # type: ignore[no-any-return]
+    module = importlib.import_module(f"{__name__}.{_module(name)}")
+    return cast("Study", module.STUDY)
 
 
 def _module(name: str) -> str:
@@ -67,7 +67,8 @@ def _of_file(path: Path) -> Study:
     if not path.is_file():
         raise InputError(f"the study {path} does not exist")
     made = importlib.util.spec_from_file_location(f"normattn_study_{path.stem}", path)
-    assert made is not None and made.loader is not None
+    assert made is not None
+    assert made.loader is not None
     module = importlib.util.module_from_spec(made)
     made.loader.exec_module(module)
     found = getattr(module, "STUDY", None)

@@ -438,9 +438,9 @@ PAGE = Page(
 STUDY = Study(
     name=KIND,
     help="Test the source's explanation: key norms against attention, and cosines at L and 8 L."
-    "\n\nTrains each score and counts, by hooks on the trained model: the rank correlation of ‖k_j‖ "
-    "with the attention that key j receives, and the range of cos(q, k) at L and at 8 L. A table "
-    "and figures, with intervals over documents (and seeds).",
+    "\n\nTrains each score and counts, by hooks on the trained model, how ‖k_j‖ ranks with the "
+    "attention that key j receives, and the range of cos(q, k) at L and at 8 L. A table and "
+    "figures, with intervals over documents (and seeds).",
     resolve=resolve,
     cells=(MechanismCell,),
     page=PAGE,

@@ -8,6 +8,7 @@ what `normattn report` makes of runs that were evaluated by hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import polars as pl
@@ -130,7 +131,7 @@ def _octaves(view: View) -> list[tuple[str, list[int]]]:
     edges = chosen.select("bin", "bin_end").unique().sort("bin").rows()
     starts = [0.0, *(float(length * 2**octave) for octave in range(40))]
     found = []
-    for low, high in zip(starts, starts[1:], strict=False):
+    for low, high in pairwise(starts):
         places = [n for n, (start, _) in enumerate(edges) if low <= start < high]
         if places:
             found.append((f"{low + 1:,.0f} to {edges[places[-1]][1]:,.0f}", places))
@@ -219,7 +220,7 @@ def _by_depth(view: View) -> list[Figure]:
     found: list[Figure] = []
     for task in view.values(TASK, {"protocol": RETRIEVAL}):
         where = {"protocol": RETRIEVAL, TASK: task, "length": length}
-        rows = [row for row in _rows_of(RETRIEVAL)(view)]
+        rows = _rows_of(RETRIEVAL)(view)
         values, depths = [], []
         for row in rows:
             sums = view.sums(ACCURACY.name, {**row.where, **where})
