@@ -7,7 +7,7 @@ and in the learning rates and dropouts that they tolerate, with and without warm
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -119,13 +119,13 @@ class GridCell(EncoderCell):
         """Train and score each setting; one that diverges is a result as the others are."""
         found: list[Stage] = []
         for factors, config in self._configs():
-            name = "rate{learning_rate:g}-dropout{dropout:g}-warmup{warmup}".format(**factors)
+            name = "rate{learning_rate:g}-dropout{dropout:g}-warmup{warmup}".format_map(factors)
             place = paths.continued / name
             found.append(TrainStage(self.workload, config, place, essential=False))
             found.append(ScoreStage(self, config, place, self.evaluation, factors))
         return found
 
-    def _configs(self) -> Iterator[tuple[Mapping[str, Factor], MaskedConfig]]:
+    def _configs(self) -> Iterator[tuple[dict[str, float | int], MaskedConfig]]:
         """What each run is trained with."""
         grid = self.grid
         for warmup in (grid.warmup_steps, 0):

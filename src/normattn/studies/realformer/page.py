@@ -78,16 +78,14 @@ COLUMNS = (
 
 def _notes(view: View) -> tuple[str, ...]:
     """What stands behind the numbers, and what the rows are."""
-    first = next(iter(_rows(view)), None)
-    found = first and view.estimate(UNIGRAM, {**first.where, **_MASKED})
-    behind = (
-        ()
-        if found is None
-        else (
+    behind = []
+    for row in _rows(view)[:1]:
+        found = view.estimate(UNIGRAM, {**row.where, **_MASKED})
+        assert found is not None
+        behind.append(
             f"Behind each value: {found.units} documents, {found.count:,} hidden tokens. The "
-            f"unigram baseline has a loss of {found.value:.3f}.",
+            f"unigram baseline has a loss of {found.value:.3f}."
         )
-    )
     return (
         *behind,
         "RealFormer: PostLN, and every layer adds its scores to those of the layers below; -mean: "
