@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from normattn.errors import InputError
-from normattn.measure import select
+from normattn.measure import frame, select
 from normattn.studies.qknorm import STUDY, collect
 from normattn.studies.qknorm.images import SCORES, VisionCell, vision_cells, vision_score
 from normattn.sweep.settings import Settings
 from normattn.sweep.study import Sweep, SweepConfig
-from studies.inprocess import files, run, run_killed, write
+from studies.inprocess import PAGE, files, run, run_killed, write
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_stopped_anywhere_it_is_the_same(
     assert files(tmp_path / "broken") == found
     assert {"vision.csv", "measurements.parquet"} <= found.keys()
     assert b"vision_by_learning_rate" in found["figures.txt"]
-    measured = collect(tmp_path / "whole")
+    measured = frame.read(tmp_path / "whole" / PAGE / frame.FILE)
     assert not select(measured, {"statistic": "diverged"}).height
     tested = select(measured, {"protocol": "images", "statistic": "accuracy"})
     assert set(tested.select("row", "factor.rate", "score").rows()) == {
