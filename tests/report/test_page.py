@@ -1,0 +1,158 @@
+"""Tables, claims and pages over small frames with known numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from measure.make import counted
+from normattn.errors import InputError
+from normattn.measure import Bootstrap, Estimate, frame, joined
+from normattn.measure.statistic import accuracy
+from normattn.report.claim import Claim, decide
+from normattn.report.figure import Curves, Figure, Line, Panel, Point
+from normattn.report.markdown import aligned, page_json, page_markdown, table_csv
+from normattn.report.page import Page, context, write_page
+from normattn.report.table import NOTHING, Column, Row, Table, shown
+from normattn.report.view import Term, View
+
+ACCURACY = accuracy()
+SMALL = Bootstrap(200)
+
+
+def made(gap: float, seeds: int = 3, units: int = 40, noise: float = 1.0) -> pl.DataFrame:
+    """B is `gap` points above A, document by document but for noise."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for seed in range(seeds):
+        base = generator.uniform(30, 50, units)
+        change = gap + noise * generator.standard_normal(units)
+        rows.append(counted("A", seed, base, np.full(units, 100.0)))
+        rows.append(counted("B", seed, base + change, np.full(units, 100.0)))
+    return joined(rows)
+
+
+def claim(sign: int = 1, matters: float | None = None) -> Claim:
+    terms = (Term(1.0, {"row": "B"}), Term(-1.0, {"row": "A"}))
+    return Claim("B is better", "a paper", "B − A", ACCURACY, terms, sign, matters)
+
+
+@pytest.mark.parametrize(
+    ("measured", "tested", "verdict"),
+    [
+        (made(5.0), claim(), "found"),
+        (made(-5.0), claim(), "the opposite"),
+        (made(-5.0), claim(sign=-1), "found"),
+        (made(0.0, noise=3.0), claim(), "not found"),
+        (made(0.0, noise=30.0), claim(matters=0.5), "too little data"),
+        (made(5.0, seeds=2), claim(), "too little data"),
+        (made(5.0, units=1), claim(), "too little data"),
+    ],
+)
+def test_the_four_verdicts(measured: pl.DataFrame, tested: Claim, verdict: str) -> None:
+    found = decide([tested], View(measured, SMALL))
+    assert [each.verdict for each in found] == [verdict]
+    if verdict == "too little data":
+        assert found[0].remark
+
+
+def test_claims_of_a_page_are_corrected_together() -> None:
+    # Alone the difference passes; among many that do not, it may no longer.
+    measured = made(0.37, noise=1.0)
+    alone = decide([claim()], View(measured, SMALL))[0]
+    assert alone.p is not None
+    assert alone.p <= 0.05
+    many = decide([claim(), *[claim(sign=-1)] * 30], View(measured, SMALL))[0]
+    assert many.p == pytest.approx(min(1.0, 31 * alone.p))
+
+
+def test_a_claim_that_cannot_be_tested_is_left_out() -> None:
+    terms = (Term(1.0, {"row": "nobody"}),)
+    assert decide([Claim("x", "y", "z", ACCURACY, terms)], View(made(1.0), SMALL)) == []
+
+
+def test_a_decision_of_its_own() -> None:
+    exact = Claim("x", "y", "z", test=lambda view: Estimate(3.0, p=0.01), sign=1)
+    assert decide([exact], View(made(1.0), SMALL))[0].verdict == "found"
+
+
+PAGE = Page(
+    title="A | page",
+    question="Which?",
+    sources=("a paper",),
+    tables=(
+        Table(
+            "table",
+            "",
+            lambda view: [Row(name, {"row": name}) for name in view.values("row")],
+            (
+                Column("accuracy", "accuracy", ACCURACY),
+                Column("gap", "− A", ACCURACY, ((1.0, {}), (-1.0, {"row": "A"})), signed=True),
+                Column("none", "never measured", ACCURACY, ((1.0, {"protocol": "other"}),)),
+            ),
+            notes=("a note",),
+        ),
+    ),
+    claims=lambda view: [claim()],
+    figures=lambda view: [curve(view)],
+)
+
+
+def curve(view: View) -> Figure:
+    points = tuple(Point.of(float(n), view.estimate(ACCURACY, {"row": "A"})) for n in (1, 2))  # type: ignore[arg-type]
+    return Curves("one", "One", (Panel("", (Line("A", points),), "x", "y"),))
+
+
+def test_a_table_has_values_differences_and_no_empty_column() -> None:
+    table = PAGE.tables[0].fill(View(made(5.0, noise=0.0), SMALL))
+    assert [column.key for column in table.columns] == ["row", "accuracy", "gap"]
+    assert table.cells[0][2] is NOTHING
+    gap = table.cells[1][2].estimate
+    assert gap is not None
+    assert gap.value == pytest.approx(5.0)
+
+
+def test_the_page_in_three_forms(tmp_path: Path) -> None:
+    measured = made(5.0)
+    page = context(PAGE, measured, {"training.steps": "5"}, "normattn reproduce x", SMALL)
+    text = page_markdown(page)
+    assert text.startswith("# A | page\n\nWhich?\n")
+    assert "| B " in text
+    assert "**found**" in text
+    assert "- command: `normattn reproduce x`" in text
+    facts = json.loads(page_json(page))
+    assert facts["claims"][0]["verdict"] == "found"
+    assert facts["tables"]["table"][0]["gap"] is None
+    assert table_csv(page.tables[0]).splitlines()[0] == (
+        "row,accuracy,accuracy_low,accuracy_high,gap,gap_low,gap_high"
+    )
+    write_page(page, measured, tmp_path / "a")
+    write_page(page, frame.read(tmp_path / "a" / frame.FILE), tmp_path / "b")
+    first, second = (
+        {path.name: path.read_bytes() for path in sorted((tmp_path / name).rglob("*.*"))}
+        for name in "ab"
+    )
+    assert first == second
+    assert {"table.md", "table.csv", "table.json", "report.html", "one.png"} <= first.keys()
+
+
+def test_nothing_measured_is_nothing_to_report() -> None:
+    with pytest.raises(InputError, match="nothing was measured"):
+        context(PAGE, frame.empty())
+
+
+def test_numbers_as_they_are_shown() -> None:
+    found = Estimate(1234.5678, 1.0, 2.0)
+    assert shown(found) == "1,234.6 [1.0, 2.0]"
+    assert shown(found, 2, signed=True) == "+1,234.57 [+1.00, +2.00]"
+    assert shown(found, interval=False) == "1,234.6"
+    assert shown(Estimate(1.0)) == "1.0 [no interval]"
+    assert shown(None) == "–"
+
+
+def test_a_markdown_table_escapes_its_bars() -> None:
+    assert aligned(["a", "b"], [["x|y", "1"]]).splitlines()[2] == "| x\\|y | 1 |"

@@ -1,0 +1,61 @@
+"""The study of docs/adding-a-study.md, run as a user runs it: from a folder of one's own."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from normattn.cli.app import main
+from normattn.errors import InputError
+from normattn.studies import find, names, summary
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding-a-study.md"
+
+
+@pytest.fixture
+def own_study(tmp_path: Path) -> Path:
+    found = re.search(r"<!-- file: my_study.py -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
+    assert found is not None
+    path = tmp_path / "my_study.py"
+    path.write_text(found[1])
+    return path
+
+
+def test_a_study_of_ones_own_is_run_and_reported_again(
+    own_study: Path, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    few = ("--set", "training.steps=5", "--seeds", "3", "--out", str(out))
+    with pytest.raises(SystemExit) as ended:
+        main(["reproduce", str(own_study), "--preset", str(tiny), *few])
+    assert ended.value.code == 0, capsys.readouterr()
+    table = json.loads((out / "table.json").read_text())
+    assert [row["row"] for row in table["tables"]["table"]] == ["Baseline", "KNA"]
+    assert table["tables"]["table"][1]["gap"]["seeds"] == [0, 1, 2]
+    assert table["claims"][0]["verdict"] in ("found", "the opposite", "not found")
+    assert (out / "report.html").is_file()
+    assert (out / "figures" / "at_2l.png").is_file()
+
+
+def test_the_studies_of_the_library_are_found_by_their_files() -> None:
+    assert {"continue", "keynorm", "mechanism", "window", "reading"} <= set(names())
+    for name in names():
+        assert summary(name).endswith(("?", ")", ".")), name
+        study = find(name)
+        assert study.name == name
+        assert study.page.question
+        assert study.help
+
+
+def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean keynorm"):
+        find("keynrom")
+    with pytest.raises(InputError, match=r"nothing\.py does not exist"):
+        find(str(tmp_path / "nothing.py"))
+    path = tmp_path / "empty.py"
+    path.write_text("x = 1\n")
+    with pytest.raises(InputError, match="says no STUDY"):
+        find(str(path))
