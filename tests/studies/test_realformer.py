@@ -168,7 +168,7 @@ def test_a_damaged_measurement_is_named_in_one_line(preset: str, tmp_path: Path)
     (file,) = made.out.glob("cells/small-PostLN/seed0/evaluations/*.parquet")
     good = file.read_bytes()
     file.write_bytes(good[:-20])
-    with pytest.raises(InputError, match="is no frame of measurements") as refused:
+    with pytest.raises(InputError, match=r"scores\.parquet is damaged") as refused:
         STUDY.measurements(made.out)
     assert "\n" not in str(refused.value)
     assert one_cell(STUDY, made, cell) == 0
