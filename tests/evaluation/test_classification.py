@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,14 +13,16 @@ from normattn.data.relations import RelationData, RelationSplit, WordPieces
 from normattn.evaluation.classification import (
     DevelopmentProbe,
     Predictions,
+    document_sums,
     evaluate_classifier,
     f1_scores,
     predict,
     tune_threshold,
 )
+from normattn.measure import Bootstrap, Identity, estimate, gathered, identified
+from normattn.measure.statistic import MACRO_F1, MICRO_F1, Statistic
 from normattn.models.classifier import Classifier
 from normattn.models.classifier_config import ClassifierConfig
-from normattn.reports.classification_record import ClassificationRecord, macro_f1, micro_f1
 from normattn.training.reports import Probe
 
 pytest.importorskip("torchmetrics")
@@ -45,6 +48,26 @@ def data(documents: int = 12, labels: int = 3) -> RelationData:
         for name in ("train", "validation", "test")
     }
     return RelationData(splits, tuple("abcdefgh"[:labels]), 0, 10, PIECES, "0" * 64)  # type: ignore[arg-type]
+
+
+def who(row: str = "RMSNorm", seed: int = 1) -> Identity:
+    return Identity("rmsnorm", row, row, seed, "classification", 0, 0)
+
+
+def value(statistic: Statistic, found: Predictions, threshold: float) -> float:
+    """The statistic of all documents, by the sums that are kept of them."""
+    names = [f"d{n}" for n in range(len(found.true))]
+    counts = identified(who(), document_sums(found, threshold, names))
+    sums = gathered(counts, statistic.name)
+    assert sums is not None
+    return estimate(sums, statistic, Bootstrap(resamples=2)).value
+
+
+def known(measured: pl.DataFrame, name: str) -> float:
+    """A fact about the training."""
+    row = measured.filter(pl.col("statistic") == name, pl.col("protocol") == "training")
+    assert row["of"].to_list() == [1.0]
+    return float(row["sum"].item())
 
 
 def classifier(labels: int = 3) -> Classifier:
@@ -75,10 +98,10 @@ def test_summed_counts_give_what_torchmetrics_gives(seed: int, rows: int, labels
         np.zeros(rows, dtype=np.float32),
     )
     micro, macro = f1_scores(found, 0.5)
-    predicted = found.probabilities >= 0.5
-    counts = np.concatenate([found.true & predicted, predicted, found.true], 1).astype(float).sum(0)
-    assert micro_f1(counts) == pytest.approx(100 * micro, abs=1e-4)
-    assert macro_f1(counts) == pytest.approx(100 * macro, abs=1e-4)
+    marked = (found.probabilities >= 0.5) | found.true
+    if marked.any():
+        assert value(MICRO_F1, found, 0.5) == pytest.approx(100 * micro, abs=1e-4)
+    assert value(MACRO_F1, found, 0.5) == pytest.approx(100 * macro, abs=1e-4)
 
 
 def test_the_threshold_is_the_best_and_of_equal_ones_the_nearest_to_a_half() -> None:
@@ -109,20 +132,31 @@ def test_the_threshold_knows_nothing_of_the_test_set() -> None:
         {**given_data.splits, "test": other.split("test")},
         *(given_data.labels, 0, 10, PIECES, "1" * 64),
     )
-    records = [
-        evaluate_classifier(model, each, variant="RMSNorm", seed=1) for each in (given_data, mixed)
-    ]
-    assert records[0].threshold == records[1].threshold
-    assert len(records[1].documents) == 5
+    first, second = (evaluate_classifier(model, each, who()) for each in (given_data, mixed))
+    assert known(first, "threshold") == known(second, "threshold")
+    assert second.filter(pl.col("statistic") == "loss").height == 5
 
 
-def test_a_record_holds_every_document_and_comes_back() -> None:
-    record = evaluate_classifier(classifier(), data(), variant="LayerNorm", seed=3)
-    assert ClassificationRecord.model_validate_json(record.model_dump_json()) == record
-    assert micro_f1(record.counts().sum(0)) == pytest.approx(100 * record.micro_f1, abs=1e-3)
-    assert macro_f1(record.counts().sum(0)) == pytest.approx(100 * record.macro_f1, abs=1e-3)
-    assert record.true == tuple((i % 3,) for i in range(12))
-    assert record.losses()[:, 1].sum() == 12
+def test_every_document_is_measured_and_the_facts_are_torchmetrics_own() -> None:
+    measured = evaluate_classifier(classifier(), data(), who("LayerNorm", 3))
+    counts, losses = gathered(measured, "f1"), gathered(measured, "loss")
+    assert counts is not None
+    assert losses is not None
+    assert counts.units == losses.units == tuple(sorted(f"test:{i}" for i in range(12)))
+    assert (counts.seeds, counts.data, len(counts.bins)) == ((3,), "0" * 64, 3)
+    for statistic, name in ((MICRO_F1, "micro_f1"), (MACRO_F1, "macro_f1")):
+        torchmetrics = known(measured, name)
+        assert estimate(counts, statistic).value == pytest.approx(100 * torchmetrics, abs=1e-3)
+    found = predict(classifier(), data().split("test"), 0)
+    predicted = found.probabilities >= known(measured, "threshold")
+    order = [int(name.removeprefix("test:")) for name in counts.units]
+    np.testing.assert_array_equal(counts.sum[0], 2 * (predicted & found.true)[order])
+    np.testing.assert_array_equal(counts.of[0], (predicted.astype(int) + found.true)[order])
+    np.testing.assert_array_equal(losses.sum[0, :, 0], found.loss[order])
+    assert losses.of.sum() == 12
+    assert known(measured, "parameters") == sum(p.numel() for p in classifier().parameters())
+    reached = tune_threshold(predict(classifier(), data().split("validation"), 0))[1]
+    assert known(measured, "development_micro_f1") == reached
 
 
 def test_the_probe_reads_the_development_set_and_leaves_the_model_as_it_is() -> None:

@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
-from data.relation_files import write_json, write_relations
+from data.relation_files import write_relations
 from normattn.errors import InputError
-from normattn.reports.rmsnorm_records import whole_time
-from normattn.studies.rmsnorm import NORMS, TIMED, NormCell, TimeCell, resolve
+from normattn.measure import collected, frame
+from normattn.report.page import context
+from normattn.studies.rmsnorm import NORMS, STUDY, TIMED, NormCell, TimeCell, collect, resolve
+from normattn.studies.rmsnorm.measuring import whole_time
 from normattn.sweep import presets
+from normattn.sweep.jobs import DIVERGED
 from normattn.sweep.study import Request, Sweep
-from studies.inprocess import files, run, run_killed
+from studies.inprocess import files, one_cell, run, run_killed
 
 pytest.importorskip("torchmetrics")
 
@@ -107,30 +111,60 @@ def test_what_a_preset_may_not_say_and_data_that_is_missing(preset: Path, tmp_pa
 def test_stopped_anywhere_it_is_the_same(
     preset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(sweep(preset, tmp_path / "whole"))
+    run(STUDY, sweep(preset, tmp_path / "whole"))
     # Times differ from run to run: those of the unbroken one are given to the other.
-    timed = Path("cells") / TIMED / "seed0" / "step_time.json"
-    write_json(tmp_path / "parts" / timed, json.loads((tmp_path / "whole" / timed).read_text()))
-    assert run_killed(sweep(preset, tmp_path / "parts"), 9, monkeypatch) > 1
+    timed = Path("cells") / TIMED / "seed0" / "evaluations" / "step time.parquet"
+    (tmp_path / "parts" / timed).parent.mkdir(parents=True)
+    (tmp_path / "parts" / timed).write_bytes((tmp_path / "whole" / timed).read_bytes())
+    assert run_killed(STUDY, sweep(preset, tmp_path / "parts"), 9, monkeypatch) > 1
     for variant in NORMS:
-        for name in ("classification.json", "metrics.jsonl", "development.jsonl"):
+        for name in ("evaluations/classification.parquet", "metrics.jsonl", "development.jsonl"):
             place = Path("cells") / variant / "seed1" / name
             assert (tmp_path / "parts" / place).read_bytes() == (
                 tmp_path / "whole" / place
             ).read_bytes()
     whole, parts = files(tmp_path / "whole"), files(tmp_path / "parts")
-    assert (
-        whole.keys()
-        == parts.keys()
-        == {*("table.md", "table.csv", "table.json", "training.png", "training.svg")}
-    )
-    assert whole["training.svg"] == parts["training.svg"]
-    page = whole["table.md"].decode()
-    assert "| LayerNorm |" in page
-    assert "the source claims -0.26 points of F1 and a time ratio of 0.931" in page
-    facts = json.loads(whole["table.json"])
-    assert [row["norm"] for row in facts["rows"]] == ["LayerNorm", "RMSNorm"]
-    assert facts["step_time_ratio"]["low"] <= facts["step_time_ratio"]["high"]
+    assert whole.keys() == parts.keys()
+    assert whole.keys() == {
+        *("measurements.parquet", "table.md", "table.csv", "table.json", "figures.txt")
+    }
+    rows = json.loads(whole["table.json"])["tables"]["table"]
+    assert [row["row"] for row in rows] == ["LayerNorm", "RMSNorm"]
+    for row in rows:
+        assert row["micro_f1"]["seeds"] == [0, 1]
+        assert row["step_ms"]["units"] == 2
+        assert row["step_ms"]["low"] <= row["step_ms"]["value"] <= row["step_ms"]["high"]
+    assert "RMSNorm costs a little F1 (0.26 points)" in whole["table.md"].decode()
+    # All but the time of a training is the same to the last bit.
+    same = [_timeless(tmp_path / name) for name in ("whole", "parts")]
+    assert same[0].equals(same[1])
+    with pytest.raises(InputError, match="holds tests of 2 data sets; report them apart"):
+        _of_other_data(tmp_path / "parts")
+
+
+def _timeless(out: Path) -> pl.DataFrame:
+    measured = frame.sorted_rows(STUDY.measurements(out))
+    assert set(measured["protocol"]) == {
+        *("classification", "training", "development", "step time")
+    }
+    return measured.filter(pl.col("statistic") != "training_seconds")
+
+
+def _of_other_data(out: Path) -> None:
+    """Give one model another test set."""
+    path = out / "cells" / "RMSNorm" / "seed1" / "evaluations" / "classification.parquet"
+    frame.write(path, frame.read(path).with_columns(pl.lit("other").alias("data")))
+    assert collected(out).height
+    collect(out)
+
+
+def test_a_cell_that_diverges_is_a_sentence_of_the_page(preset: Path, tmp_path: Path) -> None:
+    changes = {"training.optimiser.lr": 1e30}
+    made = sweep(preset, tmp_path, variants=("RMSNorm",), seeds=(0,), changes=changes)
+    assert one_cell(STUDY, made, made.cells[0]) == DIVERGED
+    said = context(STUDY.page, STUDY.measurements(tmp_path)).notes
+    assert len(said) == 1
+    assert said[0].startswith("RMSNorm, seed 0: diverged at step ")
 
 
 def test_a_resumed_training_took_its_steps_at_its_own_pace() -> None:

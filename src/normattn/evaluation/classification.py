@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import polars as pl
 import torch
 from jaxtyping import Bool, Float32
 from torch.nn import functional as F
@@ -17,9 +18,9 @@ from normattn.data.relations import RelationData, RelationSplit, one_hot, padded
 from normattn.errors import InputError
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.scorers import Precision, evaluation_mode
+from normattn.measure import Identity, fact, identified, joined, sums
 from normattn.models.accounting import parameter_count
 from normattn.models.classifier import Classifier
-from normattn.reports.classification_record import ClassificationRecord
 
 THRESHOLDS = np.linspace(0.01, 0.99, 99)
 """What is tried on the development set."""
@@ -116,37 +117,54 @@ def check_metrics() -> None:
 def evaluate_classifier(
     model: Classifier,
     data: RelationData,
+    identity: Identity,
     *,
-    variant: str,
-    seed: int,
     precision: Precision = "fp32",
     max_tokens: int = 16384,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> ClassificationRecord:
-    """Tune the threshold on the development set, classify the test set, keep every document."""
+) -> pl.DataFrame:
+    """Tune the threshold on the development set, classify the test set, measure every document.
+
+    Of a document: the counts behind F1, a bin for each label (sum = 2 · rightly predicted, of =
+    predicted + true), and its loss in nats. Of the model, under the protocol "training": its
+    parameters, the threshold, micro F1 (0 … 1) on the development set, and torchmetrics' F1.
+    """
     settings: dict[str, Any] = {"max_tokens": max_tokens, "precision": precision}
     development = predict(model, data.split("validation"), data.pad, **settings)
     threshold, reached = tune_threshold(development)
     split = data.split("test")
     found = predict(model, split, data.pad, **settings, progress=progress)
     micro, macro = f1_scores(found, threshold)
-    return ClassificationRecord(
-        variant=variant,
-        seed=seed,
-        parameters=parameter_count(model),
-        weights=weights_digest(model),
-        data=data.fingerprint,
-        split="test",
-        labels=data.labels,
-        documents=tuple(split.names),
-        threshold=threshold,
-        development_micro_f1=reached,
-        micro_f1=micro,
-        macro_f1=macro,
-        true=_numbers(found.true),
-        predicted=_numbers(found.probabilities >= threshold),
-        loss=tuple(round(float(each), 7) for each in found.loss),
+    who = replace(identity, split="test", data=data.fingerprint, weights=weights_digest(model))
+    facts = {
+        "parameters": parameter_count(model),
+        "threshold": threshold,
+        "development_micro_f1": reached,
+        "micro_f1": micro,
+        "macro_f1": macro,
+    }
+    return joined(
+        [
+            identified(who, document_sums(found, threshold, split.names)),
+            identified(
+                replace(who, protocol="training"),
+                [fact(name, float(value)) for name, value in facts.items()],
+            ),
+        ]
     )
+
+
+def document_sums(
+    found: Predictions, threshold: float, documents: Sequence[str]
+) -> list[pl.DataFrame]:
+    """The counts behind F1, by label, and the loss of every document."""
+    predicted = found.probabilities >= threshold
+    hits, marked = 2.0 * (predicted & found.true), predicted.astype(float) + found.true
+    labels = range(found.true.shape[1])
+    return [
+        sums("f1", documents, hits, marked, axis="class", edges=labels),
+        sums("loss", documents, found.loss, np.ones(len(found.loss))),
+    ]
 
 
 class DevelopmentProbe:
@@ -189,10 +207,6 @@ def _groups(split: RelationSplit, max_tokens: int) -> Iterator[np.ndarray]:
         rows = max(1, max_tokens // int(lengths[order[start]]))
         yield order[start : start + rows]
         start += rows
-
-
-def _numbers(marked: Bool[np.ndarray, "n k"]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(np.flatnonzero(row).tolist()) for row in marked)
 
 
 def _autocast(device: torch.device, precision: Precision) -> torch.autocast:

@@ -2,7 +2,7 @@
 
 from normattn.measure.bootstrap import Bootstrap
 from normattn.measure.decisions import holm, sign_test
-from normattn.measure.estimate import Estimate, by_bin, contrast, contrasts, estimate
+from normattn.measure.estimate import Estimate, by_bin, contrast, contrasts, estimate, of_seeds
 from normattn.measure.frame import Identity, fact, identified, joined, sums
 from normattn.measure.gather import Sums, gathered, select
 from normattn.measure.statistic import Statistic
@@ -26,6 +26,7 @@ __all__ = [
     "holm",
     "identified",
     "joined",
+    "of_seeds",
     "select",
     "sign_test",
     "sums",

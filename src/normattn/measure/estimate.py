@@ -19,7 +19,7 @@ let the mean vary, in about 93.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -120,6 +120,23 @@ def contrasts(
         )
         for statistic in statistics
     ]
+
+
+def of_seeds(each: Mapping[int, float], level: float = Bootstrap.level) -> Estimate:
+    """The mean of one number of each seed, with Student's interval over the seeds.
+
+    For what has no units to draw, as the loss of a training: θ ± t_(S−1) · √(var_s(θ_s)/S).
+    """
+    values = np.asarray(list(each.values()))
+    seeds, value = tuple(each), float(values.mean())
+    known = {"value": _clean(value), "seeds": seeds, "per_seed": tuple(map(_clean, values))}
+    error = float(values.std(ddof=1)) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
+    if not error:
+        return Estimate(**known)  # type: ignore[arg-type]
+    freedom = len(seeds) - 1.0
+    half = float(special.stdtrit(freedom, 0.5 + level / 2)) * error
+    p = float(2 * special.stdtr(freedom, -abs(value) / error))
+    return Estimate(**known, low=_clean(value - half), high=_clean(value + half), p=p)  # type: ignore[arg-type]
 
 
 def pair(terms: Sequence[Term]) -> list[Term]:

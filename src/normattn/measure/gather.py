@@ -48,6 +48,13 @@ class Sums:
         bins = tuple(self.bins[place] for place in kept)
         return replace(self, bins=bins, sum=self.sum[..., kept], of=self.of[..., kept])
 
+    def by_unit(self) -> Sums:
+        """Every unit as a bin of its own too, for what is no function of sums, as a median."""
+        alone = np.eye(len(self.units))
+        above, below = (each.sum(-1)[..., None] * alone for each in (self.sum, self.of))
+        bins = tuple((None, None, float(n), float(n + 1)) for n in range(len(self.units)))
+        return replace(self, bins=bins, sum=above, of=below)
+
     def _places(self, names: tuple[str, ...]) -> list[int]:
         if names == self.units:
             return list(range(len(names)))

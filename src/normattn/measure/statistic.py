@@ -94,6 +94,26 @@ def crossing(counts: Array, share: float, edges: tuple[float, float]) -> Array:
     return np.asarray(low + (high - low) * (index + np.clip(inside, 0, 1)) / bins)
 
 
+def median(scale: float = 1.0) -> Value:
+    """scale · the median of the bins' own sum/of, a bin counting as often as it was drawn.
+
+    For units that are bins too (`Sums.by_unit`): a median is no function of summed counts.
+    """
+
+    def value(above: Array, below: Array, whole_above: Array, whole_below: Array) -> Array:
+        each = np.broadcast_to(scale * whole_above / whole_below, below.shape)
+        order = np.argsort(each, -1, kind="stable")
+        ordered, drawn = (np.take_along_axis(part, order, -1) for part in (each, below))
+        reached, count = drawn.cumsum(-1), drawn.sum(-1, keepdims=True)
+        middle = [
+            np.take_along_axis(ordered, (reached < rank).sum(-1, keepdims=True), -1)[..., 0]
+            for rank in (np.floor((count + 1) / 2), np.floor(count / 2) + 1)
+        ]
+        return np.asarray((middle[0] + middle[1]) / 2)
+
+    return value
+
+
 def _divided(above: Array, below: Array) -> Array:
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(below > 0, above / below, np.nan)

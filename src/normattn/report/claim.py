@@ -65,7 +65,8 @@ class Finding:
         digits = claim.digits
         if digits is None:
             digits = claim.statistic.digits if claim.statistic else 2
-        return shown(self.difference, digits, signed=True, interval=claim.test is None)
+        interval = claim.test is None or self.difference.low is not None
+        return shown(self.difference, digits, signed=True, interval=interval)
 
     @property
     def remark(self) -> str:
@@ -73,7 +74,7 @@ class Finding:
         if self.verdict != "too little data":
             return ""
         few = len(self.difference.seeds)
-        if few < SEEDS:
+        if self.p is None and 0 < few < SEEDS:
             return f"{few} seed{'s' * (few > 1)} on both sides; {SEEDS} are needed"
         least = self.difference.half_width
         return "no interval" if least is None else f"only beyond ±{least:.3g} would it have shown"

@@ -228,11 +228,11 @@ def loss_points(view: View, where: Where) -> tuple[Point, ...]:
 def step_points(view: View, statistic: str, where: Where) -> tuple[Point, ...]:
     """What a training recorded, by step: the mean of the seeds that came so far, and their range.
 
-    `where` chooses the trainings of one row.
+    `where` chooses the trainings of one row; it may name another protocol than "training".
     """
     per_step: dict[float, list[float]] = {}
     training = {"protocol": "training", "axis": "step", "statistic": statistic}
-    chosen = select(view.frame, {**where, **training})
+    chosen = select(view.frame, {**training, **where})
     for start, above, below in chosen.sort("bin", "seed").select("bin", "sum", "of").rows():
         if below:
             per_step.setdefault(start, []).append(above / below)

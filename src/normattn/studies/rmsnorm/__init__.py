@@ -1,4 +1,4 @@
-"""LayerNorm against RMSNorm on relation classification: F1 and time, in one run.
+"""What does RMSNorm save against LayerNorm, and what does it cost? (relation classification)
 
 The source's claim is that RMSNorm costs a little F1 and saves a little time. Both norms are
 trained with the same seeds, batches and settings; the time of a step is measured with the steps of
@@ -8,27 +8,29 @@ both in turn, in one process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import polars as pl
 from pydantic import Field, field_validator
 
 from normattn.data.relations import RelationConfig, RelationData, prepare_relations
 from normattn.errors import InputError
 from normattn.evaluation.classification import DevelopmentProbe, check_metrics
-from normattn.reports.classification_record import read_classification
-from normattn.reports.rmsnorm import rmsnorm_report
-from normattn.reports.rmsnorm_records import Training, read_step_times, whole_time
-from normattn.runs import read_metrics, read_status
-from normattn.studies._rmsnorm_stages import (
-    RECORD,
+from normattn.measure import collected, joined
+from normattn.runs import read_status
+from normattn.studies.rmsnorm.measuring import (
+    CLASSIFIED,
     STEP_TIME,
     ClassifySettings,
     ClassifyStage,
     TimeStage,
     TimingSettings,
+    training,
 )
-from normattn.studies._tabulate import say_where
+from normattn.studies.rmsnorm.page import LAYER, PAGE, RMS
+from normattn.sweep.cell import read_cell
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.merging import merged
 from normattn.sweep.settings import StudyPreset, validated
@@ -36,6 +38,7 @@ from normattn.sweep.stages import Stage, TrainStage
 from normattn.sweep.study import (
     Cell,
     Request,
+    Study,
     Sweep,
     SweepConfig,
     opened_as,
@@ -46,7 +49,7 @@ from normattn.sweep.study import (
 from normattn.training.classification import ClassificationConfig, ClassificationWorkload
 
 KIND, TIME = "rmsnorm", "rmsnorm-time"
-NORMS: dict[str, str] = {"LayerNorm": "layer", "RMSNorm": "rms"}
+NORMS: dict[str, str] = {LAYER: "layer", RMS: "rms"}
 """The rows of the table, and the model's setting that each stands for."""
 TIMED = "step time"
 """The directory of the cell that times the steps."""
@@ -105,7 +108,7 @@ class NormCell(Cell):
 
         return [
             TrainStage(self.workload, config, paths.run, probes=probes),
-            ClassifyStage(config, paths.run, self.variant, self.evaluation),
+            ClassifyStage(config, paths.run, self.identity(CLASSIFIED), self.evaluation),
         ]
 
 
@@ -129,7 +132,9 @@ class TimeCell(NormCell):
     def stages(self, paths: CellPaths) -> list[Stage]:
         """Time them."""
         configs = {norm: _config(self.training, norm, self.seed) for norm in self.norms}
-        return [TimeStage(configs, paths.run, self.timing)]
+        timed = self.identity(STEP_TIME)
+        identities = {norm: replace(timed, row=norm, score=norm) for norm in self.norms}
+        return [TimeStage(configs, identities, paths.run, self.timing)]
 
 
 def _config(training: dict[str, Any], norm: str, seed: int) -> ClassificationConfig:
@@ -178,7 +183,6 @@ def resolve(request: Request) -> Sweep:
         cells=tuple(cells),
         skipped=(),
         out=place_of(request, KIND, preset),
-        report=report,
         describe=_describe,
         facts=(
             ("model", f"{model.layers} layers of width {model.dim}, {model.labels} labels"),
@@ -232,33 +236,40 @@ def _describe(cell: Cell, data: RelationData) -> list[str]:
     return lines
 
 
-def report(out: Path) -> None:
-    """Write the table and the figure of what was measured in `out`."""
-    places = sorted((out / "cells").glob("*/seed*"))
-    records = [read_classification(p / RECORD) for p in places if (p / RECORD).is_file()]
-    trainings = {
-        (record.variant, record.seed): _training(CellPaths.of(out, record.variant, record.seed).run)
-        for record in records
-    }
-    diverged = {
-        f"{place.parent.name}, seed {place.name.removeprefix('seed')}": status.message
-        for place in places
-        if (status := read_status(place)) is not None and status.state == "diverged"
-    }
-    times = out / "cells" / TIMED / "seed0" / STEP_TIME
-    timed = read_step_times(times) if times.is_file() else None
-    say_where(out, len(rmsnorm_report(records, trainings, timed, diverged, out)))
+def collect(out: Path) -> pl.DataFrame:
+    """Every measurement below `out`, and every training that ended as it went.
+
+    Raises `InputError` where the test sets differ: such rows cannot be compared.
+    """
+    measured = collected(out)
+    if measured.height:
+        count = measured.filter(pl.col("protocol") == CLASSIFIED)["data"].n_unique()
+        if count > 1:
+            raise InputError(f"{out} holds tests of {count} data sets; report them apart")
+    parts = [measured]
+    for settings in sorted(out.glob("jobs/*/*/cell.json")):
+        cell, run = read_cell(settings, lambda name: STUDY), CellPaths.of_job(settings.parent).run
+        status = read_status(run)
+        ended = status is not None and status.state in ("finished", "diverged")
+        if ended and not isinstance(cell, TimeCell):
+            parts.append(training(cell.identity("training"), run))
+    return joined(parts)
 
 
-def _training(run: Path) -> Training:
-    """The training in the directory `run` as it went."""
-    metrics = read_metrics(run / "metrics.jsonl")
-    if not metrics:
-        raise InputError(f"{run} holds no metrics.jsonl of its training")
-    steps = int(metrics[-1]["step"])
-    return Training(
-        steps=steps,
-        metrics=tuple(metrics),
-        development=tuple(read_metrics(run / "development.jsonl")),
-        seconds=whole_time(read_metrics(run / "timing.jsonl"), steps),
-    )
+STUDY = Study(
+    name=KIND,
+    help="Train a multi-label classifier with each norm, classify, time their steps in turn.\n\n"
+    "Seeds are added by running it again with other --seeds on the same OUT; any other setting "
+    "that differs is refused. It needs `pip install 'normattn[eval]'`.",
+    resolve=resolve,
+    cells=(NormCell, TimeCell),
+    page=PAGE,
+    variants="LayerNorm, RMSNorm, or both, by a comma. [default: both]",
+    examples=(
+        ("--preset smoke", "the whole path in about a minute"),
+        ("", "the study itself: six trainings of 7.93M parameters"),
+        ("--corpus FOLDER", "your own documents, in the form of NYT24"),
+        ("--plan", "its cost"),
+    ),
+    collect=collect,
+)

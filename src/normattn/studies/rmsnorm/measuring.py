@@ -1,0 +1,220 @@
+"""What the norm study measures: the test set, the time of a step, the trainings as they went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from pydantic import Field
+
+from normattn.data.relations import RelationData
+from normattn.evaluation.classification import evaluate_classifier
+from normattn.measure import Identity, MeasurementStore, fact, identified, joined, sums
+from normattn.models.accounting import stack_flops
+from normattn.models.classifier import Classifier
+from normattn.models.pretrained import load_as
+from normattn.runs import read_metrics
+from normattn.runs.timing import interleave, threads
+from normattn.sweep.collect import history
+from normattn.sweep.measuring import EVALUATIONS
+from normattn.sweep.settings import Settings
+from normattn.sweep.stages import Note, Stage
+from normattn.training.classification import (
+    NOMINAL_LENGTH,
+    ClassificationConfig,
+    ClassificationWorkload,
+)
+from normattn.training.distribution import World, choose_device, world
+from normattn.training.step import Stepper
+from normattn.training.workload import MODEL, Cost
+
+CLASSIFIED, STEP_TIME, DEVELOPMENT = "classification", "step time", "development"
+"""The protocols; the first two are also the names of their frames."""
+CURVES = ("loss", "micro_f1", "macro_f1")
+"""What is noted of the development set while training."""
+# Documents of data that has not been read yet, for the plan.
+_GUESSED_DOCUMENTS = 1000
+_WARM = 3
+
+
+class ClassifySettings(Settings):
+    """How classifiers are measured.
+
+    The development set is looked at after every `every` steps. `max_tokens` is what a batch of
+    documents holds without gradients (memory, never a result).
+    """
+
+    every: int = Field(default=100, ge=1)
+    max_tokens: int = Field(default=16384, ge=1)
+
+
+class TimingSettings(Settings):
+    """How often a step of each norm is timed: once in each of `rounds`."""
+
+    rounds: int = Field(default=30, ge=2)
+
+
+@dataclass(frozen=True)
+class ClassifyStage(Stage):
+    """Tune the threshold of the model in `place` on the development set, classify the test set."""
+
+    phase = "evaluation"
+    config: ClassificationConfig
+    place: Path
+    identity: Identity
+    settings: ClassifySettings
+
+    @property
+    def cost(self) -> Cost:
+        """Unknown before the documents are read: as of a thousand of them."""
+        tokens = _GUESSED_DOCUMENTS * NOMINAL_LENGTH
+        flops = tokens * stack_flops(self.config.model, NOMINAL_LENGTH).forward
+        return Cost(scored=tokens, flops=flops)
+
+    def is_done(self) -> bool:
+        """Whether the measurements are there."""
+        return self._store.path(CLASSIFIED).is_file()
+
+    @property
+    def _store(self) -> MeasurementStore:
+        return MeasurementStore(self.place / EVALUATIONS)
+
+    def run(self, data: RelationData, note: Note) -> None:
+        """Classify, unless it is measured."""
+        if self._store.get(CLASSIFIED) is not None:
+            return
+        model = load_as(Classifier, self.place / MODEL, self.config.model).to(
+            choose_device(self.config.device)
+        )
+        measured = evaluate_classifier(
+            model,
+            data,
+            self.identity,
+            precision=self.config.precision,
+            max_tokens=self.settings.max_tokens,
+            progress=lambda done, total: note(done, total, "documents"),
+        )
+        self._store.put(CLASSIFIED, measured)
+
+
+@dataclass(frozen=True)
+class TimeStage(Stage):
+    """Time optimiser steps of models with different norms in turn, on the same batches.
+
+    A round is a unit: its steps are of one batch, one after the other in one process, so that
+    norms are paired over the rounds. `identities` are those of the `configs`, by norm.
+    """
+
+    phase = "timing"
+    configs: Mapping[str, ClassificationConfig]
+    identities: Mapping[str, Identity]
+    place: Path
+    settings: TimingSettings
+
+    @property
+    def cost(self) -> Cost:
+        """Every token of every timed step, counted as scored: three times the work."""
+        each = [ClassificationWorkload().cost(config) for config in self.configs.values()]
+        steps = self.settings.rounds + _WARM
+        flops = sum(c.flops / g.steps for c, g in zip(each, self.configs.values(), strict=True))
+        tokens = sum(c.trained / g.steps for c, g in zip(each, self.configs.values(), strict=True))
+        return Cost(scored=round(3 * steps * tokens), flops=steps * flops)
+
+    def is_done(self) -> bool:
+        """Whether the times are there."""
+        return self._store.path(STEP_TIME).is_file()
+
+    @property
+    def _store(self) -> MeasurementStore:
+        return MeasurementStore(self.place / EVALUATIONS)
+
+    def run(self, data: RelationData, note: Note) -> None:
+        """Time them, unless it is done."""
+        if self._store.get(STEP_TIME) is not None:
+            return
+        first = next(iter(self.configs.values()))
+        rounds = self.settings.rounds
+        with world(first.device) as place, threads(first.threads):
+            steps = {norm: _step(config, data, place) for norm, config in self.configs.items()}
+            timings = interleave(
+                steps,
+                rounds,
+                warm=_WARM,
+                device=place.device.type,
+                least_seconds=0.0,
+                on_round=lambda done: note(done, rounds, "rounds"),
+            )
+        count = f"{first.threads} thread{'s' * (first.threads > 1)}"
+        said = f"{first.batch_size} documents, {first.precision}, {place.device.type}, {count}"
+        self._store.put(
+            STEP_TIME,
+            joined(
+                timed(replace(self.identities[norm], settings=said), timing.rounds)
+                for norm, timing in timings.items()
+            ),
+        )
+
+
+def timed(identity: Identity, rounds: Sequence[float]) -> pl.DataFrame:
+    """Seconds of a step in every round."""
+    names = [f"round {number:04}" for number in range(len(rounds))]
+    return identified(identity, [sums("step_time", names, rounds, np.ones(len(rounds)))])
+
+
+def _step(config: ClassificationConfig, data: RelationData, place: World) -> Callable[[], object]:
+    """One more optimiser step at each call."""
+    task = ClassificationWorkload().task(config, data, place.device, config.accumulate)
+    # The rounds are not a training: no number of steps ends them.
+    stepper = Stepper(task, config, place, lambda: False)
+    done = 0
+
+    def step() -> object:
+        nonlocal done
+        done = done % config.steps + 1
+        return stepper.step(done)
+
+    return step
+
+
+def training(identity: Identity, run: Path) -> pl.DataFrame:
+    """The training in the directory `run` as it went: its loss, the development set, its time."""
+    looks = [
+        sums(name, [""], [[line[name]]], [[1.0]], axis="step", edges=[float(line["step"])])
+        for line in read_metrics(run / "development.jsonl")
+        for name in CURVES
+    ]
+    parts = [history(run / "metrics.jsonl", identity.row, identity.seed)]
+    if looks:
+        at = replace(identity, protocol=DEVELOPMENT, split="validation")
+        parts.append(identified(at, looks))
+    seconds = whole_time(read_metrics(run / "timing.jsonl"), last_step(run))
+    if seconds is not None:
+        at = replace(identity, protocol="training", split="train")
+        parts.append(identified(at, [fact("training_seconds", seconds)]))
+    return joined(parts)
+
+
+def last_step(run: Path) -> int:
+    """The last step that is noted of a training; 0 where there is none."""
+    lines = read_metrics(run / "metrics.jsonl")
+    return int(lines[-1]["step"]) if lines else 0
+
+
+def whole_time(lines: Sequence[dict[str, Any]], steps: int) -> float | None:
+    """Seconds of all steps at the mean pace; the clock of a resumed training starts at 0 again.
+
+    With everything that a step brings (looks at the development set, checkpoints); None where it
+    was too short to know.
+    """
+    seconds = done = 0.0
+    before: dict[str, Any] = {"step": 0, "seconds": 0.0}
+    for line in lines:
+        if line["seconds"] >= before["seconds"] and line["step"] >= before["step"]:
+            seconds += line["seconds"] - before["seconds"]
+            done += line["step"] - before["step"]
+        before = line
+    return seconds / done * steps if done else None

@@ -1,0 +1,245 @@
+"""The norm study's page from a small frame: F1 by hand, ratios of times, verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+
+from normattn.errors import InputError
+from normattn.evaluation.classification import Predictions, document_sums
+from normattn.measure import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.report.claim import Finding
+from normattn.report.context import PageContext
+from normattn.report.figure import Curves
+from normattn.report.page import context
+from normattn.report.table import Cell
+from normattn.studies.rmsnorm import STUDY
+from normattn.studies.rmsnorm.measuring import timed
+
+FEW = Bootstrap(resamples=300)
+DOCUMENTS = 60
+NOISE = np.random.default_rng(3)
+SAME = tuple(NOISE.uniform(1.0, 1.02, 40))
+"""What every round takes, but for the norm."""
+
+
+def who(row: str, seed: int = 0, protocol: str = "classification", data: str = "d") -> Identity:
+    return Identity("rmsnorm", row, row, seed, protocol, 0, 0, data=data)
+
+
+def classified(row: str, seed: int = 0, wrong: int = 0, data: str = "d") -> pl.DataFrame:
+    """Sixty documents of one of three labels; `wrong` of them are predicted to be the next."""
+    true = np.eye(3)[np.arange(DOCUMENTS) % 3] > 0
+    missed = np.arange(DOCUMENTS) < wrong
+    said = np.where(missed[:, None], np.roll(true, 1, axis=1), true).astype(np.float32)
+    loss = (0.1 + 0.01 * missed).astype(np.float64)
+    names = [f"x{n:02}" for n in range(DOCUMENTS)]
+    facts = {"parameters": 1000, "threshold": 0.4 + 0.1 * seed, "training_seconds": 12 + seed}
+    return joined(
+        [
+            identified(
+                who(row, seed, data=data), document_sums(Predictions(said, true, loss), 0.5, names)
+            ),
+            identified(
+                who(row, seed, "training"),
+                [fact(name, float(value)) for name, value in facts.items()],
+            ),
+        ]
+    )
+
+
+def trained(row: str, seed: int, early: float) -> pl.DataFrame:
+    """Twenty steps of loss 1, the first two of `early`; looks at the development set at 10, 20."""
+    steps = [
+        sums("loss", [""], [[early if step < 3 else 1.0]], [[1.0]], axis="step", edges=[step])
+        for step in range(1, 21)
+    ]
+    looks = [
+        sums(name, [""], [[step / 100]], [[1.0]], axis="step", edges=[step])
+        for step in (10, 20)
+        for name in ("loss", "micro_f1", "macro_f1")
+    ]
+    at = who(row, seed, "training", data="")
+    return joined(
+        [
+            identified(at, [*steps, fact("steps", 20.0)]),
+            identified(replace(at, protocol="development"), looks),
+        ]
+    )
+
+
+def rounds(row: str, seconds: Sequence[float]) -> pl.DataFrame:
+    said = "16 documents, fp32, cpu, 1 thread"
+    return timed(replace(who(row, protocol="step time", data=""), settings=said), seconds)
+
+
+def steps(factor: float, spread: float = 0.004) -> list[pl.DataFrame]:
+    """RMSNorm takes `factor` times as long in every round, but for noise."""
+    own = np.random.default_rng(5).normal(1, spread, len(SAME))
+    return [rounds("LayerNorm", SAME), rounds("RMSNorm", factor * own * np.asarray(SAME))]
+
+
+def page(*parts: pl.DataFrame) -> PageContext:
+    return context(STUDY.page, joined(parts), bootstrap=FEW)
+
+
+def line(made: PageContext, row: str) -> dict[str, Cell]:
+    (table,) = made.tables
+    cells = next(cells for cells in table.cells if cells[0].text == row)
+    return {column.key: cell for column, cell in zip(table.columns, cells, strict=True)}
+
+
+def finding(made: PageContext, measured: str) -> Finding:
+    (found,) = [each for each in made.findings if measured in each.claim.measured]
+    return found
+
+
+def test_rows_pool_seeds_and_say_what_each_column_is() -> None:
+    parts = [classified("RMSNorm", seed, wrong=6 * seed) for seed in (1, 0)]
+    made = page(*parts, classified("LayerNorm"), *steps(1.0))
+    layer, rms = (line(made, row) for row in ("LayerNorm", "RMSNorm"))
+    assert [cells[0].text for cells in made.tables[0].cells] == ["LayerNorm", "RMSNorm"]
+    assert layer["micro_f1"].estimate is not None
+    assert layer["micro_f1"].estimate.value == 100
+    for key in ("micro_f1", "macro_f1"):
+        found = rms[key].estimate
+        assert found is not None
+        # 114 of 120 decisions: 2 · 114/(120 + 120); each label misses two and gains two.
+        assert found.value == pytest.approx(95)
+        assert (found.seeds, found.units) == ((0, 1), DOCUMENTS)
+    assert rms["loss"].text.startswith("100.50 [")
+    assert (layer["threshold"].text, rms["threshold"].text) == ("0.40", "0.40 to 0.50")
+    assert (rms["parameters"].text, rms["training_seconds"].text) == ("1,000", "12")
+    assert layer["step_ms"].text.startswith(f"{1000 * np.median(SAME):,.1f} [")
+    assert (rms["source_f1"].text, rms["source_seconds"].text) == ("95.59", "215")
+    notes = "\n".join(made.tables[0].notes)
+    assert "Which of 3 labels a document has; 60 test documents." in notes
+    assert "(16 documents, fp32, cpu, 1 thread), both norms in turn in one process, 40" in notes
+
+
+def models(wrong: int, seeds: Sequence[int] = (0, 1, 2)) -> list[pl.DataFrame]:
+    """Both norms with each seed; RMSNorm errs in `wrong` and a few more of the documents."""
+    return [
+        each
+        for seed in seeds
+        for each in (
+            classified("LayerNorm", seed, 15 + seed),
+            classified("RMSNorm", seed, wrong + seed),
+        )
+    ]
+
+
+def test_differences_are_paired_and_decided() -> None:
+    made = page(*models(wrong=40))
+    assert finding(made, "micro F1").verdict == "found"
+    assert finding(made, "micro F1").difference.value == pytest.approx(-100 * 25 / DOCUMENTS)
+    assert finding(made, "macro F1").verdict == "found"
+    assert finding(made, "test loss").verdict == "found"
+    assert finding(made, "test loss").difference.value == pytest.approx(1000 * 0.01 * 25 / 60)
+    better = page(*models(wrong=0))
+    assert finding(better, "micro F1").verdict == "the opposite"
+    assert finding(better, "test loss").verdict == "the opposite"
+    same = page(*models(wrong=15))
+    assert finding(same, "micro F1").verdict == "not found"
+    assert (same.findings[0].difference.low, same.findings[0].difference.high) == (0, 0)
+    near = finding(page(*models(wrong=17)), "micro F1")
+    # An interval wider than what the source found decides nothing.
+    assert near.verdict == "too little data"
+    assert near.remark.startswith("only beyond ±")
+    few = finding(page(*models(wrong=40, seeds=(0, 1))), "micro F1")
+    assert few.verdict == "too little data"
+    assert few.remark == "2 seeds on both sides; 3 are needed"
+
+
+def test_only_the_seeds_of_both_norms_are_compared() -> None:
+    made = page(*models(wrong=15), classified("RMSNorm", 5, wrong=60))
+    assert finding(made, "micro F1").difference.value == 0
+    assert finding(made, "whole trainings").difference.value == 0
+    alone = page(classified("RMSNorm"))
+    assert alone.findings == ()
+
+
+def test_a_ratio_of_times_is_paired_by_round() -> None:
+    drift = np.linspace(1, 5, 40)
+    own = np.random.default_rng(5).normal(0.9, 0.004, 40)
+    made = page(rounds("LayerNorm", drift), rounds("RMSNorm", own * drift))
+    found = finding(made, "median time of a step")
+    ratio = np.median(own * drift) / np.median(drift)
+    assert found.difference.value == pytest.approx(100 * (ratio - 1))
+    # The rounds drift by a factor of five; their ratio does not.
+    assert found.difference.half_width is not None
+    assert found.difference.half_width < 2
+    assert found.verdict == "found"
+    assert found.size.startswith(f"{100 * (ratio - 1):+.1f} [")
+
+
+def test_a_step_saves_time_costs_time_does_neither_or_cannot_be_told() -> None:
+    what = "median time of a step"
+    assert finding(page(*steps(0.93)), what).verdict == "found"
+    assert finding(page(*steps(1.07)), what).verdict == "the opposite"
+    assert finding(page(*steps(1.0)), what).verdict == "not found"
+    wide = finding(page(*steps(1.0, spread=0.4)), what)
+    assert wide.difference.half_width is not None
+    assert wide.difference.half_width > 100 * (1 - 215 / 231)
+    assert wide.verdict == "too little data"
+    assert wide.remark.startswith("only beyond ±")
+
+
+def test_whole_trainings_are_compared_without_an_interval() -> None:
+    parts = [classified("LayerNorm", 0), classified("RMSNorm", 0)]
+    slower = parts[1].with_columns(
+        pl.when(pl.col("statistic") == "training_seconds")
+        .then(2 * pl.col("sum"))
+        .otherwise(pl.col("sum"))
+        .alias("sum")
+    )
+    found = finding(page(parts[0], slower), "whole trainings")
+    assert found.difference.value == pytest.approx(100)
+    assert (found.verdict, found.remark) == ("too little data", "no interval")
+
+
+def early(*differences: float) -> Finding:
+    """What is said of the loss early in training when RMSNorm's is higher by so much."""
+    parts = [
+        trained(row, seed, 2.0 + 0.1 * seed + more)
+        for seed, difference in enumerate(differences)
+        for row, more in (("LayerNorm", 0.0), ("RMSNorm", difference))
+    ]
+    return finding(page(*parts), "first 10% of the steps")
+
+
+def test_the_loss_early_in_training_is_paired_over_seeds() -> None:
+    found = early(0.1, 0.11, 0.12)
+    assert found.difference.value == pytest.approx(110)
+    # Student's t with two degrees of freedom: 4.3027 · 10/√3.
+    assert found.difference.half_width == pytest.approx(4.30265 * 10 / 3**0.5, rel=1e-4)
+    assert found.verdict == "found"
+    assert early(-0.1, -0.11, -0.12).verdict == "the opposite"
+    assert early(0.1, -0.1, 0.02).verdict == "not found"
+    two = early(0.1, 0.11)
+    assert (two.verdict, two.remark) == ("too little data", "2 seeds on both sides; 3 are needed")
+
+
+def test_the_figure_shows_the_trainings_by_step() -> None:
+    made = page(*[trained(row, 0, 2.0) for row in ("RMSNorm", "LayerNorm")])
+    (figure,) = made.figures
+    assert isinstance(figure, Curves)
+    assert [len(panel.lines) for panel in figure.panels] == [2, 2, 2, 2]
+    f1, _, loss, batches = (panel.lines[0] for panel in figure.panels)
+    assert f1.label == "LayerNorm"
+    assert [(point.x, point.value) for point in f1.points] == [(10, 10), (20, 20)]
+    assert [point.value for point in loss.points] == [100, 200]
+    assert [point.value for point in batches.points] == [2000] * 2 + [1000] * 18
+    assert not figure.panels[0].lines[0].dashed
+    assert figure.panels[0].lines[1].dashed
+
+
+def test_other_documents_cannot_be_compared() -> None:
+    with pytest.raises(InputError, match="2 data sets"):
+        page(classified("RMSNorm", 0), classified("RMSNorm", 1, data="e"))
+    with pytest.raises(InputError, match="nothing to report"):
+        context(STUDY.page, pl.DataFrame())
