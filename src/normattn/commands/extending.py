@@ -193,7 +193,9 @@ def _read_all(
     store = MeasurementStore(run.path / MEASUREMENTS)
 
     def status(state: Literal["running", "interrupted", "finished"], message: str = "") -> None:
-        run.set_status(state, sum(store.path(place.key).exists() for place in plan), len(plan), message)
+        run.set_status(
+            state, sum(store.path(place.key).exists() for place in plan), len(plan), message
+        )
 
     status("running")
     failed: dict[str, str] = {}

@@ -104,14 +104,13 @@ class Reader:
         hidden = self.hidden(place.length, place.window)
         found = evaluate_retrieval(self.scorer, hidden, cell)
         # Each window has a depth of its own: no axis that windows share, but a fact of the window.
-        flat = found.with_columns(
+        return found.with_columns(
             pl.lit("").alias("axis"),
             pl.lit(None, pl.Float64).alias("bin"),
             pl.lit(None, pl.Float64).alias("bin_end"),
             pl.lit(hidden.documents[0]).alias("unit"),
             pl.lit(hidden.depths[0]).alias("factor.depth"),
         )
-        return flat
 
     def hidden(self, length: int, index: int) -> RetrievalSet:
         """A window with its pass key; `InputError` where the length has no room for it."""

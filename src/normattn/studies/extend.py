@@ -173,6 +173,10 @@ def _keys(length: int) -> Callable[[View, Row], Cell]:
     return cell
 
 
+def _measured_notes(view: View) -> Sequence[str]:
+    return MEASURED + (KEYS if view.values("unit", {"protocol": KEY}) else ())
+
+
 def _advice(view: View) -> list[str]:
     """What to take, and what was scored."""
     scored = view.sums(LOSS.name, {"protocol": LAST, "length": lengths_of(view)[-1], "method": ""})
@@ -307,7 +311,7 @@ PAGE = Page(
             "Seconds of a prefill, peak memory, pass keys found",
             _rows,
             _prefill,
-            notes=lambda view: (*MEASURED, *(KEYS if view.values("unit", {"protocol": KEY}) else ())),
+            notes=_measured_notes,
             head="method",
         ),
     ),
