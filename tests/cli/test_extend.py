@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,15 +87,12 @@ def _save(folder: Path, **changed: object) -> None:
     tokeniser.save_pretrained(folder)
 
 
-def _lines(out: Path) -> list[dict[str, str]]:
-    with (out / "table.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-def _value(out: Path, asked: str, statistic: str, length: int) -> float:
-    keys = (asked, statistic, str(length))
-    found = [x for x in _lines(out) if (x["asked"], x["statistic"], x["length"]) == keys]
-    assert len(found) == 1, keys
+def _value(out: Path, asked: str, table: str, column: str) -> float:
+    """A number of a page's table."""
+    stored = json.loads((out / "table.json").read_text())["tables"]
+    names = {line["row"]: line["asked"] for line in stored["table"]}
+    found = [line[column] for line in stored[table] if names[line["row"]] == asked]
+    assert len(found) == 1, (asked, table, column)
     return float(found[0]["value"])
 
 
@@ -106,17 +103,36 @@ def test_a_run_says_what_was_read(done: Path) -> None:
     assert config["segment"] == LENGTH // 8
     assert json.loads((done / "status.json").read_text())["state"] == "finished"
     names = {path.name for path in (done / "figures").iterdir()}
-    stems = ("last_segment", "reading_by_position_tiny")
-    assert names == {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
+    assert names == {"last_segment.png", "reading_by_position.png"}
     table = (done / "table.md").read_text()
     assert "PI(factor=2)" in table
     assert "0 of 2" in table  # pass keys
     assert "no interval" not in table
-    assert _value(done, "as is", "pass keys asked", 256) == 2
-    assert _value(done, "PI", "prefill, seconds", 256) > 0
+    assert "The last 16 tokens of every window are scored." in table
+    assert _value(done, "as is", "prefill", "keys_256") == 0
+    assert _value(done, "PI", "prefill", "seconds_256") > 0
     octaves = table.split("## Loss by position")[1].split("##")[0]
     assert "1 to 128" in octaves
     assert "129 to 256" in octaves
+
+
+def test_the_page_is_made_of_its_measurements_alone(
+    command: Command, done: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("config.json", "measurements.parquet"):
+        shutil.copy(done / name, copy / name)
+    said = command("report", copy, "--out", copy)
+    assert said.code == 0, said.err
+    for name in ("table.md", "table.json", "prefill.csv", "measurements.parquet"):
+        assert (copy / name).read_bytes() == (done / name).read_bytes()
+
+
+def test_reproduce_names_the_command_that_measures(command: Command) -> None:
+    said = command("reproduce", "extend")
+    assert said.code == 2
+    assert "normattn extend MODEL measures this" in said.sentence
 
 
 @pytest.mark.parametrize("length", [128, 192, 256])
@@ -136,10 +152,10 @@ def test_losses_are_those_of_transformers_itself(
         loss = torch.nn.functional.cross_entropy(
             logits.transpose(1, 2), ids[:, 1:], reduction="none"
         )
-        found = _value(done, asked, "last segment: loss", length)
+        found = _value(done, asked, "table", f"loss_{length}")
         assert found == pytest.approx(float(loss[:, -16:].mean()), abs=1e-5)
         if length == LENGTH:
-            found = _value(done, asked, "training length: loss", length)
+            found = _value(done, asked, "cost", "loss")
             assert found == pytest.approx(float(loss.mean()), abs=1e-5)
 
 
@@ -178,7 +194,7 @@ def test_a_killed_run_goes_on_where_it_was(
     code = _DYING.format(arguments=[str(each) for each in arguments])
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
-    kept = {path: path.read_bytes() for path in out.glob("records/*/*.json")}
+    kept = {path: path.read_bytes() for path in out.glob("measurements/*.parquet")}
     assert len(kept) == 5
     read, reads = extension_reading.Reader.read, []
 
@@ -228,7 +244,7 @@ def test_out_of_memory_says_what_fits_and_keeps_the_rest(
         "read is kept"
     )
     assert "Traceback" not in said.err
-    assert _value(out, "YaRN", "last segment: loss", 48) > 0
+    assert _value(out, "YaRN", "table", "loss_48") > 0
     assert json.loads((out / "status.json").read_text())["state"] == "interrupted"
 
 

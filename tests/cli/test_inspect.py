@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command
-from normattn.reports.diagnostics_records import read_diagnostics, read_inspection
+from normattn.diagnostics.records import read_diagnostics, read_inspection
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,9 @@ def test_a_run_is_looked_into(command: Command, probed: Path) -> None:
     assert "QKRMSNorm-logn, as is: 3 windows of 8 held-out tokens" in said.out
     folder = probed / "inspection"
     names = {path.name for path in folder.iterdir()}
-    stems = ("layers", "positions", "training", "attention")
-    figures = {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
+    # Neither a learned sink nor anything beyond the training length is there to be drawn.
+    stems = ("layers_entropy_share", "layers_largest", "layers_first_mass", "positions")
+    figures = {f"{stem}.png" for stem in (*stems, "training", "attention")}
     assert names == figures | {"settings.json", "inspection.json"}
     record = read_inspection(folder / "inspection.json")
     assert record.facts["score"] == "QKRMSNorm-logn"

@@ -18,7 +18,7 @@ from normattn.diagnostics.angles import unseen_angles
 from normattn.diagnostics.weights import attention_weights
 from normattn.errors import InputError
 from normattn.models import CausalLM, CausalLMConfig
-from normattn.reports.diagnostics_records import (
+from normattn.diagnostics.records import (
     DiagnosticsLine,
     LayerLine,
     read_diagnostics,

@@ -145,7 +145,7 @@ COMMANDS = (
             *("extend", s.model, "--text", s.text, "--lengths", "16,32", "--methods", "PI"),
             *("--windows", "1", "--no-passkey", "--out", out),
         ),
-        ("config.json", "records/*/*.json", "table.md", "table.csv"),
+        ("config.json", "measurements/*.parquet", "table.md", "table.csv"),
         deterministic=False,
     ),
     Command("export", lambda s, out: ("export", s.run, out), ("**/*",)),

@@ -21,7 +21,7 @@ from normattn.data.relations.reading import read_relations
 from normattn.errors import InputError
 from normattn.models.pretrained import load_any
 from normattn.reports.cell_record import CellRecord
-from normattn.reports.diagnostics_records import read_diagnostics
+from normattn.diagnostics.records import read_diagnostics
 from normattn.reports.extension_records import Units
 from normattn.reports.history import read_losses
 from normattn.reports.record_file import read_file

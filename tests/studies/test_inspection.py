@@ -14,10 +14,10 @@ from data.relation_files import write_relations
 from normattn.commands.inspection import inspect_run
 from normattn.commands.inspection_inputs import Asked, inputs_of
 from normattn.data.relations import prepare_relations
+from normattn.diagnostics.records import InspectionRecord, read_inspection
 from normattn.diagnostics.weights import attention_weights
 from normattn.errors import InputError
 from normattn.models.pretrained import load_any
-from normattn.reports.diagnostics_records import InspectionRecord, read_inspection
 from normattn.training.classification import ClassificationConfig, train_classifier
 from normattn.training.translation import TranslationConfig, train_translation
 from normattn.training.vision import VisionTrainingConfig, train_vision
@@ -67,7 +67,9 @@ def classification(place: Path) -> ClassificationConfig:
 
 def look(run: Path, out: Path, **choices: Any) -> InspectionRecord:
     inspect_run(run, out=out, **{**CHOICES, **choices})
-    assert {"layers.png", "attention.png"} <= {path.name for path in out.iterdir()}
+    names = {path.name for path in out.iterdir()}
+    assert "layers_entropy_share.png" in names
+    assert any(name.startswith("attention") for name in names)
     return read_inspection(out / "inspection.json")
 
 

@@ -32,13 +32,14 @@ model under the advised method, to be loaded by `normattn.from_pretrained("longe
 **What is measured**, for the model as it is and under every method
 
 The loss and accuracy of the same last tokens after contexts of every length; loss and accuracy by
-position at the longest; the tax: what a method changes at the training length; seconds and memory
+position at the longest; what a method costs at the training length; seconds and memory
 of a prefill; whether a pass key hidden in the text is found. The end is an advice by length, with
 intervals: where they do not tell a method from the model as it is, it says so.
 
-**OUT** gets config.json, a record for every method, length and window, table.md, table.csv,
-reading.csv and figures. What is on record is not measured again: the same command goes on after a
-stop, and with other --methods adds them; another model, text or length needs another directory.
+**OUT** gets config.json, measurements of every method, length and window, and the page made of
+them: table.md, table.json, a CSV of each table, report.html and figures (`normattn report OUT` makes
+it again). What was measured is not measured again: the same command goes on after a stop, and with
+other --methods adds them; another model, text or length needs another directory.
 
 Time grows with the square of the length: begin with one window and few methods.
 """
@@ -56,7 +57,7 @@ def command(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The directory of records, tables and figures. [default: runs/extend-MODEL]"
+            help="The directory of measurements, tables and figures. [default: runs/extend-MODEL]"
         ),
     ] = None,
     gguf: Annotated[

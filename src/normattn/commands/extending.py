@@ -14,7 +14,7 @@ import torch
 
 from normattn.atomic import write_directory
 from normattn.commands.extension_progress import ReadingProgress, work
-from normattn.commands.extension_reading import OutOfMemoryError, Reader
+from normattn.commands.extension_reading import OutOfMemoryError, Place, Reader
 from normattn.commands.extension_settings import (
     ALL,
     AS_IS,
@@ -32,13 +32,13 @@ from normattn.errors import InputError, NormattnError
 from normattn.evaluation import CellInfo, weights_digest
 from normattn.hf import extend, load, token_scorer
 from normattn.hf.anatomy import anatomy, known_length
-from normattn.reports.extension import extension_report
-from normattn.reports.extension_advice import Advice
-from normattn.reports.extension_records import Kind, Place, Units
+from normattn.measure import MeasurementStore
+from normattn.report.view import View
 from normattn.runs import RunDirectory
+from normattn.studies._advice import Advice, advise
+from normattn.studies.extend import KIND, MEASUREMENTS, STUDY
 from normattn.training.distribution import choose_device
 
-KIND, RECORDS = "extension", "records"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -84,7 +84,7 @@ def extend_model(asked: Asked, out: Path) -> Advice:
     run = RunDirectory.open(out, settings, KIND)
     with run.lock():
         failed = _read_all(run, reader, plan, (*notes, *refused))
-        advice = extension_report(Units(out / RECORDS).every(), settings.model_dump(), out)
+        advice = _report(out, settings)
         for sentence in advice.sentences:
             print(sentence)
         _save(asked, model, tokeniser, settings, advice)
@@ -176,7 +176,7 @@ def _plan(reader: Reader, methods: Sequence[str], passkey: bool) -> list[Place]:
     settings = reader.settings
     if passkey:
         reader.hidden(settings.passes[0], 0)  # Refuses a length without room before anything.
-    kinds: tuple[Kind, ...] = ("text", "key") if passkey else ("text",)
+    kinds = ("text", "key") if passkey else ("text",)
     return [
         Place(kind, method, length, window)
         for kind in kinds
@@ -190,10 +190,12 @@ def _read_all(
     run: RunDirectory, reader: Reader, plan: Sequence[Place], notes: Sequence[str]
 ) -> list[str]:
     """Every unit that is not on record; sentences on methods that failed."""
-    units = Units(run.path / RECORDS)
+    store = MeasurementStore(run.path / MEASUREMENTS)
 
     def status(state: Literal["running", "interrupted", "finished"], message: str = "") -> None:
-        run.set_status(state, sum(map(units.has, plan)), len(plan), message)
+        run.set_status(
+            state, sum(store.path(place.key).exists() for place in plan), len(plan), message
+        )
 
     status("running")
     failed: dict[str, str] = {}
@@ -203,7 +205,7 @@ def _read_all(
                 progress.say(sentence)
             for (_, method), group in groupby(plan, lambda place: place[:2]):
                 mine = [place for place in group if method not in failed]
-                failure = _read_method(reader, units, mine, progress) if mine else None
+                failure = _read_method(reader, store, mine, progress) if mine else None
                 if failure is not None:
                     failed[method] = failure
     except BaseException:
@@ -214,26 +216,26 @@ def _read_all(
 
 
 def _read_method(
-    reader: Reader, units: Units, plan: Sequence[Place], progress: ReadingProgress
+    reader: Reader, store: MeasurementStore, plan: Sequence[Place], progress: ReadingProgress
 ) -> str | None:
     """Read what is missing of one method; a sentence where it failed, whose rest is left out."""
-    missing = [place for place in plan if not units.has(place)]
+    missing = [place for place in plan if not _has(store, place)]
     progress.done(math.fsum(work(place.length) for place in plan if place not in missing))
     if not missing:
         return None
     settings = reader.settings
     with _using(reader.model, missing[0].method, settings) as extension:
-        cell = _cell(extension, settings)
+        cell = _cell(extension, missing[0].method, settings)
         for number, place in enumerate(missing):
             what = _what(place, settings)
             progress.begin(what)
             try:
-                units.put(reader.read(place, cell))
+                store.put(place.key, reader.read(place, cell))
             except NormattnError as error:
                 if isinstance(error, InputError):
                     raise
                 progress.done(math.fsum(work(place.length) for place in missing[number:]))
-                sentence = _failure(error, place, settings, units)
+                sentence = _failure(error, place, settings, store)
                 progress.say(sentence)
                 return sentence
             progress.done(work(place.length), what)
@@ -247,32 +249,46 @@ def _what(place: Place, settings: ExtensionSettings) -> str:
     )
 
 
-def _failure(error: NormattnError, place: Place, settings: ExtensionSettings, units: Units) -> str:
+def _failure(
+    error: NormattnError, place: Place, settings: ExtensionSettings, store: MeasurementStore
+) -> str:
     """What failed, and for memory what would fit."""
     if not isinstance(error, OutOfMemoryError):
         return str(error)
     method, length = place.method, place.length
     shorter = [each for each in settings.passes if each < length]
-    read = [each for each in shorter if units.has(place._replace(length=each, window=0))]
+    read = [each for each in shorter if _has(store, place._replace(length=each, window=0))]
     fits = f"{read[-1]:,} tokens fit" if read else f"try --lengths {max(2, length // 2)}"
     half = " or --dtype bf16" if settings.dtype == "fp32" else ""
     return f"out of memory with {method} at {length:,} tokens: {fits}{half}; what was read is kept"
 
 
-def _cell(extension: Any, settings: ExtensionSettings) -> CellInfo:
-    """Whose readings they are."""
+def _cell(extension: Any, method: str, settings: ExtensionSettings) -> CellInfo:
+    """Whose readings they are: the method as it was asked for, and with its parameters."""
     name = Path(settings.gguf or settings.model).name.removesuffix(".gguf")
-    method = "" if extension is None else extension.spec.method
     return CellInfo(
-        run=name,
-        seed=settings.seed,
         variant=name,
-        method=method,
-        name=method or AS_IS,
+        seed=settings.seed,
+        method="" if extension is None else method,
         spec=AS_IS if extension is None else extension.resolved.method,
         weights=settings.weights,
         precision=settings.dtype,
+        split="given",
     )
+
+
+def _has(store: MeasurementStore, place: Place) -> bool:
+    """Whether a unit is done; a damaged one is done again."""
+    return store.get(place.key) is not None
+
+
+def _report(out: Path, settings: ExtensionSettings) -> Advice:
+    """Write the page of what was read; return what is advised."""
+    measured = STUDY.measurements(out)
+    if not measured.height:
+        return Advice(("No length was read in all its windows: nothing can be advised.",), None)
+    STUDY.report(measured, out, settings.model_dump())
+    return advise(View(measured))
 
 
 def _check_saving(asked: Asked, methods: Sequence[str]) -> None:

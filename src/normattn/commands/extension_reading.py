@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import polars as pl
 import torch
 from torch import Tensor
 
@@ -20,7 +21,8 @@ from normattn.data.retrieval import RetrievalSet
 from normattn.errors import NormattnError
 from normattn.evaluation import CellInfo, TokenScorer, evaluate_cell, evaluate_retrieval
 from normattn.hf.anatomy import anatomy
-from normattn.reports.extension_records import AnyUnit, KeyUnit, Place, TextUnit
+from normattn.measure import Identity, digest, fact, identified, joined
+from normattn.studies.extend import KIND, PEAK, PREFILL, SECONDS
 
 _RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _MEMORY_WORDS = ("not enough memory", "out of memory", "can't allocate memory")
@@ -28,6 +30,20 @@ _MEMORY_WORDS = ("not enough memory", "out of memory", "can't allocate memory")
 
 class OutOfMemoryError(NormattnError):
     """A length did not fit into the memory."""
+
+
+class Place(NamedTuple):
+    """Which unit: a window's text or its pass key ("key"), at a length, under a method."""
+
+    kind: str
+    method: str
+    length: int
+    window: int
+
+    @property
+    def key(self) -> str:
+        """Under which its measurements are kept."""
+        return digest(*self)
 
 
 @dataclass
@@ -48,34 +64,53 @@ class Reader:
         gc.collect()
         self._held = resident(self.model.device)
 
-    def read(self, place: Place, cell: CellInfo) -> AnyUnit:
-        """The unit of a place.
+    def read(self, place: Place, cell: CellInfo) -> pl.DataFrame:
+        """The measurements of a unit, whose data are all windows of the text.
 
         Raises `OutOfMemoryError`, and `NormattnError` where a loss is not finite.
         """
         with _out_of_memory():
-            return self._key(place, cell) if place.kind == "key" else self._text(place, cell)
+            found = self._key(place, cell) if place.kind == "key" else self._text(place, cell)
+        return found.with_columns(
+            pl.lit(KIND).alias("study"), pl.lit(self.settings.tokens).alias("data")
+        )
 
-    def _text(self, place: Place, cell: CellInfo) -> TextUnit:
+    def _text(self, place: Place, cell: CellInfo) -> pl.DataFrame:
         settings, device = self.settings, self.model.device
         sets = self.texts.sets(place.window, place.length, settings.train_length, settings.segment)
         scorer, seconds = _once(self.scorer), list[float]()
         with peak(device, self._held) as grown, _timed(self.model, seconds):
-            records = tuple(evaluate_cell(scorer, each, cell) for each in sets)
-        return TextUnit(
-            method=place.method,
+            found = [evaluate_cell(scorer, each, cell) for each in sets]
+        unit = sets[0].documents[0]
+        costs = [fact(SECONDS, seconds[0], unit=unit)]
+        costs += [fact(PEAK, most, unit=unit) for most in grown]
+        whose = Identity(
+            study=KIND,
+            row=cell.variant,
+            score=cell.spec,
+            method=cell.method,
+            seed=cell.seed,
+            protocol=PREFILL,
             length=place.length,
-            window=place.window,
-            records=records,
-            prefill_seconds=seconds[0],
-            peak_bytes=grown[0] if grown else None,
-            device=str(device),
-            threads=torch.get_num_threads(),
+            train_length=settings.train_length,
+            split=cell.split,
+            weights=cell.weights,
+            settings=cell.precision,
+            factors={"device": str(device), "threads": torch.get_num_threads()},
         )
+        return joined([*found, identified(whose, costs)])
 
-    def _key(self, place: Place, cell: CellInfo) -> KeyUnit:
-        record = evaluate_retrieval(self.scorer, self.hidden(place.length, place.window), cell)
-        return KeyUnit(method=place.method, length=place.length, window=place.window, record=record)
+    def _key(self, place: Place, cell: CellInfo) -> pl.DataFrame:
+        hidden = self.hidden(place.length, place.window)
+        found = evaluate_retrieval(self.scorer, hidden, cell)
+        # Each window has a depth of its own: no axis that windows share, but a fact of the window.
+        return found.with_columns(
+            pl.lit("").alias("axis"),
+            pl.lit(None, pl.Float64).alias("bin"),
+            pl.lit(None, pl.Float64).alias("bin_end"),
+            pl.lit(hidden.documents[0]).alias("unit"),
+            pl.lit(hidden.depths[0]).alias("factor.depth"),
+        )
 
     def hidden(self, length: int, index: int) -> RetrievalSet:
         """A window with its pass key; `InputError` where the length has no room for it."""

@@ -50,7 +50,7 @@ class ExtensionSettings(BaseModel):
 
     @property
     def passes(self) -> tuple[int, ...]:
-        """Every length that is read: those asked for, and the training length for the tax."""
+        """Every length that is read: those asked for, and the training length."""
         return tuple(sorted({*self.lengths, self.train_length}))
 
     @property

@@ -16,27 +16,28 @@ from rich.console import Console
 from torch import nn
 
 from normattn.atomic import write_json
+from normattn.commands.inspection_figures import (
+    attention_figure,
+    layer_figures,
+    layer_titles,
+    position_figure,
+    training_figure,
+    write_figures,
+)
 from normattn.commands.inspection_inputs import Asked, Inputs, inputs_of
 from normattn.commands.inspection_table import print_layers
 from normattn.diagnostics import inspect_model
+from normattn.diagnostics.records import (
+    InspectionRecord,
+    read_diagnostics,
+    write_inspection,
+)
 from normattn.diagnostics.weights import MOST_TOKENS, attention_weights
 from normattn.errors import InputError
 from normattn.models import CausalLM
 from normattn.models.pretrained import load_any
 from normattn.models.stack_config import StackConfig
 from normattn.models.translator_config import TranslatorConfig, placeless
-from normattn.reports.diagnostics_records import (
-    InspectionRecord,
-    read_diagnostics,
-    write_inspection,
-)
-from normattn.reports.figures.inspection import (
-    draw_attention,
-    draw_layers,
-    draw_positions,
-    draw_training,
-    layer_titles,
-)
 from normattn.runs import RunDirectory, read_status
 from normattn.training import (
     LoopConfig,
@@ -235,8 +236,9 @@ def _look(
 
 
 class Head(NamedTuple):
-    """One head's attention to the drawn text: what it is called, its layer's path, and α."""
+    """One head's attention to the drawn text: (layer, head), its name, its layer's path, and α."""
 
+    place: tuple[int, int]
     name: str
     layer: str
     alpha: np.ndarray
@@ -272,6 +274,7 @@ def _attention(
     titles = layer_titles([layer.name for layer in record.layers])
     return [
         Head(
+            (layer, head),
             f"layer {titles[layer]}, head {head}",
             record.layers[layer].name,
             weights[layer][head].double().numpy(),
@@ -303,15 +306,16 @@ def _figures(
         "" if settings.method == "as is" else f" with {settings.method}"
     )
     title = f"{name}: {record.facts['texts']}"
-    paths = draw_layers(record, folder, f"Attention of {title}")
-    paths += draw_positions(record, folder, f"Attention by position, {title}")
-    paths += draw_training(read_diagnostics(run), folder, f"Attention while {name} trained")
-    if shown:
-        panels = [(head.name, head.alpha) for head in shown]
-        what = panels[0][0] if len(panels) == 1 else "every head"
-        words = inputs.words(shown[0].layer)
-        paths += draw_attention(panels, words, folder, f"{name}: attention of {what}")
-    return [path for path in paths if path.suffix == ".png"]
+    figures = [
+        *layer_figures(record, f"Attention of {title}"),
+        position_figure(record, f"Attention by position, {title}"),
+        training_figure(read_diagnostics(run), f"Attention while {name} trained"),
+    ]
+    for head in shown:
+        file = "attention" if len(shown) == 1 else f"attention_{head.place[0]}_{head.place[1]}"
+        words = inputs.words(head.layer)
+        figures.append(attention_figure(file, f"{name}: {head.name}", head.alpha, words))
+    return write_figures(figures, folder)
 
 
 def _folder(place: Path) -> Path:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from normattn.reports.diagnostics_records import InspectionRecord, LayerRecord
-from normattn.reports.figures.inspection import layer_titles
+from normattn.commands.inspection_figures import layer_titles
+from normattn.diagnostics.records import InspectionRecord, LayerRecord
 
 COLUMNS = {
     "entropy": "entropy",

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from normattn.diagnostics.angles import beyond, unseen_angles
 from normattn.diagnostics.cosines import CosineSums
+from normattn.diagnostics.records import InspectionRecord, LayerLine, LayerRecord
 from normattn.diagnostics.sums import LayerSums
 from normattn.errors import InputError
 from normattn.kernels import Problem
 from normattn.kernels.observe import Observation, observing
-from normattn.reports.diagnostics_records import InspectionRecord, LayerLine, LayerRecord
 from normattn.score import Score
 
 Padding = tuple[Tensor | None, Tensor | None]

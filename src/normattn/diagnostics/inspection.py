@@ -10,9 +10,9 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from normattn.diagnostics.collecting import collecting
+from normattn.diagnostics.records import InspectionRecord
 from normattn.errors import InputError
 from normattn.models.causal_lm import without_dropout
-from normattn.reports.diagnostics_records import InspectionRecord
 
 POSITION_BINS = 16
 

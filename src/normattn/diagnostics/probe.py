@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from normattn.diagnostics.collecting import collecting
+from normattn.diagnostics.records import LayerLine, read_diagnostics
 from normattn.errors import InputError
-from normattn.reports.diagnostics_records import LayerLine, read_diagnostics
 
 CONCENTRATED = 0.02
 """A head whose mean H / ln n is below looks at one key, whatever the text is."""

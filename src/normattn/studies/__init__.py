@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from normattn.sweep.study import Study
 
 _NOT_STUDIES = "_"
+OF_COMMANDS = ("extend",)
+"""Measured by commands of these names; here they are pages only, found but not listed."""
 
 
 def names() -> list[str]:
@@ -27,7 +29,7 @@ def names() -> list[str]:
     return sorted(
         module.name.rstrip("_")
         for module in pkgutil.iter_modules(__path__)
-        if not module.name.startswith(_NOT_STUDIES)
+        if not module.name.startswith(_NOT_STUDIES) and module.name not in OF_COMMANDS
     )
 
 
@@ -44,7 +46,7 @@ def find(name: str) -> Study:
     """The study of a name, or of the file at a path; `InputError` names the nearest one."""
     if name.endswith(".py"):
         return _of_file(Path(name))
-    if name not in names():
+    if name not in (*names(), *OF_COMMANDS):
         near = get_close_matches(name, names(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise InputError(

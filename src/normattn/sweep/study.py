@@ -142,7 +142,8 @@ class Study:
     `resolve` makes a sweep of a request, `cells` are the kinds of its cells. `help` is what
     `reproduce NAME --help` says; `variants` and `methods` explain these options, "" where the study
     has no such choice. `examples` are command lines (after `normattn reproduce NAME`) and what they
-    do. `source` is the file of a study that is not part of the library.
+    do. `source` is the file of a study that is not part of the library. `made_by` is the command line
+    that measures where `reproduce` does not.
     """
 
     name: str
@@ -155,6 +156,7 @@ class Study:
     examples: tuple[tuple[str, str], ...] = ()
     collect: Callable[[Path], pl.DataFrame] = collected
     source: Path | None = None
+    made_by: str = ""
 
     def cell(self, fields: Mapping[str, Any], where: str) -> Cell:
         """The cell that these fields describe; `InputError` for one of another study."""
@@ -169,6 +171,8 @@ class Study:
 
     def command(self, preset: str) -> str:
         """The command line that makes the study from nothing."""
+        if self.made_by:
+            return self.made_by
         name = str(self.source) if self.source else self.name
         return f"normattn reproduce {name} --preset {preset}"
 

@@ -16,17 +16,18 @@ from normattn.report.palette import CELLS
 from normattn.report.plots import style
 
 _ROW = 0.24  # inches
+_SMALL = 0.13  # inches of a cell that nothing is written in
 _TURNED = 5  # letters beyond which the names of columns are turned
 
 
 def plot(figure: Grid) -> Figure:
     """The cells, their names left and above, and the scale of the colours at the right."""
     longest = max((len(text) for line in figure.texts for text in line), default=0)
-    turned = max(map(len, figure.columns)) > max(_TURNED, longest)
-    cell = max(0.3, 0.12 + style.LETTER * longest)
+    turned = max(map(len, figure.columns)) > (max(_TURNED, longest) if longest else 1)
+    cell = max(0.3, 0.12 + style.LETTER * longest) if longest else _SMALL
     if not turned:
         cell = max(cell, 0.12 + style.inches([*figure.columns]))
-    size = (cell * len(figure.columns), _ROW * len(figure.rows))
+    size = (cell * len(figure.columns), (_ROW if longest else _SMALL) * len(figure.rows))
     names = style.inches([*figure.columns]) * 0.75 + 0.15 if turned else 0.3
     drawn, axes = style.axes(
         figure.title,
@@ -41,7 +42,7 @@ def plot(figure: Grid) -> Figure:
     axis = axes[0]
     colours = LinearSegmentedColormap.from_list("cells", CELLS)
     norm = _norm(figure)
-    _cells(axis, figure, colours, norm)
+    (_cells if longest else _mesh)(axis, figure, colours, norm)
     axis.set_xlim(0, len(figure.columns))
     axis.set_ylim(len(figure.rows), 0)
     axis.set_yticks(np.arange(len(figure.rows)) + 0.5, figure.rows, fontsize=8)
@@ -103,3 +104,10 @@ def _cells(axis: Axes, figure: Grid, colours: Colormap, norm: Normalize | None) 
                 fontsize=7.5,
                 color="black" if light > 0.45 else "white",
             )
+
+
+def _mesh(axis: Axes, figure: Grid, colours: Colormap, norm: Normalize | None) -> None:
+    """Cells that nothing is written in, such as an attention matrix: too many for one by one."""
+    values = [[math.nan if value is None else value for value in line] for line in figure.values]
+    axis.set_facecolor((0.93, 0.93, 0.93))
+    axis.pcolormesh(np.array(values), cmap=colours, norm=norm)

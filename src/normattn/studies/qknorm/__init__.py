@@ -16,9 +16,9 @@ from typing import Any
 import polars as pl
 
 from normattn.data.pairs import PairData
+from normattn.diagnostics.records import read_diagnostics
 from normattn.errors import InputError
 from normattn.measure import Identity, collected, identified, joined, sums
-from normattn.reports.diagnostics_records import read_diagnostics
 from normattn.runs import read_status
 from normattn.score import ScoreSpec
 from normattn.studies.qknorm.images import VisionCell, vision_cells

@@ -1,0 +1,329 @@
+"""How far does an existing model read a text of one's own, by which post-hoc method, at what cost?
+
+`normattn extend MODEL` measures it: every method reads the same windows of the text. A shorter
+length is a window's end, so that the same last tokens are scored after contexts of every length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from normattn.errors import InputError
+from normattn.measure import Estimate, MeasurementStore, Statistic, by_bin
+from normattn.measure.gather import Where
+from normattn.measure.statistic import accuracy, loss
+from normattn.report.figure import Curves, Figure, Line, Mark, Panel, Point
+from normattn.report.page import Page
+from normattn.report.table import NOTHING, Cell, Column, Row, Table, shown
+from normattn.report.view import View
+from normattn.runs import RunDirectory
+from normattn.studies._advice import (
+    LAST,
+    LOSS,
+    advise,
+    cost_at_train_length,
+    lengths_of,
+    methods_of,
+    name_of,
+    spoken,
+)
+from normattn.sweep.study import Request, Study, Sweep
+
+KIND, MEASUREMENTS = "extend", "measurements"
+TRAIN, POSITION, KEY, PREFILL = "train_length", "by_position", "retrieval", "prefill"
+SECONDS, PEAK = "prefill_seconds", "peak_bytes"
+ACCURACY, POSITION_LOSS = accuracy(), loss()
+EXACT = accuracy("pass keys found", "exact")
+
+MEASURED = (
+    "s: the decoder over one whole window without a cache and without the head, the median over "
+    "windows. MiB: the most that the process grew beyond what it held with the model loaded, of "
+    "all windows.",
+)
+KEYS = (
+    "pass keys: one of five digits is stated in each window, at a depth of its own, and asked for "
+    "at the end; it is found where greedy decoding would give every digit.",
+)
+
+
+def complete(measured: pl.DataFrame, windows: int) -> pl.DataFrame:
+    """The rows of every method and length whose text was read in all its windows."""
+    text = measured.filter(pl.col("protocol") == LAST)
+    counts = text.group_by("method", "length").agg(pl.col("unit").n_unique().alias("read"))
+    whole = counts.filter(pl.col("read") == windows)
+    return measured.join(whole.select("method", "length"), on=["method", "length"], how="semi")
+
+
+def collect(out: Path) -> pl.DataFrame:
+    """What was read in every window, of the run directory `out`."""
+    windows = int(RunDirectory.existing(out).config["windows"])
+    return complete(MeasurementStore(out / MEASUREMENTS).frame(), windows)
+
+
+def resolve(request: Request) -> Sweep:
+    """There is nothing to train: `InputError` names the command that measures."""
+    raise InputError("normattn extend MODEL measures this; reproduce is for studies that train")
+
+
+def _rows(view: View) -> list[Row]:
+    return [Row(name_of(view, method), {"method": method}) for method in methods_of(view)]
+
+
+def _asked(view: View, row: Row) -> Cell:
+    """The method as it was typed."""
+    return Cell(str(row.where["method"]) or "as is")
+
+
+def _by_length(
+    key: str, statistic: Statistic, against: bool = False
+) -> Callable[[View], Sequence[Column]]:
+    """A column for every length, of the last tokens; `against` the model as it is."""
+
+    def columns(view: View) -> list[Column]:
+        found = [Column("asked", "asked for", plain=_asked)] if key == "loss" else []
+        for length in lengths_of(view):
+            at = {"protocol": LAST, "length": length}
+            terms = ((1.0, at), (-1.0, {**at, "method": ""})) if against else ((1.0, at),)
+            name = f"{key}_{length}"
+            found.append(Column(name, spoken(length), statistic, terms, signed=against))
+        return found
+
+    return columns
+
+
+def _octaves(statistic: Statistic) -> Callable[[View], Sequence[Column]]:
+    """Loss or accuracy at the longest length in bins up to L, 2 L, 4 L …"""
+
+    def columns(view: View) -> list[Column]:
+        edges = view.frame.filter(protocol=POSITION, statistic=statistic.name)
+        if not edges.height:
+            return []
+        length = int(edges["train_length"][0])
+        bins = edges.select("bin", "bin_end").unique().sort("bin").rows()
+        bounds = (0, *(length * 2**octave for octave in range(40)))
+        found = []
+        for low, high in pairwise(bounds):
+            places = [place for place, (start, _) in enumerate(bins) if low <= start < high]
+            if places:
+                title = f"{low + 1:,} to {bins[places[-1]][1]:,.0f}"
+                at = ((1.0, {"protocol": POSITION}),)
+                name = f"{statistic.name}_{low}"
+                found.append(Column(name, title, statistic, at, places, interval=False))
+        return found
+
+    return columns
+
+
+def _change(view: View, row: Row) -> Cell:
+    """By how many percent the loss at the training length rises under a method."""
+    found = cost_at_train_length(view, str(row.where["method"]))
+    return NOTHING if found is None else Cell(shown(found, 2, signed=True), found)
+
+
+def _prefill(view: View) -> list[Column]:
+    """Seconds, memory and pass keys at every length."""
+    found = []
+    for length in lengths_of(view):
+        at = {"protocol": PREFILL, "length": length}
+        name = spoken(length)
+        found += [
+            Column(f"seconds_{length}", f"{name}: s", plain=_seconds(at)),
+            Column(f"bytes_{length}", f"{name}: MiB", plain=_memory(at)),
+            Column(f"keys_{length}", f"{name}: pass keys", plain=_keys(length)),
+        ]
+    return found
+
+
+def _seconds(at: Where) -> Callable[[View, Row], Cell]:
+    def cell(view: View, row: Row) -> Cell:
+        sums = view.sums(SECONDS, {**row.where, **at})
+        if sums is None:
+            return NOTHING
+        median = float(np.median(sums.sum))
+        return Cell(f"{median:.1f}", Estimate(median, units=len(sums.units)))
+
+    return cell
+
+
+def _memory(at: Where) -> Callable[[View, Row], Cell]:
+    def cell(view: View, row: Row) -> Cell:
+        sums = view.sums(PEAK, {**row.where, **at})
+        if sums is None:
+            return NOTHING
+        most = float(sums.sum.max())
+        return Cell(f"{most / 2**20:,.0f}", Estimate(most, units=len(sums.units)))
+
+    return cell
+
+
+def _keys(length: int) -> Callable[[View, Row], Cell]:
+    def cell(view: View, row: Row) -> Cell:
+        where = {**row.where, "protocol": KEY, "length": length}
+        found = view.estimate(EXACT, where)
+        sums = view.sums(EXACT.name, where)
+        if found is None or sums is None:
+            return NOTHING
+        return Cell(f"{sums.sum.sum():.0f} of {sums.of.sum():.0f}", found)
+
+    return cell
+
+
+def _measured_notes(view: View) -> Sequence[str]:
+    return MEASURED + (KEYS if view.values("unit", {"protocol": KEY}) else ())
+
+
+def _advice(view: View) -> list[str]:
+    """What to take, and what was scored."""
+    scored = view.sums(LOSS.name, {"protocol": LAST, "length": lengths_of(view)[-1], "method": ""})
+    said = [*advise(view).sentences]
+    trained = int(view.frame["train_length"][0])
+    start = f"Trained to read {trained:,} tokens, not trained further."
+    if scored is not None:
+        start += f" The last {scored.of[0, 0].sum():,.0f} tokens of every window are scored."
+    return [*said, start]
+
+
+def figures(view: View) -> list[Figure]:
+    """The same last tokens after longer contexts, and the longest length by position."""
+    trained = int(view.frame["train_length"][0])
+    return [
+        Curves(
+            "last_segment",
+            f"The same last tokens as the context before them grows; trained to read {trained:,}",
+            (
+                Panel("loss", _length_lines(view, LOSS), "tokens of context", "nats", log_x=True),
+                Panel(
+                    *("accuracy", _length_lines(view, ACCURACY), "tokens of context"),
+                    *("next tokens (%)", True),
+                ),
+            ),
+            shared_y=False,
+        ),
+        Curves(
+            "reading_by_position",
+            "Text that was given, by position",
+            tuple(
+                Panel(
+                    *(each.title, _position_lines(view, each), "tokens read", unit, True),
+                    marks=(Mark(float(trained), "L"),),
+                )
+                for each, unit in ((POSITION_LOSS, "nats"), (ACCURACY, "next tokens (%)"))
+            ),
+            shared_y=False,
+        ),
+    ]
+
+
+def _length_lines(view: View, statistic: Statistic) -> tuple[Line, ...]:
+    lines = []
+    for method in methods_of(view):
+        at = {"method": method, "protocol": LAST}
+        points = tuple(
+            Point.of(float(length), value)
+            for length in lengths_of(view)
+            if (value := view.estimate(statistic, {**at, "length": length})) is not None
+        )
+        lines.append(_line(method, points))
+    return tuple(lines)
+
+
+def _position_lines(view: View, statistic: Statistic) -> tuple[Line, ...]:
+    lines = []
+    for method in methods_of(view):
+        sums = view.sums(statistic.name, {"method": method, "protocol": POSITION})
+        if sums is None:
+            continue
+        values = by_bin(sums, statistic, view.bootstrap)
+        ends = [float(end) for *_, end in sums.bins]
+        points = tuple(
+            Point.of(end, value)
+            for end, value in zip(ends, values, strict=True)
+            if value is not None
+        )
+        lines.append(_line(method, points))
+    return tuple(lines)
+
+
+def _line(method: str, points: tuple[Point, ...]) -> Line:
+    """Methods that differ in log-n alone share a colour."""
+    family = method.removesuffix("-logn+") or "as is"
+    return Line(method or "as is", points, family, dashed=method != family and bool(method))
+
+
+PAGE = Page(
+    title="Reading past the training length, without training",
+    question="How far does this model read this text, by which method, and at what cost?",
+    sources=("kexue.fm/archives/9708", "arXiv:2309.00071", "arXiv:2401.01325"),
+    tables=(
+        Table(
+            "table",
+            "Loss on the same last tokens, by length of the context (nats)",
+            _rows,
+            _by_length("loss", LOSS),
+            notes=_advice,
+            head="method",
+        ),
+        Table(
+            "difference",
+            "Its difference from the model as it is (nats, paired over windows; below 0 is better)",
+            _rows,
+            _by_length("difference", LOSS, against=True),
+            head="method",
+        ),
+        Table(
+            "accuracy",
+            "Accuracy on the same last tokens (%)",
+            _rows,
+            _by_length("accuracy", ACCURACY),
+            head="method",
+        ),
+        Table(
+            "loss_by_position",
+            "Loss by position at the longest length (nats)",
+            _rows,
+            _octaves(POSITION_LOSS),
+            head="method",
+        ),
+        Table(
+            "accuracy_by_position",
+            "Accuracy by position at the longest length (%)",
+            _rows,
+            _octaves(ACCURACY),
+            head="method",
+        ),
+        Table(
+            "cost",
+            "What it costs at the training length",
+            _rows,
+            (
+                Column("loss", "loss, nats", LOSS, ((1.0, {"protocol": TRAIN}),)),
+                Column("change", "more than as it is, %", plain=_change),
+            ),
+            head="method",
+        ),
+        Table(
+            "prefill",
+            "Seconds of a prefill, peak memory, pass keys found",
+            _rows,
+            _prefill,
+            notes=_measured_notes,
+            head="method",
+        ),
+    ),
+    figures=figures,
+)
+
+STUDY = Study(
+    name=KIND,
+    help="How far a model reads past its training length, by every post-hoc method.",
+    resolve=resolve,
+    cells=(),
+    page=PAGE,
+    collect=collect,
+    made_by="normattn extend MODEL",
+)
