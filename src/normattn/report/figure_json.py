@@ -89,11 +89,11 @@ def _panel(panel: Panel, places: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _estimate(found: Estimate | None) -> list[float | None] | None:
+def _estimate(found: Estimate | None) -> list[int | float | None] | None:
     return None if found is None else [_number(v) for v in (found.value, found.low, found.high)]
 
 
-def _number(value: float | None) -> float | None:
+def _number(value: float | None) -> int | float | None:
     if value is None or not math.isfinite(value):
         return None
     short = float(f"{value:.{DIGITS}g}")

@@ -95,9 +95,7 @@ def _log_x(axis: Axes, places: Sequence[float]) -> None:
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.number(value)))
 
 
-def _name_ends(
-    axis: Axes, lines: Sequence[Line], places: dict[str, int], height: float
-) -> None:
+def _name_ends(axis: Axes, lines: Sequence[Line], places: dict[str, int], height: float) -> None:
     """Write each line's name to the right of the panel, joined to the line's last point."""
     to_axes = axis.transData + axis.transAxes.inverted()
     ends = [float(to_axes.transform((p.x, p.value))[1]) for p in (_last(line) for line in lines)]
@@ -115,7 +113,10 @@ def _name_ends(
             color=colour,
             annotation_clip=False,
             arrowprops={
-                **{"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.7},
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.5,
+                "alpha": 0.7,
                 "relpos": (0, 0.5),
             },
         )
