@@ -136,7 +136,7 @@ def _findings(findings: Sequence[Finding]) -> HtmlTable:
                 HtmlCell(found.verdict, found.remark, verdict=found.verdict.replace(" ", "-")),
                 HtmlCell(value, f"[{interval}" if bracket else "", found.difference.value),
                 HtmlCell("–" if found.p is None else f"{found.p:.3f}", order=found.p),
-                HtmlCell(str(seeds) if seeds else "–", order=seeds or None),
+                HtmlCell(str(seeds) if seeds else "–", order=float(seeds) or None),
                 HtmlCell(found.claim.measured),
                 HtmlCell(found.claim.source),
             )

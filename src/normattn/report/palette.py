@@ -1,7 +1,7 @@
 """The colours that the images and the HTML page share.
 
-Okabe and Ito's palette, which colour-blind readers tell apart, without its yellow: it is too pale
-for lines; and viridis, whose lightness rises with the value, for cells.
+Okabe and Ito's palette, which colour-blind readers tell apart, without its yellow, which is too
+pale for lines; and viridis, whose lightness rises with the value, for cells.
 """
 
 from __future__ import annotations

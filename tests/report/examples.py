@@ -1,0 +1,128 @@
+"""A page that holds every kind of figure, a table and claims of each verdict."""
+
+from __future__ import annotations
+
+import math
+
+from normattn.measure import Estimate
+from normattn.report.claim import Claim, Finding, Verdict
+from normattn.report.context import PageContext
+from normattn.report.figure import (
+    Curves,
+    Density,
+    DensityRow,
+    Figure,
+    Grid,
+    IntervalColumn,
+    Intervals,
+    Line,
+    Mark,
+    Panel,
+    Point,
+)
+from normattn.report.table import NOTHING, Cell, Column, Filled, Row, shown
+
+ROWS = tuple(name + end for name in ("Baseline", "QNA", "KNA", "CosA") for end in ("", "-logn"))
+
+
+def estimate(value: float) -> Estimate:
+    """A value of three seeds with an interval of ±1.5."""
+    return Estimate(value, value - 1.5, value + 1.5, 0.01, 200, 4000, (0, 1, 2), (value,) * 3)
+
+
+def position_curves(rows: tuple[str, ...] = ROWS, panels: int = 2) -> Curves:
+    """Lines that end close to each other, so that their labels would collide."""
+    lines = tuple(
+        Line(
+            row,
+            tuple(Point.of(8.0 + 16 * k, estimate(30 - k * 0.3 + 0.2 * place)) for k in range(32)),
+            row.removesuffix("-logn"),
+            row.endswith("-logn"),
+        )
+        for place, row in enumerate(rows)
+    )
+    made = [
+        Panel(f"panel {n}", lines, "position", "accuracy (%)", marks=(Mark(64.0, "L"),))
+        for n in range(panels)
+    ]
+    return Curves("by_position", "Accuracy by position", tuple(made))
+
+
+def length_curves() -> Curves:
+    """Few points on logarithmic axes, one of them without a finite value, drawn as steps."""
+    points = [Point(64.0 * 2**k, 10.0 ** (k - 1)) for k in range(4)]
+    points[2] = Point(points[2].x, math.nan)
+    line = Line("Baseline", tuple(points))
+    panel = Panel("", (line,), "context", "logit", log_x=True, log_y=True, steps=True)
+    return Curves("by_length", "Largest logit", (panel,))
+
+
+def intervals() -> Intervals:
+    """Two quantities; one row has none of them, one has no interval."""
+    values = (*(estimate(float(place)) for place in range(6)), None, Estimate(3.0))
+    columns = (IntervalColumn("median", values), IntervalColumn("change", values, zero=True))
+    return Intervals("ranges", "Ranges", ROWS, columns)
+
+
+def grid(log: bool = False) -> Grid:
+    """A cell without a value says why."""
+    values = tuple(
+        tuple(None if (r, c) == (1, 2) else 1.0 + r + 3 * c for c in range(3)) for r in range(8)
+    )
+    texts = tuple(tuple("NaN at 5" if v is None else f"{v:.1f}" for v in line) for line in values)
+    return Grid("grid", "Loss", ROWS, ("0.1, 0", "0.2, 0", "0.3, 0"), values, texts, log=log)
+
+
+def density() -> Density:
+    """Every row in two versions."""
+    rows = tuple(
+        DensityRow(row, -1.0, 1.0, ((0.1, 0.5, 0.4), (0.2, 0.2, 0.6)), ("64", "512"))
+        for row in ROWS
+    )
+    return Density("cosines", "Cosines", rows, "cos(q, k)")
+
+
+def figures() -> tuple[Figure, ...]:
+    """One of every kind."""
+    return (position_curves(), length_curves(), intervals(), grid(), grid(log=True), density())
+
+
+def table(first: str = "Baseline") -> Filled:
+    """Five rows whose order by text, by value and as written differ."""
+    names = (first, "QNA", "KNA", "CosA", "Other")
+    values = (9.0, 10.0, None, -2.0, 100.0)
+    cells = tuple(
+        (Cell(name), NOTHING if v is None else Cell(shown(estimate(v)), estimate(v)))
+        for name, v in zip(names, values, strict=True)
+    )
+    columns = (Column("row", "score"), Column("accuracy", "accuracy"))
+    rows = tuple(Row(name, {}) for name in names)
+    return Filled("table", "Accuracy", "", ("a note",), columns, rows, cells)
+
+
+def finding(verdict: Verdict, value: float, p: float | None) -> Finding:
+    """A decided claim."""
+    claim = Claim(f"a claim, {verdict}", "arXiv 2012.11747", "accuracy at 512", digits=1)
+    return Finding(claim, estimate(value), p, verdict)
+
+
+def page(name: str = "Baseline") -> PageContext:
+    """Everything that a page can hold; `name` stands wherever a name can stand."""
+    lines = position_curves((name, *ROWS[1:]))
+    return PageContext(
+        title=f"A study of {name}",
+        question=f"What does {name} do?",
+        sources=("kexue.fm/archives/9859", "arXiv 2012.11747", name),
+        settings={"score": name, "steps": "30"},
+        tables=(table(name),),
+        findings=(
+            finding("found", 3.0, 0.004),
+            finding("the opposite", -3.0, 0.02),
+            finding("not found", 0.1, 0.8),
+            finding("too little data", 1.0, None),
+        ),
+        figures=(lines, *figures()[1:]),
+        notes=(f"{name} diverged.",),
+        provenance={"seeds": f"0, 1, 2 of {name}"},
+        command=f"normattn reproduce keynorm --out {name}",
+    )

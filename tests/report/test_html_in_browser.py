@@ -1,0 +1,135 @@
+"""The page opened in Chromium at two widths: it draws, fits, sorts, filters, toggles and tells."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.report import examples
+
+from normattn.report.html import page_html
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+
+FRAME = """<!DOCTYPE html>
+<body style="margin: 0">
+<iframe src="report.html" width="{width}" height="1500" style="border: 0"></iframe>
+<script>
+const look = () => {{
+  const said = document.querySelector("iframe").contentDocument.documentElement.dataset.said;
+  if (said) document.documentElement.dataset.said = said;
+  else setTimeout(look, 50);
+}};
+addEventListener("load", look);
+</script>
+"""
+PROBE = Path(__file__).with_name("probe.js")
+
+
+def chromium(page: Path, width: int, *more: str) -> str:
+    """What Chromium prints for a page in a window of some width, with a profile of its own."""
+    profile = page.parent / f"profile{width}"
+    told = subprocess.run(
+        [
+            CHROMIUM,
+            *FLAGS,
+            f"--user-data-dir={profile}",
+            f"--window-size={width},1600",
+            *more,
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert told.returncode == 0, told.stderr
+    return told.stdout
+
+
+@pytest.fixture(scope="module", params=[1280, 390])
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the page showed to a reader at one width."""
+    page = tmp_path_factory.mktemp("page") / "report.html"
+    text = page_html(examples.page())
+    # An iframe has the wanted width even where the window cannot be made that narrow.
+    probe = f"</title><script>{PROBE.read_text(encoding='utf-8')}</script>"
+    page.write_text(text.replace("</title>", probe, 1), encoding="utf-8")
+    frame = page.with_name("frame.html")
+    frame.write_text(FRAME.format(width=request.param), encoding="utf-8")
+    dom = chromium(
+        frame, 1280, "--allow-file-access-from-files", "--virtual-time-budget=20000", "--dump-dom"
+    )
+    match = re.search(r'data-said="([^"]*)"', dom)
+    assert match, dom[:2000]
+    return json.loads(html.unescape(match[1]))
+
+
+def test_the_page_draws_and_fits(said: Any) -> None:
+    assert said["failures"] == []
+    assert said["overflow"] <= 0
+    assert said["beyond"] == 0
+    assert said["overlaps"] == 0
+    assert said["numbers"] == 0
+    assert len(said["drawn"]) == len(examples.page().figures)
+    assert min(said["drawn"]) >= 3
+
+
+def test_tables_sort_and_filter(said: Any) -> None:
+    written = ["Baseline", "QNA", "KNA", "CosA", "Other"]
+    assert said["ascending"] == ["CosA", "Baseline", "QNA", "Other", "KNA"]
+    assert said["sort"] == "ascending"
+    assert said["descending"] == ["Other", "QNA", "Baseline", "CosA", "KNA"]
+    assert said["written"] == written
+    assert said["byName"] == sorted(written)
+    assert said["filtered"] == ["Baseline", "QNA"]
+    assert said["counted"] == "2 of 5 rows"
+
+
+def test_lines_are_switched_off_and_on(said: Any) -> None:
+    assert said["before"] == 16
+    assert "Baseline" not in said["after"]
+    assert len(said["after"]) == 14
+    assert said["pressed"] == "false"
+    assert said["none"] == 0
+    assert said["all"] == 16
+
+
+def test_values_are_told(said: Any) -> None:
+    assert said["tip"] == "Baseline-logn\nposition: 24\naccuracy (%): 29.9 [28.4, 31.4]"
+    assert all(said["tips"])
+    assert any("[" in tip for tip in said["tips"])
+    assert said["left"]
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    name = (
+        "<img src=x onerror=\"document.title='broken'\">"
+        "</script><script>document.title='broken'</script>"
+    )
+    page.write_text(page_html(examples.page(name)), encoding="utf-8")
+    dom = chromium(page, 1280, "--virtual-time-budget=3000", "--dump-dom")
+    assert "<title>broken" not in dom
+    assert "<img" not in dom
+    assert "onerror=" in dom  # as text
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_can_be_photographed(width: int, tmp_path: Path) -> None:
+    page, image = tmp_path / "report.html", tmp_path / "page.png"
+    page.write_text(page_html(examples.page()), encoding="utf-8")
+    chromium(page, width, f"--screenshot={image}")
+    assert image.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,129 @@
+"""Images: stable bytes, labels that do not collide, nothing cut off, nothing imported early."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure as Drawn
+from matplotlib.image import imread
+from matplotlib.text import Text
+from tests.report import examples
+
+from normattn.report.figure import Figure
+from normattn.report.plots import Format, curves, density, draw, grid, intervals
+from normattn.report.plots.labels import spread
+from normattn.report.plots.style import house_style
+
+KINDS = [
+    pytest.param(figure, id=f"{n}-{figure.name}") for n, figure in enumerate(examples.figures())
+]
+
+
+@pytest.mark.parametrize("figure", KINDS)
+@pytest.mark.parametrize("form", ["png", "svg"])
+def test_equal_figures_give_equal_bytes(figure: Figure, form: Format) -> None:
+    first = draw(figure, form)
+    assert first == draw(figure, form)
+    assert first.startswith(b"\x89PNG" if form == "png" else b"<?xml")
+
+
+def test_another_process_and_other_settings_of_the_user_give_the_same_bytes(
+    tmp_path: object,
+) -> None:
+    code = (
+        "import hashlib, matplotlib as mpl; mpl.rcParams['font.size'] = 20;"
+        "from normattn.report.plots import draw; from tests.report import examples;"
+        "print(hashlib.sha256(b''.join(map(draw, examples.figures()))).hexdigest())"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    here = hashlib.sha256(b"".join(map(draw, examples.figures()))).hexdigest()
+    assert told.stdout.strip() == here
+
+
+def test_a_figure_of_other_numbers_is_another_image() -> None:
+    assert draw(examples.position_curves()) != draw(examples.position_curves(panels=1))
+
+
+def test_the_report_is_imported_without_matplotlib() -> None:
+    code = (
+        "import sys, normattn.report, normattn.report.plots, normattn.report.html;"
+        "assert 'matplotlib' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("lines", [1, 8, 24])
+def test_labels_at_the_ends_of_lines_do_not_overlap(lines: int) -> None:
+    names = tuple(f"a longer name {n}" for n in range(lines))
+    figure = examples.position_curves(names, panels=3)
+    with house_style():
+        drawn = curves.plot(figure)
+        FigureCanvasAgg(drawn).draw()
+        for axis in drawn.axes:
+            # Text's own extent: an annotation's holds the line that joins it, too.
+            texts = [text for text in axis.texts if text.get_text() in names]
+            boxes = [Text.get_window_extent(text) for text in texts]
+            assert len(boxes) == lines
+            boxes.sort(key=lambda box: box.y0)
+            assert all(upper.y0 >= lower.y1 - 0.5 for lower, upper in pairwise(boxes))
+            others = [other for other in drawn.axes if other is not axis]
+            assert not any(box.overlaps(other.bbox) for box in boxes for other in others)
+
+
+@pytest.mark.parametrize("figure", KINDS)
+def test_no_text_is_cut_off(figure: Figure) -> None:
+    modules = {"Curves": curves, "Intervals": intervals, "Grid": grid, "Density": density}
+    with house_style():
+        drawn: Drawn = modules[type(figure).__name__].plot(figure)  # type: ignore[arg-type]
+        canvas = FigureCanvasAgg(drawn)
+        canvas.draw()
+        box = drawn.get_tightbbox(canvas.get_renderer())  # type: ignore[attr-defined]
+    width, height = drawn.get_size_inches()
+    assert box.x0 >= 0
+    assert box.y0 >= 0
+    assert box.x1 <= width
+    assert box.y1 <= height
+
+
+def test_families_share_a_colour_and_differ_by_dashes() -> None:
+    with house_style():
+        axis = curves.plot(examples.position_curves()).axes[0]
+    lines = [line for line in axis.lines if len(line.get_xdata()) > 2]  # type: ignore[arg-type]
+    colours = [line.get_color() for line in lines]
+    assert colours[0::2] == colours[1::2]
+    assert len(set(colours)) == 4
+    assert all(
+        a.get_linestyle() != b.get_linestyle() for a, b in zip(lines[::2], lines[1::2], strict=True)
+    )
+
+
+def test_the_image_has_ink_of_every_family() -> None:
+    pixels = imread(io.BytesIO(draw(examples.position_curves())), format="png")
+    red, green, blue = np.rint(255 * pixels[..., :3]).astype(int).reshape(-1, 3).T
+    seen = set((red << 16 | green << 8 | blue).tolist())
+    assert {0x000000, 0xE69F00, 0x0072B2, 0x009E73} <= seen
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ([0.5], [0.5]),
+        ([0.5, 0.5], [0.45, 0.55]),
+        ([0.0, 0.0, 0.9], [0.0, 0.1, 0.9]),
+        ([1.0, 0.98], [1.0, 0.9]),
+        ([0.2, 0.8, 0.25], [0.175, 0.8, 0.275]),
+    ],
+)
+def test_labels_keep_their_order_and_a_gap(wanted: list[float], expected: list[float]) -> None:
+    assert spread(wanted, 0.1, 0.0, 1.0) == pytest.approx(expected)
+
+
+def test_labels_without_room_stand_evenly() -> None:
+    assert spread([0.5] * 5, 0.4, 0.0, 1.0) == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
