@@ -64,10 +64,18 @@ class Result:
     seconds: float
 
 
-def part_names() -> list[str]:
-    """The modules of `faults.parts`, in alphabetical order."""
+def part_names(full: bool = True) -> list[str]:
+    """The modules of `faults.parts`, in order; without those of a whole campaign alone.
+
+    Such a part says `FULL_ONLY = True`: its smallest trial takes too long for the tests.
+    """
     package = importlib.import_module("faults.parts")
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    return [name for name in names if full or not _is_full_only(name)]
+
+
+def _is_full_only(name: str) -> bool:
+    return bool(getattr(importlib.import_module(f"faults.parts.{name}"), "FULL_ONLY", False))
 
 
 def run_part(name: str, folder: Path, seed: int, full: bool) -> Result:
@@ -78,6 +86,23 @@ def run_part(name: str, folder: Path, seed: int, full: bool) -> Result:
     before = time.monotonic()
     counts: Iterable[Count] = module.run(Campaign(folder, seed, full))
     return Result(name, tuple(counts), time.monotonic() - before)
+
+
+def read_record(out: Path) -> dict[str, Result]:
+    """The results on record, by part: those of parts that are not run again are kept."""
+    file = out / "faults.json"
+    if not file.exists():
+        return {}
+    return {
+        each["part"]: Result(
+            each["part"],
+            tuple(
+                Count(one["promise"], one["trials"], one["examples"]) for one in each["promises"]
+            ),
+            each["seconds"],
+        )
+        for each in json.loads(file.read_text())["parts"]
+    }
 
 
 def write_record(results: Sequence[Result], seed: int, full: bool, out: Path) -> None:

@@ -21,7 +21,7 @@ from faults.commands import COMMANDS, Command, Setting, judged_files, make_setti
 from faults.processes import Ended, in_groups, race
 
 TESTS = Path(__file__).parents[2]
-TRIALS_OF_A_COMMAND = 60
+TRIALS_OF_A_SHARE = 12
 _FULL = "a command that finds the disk full ends with 2 and one sentence, or is done"
 _FELT = "where nothing at all can be written, a command does not pretend to be done"
 _HALF = "what a command left behind on a full disk is whole"
@@ -50,6 +50,7 @@ def _by_size(
     sizes = sorted({path.stat().st_size for path in good.rglob("*") if path.is_file()})
     limits = [0, *(size - 1 for size in sizes if size > 1)]
     limits = limits if every else limits[:: max(1, len(limits) // 3)]
+    limits = limits[:: max(1, len(limits) // (8 * command.share))]
     outs = [setting.folder / f"{command.name}-limit-{limit}" for limit in limits]
     works = [
         _limited(limit, work_of(command.line(setting, out)))
@@ -115,7 +116,7 @@ def _by_preload(campaign: Campaign, setting: Setting, said: Count, whole: Count)
 
 
 def _preloaded(setting: Setting, library: Path, record: Path) -> None:
-    """Every write of every command fails once, or as many as there is time for."""
+    """Every write of a command fails once, or as many of them as its share of trials allows."""
     disk = ctypes.CDLL(str(library))
     disk.faults_writes.restype = ctypes.c_long
     said, whole = Count(_FULL), Count(_HALF)
@@ -126,7 +127,8 @@ def _preloaded(setting: Setting, library: Path, record: Path) -> None:
         note = setting.folder / "writes"
         race([_noting(disk, note, work_of(command.line(setting, good)))])
         writes, expected = int(note.read_text()), judged_files(good, command.judged)
-        numbers = range(1, writes + 1, max(1, writes // TRIALS_OF_A_COMMAND))
+        step = max(1, writes // (TRIALS_OF_A_SHARE * command.share))
+        numbers = range(1, writes + 1, step)
         outs = [setting.folder / f"{command.name}-write-{number}" for number in numbers]
         works = [
             _failing(disk, number, work_of(command.line(setting, out)))
