@@ -13,6 +13,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,9 +34,11 @@ def run(campaign: Campaign) -> Iterator[Count]:
     setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
     names = {"train", "extend", "export", "report"} if campaign.full else {"train", "export"}
     for command in (each for each in COMMANDS if each.name in names):
+        if not campaign.has_time:
+            break
         ends = _by_size(setting, command, campaign.full, said, whole)
         felt.check(ends[0].code == 2, f"{command.name}: {ends[0].shown}")
-    if campaign.full:
+    if campaign.full and campaign.has_time:
         _by_preload(campaign, setting, said, whole)
     yield from (said, whole, felt)
 
@@ -98,9 +101,10 @@ def _by_preload(campaign: Campaign, setting: Setting, said: Count, whole: Count)
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True
     )
-    record = campaign.folder / "preloaded.json"
+    record, left = campaign.folder / "preloaded.json", campaign.until - time.monotonic()
+    program = [sys.executable, "-m", "faults.parts.disk"]
     subprocess.run(
-        [sys.executable, "-m", "faults.parts.disk", str(setting.folder), str(library), str(record)],
+        [*program, str(setting.folder), str(library), str(record), str(left)],
         check=True,
         cwd=TESTS,
         env={
@@ -115,11 +119,12 @@ def _by_preload(campaign: Campaign, setting: Setting, said: Count, whole: Count)
         count.failures += failures
 
 
-def _preloaded(setting: Setting, library: Path, record: Path) -> None:
+def _preloaded(setting: Setting, library: Path, record: Path, seconds: float) -> None:
     """Every write of a command fails once, or as many of them as its share of trials allows."""
     disk = ctypes.CDLL(str(library))
     disk.faults_writes.restype = ctypes.c_long
     said, whole = Count(_FULL), Count(_HALF)
+    until = time.monotonic() + seconds
     for command in COMMANDS:
         if command.name in ("generate", "tokenise"):
             continue
@@ -137,6 +142,8 @@ def _preloaded(setting: Setting, library: Path, record: Path) -> None:
         for number, out, end in zip(numbers, outs, in_groups(works), strict=True):
             where = f"{command.name}, full at write {number} of {writes}"
             judge(command, out, expected, end, where, said, whole)
+            if time.monotonic() > until:
+                break
     found = [(each.promise, each.trials, each.failures) for each in (said, whole)]
     record.write_text(json.dumps(found))
 
@@ -161,4 +168,4 @@ def _failing(disk: ctypes.CDLL, number: int, work: Callable[[], int]) -> Callabl
 
 
 if __name__ == "__main__":
-    _preloaded(Setting(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]))
+    _preloaded(Setting(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]))

@@ -36,6 +36,8 @@ def run(campaign: Campaign) -> Iterator[Count]:
     loser = Count("a loser ends with one sentence and exit status 2")
     for identical in (False, True):
         for number in range(rounds):
+            if not campaign.has_time:
+                break
             place = campaign.folder / f"{'same' if identical else 'other'}-{number}"
             seeds = [0] * RACERS if identical else list(range(RACERS))
             ends = race([_racer(place, seed, campaign.seed + number * 8 + at)
@@ -57,6 +59,8 @@ def _commands_at_once(campaign: Campaign) -> Iterator[Count]:
         race([work_of(command.line(setting, alone))])
         expected = judged_files(alone, command.judged)
         for number in range(2 * command.share if campaign.full else 1):
+            if not campaign.has_time:
+                break
             out = setting.folder / f"{command.name}-at-once-{number}"
             ends = race([work_of(command.line(setting, out)) for _ in range(RACERS)])
             found = judged_files(out, command.judged)

@@ -61,6 +61,8 @@ def run(campaign: Campaign) -> Iterator[Count]:
         if end.code == STOPPED and number % 4 == 0:
             found = goes_on(setting, trial)
             again.check(found is None, str(found))
+        if not campaign.has_time:
+            break
     yield from (stopped, again)
 
 
