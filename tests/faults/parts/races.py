@@ -44,21 +44,21 @@ def run(campaign: Campaign) -> Iterator[Count]:
                          for at, seed in enumerate(seeds)])  # fmt: skip
             _judge(place, seeds, ends, holder, somebody, loser)
     yield from (holder, somebody, loser)
-    yield from _commands_at_once(campaign)
+    if campaign.full:
+        yield from _commands_at_once(campaign)
 
 
 def _commands_at_once(campaign: Campaign) -> Iterator[Count]:
     """Whole commands, each given several times at the same moment with the same output."""
-    setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
-    names = ["train", "tokenise", "export"]
-    names += ["extend", "report", "inspect"] if campaign.full else []
+    setting = make_setting(campaign.folder / "setting")
+    names = ("train", "tokenise", "export", "extend", "report", "inspect")
     done = Count("of identical commands at once one does the work, and its files are whole")
     other = Count("of identical commands at once every other is done too or ends with one sentence")
     for command in (each for each in COMMANDS if each.name in names):
         alone = setting.folder / f"alone-{command.name}"
         race([work_of(command.line(setting, alone))])
         expected = judged_files(alone, command.judged)
-        for number in range(2 * command.share if campaign.full else 1):
+        for number in range(2 * command.share):
             if not campaign.has_time:
                 break
             out = setting.folder / f"{command.name}-at-once-{number}"
