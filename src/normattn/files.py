@@ -34,8 +34,11 @@ def expanded(path: str | Path) -> Path:
         raise InputError(
             f"{text}: there is no user {text[1:].partition('/')[0]!r} whose home it could mean"
         ) from error
-    raw = os.fsencode(found)
-    longest = max((len(os.fsencode(part)) for part in found.parts), default=0)
+    try:
+        raw = os.fsencode(found)
+    except UnicodeEncodeError as error:
+        raise InputError(f"{text!r} cannot be the name of a file: it is no text") from error
+    longest = max((len(part) for part in raw.split(b"/")), default=0)
     if longest > _LONGEST_NAME or len(raw) > _LONGEST_PATH:
         raise InputError(
             f"{text!r} cannot be the name of a file: it has {max(longest, 1)} bytes between two "

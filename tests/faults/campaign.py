@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import pkgutil
 import random
 import shutil
@@ -43,11 +44,21 @@ class Count:
 
 @dataclass(frozen=True)
 class Campaign:
-    """What a part gets: an empty folder of its own, a seed, and how much is asked of it."""
+    """What a part gets: an empty folder of its own, a seed, and how much is asked of it.
+
+    A part asks `has_time` before each trial and counts what it did; `until` is of
+    `time.monotonic`.
+    """
 
     folder: Path
     seed: int
     full: bool
+    until: float = math.inf
+
+    @property
+    def has_time(self) -> bool:
+        """Whether there is time for another trial."""
+        return time.monotonic() < self.until
 
     @property
     def random(self) -> random.Random:
@@ -64,20 +75,43 @@ class Result:
     seconds: float
 
 
-def part_names() -> list[str]:
-    """The modules of `faults.parts`, in alphabetical order."""
+def part_names(full: bool = True) -> list[str]:
+    """The modules of `faults.parts`, in order; without those of a whole campaign alone.
+
+    Such a part says `FULL_ONLY = True`: its smallest trial takes too long for the tests.
+    """
     package = importlib.import_module("faults.parts")
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    return [name for name in names if full or not _is_full_only(name)]
 
 
-def run_part(name: str, folder: Path, seed: int, full: bool) -> Result:
-    """Run `faults.parts.NAME.run` in an empty folder and take its counts."""
+def _is_full_only(name: str) -> bool:
+    return bool(getattr(importlib.import_module(f"faults.parts.{name}"), "FULL_ONLY", False))
+
+
+def run_part(name: str, folder: Path, seed: int, full: bool, seconds: float = math.inf) -> Result:
+    """Run `faults.parts.NAME.run` in an empty folder and take its counts, made in `seconds`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     module: Any = importlib.import_module(f"faults.parts.{name}")
     before = time.monotonic()
-    counts: Iterable[Count] = module.run(Campaign(folder, seed, full))
+    counts: Iterable[Count] = module.run(Campaign(folder, seed, full, before + seconds))
     return Result(name, tuple(counts), time.monotonic() - before)
+
+
+def read_record(out: Path) -> dict[str, Result]:
+    """The results on record, by part: those of parts that are not run again are kept."""
+    file = out / "faults.json"
+    if not file.exists():
+        return {}
+    return {
+        each["part"]: Result(
+            each["part"],
+            tuple(Count(one["promise"], one["trials"], one["found"]) for one in each["promises"]),
+            each["seconds"],
+        )
+        for each in json.loads(file.read_text())["parts"]
+    }
 
 
 def write_record(results: Sequence[Result], seed: int, full: bool, out: Path) -> None:
@@ -95,7 +129,7 @@ def write_record(results: Sequence[Result], seed: int, full: bool, out: Path) ->
                         "promise": count.promise,
                         "trials": count.trials,
                         "failures": len(count.failures),
-                        "examples": count.failures[:SHOWN_FAILURES],
+                        "found": count.failures,
                     }
                     for count in each.counts
                 ],

@@ -112,12 +112,14 @@ class Command:
     """A command line with its own output.
 
     `judged` are the files that must be there at the end, and, unless clocks go into them, the same.
+    `share` is how many trials it gets beside the others: the quick ones get more.
     """
 
     name: str
     arguments: Callable[[Setting, Path], tuple[object, ...]]
     judged: tuple[str, ...]
     deterministic: bool = True
+    share: int = 1
 
     def line(self, setting: Setting, out: Path) -> list[str]:
         """The words after `normattn`."""
@@ -129,6 +131,7 @@ COMMANDS = (
         "train",
         lambda s, out: ("train", "--preset", s.preset, "--score", "KNA", "--out", out),
         ("config.json", "metrics.jsonl", "model/*", "tokeniser.json"),
+        share=8,
     ),
     Command(
         "tokenise",
@@ -138,6 +141,7 @@ COMMANDS = (
         ),
         ("config.json", "metrics.jsonl", "model/*", "tokeniser.json"),
         deterministic=False,
+        share=8,
     ),
     Command(
         "extend",
@@ -154,6 +158,7 @@ COMMANDS = (
         "generate",
         lambda s, out: ("generate", s.run, "--prompt", "word1", "--max-new-tokens", "20"),
         (),
+        share=4,
     ),
     Command("inspect", lambda s, out: ("inspect", s.run, "--out", out), ("*.json", "*.svg")),
 )

@@ -55,14 +55,15 @@ def draw(
     kinds: Sequence[signal.Signals],
     chance: random.Random,
 ) -> list[Trial]:
-    """`count` trials over the commands in turn, half at an event and half at a time."""
+    """`count` trials over the commands by their shares, half at an event and half at a time."""
+    shares = [measured for measured in commands for _ in range(measured.command.share)]
     trials = []
     for number in range(count):
-        measured = commands[number % len(commands)]
+        measured = shares[number % len(shares)]
         out = setting.folder / f"{measured.command.name}-{chance.getrandbits(60):x}"
         work = work_of(measured.command.line(setting, out))
         kind = chance.choice(list(kinds))
-        if number // len(commands) % 2 == 0:
+        if chance.random() < 0.5:
             at = chance.randint(1, measured.events)
             moment = f"{kind.name} before event {at} of {measured.events}"
             work = before_event(work, at, _sending(kind))

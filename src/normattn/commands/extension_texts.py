@@ -13,6 +13,7 @@ from jaxtyping import Int64
 from normattn.data.corpora import parse_corpus
 from normattn.data.evaluation_sets import EvaluationSet
 from normattn.data.retrieval import RetrievalSet
+from normattn.data.tokeniser import cut_runs
 from normattn.errors import InputError
 
 DEFAULT_TEXT = ("python-source",)
@@ -134,7 +135,8 @@ def _encoded(tokeniser: Any, text: Sequence[str], wanted: int) -> Int64[np.ndarr
         ids: list[int] = []
         for corpus in corpora:
             for document in corpus.documents(limit):
-                ids += _plain(tokeniser, document.text)
+                for piece in cut_runs(document.text):
+                    ids += _plain(tokeniser, piece)
         if len(ids) >= wanted:
             break
     return np.array(ids, np.int64)

@@ -13,6 +13,7 @@ from typing import Any
 
 from normattn import atomic
 from normattn.errors import InputError
+from normattn.files import expanded
 from normattn.locks import locked
 from normattn.structured import read_object
 
@@ -26,7 +27,7 @@ def default_cache_dir() -> Path:
     """$NORMATTN_CACHE, else $XDG_CACHE_HOME/normattn, else ~/.cache/normattn."""
     own = os.environ.get("NORMATTN_CACHE")
     if own:
-        return Path(own).expanduser()
+        return expanded(own)
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "normattn"
 

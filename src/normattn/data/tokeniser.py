@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from normattn.errors import InputError
 SEPARATOR = "<|doc|>"
 SEPARATOR_ID = 0
 SAMPLE_BYTES = 32 << 20
+RUN_CHARACTERS = 1 << 15
+_RUN = re.compile(rf"\S{{{RUN_CHARACTERS + 1},}}")
 _VARIABLE = "TOKENIZERS_PARALLELISM"
 
 
@@ -49,9 +52,16 @@ class Tokeniser:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of several texts."""
+        parts = [cut_runs(text) for text in texts]
+        flat = [piece for pieces in parts for piece in pieces]
         with one_thread():
-            encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+            encodings = iter(self._bpe.encode_batch_fast(flat, add_special_tokens=False))
+        return [
+            [token for _ in pieces for token in next(encodings).ids]
+            if len(pieces) > 1
+            else next(encodings).ids
+            for pieces in parts
+        ]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of token ids; separators are shown, a half character becomes U+FFFD."""
@@ -105,10 +115,25 @@ def train_tokeniser(
     return Tokeniser(bpe.to_str())
 
 
+def cut_runs(text: str) -> list[str]:
+    """The text in pieces none of which has a run of more than 32,768 characters without a space.
+
+    The whole text in one piece, but for such a run: to a byte pair encoding it is one word, whose
+    merges take memory and time out of all proportion.
+    """
+    pieces, start = [], 0
+    for run in _RUN.finditer(text):
+        ends = range(run.start() + RUN_CHARACTERS, run.end(), RUN_CHARACTERS)
+        for end in ends:
+            pieces.append(text[start:end])
+            start = end
+    return [*pieces, text[start:]]
+
+
 def _sample(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
     taken = 0
     for text in texts:
-        yield text
+        yield from cut_runs(text)
         taken += len(text.encode())
         if taken >= sample_bytes:
             return

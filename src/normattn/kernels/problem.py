@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -192,8 +192,20 @@ def stack_of(problem: Problem) -> Stack:
     return Stack(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.dtype)
 
 
+def check_dense(name: str, operand: Any) -> None:
+    """Refuse what is no tensor, and a tensor without numbers of its own: sparse, or on `meta`."""
+    if not isinstance(operand, Tensor):
+        raise InputError(f"{name} must be a tensor, but it is a {type(operand).__name__}")
+    if operand.layout is not torch.strided:
+        raise InputError(f"{name} must be a dense tensor, but its layout is {operand.layout}")
+    if operand.is_meta:
+        raise InputError(f"{name} is on the meta device, where a tensor holds no numbers")
+
+
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse tensors that do not belong together, with their shapes."""
+    for name, operand in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, operand)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise InputError(f"q, k and v must be (batch, heads, tokens, size), but they are {shapes}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.kernels import Problem, Visibility
 from normattn.kernels.observe import announce, confine
-from normattn.kernels.problem import check_shapes
+from normattn.kernels.problem import check_dense, check_shapes
 from normattn.layers.carry import Carry, joined, refuse_carry
 from normattn.score import Positions, Prepared, Score, ScoreSpec
 from normattn.score.spec import as_spec
@@ -201,6 +201,7 @@ def _check(
             f"dimension {expected[2]}, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
         )
     if mask is not None:
+        check_dense("attn_mask", mask)
         full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         try:
             fits = mask.dim() >= 2 and mask.expand(full).shape == full
@@ -211,12 +212,14 @@ def _check(
                 f"attn_mask must be boolean or floating and broadcast to {full}, but it is "
                 f"{mask.dtype} of {tuple(mask.shape)}"
             )
-    if not 0 <= dropout < 1:
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise InputError(f"dropout_p must be at least 0 and below 1, but it is {dropout}")
 
 
 def _check_padding(name: str, what: str, padding: Tensor | None, x: Tensor) -> None:
     expected = (x.shape[0], x.shape[2])
+    if padding is not None:
+        check_dense(name, padding)
     if padding is not None and (padding.shape != expected or padding.dtype != torch.bool):
         raise InputError(
             f"{name} must be boolean (batch, {what}) = {expected}, True where one is padding, but "
@@ -236,6 +239,7 @@ def _check_documents(spec: ScoreSpec, documents: Tensor | None, q: Tensor, k: Te
         raise InputError(
             f"{spec.name} keeps documents apart and needs documents=…, integers {expected}"
         )
+    check_dense("documents", documents)
     if q.shape[2] > k.shape[2]:
         raise InputError(
             f"with documents the queries are the last of the keys, but there are {q.shape[2]} "
@@ -251,6 +255,7 @@ def _check_documents(spec: ScoreSpec, documents: Tensor | None, q: Tensor, k: Te
 def _check_positions(name: str, positions: Tensor | None, x: Tensor) -> None:
     if positions is None:
         return
+    check_dense(name, positions)
     batch, tokens = x.shape[0], x.shape[2]
     shapes = ((tokens,), (1, tokens), (batch, tokens))
     # Differences are taken: an unsigned type would wrap around and show the future.

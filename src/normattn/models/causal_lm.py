@@ -20,6 +20,7 @@ from normattn.kernels.cross_entropy import (
 )
 from normattn.models.cache import ModelCache
 from normattn.models.config import CausalLMConfig
+from normattn.models.ids import checked_ids
 from normattn.models.initialisation import initialise
 from normattn.models.method import MethodHandle
 from normattn.models.reading import Reading
@@ -85,7 +86,7 @@ class CausalLM(nn.Module):
         first real token, so left padding changes nothing. With a `cache` (`new_cache`) the ids
         go on from those that it holds, and join them; it is for inference, without gradients.
         """
-        x = self._embed(ids)
+        x = self._embed(checked_ids(ids))
         if cache is None:
             x = self.blocks(x, Reading(key_padding, None, self._documents(ids)))
         else:
@@ -127,8 +128,9 @@ class CausalLM(nn.Module):
         self, ids: Tensor, key_padding: Tensor | None, cache: ModelCache, chunk: int
     ) -> Iterator[Tensor]:
         """The hidden vectors of `chunk` tokens after another."""
-        if chunk < 1:
-            raise InputError(f"chunk is {chunk}; it must be at least 1")
+        if not isinstance(chunk, int) or chunk < 1:
+            raise InputError(f"chunk is {chunk}; it must be a whole number of at least 1")
+        checked_ids(ids)
         for start in range(0, ids.shape[1], chunk):
             part = slice(start, start + chunk)
             padding = None if key_padding is None else key_padding[:, part]
@@ -159,6 +161,8 @@ class CausalLM(nn.Module):
         in chunks, so that memory follows neither the batch nor, beside keys and values, the
         length. Raises `InputError` below two tokens.
         """
+        if checked_ids(ids).shape[1] < 2:
+            raise InputError(f"rows of {ids.shape[1]} tokens predict nothing; give at least 2")
         rows = max(1, _SCORED_TOKENS // ids.shape[1])
         long = ids.shape[1] - 1 > _SCORED_TOKENS
         with without_dropout(self):
@@ -234,7 +238,7 @@ class CausalLM(nn.Module):
         return x
 
     def _predictions(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        if ids.shape[1] < 2:
+        if checked_ids(ids).shape[1] < 2:
             raise InputError(f"rows of {ids.shape[1]} tokens predict nothing; give at least 2")
         hidden = self.hidden(ids[:, :-1])
         return hidden.flatten(0, 1), ids[:, 1:].flatten()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,8 +138,11 @@ def generate(
     """
     sampling = Sampling(temperature, top_k, top_p)
     stops = Stops.of(stop, decode, model.config.vocab_size)
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise InputError(
+            f"max_new_tokens is {max_new_tokens!r}; it must be a whole number of at least 1"
+        )
+    _check_prompts(prompts)
     rows = [
         _Row(number, generator)
         for number, generator in enumerate(row_generators(seed, len(prompts)))
@@ -160,12 +165,30 @@ def generate(
     return [row.answer(stops) for row in rows]
 
 
+def _check_prompts(prompts: Any) -> None:
+    """Refuse what is no list of lists of whole numbers; a fraction would be cut off in silence."""
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence | Tensor | np.ndarray):
+        kind = type(prompts).__name__
+        raise InputError(f"prompts must be lists of token ids, but they are a {kind}")
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, Tensor | np.ndarray):
+            whole = prompt.ndim == 1 and str(prompt.dtype).endswith(("int64", "int32"))
+        else:
+            whole = isinstance(prompt, Sequence) and all(map(_whole, prompt))
+        if not whole:
+            raise InputError(f"prompt {number} is no list of token ids, which are whole numbers")
+
+
+def _whole(token: Any) -> bool:
+    return isinstance(token, Integral) and not isinstance(token, bool)
+
+
 def left_padded(
     prompts: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Prompts as one matrix of ids, padded on the left, and where the padding is."""
     empty = [number for number, prompt in enumerate(prompts) if len(prompt) == 0]
-    if empty or not prompts:
+    if empty or len(prompts) == 0:
         which = f"prompt {empty[0]} is empty" if empty else "there is no prompt"
         raise InputError(f"{which}: a model goes on from at least one token")
     longest = max(len(prompt) for prompt in prompts)

@@ -16,6 +16,7 @@ from normattn.errors import InputError
 from normattn.kernels.cross_entropy import linear_cross_entropy, token_scores
 from normattn.layers.norms import LayerNorm
 from normattn.models.causal_lm import without_dropout
+from normattn.models.ids import checked_ids
 from normattn.models.initialisation import initialise
 from normattn.models.masked_config import MaskedLMConfig
 from normattn.models.reading import Reading
@@ -120,7 +121,7 @@ class MaskedLM(nn.Module):
         `key_padding` is True where a token is padding. `after(layer, x)` is told the output of
         every layer, and as layer −1 what the first one reads.
         """
-        x = self._embed(ids)
+        x = self._embed(checked_ids(ids))
         if after is not None:
             after(-1, x)
         x = self.blocks(x, Reading(key_padding, causal=False), after=after)

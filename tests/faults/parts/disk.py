@@ -13,6 +13,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from faults.commands import COMMANDS, Command, Setting, judged_files, make_setti
 from faults.processes import Ended, in_groups, race
 
 TESTS = Path(__file__).parents[2]
-TRIALS_OF_A_COMMAND = 60
+TRIALS_OF_A_SHARE = 12
 _FULL = "a command that finds the disk full ends with 2 and one sentence, or is done"
 _FELT = "where nothing at all can be written, a command does not pretend to be done"
 _HALF = "what a command left behind on a full disk is whole"
@@ -33,9 +34,11 @@ def run(campaign: Campaign) -> Iterator[Count]:
     setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
     names = {"train", "extend", "export", "report"} if campaign.full else {"train", "export"}
     for command in (each for each in COMMANDS if each.name in names):
+        if not campaign.has_time:
+            break
         ends = _by_size(setting, command, campaign.full, said, whole)
         felt.check(ends[0].code == 2, f"{command.name}: {ends[0].shown}")
-    if campaign.full:
+    if campaign.full and campaign.has_time:
         _by_preload(campaign, setting, said, whole)
     yield from (said, whole, felt)
 
@@ -50,6 +53,7 @@ def _by_size(
     sizes = sorted({path.stat().st_size for path in good.rglob("*") if path.is_file()})
     limits = [0, *(size - 1 for size in sizes if size > 1)]
     limits = limits if every else limits[:: max(1, len(limits) // 3)]
+    limits = limits[:: max(1, len(limits) // (8 * command.share))]
     outs = [setting.folder / f"{command.name}-limit-{limit}" for limit in limits]
     works = [
         _limited(limit, work_of(command.line(setting, out)))
@@ -97,9 +101,10 @@ def _by_preload(campaign: Campaign, setting: Setting, said: Count, whole: Count)
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True
     )
-    record = campaign.folder / "preloaded.json"
+    record, left = campaign.folder / "preloaded.json", campaign.until - time.monotonic()
+    program = [sys.executable, "-m", "faults.parts.disk"]
     subprocess.run(
-        [sys.executable, "-m", "faults.parts.disk", str(setting.folder), str(library), str(record)],
+        [*program, str(setting.folder), str(library), str(record), str(left)],
         check=True,
         cwd=TESTS,
         env={
@@ -114,11 +119,12 @@ def _by_preload(campaign: Campaign, setting: Setting, said: Count, whole: Count)
         count.failures += failures
 
 
-def _preloaded(setting: Setting, library: Path, record: Path) -> None:
-    """Every write of every command fails once, or as many as there is time for."""
+def _preloaded(setting: Setting, library: Path, record: Path, seconds: float) -> None:
+    """Every write of a command fails once, or as many of them as its share of trials allows."""
     disk = ctypes.CDLL(str(library))
     disk.faults_writes.restype = ctypes.c_long
     said, whole = Count(_FULL), Count(_HALF)
+    until = time.monotonic() + seconds
     for command in COMMANDS:
         if command.name in ("generate", "tokenise"):
             continue
@@ -126,7 +132,8 @@ def _preloaded(setting: Setting, library: Path, record: Path) -> None:
         note = setting.folder / "writes"
         race([_noting(disk, note, work_of(command.line(setting, good)))])
         writes, expected = int(note.read_text()), judged_files(good, command.judged)
-        numbers = range(1, writes + 1, max(1, writes // TRIALS_OF_A_COMMAND))
+        step = max(1, writes // (TRIALS_OF_A_SHARE * command.share))
+        numbers = range(1, writes + 1, step)
         outs = [setting.folder / f"{command.name}-write-{number}" for number in numbers]
         works = [
             _failing(disk, number, work_of(command.line(setting, out)))
@@ -135,6 +142,8 @@ def _preloaded(setting: Setting, library: Path, record: Path) -> None:
         for number, out, end in zip(numbers, outs, in_groups(works), strict=True):
             where = f"{command.name}, full at write {number} of {writes}"
             judge(command, out, expected, end, where, said, whole)
+            if time.monotonic() > until:
+                break
     found = [(each.promise, each.trials, each.failures) for each in (said, whole)]
     record.write_text(json.dumps(found))
 
@@ -159,4 +168,4 @@ def _failing(disk: ctypes.CDLL, number: int, work: Callable[[], int]) -> Callabl
 
 
 if __name__ == "__main__":
-    _preloaded(Setting(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]))
+    _preloaded(Setting(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]))

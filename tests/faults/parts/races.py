@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from faults.campaign import Campaign, Count
+from faults.commands import COMMANDS, judged_files, make_setting, work_of
 from faults.processes import Ended, race
 from normattn.errors import InputError
 from normattn.runs import RunDirectory
@@ -36,12 +36,41 @@ def run(campaign: Campaign) -> Iterator[Count]:
     loser = Count("a loser ends with one sentence and exit status 2")
     for identical in (False, True):
         for number in range(rounds):
+            if not campaign.has_time:
+                break
             place = campaign.folder / f"{'same' if identical else 'other'}-{number}"
             seeds = [0] * RACERS if identical else list(range(RACERS))
             ends = race([_racer(place, seed, campaign.seed + number * 8 + at)
                          for at, seed in enumerate(seeds)])  # fmt: skip
             _judge(place, seeds, ends, holder, somebody, loser)
     yield from (holder, somebody, loser)
+    if campaign.full:
+        yield from _commands_at_once(campaign)
+
+
+def _commands_at_once(campaign: Campaign) -> Iterator[Count]:
+    """Whole commands, each given several times at the same moment with the same output."""
+    setting = make_setting(campaign.folder / "setting")
+    names = ("train", "tokenise", "export", "extend", "report", "inspect")
+    done = Count("of identical commands at once one does the work, and its files are whole")
+    other = Count("of identical commands at once every other is done too or ends with one sentence")
+    for command in (each for each in COMMANDS if each.name in names):
+        alone = setting.folder / f"alone-{command.name}"
+        race([work_of(command.line(setting, alone))])
+        expected = judged_files(alone, command.judged)
+        for number in range(2 * command.share):
+            if not campaign.has_time:
+                break
+            out = setting.folder / f"{command.name}-at-once-{number}"
+            ends = race([work_of(command.line(setting, out)) for _ in range(RACERS)])
+            found = judged_files(out, command.judged)
+            whole = found == expected if command.deterministic else set(found) == set(expected)
+            some = any(end.code == 0 for end in ends)
+            done.check(some and whole, f"{out.name}: {found} {_shown(ends)}")
+            for end in ends:
+                held = end.code == 0 or (end.code == 2 and end.orderly)
+                other.check(held, f"{out.name}: {end.shown}")
+    yield from (done, other)
 
 
 def _racer(place: Path, seed: int, chance: int) -> Callable[[], int]:
@@ -94,4 +123,3 @@ def _pause_before_renames(chance: random.Random) -> None:
             time.sleep(chance.random() * 0.002)
 
     sys.addaudithook(pause)
-    os.sched_yield()

@@ -52,7 +52,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
     again = Count("a stopped command goes on, and gives the same files")
     names = [each.name for each in COMMANDS] if campaign.full else ["train", "generate"]
     measured = [measure(setting, each) for each in COMMANDS if each.name in names]
-    trials = draw(setting, measured, 210 if campaign.full else 8, kinds, campaign.random)
+    trials = draw(setting, measured, 150 if campaign.full else 8, kinds, campaign.random)
     for number, (trial, end) in enumerate(
         zip(trials, in_groups([each.work for each in trials]), strict=True)
     ):
@@ -61,6 +61,8 @@ def run(campaign: Campaign) -> Iterator[Count]:
         if end.code == STOPPED and number % 4 == 0:
             found = goes_on(setting, trial)
             again.check(found is None, str(found))
+        if not campaign.has_time:
+            break
     yield from (stopped, again)
 
 

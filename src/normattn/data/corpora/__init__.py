@@ -8,11 +8,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from pathlib import Path
 from urllib.parse import parse_qsl
 
 from normattn.data.corpora.corpus import Corpus, Document, kinds, register
 from normattn.errors import InputError
+from normattn.files import expanded
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -38,7 +38,7 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
     body, mark, query = text.partition("?")
     if not text.strip():
         raise InputError(f"the corpus has no name: expected {_EXPECTED}")
-    if not mark or Path(text).expanduser().exists():
+    if not mark or expanded(text).exists():
         return text, {}
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True)

@@ -14,6 +14,7 @@ from normattn.data.corpora.corpus import Corpus, Document, address, register, ta
 from normattn.data.corpora.formats import DEFAULT_FIELD, FileFormat, format_of, formats
 from normattn.data.corpora.text_file import PIECE_CHARACTERS, TEXT
 from normattn.errors import InputError
+from normattn.files import expanded, refuse_irregular
 
 WHOLE_BYTES = 1 << 20
 """A text file in a folder is one document up to this size, and cut like a single file beyond."""
@@ -48,7 +49,7 @@ class PathCorpus(Corpus):
     @classmethod
     def claims(cls, body: str) -> bool:
         """Every path that exists."""
-        return Path(body).expanduser().exists()
+        return expanded(body).exists()
 
     @classmethod
     def parse(cls, body: str, options: Mapping[str, str]) -> PathCorpus:
@@ -92,7 +93,7 @@ class PathCorpus(Corpus):
 
     @property
     def _root(self) -> Path:
-        return Path(self.path).expanduser()
+        return expanded(self.path)
 
     def _files(self) -> list[_File]:
         root = self._root
@@ -101,8 +102,7 @@ class PathCorpus(Corpus):
         if root.is_dir():
             files = self._folder(root)
         else:
-            with _readable(root):
-                files = [_File(root.name, root, format_of(root) or TEXT, root.stat().st_size)]
+            files = [_File(root.name, root, format_of(root) or TEXT, _size(root))]
         if self.field is not None and not any(file.format.has_field for file in files):
             raise InputError(f"corpus {str(self)!r}: plain text has no fields; leave out ?field=")
         return files
@@ -111,9 +111,8 @@ class PathCorpus(Corpus):
         files = []
         for path in _walk(root):
             file_format = format_of(path)
-            if file_format is not None and path.is_file():
-                with _readable(path):
-                    size = path.stat().st_size
+            if file_format is not None:
+                size = _size(path)
                 files.append(_File(path.relative_to(root).as_posix(), path, file_format, size))
         if not files:
             known = " ".join(sorted(formats()))
@@ -132,6 +131,14 @@ def _walk(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def _size(path: Path) -> int:
+    """The size of a regular file; a pipe or a device among the files is named, not passed over."""
+    with _readable(path):
+        found = path.stat()
+    refuse_irregular(path, found.st_mode)
+    return found.st_size
 
 
 class _readable:

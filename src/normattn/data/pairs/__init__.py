@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from pathlib import Path
 from urllib.parse import parse_qsl
 
 from normattn.data.pairs.source import Languages, Pair, PairSource, kinds, register
 from normattn.errors import InputError
+from normattn.files import expanded
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -37,7 +37,7 @@ def parse_pairs(text: str, languages: Languages) -> PairSource:
     if not text.strip():
         raise InputError(f"the corpus of sentence pairs has no name: expected {EXPECTED}")
     options: dict[str, str] = {}
-    if mark and not Path(text).expanduser().exists():
+    if mark and not expanded(text).exists():
         try:
             pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True)
         except ValueError as error:

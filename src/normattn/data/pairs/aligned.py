@@ -10,6 +10,7 @@ from typing import ClassVar
 from normattn.data.corpora.corpus import take_options
 from normattn.data.pairs.lines import aligned_lines, stamp
 from normattn.data.pairs.source import Languages, Pair, PairSource, register
+from normattn.files import expanded
 
 
 @register
@@ -30,14 +31,14 @@ class AlignedFiles(PairSource):
     def claims(cls, body: str) -> bool:
         """Two names with a comma between, of which the first is a file."""
         first, comma, second = body.partition(",")
-        return bool(comma and second) and Path(first).expanduser().is_file()
+        return bool(comma and second) and expanded(first).is_file()
 
     @classmethod
     def parse(cls, body: str, options: Mapping[str, str], languages: Languages) -> AlignedFiles:
         """`FILE,FILE`; there are no options."""
         take_options(body, options, [])
         first, _, second = body.partition(",")
-        return cls(Path(first).expanduser(), Path(second).expanduser())
+        return cls(expanded(first), expanded(second))
 
     def pairs(self) -> Iterator[Pair]:
         """Stream the lines."""

@@ -12,6 +12,7 @@ from normattn.data.pairs.lines import aligned_lines, stamp
 from normattn.data.pairs.source import Languages, Pair, PairSource, register
 from normattn.data.splits import SPLITS, SplitName
 from normattn.errors import InputError
+from normattn.files import expanded
 
 _STARTS: tuple[tuple[SplitName, tuple[str, ...]], ...] = (
     ("train", ("train",)),
@@ -49,13 +50,13 @@ class PairFolder(PairSource):
     @classmethod
     def claims(cls, body: str) -> bool:
         """Every folder."""
-        return Path(body).expanduser().is_dir()
+        return expanded(body).is_dir()
 
     @classmethod
     def parse(cls, body: str, options: Mapping[str, str], languages: Languages) -> PairFolder:
         """`FOLDER` or `FOLDER?test=NAME`."""
         test = take_options(body, options, ["test"])["test"]
-        return cls(Path(body).expanduser(), languages, test)
+        return cls(expanded(body), languages, test)
 
     def pairs(self) -> Iterator[Pair]:
         """Stream the splits one after another; training pairs keep theirs open for cutting."""

@@ -13,6 +13,7 @@ from normattn.data.pairs.lines import stamp
 from normattn.data.pairs.source import Languages, Pair, PairSource, register
 from normattn.data.splits import SPLITS, SplitName
 from normattn.errors import InputError
+from normattn.files import expanded
 from normattn.structured import json_lines, parse_json
 
 _ENDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -36,13 +37,13 @@ class JsonPairs(PairSource):
     @classmethod
     def claims(cls, body: str) -> bool:
         """An existing file that ends in .jsonl or .ndjson, also .gz."""
-        return body.endswith(_ENDS) and Path(body).expanduser().is_file()
+        return body.endswith(_ENDS) and expanded(body).is_file()
 
     @classmethod
     def parse(cls, body: str, options: Mapping[str, str], languages: Languages) -> JsonPairs:
         """`FILE.jsonl`; there are no options."""
         take_options(body, options, [])
-        return cls(Path(body).expanduser(), languages)
+        return cls(expanded(body), languages)
 
     def pairs(self) -> Iterator[Pair]:
         """Stream the lines; `InputError` names the line that is no pair."""

@@ -22,6 +22,7 @@ from normattn.data.relations.documents import RelationCorpus
 from normattn.data.relations.word_pieces import WordPieces, train_word_pieces
 from normattn.data.splits import SPLITS, SplitName
 from normattn.errors import InputError
+from normattn.files import expanded
 from normattn.structured import read_object
 
 FORMAT = 1
@@ -86,7 +87,7 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
 def look_for_relations(config: RelationConfig) -> None:
     """Raise `InputError` where a corpus's files or its vocabulary are not there; none is read."""
     if not config.embedded:
-        folders.look_for_folder(Path(config.corpus).expanduser())
+        folders.look_for_folder(expanded(config.corpus))
     if config.vocabulary is not None:
         _vocabulary(config)
 
@@ -115,7 +116,7 @@ def _key(config: RelationConfig) -> str:
     if config.embedded:
         source = python_imports.fingerprint()
     else:
-        source = folders.fingerprint(Path(config.corpus).expanduser())
+        source = folders.fingerprint(expanded(config.corpus))
     fields = config.model_dump(mode="json", exclude={"corpus", "vocabulary"})
     vocabulary = _vocabulary_digest(config)
     decides = [FORMAT, tokenizers.__version__, source, vocabulary, fields]
@@ -128,7 +129,7 @@ def _vocabulary_digest(config: RelationConfig) -> str | None:
 
 def _vocabulary(config: RelationConfig) -> Path:
     """The file of a given vocabulary."""
-    path = Path(config.vocabulary or "").expanduser()
+    path = expanded(config.vocabulary or "")
     if not path.is_file():
         raise InputError(f"the vocabulary {path} does not exist; expected a WordPiece vocab.txt")
     return path
@@ -136,7 +137,7 @@ def _vocabulary(config: RelationConfig) -> Path:
 
 def _read(config: RelationConfig) -> RelationCorpus:
     if not config.embedded:
-        return folders.read_folder(Path(config.corpus).expanduser())
+        return folders.read_folder(expanded(config.corpus))
     return python_imports.read_python_imports(
         config.modules,
         config.seed,
@@ -171,7 +172,7 @@ def _word_pieces(config: RelationConfig, corpus: RelationCorpus) -> WordPieces:
     if config.vocabulary is None:
         texts = [document.text for document in corpus.splits["train"]]
         return train_word_pieces(texts, config.vocab_size, config.lower_case)
-    pieces = WordPieces.load(Path(config.vocabulary).expanduser(), config.lower_case)
+    pieces = WordPieces.load(expanded(config.vocabulary), config.lower_case)
     if pieces.vocab_size > config.vocab_size:
         raise InputError(
             f"{config.vocabulary} has {pieces.vocab_size:,} entries, but data.vocab_size is "

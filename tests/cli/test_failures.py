@@ -1,0 +1,44 @@
+"""What the operating system or another library refuses, as the user sees it."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from safetensors import SafetensorError
+
+from normattn.cli.failures import exit_code_of
+
+
+def _chained() -> Exception:
+    error = RuntimeError("writing failed")
+    error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/disk/file"),
+            "no space left on the disk that holds /disk/file; make room, and the same command goes",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied"),
+        (OSError("<urlopen error timed out>"), "<urlopen error timed out>"),
+        (SafetensorError("I/O error: File too large (os error 27)"), "no space left on the disk"),
+        (Exception("Input/output error (os error 5)"), "Input/output error"),
+        (_chained(), "no space left on the disk"),
+    ],
+)
+def test_a_refusal_of_the_system_is_one_sentence(
+    error: Exception, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of(error) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"normattn: {sentence}")
+    assert len(said.splitlines()) == 1
+
+
+def test_an_error_of_our_own_is_not_hidden() -> None:
+    assert exit_code_of(KeyError("ours")) is None
+    assert exit_code_of(RuntimeError("ours (os error)")) is None

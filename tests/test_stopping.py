@@ -1,0 +1,119 @@
+"""The guard against signals, where Python would lose a stop or a library would rename it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PREAMBLE = """
+import ctypes, os, signal, sys, time
+import normattn.stopping as stopping
+stopping.GRACE_SECONDS = 0.5
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+SENTENCE = "normattn: stopped by SIGTERM; the same command goes on from what is done\n"
+
+WAYS = {
+    "between two instructions": "stop(); time.sleep(60)",
+    "in a destructor": """
+        class Doomed:
+            def __del__(self):
+                stop()
+                time.sleep(0.01)
+        Doomed()
+        time.sleep(60)""",
+    "under another name": """
+        try:
+            stop()
+            time.sleep(60)
+        except BaseException as error:
+            raise ValueError("the file is damaged") from error""",
+    "with another exit status": """
+        try:
+            stop()
+            time.sleep(60)
+        except BaseException:
+            sys.exit(1)""",
+    "swallowed": """
+        try:
+            stop()
+            time.sleep(60)
+        except BaseException:
+            pass
+        time.sleep(60)""",
+    "in a long call into C": """
+        # The signal goes to another thread, so nothing interrupts the call of this one.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        __import__("threading").Timer(0.2, stop).start()
+        ctypes.CDLL(None).poll(None, 0, 60000)""",
+    "twice": "stop(); stop(); time.sleep(60)",
+}
+
+
+def run(body: str) -> tuple[int, str, float]:
+    lines = [f"    {line.removeprefix('        ')}" for line in body.strip("\n").splitlines()]
+    script = "\n".join([PREAMBLE, "def command():", *lines, "stopping.run_stoppable(command)"])
+    before = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    return done.returncode, done.stderr, time.monotonic() - before
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stop_is_one_sentence_and_130(way: str) -> None:
+    code, said, _ = run(WAYS[way])
+    assert (code, said) == (130, SENTENCE)
+
+
+@pytest.mark.parametrize("code", [0, 2, 3])
+def test_without_a_signal_the_outcome_is_the_command_s(code: int) -> None:
+    assert run(f"sys.exit({code})")[:2] == (code, "")
+
+
+def test_an_error_of_our_own_keeps_its_traceback() -> None:
+    code, said, _ = run("raise ValueError('ours')")
+    assert code == 1
+    assert "ValueError: ours" in said
+
+
+def test_a_signal_at_the_very_end_changes_nothing() -> None:
+    code, said, _ = run("import atexit; atexit.register(stop)")
+    assert (code, said) == (0, "")
+
+
+def test_work_with_handlers_of_its_own_is_left_alone() -> None:
+    code, said, _ = run("""
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        with stopping.HandledElsewhere():
+            stop()
+            time.sleep(1.5)
+        print("saved", file=sys.stderr)""")
+    assert (code, said) == (0, "saved\n")
+
+
+def test_the_guard_stands_before_anything_heavy_is_imported() -> None:
+    script = (
+        "import sys; import normattn.__main__\n"
+        "heavy = {'torch', 'numpy', 'typer', 'typing', 'normattn.cli'} & set(sys.modules)\n"
+        "print(*sorted(heavy))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == ""
