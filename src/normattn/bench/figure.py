@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from normattn.bench.judge import Verdict
 from normattn.bench.table import pair
-from normattn.reports.figures.style import house_style, save, write_around
+from normattn.bench.style import house_style, save, write_around
 
 _LINE, _TOP, _BOTTOM, _LABEL, _PLOT = 0.19, 0.5, 0.75, 5.0, 4.2  # inches
 _COLOURS = {True: "#0072B2", False: "#D55E00", None: "#7F7F7F"}

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from normattn.errors import InputError
 from normattn.files import open_file
-from normattn.reports.record_file import first_of, read_file, write_file
+from normattn.diagnostics.record_file import first_of, read_file, write_file
 from normattn.structured import json_lines, parse_json
 
 FILE = "diagnostics.jsonl"

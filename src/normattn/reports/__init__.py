@@ -1,1 +1,0 @@
-"""Records and pages of the studies that are not yet made of the frame."""

@@ -1,1 +1,0 @@
-"""Figures of the pages that are not yet values."""
