@@ -15,9 +15,6 @@ from torch import Tensor, nn
 
 from normattn.diagnostics import DiagnosticsProbe, collecting, inspect_model, layer_names
 from normattn.diagnostics.angles import unseen_angles
-from normattn.diagnostics.weights import attention_weights
-from normattn.errors import InputError
-from normattn.models import CausalLM, CausalLMConfig
 from normattn.diagnostics.records import (
     DiagnosticsLine,
     LayerLine,
@@ -25,6 +22,9 @@ from normattn.diagnostics.records import (
     read_inspection,
     write_inspection,
 )
+from normattn.diagnostics.weights import attention_weights
+from normattn.errors import InputError
+from normattn.models import CausalLM, CausalLMConfig
 from normattn.score import Score, ScoreSpec
 
 L = 8

@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from normattn.reports.mechanism import mechanism_rows
 from torch import Tensor
 
 from normattn.data.evaluation_sets import EvaluationSet
@@ -24,7 +24,10 @@ from normattn.diagnostics import (
     watching,
 )
 from normattn.errors import InputError
+from normattn.measure import Bootstrap, frame
 from normattn.models import CausalLM, CausalLMConfig
+from normattn.report.view import View
+from normattn.studies.mechanism import columns, rows
 
 NAMES = (
     "Baseline",
@@ -180,36 +183,50 @@ def test_a_record_is_the_sum_of_its_texts(score: str) -> None:
     record = measure_mechanism(model, texts, seed=0, weights="w")
     assert [module.training for module in model.modules()] == modes
     small = measure_mechanism(model, texts, seed=0, weights="w", tokens_per_batch=1)
-    assert small == record
-    assert record.documents == ("a", "b", "c")
-    assert record.windows == (1, 2, 2)
+    assert frame.sorted_rows(small).equals(frame.sorted_rows(record))
+
+    def of(statistic: str, length: int, document: str, layer: int, head: int) -> pl.DataFrame:
+        chosen = record.filter(statistic=statistic, length=length, unit=document)
+        return chosen.filter(layer=layer, head=head).sort("bin")
+
+    assert [of("spread", 16, name, 0, 0)["of"].item() for name in "abc"] == [1, 2, 2]
 
     def one(row: int) -> Tensor:
         return torch.from_numpy(texts.windows[row : row + 1])
 
     for layer in range(2):
         for head in range(4):
-            place = layer * 4 + head
             total = 0.0
             for row in (0, 2):  # the texts of document b
                 seen = look(model, one(row)[:, :16])[layer]
                 norms = seen.prepared.k[0, head // 2].norm(dim=-1)[:9]
                 received = received_attention(seen, 8)[0, head]
                 total += float(rank_correlation(norms, received)) if score != "KNA" else 0.0
-            assert record.correlation[1][place] == pytest.approx(total, abs=1e-9)
-            assert record.varied[1][place] == (0 if score == "KNA" else 2)
+            correlation = of("correlation", 16, "b", layer, head)
+            assert correlation["sum"].item() == pytest.approx(total, abs=1e-9)
+            assert correlation["of"].item() == (0 if score == "KNA" else 2)
             far = [count_cosines(look(model, one(r)[:, :64])[layer]).counts for r in (0, 2)]
-            assert list(record.far[1][place]) == sum(far)[0, head].tolist()  # type: ignore[index]
+            counts = of("cosine", 64, "b", layer, head)["sum"].to_list()
+            assert counts == sum(far)[0, head].tolist()  # type: ignore[index]
 
-    found = mechanism_rows([record])[0]
-    assert found.heads_clear[2] == 8
-    assert (found.correlation is None) == (score == "KNA")
-    near = np.array(record.near).sum(0)
-    middle = np.mean([_quantile(head, 0.5) for head in near])
-    assert found.near[2].value == pytest.approx(middle, abs=1e-9)
-    assert found.near[2].low is not None
-    assert found.near[2].low <= found.near[2].value
-    assert 0 <= found.outside.value <= 100
+    view = View(record, Bootstrap(50))
+    row = rows(view)[0]
+    cells = {column.key: column.cell(view, row) for column in columns(view)}
+    assert (cells["correlation"].text == "one norm") == (score == "KNA")
+    assert score == "KNA" or cells["heads"].text.endswith("/ 8")
+    near = [
+        sum(np.array(of("cosine", 16, name, layer, head)["sum"].to_list()) for name in "abc")
+        for layer in range(2)
+        for head in range(4)
+    ]
+    median = cells["cosine_near_0.5"].estimate
+    assert median is not None
+    assert median.value == pytest.approx(np.mean([_quantile(head, 0.5) for head in near]), abs=1e-9)
+    assert median.low is not None
+    assert median.low <= median.value
+    outside = cells["outside"].estimate
+    assert outside is not None
+    assert 0 <= outside.value <= 100
 
 
 def _quantile(counts: np.ndarray, share: float) -> float:

@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from normattn.reports.cell_record import CellRecord
+from normattn.reports.extension_records import Units
+from normattn.reports.history import read_losses
+from normattn.reports.record_file import read_file
+from normattn.reports.records import read_record
 
 from normattn import structured
 from normattn.cli import values
@@ -18,14 +23,9 @@ from normattn.data.pairs.json_pairs import JsonPairs
 from normattn.data.pairs.source import Languages
 from normattn.data.relations.folder import _numbered
 from normattn.data.relations.reading import read_relations
+from normattn.diagnostics.records import read_diagnostics
 from normattn.errors import InputError
 from normattn.models.pretrained import load_any
-from normattn.reports.cell_record import CellRecord
-from normattn.diagnostics.records import read_diagnostics
-from normattn.reports.extension_records import Units
-from normattn.reports.history import read_losses
-from normattn.reports.record_file import read_file
-from normattn.reports.records import read_record
 from normattn.runs import RunDirectory, read_metrics, read_status
 from normattn.sweep import presets
 from normattn.training.config_files import read_settings

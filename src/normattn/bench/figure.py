@@ -10,9 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from normattn.atomic import write_bytes
 from normattn.bench.judge import Verdict
 from normattn.bench.table import pair
-from normattn.bench.style import house_style, save, write_around
+from normattn.report.plots.style import house_style, rendered
 
 _LINE, _TOP, _BOTTOM, _LABEL, _PLOT = 0.19, 0.5, 0.75, 5.0, 4.2  # inches
 _COLOURS = {True: "#0072B2", False: "#D55E00", None: "#7F7F7F"}
@@ -37,8 +38,13 @@ def _suite(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> list[Path
         "goal. Blue: met within 5 %; orange: missed; grey: no goal."
     )
     title = f"{name}: time and peak memory beside the peers"
-    write_around(figure, (width, height), (title,), (caption,))
-    return save(figure, folder, name.replace("-", "_"))
+    left = 0.15 / width
+    figure.text(left, 1 - 0.13 / height, title, fontsize=11, fontweight="bold", va="top")
+    figure.text(left, 0.1 / height, caption, fontsize=7.5, color="#404040", va="bottom")
+    paths = [folder / f"{name.replace('-', '_')}.{form}" for form in ("png", "svg")]
+    for path in paths:
+        write_bytes(path, rendered(figure, path.suffix[1:]))
+    return paths
 
 
 def _fill(axis: Axes, cases: Sequence[tuple[str, Sequence[Verdict]]]) -> None:

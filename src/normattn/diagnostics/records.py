@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from normattn.diagnostics.record_file import first_of, read_file, write_file
 from normattn.errors import InputError
 from normattn.files import open_file
-from normattn.diagnostics.record_file import first_of, read_file, write_file
 from normattn.structured import json_lines, parse_json
 
 FILE = "diagnostics.jsonl"

@@ -90,7 +90,7 @@ def _parse_part(match: re.Match[str], text: str) -> Given:
 
 
 @functools.cache
-def _hints(part: type[Part]) -> dict[str, Any]:
+def _hints(part: Hashable) -> dict[str, Any]:
     """The types of a part's fields; evaluating annotations costs more than all else here."""
     return typing.get_type_hints(part)
 

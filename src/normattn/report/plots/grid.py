@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -47,11 +48,13 @@ def plot(figure: Grid) -> Figure:
     axis.set_ylim(len(figure.rows), 0)
     axis.set_yticks(np.arange(len(figure.rows)) + 0.5, figure.rows, fontsize=8)
     axis.xaxis.tick_top()
+    # The stubs know set_xticks's own parameters, not those of the texts that it passes on.
+    turned_by: Any = {"rotation": 45, "ha": "left", "rotation_mode": "anchor"} if turned else {}
     axis.set_xticks(
         np.arange(len(figure.columns)) + 0.5,
         figure.columns,
         fontsize=8,
-        **({"rotation": 45, "ha": "left", "rotation_mode": "anchor"} if turned else {}),
+        **turned_by,
     )
     axis.tick_params(length=0)
     axis.set_xlabel(figure.x_title)
@@ -91,7 +94,7 @@ def _cells(axis: Axes, figure: Grid, colours: Colormap, norm: Normalize | None) 
     for row, (values, texts) in enumerate(zip(figure.values, figure.texts, strict=True)):
         for column, (value, text) in enumerate(zip(values, texts, strict=True)):
             shown = value is not None and math.isfinite(value) and norm is not None
-            share = float(norm(max(value, norm.vmin or value))) if shown else math.nan  # type: ignore[type-var,misc,arg-type]
+            share = _share(norm, value) if norm is not None and value is not None else math.nan
             colour = colours(share) if shown else (0.93, 0.93, 0.93, 1.0)
             axis.fill_between(
                 [column + 0.02, column + 0.98], row + 0.03, row + 0.97, color=colour, linewidth=0
@@ -111,3 +114,9 @@ def _mesh(axis: Axes, figure: Grid, colours: Colormap, norm: Normalize | None) -
     values = [[math.nan if value is None else value for value in line] for line in figure.values]
     axis.set_facecolor((0.93, 0.93, 0.93))
     axis.pcolormesh(np.array(values), cmap=colours, norm=norm)
+
+
+def _share(norm: Normalize, value: float) -> float:
+    """Where a value lies on the scale of colours, 0 … 1."""
+    least: Any = norm.vmin
+    return float(norm(max(value, least if least is not None else value)))
