@@ -62,7 +62,7 @@ def test_the_four_verdicts(measured: pl.DataFrame, tested: Claim, verdict: str) 
 
 def test_claims_of_a_page_are_corrected_together() -> None:
     # Alone the difference passes; among many that do not, it may no longer.
-    measured = made(1.0, noise=2.0)
+    measured = made(1.0, noise=1.0)
     alone = decide([claim()], View(measured, SMALL))[0]
     assert alone.p is not None
     assert alone.p <= 0.05

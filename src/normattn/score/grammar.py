@@ -10,6 +10,7 @@ import functools
 import re
 import types
 import typing
+from collections.abc import Hashable
 from typing import Any, Literal
 
 from normattn.errors import InputError
