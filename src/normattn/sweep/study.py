@@ -142,8 +142,8 @@ class Study:
     `resolve` makes a sweep of a request, `cells` are the kinds of its cells. `help` is what
     `reproduce NAME --help` says; `variants` and `methods` explain these options, "" where the study
     has no such choice. `examples` are command lines (after `normattn reproduce NAME`) and what they
-    do. `source` is the file of a study that is not part of the library. `made_by` is the command line
-    that measures where `reproduce` does not.
+    do. `source` is the file of a study that is not part of the library. `made_by` is the command
+    line that measures where `reproduce` does not.
     """
 
     name: str
