@@ -2,7 +2,7 @@
 const failures = [];
 addEventListener("error", (event) => failures.push(event.message));
 addEventListener("securitypolicyviolation", (event) => failures.push(event.violatedDirective));
-addEventListener("load", () => requestAnimationFrame(() => {
+addEventListener("load", () => {
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
   const column = (place) => all("#table-0 tbody tr").filter((row) => !row.hidden).map((row) => row.cells[place].textContent.trim());
   const press = (button) => button.click();
@@ -50,4 +50,4 @@ addEventListener("load", () => requestAnimationFrame(() => {
   svg.dispatchEvent(new PointerEvent("pointerleave"));
   said.left = tip.hidden;
   document.documentElement.dataset.said = JSON.stringify(said);
-}));
+});

@@ -7,7 +7,6 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from tests.report import examples
 
 from normattn.measure import Estimate
 from normattn.report.context import PageContext
@@ -15,6 +14,8 @@ from normattn.report.figure import Curves, Line, Panel, Point
 from normattn.report.figure_json import figure_json
 from normattn.report.html import embedded, page_html
 from normattn.report.palette import LINES, ON_DARK
+
+from . import examples
 
 HOSTILE = "</script><script>alert('1')</script><img src=x onerror=alert(2)>\"&{{ 7*7 }}"
 VOID = {"meta", "input", "link", "br", "img"}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import pickle
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +16,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Drawn
 from matplotlib.image import imread
 from matplotlib.text import Text
-from tests.report import examples
 
 from normattn.report.figure import Figure
 from normattn.report.plots import Format, curves, density, draw, grid, intervals
 from normattn.report.plots.labels import spread
 from normattn.report.plots.style import house_style
+
+from . import examples
 
 KINDS = [
     pytest.param(figure, id=f"{n}-{figure.name}") for n, figure in enumerate(examples.figures())
@@ -35,14 +38,18 @@ def test_equal_figures_give_equal_bytes(figure: Figure, form: Format) -> None:
 
 
 def test_another_process_and_other_settings_of_the_user_give_the_same_bytes(
-    tmp_path: object,
+    tmp_path: Path,
 ) -> None:
+    kept = tmp_path / "figures"
+    kept.write_bytes(pickle.dumps(examples.figures()))
     code = (
-        "import hashlib, matplotlib as mpl; mpl.rcParams['font.size'] = 20;"
-        "from normattn.report.plots import draw; from tests.report import examples;"
-        "print(hashlib.sha256(b''.join(map(draw, examples.figures()))).hexdigest())"
+        "import hashlib, pickle, sys, matplotlib as mpl; mpl.rcParams['font.size'] = 20;"
+        "from normattn.report.plots import draw; figures = pickle.load(open(sys.argv[1], 'rb'));"
+        "print(hashlib.sha256(b''.join(map(draw, figures))).hexdigest())"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(kept)], capture_output=True, text=True, check=True
+    )
     here = hashlib.sha256(b"".join(map(draw, examples.figures()))).hexdigest()
     assert told.stdout.strip() == here
 
