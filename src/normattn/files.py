@@ -28,6 +28,8 @@ def expanded(path: str | Path) -> Path:
     one with a zero byte, which every later look at the path would otherwise stumble over.
     """
     text = str(path)
+    if "\0" in text:
+        raise InputError(f"{text!r} cannot be the name of a file: it holds a zero byte")
     try:
         found = Path(text).expanduser()
     except RuntimeError as error:
@@ -44,8 +46,6 @@ def expanded(path: str | Path) -> Path:
             f"{text!r} cannot be the name of a file: it has {max(longest, 1)} bytes between two "
             f"slashes and {len(raw)} in all, and at most {_LONGEST_NAME} and {_LONGEST_PATH} exist"
         )
-    if b"\0" in raw:
-        raise InputError(f"{text!r} cannot be the name of a file: it holds a zero byte")
     return found
 
 

@@ -1,0 +1,47 @@
+"""Calls of the Python interface with operands that nobody means."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from faults.campaign import Campaign, Count
+from faults.limits import SECONDS
+
+MOST_CHARACTERS = 2500
+
+
+def run(campaign: Campaign) -> Iterator[Count]:
+    """Every call of `hostile.calls`, and three operands drawn at random beside them."""
+    from jaxtyping import config
+
+    from hostile.calls import OPERANDS, calls
+    from normattn.errors import InputError
+    from normattn.layers.attend import attention
+
+    refused = Count("a call without sense ends in an InputError, within 20 s and with few words")
+    config.update("jaxtyping_disable", True)
+    try:
+        every = list(calls().items())
+        random = campaign.random
+        attend: Any = attention
+        while len(every) < (400 if campaign.full else 250):
+            names = [random.choice(list(OPERANDS)) for _ in range(3)]
+            given = [OPERANDS[name]() for name in names]
+            every.append((f"attention of {names}", lambda given=given: attend(*given, 3)))
+        for name, call in every:
+            started = time.monotonic()
+            try:
+                call()
+                found = "no refusal"
+            except InputError as error:
+                found = "" if len(str(error)) < MOST_CHARACTERS else "too many words"
+            except Exception as error:
+                found = f"{type(error).__name__}: {error}"[:300]
+            if time.monotonic() - started > SECONDS:
+                found = "too slow"
+            refused.check(not found, f"{name}: {found}")
+    finally:
+        config.update("jaxtyping_disable", False)
+    yield refused
