@@ -246,3 +246,15 @@ def test_other_documents_cannot_be_compared() -> None:
         page(classified("RMSNorm", 0), classified("RMSNorm", 1, data="e"))
     with pytest.raises(InputError, match="nothing to report"):
         context(STUDY.page, pl.DataFrame())
+
+
+def test_where_every_training_diverged_that_is_the_result() -> None:
+    lost = sums("diverged", ["blocks.0"], [[1.0]], [[1.0]], axis="step", edges=[3.0])
+    made = page(identified(who("RMSNorm", 0, "training", data=""), [lost]))
+    assert made.notes == (
+        "RMSNorm, seed 0: diverged at step 3; the first value that is not finite came from "
+        "blocks.0.",
+    )
+    assert made.findings == ()
+    # Columns that no row fills are left out: nothing was measured.
+    assert set(line(made, "RMSNorm")) == {"row", "source_f1", "source_seconds"}
