@@ -20,11 +20,12 @@ from normattn.measure import (
     holm,
     identified,
     joined,
+    of_seeds,
     sign_test,
     sums,
 )
 from normattn.measure.gather import on_common_sets
-from normattn.measure.statistic import accuracy, loss, quantile
+from normattn.measure.statistic import Statistic, accuracy, loss, median, quantile
 
 ACCURACY = accuracy()
 
@@ -194,3 +195,32 @@ def test_quantiles_of_a_histogram_are_linear_within_a_bin() -> None:
 def test_losses_have_their_digits_and_direction() -> None:
     assert (loss().higher, loss().digits, loss().unit) == (False, 3, "nats")
     assert Estimate(1.0).as_json()["low"] is None
+
+
+def test_the_median_of_units_is_that_of_those_drawn() -> None:
+    values = np.array([5.0, 1.0, 9.0, 3.0])
+    ones = np.ones(4)
+    assert median(10.0)(values, ones, values, ones) == pytest.approx(40)
+    generator = np.random.default_rng(0)
+    drawn = generator.multinomial(4, np.full(4, 0.25), size=50).astype(float)
+    found = median()(drawn * values, drawn, values, ones)
+    wanted = [np.median(np.repeat(values, row.astype(int))) for row in drawn]
+    np.testing.assert_allclose(found, wanted)
+
+
+def test_every_unit_can_be_a_bin_of_its_own() -> None:
+    rows = of(counted("A", 0, [5, 1, 9, 3, 4], [1] * 5), "A")
+    found = estimate(rows.by_unit(), Statistic("accuracy", "median", median()))
+    assert (found.value, found.units) == (4, 5)
+    assert found.low is not None
+    assert found.low < 4
+
+
+def test_the_mean_of_seeds_has_students_interval() -> None:
+    found = of_seeds({0: 1.0, 4: 2.0, 7: 3.0})
+    half = 4.302652730 / 3**0.5
+    assert (found.value, found.seeds, found.per_seed) == (2.0, (0, 4, 7), (1.0, 2.0, 3.0))
+    assert (found.low, found.high) == pytest.approx((2 - half, 2 + half))
+    # t = 2 √3 with two degrees of freedom: p = 1 − t/√(2 + t²).
+    assert found.p == pytest.approx(1 - 12**0.5 / 14**0.5)
+    assert of_seeds({3: 1.0}).low is None

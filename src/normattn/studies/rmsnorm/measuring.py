@@ -162,7 +162,8 @@ class TimeStage(Stage):
 def timed(identity: Identity, rounds: Sequence[float]) -> pl.DataFrame:
     """Seconds of a step in every round."""
     names = [f"round {number:04}" for number in range(len(rounds))]
-    return identified(identity, [sums("step_time", names, rounds, np.ones(len(rounds)))])
+    seconds = np.asarray(rounds)
+    return identified(identity, [sums("step_time", names, seconds, np.ones(len(seconds)))])
 
 
 def _step(config: ClassificationConfig, data: RelationData, place: World) -> Callable[[], object]:
