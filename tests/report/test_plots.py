@@ -88,7 +88,12 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(lines: int) -> None:
 
 @pytest.mark.parametrize("figure", KINDS)
 def test_no_text_is_cut_off(figure: Figure) -> None:
-    modules: dict[str, Any] = {"Curves": curves, "Intervals": intervals, "Grid": grid, "Density": density}
+    modules: dict[str, Any] = {
+        "Curves": curves,
+        "Intervals": intervals,
+        "Grid": grid,
+        "Density": density,
+    }
     with house_style():
         drawn: Drawn = modules[type(figure).__name__].plot(figure)
         canvas: Any = FigureCanvasAgg(drawn)
