@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -14,6 +15,7 @@ from normattn.report.figure import Curves, Line, Panel, Point
 from normattn.report.figure_json import figure_json
 from normattn.report.html import embedded, page_html
 from normattn.report.palette import LINES, ON_DARK
+from normattn.report.table import Cell
 
 from . import examples
 
@@ -145,6 +147,21 @@ def test_cells_are_sorted_by_their_value() -> None:
     assert [c.get("data-order") for c in parsed.all("td")] == ["9.0", "10.0", None, "-2.0", "100.0"]
 
 
+@pytest.mark.parametrize(
+    ("text", "order"),
+    [
+        *(("0.003", "0.003"), ("1,024", "1024.0"), ("-3", "-3.0"), ("1e-05", "1e-05")),
+        *(("2 of 2", None), ("–", None), ("0, 1", None), ("×32", None), ("nan", None)),
+    ],
+)
+def test_plain_numbers_are_sorted_as_numbers(text: str, order: str | None) -> None:
+    filled = examples.table()
+    lone = replace(filled, cells=((filled.cells[0][0], Cell(text)),))
+    parsed = Parsed(page_html(PageContext("t", tables=(lone,))))
+    assert [c.get("data-order") for c in parsed.all("td")] == [order]
+    assert [c.get("class") for c in parsed.all("td")] == ["words" if order is None else None]
+
+
 def test_a_page_without_numbers_is_small() -> None:
     assert len(page_html(PageContext("Nothing yet")).encode()) < 60_000
 
@@ -155,6 +172,6 @@ def test_both_grounds_have_a_colour_for_every_family() -> None:
 
 def test_a_value_without_an_interval_says_so() -> None:
     filled = examples.table()
-    cell = type(filled.cells[0][1])("9.0 [no interval]", Estimate(9.0))
-    lone = type(filled)(**{**filled.__dict__, "cells": ((filled.cells[0][0], cell),)})
+    cell = Cell("9.0 [no interval]", Estimate(9.0))
+    lone = replace(filled, cells=((filled.cells[0][0], cell),))
     assert "[no interval]" in page_html(PageContext("t", tables=(lone,)))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +73,8 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(lines: int) -> None:
     figure = examples.position_curves(names, panels=3)
     with house_style():
         drawn = curves.plot(figure)
-        FigureCanvasAgg(drawn).draw()
+        canvas: Any = FigureCanvasAgg(drawn)
+        canvas.draw()
         for axis in drawn.axes:
             # Text's own extent: an annotation's holds the line that joins it, too.
             texts = [text for text in axis.texts if text.get_text() in names]
@@ -86,12 +88,17 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(lines: int) -> None:
 
 @pytest.mark.parametrize("figure", KINDS)
 def test_no_text_is_cut_off(figure: Figure) -> None:
-    modules = {"Curves": curves, "Intervals": intervals, "Grid": grid, "Density": density}
+    modules: dict[str, Any] = {
+        "Curves": curves,
+        "Intervals": intervals,
+        "Grid": grid,
+        "Density": density,
+    }
     with house_style():
-        drawn: Drawn = modules[type(figure).__name__].plot(figure)  # type: ignore[arg-type]
-        canvas = FigureCanvasAgg(drawn)
+        drawn: Drawn = modules[type(figure).__name__].plot(figure)
+        canvas: Any = FigureCanvasAgg(drawn)
         canvas.draw()
-        box = drawn.get_tightbbox(canvas.get_renderer())  # type: ignore[attr-defined]
+        box = drawn.get_tightbbox(canvas.get_renderer())
     width, height = drawn.get_size_inches()
     assert box.x0 >= 0
     assert box.y0 >= 0

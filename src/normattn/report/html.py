@@ -22,6 +22,7 @@ from normattn.report.palette import CELLS, LINES, ON_DARK
 from normattn.report.table import Cell, Filled
 
 _ADDRESS = re.compile(r"(?:https?://)?((?:[\w-]+\.)+[a-z]{2,}/[\w./?=&%#~+-]+)")
+_PLAIN = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 _ARXIV = re.compile(r"arXiv[ :](\d{4}\.\d{4,5})")
 
 
@@ -101,16 +102,17 @@ def _linked(source: str) -> Markup:
 
 
 def _table(table: Filled, number: int) -> HtmlTable:
+    rows = tuple(tuple(map(_cell, line)) for line in table.cells)
     words = tuple(
         place
         for place in range(len(table.columns))
-        if not any(line[place].estimate for line in table.cells)
+        if place == 0 or all(line[place].order is None for line in rows)
     )
     return HtmlTable(
         f"{table.key}-{number}",
-        table.title or "Table",
+        table.title or "Results",
         tuple(column.title for column in table.columns),
-        tuple(tuple(map(_cell, line)) for line in table.cells),
+        rows,
         words,
         table.intro,
         table.notes,
@@ -119,7 +121,8 @@ def _table(table: Filled, number: int) -> HtmlTable:
 
 def _cell(cell: Cell) -> HtmlCell:
     if cell.estimate is None:
-        return HtmlCell(cell.text)
+        plain = _PLAIN.fullmatch(cell.text)
+        return HtmlCell(cell.text, order=float(cell.text.replace(",", "")) if plain else None)
     value, bracket, interval = cell.text.partition(" [")
     return HtmlCell(value, f"[{interval}" if bracket else "", cell.sort_value)
 
