@@ -83,7 +83,7 @@ def edges_of(measured: pl.DataFrame) -> tuple[int, ...]:
         )
     bins = sorted(set(measured.select("bin", "bin_end").rows()))
     assert all(a[1] == b[0] for a, b in itertools.pairwise(bins))
-    return tuple(int(start) for start, _ in bins) + (int(bins[-1][1]),)
+    return (*(int(start) for start, _ in bins), int(bins[-1][1]))
 
 
 def one(measured: pl.DataFrame, column: str) -> Any:

@@ -155,9 +155,7 @@ def test_the_sums_are_those_of_the_model_with_the_spec_built_in(model: CausalLM)
     stretched = evaluate_run(model, _sets(), seed=0, methods=("YaRN",))
     for statistic in ("accuracy", "loss"):
         for built_in, switched_on in zip(direct, stretched, strict=True):
-            np.testing.assert_array_equal(
-                table(built_in, statistic), table(switched_on, statistic)
-            )
+            np.testing.assert_array_equal(table(built_in, statistic), table(switched_on, statistic))
 
 
 def test_nothing_is_scored_again(
