@@ -63,8 +63,8 @@ def make_set(
 
 def info(**changes: Any) -> CellInfo:
     """Who is evaluated."""
-    fields = {"variant": "KNA", "seed": 0, "method": "", "spec": "KNA@8", "weights": "w"}
-    return CellInfo(**(fields | changes))
+    fields: dict[str, Any] = {"variant": "KNA", "seed": 0, "method": "", "spec": "KNA@8"}
+    return CellInfo(**(fields | {"weights": "w"} | changes))
 
 
 def table(measured: pl.DataFrame, statistic: str, column: str = "sum") -> np.ndarray:
