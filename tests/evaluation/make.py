@@ -1,10 +1,13 @@
-"""Evaluation sets and scorers whose outcome can be counted by hand."""
+"""Evaluation sets and scorers whose outcome can be counted by hand, and frames as arrays."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import polars as pl
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -58,10 +61,35 @@ def make_set(
     )
 
 
-def info(**changes: str) -> CellInfo:
+def info(**changes: Any) -> CellInfo:
     """Who is evaluated."""
-    fields = {"variant": "KNA", "method": "", "name": "KNA", "spec": "KNA@8", "weights": "w"}
-    return CellInfo(run="run", seed=0, **(fields | changes))
+    fields: dict[str, Any] = {"variant": "KNA", "seed": 0, "method": "", "spec": "KNA@8"}
+    return CellInfo(**(fields | {"weights": "w"} | changes))
+
+
+def table(measured: pl.DataFrame, statistic: str, column: str = "sum") -> np.ndarray:
+    """One statistic's `column`, (units, bins), both ascending; every unit has every bin once."""
+    rows = measured.filter(pl.col("statistic") == statistic).sort("unit", "bin")
+    shape = (rows["unit"].n_unique(), rows["bin"].n_unique())
+    assert rows.height == shape[0] * shape[1] > 0
+    return rows[column].to_numpy().reshape(shape)
+
+
+def edges_of(measured: pl.DataFrame) -> tuple[int, ...]:
+    """The edges of the bins, which leave no gap and are those of every statistic."""
+    for _, rows in measured.group_by("statistic"):
+        assert set(rows.select("bin", "bin_end").rows()) == set(
+            measured.select("bin", "bin_end").rows()
+        )
+    bins = sorted(set(measured.select("bin", "bin_end").rows()))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(bins))
+    return (*(int(start) for start, _ in bins), int(bins[-1][1]))
+
+
+def one(measured: pl.DataFrame, column: str) -> Any:
+    """The value that every row has in `column`."""
+    [value] = measured[column].unique().to_list()
+    return value
 
 
 class Counter:

@@ -7,36 +7,67 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from polars.testing import assert_frame_equal
 from torch import Tensor
 
 from normattn.errors import InputError, NormattnError
 from normattn.evaluation import bin_edges, evaluate_cell, from_logits, rising_edges
 from normattn.kernels.cross_entropy import TokenScores
 
-from .make import VOCABULARY, Counter, counting, info, make_set, right_loss, successor_logits
+from .make import (
+    VOCABULARY,
+    Counter,
+    counting,
+    edges_of,
+    info,
+    make_set,
+    one,
+    right_loss,
+    successor_logits,
+    table,
+)
 
 
 def test_counts_are_exact_for_windows_made_by_hand() -> None:
     windows = [counting(), counting(broken_at=3), counting(broken_at=8)]
-    record = evaluate_cell(from_logits(successor_logits), make_set(windows), info())
+    chosen = make_set(windows)
+    found = evaluate_cell(from_logits(successor_logits), chosen, info(method="YaRN", seed=3))
     # Token 3 is scored at position 2, in the second bin of two positions; token 8 in the fourth.
-    assert record.edges == (0, 2, 4, 6, 8)
-    assert record.tokens == ((2, 2, 2, 2),) * 3
-    assert record.correct == ((2, 2, 2, 2), (2, 1, 2, 2), (2, 2, 2, 1))
+    assert edges_of(found) == (0, 2, 4, 6, 8)
+    assert set(found["statistic"]) == {"accuracy", "loss"}  # nothing is "seen" in natural text
+    for statistic in ("accuracy", "loss"):
+        assert table(found, statistic, "of").tolist() == [[2, 2, 2, 2]] * 3
+    assert table(found, "accuracy").tolist() == [[2, 2, 2, 2], [2, 1, 2, 2], [2, 2, 2, 1]]
     right, wrong = right_loss(), right_loss() + 4.0
     expected = [[2 * right] * 4, [2 * right] * 4, [2 * right] * 4]
     expected[1][1] = expected[2][3] = right + wrong
-    np.testing.assert_allclose(record.loss, expected, rtol=1e-6)
-    assert record.seen_tokens is None
-    assert (record.protocol, record.length, record.train_length) == ("non_repeated", 8, 8)
+    np.testing.assert_allclose(table(found, "loss"), expected, rtol=1e-6)
+    told = {"row": "KNA", "score": "KNA@8", "method": "YaRN", "seed": 3, "weights": "w"}
+    told |= {"protocol": "non_repeated", "length": 8, "train_length": 8, "split": "test"}
+    told |= {"data": chosen.fingerprint, "settings": "fp32", "axis": "position"}
+    assert {column: one(found, column) for column in told} == told
+
+
+def test_windows_of_one_document_are_added_up() -> None:
+    windows = [counting(), counting(broken_at=3), counting(broken_at=8)]
+    chosen = make_set(windows, documents=["b", "a", "b"])
+    found = evaluate_cell(from_logits(successor_logits), chosen, info())
+    assert sorted(set(found["unit"])) == ["a", "b"]
+    assert table(found, "accuracy").tolist() == [[2, 1, 2, 2], [4, 4, 4, 3]]
+    assert table(found, "accuracy", "of").tolist() == [[2, 2, 2, 2], [4, 4, 4, 4]]
+    right, wrong = right_loss(), right_loss() + 4.0
+    expected = [[2 * right] * 4, [4 * right] * 4]
+    expected[0][1], expected[1][3] = right + wrong, 3 * right + wrong
+    np.testing.assert_allclose(table(found, "loss"), expected, rtol=1e-6)
 
 
 def test_only_the_last_segment_is_scored() -> None:
     windows = [counting(broken_at=2), counting(broken_at=6)]
     chosen = make_set(windows, protocol="last_segment", train_length=4, start=4)
-    record = evaluate_cell(from_logits(successor_logits), chosen, info())
-    assert record.edges == (4, 5, 6, 7, 8)
-    assert record.correct == ((1, 1, 1, 1), (1, 0, 1, 1))
+    found = evaluate_cell(from_logits(successor_logits), chosen, info())
+    assert edges_of(found) == (4, 5, 6, 7, 8)
+    assert table(found, "accuracy").tolist() == [[1, 1, 1, 1], [1, 0, 1, 1]]
+    assert table(found, "accuracy", "of").tolist() == [[1, 1, 1, 1]] * 2
 
 
 def test_seen_tokens_are_those_whose_answer_stands_earlier() -> None:
@@ -44,25 +75,27 @@ def test_seen_tokens_are_those_whose_answer_stands_earlier() -> None:
     segments = [1, 2, 3, 5, 8]
     windows = [generator.permutation(VOCABULARY)[np.arange(21) % period] for period in segments]
     chosen = make_set(windows, protocol="repeated", segments=segments)
-    record = evaluate_cell(from_logits(successor_logits), chosen, info())
+    found = evaluate_cell(from_logits(successor_logits), chosen, info())
+    bins = list(itertools.pairwise(edges_of(found)))
     for w, window in enumerate(windows):
         seen, right = np.zeros(20, int), np.zeros(20, int)
         for t in range(20):  # a segment's tokens differ, so an equal token is the answer itself
             seen[t] = window[t + 1] in window[: t + 1]
             right[t] = window[t + 1] == (window[t] + 1) % VOCABULARY
-        bins = list(itertools.pairwise(record.edges))
-        assert record.seen_tokens is not None
-        assert record.seen_correct is not None
-        assert list(record.seen_tokens[w]) == [seen[a:b].sum() for a, b in bins]
-        assert list(record.seen_correct[w]) == [(seen & right)[a:b].sum() for a, b in bins]
-        assert list(record.correct[w]) == [right[a:b].sum() for a, b in bins]
+        for statistic, column, counted in (
+            ("accuracy_seen", "of", seen),
+            ("accuracy_seen", "sum", seen & right),
+            ("accuracy", "sum", right),
+        ):
+            expected = [counted[a:b].sum() for a, b in bins]
+            assert table(found, statistic, column)[w].tolist() == expected
 
 
 @pytest.mark.parametrize(("budget", "rows"), [(1, 1), (8, 1), (16, 2), (23, 2), (1000, 5)])
 def test_batches_stay_within_the_budget_and_change_nothing(budget: int, rows: int) -> None:
     chosen = make_set([counting(broken_at=i) for i in range(1, 6)])
     scorer, told = Counter(), []
-    record = evaluate_cell(
+    found = evaluate_cell(
         scorer,
         chosen,
         info(),
@@ -72,7 +105,7 @@ def test_batches_stay_within_the_budget_and_change_nothing(budget: int, rows: in
     assert max(shape[0] for shape in scorer.shapes) == rows
     assert sum(shape[0] for shape in scorer.shapes) == 5
     assert told[-1] == (5, 5)
-    assert record == evaluate_cell(Counter(), chosen, info())
+    assert_frame_equal(found, evaluate_cell(Counter(), chosen, info()), check_exact=True)
 
 
 @given(
@@ -136,9 +169,10 @@ def test_text_read_by_position_has_rising_bins() -> None:
     chosen = make_set(
         list(generator.integers(0, VOCABULARY, (3, 65))), protocol="by_position", train_length=4
     )
-    record = evaluate_cell(Counter(), chosen, info())
-    assert record.edges == rising_edges(64, 4)
-    assert record.protocol == "by_position"
+    found = evaluate_cell(Counter(), chosen, info())
+    assert edges_of(found) == rising_edges(64, 4)
+    assert one(found, "protocol") == "by_position"
     right = (chosen.windows[:, 1:] == (chosen.windows[:, :-1] + 1) % VOCABULARY).astype(int)
-    for bin_, (first, last) in enumerate(itertools.pairwise(record.edges)):
-        assert [row[bin_] for row in record.correct] == list(right[:, first:last].sum(axis=1))
+    for bin_, (first, last) in enumerate(itertools.pairwise(edges_of(found))):
+        expected = right[:, first:last].sum(axis=1)
+        np.testing.assert_array_equal(table(found, "accuracy")[:, bin_], expected)

@@ -8,19 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from polars.testing import assert_frame_equal
 from torch import Tensor
 
 from normattn.data import CopyTask, RetrievalSet, TokenData, retrieval_set
 from normattn.data.retrieval import DEPTHS, TASKS
 from normattn.errors import InputError, NormattnError
-from normattn.evaluation import EvaluationStore, evaluate_retrieval, evaluate_run
+from normattn.evaluation import evaluate_retrieval, evaluate_run
 from normattn.kernels.cross_entropy import TokenScores
+from normattn.measure import MeasurementStore
+from normattn.measure import frame as frames
 from normattn.models import CausalLM, CausalLMConfig
-from normattn.reports.records import read_record
-from normattn.reports.retrieval_record import RetrievalRecord
 from normattn.score import ScoreSpec
 
-from .make import Counter, info
+from .make import Counter, info, one, table
 
 L, VOCABULARY = 64, 32
 KNA = ScoreSpec.parse("KNA")
@@ -60,23 +61,30 @@ def guessing(ids: Tensor) -> TokenScores:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("multiple", [1, 3])
 def test_a_model_that_copies_gets_everything_right(task: str, multiple: int) -> None:
-    record = evaluate_retrieval(copying, make(task, multiple), info())
-    assert (record.task, record.length, record.depths) == (task, multiple * L, DEPTHS)
+    chosen = make(task, multiple)
+    found = evaluate_retrieval(copying, chosen, info())
+    told = {"factor.task": task, "length": multiple * L, "protocol": "retrieval", "row": "KNA"}
+    told |= {"data": chosen.fingerprint, "weights": "w", "score": "KNA@8", "axis": "depth"}
+    assert {column: one(found, column) for column in told} == told
+    assert tuple(sorted(set(found["bin"]))) == DEPTHS
+    assert set(found["statistic"]) == {"exact", "accuracy", "loss"}
     answer = 3 + 3 + 4 if task == "variable_tracking" else 4
-    assert record.tokens == ((answer,) * 5,) * 4
-    assert record.correct == record.tokens
-    assert record.counts("exact").mean() == 1
-    assert record.counts("loss").sum() == 0
+    assert table(found, "accuracy", "of").tolist() == [[answer] * 5] * 4
+    assert table(found, "loss", "of").tolist() == [[answer] * 5] * 4
+    assert table(found, "accuracy").tolist() == [[answer] * 5] * 4
+    assert table(found, "exact").tolist() == table(found, "exact", "of").tolist() == [[1] * 5] * 4
+    assert table(found, "loss").tolist() == [[0] * 5] * 4
 
 
 def test_a_model_that_guesses_is_right_by_chance() -> None:
-    record = evaluate_retrieval(guessing, make(windows=400), info())
-    tokens = record.counts("tokens").sum()
-    share = record.counts("correct").sum() / tokens
+    found = evaluate_retrieval(guessing, make(windows=400), info())
+    tokens = table(found, "accuracy", "of").sum()
+    share = table(found, "accuracy").sum() / tokens
     chance = 1 / VOCABULARY
     assert abs(share - chance) < 4 * np.sqrt(chance * (1 - chance) / tokens)
-    assert record.counts("exact").mean() < 0.01
-    np.testing.assert_allclose(record.counts("loss"), 4 * np.log(VOCABULARY), rtol=1e-6)
+    assert table(found, "exact").shape == (80, 5)  # samples that share a document stay apart
+    assert table(found, "exact").mean() < 0.01
+    np.testing.assert_allclose(table(found, "loss"), 4 * np.log(VOCABULARY), rtol=1e-6)
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -93,7 +101,8 @@ def test_only_answers_are_scored(task: str, inside: bool) -> None:
 
     if inside:
         # An infinite loss elsewhere does not matter.
-        assert evaluate_retrieval(scorer, found, info()).counts("exact").mean() == 1
+        exact = table(evaluate_retrieval(scorer, found, info()), "exact")
+        assert exact.tolist() == [[1] * 5] * 4
     else:
         with pytest.raises(NormattnError, match=f"not finite in an answer of the {task}"):
             evaluate_retrieval(scorer, found, info())
@@ -105,16 +114,16 @@ def test_an_answer_with_one_wrong_token_is_wrong_as_a_whole() -> None:
         correct[0, -2] = False
         return TokenScores(loss=torch.ones(correct.shape), correct=correct)
 
-    record = evaluate_retrieval(scorer, make(), info(), tokens_per_batch=5 * 2 * L)
+    found = evaluate_retrieval(scorer, make(), info(), tokens_per_batch=5 * 2 * L)
     # A batch is one sample at its five depths: its first window, depth 0, has the wrong token.
-    np.testing.assert_array_equal(record.counts("exact"), [[0, 1, 1, 1, 1]] * 4)
-    np.testing.assert_array_equal(record.counts("correct"), [[3, 4, 4, 4, 4]] * 4)
+    np.testing.assert_array_equal(table(found, "exact"), [[0, 1, 1, 1, 1]] * 4)
+    np.testing.assert_array_equal(table(found, "accuracy"), [[3, 4, 4, 4, 4]] * 4)
 
 
 @pytest.mark.parametrize(("budget", "rows"), [(1, 1), (2 * L, 1), (5 * L, 2), (10**6, 20)])
 def test_batches_stay_within_the_budget_and_change_nothing(budget: int, rows: int) -> None:
     scorer, told = Counter(copying), list[tuple[int, int]]()
-    record = evaluate_retrieval(
+    found = evaluate_retrieval(
         scorer,
         make(),
         info(),
@@ -124,25 +133,31 @@ def test_batches_stay_within_the_budget_and_change_nothing(budget: int, rows: in
     assert max(shape[0] for shape in scorer.shapes) == rows
     assert sum(shape[0] for shape in scorer.shapes) == 20
     assert told[-1] == (20, 20)
-    assert record == evaluate_retrieval(copying, make(), info())
+    assert_frame_equal(found, evaluate_retrieval(copying, make(), info()), check_exact=True)
     with pytest.raises(InputError, match="tokens_per_batch"):
         evaluate_retrieval(copying, make(), info(), tokens_per_batch=0)
 
 
-def test_records_come_back_and_nothing_is_asked_twice(tmp_path: Path) -> None:
-    store, scorer = EvaluationStore(tmp_path), Counter(copying)
+def test_what_was_measured_comes_back_and_nothing_is_asked_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, scorer = MeasurementStore(tmp_path), Counter(copying)
     first = evaluate_retrieval(scorer, make(), info(), store=store)
-    again = evaluate_retrieval(scorer, make(), info(), store=EvaluationStore(tmp_path))
-    assert again == first == read_record(store.path(first.key))
-    assert isinstance(again, RetrievalRecord)
+    [path] = tmp_path.iterdir()
+    again = evaluate_retrieval(scorer, make(), info(), store=MeasurementStore(tmp_path))
+    assert_frame_equal(again, frames.sorted_rows(first), check_exact=True)
+    assert_frame_equal(again, frames.read(path), check_exact=True)
     assert len(scorer.shapes) == 1
     for other in (make(seed=1), make("multi_key"), make(multiple=3), make(windows=15)):
         evaluate_retrieval(scorer, other, info(), store=store)
     evaluate_retrieval(scorer, make(), info(weights="others"), store=store)
     evaluate_retrieval(scorer, make(), info(spec="KNA-YaRN(factor=2)@8"), store=store)
-    assert len(store.records()) == 7
-    store.path(first.key).write_text("{")
-    assert evaluate_retrieval(scorer, make(), info(), store=store) == first
+    assert len(scorer.shapes) == len(store) == 7
+    path.write_text("{")
+    redone = evaluate_retrieval(scorer, make(), info(), store=store)
+    assert_frame_equal(redone, first, check_exact=True)
+    assert f"{path} is" in capsys.readouterr().err
+    assert len(scorer.shapes) == 8
 
 
 def test_a_run_is_asked_under_every_method(tmp_path: Path) -> None:
@@ -150,11 +165,16 @@ def test_a_run_is_asked_under_every_method(tmp_path: Path) -> None:
     config = CausalLMConfig(
         vocab_size=VOCABULARY, dim=16, layers=1, heads=2, train_length=L, score=KNA
     )
-    model, store = CausalLM(config), EvaluationStore(tmp_path)
+    model, store = CausalLM(config), MeasurementStore(tmp_path)
     sets = [make(task) for task in TASKS]
-    records = evaluate_run(model, sets, run="r", seed=0, methods=("", "ReRoPE"), store=store)
-    assert [(r.method, r.task) for r in records if isinstance(r, RetrievalRecord)] == [
+    found = evaluate_run(model, sets, seed=0, methods=("", "ReRoPE"), store=store)
+    assert [(one(each, "method"), one(each, "factor.task")) for each in found] == [
         (method, task) for method in ("", "ReRoPE") for task in TASKS
     ]
-    assert {record.protocol for record in records} == {"retrieval"}
-    assert sorted(record.key for record in store.records()) == sorted(r.key for r in records)
+    assert {one(each, "protocol") for each in found} == {"retrieval"}
+    assert len(store) == len(found)
+    assert_frame_equal(
+        frames.sorted_rows(store.frame()),
+        frames.sorted_rows(frames.joined(found)),
+        check_exact=True,
+    )

@@ -4,26 +4,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
+from polars.testing import assert_frame_equal
 from torch import Tensor, nn
 
 from normattn.data.evaluation_sets import EvaluationSet
 from normattn.errors import InputError
 from normattn.evaluation import (
-    EvaluationStore,
     TokenScorer,
     evaluate_run,
     from_causal_lm,
     from_logits,
     weights_digest,
 )
+from normattn.measure import MeasurementStore
+from normattn.measure import frame as frames
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
-from normattn.reports.records import AnyRecord
 from normattn.score.spec import ScoreSpec
 
-from .make import make_set
+from .make import make_set, one, table
 
 L = 8
 
@@ -55,6 +57,14 @@ def _sets() -> list[EvaluationSet]:
         )
         for protocol, length in (("train_length", L), ("non_repeated", 4 * L))
     ]
+
+
+def _assert_equal(found: list[pl.DataFrame], expected: list[pl.DataFrame]) -> None:
+    """The same sums of the same cells in the same order; the order of a frame's rows is free."""
+    for one_frame, other in zip(found, expected, strict=True):
+        assert_frame_equal(
+            frames.sorted_rows(one_frame), frames.sorted_rows(other), check_exact=True
+        )
 
 
 @pytest.mark.parametrize("wrap", [from_causal_lm, from_logits])
@@ -102,65 +112,71 @@ def test_any_callable_is_scored_one_window_at_a_time() -> None:
 
 
 def test_bf16_scores_are_close_and_another_evaluation(model: CausalLM, tmp_path: Path) -> None:
-    store = EvaluationStore(tmp_path)
+    store = MeasurementStore(tmp_path)
     both = [
-        evaluate_run(model, _sets(), run="r", seed=0, store=store, precision=precision)
+        evaluate_run(model, _sets(), seed=0, store=store, precision=precision)
         for precision in ("fp32", "bf16")
     ]
-    assert len(store.records()) == 4
+    assert len(store) == 4
     for full, half in zip(*both, strict=True):
-        assert half.precision == "bf16"
-        assert half.loss != full.loss
-        np.testing.assert_allclose(half.loss, full.loss, rtol=0.1)
+        assert (one(full, "settings"), one(half, "settings")) == ("fp32", "bf16")
+        assert (table(half, "loss") != table(full, "loss")).any()
+        np.testing.assert_allclose(table(half, "loss"), table(full, "loss"), rtol=0.1)
 
 
 def test_every_method_is_evaluated_and_undone(model: CausalLM) -> None:
     weights, spec = weights_digest(model), model.config.score
-    records = evaluate_run(
-        model, _sets(), run="run", seed=3, methods=("", "YaRN", "ReRoPE", "logn+")
-    )
-    assert [(r.method, r.protocol) for r in records] == [
+    found = evaluate_run(model, _sets(), seed=3, methods=("", "YaRN", "ReRoPE", "logn+"))
+    assert [(one(each, "method"), one(each, "protocol")) for each in found] == [
         (method, protocol)
         for method in ("", "YaRN", "ReRoPE", "logn†")
         for protocol in ("train_length", "non_repeated")
     ]
-    assert {r.variant for r in records} == {"KNA"}
-    assert records[2].spec == "KNA-YaRN(factor=4)@8"
-    assert all(r.weights == weights and r.seed == 3 for r in records)
+    whole = frames.joined(found)
+    told = {"row": "KNA", "weights": weights, "seed": 3, "train_length": L, "settings": "fp32"}
+    assert {column: one(whole, column) for column in told} == told
+    assert one(found[2], "score") == "KNA-YaRN(factor=4)@8"
     assert weights_digest(model) == weights
     assert model.config.score == spec
-    plain = evaluate_run(model, _sets(), run="run", seed=3)
-    assert plain == records[:2]
-    assert len({r.loss for r in records[1::2]}) == 4  # every method changes something beyond L
-    assert records[6].loss == records[0].loss  # post-hoc log-n changes nothing within L
+    plain = evaluate_run(model, _sets(), seed=3)
+    _assert_equal(plain, found[:2])
+    losses = [table(each, "loss") for each in found]
+    assert len({each.tobytes() for each in losses[1::2]}) == 4  # each changes something beyond L
+    np.testing.assert_array_equal(losses[6], losses[0])  # post-hoc log-n: nothing within L
 
 
-def test_the_records_are_those_of_the_model_with_the_spec_built_in(model: CausalLM) -> None:
+def test_the_sums_are_those_of_the_model_with_the_spec_built_in(model: CausalLM) -> None:
     config = model.config.model_copy(
         update={"score": model.config.score.with_method("YaRN", factor=4)}
     )
     built = CausalLM(config)
     built.load_state_dict(model.state_dict())
-    direct = evaluate_run(built, _sets(), run="run", seed=0)
-    stretched = evaluate_run(model, _sets(), run="run", seed=0, methods=("YaRN",))
-    assert [r.loss for r in direct] == [r.loss for r in stretched]
+    direct = evaluate_run(built, _sets(), seed=0)
+    stretched = evaluate_run(model, _sets(), seed=0, methods=("YaRN",))
+    for statistic in ("accuracy", "loss"):
+        for built_in, switched_on in zip(direct, stretched, strict=True):
+            np.testing.assert_array_equal(table(built_in, statistic), table(switched_on, statistic))
 
 
 def test_nothing_is_scored_again(
     model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = EvaluationStore(tmp_path)
-    told: list[AnyRecord] = []
-    first = evaluate_run(model, _sets(), run="r", seed=0, methods=("", "NTK"), store=store)
+    store = MeasurementStore(tmp_path)
+    told: list[pl.DataFrame] = []
+    first = evaluate_run(model, _sets(), seed=0, methods=("", "NTK"), store=store)
     monkeypatch.setattr(CausalLM, "token_scores", None)
     again = evaluate_run(
-        model, _sets(), run="r", seed=0, methods=("", "NTK"), store=store, on_record=told.append
+        model, _sets(), seed=0, methods=("", "NTK"), store=store, on_measured=told.append
     )
-    assert again == first == told
+    _assert_equal(again, first)
+    _assert_equal(told, first)
     monkeypatch.undo()
     with torch.no_grad():
         next(model.parameters()).add_(0.5)
-    assert evaluate_run(model, _sets(), run="r", seed=0, store=store) != first[:2]
+    other = evaluate_run(model, _sets(), seed=0, store=store)
+    for changed, before in zip(other, first[:2], strict=True):
+        assert one(changed, "weights") != one(before, "weights")
+        assert (table(changed, "loss") != table(before, "loss")).any()
 
 
 def test_digests_tell_names_shapes_types_and_values_apart() -> None:
@@ -177,4 +193,4 @@ def test_digests_tell_names_shapes_types_and_values_apart() -> None:
 
 def test_no_set_is_refused(model: CausalLM) -> None:
     with pytest.raises(InputError, match="nothing to evaluate"):
-        evaluate_run(model, [], run="r", seed=0)
+        evaluate_run(model, [], seed=0)

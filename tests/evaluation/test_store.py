@@ -1,38 +1,49 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from polars.testing import assert_frame_equal
 
 from normattn.errors import InputError
-from normattn.evaluation import EvaluationStore, evaluate_cell
+from normattn.evaluation import evaluate_cell
+from normattn.measure import MeasurementStore
+from normattn.measure import frame as frames
 
 from .make import Counter, counting, info, make_set
 
 
 def test_an_evaluation_is_done_once(tmp_path: Path) -> None:
-    store, scorer = EvaluationStore(tmp_path / "evaluations"), Counter()
+    store, scorer = MeasurementStore(tmp_path / "evaluations"), Counter()
     chosen = make_set([counting(), counting(broken_at=2)])
     first = evaluate_cell(scorer, chosen, info(), store=store)
     assert len(scorer.shapes) == 1
-    again = evaluate_cell(scorer, chosen, info(), store=EvaluationStore(store.folder))
+    again = evaluate_cell(scorer, chosen, info(), store=MeasurementStore(store.folder))
     assert len(scorer.shapes) == 1
-    assert again == first
-    assert store.records() == [first]
+    assert_frame_equal(again, frames.sorted_rows(first), check_exact=True)
+    assert_frame_equal(store.frame(), again, check_exact=True)
+    assert len(store) == 1
 
 
-@pytest.mark.parametrize("change", [{"weights": "v"}, {"spec": "KNA@9"}, {"precision": "bf16"}])
-def test_whatever_decides_the_outcome_is_in_the_key(tmp_path: Path, change: dict[str, str]) -> None:
-    store, scorer = EvaluationStore(tmp_path), Counter()
+CHANGES: list[dict[str, Any]] = [
+    *({"weights": "v"}, {"spec": "KNA@9"}, {"precision": "bf16"}),
+    *({"split": "validation"}, {"seed": 1}, {"factors": {"window": 4}}),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_decides_the_outcome_is_in_the_key(tmp_path: Path, change: dict[str, Any]) -> None:
+    store, scorer = MeasurementStore(tmp_path), Counter()
     chosen = make_set([counting()])
     evaluate_cell(scorer, chosen, info(), store=store)
     evaluate_cell(scorer, chosen, info(**change), store=store)
     assert len(scorer.shapes) == 2
-    assert len(store.records()) == 2
+    assert len(store) == 2
 
 
 def test_other_data_is_another_evaluation(tmp_path: Path) -> None:
-    store, scorer = EvaluationStore(tmp_path), Counter()
+    store, scorer = MeasurementStore(tmp_path), Counter()
     for chosen in (
         make_set([counting()]),
         make_set([counting(broken_at=1)]),
@@ -42,39 +53,60 @@ def test_other_data_is_another_evaluation(tmp_path: Path) -> None:
         make_set([counting()], segments=[3]),
     ):
         evaluate_cell(scorer, chosen, info(), store=store)
-    assert len(scorer.shapes) == len(store.records()) == 6
+    assert len(scorer.shapes) == len(store) == 6
 
 
-def test_a_damaged_record_is_named_and_redone(
+def test_a_damaged_file_is_named_and_redone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store, scorer = EvaluationStore(tmp_path), Counter()
+    store, scorer = MeasurementStore(tmp_path), Counter()
     chosen = make_set([counting()])
     first = evaluate_cell(scorer, chosen, info(), store=store)
-    path = store.path(first.key)
-    whole = path.read_text()
-    for damaged in (whole[:100], whole.replace('"run": "run"', '"run": "ran"'), ""):
+    [path] = tmp_path.iterdir()
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    for damaged in (whole[:100], flipped, b""):
         assert damaged != whole
-        path.write_text(damaged)
-        with pytest.raises(InputError, match=first.key):
-            store.records()
-        assert evaluate_cell(scorer, chosen, info(), store=store) == first
-        assert f"{path} is damaged" in capsys.readouterr().err
-        assert path.read_text() == whole
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=path.name):
+            store.frame()
+        redone = evaluate_cell(scorer, chosen, info(), store=store)
+        assert_frame_equal(redone, first, check_exact=True)
+        said = capsys.readouterr().err
+        assert f"{path} is " in said
+        assert "damaged" in said or "no frame" in said
+        assert "done again" in said
+        assert path.read_bytes() == whole
     assert len(scorer.shapes) == 4
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_record_under_a_foreign_name_is_not_used(tmp_path: Path) -> None:
-    store, scorer = EvaluationStore(tmp_path), Counter()
+def test_a_foreign_file_is_named_and_not_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, scorer = MeasurementStore(tmp_path), Counter()
     first = evaluate_cell(scorer, make_set([counting()]), info(), store=store)
-    store.path(first.key).rename(store.path("other"))
+    [path] = tmp_path.iterdir()
+    whole = path.read_bytes()
+    store.path("other").write_bytes(whole)
     assert store.get("other") is None
+    assert f"{store.path('other')} is damaged: it holds" in capsys.readouterr().err
+    evaluate_cell(scorer, make_set([counting(broken_at=3)]), info(), store=store)
+    [foreign] = set(tmp_path.iterdir()) - {path, store.path("other")}
+    foreign.rename(path)
+    redone = evaluate_cell(scorer, make_set([counting()]), info(), store=store)
+    assert_frame_equal(redone, first, check_exact=True)
+    assert path.read_bytes() == whole
+    assert f"{path} is damaged: it holds the evaluation {foreign.stem}" in capsys.readouterr().err
+    # A frame that no evaluation left there, as a page's measurements, is none of the store's.
+    frames.write(path, first)
+    assert store.get(path.stem) is None
 
 
 def test_an_unwritable_store_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
         evaluate_cell(
-            Counter(), make_set([counting()]), info(), store=EvaluationStore(tmp_path / "file")
+            Counter(), make_set([counting()]), info(), store=MeasurementStore(tmp_path / "file")
         )

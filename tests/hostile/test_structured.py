@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from normattn.reports.cell_record import CellRecord
-from normattn.reports.extension_records import Units
-from normattn.reports.history import read_losses
-from normattn.reports.record_file import read_file
-from normattn.reports.records import read_record
 
 from normattn import structured
+from normattn.bench.record import Record
+from normattn.bench.settings import Settings
+from normattn.bench.suites import SUITES
 from normattn.cli import values
 from normattn.data import cache
 from normattn.data.corpora.json_lines import read_json_lines
@@ -23,11 +21,15 @@ from normattn.data.pairs.json_pairs import JsonPairs
 from normattn.data.pairs.source import Languages
 from normattn.data.relations.folder import _numbered
 from normattn.data.relations.reading import read_relations
-from normattn.diagnostics.records import read_diagnostics
+from normattn.diagnostics.records import read_diagnostics, read_inspection
 from normattn.errors import InputError
+from normattn.measure import frame
 from normattn.models.pretrained import load_any
 from normattn.runs import RunDirectory, read_metrics, read_status
+from normattn.studies import find
 from normattn.sweep import presets
+from normattn.sweep.cell import read_cell
+from normattn.sweep.collect import read_losses
 from normattn.training.config_files import read_settings
 
 DEEP = 100_000
@@ -51,10 +53,8 @@ def _pairs(path: Path) -> Any:
     return list(JsonPairs(path, Languages("en", "de")).pairs())
 
 
-def _unit(path: Path) -> Any:
-    (path.parent / "YaRN").mkdir()
-    os.replace(path, path.parent / "YaRN" / path.name)
-    return Units(path.parent).every()
+def _bench(path: Path) -> Any:
+    return Record(path, next(iter(SUITES.values())), Settings()).rows()
 
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -64,8 +64,10 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "metrics": ("metrics.jsonl", read_metrics),
     "losses": ("metrics.jsonl", read_losses),
     "diagnostics": ("diagnostics.jsonl", read_diagnostics),
-    "record": ("record.json", read_record),
-    "cell": ("record.json", lambda path: read_file(path, CellRecord, "of a cell")),
+    "inspection": ("record.json", read_inspection),
+    "cell": ("cell.json", lambda path: read_cell(path, find)),
+    "benchmark": ("latency.json", _bench),
+    "measurements": (frame.FILE, frame.read),
     "settings": ("mine.json", read_settings),
     "model": ("config.json", lambda path: load_any(path.parent)),
     "corpus": ("text.jsonl", _first_document),
@@ -73,7 +75,6 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "relation lines": ("train.jsonl", read_relations),
     "relation array": ("train.json", read_relations),
     "labels": ("rel2id.json", _numbered),
-    "extension": ("text-0.json", _unit),
 }
 
 

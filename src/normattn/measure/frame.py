@@ -23,6 +23,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +32,15 @@ from numpy.typing import ArrayLike
 
 from normattn.atomic import write_with
 from normattn.errors import InputError
+from normattn.files import open_file
 
 FILE = "measurements.parquet"
 """The name of a frame in a folder of results."""
 
 DIGEST = "normattn.digest"
 """The file's metadata that holds the digest of its other bytes."""
+KEY = "normattn.key"
+"""The file's metadata that names the evaluation it holds, in a `MeasurementStore`."""
 _UNSIGNED = b"sha256:" + 64 * b"0"
 _SIGNED = re.compile(rb"sha256:[0-9a-f]{64}")
 FACTOR = "factor."
@@ -205,34 +209,38 @@ def sorted_rows(frame: pl.DataFrame) -> pl.DataFrame:
     return frame.sort(keys, nulls_last=True)
 
 
-def write(path: Path, frame: pl.DataFrame) -> None:
-    """Write the frame as Parquet, whole or not at all; equal frames give equal bytes."""
+def write(path: Path, frame: pl.DataFrame, key: str | None = None) -> None:
+    """Write the frame as Parquet, whole or not at all; equal frames give equal bytes.
+
+    `key` names the evaluation that it is the outcome of.
+    """
     whole = sorted_rows(checked(frame, str(path)))
+    named = {DIGEST: _UNSIGNED.decode()} | ({} if key is None else {KEY: key})
 
     def fill(file: Path) -> None:
-        whole.write_parquet(
-            file, compression="zstd", statistics=False, metadata={DIGEST: _UNSIGNED.decode()}
-        )
+        whole.write_parquet(file, compression="zstd", statistics=False, metadata=named)
         content = file.read_bytes()
         file.write_bytes(content.replace(_UNSIGNED, _signature(content)))
 
     write_with(path, fill)
 
 
-def read(path: Path) -> pl.DataFrame:
-    """Read and check a frame; `InputError` names a file that is none."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise InputError(f"{path} is not there; it would hold the measurements") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+def read(path: Path, key: str | None = None) -> pl.DataFrame:
+    """Read and check a frame; `InputError` names a file that is none, or not that of `key`."""
+    if not path.exists():
+        raise InputError(f"{path} is not there; it would hold the measurements")
+    with open_file(path) as file:
+        content = file.read()
     # Looked at before it is parsed: the parser may not survive a damaged file.
     signed = _SIGNED.findall(content)
     if len(signed) != 1:
         raise InputError(f"{path} is no frame of measurements: it holds no digest of its own")
     if _signature(content.replace(signed[0], _UNSIGNED)) != signed[0]:
         raise InputError(f"{path} is damaged: its content does not match its digest")
+    if key is not None:
+        held = pl.read_parquet_metadata(BytesIO(content)).get(KEY, "of no key")
+        if held != key:
+            raise InputError(f"{path} is damaged: it holds the evaluation {held}")
     return checked(pl.read_parquet(content), str(path))
 
 

@@ -21,7 +21,8 @@ def digest(*parts: object) -> str:
 class MeasurementStore:
     """A folder of frames, one file per evaluation, named by its key.
 
-    A damaged file is named on standard error and its evaluation is done again.
+    A damaged file, or one of another evaluation, is named on standard error and its evaluation is
+    done again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,14 +38,14 @@ class MeasurementStore:
         if not path.exists():
             return None
         try:
-            return frame.read(path)
+            return frame.read(path, key)
         except InputError as error:
             print(f"normattn: {error}; the evaluation is done again", file=sys.stderr)
             return None
 
     def put(self, key: str, measured: pl.DataFrame) -> None:
         """Keep a frame under its key, whole or not at all."""
-        frame.write(self.path(key), measured)
+        frame.write(self.path(key), measured, key)
 
     def __len__(self) -> int:
         return len(self._paths())

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
 
 from normattn.errors import InputError
+from normattn.files import open_file
 from normattn.measure import Identity, collected, fact, identified, joined, sums
 from normattn.measure.frame import Factor
 from normattn.measure.gather import on_common_sets
-from normattn.structured import read_object
+from normattn.structured import json_lines, parse_json, read_object
 from normattn.sweep.layout import CellPaths
 
 BINS = 100
@@ -76,21 +77,24 @@ def history(
 def read_losses(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Steps and losses of a metrics.jsonl file; a half-written last line is left out.
 
-    Raises `InputError` for a file that cannot be read.
+    Raises `InputError` for a file that is damaged or cannot be read.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as a metrics file: {error}") from None
     points = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            if number < len(lines):
-                raise InputError(f"{path} is damaged: line {number} is no JSON object") from None
-            continue
-        if isinstance(value, dict) and isinstance(value.get("loss"), int | float):
-            points.append((float(value["step"]), float(value["loss"])))
+    with open_file(path) as file:
+        for number, line in json_lines(file, lambda n: f"{path}, line {n},"):
+            value = _metrics_line(line)
+            # A last line that is being written has no end yet.
+            if value is None and line.endswith(b"\n"):
+                raise InputError(f"{path} is damaged: line {number} is not a JSON object")
+            if value is not None and isinstance(value.get("loss"), int | float):
+                points.append((float(value["step"]), float(value["loss"])))
     steps, losses = zip(*points, strict=True) if points else ((), ())
     return np.asarray(steps), np.asarray(losses)
+
+
+def _metrics_line(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = parse_json(line, "a metrics line")
+    except InputError:
+        return None
+    return value if isinstance(value, dict) and type(value.get("step")) is int else None
