@@ -6,6 +6,7 @@ import csv
 import json
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from cli.conftest import Command
@@ -70,21 +71,29 @@ def test_train_evaluate_report(command: Command, trained: Path, tmp_path: Path) 
     said = command("evaluate", trained, "--methods", "as is,YaRN", "--multiples", "1,4")
     assert said.code == 0, said.err
     assert "KNA-YaRN" in said.out
-    records = {path: path.stat().st_mtime_ns for path in trained.glob("evaluations/*.json")}
+    records = {path: path.stat().st_mtime_ns for path in trained.glob("evaluations/*.parquet")}
     assert len(records) == 2 * 5
     again = command("evaluate", trained, "--methods", "as is,YaRN", "--multiples", "1,4")
     assert again.out == said.out
-    after = {path: path.stat().st_mtime_ns for path in trained.glob("evaluations/*.json")}
+    after = {path: path.stat().st_mtime_ns for path in trained.glob("evaluations/*.parquet")}
     assert after == records
 
     out = tmp_path / "report"
     assert command("report", trained, "--out", out).code == 0
-    rows = json.loads((out / "table.json").read_text())
-    assert [row["name"] for row in rows] == ["KNA", "KNA-YaRN"]
-    assert rows[1]["lengths"]["non_repeated"] == 32
+    rows = json.loads((out / "table.json").read_text())["tables"]["table"]
+    assert [row["row"] for row in rows] == ["KNA", "KNA-YaRN"]
+    assert {"value", "low", "high", "units", "seeds"} <= rows[1]["non_repeated"].keys()
+    measured = pl.read_parquet(out / "measurements.parquet")
+    assert measured.filter(protocol="non_repeated")["length"].unique().to_list() == [32]
+    assert "non-repeated (32)" in (out / "table.md").read_text()
     with (out / "table.csv").open() as file:
-        assert [row["name"] for row in csv.DictReader(file)] == ["KNA", "KNA-YaRN"]
-    assert list((out / "figures").glob("*.svg"))
+        found = list(csv.DictReader(file))
+    assert [row["row"] for row in found] == ["KNA", "KNA-YaRN"]
+    assert float(found[1]["non_repeated"]) == rows[1]["non_repeated"]["value"]
+    assert {path.name for path in (out / "figures").iterdir()} == {
+        *("accuracy_by_position_non_repeated.png", "accuracy_by_position_repeated.png"),
+        *("accuracy_by_length.png", "table.png", "training_loss.png"),
+    }
 
 
 def test_lengths_are_multiples_in_tokens(command: Command, trained: Path) -> None:

@@ -70,17 +70,17 @@ def test_commands_are_understood(page: str, line: str, monkeypatch: pytest.Monke
         return lambda *args, **kwargs: done.append(name)
 
     for place in (
-        "recipes.training_run.train_run",
-        "recipes.training_run.training_config",
-        "recipes.evaluation_run.evaluate_run",
-        "recipes.generation.generate_run",
-        "recipes.exporting.export_run",
-        "recipes.extending.extend_model",
-        "recipes.harness_command.print_tasks_path",
-        "recipes.harness_command.run_harness",
-        "recipes.inspection.inspect_run",
-        "recipes.tabulate.tabulate",
-        "recipes.sweep.reproduce",
+        "commands.training_run.train_run",
+        "commands.training_run.training_config",
+        "commands.evaluation_run.evaluate_run",
+        "commands.generation.generate_run",
+        "commands.exporting.export_run",
+        "commands.extending.extend_model",
+        "commands.harness_command.print_tasks_path",
+        "commands.harness_command.run_harness",
+        "commands.inspection.inspect_run",
+        "commands.reporting.report",
+        "sweep.run.reproduce",
         "bench.runner.run_bench",
     ):
         monkeypatch.setattr(f"normattn.{place}", work(place))
