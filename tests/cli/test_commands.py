@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import polars as pl
@@ -94,6 +95,29 @@ def test_train_evaluate_report(command: Command, trained: Path, tmp_path: Path) 
         *("accuracy_by_position_non_repeated.png", "accuracy_by_position_repeated.png"),
         *("accuracy_by_length.png", "table.png", "training_loss.png"),
     }
+
+
+def test_a_page_among_its_runs_does_not_stand_for_them(
+    command: Command, trained: Path, tmp_path: Path
+) -> None:
+    """What was measured since is on the next page, and no page is measured itself."""
+    run = tmp_path / "runs" / "kna"
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluations"))
+    evaluate = ("evaluate", run, "--protocols", "train-length,last-segment", "--multiples", "1,2")
+    assert command(*evaluate).code == 0
+
+    def rows(out: Path) -> list[str]:
+        lines = json.loads((out / "table.json").read_text())["tables"]["table"]
+        return [line["row"] for line in lines]
+
+    for places in ((run,), (run, "--out", run / "page"), (run.parent,)):
+        assert command("report", *places).code == 0
+    assert rows(run) == rows(run / "page") == rows(run.parent) == ["KNA"]
+    assert command(*evaluate, "--methods", "YaRN").code == 0
+    for places in ((run,), (run, "--out", run / "page"), (run.parent,)):
+        said = command("report", *places)
+        assert said.code == 0, said.err
+    assert rows(run) == rows(run / "page") == rows(run.parent) == ["KNA", "KNA-YaRN"]
 
 
 def test_lengths_are_multiples_in_tokens(command: Command, trained: Path) -> None:
