@@ -55,7 +55,9 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
         assert [line["row"] for line in lines] == ["KNA", "KNA-ReRoPE"], name
     for line in lines:
         for task in ("passkey", "multi_key", "variable_tracking"):
-            for name in (f"{task}_{what}_{n}" for what in ("exact", "token") for n in (64, 96, 128)):
+            for name in (
+                f"{task}_{what}_{n}" for what in ("exact", "token") for n in (64, 96, 128)
+            ):
                 assert 0 <= float(line[name]) <= 100
                 # One sample, a fifth of --max-windows, has no interval.
                 assert line[f"{name}_low"] == line[f"{name}_high"] == ""

@@ -153,7 +153,11 @@ COMMANDS = (
         deterministic=False,
     ),
     Command("export", lambda s, out: ("export", s.run, out), ("**/*",)),
-    Command("report", lambda s, out: ("report", s.run, "--out", out), ("table.*", "report.html", "figures/*.png")),
+    Command(
+        "report",
+        lambda s, out: ("report", s.run, "--out", out),
+        ("table.*", "report.html", "figures/*.png"),
+    ),
     Command(
         "generate",
         lambda s, out: ("generate", s.run, "--prompt", "word1", "--max-new-tokens", "20"),
