@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 
 from cli.conftest import Command
+from normattn import studies
 from normattn.cli import values
 from normattn.score import registry
 from normattn.sweep.merging import merged
@@ -39,8 +40,7 @@ def test_list_tells_every_part(command: Command) -> None:
         ("generate",),
         ("bench",),
         ("report",),
-        *(("reproduce", study) for study in ("keynorm", "window", "continue", "mechanism")),
-        *(("reproduce", study) for study in ("realformer", "rmsnorm", "qknorm")),
+        *(("reproduce", study) for study in studies.names()),
     ],
 )
 def test_help_teaches_by_examples(command: Command, arguments: tuple[str, ...]) -> None:
