@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,10 +46,15 @@ def test_a_study_of_ones_own_is_run_and_reported_again(
     assert (out / "figures" / "at_2l.png").is_file()
     before = (out / "table.md").read_bytes()
     (out / "table.md").unlink()
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(out)])
-    assert ended.value.code == 0, capsys.readouterr()
-    assert (out / "table.md").read_bytes() == before
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for name in ("config.json", "measurements.parquet"):
+        shutil.copy(out / name, alone / name)
+    for folder, more in ((out, []), (alone, ["--study", "my_study.py"])):
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(folder), *more])
+        assert ended.value.code == 0, capsys.readouterr()
+        assert (folder / "table.md").read_bytes() == before
 
 
 def test_the_studies_of_the_library_are_found_by_their_files() -> None:

@@ -22,12 +22,12 @@ from normattn.training import TrainingConfig
 READING = "reading"
 
 
-def report(places: Sequence[Path], out: Path) -> None:
+def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
     """Write the page of `places` into `out`.
 
     A sweep's directory is collected again; runs are gathered into one page; one folder without
     either that holds measurements.parquet is recomputed from it alone, by the study that the frame
-    names. Raises `InputError` where there is nothing to report.
+    names, or the one `named`. Raises `InputError` where there is nothing to report.
     """
     for place in places:
         if not str(place).strip() or not place.is_dir():
@@ -36,17 +36,17 @@ def report(places: Sequence[Path], out: Path) -> None:
         place = places[0]
         config, kind = _configuration(place)
         if kind is not None and (place / "jobs").is_dir():
-            study = find(_study_of_cells(place) or kind)
+            study = find(named or _study_of_cells(place) or kind)
             say(out, study.report(study.measurements(place), out, config))
             return
         # A page made of runs lies among them by default: they may have been measured again since.
         if (place / frame.FILE).is_file() and (kind in OF_COMMANDS or not _runs(places)):
             measured = frame.read(place / frame.FILE)
-            study = find(_study_of(measured, place / frame.FILE))
+            study = find(named or _study_of(measured, place / frame.FILE))
             say(out, study.report(measured, out, config))
             return
     measured = of_runs(places)
-    say(out, find(READING).report(measured, out, {}))
+    say(out, find(named or READING).report(measured, out, {}))
 
 
 def of_runs(places: Sequence[Path]) -> pl.DataFrame:
