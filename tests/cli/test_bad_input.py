@@ -291,17 +291,40 @@ def test_reproductions(
     assert leftovers(tmp_path) == []
 
 
-def test_no_space_left(
-    command: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(handle: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def full(handle: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "fsync", full)
-    said = command("train", "--preset", tiny, "--score", "QNA", "--out", tmp_path / "run")
+
+def test_no_space_left_for_a_run(
+    command: Command,
+    tiny: Path,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tokens are there since `trained`: the first file is the run's own."""
+    arguments = ("train", "--preset", tiny, "--score", "QNA", "--out", tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        said = command(*arguments)
     assert said.code == 2
     assert "no space left on the disk" in said.sentence
-    assert leftovers(tmp_path) == []
+    # A lock stays where it is: another process may be waiting for it.
+    assert leftovers(tmp_path) == ["run/.lock"]
+    assert command(*arguments).code == 0
+
+
+def test_no_space_left_for_the_tokens(
+    command: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = tmp_path / "new.txt"
+    corpus.write_text(" ".join(f"new{n * n % 97}" for n in range(2000)))
+    monkeypatch.setattr(os, "fsync", full)
+    arguments = ("train", "--preset", tiny, "--corpus", corpus, "--out", tmp_path / "run")
+    said = command(*arguments)
+    assert said.code == 2
+    assert "no space left on the disk" in said.sentence
+    assert leftovers(tmp_path) == ["new.txt"]
 
 
 def test_no_space_left_at_a_checkpoint(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from cli.conftest import Command
+from normattn import studies
 from normattn.cli import values
 from normattn.score import registry
 from normattn.sweep.merging import merged
@@ -37,8 +40,7 @@ def test_list_tells_every_part(command: Command) -> None:
         ("generate",),
         ("bench",),
         ("report",),
-        *(("reproduce", study) for study in ("keynorm", "window", "continue", "mechanism")),
-        *(("reproduce", study) for study in ("realformer", "rmsnorm", "qknorm")),
+        *(("reproduce", study) for study in studies.names()),
     ],
 )
 def test_help_teaches_by_examples(command: Command, arguments: tuple[str, ...]) -> None:
@@ -70,21 +72,52 @@ def test_train_evaluate_report(command: Command, trained: Path, tmp_path: Path) 
     said = command("evaluate", trained, "--methods", "as is,YaRN", "--multiples", "1,4")
     assert said.code == 0, said.err
     assert "KNA-YaRN" in said.out
-    records = {path: path.stat().st_mtime_ns for path in trained.glob("evaluations/*.json")}
+    records = {path: path.stat().st_mtime_ns for path in trained.glob("evaluations/*.parquet")}
     assert len(records) == 2 * 5
     again = command("evaluate", trained, "--methods", "as is,YaRN", "--multiples", "1,4")
     assert again.out == said.out
-    after = {path: path.stat().st_mtime_ns for path in trained.glob("evaluations/*.json")}
+    after = {path: path.stat().st_mtime_ns for path in trained.glob("evaluations/*.parquet")}
     assert after == records
 
     out = tmp_path / "report"
     assert command("report", trained, "--out", out).code == 0
-    rows = json.loads((out / "table.json").read_text())
-    assert [row["name"] for row in rows] == ["KNA", "KNA-YaRN"]
-    assert rows[1]["lengths"]["non_repeated"] == 32
+    rows = json.loads((out / "table.json").read_text())["tables"]["table"]
+    assert [row["row"] for row in rows] == ["KNA", "KNA-YaRN"]
+    assert {"value", "low", "high", "units", "seeds"} <= rows[1]["non_repeated"].keys()
+    measured = pl.read_parquet(out / "measurements.parquet")
+    assert measured.filter(protocol="non_repeated")["length"].unique().to_list() == [32]
+    assert "non-repeated (32)" in (out / "table.md").read_text()
     with (out / "table.csv").open() as file:
-        assert [row["name"] for row in csv.DictReader(file)] == ["KNA", "KNA-YaRN"]
-    assert list((out / "figures").glob("*.svg"))
+        found = list(csv.DictReader(file))
+    assert [row["row"] for row in found] == ["KNA", "KNA-YaRN"]
+    assert float(found[1]["non_repeated"]) == rows[1]["non_repeated"]["value"]
+    assert {path.name for path in (out / "figures").iterdir()} == {
+        *("accuracy_by_position_non_repeated.png", "accuracy_by_position_repeated.png"),
+        *("accuracy_by_length.png", "table.png", "training_loss.png"),
+    }
+
+
+def test_a_page_among_its_runs_does_not_stand_for_them(
+    command: Command, trained: Path, tmp_path: Path
+) -> None:
+    """What was measured since is on the next page, and no page is measured itself."""
+    run = tmp_path / "runs" / "kna"
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluations"))
+    evaluate = ("evaluate", run, "--protocols", "train-length,last-segment", "--multiples", "1,2")
+    assert command(*evaluate).code == 0
+
+    def rows(out: Path) -> list[str]:
+        lines = json.loads((out / "table.json").read_text())["tables"]["table"]
+        return [line["row"] for line in lines]
+
+    for places in ((run,), (run, "--out", run / "page"), (run.parent,)):
+        assert command("report", *places).code == 0
+    assert rows(run) == rows(run / "page") == rows(run.parent) == ["KNA"]
+    assert command(*evaluate, "--methods", "YaRN").code == 0
+    for places in ((run,), (run, "--out", run / "page"), (run.parent,)):
+        said = command("report", *places)
+        assert said.code == 0, said.err
+    assert rows(run) == rows(run / "page") == rows(run.parent) == ["KNA", "KNA-YaRN"]
 
 
 def test_lengths_are_multiples_in_tokens(command: Command, trained: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import shutil
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from cli.conftest import Command
@@ -23,7 +24,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 def records(run: Path) -> dict[str, int]:
     """Each record's name and when it was written."""
-    return {path.name: path.stat().st_mtime_ns for path in run.glob("evaluations/*.json")}
+    return {path.name: path.stat().st_mtime_ns for path in run.glob("evaluations/*.parquet")}
 
 
 def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -> None:
@@ -45,13 +46,30 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
 
     out = tmp_path / "report"
     assert command("report", run, "--out", out).code == 0
-    assert "[retrieval.md]" in (out / "table.md").read_text()
-    with (out / "retrieval.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 2 * 3 * 3 * 5
-    with (out / "reading.csv").open() as file:
-        assert {row["name"] for row in csv.DictReader(file)} == {"KNA", "KNA-ReRoPE"}
-    assert (out / "figures" / "retrieval_passkey_KNA.png").is_file()
-    assert (out / "figures" / "reading_by_position_KNA.svg").is_file()
+    page = (out / "table.md").read_text()
+    for heading in ("Accuracy by position", "Loss by position", "Facts stated in a long text"):
+        assert f"## {heading}" in page
+    for name in ("accuracy_by_position", "loss_by_position", "retrieval"):
+        with (out / f"{name}.csv").open() as file:
+            lines = list(csv.DictReader(file))
+        assert [line["row"] for line in lines] == ["KNA", "KNA-ReRoPE"], name
+    for line in lines:
+        for task in ("passkey", "multi_key", "variable_tracking"):
+            for name in (
+                f"{task}_{what}_{n}" for what in ("exact", "token") for n in (64, 96, 128)
+            ):
+                assert 0 <= float(line[name]) <= 100
+                # One sample, a fifth of --max-windows, has no interval.
+                assert line[f"{name}_low"] == line[f"{name}_high"] == ""
+    # What no table shows, the depths of every task and length, is in the frame.
+    asked = pl.read_parquet(out / "measurements.parquet").filter(
+        protocol="retrieval", statistic="exact"
+    )
+    cells = asked.select("method", "factor.task", "length", "bin").unique()
+    assert cells.height == 2 * 3 * 3 * 5
+    names = {path.name for path in (out / "figures").iterdir()}
+    tasks = ("passkey", "multi_key", "variable_tracking")
+    assert names >= {"reading_by_position_KNA.png", *(f"retrieval_{task}.png" for task in tasks)}
 
 
 def test_every_method(command: Command, run: Path) -> None:

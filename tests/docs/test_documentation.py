@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
+FILE = re.compile(r"^<!-- file: (\S+) -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
 
 def blocks(page: Path, language: str) -> list[str]:
     return [code for kind, code in FENCE.findall(page.read_text("utf-8")) if kind == language]
@@ -62,25 +64,34 @@ def test_there_is_something_to_test() -> None:
 
 
 @pytest.mark.parametrize(("page", "line"), list(commands()))
-def test_commands_are_understood(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsing, defaults and dispatch are real; the work itself is left out."""
+def test_commands_are_understood(
+    page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsing, defaults and dispatch are real; the work itself is left out.
+
+    The files that the pages say one has are there.
+    """
     done: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    for path in PAGES:
+        for name, code in FILE.findall(path.read_text("utf-8")):
+            (tmp_path / name).write_text(code)
 
     def work(name: str) -> Any:
         return lambda *args, **kwargs: done.append(name)
 
     for place in (
-        "recipes.training_run.train_run",
-        "recipes.training_run.training_config",
-        "recipes.evaluation_run.evaluate_run",
-        "recipes.generation.generate_run",
-        "recipes.exporting.export_run",
-        "recipes.extending.extend_model",
-        "recipes.harness_command.print_tasks_path",
-        "recipes.harness_command.run_harness",
-        "recipes.inspection.inspect_run",
-        "recipes.tabulate.tabulate",
-        "recipes.sweep.reproduce",
+        "commands.training_run.train_run",
+        "commands.training_run.training_config",
+        "commands.evaluation_run.evaluate_run",
+        "commands.generation.generate_run",
+        "commands.exporting.export_run",
+        "commands.extending.extend_model",
+        "commands.harness_command.print_tasks_path",
+        "commands.harness_command.run_harness",
+        "commands.inspection.inspect_run",
+        "commands.reporting.report",
+        "sweep.run.reproduce",
         "bench.runner.run_bench",
     ):
         monkeypatch.setattr(f"normattn.{place}", work(place))

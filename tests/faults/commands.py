@@ -153,14 +153,18 @@ COMMANDS = (
         deterministic=False,
     ),
     Command("export", lambda s, out: ("export", s.run, out), ("**/*",)),
-    Command("report", lambda s, out: ("report", s.run, "--out", out), ("table.*", "figures/*.svg")),
+    Command(
+        "report",
+        lambda s, out: ("report", s.run, "--out", out),
+        ("table.*", "report.html", "figures/*.png"),
+    ),
     Command(
         "generate",
         lambda s, out: ("generate", s.run, "--prompt", "word1", "--max-new-tokens", "20"),
         (),
         share=4,
     ),
-    Command("inspect", lambda s, out: ("inspect", s.run, "--out", out), ("*.json", "*.svg")),
+    Command("inspect", lambda s, out: ("inspect", s.run, "--out", out), ("*.json", "*.png")),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,17 @@ def own_study(tmp_path: Path) -> Path:
 
 
 def test_a_study_of_ones_own_is_run_and_reported_again(
-    own_study: Path, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own_study: Path,
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(own_study.parent)
     out = tmp_path / "out"
     few = ("--set", "training.steps=5", "--seeds", "3", "--out", str(out))
     with pytest.raises(SystemExit) as ended:
-        main(["reproduce", str(own_study), "--preset", str(tiny), *few])
+        main(["reproduce", "./my_study.py", "--preset", str(tiny), *few])
     assert ended.value.code == 0, capsys.readouterr()
     table = json.loads((out / "table.json").read_text())
     assert [row["row"] for row in table["tables"]["table"]] == ["Baseline", "KNA"]
@@ -38,6 +44,17 @@ def test_a_study_of_ones_own_is_run_and_reported_again(
     assert table["claims"][0]["verdict"] in ("found", "the opposite", "not found")
     assert (out / "report.html").is_file()
     assert (out / "figures" / "at_2l.png").is_file()
+    before = (out / "table.md").read_bytes()
+    (out / "table.md").unlink()
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for name in ("config.json", "measurements.parquet"):
+        shutil.copy(out / name, alone / name)
+    for folder, more in ((out, []), (alone, ["--study", "my_study.py"])):
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(folder), *more])
+        assert ended.value.code == 0, capsys.readouterr()
+        assert (folder / "table.md").read_bytes() == before
 
 
 def test_the_studies_of_the_library_are_found_by_their_files() -> None:

@@ -29,6 +29,10 @@ def command(
         Path | None,
         typer.Option(help="Where table.md, .csv, .json and figures/ go. [default: the first RUN]"),
     ] = None,
+    study: Annotated[
+        str | None,
+        typer.Option(help="The FILE.py of a study of your own. [default: what RUN names]"),
+    ] = None,
 ) -> None:
     """Make the page (table.md, report.html, figures) of everything that was measured below RUNS.
 
@@ -37,4 +41,4 @@ def command(
     """
     from normattn.commands.reporting import report
 
-    report(runs, out or runs[0])
+    report(runs, out or runs[0], study)

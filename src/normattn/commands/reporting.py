@@ -13,7 +13,8 @@ from normattn.errors import InputError
 from normattn.measure import collected, frame, joined
 from normattn.measure.gather import on_common_sets
 from normattn.runs import RunDirectory, read_status
-from normattn.studies import find
+from normattn.structured import read_object
+from normattn.studies import OF_COMMANDS, find
 from normattn.sweep.collect import history
 from normattn.sweep.run import say
 from normattn.training import TrainingConfig
@@ -21,12 +22,12 @@ from normattn.training import TrainingConfig
 READING = "reading"
 
 
-def report(places: Sequence[Path], out: Path) -> None:
+def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
     """Write the page of `places` into `out`.
 
-    One folder that holds measurements.parquet is recomputed from it alone, by the study that the
-    frame names; a sweep's directory is collected again; runs are gathered into one page. Raises
-    `InputError` where there is nothing to report.
+    A sweep's directory is collected again; runs are gathered into one page; one folder without
+    either that holds measurements.parquet is recomputed from it alone, by the study that the frame
+    names, or the one `named`. Raises `InputError` where there is nothing to report.
     """
     for place in places:
         if not str(place).strip() or not place.is_dir():
@@ -35,16 +36,17 @@ def report(places: Sequence[Path], out: Path) -> None:
         place = places[0]
         config, kind = _configuration(place)
         if kind is not None and (place / "jobs").is_dir():
-            study = find(kind)
+            study = find(named or _study_of_cells(place) or kind)
             say(out, study.report(study.measurements(place), out, config))
             return
-        if (place / frame.FILE).is_file():
+        # A page made of runs lies among them by default: they may have been measured again since.
+        if (place / frame.FILE).is_file() and (kind in OF_COMMANDS or not _runs(places)):
             measured = frame.read(place / frame.FILE)
-            study = find(_study_of(measured, place / frame.FILE))
+            study = find(named or _study_of(measured, place / frame.FILE))
             say(out, study.report(measured, out, config))
             return
     measured = of_runs(places)
-    say(out, find(READING).report(measured, out, {}))
+    say(out, find(named or READING).report(measured, out, {}))
 
 
 def of_runs(places: Sequence[Path]) -> pl.DataFrame:
@@ -104,6 +106,13 @@ def _configuration(place: Path) -> tuple[Mapping[str, Any], str | None]:
     if not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
         raise InputError(f"{file} is damaged: expected a kind and a config")
     return stored["config"], str(stored.get("kind"))
+
+
+def _study_of_cells(place: Path) -> str | None:
+    """The study that a sweep's cells name: of one's own, it is the path of its file."""
+    for settings in sorted(place.glob("jobs/*/*/cell.json")):
+        return str(read_object(settings).get("study"))
+    return None
 
 
 def _study_of(measured: pl.DataFrame, source: Path) -> str:

@@ -59,6 +59,8 @@ class MeasurementStore:
 
 
 def collected(out: Path) -> pl.DataFrame:
-    """Every measurement below a study's directory, as one frame."""
-    paths = sorted(path for path in out.rglob("*.parquet") if path.parent != out)
+    """Every measurement below a study's directory, as one frame; frames of pages are copies."""
+    paths = sorted(
+        path for path in out.rglob("*.parquet") if path.parent != out and path.name != frame.FILE
+    )
     return frame.joined(frame.read(path) for path in paths if path.name[0] != ".")

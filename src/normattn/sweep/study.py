@@ -173,7 +173,8 @@ class Study:
         """The command line that makes the study from nothing."""
         if self.made_by:
             return self.made_by
-        name = str(self.source) if self.source else self.name
+        # Of one's own, without its folder: a page is the same wherever it is made.
+        name = f"./{self.source.name}" if self.source else self.name
         return f"normattn reproduce {name} --preset {preset}"
 
     def report(self, measured: pl.DataFrame, out: Path, config: Mapping[str, Any]) -> list[Path]:
