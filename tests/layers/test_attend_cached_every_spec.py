@@ -13,6 +13,7 @@ from normattn import Score, attention
 from normattn.layers.attend_cached import attention_cached
 from normattn.layers.cache import GrowingCache
 from score.cases import METHODS, VARIANTS, additions, built, documents, methods, recipes, tensors
+from score.layouts import laid
 from score.recipe import REGIMES, Recipe
 
 T, D = 11, 8
@@ -56,7 +57,7 @@ def _stored(
 @pytest.mark.parametrize("irregular", ["", "padding", "documents", "both"])
 @torch.no_grad()
 def test_every_causal_score(irregular: str) -> None:
-    q, k, v = tensors((3, 2, T, D), (3, 1, T, D), (3, 1, T, 4))
+    plain = tensors((3, 2, T, D), (3, 1, T, D), (3, 1, T, 4))
     numbers, padding = documents(3, T, padded=True)
     apart = numbers if irregular in ("documents", "both") else None
     hidden = padding if irregular in ("padding", "both") else None
@@ -65,6 +66,7 @@ def test_every_causal_score(irregular: str) -> None:
         if irregular and turn % 3:
             continue
         score = built(replace(recipe, packed=apart is not None), 2, D, 1).eval()
+        q, k, v = laid(plain, f"{recipe.text} {irregular}")
         out = _stored(score, q, k, v, hidden, places, apart)
         whole = attention(q, k, v, score, key_padding=hidden, documents=apart, backend="reference")
         if hidden is not None:

@@ -37,6 +37,7 @@ from score.cases import (
     recipes,
     tensors,
 )
+from score.layouts import laid
 from score.recipe import REGIMES, Recipe
 
 B, H, G, T, D = 2, 2, 1, 9, 4
@@ -50,7 +51,8 @@ def test_the_cases_name_every_registered_part() -> None:
 
 def _gradients(out: Tensor, wanted: list[Tensor]) -> tuple[Tensor, ...]:
     weights = torch.linspace(-1.0, 1.0, out.numel(), dtype=out.dtype).reshape(out.shape)
-    return torch.autograd.grad((out * weights).sum(), wanted)
+    # A gradient need not be contiguous either.
+    return torch.autograd.grad(out, wanted, weights.mT.contiguous().mT)
 
 
 @contextmanager
@@ -74,7 +76,8 @@ def _check(
 ) -> None:
     """Outputs by the oracle, gradients by the naive formula, of every kernel that can serve it."""
     heads = 3 if kv == 1 else H
-    q, k, v = tensors((B, heads, T, d), (B, kv, keys, d), (B, kv, keys, d))
+    leaves = tensors((B, heads, T, d), (B, kv, keys, d), (B, kv, keys, d))
+    q, k, v = laid(leaves, f"{recipe.text} {causal}")
     score = built(recipe, heads, d, kv)
     names = learned(score)
     if causal and recipe.leaks:
@@ -85,7 +88,7 @@ def _check(
         with pytest.raises(InputError, match="causal attention only"):
             attention(q, k, v, score, causal=False, **options)
         return
-    wanted = [q, k, v, *names.values()]
+    wanted = [*leaves, *names.values()]
     words = {{"key_padding": "padding"}.get(word, word): each for word, each in options.items()}
     expected = naive.attend(recipe, q, k, v, causal=causal, learned=names, **words)
     if looped:

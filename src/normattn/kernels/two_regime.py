@@ -24,13 +24,11 @@ from torch import Tensor
 
 from normattn.kernels.chunked import backward_tiles, forward_tiles
 from normattn.kernels.derivatives import refuse_second_derivative
+from normattn.kernels.flash import flash, flash_backward
 from normattn.kernels.gradients import wide
 from normattn.kernels.problem import Problem, Settings
 from normattn.kernels.rows import grouped, ungrouped
 from normattn.kernels.tiles import Plan
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
@@ -101,10 +99,9 @@ class _TwoRegime(torch.autograd.Function):
             first, end = part.first, part.keys.stop
             rows = slice(first, None)
             q, k, v = _far_side(problem, part)
-            by_q, by_k, by_v = _flash_backward(
-                *(grads[0][:, :, rows], q, k, v, out[:, :, rows], ungrouped(whole)[:, :, rows]),
-                *(0.0, part.causal),
-                scale=1.0,
+            above, sums_here = grads[0][:, :, rows], ungrouped(whole)[:, :, rows]
+            by_q, by_k, by_v = flash_backward(
+                above, q, k, v, out[:, :, rows], sums_here, part.causal
             )
             if number:
                 by_far_q[:, :, rows] += by_q
@@ -132,8 +129,7 @@ def _far_side(problem: Problem, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
 
 def _far(problem: Problem, part: _Part) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a part."""
-    out, sums = _flash(*_far_side(problem, part), 0.0, part.causal, scale=1.0)
-    return out, sums
+    return flash(*_far_side(problem, part), part.causal)
 
 
 def two_regime(problem: Problem) -> Float[Tensor, "b h t e"]:
