@@ -147,7 +147,8 @@ def attend(
     keys, real = k.shape[2], None if padding is None else ~padding
     own = None if query_padding is None else ~query_padding
     padded = None if padding is None else padding.numpy()
-    apart = None if documents is None else documents.numpy()
+    apart = None if documents is None else oracle.runs(documents.numpy(), padded)
+    documents = None if apart is None else torch.from_numpy(apart)
     where = oracle.places(queries, keys, batch, padded, None, None, apart)
     relative = torch.from_numpy(where[0][:, :, None] - where[1][:, None, :])
     visible = torch.tensor(

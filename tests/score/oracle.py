@@ -79,6 +79,21 @@ def turned(x: Array, recipe: Recipe, by: float, block: int, growing: float = 0.0
     return y
 
 
+def runs(
+    documents: npt.NDArray[np.int64], padding: npt.NDArray[np.bool_] | None
+) -> npt.NDArray[np.int64]:
+    """The number (B, S) of the run of equal numbers that each token is in, padding overlooked."""
+    found = np.zeros_like(documents)
+    for b in range(documents.shape[0]):
+        run, last = 0, None
+        for j in range(documents.shape[1]):
+            if padding is None or not padding[b, j]:
+                run += last is not None and documents[b, j] != last
+                last = documents[b, j]
+            found[b, j] = run
+    return found
+
+
 def places(
     queries: int,
     keys: int,
@@ -211,6 +226,7 @@ def attend(
     groups, keys = heads // k.shape[1], k.shape[2]
     real = None if padding is None else ~padding
     own = None if query_padding is None else ~query_padding
+    documents = None if documents is None else runs(documents, padding)
     where_q, where_k = places(queries, keys, batch, padding, q_positions, k_positions, documents)
     product = _Products(recipe, q, k, (where_q, where_k), learned, real, own)
     n = counts(recipe, where_q, keys, causal, padding, documents)

@@ -51,7 +51,7 @@ class Positions:
         """Fill in what is not given.
 
         Keys count from 0, from the first real token where `key_padding` (True = padding) is
-        given, and from the first token of each document where `documents` numbers them; queries
+        given, and from the first token of each document, a run of `documents`; queries
         are the last T of the keys. n is position + 1 when causal, else the number of unpadded keys,
         those of the document where there are documents.
         """
@@ -62,7 +62,7 @@ class Positions:
             )
         key = k_positions
         if key is None and documents is not None:
-            key = _within(documents, key_padding)
+            key = _within(numbered(documents, key_padding), key_padding)
         elif key is None and key_padding is not None:
             key = ((~key_padding).cumsum(-1) - 1).clamp(min=0)
         elif key is None:
@@ -74,7 +74,8 @@ class Positions:
         if causal:
             n = query + 1
         elif documents is not None:
-            n = _in_document(documents, key_padding)[:, keys - queries :]
+            number = numbered(documents, key_padding)
+            n = _in_document(number, key_padding)[:, keys - queries :]
         elif key_padding is not None:
             n = (~key_padding).sum(-1, keepdim=True)
         else:
@@ -85,23 +86,37 @@ class Positions:
         return Positions(query, key, n.clamp(min=1), causal, regular, ordered)
 
 
+def numbered(
+    documents: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None = None
+) -> Int[Tensor, "b s"]:
+    """Which document of its row each token is in, from 0 on: runs of `documents`, counted.
+
+    A number that comes back later in a row is another document. Padding is no token: it ends no
+    run, and counts to the one before it. Counting twice changes nothing.
+    """
+    place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    real = place if key_padding is None else torch.where(key_padding, -1, place)
+    # The last real token before each one, −1 where there is none.
+    before = torch.nn.functional.pad(real.cummax(-1).values[:, :-1], (1, 0), value=-1)
+    other = documents != documents.gather(1, before.clamp(min=0))
+    return ((real >= 0) & (before >= 0) & other).cumsum(-1)
+
+
 def _in_document(
-    documents: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None
+    number: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None
 ) -> Int[Tensor, "b s"]:
     """How many tokens that are not padding the document of each token has."""
-    names, number = documents.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     real = torch.ones_like(number) if key_padding is None else (~key_padding).long()
-    sizes = real.new_zeros(documents.shape[0], names.numel()).scatter_add_(1, number, real)
-    return sizes.gather(1, number)
+    return torch.zeros_like(number).scatter_add_(1, number, real).gather(1, number)
 
 
 def _within(
-    documents: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None
+    number: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None
 ) -> Int[Tensor, "b s"]:
     """The position of each token in its document, padding not counted."""
-    if key_padding is not None:
-        documents = documents.masked_fill(key_padding, -1)
-    place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return place - torch.where(begins, place, 0).cummax(-1).values
+    real = torch.ones_like(number) if key_padding is None else (~key_padding).long()
+    count = real.cumsum(-1)
+    # Real tokens before each document's first: a count that only grows from one to the next.
+    new = torch.nn.functional.pad(number[:, 1:] != number[:, :-1], (1, 0))
+    before = torch.where(new, count - real, 0).cummax(-1).values
+    return (count - 1 - before).clamp(min=0)

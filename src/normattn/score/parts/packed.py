@@ -14,8 +14,8 @@ from normattn.score.registry import register
 class Packed(DocumentsPart):
     """Keys of other documents are hidden; i, j and n count from the document's first token.
 
-    `attention` takes the number of each key's document; a model finds documents by the token
-    `separator`.
+    `attention` takes the number of each key's document, a document being a run of one number; a
+    model finds documents by the token `separator`.
     """
 
     name: ClassVar[str] = "Packed"

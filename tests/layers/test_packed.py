@@ -1,0 +1,104 @@
+"""`Packed`: documents are runs of a number; each reads as if it stood alone, whatever is numbered.
+
+The oracle is attention over each document's real tokens by themselves.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from normattn import Score, attention
+from normattn.kernels import BACKENDS
+from normattn.layers.attend_cached import attention_cached
+from normattn.layers.cache import GrowingCache
+from score.cases import tensors
+
+D = 8
+NUMBERS = {
+    "a number that comes back": ([0, 0, 1, 1, 1, 0, 0, 0, 0], []),
+    "falling numbers": ([3, 3, 1, 1, 2, 2, 1, 1, 1], []),
+    "padding inside a document": ([0, 0, 0, 0, 0, 0, 1, 1, 1], [2, 3]),
+    "padding inside, before and after": ([0, 0, 0, 1, 1, 1, 0, 0, 0], [0, 2, 4, 8]),
+    "padding of another number": ([0, 0, 7, 7, 0, 0, 1, 1, 1], [2, 3]),
+}
+SCORES = ("Baseline", "KNA-logn@4", "Baseline-ALiBi", "Baseline-ReRoPE(window=2)@4")
+BY_NAME = tuple(name for name in BACKENDS if name in ("auto", "chunked", "reference"))
+
+
+def _packed(score: str) -> str:
+    name, at, length = score.partition("@")
+    return f"{name}-Packed{at}{length}"
+
+
+def _runs(numbers: list[int], padded: list[int]) -> list[list[int]]:
+    """The places of each document's real tokens."""
+    runs: list[list[int]] = []
+    before = None
+    for place, number in enumerate(numbers):
+        if place in padded:
+            continue
+        if number != before:
+            runs.append([])
+        runs[-1].append(place)
+        before = number
+    return runs
+
+
+def _alone(
+    score: str, q: Tensor, k: Tensor, v: Tensor, runs: list[list[int]], causal: bool
+) -> Tensor:
+    out = torch.zeros_like(q)
+    for run in runs:
+        one = [x[:, :, run] for x in (q, k, v)]
+        out[:, :, run] = attention(*one, score, causal, backend="reference")
+    return out
+
+
+def _inputs(padded: list[int]) -> tuple[list[Tensor], Tensor]:
+    qkv = [x.detach() for x in tensors((1, 2, 9, D), (1, 1, 9, D), (1, 1, 9, D))]
+    padding = torch.zeros(1, 9, dtype=torch.bool)
+    padding[:, padded] = True
+    return qkv, padding
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("case", NUMBERS)
+def test_each_document_reads_as_if_alone(case: str, score: str, causal: bool) -> None:
+    if not causal and "ReRoPE" in score:
+        pytest.skip("two regimes are causal")
+    numbers, padded = NUMBERS[case]
+    (q, k, v), padding = _inputs(padded)
+    documents = torch.tensor([numbers])
+    runs = _runs(numbers, padded)
+    expected = _alone(score, q, k, v, runs, causal)
+    real = [place for run in runs for place in run]
+    name = _packed(score)
+    given = padding if padded else None
+    for backend in BY_NAME:
+        out = attention(
+            q, k, v, name, causal, key_padding=given, documents=documents, backend=backend
+        )
+        torch.testing.assert_close(out[:, :, real], expected[:, :, real])
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("case", NUMBERS)
+def test_with_a_cache(case: str, score: str) -> None:
+    numbers, padded = NUMBERS[case]
+    (q, k, v), padding = _inputs(padded)
+    runs = _runs(numbers, padded)
+    expected = _alone(score, q, k, v, runs, True)
+    real = [place for run in runs for place in run]
+    name = _packed(score)
+    module, cache = Score(name, 2, D, 1).double().eval(), GrowingCache()
+    documents, pieces = torch.tensor([numbers]), []
+    for last in (1, 2, 6, 7, 9):
+        new = slice(cache.length, last)
+        pad = padding[:, :last] if padded else None
+        one = [x[:, :, new] for x in (q, k, v)]
+        pieces.append(attention_cached(*one, module, cache, pad, None, documents[:, :last]))
+    out = torch.cat(pieces, 2)
+    torch.testing.assert_close(out[:, :, real], expected[:, :, real])
