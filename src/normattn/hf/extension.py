@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from normattn.errors import InputError
@@ -48,8 +50,10 @@ def extend(
         parameters: those of the method, e.g. window=, factor=, s=, group=, base=.
 
     Returns the extension, switched on: `.remove()` or leaving its `with` block undoes it exactly.
-    `.resolved` says every value. YaRN's factor reaches the features that turn, on queries and on
-    keys, as in transformers. Raises `InputError` where the model or a value cannot serve.
+    `.resolved` says every value. What `torch.compile` has compiled, here or elsewhere, is compiled
+    anew at the next call, after `remove()` too. YaRN's factor reaches the features that turn, on
+    queries and on keys, as in transformers. Raises `InputError` where the model or a value cannot
+    serve.
     """
     found = anatomy(model)
     _refuse_twice(found)
@@ -81,6 +85,7 @@ class Extension:
         self.resolved = _resolved(spec, source, layers)
         self._undo: list[Callable[[], object]] = []
         self._memory = Memory()
+        _compile_anew()
         try:
             self._switch_on(found, [each for each in layers if each.sliding is None])
         except BaseException:
@@ -94,6 +99,8 @@ class Extension:
 
     def remove(self) -> None:
         """Give the model back everything that it had. Removing twice is harmless."""
+        if self._undo:
+            _compile_anew()
         while self._undo:
             self._undo.pop()()
         self._memory.clear()
@@ -160,6 +167,16 @@ class Extension:
 
         module.__dict__[name] = value
         self._undo.append(back)
+
+
+def _compile_anew() -> None:
+    """Forget what torch.compile has compiled, which looks for no new hooks on a module.
+
+    It would go on as if nothing had been switched on or off, and the code may be that of any caller
+    of the model.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def _shared(foldings: list[Folding], spec: ScoreSpec, turning: Turning) -> Folding:

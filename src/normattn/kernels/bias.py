@@ -31,6 +31,7 @@ from torch import Tensor
 from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.observe import Eye, Looked
 from normattn.kernels.problem import Problem, Visibility
+from normattn.plain import transformed
 
 # Query rows of a tile, and the bytes of its scores: about what a core's second cache holds.
 ROWS, TILE_BYTES = 128, 2**20
@@ -336,6 +337,8 @@ def why_not_bias(problem: Problem) -> str | None:
         return "it has one score per pair, not two regimes"
     if problem.dropout:
         return "it drops no weights"
+    if transformed():
+        return "torch.func and forward-mode derivatives see through plain operations only"
     if not (problem.visibility.plain and problem.visibility.aligned):
         return "it needs consecutive positions and takes no mask beside plain causality"
     queries, keys = problem.q.shape[2], problem.k.shape[2]

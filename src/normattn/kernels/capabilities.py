@@ -12,6 +12,7 @@ import torch
 
 from normattn.errors import InputError
 from normattn.kernels.problem import Problem
+from normattn.plain import transformed
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -90,6 +91,10 @@ FEATURES: Mapping[str, Feature] = {
     "half precision": Feature(
         lambda p: p.q.dtype in _HALF, "it does not compute in half precision"
     ),
+    "torch.func": Feature(
+        lambda p: transformed(),
+        "torch.func and forward-mode derivatives see through plain operations only",
+    ),
     "CPU": Feature(lambda p: p.q.device.type == "cpu", "it runs on a CUDA device, not on a CPU"),
     "CUDA": Feature(
         lambda p: p.q.device.type == "cuda", "it stands on operations that only a CPU has"
@@ -111,7 +116,7 @@ class Capabilities:
 
 _PLAIN = _ALL - {
     *("bias", "bias gradient", "short bias", "sink", "cap", "sliding window", "documents"),
-    *("mask", "mask gradient", "padding", "irregular positions", "carry"),
+    *("mask", "mask gradient", "padding", "irregular positions", "carry", "torch.func"),
 }
 TABLE: Mapping[str, Capabilities] = {
     row.kernel: row
@@ -148,21 +153,27 @@ TABLE: Mapping[str, Capabilities] = {
         ),
         Capabilities(
             "carried",
-            _ALL - {"no carry", "two regimes", "mask gradient"},
+            _ALL - {"no carry", "two regimes", "mask gradient", "torch.func"},
             False,
             "scores of all layers in one buffer, undone in the backward; one number per pair",
         ),
         Capabilities(
             "concatenated",
-            _ALL - {"no carry", "two regimes", "mask gradient"},
+            _ALL - {"no carry", "two regimes", "mask gradient", "torch.func"},
             False,
             "the features of all layers side by side, by any kernel that serves the rest",
         ),
         Capabilities(
             "chunked",
-            _ALL - {"mask gradient", "carry"},
+            _ALL - {"mask gradient", "carry", "torch.func"},
             False,
             "tiles of any problem; no T × S matrix",
+        ),
+        Capabilities(
+            "precise",
+            _ALL,
+            False,
+            "half precision widened to float32: no score is rounded, by the fastest kernel",
         ),
         Capabilities("reference", _ALL, True, "the definition; holds the whole T × S matrix"),
     )

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.kernels.derivatives import refuse_second_derivative
+from normattn.plain import plain
 
 CHUNK = 256
 # Numbers of the weight's gradient that are converted from half precision at once on a CPU.
@@ -220,6 +222,8 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with torch.autocast(hidden.device.type, enabled=False):
+        if plain() and not torch.compiler.is_compiling():
+            return _plainly(hidden, weight, targets, label_smoothing)
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
             return LinearCrossEntropy(
                 *_LinearCrossEntropy.apply(hidden, weight, targets, chunk, label_smoothing)  # type: ignore[no-untyped-call]
@@ -229,6 +233,16 @@ def linear_cross_entropy(
         smoothing = _Smoothing(weight, _wide(hidden), label_smoothing)
         loss = nll + smoothing.loss(hidden, weight, targets) / max(1, len(targets))
         return LinearCrossEntropy(loss, scores.correct.sum(), nll)
+
+
+def _plainly(
+    hidden: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float
+) -> LinearCrossEntropy:
+    """The same by torch's own operations: every derivative, and the (N, V) logits whole."""
+    logits = F.linear(hidden, weight.to(hidden.dtype)).to(_wide(hidden))
+    loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
+    nll = F.cross_entropy(logits.detach(), targets)
+    return LinearCrossEntropy(loss, (logits.argmax(-1) == targets).sum(), nll)
 
 
 def _check_chunk(chunk: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from normattn.kernels.chunked import chunked
 from normattn.kernels.compiled import chunked_node
 from normattn.kernels.concatenated import concatenated
 from normattn.kernels.fused import fused
+from normattn.kernels.infinities import showing_divergence
 from normattn.kernels.observe import Eye, observer
 from normattn.kernels.observe_tiles import look_over
 from normattn.kernels.problem import Problem
@@ -52,6 +53,20 @@ def _side_by_side(problem: Problem) -> Tensor:
     return attend(concatenated(problem))
 
 
+def _in_float32(problem: Problem) -> Tensor:
+    """Half-precision tensors widened, so that no score is ever rounded; by the fastest kernel."""
+    if problem.q.element_size() != 2:
+        return attend(problem)
+    q, k, v, far_q, far_k = (
+        None if x is None else x.float()
+        for x in (problem.q, problem.k, problem.v, problem.far_q, problem.far_k)
+    )
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    return attend(replace(problem, q=q, k=k, v=v, far_q=far_q, far_k=far_k)).to(problem.v.dtype)
+
+
 def _why_not_carrying(way: str, problem: Problem) -> str | None:
     reason = why_not(way, problem)
     return reason if reason or problem.carry is None else problem.carry.elsewhere(way)
@@ -65,6 +80,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("carried", carried, partial(_why_not_carrying, "carried")),
     Kernel("concatenated", _side_by_side, partial(_why_not_carrying, "concatenated")),
     Kernel("chunked", _tiles, partial(why_not, "chunked")),
+    Kernel("precise", _in_float32, partial(why_not, "precise")),
     Kernel("reference", reference, partial(_why_not_carrying, "reference")),
 )
 BACKENDS: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
@@ -96,7 +112,7 @@ def _fastest_first(problem: Problem) -> Iterator[tuple[str, str]]:
         yield "chunked", "for one query over many keys on a CPU plain products are faster"
     if cpu and rows > 1 and half:
         yield "chunked", "in half precision on a CPU tiles are faster than the stock kernel"
-    if cpu and rows in _TILES_WIN and not torch.compiler.is_compiling():
+    if cpu and not torch.compiler.is_compiling() and rows in _TILES_WIN:
         yield "chunked", "at these lengths on a CPU tiles are faster than the stock kernel"
     yield "fused", "everything is folded into queries and keys: the stock kernel does the rest"
     if not cpu and not torch.compiler.is_compiling():
@@ -187,6 +203,11 @@ _SEEN_INTO: Mapping[str, Callable[[Problem, Eye], Tensor]] = {
 _TILED = ("fused", "two-regime")
 
 
+# Kernels that on a CPU make 0 of NaN, or show it in earlier rows: tiles take what is not finite.
+_ASTRAY = ("fused", "two-regime", "bias")
+_ASKING_AGAIN = ("concatenated", "precise")
+
+
 def attend(problem: Problem, backend: str = "auto") -> Float[Tensor, "b h t e"]:
     """softmax(score) · v by the chosen kernel.
 
@@ -194,9 +215,20 @@ def attend(problem: Problem, backend: str = "auto") -> Float[Tensor, "b h t e"]:
     read as they are computed; a kernel that cannot be looked into is followed by a pass that only
     looks.
     """
+    device = problem.q.device.type
+    if torch.is_autocast_enabled(device):
+        # The tensors' own type decides, for every score alike.
+        with torch.autocast(device, enabled=False):
+            return attend(problem, backend)
     kernel, by = choose(problem, backend), observer()
-    if by is None or kernel.name == "concatenated":
-        # What that one makes of the problem comes by here once more.
+    if kernel.name in _ASKING_AGAIN:
+        # What these make of the problem comes by here once more.
+        return kernel.run(problem)
+    shown = showing_divergence(problem)
+    if shown is not problem and kernel.name in _ASTRAY and problem.q.device.type == "cpu":
+        kernel = kernel if torch.compiler.is_compiling() else _NAMED["chunked"]
+    problem = shown
+    if by is None:
         return kernel.run(problem)
     eye = Eye(problem, by.functions(problem))
     if backend == "auto" and problem.q.device.type == "cpu" and kernel.name in _TILED:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.problem import Problem
 
 
@@ -14,8 +16,11 @@ def fused(problem: Problem) -> Float[Tensor, "b h t e"]:
 
     Causal with one query, the last, means that every key is seen.
     """
-    causal = problem.visibility.causal and problem.q.shape[2] > 1
-    return scaled_dot_product_attention(
+    causal = problem.visibility.causal
+    # Not by `and`: of a symbolic length that would be no plain bool.
+    if problem.q.shape[2] == 1:
+        causal = False
+    out = scaled_dot_product_attention(
         problem.q,
         problem.k,
         problem.v,
@@ -24,3 +29,22 @@ def fused(problem: Problem) -> Float[Tensor, "b h t e"]:
         dropout_p=problem.dropout,
         enable_gqa=problem.q.shape[1] != problem.k.shape[1],
     )
+    if torch.compiler.is_compiling():
+        return out + _poison(problem)
+    if out.requires_grad:
+        out.register_hook(_refuse)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _poison(problem: Problem) -> Tensor:
+    """0, or NaN for a query whose first score is NaN, for which a CPU's kernel may give 0.
+
+    Outside of a compiler `dispatch` looks at the numbers instead.
+    """
+    q, k = problem.q.detach(), problem.k.detach()
+    first = k[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return (q * first).sum(-1, keepdim=True) * 0.0
+
+
+def _refuse(_: Tensor) -> None:
+    refuse_second_derivative("the stock flash kernel", "backend='reference'")

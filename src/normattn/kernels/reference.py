@@ -34,15 +34,19 @@ def reference(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t 
     if added is not None:
         score = score + added
     hidden = p.visibility.hidden(every, every)
+    unseen = None if added is None else added == -torch.inf
     if hidden is not None:
         score = score.masked_fill(hidden, -torch.inf)
-    seen = (score > -torch.inf).any(-1, keepdim=True)
-    bare, score = score, score.masked_fill(~seen, 0.0)
+        unseen = hidden if unseen is None else hidden | unseen
+    # Not told from the scores: a NaN among them has to come out.
+    nothing = None if unseen is None else unseen.all(-1, keepdim=True)
+    bare, score = score, score if nothing is None else score.masked_fill(nothing, 0.0)
     if p.sink is not None:
         sink = p.sink.to(score)[None, :, None, None].expand(*score.shape[:3], 1)
-        weight = torch.softmax(torch.cat((score, sink), -1), -1)[..., :-1] * seen
+        weight = torch.softmax(torch.cat((score, sink), -1), -1)[..., :-1]
     else:
-        weight = torch.softmax(score, -1) * seen
+        weight = torch.softmax(score, -1)
+    weight = weight if nothing is None else weight.masked_fill(nothing, 0.0)
     if eye is not None:
         show_whole(eye, bare, weight)
     weight = torch.nn.functional.dropout(weight, p.dropout)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.problem import Problem
+from normattn.plain import transformed
 
 
 class TritonAttention(NamedTuple):
@@ -149,6 +150,8 @@ def why_not_triton(problem: Problem) -> str | None:
         return "it adds no bias, no sink and no cap to the score"
     if problem.dropout:
         return "it drops no weights"
+    if transformed():
+        return "torch.func and forward-mode derivatives see through plain operations only"
     visibility = problem.visibility
     if not (visibility.plain and visibility.aligned and visibility.causal):
         return "it needs consecutive positions and takes no mask beside plain causality"

@@ -18,7 +18,9 @@ from normattn.kernels import Problem, Visibility
 from normattn.kernels.observe import announce, confine
 from normattn.kernels.problem import check_dense, check_shapes
 from normattn.layers.carry import Carry, joined, refuse_carry
+from normattn.plain import plain_operations
 from normattn.score import Positions, Prepared, Score, ScoreSpec
+from normattn.score.positions import numbered
 from normattn.score.spec import as_spec
 
 
@@ -54,9 +56,12 @@ def attention(
         q_positions: 0-based positions (T,) or (B, T).
         k_positions: 0-based positions (S,) or (B, S).
         documents: the number of each key's document, for a score with `Packed`, which hides keys
-            of other documents and counts positions within each.
+            of other documents and counts positions within each. A document is a run of one number:
+            where the number comes back later it is another one. Padding ends none.
         dropout_p: probability of dropping an attention weight.
-        backend: auto, or one kernel's name; `reference` is float64-capable, the definition.
+        backend: auto, or one kernel's name; `precise` keeps scores in float32 where the tensors
+            are half precision; `reference` is float64-capable, the definition, and of plain
+            operations: any derivative, torch.func too.
         carry: what the layers below hand on, for a score with `RealFormer` or `ResidualQK`
             (`layers.carry.new_carry`); this layer joins it. One for each forward of a whole stack.
 
@@ -71,6 +76,8 @@ def attention(
     _check_positions("q_positions", q_positions, q)
     _check_positions("k_positions", k_positions, k)
     _check_documents(module.spec, documents, q, k)
+    if documents is not None:
+        documents = numbered(documents, key_padding)
     refuse_carry(module.spec, carry)
     given = (key_padding, q_positions, k_positions, documents)
     if causal and all(each is None for each in given):
@@ -93,7 +100,9 @@ def attention(
         prepared = module(q[:, :, rows], k[:, :, :keys], at, padding, own, block)
         return joined(carry, posed(prepared, v[:, :, :keys], visible, dropout_p), backend)
 
-    return in_blocks(module.spec, positions, part)
+    # The definition is made of operations that every derivative goes through.
+    with plain_operations(backend == "reference"):
+        return in_blocks(module.spec, positions, part)
 
 
 def posed(
@@ -128,8 +137,14 @@ def in_blocks(
     `block`. Rows of a batch may reach a block at different times: a row keeps what is its own.
     """
     queries, keys = positions.query.shape[-1], positions.key.shape[-1]
-    if not spec.moves:
+    if not spec.moves or queries == 0:
         return part(slice(0, queries), keys, 0)
+    if torch.compiler.is_compiling():
+        assert spec.spectrum is not None
+        raise InputError(
+            f"{spec.spectrum.name} reads rows in blocks that depend on their positions, which a "
+            "compiler does not know: run it uncompiled, or take a spectrum that does not move"
+        )
     assert spec.train_length is not None
     block = positions.query // spec.train_length
     first, last = int(block.min()), int(block.max())

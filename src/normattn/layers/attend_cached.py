@@ -14,6 +14,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels import Visibility
+from normattn.kernels.infinities import without_infinities
 from normattn.kernels.observe import announce, observer
 from normattn.kernels.problem import check_shapes
 from normattn.layers.attend import in_blocks, posed, regular_positions
@@ -22,6 +23,7 @@ from normattn.layers.carry import Carry, joined, refuse_carry
 from normattn.layers.one_token import OneToken, foldable, made, serves
 from normattn.layers.one_token_far import OneTokenFar, made_far
 from normattn.score import Positions, Score
+from normattn.score.positions import numbered
 
 
 def attention_cached(
@@ -47,7 +49,8 @@ def attention_cached(
         key_padding: True where one of all S tokens is padding, which may stand on the left only.
         positions: those of all S tokens where they are not simply 0 … S − 1; found from
             `key_padding` and `documents` where they are not given.
-        documents: the number of each of all S tokens' document, for a score with `Packed`.
+        documents: the number of each of all S tokens' document, for a score with `Packed`, as in
+            `attention`.
         backend: auto, or one kernel's name.
         carry: as for `attention`; one for each reading of new tokens by a whole stack.
 
@@ -64,8 +67,10 @@ def attention_cached(
         ready = _ready(score, cache, q)
         if ready is not None:
             return ready(q, k, v, score, cache)
+    _check_given(given, q.shape[0], first + count)
+    if documents is not None:
+        documents = numbered(documents, key_padding)
     if positions is None and (key_padding is not None or documents is not None):
-        _check_given(given, q.shape[0], first + count)
         positions = Positions.of(
             count, first + count, True, q.device, key_padding, documents=documents
         ).key
@@ -73,10 +78,9 @@ def attention_cached(
     if positions is None:
         new, start = regular_positions(count, first + count, q.device).query, first
     else:
-        _check_given((key_padding, positions, documents), q.shape[0], first + count)
         new, start = positions[..., first:], None
     announce(score, q, k, own, own, new, new)
-    stored = score.store(k, new, start)
+    stored = without_infinities(score.store(k, new, start))
     keys, values = cache.append(stored, v)
     at, seen = _standing(cache, count, q.device, key_padding, positions, documents)
     live = _live_blocks(score, at)

@@ -63,6 +63,7 @@ class Attention(nn.Module):
         cache: KeyValueCache | None = None,
         carry: Carry | None = None,
         query_padding: Bool[Tensor, "b t"] | None = None,
+        backend: str = "auto",
     ) -> Float[Tensor, "b t dim"]:
         """Let every position of `x` attend; `key_padding` is True where a position is padding.
 
@@ -70,14 +71,15 @@ class Attention(nn.Module):
         well; `key_padding`, `positions` and `documents` are then those of all S tokens.
         `carry` is what the layers below hand on, where the score asks for it. `query_padding`,
         `key_padding` where it is not given, says which rows no statistics should count; a causal
-        layer whose padding stands on the right needs nothing else of it.
+        layer whose padding stands on the right needs nothing else of it. `backend` names the
+        kernel, as in `attention`.
         """
         heads_BHTD = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = torch.split(heads_BHTD, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if cache is not None:
             refuse_beside_cache(causal, attn_mask, self.training and self.dropout > 0)
             told = (key_padding, positions, documents)
-            o = attention_cached(q, k, v, self.score, cache, *told, carry=carry)
+            o = attention_cached(q, k, v, self.score, cache, *told, backend, carry)
             return self._joined(o)
         o = attention(
             q,
@@ -93,6 +95,7 @@ class Attention(nn.Module):
             documents=documents,
             dropout_p=self.dropout if self.training else 0.0,
             carry=carry,
+            backend=backend,
         )
         return self._joined(o)
 

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from normattn.errors import InputError
+from normattn.plain import plain
 
 
 def swiglu_hidden(dim: int, multiple: int = 16) -> int:
@@ -39,7 +40,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Map each position by itself."""
         both = self.up(x)
-        if torch.compiler.is_compiling():
+        if plain():
             gate, up = both.chunk(2, dim=-1)
             y: Tensor = self.down(F.silu(gate) * up)
         else:

@@ -71,12 +71,14 @@ class GatedAttentionUnit(nn.Module):
         documents: Int[Tensor, "b s"] | None = None,
         cache: KeyValueCache | None = None,
         carry: Carry | None = None,
+        backend: str = "auto",
     ) -> Float[Tensor, "b t dim"]:
         """Let every position of `x` attend; `key_padding` is True where a position is padding.
 
         With a `cache`, which this call extends, `x` are new tokens that see those read before as
         well; `key_padding`, `positions` and `documents` are then those of all S tokens.
-        `carry` is what the layers below hand on, where the score asks for it.
+        `carry` is what the layers below hand on, where the score asks for it; `backend` names the
+        kernel, as in `attention`.
         """
         widths = [self.value_size, self.value_size, self.key_size]
         u, v, z = torch.split(F.silu(self.expand(x)), widths, dim=-1)
@@ -84,7 +86,7 @@ class GatedAttentionUnit(nn.Module):
         if cache is not None:
             refuse_beside_cache(causal, attn_mask, self.training and self.dropout > 0)
             told = (key_padding, positions, documents)
-            o = attention_cached(q, k, v.unsqueeze(1), self.score, cache, *told, carry=carry)
+            o = attention_cached(q, k, v.unsqueeze(1), self.score, cache, *told, backend, carry)
             return self._gated(u, o)
         o = attention(
             q,
@@ -100,6 +102,7 @@ class GatedAttentionUnit(nn.Module):
             documents=documents,
             dropout_p=self.dropout if self.training else 0.0,
             carry=carry,
+            backend=backend,
         )
         return self._gated(u, o)
 

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from normattn.kernels.infinities import nan_for_infinite, spoilt
 from normattn.layers.attend import regular_positions
 from normattn.layers.cache import KeyValueCache
 from normattn.score import Score, ScoreSpec
@@ -68,10 +69,13 @@ class OneToken:
             q = score.query_norm(q)
         if score.key_norm is not None:
             k = score.key_norm(k)
+        # Both at once: so small a tensor costs its calls, not its numbers.
+        both, heads = torch.cat((q, k), 1), q.shape[1]
+        if diverged := spoilt(both):
+            both = nan_for_infinite(both)
         if self.turn is not None:
-            # Both at once: so small a tensor costs its calls, not its numbers.
-            both, heads = self.turn(torch.cat((q, k), 1), at), q.shape[1]
-            q, k = both[:, :heads], both[:, heads:]
+            both = self.turn(both, at)
+        q, k = both[:, :heads], both[:, heads:]
         keys, values = cache.append(k, v)
         if self.window is not None and keys.shape[2] > self.window:
             keys, values = keys[:, :, -self.window :], values[:, :, -self.window :]
@@ -82,7 +86,8 @@ class OneToken:
         if score.scale is not None:
             scale = scale * float(score.scale)
         grouped = q.shape[1] != k.shape[1]
-        if v.shape[-1] != q.shape[-1]:
+        if diverged or v.shape[-1] != q.shape[-1]:
+            # The kernel copies values of another size, and may give 0 where all is NaN.
             return _by_hand(q * scale, keys, values, mask)
         return scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
@@ -94,9 +99,9 @@ def _by_hand(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Te
 
     Query heads that share a key head are rows of one product.
     """
-    score = q.view(q.shape[0], keys.shape[1], -1, q.shape[-1]) @ keys.transpose(-1, -2)
+    score = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[-1]) @ keys.transpose(-1, -2)
     if mask is not None:
-        score += mask.view(1, *score.shape[1:])
+        score += mask.reshape(1, *score.shape[1:])
     return (torch.softmax(score, -1) @ values).flatten(1, 2)[:, :, None]
 
 
@@ -114,6 +119,7 @@ def foldable(score: Score, q: Tensor) -> bool:
         and spec.position.log_growth(score.head_dim) is not None
     )
     wide = q.dtype in (torch.float32, torch.float64)
+    wide = wide and not torch.is_autocast_enabled(q.device.type)
     return plain and wide and not spec.moves and not growing
 
 

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from normattn.kernels.infinities import nan_for_infinite, spoilt
 from normattn.layers.attend import regular_positions
 from normattn.layers.cache import KeyValueCache, Room
 from normattn.layers.one_token import Turn, laid_out
@@ -51,14 +52,16 @@ class OneTokenFar:
             k = score.key_norm(k)
         if score.scale is not None:
             q = q * score.scale
+        if spoilt(q) or spoilt(k):
+            q, k = nan_for_infinite(q), nan_for_infinite(k)
         keys, values = cache.append(self.far_key(k, at), v)
         near = self._near(score, cache, keys, self.key(k, at))
         # Query heads that share a key head are rows of one product.
         shape = (q.shape[0], k.shape[1], -1, q.shape[-1])
         far = max(0, at + 1 - self.window)
-        score_near = self.query(q, at).view(shape) @ near.transpose(-1, -2)
+        score_near = self.query(q, at).reshape(shape) @ near.transpose(-1, -2)
         if far:
-            distant = self.far_query(q, at).view(shape) @ keys[:, :, :far].transpose(-1, -2)
+            distant = self.far_query(q, at).reshape(shape) @ keys[:, :, :far].transpose(-1, -2)
             weight = torch.softmax(torch.cat((distant, score_near), -1), -1)
         else:
             weight = torch.softmax(score_near, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from normattn.models.initialisation import initialise
 from normattn.models.method import MethodHandle
 from normattn.models.reading import Reading
 from normattn.models.stack import Blocks, first_norm, last_norm
+from normattn.plain import plain_operations
 from normattn.score import Score, ScoreSpec
 
 # Tokens scored at a time without gradient: the activations of about this many are held.
@@ -70,30 +72,38 @@ class CausalLM(nn.Module):
         ids: Int[Tensor, "b t"],
         key_padding: Bool[Tensor, "b t"] | None = None,
         cache: ModelCache | None = None,
+        backend: str = "auto",
     ) -> Float[Tensor, "b t v"]:
-        """Logits for the token after each position."""
-        return F.linear(self.hidden(ids, key_padding, cache), self.head_weight)
+        """Logits for the token after each position; `backend` as in `hidden`."""
+        return F.linear(self.hidden(ids, key_padding, cache, backend), self.head_weight)
 
     def hidden(
         self,
         ids: Int[Tensor, "b t"],
         key_padding: Bool[Tensor, "b t"] | None = None,
         cache: ModelCache | None = None,
+        backend: str = "auto",
     ) -> Float[Tensor, "b t d"]:
         """The last block's output after the final norm, which the head reads.
 
         `key_padding` is True where a token is padding; positions then count from each row's
         first real token, so left padding changes nothing. With a `cache` (`new_cache`) the ids
         go on from those that it holds, and join them; it is for inference, without gradients.
+        `backend` is the kernel of every layer, as in `attention`: with "reference" the whole model
+        is plain operations, which any derivative and torch.func go through.
         """
-        x = self._embed(checked_ids(ids))
-        if cache is None:
-            x = self.blocks(x, Reading(key_padding, None, self._documents(ids)))
-        else:
-            x = self.blocks(x, cache.read(ids, key_padding), cache.layers)
-            cache.done(ids.shape[1])
-        last: Tensor = x if self.final_norm is None else self.final_norm(x)
-        return last
+        with plain_operations(backend == "reference"):
+            x = self._embed(checked_ids(ids))
+            if cache is None:
+                x = self.blocks(
+                    x, Reading(key_padding, None, self._documents(ids), backend=backend)
+                )
+            else:
+                reading = replace(cache.read(ids, key_padding), backend=backend)
+                x = self.blocks(x, reading, cache.layers)
+                cache.done(ids.shape[1])
+            last: Tensor = x if self.final_norm is None else self.final_norm(x)
+            return last
 
     def new_cache(self, max_length: int | None = None) -> ModelCache:
         """An empty cache for the scores that are active now.
@@ -145,13 +155,15 @@ class CausalLM(nn.Module):
 
         return generate(self, prompts, max_new_tokens, **settings)
 
-    def loss(self, ids: Int[Tensor, "b t1"]) -> LinearCrossEntropy:
+    def loss(self, ids: Int[Tensor, "b t1"], backend: str = "auto") -> LinearCrossEntropy:
         """Mean cross-entropy, in nats, of ids[:, 1:] given ids[:, :-1], in chunks; and hits.
 
-        The (B, T, V) logits are never held whole. Raises `InputError` below two tokens.
+        The (B, T, V) logits are never held whole, but with `backend` "reference" (see `hidden`).
+        Raises `InputError` below two tokens.
         """
-        hidden, targets = self._predictions(ids)
-        return linear_cross_entropy(hidden, self.head_weight, targets)
+        hidden, targets = self._predictions(ids, backend)
+        with plain_operations(backend == "reference"):
+            return linear_cross_entropy(hidden, self.head_weight, targets)
 
     @torch.no_grad()
     def token_scores(self, ids: Int[Tensor, "b t1"]) -> TokenScores:
@@ -237,10 +249,10 @@ class CausalLM(nn.Module):
             x = self.embedding_norm(x)
         return x
 
-    def _predictions(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _predictions(self, ids: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
         if checked_ids(ids).shape[1] < 2:
             raise InputError(f"rows of {ids.shape[1]} tokens predict nothing; give at least 2")
-        hidden = self.hidden(ids[:, :-1])
+        hidden = self.hidden(ids[:, :-1], backend=backend)
         return hidden.flatten(0, 1), ids[:, 1:].flatten()
 
 

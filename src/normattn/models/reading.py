@@ -18,7 +18,7 @@ class Reading:
     """What the layers must know of all S tokens; None where tokens are simply counted.
 
     `causal`: a token sees those before it and itself only. `carry` is what one layer hands to the
-    next of its scores; the stack makes one for every forward pass.
+    next of its scores; the stack makes one for every forward pass. `backend` names the kernel.
     """
 
     key_padding: Bool[Tensor, "b s"] | None = None
@@ -26,3 +26,4 @@ class Reading:
     documents: Int[Tensor, "b s"] | None = None
     causal: bool = True
     carry: Carry | None = None
+    backend: str = "auto"

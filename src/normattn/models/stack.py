@@ -44,6 +44,8 @@ class Block(nn.Module):
         """Apply the block to tokens of which `reading` says more; `cache` is its layer's."""
         reading = Reading() if reading is None else reading
         context: dict[str, Any] = {} if reading.carry is None else {"carry": reading.carry}
+        if reading.backend != "auto":
+            context["backend"] = reading.backend
         x = self.mixer(
             x,
             causal=reading.causal,

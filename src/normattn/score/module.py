@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
+from normattn.plain import transformed
 from normattn.score.fold import QueryFold, key_fold, query_fold, scaled
 from normattn.score.normalisation import refuse_future
 from normattn.score.part import RotaryPosition
@@ -238,7 +239,8 @@ class Score(nn.Module):
         part = self._spec.bias
         assert part is not None
         learned = {} if self.bias is None else dict(self.bias.items())
-        if learned and self.training:
+        # Under torch.func a parameter is no tensor to write to; `values` keeps to the range too.
+        if learned and self.training and not transformed():
             with torch.no_grad():
                 part.project(learned)
         most = max(positions.key.shape[-1], positions.query.shape[-1])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
 from normattn.errors import InputError
+from normattn.plain import plain
 from normattn.score.rms_norm import rms_norm
 
 Kind = Literal["l2", "layer", "rms", "batch", "instance"]
@@ -110,6 +111,9 @@ class L2Norm(nn.Module):
     ) -> Float[Tensor, "b h t d"]:
         """Normalise each head's vector to length 1."""
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        if plain():
+            size: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+            return (wide / size.clamp(min=self.eps)).to(x.dtype)
         if not torch.is_grad_enabled():
             # A decode step has so little to do that the recording of a backward would show.
             norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.plain import plain
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Rotation:
     def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
         """Turn pair (a, b) into (a·cos − b·sin, b·cos + a·sin)."""
         tables = self.cos, self.sin, self.rest
-        if torch.compiler.is_compiling():
+        if plain():
             return _turn_plainly(x, *tables, self.interleaved)
         y: Tensor = _Rotate.apply(x, *tables, self.interleaved, False)  # type: ignore[no-untyped-call]
         return y
@@ -147,6 +148,9 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, rest = ctx.saved_tensors
         interleaved, back = ctx.settings
+        if plain():
+            turned = _turn_plainly(grads[0], cos, sin if back else -sin, rest, interleaved)
+            return turned, None, None, None, None, None
         # With gradients on, a derivative of this derivative is wanted: it is a rotation as well.
         turn = _Rotate.apply if torch.is_grad_enabled() else _turn
         return turn(grads[0], cos, sin, rest, interleaved, not back), None, None, None, None, None

@@ -1,0 +1,70 @@
+"""A model that was compiled before it is extended reads as extended, and as before once removed.
+
+In a process of its own: the run-time type checks of the tests cannot be traced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import json, sys, warnings, torch
+import normattn
+from transformers import LlamaConfig, LlamaForCausalLM
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
+)
+model = LlamaForCausalLM(config).eval()
+ids = torch.randint(0, 32, (1, 24))
+
+@torch.no_grad()
+def logits(run):
+    return run(input_ids=ids, use_cache=False).logits
+
+compiled = torch.compile(model, backend="eager")
+def whole_step(input_ids, use_cache):
+    return model(input_ids=input_ids, use_cache=use_cache)
+caller = torch.compile(whole_step, backend="eager")
+found = {}
+before = logits(model)
+for method, values in json.load(sys.stdin).items():
+    off = []
+    for run in (compiled, caller):
+        off.append((logits(run) - before).abs().max().item())
+        with normattn.extend(model, method, **values):
+            extended = logits(model)
+            off.append((logits(run) - extended).abs().max().item())
+        off.append((logits(run) - before).abs().max().item())
+    found[method] = (max(off), (extended - before).abs().max().item())
+json.dump(found, sys.stdout)
+"""
+METHODS = {
+    "YaRN": {"factor": 4},
+    "PI": {"factor": 4},
+    "NTK": {"factor": 4},
+    "NTK-mixed": {"factor": 4},
+    "ABF": {"base": 500000.0},
+    "ReRoPE": {"window": 4},
+}
+
+
+def test_a_compiled_model_is_extended_and_given_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(METHODS),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, tuple[float, float]] = json.loads(done.stdout)
+    for method, (off, effect) in found.items():
+        assert off < 1e-5, (method, off)
+        assert effect > 1e-3, (method, "changes nothing, so that this shows nothing")

@@ -1,0 +1,97 @@
+"""A query or key that is not finite makes NaN of every row that reads it, by every kernel."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from normattn import Score
+from normattn.kernels import Problem, Visibility, attend
+from normattn.kernels.dispatch import KERNELS
+from normattn.layers.attend_cached import attention_cached
+from normattn.layers.cache import GrowingCache
+
+B, H, G, S, D = 1, 4, 2, 40, 8
+KINDS = ("plain", "far", "bias", "sink", "padding")
+
+
+def _problem(kind: str, rows: int, causal: bool, dtype: torch.dtype) -> Problem:
+    seed = torch.Generator().manual_seed(rows)
+
+    def drawn(heads: int, count: int) -> Tensor:
+        return torch.randn((B, heads, count, D), generator=seed).to(dtype)
+
+    key = torch.arange(S)
+    padding = torch.zeros(B, S, dtype=torch.bool) if kind == "padding" else None
+    seen = Visibility(causal, key[S - rows :], key, True, padding)
+    q, k, v = drawn(H, rows), drawn(G, S), drawn(G, S)
+    far = (drawn(H, rows), drawn(G, S), 12) if kind == "far" else (None, None, None)
+    bias = -torch.rand(H, S, generator=seed) if kind == "bias" else None
+    sink = torch.zeros(H) if kind == "sink" else None
+    return Problem(q, k, v, seen, *far, bias=bias, sink=sink)
+
+
+def _spoilt(problem: Problem, side: str, place: int, value: float) -> Tensor:
+    """Spoil one query or key of every head; the rows that then are NaN."""
+    near, far = (problem.q, problem.far_q) if side == "q" else (problem.k, problem.far_k)
+    for x in (near, far):
+        if x is not None:
+            x[:, :, place, 0] = value
+    rows = torch.arange(problem.q.shape[2])
+    if side == "q":
+        return rows == place
+    seen = problem.visibility
+    return seen.query >= seen.key[place] if seen.causal else torch.ones_like(rows) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_rows_by_every_kernel(kind: str, value: float, dtype: torch.dtype) -> None:
+    for rows, causal in ((S, True), (S, False), (6, True), (1, True)):
+        if kind == "far" and not causal:
+            continue
+        for side, place in (("q", 0), ("q", 3), ("k", 0), ("k", 3), ("k", S - 1)):
+            if side == "q" and place >= rows:
+                continue
+            if rows == 1 and side == "k" and place < S - 1 and math.isinf(value):
+                # Older keys were looked at when they were new.
+                continue
+            problem = _problem(kind, rows, causal, dtype)
+            expected = _spoilt(problem, side, place, value)
+            for kernel in KERNELS:
+                if kernel.why_not(problem) is not None:
+                    continue
+                out = attend(problem, kernel.name)
+                where = f"{kernel.name}, {rows} rows, causal {causal}, {side}{place}"
+                assert out[:, :, expected].isnan().all(), where
+                # A half-precision product of an odd length reads a NaN of the next row, times 0.
+                if dtype == torch.float32:
+                    assert out[:, :, ~expected].isfinite().all(), where
+
+
+@pytest.mark.parametrize(
+    "score",
+    ["Baseline", "Baseline-NoPE", "KNA-logn@8", "Baseline-ALiBi", "Baseline-ReRoPE(window=3)"],
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@torch.no_grad()
+def test_decoding(score: str, value: float) -> None:
+    """A spoilt key is NaN for its own row and for every later one."""
+    module = Score(score, 2, D, 1).eval()
+    for first in (1, 5):
+        cache, seed = GrowingCache(), torch.Generator().manual_seed(0)
+        for step, count in enumerate((first, 1, 1, 1)):
+            q, k, v = (torch.randn((1, heads, count, D), generator=seed) for heads in (2, 1, 1))
+            if step == 1:
+                k[:, :, 0, 0] = value
+            out = attention_cached(q, k, v, module, cache)
+            assert bool(out.isnan().all()) == (step > 0), step
+            assert bool(out.isfinite().all()) == (step == 0), step
+        q, k, v = (torch.randn((1, heads, 1, D), generator=seed) for heads in (2, 1, 1))
+        fresh = GrowingCache()
+        q[:, :, 0, 0] = value
+        assert attention_cached(q, k, v, module, fresh).isnan().all()

@@ -1,0 +1,195 @@
+"""backend="reference" is plain operations: torch.func and forward mode go through every score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, func
+from torch.autograd import forward_ad
+
+from normattn import InputError, Score, attention
+from normattn.kernels import linear_cross_entropy
+from normattn.layers.norms import LayerNorm, RMSNorm
+from normattn.models import CausalLM, CausalLMConfig
+from score.cases import built, tensors
+from score.recipe import Recipe
+
+RECIPES = [
+    Recipe("Baseline"),
+    Recipe("Baseline", "", "interleaved", "YaRN"),
+    Recipe("CosA", "logn", train_length=4),
+    Recipe("KNA", method="ReRoPE", window=2),
+    Recipe("QKNorm2020"),
+    Recipe("QKRMSNorm", gain=True),
+    Recipe("QKRMSNorm", across="all"),
+    Recipe("QKLayerNorm", gain=True),
+    Recipe("Baseline", "", "none", bias="KERPLEPower"),
+    Recipe("Baseline", "", "none", bias="ALiBi", sink=True, cap=2.0),
+]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=[r.text for r in RECIPES])
+B, H, T, D = 3, 2, 5, 4
+
+
+def _run(recipe: Recipe, backend: str = "reference") -> tuple[Callable[..., Tensor], list[Tensor]]:
+    score = built(recipe, H, D, 1)
+    score.requires_grad_(False)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, score, backend=backend)
+
+    return run, [x.detach() for x in tensors((B, H, T, D), (B, 1, T, D), (B, 1, T, D))]
+
+
+@every_recipe
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_derivatives_of_every_kind(recipe: Recipe, backend: str) -> None:
+    """Forward mode, jvp, vmap and per-sample gradients against ordinary backward passes."""
+    run, (q, k, v) = _run(recipe, backend)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    along = [torch.randn(x.shape, dtype=x.dtype) for x in (q, k, v)]
+    expected = torch.autograd.grad(run(*leaves).square().sum(), leaves)
+    slope = sum((one * other).sum() for one, other in zip(expected, along, strict=True))
+
+    out, by = func.jvp(lambda *x: run(*x).square().sum(), (q, k, v), tuple(along))
+    torch.testing.assert_close(by, slope)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, y) for x, y in zip((q, k, v), along, strict=True)]
+        found = forward_ad.unpack_dual(run(*duals).square().sum())
+        assert found.tangent is not None
+        torch.testing.assert_close(found.tangent, slope)
+        torch.testing.assert_close(found.primal, out)
+
+    def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return run(q[None], k[None], v[None]).square().sum()
+
+    torch.testing.assert_close(func.vmap(one)(q, k, v).sum(), out)
+    each = func.vmap(func.grad(one, (0, 1, 2)))(q, k, v)
+    for mine, theirs in zip(each, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    # Row by row through a graph that was recorded before.
+    ours = run(*leaves)
+    rows = (
+        torch.autograd.grad(
+            ours,
+            leaves,
+            torch.eye(4, ours.numel())[:, None].reshape(4, *ours.shape).to(ours),
+            is_grads_batched=True,
+        )
+        if backend == "reference"
+        else ()
+    )
+    for mine, leaf in zip(rows, leaves, strict=False):
+        (first,) = torch.autograd.grad(run(*leaves).flatten()[0], [leaf])
+        torch.testing.assert_close(mine[0], first)
+
+
+def test_a_kernel_by_name_says_that_torch_func_cannot_see_into_it() -> None:
+    run, (q, k, v) = _run(RECIPES[0], "chunked")
+    with pytest.raises(InputError, match="plain operations only"):
+        func.vmap(lambda q, k, v: run(q[None], k[None], v[None]))(q, k, v)
+
+
+CONFIGS = {
+    "rms": {"score": "Baseline"},
+    "swiglu and norms": {"score": "QKRMSNorm-logn", "norm": "layer"},
+    "gau": {
+        "score": "KNA-logn",
+        "block": "gau",
+        "key_size": 8,
+        "heads": 1,
+        "placement": "DeepNorm",
+    },
+    "residual": {"score": "Baseline-RealFormer", "feed_forward": "gelu"},
+    "bias": {"score": "Baseline-KERPLEPower"},
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_gradients_of_each_sample_of_a_model(case: str) -> None:
+    """`vmap(grad(loss))` over the rows of a batch is each row's own backward pass."""
+    torch.manual_seed(0)
+    settings = {"dim": 16, "heads": 2, "layers": 2, "vocab_size": 11, "train_length": 6}
+    model = CausalLM(CausalLMConfig(**{**settings, **CONFIGS[case]})).double()
+    ids = torch.randint(0, 11, (3, 7))
+    parameters = dict(model.named_parameters())
+
+    def loss(values: dict[str, Tensor], row: Tensor) -> Tensor:
+        logits = func.functional_call(model, values, (row[None, :-1],), {"backend": "reference"})
+        return torch.nn.functional.cross_entropy(logits[0], row[1:])
+
+    detached = {name: value.detach() for name, value in parameters.items()}
+    each = func.vmap(func.grad(loss), (None, 0))(detached, ids)
+    for row in range(3):
+        own = torch.autograd.grad(model.loss(ids[row : row + 1]).loss, list(parameters.values()))
+        plain = torch.autograd.grad(
+            model.loss(ids[row : row + 1], backend="reference").loss, list(parameters.values())
+        )
+        for name, mine, other in zip(parameters, own, plain, strict=True):
+            torch.testing.assert_close(each[name][row], mine)
+            torch.testing.assert_close(other, mine)
+    tangents = {name: torch.randn_like(value) for name, value in detached.items()}
+    _, slope = func.jvp(lambda values: loss(values, ids[0]), (detached,), (tangents,))
+    assert torch.isclose(slope, sum((each[n][0] * t).sum() for n, t in tangents.items()))
+
+
+def test_norms_and_cross_entropy() -> None:
+    (x, w) = (x.detach() for x in tensors((5, 8), (7, 8)))
+    targets = torch.arange(5)
+    for module in (RMSNorm(8), LayerNorm(8)):
+        wide = module.double()
+        _, along = func.jvp(wide, (x,), (torch.ones_like(x),))
+        expected = func.jvp(
+            lambda x, m=wide: (
+                (x - (x.mean(-1, True) if isinstance(m, LayerNorm) else 0))
+                / (
+                    (x - (x.mean(-1, True) if isinstance(m, LayerNorm) else 0))
+                    .square()
+                    .mean(-1, True)
+                    + m.eps
+                ).sqrt()
+            ),
+            (x,),
+            (torch.ones_like(x),),
+        )[1]
+        torch.testing.assert_close(along, expected)
+    for smoothing in (0.0, 0.1):
+        found = func.grad(
+            lambda x, s=smoothing: linear_cross_entropy(x, w, targets, label_smoothing=s).loss
+        )(x)
+        leaf = x.clone().requires_grad_()
+        whole = linear_cross_entropy(leaf, w, targets, label_smoothing=smoothing)
+        torch.testing.assert_close(found, torch.autograd.grad(whole.loss, leaf)[0])
+
+
+def test_the_stock_kernel_refuses_a_second_derivative() -> None:
+    q, k, v = tensors((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4))
+    out = attention(q, k, v, "Baseline", backend="fused")
+    (first,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+    assert first.isfinite().all()
+    with pytest.raises(InputError, match=r"stock flash kernel gives no second derivatives"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_kerple_power_can_be_differentiated_twice_by_its_exponent() -> None:
+    score = Score("Baseline-KERPLEPower", 2, 4).double()
+    q, k, v = tensors((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4))
+    a = dict(score.named_parameters())["bias.a"]
+    out = attention(q, k, v, score, backend="reference").square().sum()
+    (first,) = torch.autograd.grad(out, a, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), a)
+    assert second.isfinite().all()
+    assert (second != 0).all()
+
+
+def test_kerple_starts_as_the_authors_code_does() -> None:
+    """Power: coefficient p ~ U(0, 1), exponent a ~ U(0, 2); log: p ~ U(0, 2), a ~ U(0, 1)."""
+    torch.manual_seed(0)
+    for name, most in (("KERPLEPower", (1.0, 2.0)), ("KERPLELog", (2.0, 1.0))):
+        values = dict(Score(f"Baseline-{name}", 4000, 4).named_parameters())
+        for key, limit in zip(("bias.p", "bias.a"), most, strict=True):
+            drawn = values[key]
+            assert 0.99 * limit < float(drawn.max()) <= limit
+            assert float(drawn.min()) < 0.02
+            assert abs(float(drawn.mean()) - limit / 2) < 0.02 * limit

@@ -1,0 +1,96 @@
+"""A compiled or exported attention reads texts of any length, in one graph.
+
+In a process of its own: the run-time type checks of the tests cannot be traced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, sys, warnings, torch
+from normattn import Score, attention
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+LENGTHS = (5, 8, 9, 17, 300)
+
+def inputs(length, half=False):
+    seed = torch.Generator().manual_seed(length)
+    made = [torch.randn(1, 2, length, 8, generator=seed) for _ in range(3)]
+    return [x.requires_grad_() for x in made]
+
+class Layer(torch.nn.Module):
+    def __init__(self, text):
+        super().__init__()
+        self.score = Score(text, 2, 8)
+
+    def forward(self, q, k, v):
+        return attention(q, k, v, self.score)
+
+def off(one, other):
+    return (one - other).abs().max().item()
+
+def check(text, how):
+    torch._dynamo.reset()
+    layer = Layer(text)
+    worst = 0.0
+    if how == "export":
+        length = torch.export.Dim("length", min=2, max=4096)
+        at = {name: {2: length} for name in "qkv"}
+        run = torch.export.export(layer, tuple(inputs(9)), dynamic_shapes=at).module()
+        return max(off(run(*inputs(n)), layer(*inputs(n))) for n in LENGTHS)
+    dynamic = {"auto": None, "dynamic": True}[how]
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for length in LENGTHS:
+        qkv = inputs(length)
+        out, plain = run(*qkv), layer(*qkv)
+        worst = max(worst, off(out, plain))
+        grads = (torch.autograd.grad(each.square().sum(), qkv) for each in (out, plain))
+        worst = max([worst, *(off(a, b) for a, b in zip(*grads))])
+    return worst
+
+found = {}
+for text, how in json.load(sys.stdin):
+    try:
+        found[f"{text} {how}"] = check(text, how)
+    except Exception as error:
+        found[f"{text} {how}"] = f"{type(error).__name__}: {error}"
+json.dump(found, sys.stdout)
+"""
+SCORES = (
+    *("Baseline", "KNA-logn@8", "CosA-RoPE(layout=interleaved)-YaRN(factor=4)@8", "QKRMSNorm"),
+    *("Baseline-ReRoPE(window=3)@8", "Baseline-ALiBi", "Baseline-Sink-SlidingWindow(window=4)"),
+)
+
+
+def _found(cases: list[tuple[str, str]]) -> dict[str, float | str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, float | str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("how", ["auto", "dynamic", "export"])
+def test_five_lengths(how: str) -> None:
+    found = _found([(text, how) for text in SCORES])
+    wrong = {name: x for name, x in found.items() if isinstance(x, str) or not x < 2e-5}
+    assert len(found) == len(SCORES)
+    assert not wrong
+
+
+def test_a_spectrum_that_moves_is_refused_in_words() -> None:
+    cases = [("Baseline-DynamicNTK@8", how) for how in ("auto", "export")]
+    for name, told in _found(cases).items():
+        assert isinstance(told, str), name
+        assert "run it uncompiled" in told, (name, told[:500])
