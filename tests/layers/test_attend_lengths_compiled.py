@@ -32,8 +32,8 @@ class Layer(torch.nn.Module):
     def forward(self, q, k, v):
         return attention(q, k, v, self.score)
 
-def off(one, other):
-    return (one - other).abs().max().item()
+def off(one, plain):
+    return ((one - plain).abs().max() / plain.abs().max().clamp(min=1)).item()
 
 def check(text, how):
     torch._dynamo.reset()
