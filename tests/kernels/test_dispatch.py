@@ -82,7 +82,8 @@ def test_an_unknown_backend_names_the_known_ones() -> None:
         attend(problem(), "flash")
     assert BACKENDS[0] == "auto"
     carrying = {"carried", "concatenated"}
-    assert {"fused", "triton", "two-regime", "bias", "chunked", "reference"} | carrying == {
+    named = {"fused", "triton", "two-regime", "bias", "chunked", "precise", "reference"}
+    assert named | carrying == {
         *BACKENDS[1:]
     }
 

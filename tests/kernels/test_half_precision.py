@@ -44,7 +44,7 @@ def _off(problem: Problem, backend: str) -> tuple[float, float]:
     wanted = [x for x in wanted if x is not None][: len(leaves)]
     hand = torch.autograd.grad(exact.sum(), wanted)
     errors = [
-        float((mine.double() - other).abs().max() / other.abs().max())
+        float((mine.detach().double() - other).abs().max() / other.abs().max())
         for mine, other in zip((out, *grads), (exact, *hand), strict=True)
     ]
     return errors[0], max(errors[1:])
