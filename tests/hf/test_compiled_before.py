@@ -20,6 +20,7 @@ torch.manual_seed(0)
 config = LlamaConfig(
     vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
     num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
+    initializer_range=0.2,
 )
 model = LlamaForCausalLM(config).eval()
 ids = torch.randint(0, 32, (1, 24))

@@ -83,9 +83,7 @@ def test_an_unknown_backend_names_the_known_ones() -> None:
     assert BACKENDS[0] == "auto"
     carrying = {"carried", "concatenated"}
     named = {"fused", "triton", "two-regime", "bias", "chunked", "precise", "reference"}
-    assert named | carrying == {
-        *BACKENDS[1:]
-    }
+    assert named | carrying == {*BACKENDS[1:]}
 
 
 @pytest.mark.parametrize("name", ["KNA", "KNA-ReRoPE(window=20)"])

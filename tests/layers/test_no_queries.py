@@ -26,7 +26,8 @@ def test_an_empty_result(recipe: Recipe) -> None:
         try:
             out = attention(q, k, v, score, backend=backend)
         except InputError as refusal:
-            assert "kernel cannot serve this" in str(refusal)
+            if "kernel cannot serve this" not in str(refusal):
+                raise
             continue
         served.add(backend)
         assert out.shape == (2, 2, 0, 4)
