@@ -189,7 +189,7 @@ def test_kerple_starts_as_the_authors_code_does() -> None:
     for name, most in (("KERPLEPower", (1.0, 2.0)), ("KERPLELog", (2.0, 1.0))):
         values = dict(Score(f"Baseline-{name}", 4000, 4).named_parameters())
         for key, limit in zip(("bias.p", "bias.a"), most, strict=True):
-            drawn = values[key]
+            drawn = values[key].detach()
             assert 0.99 * limit < float(drawn.max()) <= limit
             assert float(drawn.min()) < 0.02
             assert abs(float(drawn.mean()) - limit / 2) < 0.02 * limit

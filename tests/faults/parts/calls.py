@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from faults.campaign import Campaign, Count
@@ -29,7 +30,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
         while len(every) < (400 if campaign.full else 250):
             names = [random.choice(list(OPERANDS)) for _ in range(3)]
             given = [OPERANDS[name]() for name in names]
-            every.append((f"attention of {names}", lambda given=given: attend(*given, 3)))
+            every.append((f"attention of {names}", partial(attend, *given, "Baseline", backend=3)))
         for name, call in every:
             started = time.monotonic()
             try:
