@@ -72,9 +72,11 @@ def trained(row: str, seed: int, early: float) -> pl.DataFrame:
     )
 
 
-def rounds(row: str, seconds: Sequence[float]) -> pl.DataFrame:
+def rounds(row: str, seconds: Sequence[float] | np.ndarray) -> pl.DataFrame:
     said = "16 documents, fp32, cpu, 1 thread"
-    return timed(replace(who(row, protocol="step time", data=""), settings=said), seconds)
+    return timed(
+        replace(who(row, protocol="step time", data=""), settings=said), tuple(map(float, seconds))
+    )
 
 
 def steps(factor: float, spread: float = 0.004) -> list[pl.DataFrame]:

@@ -153,7 +153,9 @@ def _tested(
     sentence: str, source: str, statistic: Statistic, what: str, sign: int, matters: float | None
 ) -> Claim:
     """RMSNorm − LayerNorm on the test set, paired over documents and seeds."""
-    terms = tuple(Term(factor, {"row": row, **TESTED}) for row, factor in ((RMS, 1.0), (LAYER, -1)))
+    terms = tuple(
+        Term(factor, {"row": row, **TESTED}) for row, factor in ((RMS, 1.0), (LAYER, -1.0))
+    )
     return Claim(sentence, source, f"{RMS} − {LAYER}, {what}", statistic, terms, sign, matters)
 
 
