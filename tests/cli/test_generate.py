@@ -48,7 +48,7 @@ def test_methods_read_on(command: Command, trained: Path) -> None:
     ("options", "expected"),
     [
         ([], ["--prompt", "--file"]),
-        (["--prompt", ""], ["prompt is empty"]),
+        (["--prompt", ""], ["argument 3 is empty", "--prompt"]),
         (["--file", "gone.txt"], ["gone.txt", "cannot be read"]),
         (["--prompt", "a", "--method", "YARN"], ["YARN", "did you mean YaRN"]),
         (["--prompt", "a", "--method", "logn"], ["logn is trained in"]),
@@ -58,7 +58,7 @@ def test_methods_read_on(command: Command, trained: Path) -> None:
         (["--prompt", "a", "--top-p", "2", "--temperature", "1"], ["top_p is 2"]),
         (["--prompt", "a", "--top-k", "5"], ["temperature 0 always takes the likeliest"]),
         (["--prompt", "a", "--max-new-tokens", "0"], ["--max-new-tokens"]),
-        (["--prompt", "a", "--stop", ""], ["stop string is empty"]),
+        (["--prompt", "a", "--stop", ""], ["argument 5 is empty", "--stop"]),
         (["--prompt", "a", "--colour", "red"], ["--colour"]),
     ],
 )

@@ -303,6 +303,8 @@ def as_spec(value: ScoreSpec | str) -> ScoreSpec:
 
 
 def _validate(value: Any) -> ScoreSpec:
+    if not isinstance(value, ScoreSpec | str):
+        raise InputError(f"a score is a ScoreSpec or its name, but {value!r} was given")
     return as_spec(value)
 
 
