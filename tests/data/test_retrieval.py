@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def code_data(lines: int = 400) -> TokenData:
     offsets = np.cumsum([0, *map(len, rows)]).astype(np.int64)
     tokens = np.concatenate([np.array(row, dtype=np.uint16) for row in rows])
     names = ["one", "two", "three"]
-    splits = {name: TokenSplit(name, tokens, offsets, names) for name in SPLITS}
+    splits: Any = {name: TokenSplit(name, tokens, offsets, names) for name in SPLITS}
     return TokenData(**splits, tokeniser=tokeniser, vocab_size=300, fingerprint="made")
 
 

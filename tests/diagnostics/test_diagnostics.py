@@ -210,12 +210,12 @@ def test_a_record_is_the_sum_of_its_texts(score: str) -> None:
             assert counts == sum(far)[0, head].tolist()  # type: ignore[index]
 
     view = View(record, Bootstrap(50))
-    row = rows(view)[0]
-    cells = {column.key: column.cell(view, row) for column in columns(view)}
+    shown = rows(view)[0]
+    cells = {column.key: column.cell(view, shown) for column in columns(view)}
     assert (cells["correlation"].text == "one norm") == (score == "KNA")
     assert score == "KNA" or cells["heads"].text.endswith("/ 8")
     near = [
-        sum(np.array(of("cosine", 16, name, layer, head)["sum"].to_list()) for name in "abc")
+        np.sum([of("cosine", 16, name, layer, head)["sum"].to_list() for name in "abc"], axis=0)
         for layer in range(2)
         for head in range(4)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +29,14 @@ def _problem(kind: str, rows: int, causal: bool, dtype: torch.dtype) -> Problem:
     padding = torch.zeros(B, S, dtype=torch.bool) if kind == "padding" else None
     seen = Visibility(causal, key[S - rows :], key, True, padding)
     q, k, v = drawn(H, rows), drawn(G, S), drawn(G, S)
-    far = (drawn(H, rows), drawn(G, S), 12) if kind == "far" else (None, None, None)
+    far: dict[str, Any] = {}
+    if kind == "far":
+        far = dict(
+            zip(("far_q", "far_k", "window"), (drawn(H, rows), drawn(G, S), 12), strict=True)
+        )
     bias = -torch.rand(H, S, generator=seed) if kind == "bias" else None
     sink = torch.zeros(H) if kind == "sink" else None
-    return Problem(q, k, v, seen, *far, bias=bias, sink=sink)
+    return Problem(q, k, v, seen, bias=bias, sink=sink, **far)
 
 
 def _spoilt(problem: Problem, side: str, place: int, value: float) -> Tensor:

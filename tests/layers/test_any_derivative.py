@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -52,11 +53,13 @@ def test_derivatives_of_every_kind(recipe: Recipe, backend: str) -> None:
     expected = torch.autograd.grad(run(*leaves).square().sum(), leaves)
     slope = sum((one * other).sum() for one, other in zip(expected, along, strict=True))
 
-    out, by = func.jvp(lambda *x: run(*x).square().sum(), (q, k, v), tuple(along))
+    jvp: Any = func.jvp
+    out, by = jvp(lambda *x: run(*x).square().sum(), (q, k, v), tuple(along))
     torch.testing.assert_close(by, slope)
     with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(x, y) for x, y in zip((q, k, v), along, strict=True)]
-        found = forward_ad.unpack_dual(run(*duals).square().sum())
+        dual: Any = forward_ad
+        duals = [dual.make_dual(x, y) for x, y in zip((q, k, v), along, strict=True)]
+        found = dual.unpack_dual(run(*duals).square().sum())
         assert found.tangent is not None
         torch.testing.assert_close(found.tangent, slope)
         torch.testing.assert_close(found.primal, out)
@@ -110,7 +113,13 @@ CONFIGS = {
 def test_gradients_of_each_sample_of_a_model(case: str) -> None:
     """`vmap(grad(loss))` over the rows of a batch is each row's own backward pass."""
     torch.manual_seed(0)
-    settings = {"dim": 16, "heads": 2, "layers": 2, "vocab_size": 11, "train_length": 6}
+    settings: dict[str, Any] = {
+        "dim": 16,
+        "heads": 2,
+        "layers": 2,
+        "vocab_size": 11,
+        "train_length": 6,
+    }
     model = CausalLM(CausalLMConfig(**{**settings, **CONFIGS[case]})).double()
     ids = torch.randint(0, 11, (3, 7))
     parameters = dict(model.named_parameters())
@@ -130,7 +139,8 @@ def test_gradients_of_each_sample_of_a_model(case: str) -> None:
             torch.testing.assert_close(each[name][row], mine)
             torch.testing.assert_close(other, mine)
     tangents = {name: torch.randn_like(value) for name, value in detached.items()}
-    _, slope = func.jvp(lambda values: loss(values, ids[0]), (detached,), (tangents,))
+    jvp: Any = func.jvp
+    _, slope = jvp(lambda values: loss(values, ids[0]), (detached,), (tangents,))
     assert torch.isclose(slope, sum((each[n][0] * t).sum() for n, t in tangents.items()))
 
 
@@ -139,7 +149,8 @@ def test_norms_and_cross_entropy() -> None:
     targets = torch.arange(5)
     for module in (RMSNorm(8), LayerNorm(8)):
         wide = module.double()
-        _, along = func.jvp(wide, (x,), (torch.ones_like(x),))
+        jvp: Any = func.jvp
+        _, along = jvp(wide, (x,), (torch.ones_like(x),))
         expected = func.jvp(
             lambda x, m=wide: (
                 (x - (x.mean(-1, True) if isinstance(m, LayerNorm) else 0))

@@ -51,8 +51,8 @@ def _alone(
 ) -> Tensor:
     out = torch.zeros_like(q)
     for run in runs:
-        one = [x[:, :, run] for x in (q, k, v)]
-        out[:, :, run] = attention(*one, score, causal, backend="reference")
+        a, b, c = (x[:, :, run] for x in (q, k, v))
+        out[:, :, run] = attention(a, b, c, score, causal, backend="reference")
     return out
 
 
@@ -98,7 +98,8 @@ def test_with_a_cache(case: str, score: str) -> None:
     for last in (1, 2, 6, 7, 9):
         new = slice(cache.length, last)
         pad = padding[:, :last] if padded else None
-        one = [x[:, :, new] for x in (q, k, v)]
-        pieces.append(attention_cached(*one, module, cache, pad, None, documents[:, :last]))
+        a, b, c = (x[:, :, new] for x in (q, k, v))
+        seen = documents[:, :last]
+        pieces.append(attention_cached(a, b, c, module, cache, pad, None, seen))
     out = torch.cat(pieces, 2)
     torch.testing.assert_close(out[:, :, real], expected[:, :, real])

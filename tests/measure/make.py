@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +28,8 @@ def identity(row: str = "A", seed: int = 0, **changes: Any) -> Identity:
 def counted(
     row: str,
     seed: int,
-    correct: Sequence[float],
-    tokens: Sequence[float] | None = None,
+    correct: Any,
+    tokens: Any = None,
     statistic: str = "accuracy",
     **changes: Any,
 ) -> pl.DataFrame:

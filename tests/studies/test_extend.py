@@ -11,8 +11,8 @@ import pytest
 from normattn.measure import Identity, identified, joined, sums
 from normattn.report.page import context
 from normattn.report.view import View
-from normattn.studies._advice import LEAST_GAIN, Advice, advise
-from normattn.studies.extend import EXACT, KEY, LAST, PAGE, PREFILL, SECONDS, TRAIN, complete
+from normattn.studies._advice import LAST, LEAST_GAIN, Advice, advise
+from normattn.studies.extend import EXACT, KEY, PAGE, PREFILL, SECONDS, TRAIN, complete
 
 L, TOKENS = 8, 8
 NAMES = {"": "as is", "PI": "PI", "YaRN": "YaRN(factor=4)"}

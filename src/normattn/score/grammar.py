@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import types
 import typing
-from collections.abc import Hashable
 from typing import Any, Literal
 
 from normattn.errors import InputError
@@ -90,10 +88,14 @@ def _parse_part(match: re.Match[str], text: str) -> Given:
     return part, fields
 
 
-@functools.cache
-def _hints(part: Hashable) -> dict[str, Any]:
+_HINTS: dict[type[Part], dict[str, Any]] = {}
+
+
+def _hints(part: type[Part]) -> dict[str, Any]:
     """The types of a part's fields; evaluating annotations costs more than all else here."""
-    return typing.get_type_hints(part)
+    if part not in _HINTS:
+        _HINTS[part] = typing.get_type_hints(part)
+    return _HINTS[part]
 
 
 def make(part: type[Part], values: dict[str, Any], text: str) -> Part:

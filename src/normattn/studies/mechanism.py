@@ -284,9 +284,9 @@ def _heads(view: View, row: Row) -> Cell:
 def _ends(length: int) -> Callable[[View, Row], Cell]:
     def cell(view: View, row: Row) -> Cell:
         chosen = view.frame.filter(row=row.where["row"], length=length, protocol="mechanism")
-        least = chosen.filter(statistic="least_cosine")["sum"].min()
-        largest = chosen.filter(statistic="largest_cosine")["sum"].max()
-        return Cell("–" if least is None else f"{least:.2f}, {largest:.2f}")
+        least = chosen.filter(statistic="least_cosine")["sum"].to_list()
+        largest = chosen.filter(statistic="largest_cosine")["sum"].to_list()
+        return Cell(f"{min(least):.2f}, {max(largest):.2f}" if least else "–")
 
     return cell
 

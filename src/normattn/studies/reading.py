@@ -221,7 +221,8 @@ def _by_depth(view: View) -> list[Figure]:
     for task in view.values(TASK, {"protocol": RETRIEVAL}):
         where = {"protocol": RETRIEVAL, TASK: task, "length": length}
         rows = _rows_of(RETRIEVAL)(view)
-        values, depths = [], []
+        values: list[tuple[float, ...]] = []
+        depths: list[str] = []
         for row in rows:
             sums = view.sums(ACCURACY.name, {**row.where, **where})
             if sums is None:
