@@ -28,9 +28,9 @@ def without_infinities(
 ) -> Float[Tensor, "b h n d"]:
     """`x` itself where it is finite, else with NaN for its infinities.
 
-    On a CPU one sum finds out (of `asked`, if that is all that is new), at less than a hundredth of
-    what attention costs. Where a number cannot be read (a compiler, a device that the host would
-    wait for, torch.func) all of x goes through `nan_for_infinite`.
+    On a CPU one sum finds out (of `asked`, if that is all that is new): about a hundredth of a
+    forward at 64 tokens, a thousandth at 4,096. Where a number cannot be read (a compiler, a device
+    that the host would wait for, torch.func) all of x goes through `nan_for_infinite`.
     """
     told = x if asked is None else asked
     return x if _readable(told) and not spoilt(told) else nan_for_infinite(x)
