@@ -19,11 +19,12 @@ class InputError(NormattnError, ValueError):
     than 2,000, is shown by its beginning and its end.
     """
 
-    def __init__(self, message: str = "") -> None:
-        text = str(message)
+    def __str__(self) -> str:
+        # Not in `__init__`: torch.compile, which reports what is raised, can look into none.
+        text = super().__str__()
         if len(text) > _LONGEST_WORD:
             text = re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", lambda word: _shown(word[0], 100), text)
-        super().__init__(_shown(text, 900) if len(text) > _LONGEST_SENTENCE else text)
+        return _shown(text, 900) if len(text) > _LONGEST_SENTENCE else text
 
 
 def _shown(text: str, kept: int) -> str:
