@@ -23,7 +23,7 @@ def limited(
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         used = resource.getrusage(resource.RUSAGE_SELF)
         spent = int(used.ru_utime + used.ru_stime) + 1
-        resource.setrlimit(resource.RLIMIT_AS, (held + memory, held + memory))
+        resource.setrlimit(resource.RLIMIT_DATA, (held + memory, held + memory))
         resource.setrlimit(resource.RLIMIT_CPU, (spent + seconds, spent + seconds))
         return work()
 

@@ -120,7 +120,8 @@ def test_gradients_of_each_sample_of_a_model(case: str) -> None:
         "vocab_size": 11,
         "train_length": 6,
     }
-    model = CausalLM(CausalLMConfig(**{**settings, **CONFIGS[case]})).double()
+    settings.update(CONFIGS[case])
+    model = CausalLM(CausalLMConfig(**settings)).double()
     ids = torch.randint(0, 11, (3, 7))
     parameters = dict(model.named_parameters())
 
