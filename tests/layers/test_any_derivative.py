@@ -94,7 +94,7 @@ def test_a_kernel_by_name_says_that_torch_func_cannot_see_into_it() -> None:
         func.vmap(lambda q, k, v: run(q[None], k[None], v[None]))(q, k, v)
 
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "rms": {"score": "Baseline"},
     "swiglu and norms": {"score": "QKRMSNorm-logn", "norm": "layer"},
     "gau": {
