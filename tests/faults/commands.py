@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -78,6 +79,9 @@ def make_setting(folder: Path, foreign: bool = True) -> Setting:
         (corpus / f"text{number:02}.txt").write_text(words)
     setting.preset.write_text(PRESET.format(corpus=corpus))
     os.environ["NORMATTN_CACHE"] = str(folder / "cache")
+    # What is imported here, forked processes need not import: they begin within milliseconds.
+    for name in ("training_run", "evaluation_run", "exporting", "generation", "inspection"):
+        importlib.import_module(f"normattn.commands.{name}")
     for arguments in (
         ("train", "--preset", setting.preset, "--score", "KNA", "--out", setting.run),
         ("evaluate", setting.run, "--multiples", "1,2", "--max-windows", "2"),
