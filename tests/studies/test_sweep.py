@@ -186,6 +186,9 @@ def test_smoke_gives_all_32_rows(tmp_path: Path, start: Start) -> None:
     found = rows(tmp_path / "smoke")
     assert len(found) == 32
     assert len({row["row"] for row in found}) == 32
-    for row in found:
-        assert row["non_repeated"]["low"] <= row["non_repeated"]["value"]
-        assert row["non_repeated"]["units"] >= 2
+    read = [row["non_repeated"] for row in found]
+    assert all(number["units"] == 2 for number in read)
+    # Two documents that are read equally well have no interval.
+    told = [number for number in read if number["low"] is not None]
+    assert len(told) > 24
+    assert all(number["low"] <= number["value"] <= number["high"] for number in told)

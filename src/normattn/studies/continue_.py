@@ -206,7 +206,8 @@ def _lengths(view: View) -> list[int]:
 
 
 def _steps(view: View, row: str, method: str) -> list[int]:
-    return sorted(view.values(STEP, {"row": row, "method": method}))
+    found = _read(view).filter(pl.col("row") == row, pl.col("method") == method)
+    return sorted(found[STEP].unique().to_list())
 
 
 def rows(view: View) -> list[Row]:

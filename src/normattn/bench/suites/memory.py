@@ -18,6 +18,7 @@ from normattn.kernels.dispatch import KERNELS, Kernel
 KINDS: dict[str, Kind] = {
     "fused": "plain",
     "chunked": "plain",
+    "precise": "plain",
     "bias": "learned bias",
     "two-regime": "two-regime",
     "triton": "two-regime",
