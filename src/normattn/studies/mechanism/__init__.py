@@ -1,0 +1,185 @@
+"""Why does KeyNorm read past L: do key norms decide attention, do cosines leave their range?
+
+The source says: without a norm, a key's own size decides how much attention it gets, so that
+cos(q, k) is trained badly and leaves its trained range on longer text (kexue.fm/archives/9859).
+Measured here: ‖k_j‖ against the attention that key j receives, and the cosines at L and at 8 L, in
+models with and without norms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from normattn.data import TokenData
+from normattn.data.evaluation_sets import EvaluationSet, non_repeated_set
+from normattn.diagnostics import measure_mechanism
+from normattn.evaluation.fingerprints import weights_digest
+from normattn.measure import frame
+from normattn.models.accounting import flops_per_token
+from normattn.models.pretrained import load_model
+from normattn.studies.mechanism.page import PAGE
+from normattn.sweep.collect import measured_below
+from normattn.sweep.language import (
+    CausalCell,
+    TextConfig,
+    canonical,
+    described,
+    opened,
+    shared_training,
+)
+from normattn.sweep.layout import CellPaths
+from normattn.sweep.measuring import EVALUATIONS, MODEL
+from normattn.sweep.settings import EvaluationSettings, MechanismSettings
+from normattn.sweep.stages import Note, Stage
+from normattn.sweep.study import (
+    Request,
+    Study,
+    Sweep,
+    place_of,
+    refuse_choices,
+    seeds_of,
+)
+from normattn.training import TrainingConfig
+from normattn.training.distribution import choose_device
+from normattn.training.workload import Cost
+
+KIND = "mechanism"
+VARIANTS = (
+    *("Baseline", "KNA", "KNA-NoPE"),
+    *("QKLayerNorm", "QKLayerNorm(gain=false)", "QKRMSNorm", "QKRMSNorm(gain=false)"),
+)
+RECORD = "mechanism.parquet"
+# Scores are computed a second time, in blocks and in float64, beside the model's own.
+WEIGHT = 8
+
+
+class MechanismConfig(TextConfig):
+    """What the study's cells share: also what is looked at."""
+
+    mechanism: MechanismSettings
+
+
+class MechanismCell(CausalCell):
+    """One trained score, looked into."""
+
+    kind: Literal["mechanism"] = "mechanism"
+    mechanism: MechanismSettings
+
+    def after(self, paths: CellPaths) -> list[Stage]:
+        """Look into the trained model."""
+        config = self.training_config
+        return [LookStage(config, paths.run, self.mechanism, self.evaluation)]
+
+
+@dataclass(frozen=True)
+class LookStage(Stage):
+    """Count what the scores of the model in `place` do."""
+
+    phase = "diagnostics"
+    config: TrainingConfig
+    place: Path
+    settings: MechanismSettings
+    evaluation: EvaluationSettings
+
+    @property
+    def cost(self) -> Cost:
+        """Every token that is read, counted as often as looking costs more than reading."""
+        model = self.config.model
+        length = model.train_length * self.settings.multiple
+        tokens = WEIGHT * self.settings.max_windows * length
+        return Cost(scored=tokens, flops=tokens * flops_per_token(model, length).forward)
+
+    def is_done(self) -> bool:
+        """Whether it was measured."""
+        return (self.place / EVALUATIONS / RECORD).is_file()
+
+    def run(self, data: TokenData, note: Note) -> None:
+        """Measure, unless it was."""
+        if self.is_done():
+            return
+        model = load_model(self.place / MODEL, self.config.model).to(
+            choose_device(self.config.device)
+        )
+        texts = evaluation_set(data, self.config.model.train_length, self.settings, self.evaluation)
+        measured = measure_mechanism(
+            model,
+            texts,
+            seed=self.config.seed,
+            weights=weights_digest(model),
+            tokens_per_batch=self.settings.max_tokens,
+            progress=lambda done, total: note(done, total, ""),
+        )
+        frame.write(self.place / EVALUATIONS / RECORD, measured)
+
+
+def resolve(request: Request) -> Sweep:
+    """The study that a request asks for; raises `InputError` as `keynorm.resolve` does."""
+    preset = opened(request, KIND, group=KIND)
+    refuse_choices(request, KIND)
+    config = MechanismConfig(
+        preset=preset.name,
+        training=shared_training(preset),
+        evaluation=preset.evaluation.model_copy(
+            update={"multiples": (1, preset.mechanism.multiple)}
+        ),
+        mechanism=preset.mechanism,
+    )
+    cells = tuple(
+        MechanismCell(
+            variant=variant,
+            seed=seed,
+            training=config.training,
+            evaluation=config.evaluation,
+            mechanism=config.mechanism,
+        )
+        for seed in seeds_of(request, preset)
+        for variant in canonical(request.variants or VARIANTS, config)
+    )
+    return Sweep(
+        study=KIND,
+        config=config,
+        cells=cells,
+        skipped=(),
+        out=place_of(request, KIND, preset),
+        describe=described(
+            lambda data: [
+                evaluation_set(data, config.train_length, config.mechanism, config.evaluation)
+            ]
+        ),
+        facts=config.facts,
+    )
+
+
+def evaluation_set(
+    data: TokenData,
+    train_length: int,
+    settings: MechanismSettings,
+    evaluation: EvaluationSettings,
+) -> EvaluationSet:
+    """Held-out natural text of `multiple` training lengths."""
+    split = data.split(evaluation.split)
+    windows, seed = settings.max_windows, evaluation.seed
+    return non_repeated_set(split, train_length, settings.multiple, max_windows=windows, seed=seed)
+
+
+STUDY = Study(
+    name=KIND,
+    help="Test the source's explanation: key norms against attention, and cosines at L and 8 L."
+    "\n\nTrains each score and counts, by hooks on the trained model, how ‖k_j‖ ranks with the "
+    "attention that key j receives, and the range of cos(q, k) at L and at 8 L. A table and "
+    "figures, with intervals over documents (and seeds).",
+    resolve=resolve,
+    cells=(MechanismCell,),
+    page=PAGE,
+    variants="Trained scores, by commas. [default: Baseline, KNA, KNA-NoPE, and QKLayerNorm and "
+    "QKRMSNorm with and without gain]",
+    examples=(
+        ("--preset smoke", "the whole path, small"),
+        ("", "the study itself; `--plan` says how long it takes here"),
+        ("--variants Baseline,KNA --seeds 3", "two scores, three models each"),
+        ("--set mechanism.multiple=16 --plan", "read to 16 L: its cost"),
+    ),
+    collect=measured_below,
+)

@@ -1,0 +1,80 @@
+"""What was measured, as the tables, claims and figures of the study ask for it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from normattn.kernels.cosines import BINS
+from normattn.measure import Sums
+from normattn.measure.statistic import Array, Statistic, crossing, mean
+from normattn.report.table import Column, Row
+from normattn.report.view import View
+from normattn.studies._reading import VARIANT_ORDER, ranked
+
+TAIL = 0.001
+"""The share of the cosines at L left out at either end of their range."""
+QUANTILES = (TAIL, 0.25, 0.5, 0.75, 1 - TAIL)
+CORRELATION = mean("correlation", "rank correlation")
+RAW = mean("raw_correlation", "before the norm")
+SPREAD = mean("spread", "spread of ‖k‖")
+
+
+def lengths(view: View) -> tuple[int, int]:
+    """The training length, and the longer one."""
+    measured = view.values("length", {"protocol": "mechanism"})
+    return min(measured), max(measured)
+
+
+def rows(view: View) -> list[Row]:
+    """The scores that were looked into."""
+    names = view.values("row", {"protocol": "mechanism"})
+    return [Row(name, {"row": name}) for name in ranked(names, VARIANT_ORDER)]
+
+
+def where(view: View, **more: object) -> dict[str, object]:
+    """Where the measurements at the training length are; `more` overrides and adds columns."""
+    return {
+        "protocol": "mechanism",
+        "length": lengths(view)[0],
+        "factor.received": None,
+        **more,
+    }
+
+
+def cosine_columns(view: View, key: str, length: int) -> list[Column]:
+    """The quantiles of the cosines at a length."""
+    return [
+        Column(
+            f"cosine_{key}_{share:g}",
+            f"cosine, {share:.1%} at {length:,}",
+            cosine_quantile(share),
+            ((1.0, where(view, length=length)),),
+        )
+        for share in QUANTILES
+    ]
+
+
+@cache
+def cosine_quantile(share: float) -> Statistic:
+    """A quantile of the cosines, the mean over heads."""
+
+    def value(above: Array, below: Array, *whole: Array) -> Array:
+        heads = above.reshape(*above.shape[:-1], -1, BINS)
+        return np.asarray(crossing(heads, share, (-1.0, 1.0)).mean(-1))
+
+    return Statistic("cosine", "cosine", value, "", 2, None)
+
+
+def outside(near: Sums) -> Statistic:
+    """The share (%) of cosines in bins that hold none of the cosines at L, but for their tails."""
+    counts = near.sum.sum((0, 1)).reshape(-1, BINS)
+    shares = counts.cumsum(-1) / counts.sum(-1, keepdims=True)
+    before = np.concatenate((np.zeros((len(shares), 1)), shares[:, :-1]), axis=1)
+    allowed = ((shares > TAIL) & (before < 1 - TAIL)).reshape(-1)
+
+    def value(above: Array, below: Array, *whole: Array) -> Array:
+        return np.asarray(100 * np.where(allowed, 0.0, above).sum(-1) / above.sum(-1))
+
+    return Statistic("cosine", "outside", value, "%", 2, None)

@@ -1,0 +1,115 @@
+"""The page of the mechanism study."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from normattn.report.page import Page
+from normattn.report.table import NOTHING, Cell, Column, Row, Table, shown
+from normattn.report.view import View
+from normattn.studies.mechanism.claims import claims
+from normattn.studies.mechanism.figures import figures
+from normattn.studies.mechanism.measured import (
+    CORRELATION,
+    RAW,
+    SPREAD,
+    TAIL,
+    cosine_columns,
+    lengths,
+    outside,
+    rows,
+    where,
+)
+
+
+def columns(view: View) -> Sequence[Column]:
+    """Correlations, the spread of norms, the range of cosines at both lengths."""
+    near, far = lengths(view)
+    at = ((1.0, where(view)),)
+    return [
+        Column("correlation", CORRELATION.title, plain=_correlation),
+        Column("heads", "heads + / − / all", plain=_heads),
+        Column("raw_correlation", RAW.title, RAW, at),
+        Column("spread", SPREAD.title, SPREAD, at),
+        *cosine_columns(view, "near", near),
+        Column("ends_near", f"least, largest at {near:,}", plain=_ends(near)),
+        *cosine_columns(view, "far", far),
+        Column("ends_far", f"least, largest at {far:,}", plain=_ends(far)),
+        Column("outside", f"outside at {far:,}, %", plain=_outside),
+    ]
+
+
+def _correlation(view: View, row: Row) -> Cell:
+    at = {**row.where, **where(view)}
+    sums = view.sums(CORRELATION.name, at)
+    if sums is None:
+        return NOTHING
+    if not sums.of.any():
+        return Cell("one norm")
+    found = view.estimate(CORRELATION, at)
+    return Cell(shown(found, 2), found)
+
+
+def _heads(view: View, row: Row) -> Cell:
+    """Heads whose own interval lies above 0, below 0, and how many there are."""
+    at = {**row.where, **where(view)}
+    sums = view.sums(CORRELATION.name, at)
+    if sums is None or not sums.of.any():
+        return NOTHING
+    each = [
+        view.estimate(CORRELATION, {**at, "layer": layer, "head": head})
+        for layer, head, _, _ in sums.bins
+    ]
+    above = sum(found is not None and found.above_zero for found in each)
+    below = sum(found is not None and found.below_zero for found in each)
+    return Cell(f"{above} / {below} / {len(each)}")
+
+
+def _ends(length: int) -> Callable[[View, Row], Cell]:
+    def cell(view: View, row: Row) -> Cell:
+        chosen = view.frame.filter(row=row.where["row"], length=length, protocol="mechanism")
+        least = chosen.filter(statistic="least_cosine")["sum"].to_list()
+        largest = chosen.filter(statistic="largest_cosine")["sum"].to_list()
+        return Cell(f"{min(least):.2f}, {max(largest):.2f}" if least else "–")
+
+    return cell
+
+
+def _outside(view: View, row: Row) -> Cell:
+    near, far = (view.sums("cosine", {**row.where, **where(view, length=n)}) for n in lengths(view))
+    if near is None or far is None:
+        return NOTHING
+    statistic = outside(near)
+    found = view.estimate(statistic, {**row.where, **where(view, length=lengths(view)[1])})
+    return Cell(shown(found, 2), found)
+
+
+PAGE = Page(
+    title="Key norms, attention and cosines",
+    question="Does a key's norm decide how much attention it receives, and do cosines leave their "
+    "trained range on longer text?",
+    sources=("kexue.fm/archives/9859",),
+    tables=(
+        Table(
+            "table",
+            "",
+            rows,
+            columns,
+            notes=(
+                "rank correlation: Spearman's, between ‖k_j‖ as the score sees it and the "
+                "attention that key j receives from the next L/2 queries relative to uniform "
+                "attention, within a text; mean over layers, heads and texts. heads + / −: those "
+                "whose own interval lies above or below 0.",
+                "before the norm: the same with the key as it enters the score; a norm cannot hand "
+                "it on.",
+                "spread: standard deviation of ‖k_j‖ over its mean, within a text.",
+                "cosine: cos(q_i, k_j) as the score has them, quantiles, mean over heads; least "
+                "and largest of all heads.",
+                f"outside: share of the pairs at the longer length whose cosine lies outside the "
+                f"range of its head at L ({TAIL:.1%} left out at either end).",
+            ),
+        ),
+    ),
+    claims=claims,
+    figures=figures,
+)
