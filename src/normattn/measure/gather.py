@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,14 +110,16 @@ def _label(rows: pl.DataFrame) -> str:
     return ", ".join(f"{row} with {method}" if method else row for row, method in names)
 
 
-def on_common_sets(frame: pl.DataFrame) -> pl.DataFrame:
+def on_common_sets(frame: pl.DataFrame, apart: Sequence[str] = ()) -> pl.DataFrame:
     """The rows on the data set that most rows of their protocol and length share.
 
     Of equally common ones the one with the greatest digest, so that the choice is repeatable.
+    Rows that differ in one of the columns `apart` (or in the task) are never compared.
     """
     if not frame.height:
         return frame
-    place = ["protocol", "length", *(name for name in frame.columns if name == "factor.task")]
+    place = ["protocol", "length"]
+    place += [name for name in frame.columns if name in ("factor.task", *apart)]
     counted = frame.group_by(*place, "data").agg(pl.struct("row", "method", "seed").n_unique())
     best = counted.sort("row", "data", descending=True).unique(place, keep="first")
     return frame.join(

@@ -12,7 +12,7 @@ import polars as pl
 from normattn.errors import InputError
 from normattn.files import open_file
 from normattn.measure import Identity, collected, fact, identified, joined, sums
-from normattn.measure.frame import Factor
+from normattn.measure.frame import FACTOR, Factor
 from normattn.measure.gather import on_common_sets
 from normattn.structured import json_lines, parse_json, read_object
 from normattn.sweep.layout import CellPaths
@@ -24,11 +24,12 @@ BINS = 100
 def measured_below(out: Path, factors: Sequence[str] = ()) -> pl.DataFrame:
     """The stored measurements of a sweep, and the loss curve of each of its trainings.
 
-    `factors` are the cells' own fields that tell trainings of one row apart. Rows can be compared
-    only on one set of documents: where a protocol was measured on several of one length, the one
-    with the most rows counts.
+    `factors` are the cells' own fields that tell trainings of one row apart. Rows that agree in
+    them can be compared only on one set of documents: where a protocol was measured on several of
+    one length, the one with the most rows counts.
     """
-    parts = [on_common_sets(collected(out))]
+    apart = [f"{FACTOR}{name}" for name in factors]
+    parts = [on_common_sets(collected(out), apart)]
     for settings in sorted(out.glob("jobs/*/*/cell.json")):
         paths = CellPaths.of_job(settings.parent)
         cell = read_object(settings)

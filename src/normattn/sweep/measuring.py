@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import polars as pl
@@ -19,6 +19,7 @@ from normattn.data.retrieval import TASKS, retrieval_set
 from normattn.errors import InputError
 from normattn.evaluation import AnySet, evaluate_run
 from normattn.measure import MeasurementStore, joined
+from normattn.measure.frame import Factor
 from normattn.models.pretrained import load_model
 from normattn.runs import read_status
 from normattn.sweep.settings import EvaluationSettings
@@ -102,11 +103,12 @@ def evaluate_trained(
     *,
     methods: Sequence[str],
     settings: EvaluationSettings,
+    factors: Mapping[str, Factor] | None = None,
     on_done: Callable[[int], None] = lambda done: None,
 ) -> pl.DataFrame:
     """Evaluate the finished run in `run` under each method; what was measured is not done again.
 
-    `on_done` is told how many evaluations are done.
+    `factors` are what else the study varies; `on_done` is told how many evaluations are done.
     Raises `InputError` for a run that has not finished and for a method that cannot be applied.
     """
     status = read_status(run)
@@ -130,6 +132,7 @@ def evaluate_trained(
         store=MeasurementStore(run / EVALUATIONS),
         precision=settings.precision,
         split=settings.split,
+        factors=factors,
         tokens_per_batch=settings.max_tokens,
         on_measured=count,
     )

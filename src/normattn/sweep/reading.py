@@ -31,13 +31,17 @@ AS_IS = "as is"
 
 @dataclass(frozen=True)
 class ReadStage(Stage):
-    """Read the run in `place` as it is and under each method, by the protocols of `settings`."""
+    """Read the run in `place` as it is and under each method, by the protocols of `settings`.
+
+    `factors` are what else the study varies.
+    """
 
     phase = "evaluation"
     config: TrainingConfig
     place: Path
     methods: tuple[str, ...]
     settings: EvaluationSettings
+    factors: Mapping[str, Factor] = field(default_factory=dict)
 
     @property
     def cost(self) -> Cost:
@@ -64,6 +68,7 @@ class ReadStage(Stage):
             data,
             methods=["" if method == AS_IS else method for method in self.methods],
             settings=self.settings,
+            factors=self.factors,
             on_done=lambda done: note(done, self.wanted, ""),
         )
 
