@@ -118,10 +118,9 @@ class KeptStage(Stage):
                 done += 1
                 note(done, len(steps) * len(sets), "")
 
+            expected = self.config.model if step else self._continued.saved(self.config.model)
             evaluate_run(
-                load_model(self._model(step), self.config.model).to(
-                    choose_device(self.config.device)
-                ),
+                load_model(self._model(step), expected).to(choose_device(self.config.device)),
                 sets,
                 seed=self.config.seed,
                 methods=[self._continued.method],

@@ -106,8 +106,8 @@ def _with_weights(config: LoopConfig) -> LoopConfig:
     planned = config.continued if isinstance(config, TrainingConfig) else None
     if planned is None or planned.weights != UNKNOWN:
         return config
-    found = Continuation.of(Path(planned.start), planned.method, planned.length)
-    return config.model_copy(update={"continued": found})
+    weights = Continuation.of(Path(planned.start)).weights
+    return config.model_copy(update={"continued": planned.model_copy(update={"weights": weights})})
 
 
 def _noting(note: Note) -> Callable[[StepReport], None]:

@@ -1,9 +1,9 @@
-"""Training that goes on from a saved model: its weights, a method switched on, another length."""
+"""Training that continues from a saved model: under a method, longer, or with another score."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,7 +23,9 @@ class Continuation(BaseModel):
     (the folder may move). method: post-hoc parts that are switched on while it trains, such as
     "PI(factor=4)"; they are no part of the saved model. length: tokens of a training sequence,
     None for the model's train_length; whatever the score takes from its training length (log-n,
-    a window) stays as it was trained.
+    a window) stays as it was trained. trained: the score that the saved model was trained with,
+    where `model.score` is another one, which takes its place from the first step on (None: they
+    are one score); what the new score has beyond the old one, such as gains, starts fresh.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -32,14 +34,28 @@ class Continuation(BaseModel):
     weights: str = Field(pattern=r"^[0-9a-f]{64}$")
     method: str = ""
     length: int | None = Field(default=None, ge=2)
+    # Left out of a dump where it is off: runs that were made before it stay the same.
+    trained: Annotated[str | None, Field(exclude_if=lambda score: score is None)] = None
 
     @classmethod
-    def of(cls, start: Path, method: str = "", length: int | None = None) -> Continuation:
+    def of(
+        cls,
+        start: Path,
+        method: str = "",
+        length: int | None = None,
+        trained: str | None = None,
+    ) -> Continuation:
         """Go on from the model saved in `start`, with the weights that it holds now."""
         digest = read_object(start / CONFIG_FILE).get("weights_sha256")
         if not isinstance(digest, str):
             raise InputError(f"{start / CONFIG_FILE} does not describe a saved model")
-        return cls(start=str(start), weights=digest, method=method, length=length)
+        return cls(start=str(start), weights=digest, method=method, length=length, trained=trained)
+
+    def saved(self, model: CausalLMConfig) -> CausalLMConfig:
+        """The settings of the saved model: `model` with the score that it was trained with."""
+        if self.trained is None:
+            return model
+        return CausalLMConfig(**{**model.model_dump(mode="json"), "score": self.trained})
 
     def check(self, model: CausalLMConfig) -> None:
         """Raise `InputError` when the method cannot be applied to the model's score."""
@@ -62,10 +78,24 @@ def new_model(config: TrainingConfig) -> CausalLM:
             f"({found[:12]}… there, {config.continued.weights[:12]}… in its configuration)"
         )
     model = load_model(start)
-    if model.config != config.model:
+    if model.config != config.continued.saved(config.model):
         raise InputError(
             f"the model in {start} has other settings than `model` says; training that goes on "
             "takes them as they were saved"
         )
+    if config.continued.trained is not None:
+        model = _with_score(model, config.model)
     model.using(config.continued.method)
+    return model
+
+
+def _with_score(saved: CausalLM, config: CausalLMConfig) -> CausalLM:
+    """A model of `config`, another score, with the saved weights."""
+    model = CausalLM(config)
+    _, without_place = model.load_state_dict(saved.state_dict(), strict=False)
+    if without_place:
+        raise InputError(
+            f"a model trained with {saved.config.score} cannot continue with {config.score}, which "
+            f"has no place for {', '.join(without_place)}"
+        )
     return model
