@@ -60,7 +60,10 @@ def _frequencies(axis: Axes, part: SpectrumPart, name: str) -> None:
 
 def _factor(axis: Axes, part: LogNPart) -> None:
     n = torch.arange(1, 8 * LENGTH + 1, dtype=torch.float64)
-    axis.plot(n, part.factor(n, LENGTH), color="#3949ab")
+    factor, learned = part.factor(n, LENGTH), part.learned(1, LENGTH)
+    if learned:
+        factor = factor * part.learned_factor(n, learned)[0]
+    axis.plot(n, factor, color="#3949ab")
     axis.axvline(LENGTH, color="#888888", linestyle="--", linewidth=0.8)
     axis.set_xlabel("visible keys n")
     axis.set_ylabel("factor of λ")

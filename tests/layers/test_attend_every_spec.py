@@ -22,6 +22,7 @@ from score.cases import (
     ALONE,
     BIASES,
     CARRIES,
+    GROWTHS,
     LAYOUTS,
     LOGN,
     METHODS,
@@ -44,7 +45,10 @@ B, H, G, T, D = 2, 2, 1, 9, 4
 
 
 def test_the_cases_name_every_registered_part() -> None:
-    named = {*VARIANTS, *LOGN, *METHODS, *SHAPES, *BIASES, *ALONE, *LAYOUTS, *CARRIES} - {""}
+    grown = {name.partition("(")[0] for name in GROWTHS}
+    named = {*VARIANTS, *LOGN, *grown, *METHODS, *SHAPES, *BIASES, *ALONE, *LAYOUTS, *CARRIES} - {
+        ""
+    }
     assert named | {"RoPE", "NoPE"} == set(parts())
     assert {method for _, method in PLACES} <= {*METHODS, ""}
 

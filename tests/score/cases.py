@@ -22,6 +22,10 @@ VARIANTS = (
     *("QKInstanceNorm", "QInstanceNorm", "KInstanceNorm"),
 )
 LOGN = ("", "logn", "logn+")
+GROWTHS = (
+    *("SqrtLogN", "SSMax", "SSMax(bias=true)"),
+    *("Temperature", "Temperature(beta=0.7,length=2,shift=1)"),
+)
 PLACES = (
     ("half", ""),
     ("interleaved", ""),
@@ -37,12 +41,13 @@ PLACES = (
 )
 METHODS = (
     *("PI", "ABF", "NTK", "NTKOld", "NTKMixed", "YaRN", "Llama3", "LongRoPE", "DynamicNTK"),
+    *("ClippedRoPE", "DroPE"),
     *("ReRoPE", "LeakyReRoPE", "SelfExtend", "StreamingLLM"),
 )
-SHAPES = ("XPos", "PartialRoPE")
+SHAPES = ("XPos", "PartialRoPE", "PRoPE")
 BIASES = ("ALiBi", "KERPLELog", "KERPLEPower")
-ALONE = ("RotateFirst", "SoftCap", "Sink", "SlidingWindow", "Packed")
-LAYOUTS = ("HWFA", "NoPEEvery")
+ALONE = ("RotateFirst", "SoftCap", "Sink", "SlidingWindow", "Chunked", "Packed", "Gate")
+LAYOUTS = ("HWFA", "NoPEEvery", "FullEvery", "IRoPE")
 CARRIES = ("RealFormer", "ResidualQK")
 _WORDS = {"query_norm": "Q", "key_norm": "K", "weight": "gain", "bias": "bias"}
 
@@ -69,8 +74,13 @@ def methods(method: str) -> Iterator[Recipe]:
     turning += [Recipe("KLayerNorm", "", "half", shape="PartialRoPE", fraction=0.6)]
     turning += [Recipe("QKRMSNorm", "logn", "half", rotate_first=True)]
     turning += [Recipe("QLayerNorm", "logn+", "interleaved", rotate_first=True, across="all")]
+    turning += [Recipe("QKRMSNorm", "SSMax", "half", shape="PRoPE", fraction=0.7)]
     for recipe in turning:
-        yield replace(recipe, method=method, train_length=4)
+        # Without its rotation XPos is still a position.
+        if not (method == "DroPE" and recipe.shape == "XPos"):
+            yield replace(recipe, method=method, train_length=4)
+    if method == "ClippedRoPE":
+        yield from (Recipe(method=method, clip=clip) for clip in (0, 1, 3, 9))
     if method == "LongRoPE":
         yield Recipe("KNA", "logn", method=method, factors=(1.0, 1.25, 2.0, 3.5))
     if method not in REGIMES and method != "DynamicNTK":
@@ -89,6 +99,13 @@ def additions() -> Iterator[Recipe]:
         yield Recipe(variant, "logn+", "interleaved", sink=True)
         yield Recipe(variant, "", near=3)
         yield Recipe(variant, "logn", "none", near=2, sink=True)
+        yield Recipe(variant, "logn", "interleaved", chunk=4, sink=True)
+        yield Recipe(variant, "", "none", bias="ALiBi", chunk=3)
+    for growth in GROWTHS:
+        for variant in ("Baseline", "CosA", "QKNorm2020", "QLayerNorm"):
+            yield Recipe(variant, growth, base=100.0, cap=3.0 if variant == "CosA" else None)
+        yield Recipe("KNA", growth, "interleaved", "ReRoPE", bias="ALiBi")
+        yield Recipe("QKRMSNorm", growth, rotate_first=True, method="DynamicNTK", train_length=4)
     for shape in SHAPES:
         yield Recipe("Baseline", "", "half", shape=shape)
         yield Recipe("QKLayerNorm", "logn", "interleaved", shape=shape, fraction=1.0)

@@ -168,6 +168,10 @@ def attend(
     score = _products(recipe, q, k, where, learned, real, own)
     score = score * torch.tensor(factor, dtype=torch.float64)[:, None, :, None]
     score = score * learned["scale"] if "scale" in learned else score
+    if "logn.s" in learned:
+        grown = torch.from_numpy(counts).double().log()[:, None] * learned["logn.s"][:, None]
+        grown = grown + learned["logn.b"][:, None] if "logn.b" in learned else grown
+        score = score * grown[..., None]
     if recipe.cap is not None:
         score = recipe.cap * (score / recipe.cap).tanh()
     if recipe.bias:

@@ -236,6 +236,9 @@ def attend(
     for b, h, i in np.ndindex(batch, heads, queries):
         seen, scores = [], []
         factor = scalars.scale(recipe, d, int(n[b, i]), g)
+        if "logn.s" in learned:
+            own = (float(learned.get(f"logn.{x}", np.zeros(heads))[h]) for x in "sb")
+            factor *= scalars.growth(recipe, int(n[b, i]), *own)
         p, a = (float(learned.get(f"bias.{x}", np.ones(heads))[h]) for x in "pa")
         for j in range(keys):
             at_q, at_k = int(where_q[b, i]), int(where_k[b, j])

@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FEATURE = {"LayerNorm": "layer", "RMSNorm": "rms", "BatchNorm": "batch", "InstanceNorm": "instance"}
 L2_SIDES = {"QNA": "Q", "KNA": "K", "CosA": "QK", "QKNorm2020": "QK"}
+_TEMPERATURES = {
+    "Temperature": (0.1, 0, 0),
+    "Temperature(beta=0.7,length=2,shift=1)": (0.7, 2, 1),
+}
 REGIMES = ("ReRoPE", "LeakyReRoPE", "SelfExtend", "StreamingLLM")
 
 
@@ -48,6 +52,8 @@ class Recipe:
     sink: bool = False
     near: int | None = None
     packed: bool = False
+    clip: int | None = None
+    chunk: int | None = None
 
     @property
     def text(self) -> str:
@@ -62,6 +68,7 @@ class Recipe:
         words += [self.bias, "" if self.cap is None else f"SoftCap(cap={self.cap})"]
         words += ["Sink" if self.sink else ""]
         words += ["" if self.near is None else f"SlidingWindow(window={self.near})"]
+        words += ["" if self.chunk is None else f"Chunked(size={self.chunk})"]
         words += ["Packed" if self.packed else ""]
         return "-".join(filter(None, words)) + f"@{self.train_length}"
 
@@ -79,6 +86,7 @@ class Recipe:
             "RoPE": {},
             "XPos": {"gamma": self.gamma, "scale": self.decay},
             "PartialRoPE": {"fraction": self.fraction},
+            "PRoPE": {"fraction": self.fraction},
         }
         return {"base": self.base, "layout": self.position, **own[self.shape]}
 
@@ -95,6 +103,8 @@ class Recipe:
         }
         if self.method == "LongRoPE" and self.factors:
             return {"factor": self.factor, "factors": ":".join(map(str, self.factors))}
+        if self.method in ("ClippedRoPE", "DroPE"):
+            return {} if self.clip is None else {"clip": self.clip}
         return fields.get(self.method, {"factor": self.factor})
 
     def kind(self, side: str) -> str:
@@ -120,6 +130,7 @@ class Recipe:
     def folds(self) -> bool:
         """Whether the score is the product of two vectors, over all keys before."""
         more = self.bias or self.cap is not None or self.sink or self.near is not None
+        more = more or self.chunk is not None
         return not (more or self.method in REGIMES or self.packed)
 
 
@@ -140,6 +151,16 @@ def turning(recipe: Recipe, d: int) -> int:
 @functools.cache
 def frequencies(recipe: Recipe, d: int, block: int = 0) -> list[float]:
     """θ'_m, m = 0 … d/2 − 1, for d features that turn and rows of the given block."""
+    if recipe.shape == "PRoPE":
+        whole = _stretched(replace(recipe, shape="RoPE"), d, block)
+        return [
+            theta if m < math.floor(recipe.fraction * d / 2) else 0.0
+            for m, theta in enumerate(whole)
+        ]
+    return _stretched(recipe, d, block)
+
+
+def _stretched(recipe: Recipe, d: int, block: int) -> list[float]:
     s, base, length = recipe.factor, recipe.base, recipe.train_length
     plain = [base ** (-2 * m / d) for m in range(d // 2)]
     if recipe.method == "" or recipe.method in REGIMES:
@@ -164,6 +185,10 @@ def frequencies(recipe: Recipe, d: int, block: int = 0) -> list[float]:
         return [theta / factor for theta, factor in zip(plain, factors, strict=True)]
     if recipe.method == "Llama3":
         return [_llama3(recipe, theta) for theta in plain]
+    if recipe.method == "DroPE":
+        return [0.0] * (d // 2)
+    if recipe.method == "ClippedRoPE":
+        return _clipped(recipe, plain)
     assert recipe.method == "YaRN"
     return _yarn(recipe, d, plain)
 
@@ -178,6 +203,17 @@ def _llama3(recipe: Recipe, theta: float) -> float:
         return theta / s
     smooth = (length / wavelength - low) / (high - low)
     return (1 - smooth) * theta / s + smooth * theta
+
+
+def _clipped(recipe: Recipe, plain: list[float]) -> list[float]:
+    """A raised cosine over the lowest frequencies, by default those that do not turn once in L."""
+    slow = [theta for theta in plain if 2 * math.pi / theta > recipe.train_length]
+    clip = min(len(slow) if recipe.clip is None else recipe.clip, len(plain))
+    first = len(plain) - clip
+    return [
+        theta * math.cos(math.pi / 2 * (m - first) / (clip - 1)) ** 2 if m > first else theta
+        for m, theta in enumerate(plain)
+    ]
 
 
 def _yarn(recipe: Recipe, d: int, plain: list[float]) -> list[float]:
@@ -206,8 +242,21 @@ def decays(recipe: Recipe, d: int) -> list[float]:
     return [math.log(each) / recipe.decay for each in zeta]
 
 
+def growth(recipe: Recipe, n: int, s: float = 1.0, b: float = 0.0) -> float:
+    """What the slot of log-n makes of λ for n visible keys; s and b are learned per head."""
+    length = recipe.train_length
+    if recipe.logn.startswith("SSMax"):
+        return s * math.log(n) + b
+    if recipe.logn == "SqrtLogN":
+        return math.sqrt(math.log(n) / math.log(length))
+    if recipe.logn.startswith("Temperature"):
+        beta, step, shift = _TEMPERATURES[recipe.logn]
+        return 1 + beta * math.log(1 + (n - 1 + shift) // (step or length))
+    return 1.0
+
+
 def scale(recipe: Recipe, d: int, n: int, learned: float = 1.0) -> float:
-    """λ for n visible keys."""
+    """λ for n visible keys, but for what is learned per head."""
     length = recipe.train_length
     if recipe.variant in ("QNA", "KNA"):
         value = 1.0
@@ -221,6 +270,8 @@ def scale(recipe: Recipe, d: int, n: int, learned: float = 1.0) -> float:
         value *= math.log(n) / math.log(length)
     if recipe.logn == "logn+":
         value *= max(1.0, math.log(n) / math.log(length))
+    if not recipe.logn.startswith("SSMax"):
+        value *= growth(recipe, n)
     if recipe.method == "YaRN":
         value *= (0.1 * math.log(recipe.factor) + 1) ** 2
     if recipe.method == "LongRoPE":
@@ -246,6 +297,8 @@ def rotated_at(recipe: Recipe, i: int, j: int) -> tuple[float, float]:
 
 def sees(recipe: Recipe, i: int, j: int) -> bool:
     """Whether a window lets query i see key j."""
+    if recipe.chunk is not None:
+        return i // recipe.chunk == j // recipe.chunk
     if recipe.near is not None:
         return abs(i - j) < recipe.near
     if recipe.method == "StreamingLLM":

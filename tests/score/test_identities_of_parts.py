@@ -45,6 +45,9 @@ TO_NOTHING = [
     ("SoftCap(cap=1e9)", "SoftCap(cap=1)"),
     ("PartialRoPE(fraction=1)", "PartialRoPE(fraction=0.9)"),
     ("XPos(scale=1e12)", "XPos"),
+    ("PRoPE(fraction=1)", "PRoPE(fraction=0.5)"),
+    ("ClippedRoPE(clip=1)", "ClippedRoPE(clip=3)"),
+    ("YaRN(factor=1,sharpness=0)", "YaRN(factor=1.5,sharpness=1)"),
 ]
 
 
@@ -68,6 +71,10 @@ TO_ANOTHER = [
     ("Llama3(factor=4,low=1000,high=2000)", "PI(factor=4)"),
     ("DynamicNTK@100", "RoPE@100"),
     ("RoPE-ALiBi", "ALiBi-RoPE(base=10000)"),
+    ("DroPE", "NoPE"),
+    ("PartialRoPE-DroPE", "NoPE"),
+    ("ClippedRoPE", "ClippedRoPE(clip=3)"),
+    ("Temperature(length=21)", "Temperature(beta=0)"),
 ]
 
 
@@ -77,6 +84,43 @@ def test_one_part_is_another(one: str, other: str) -> None:
     texts = [text if "@" in text else f"{text}@{L}" for text in (one, other)]
     first, second = (attention(q, k, v, f"KNA-{text}") for text in texts)
     _same(first, second, 1e-9)
+
+
+def test_ssmax_starts_as_ordinary_softmax_on_average_and_log_n_is_one_of_it() -> None:
+    q, k, v = qkv(20)
+    score = Score(f"Baseline-SSMax(bias=true)@{L}", 2, D).double()
+    assert score.logn is not None
+    n = torch.arange(1, L + 1, dtype=torch.float64)
+    torch.testing.assert_close((score.logn["s"][0] * n.log()).mean(), torch.ones(()).double())
+    with torch.no_grad():
+        score.logn["s"].fill_(1 / n[-1].log())
+    _same(attention(q, k, v, score), attention(q, k, v, f"Baseline-logn@{L}"), 1e-9)
+    with torch.no_grad():
+        score.logn["s"].fill_(0.0)
+        score.logn["b"].fill_(1.0)
+    _same(attention(q, k, v, score), attention(q, k, v, "Baseline"), 1e-9)
+
+
+def test_a_step_of_temperature_is_where_llama_4_and_ministral_have_it() -> None:
+    """transformers: floor(i/L₀) in ministral3, floor((i + 1)/L₀) in llama4."""
+    n = torch.arange(1, 20, dtype=torch.float64)
+    for shift, first in ((0, 8), (1, 7)):
+        logn = ScoreSpec.parse(f"Baseline-Temperature(length=8,shift={shift})").logn
+        assert logn is not None
+        factor = logn.factor(n, None)
+        assert (factor[:first] == 1).all()
+        assert (factor[first : first + 8] == 1 + 0.1 * torch.tensor(2.0).double().log()).all()
+
+
+def test_a_scale_of_its_own() -> None:
+    q, k, v = qkv(9)
+    for name in ("Baseline", "QKRMSNorm(gain=false)"):
+        own = name.replace(")", ",scale=0.3)") if "(" in name else f"{name}(scale=0.3)"
+        normed = (q, k)
+        if name != "Baseline":
+            normed = tuple(x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        larger = normed[0] * 0.3 * D**0.5
+        _same(attention(q, k, v, own), attention(larger, normed[1], v, "Baseline"))
 
 
 def test_long_rope_without_factors_is_ntk_with_a_gain() -> None:

@@ -58,6 +58,36 @@ def test_nope_in_every_so_many_layers() -> None:
     ]
 
 
+def test_full_attention_in_every_so_many_layers() -> None:
+    local = "KNA-SlidingWindow(window=16)@64"
+    assert _layers("KNA-FullEvery(every=3)@64", 4) == [local, local, "KNA@64", local]
+    gemma = "QKRMSNorm-FullEvery(every=2,window=9,base=1000000,stretch=8)@64"
+    assert _layers(gemma, 2) == [
+        "QKRMSNorm-SlidingWindow(window=9)@64",
+        "QKRMSNorm-RoPE(base=1000000)-PI(factor=8)@64",
+    ]
+    for stretched, below in ((False, ""), (True, "-YaRN(factor=8)")):
+        text = f"KNA-YaRN(factor=8)-Sink-FullEvery(window=9,stretched={str(stretched).lower()})@64"
+        window = (
+            "SlidingWindow(window=9,stretched=true)" if stretched else "SlidingWindow(window=9)"
+        )
+        assert _layers(text, 2) == [f"KNA{below}-Sink-{window}@64", "KNA-YaRN(factor=8)-Sink@64"]
+    regime = "KNA-logn+-ReRoPE(window=5)-FullEvery(window=9)@64"
+    assert _layers(regime, 2) == [
+        "KNA-logn+-SlidingWindow(window=9)@64",
+        "KNA-logn+-ReRoPE(window=5)@64",
+    ]
+
+
+def test_layers_without_position_that_grow_sharper() -> None:
+    text = "QKRMSNorm(gain=false)-RotateFirst-RoPE(layout=interleaved)-IRoPE(every=2,length=64)"
+    assert _layers(text, 2) == [
+        "QKRMSNorm(gain=false)-RotateFirst-RoPE(layout=interleaved)",
+        "Baseline-Temperature(length=64,shift=1)-NoPE",
+    ]
+    assert _layers("KNA-SlidingWindow(window=3)-IRoPE(every=2,beta=0)", 2)[1] == "Baseline-NoPE"
+
+
 def test_a_layout_is_trained_in_and_a_method_reaches_its_layers() -> None:
     spec = parse("KNA-NoPEEvery(every=2)@64")
     added = spec.with_method("SelfExtend", group=2)
@@ -92,7 +122,36 @@ def test_a_layout_is_trained_in_and_a_method_reaches_its_layers() -> None:
         ("KNA-NTK-old-NTK-mixed", "both choose the spectrum"),
         ("KBatchNorm-DynamicNTK", "not causal, and DynamicNTK is defined for causal"),
         ("KBatchNorm-StreamingLLM", "not causal, and StreamingLLM is defined for causal"),
+        ("KNA-FullEvery-SlidingWindow", "SlidingWindow and FullEvery cannot be combined"),
+        ("KNA-YaRN-FullEvery(stretch=8)", "both stretch the full layers"),
+        ("KNA-NoPE-FullEvery(base=50)", "without rotary positions makes no sense"),
+        ("KNA-logn-IRoPE", "IRoPE and logn cannot be combined: .*its own"),
+        ("KNA-RoPE-ALiBi-IRoPE", "IRoPE and ALiBi cannot be combined"),
+        ("KNA-NoPE-IRoPE", "IRoPE on NoPE makes no sense"),
+        ("KNA-XPos-DroPE", "DroPE and XPos cannot be combined: .*by its decay"),
+        ("KNA-NoPE-ClippedRoPE", "ClippedRoPE on NoPE makes no sense"),
+        ("KNA-PRoPE-PartialRoPE", "both choose the position"),
+        ("KNA-logn-SSMax", "both choose the logn"),
+        ("KNA-Chunked-Packed", "Packed cannot be combined with Chunked: both cut a row"),
+        ("KNA-Chunked-ReRoPE", "ReRoPE cannot be combined with Chunked"),
+        ("KNA-Chunked-SlidingWindow", "both choose the visible"),
         # values
+        ("KNA-Chunked(size=0)", "Chunked: size must be at least 1"),
+        ("KNA-SSMax(bias=2)", "SSMax: bias must be true or false"),
+        ("KNA-Temperature(beta=-1)", "Temperature: beta must be a number of at least 0"),
+        ("KNA-Temperature(shift=2)", "Temperature: shift must be 0 or 1"),
+        ("KNA-Temperature(length=0)", "Temperature: length must be at least 1"),
+        ("KNA-PRoPE(fraction=0)", "PRoPE: fraction must be above 0 and at most 1"),
+        ("KNA-ClippedRoPE(clip=-1)", "ClippedRoPE: clip must be at least 0"),
+        ("Baseline-Gate(per=row)", "Gate: per must be 'feature' or 'head'"),
+        ("Baseline(scale=0)", "Baseline: scale must be a number above 0"),
+        ("QKRMSNorm(scale=-1)", "QKRMSNorm: scale must be a number above 0"),
+        ("KNA-YaRN(sharpness=-1)", "YaRN: sharpness must be at least 0"),
+        ("KNA-FullEvery(every=1)", "FullEvery: every must be at least 2"),
+        ("KNA-FullEvery(window=0)", "FullEvery: window must be at least 1"),
+        ("KNA-FullEvery(base=1)", "FullEvery: base must be a number above 1"),
+        ("KNA-FullEvery(stretch=0.5)", "FullEvery: stretch must be a number of at least 1"),
+        ("KNA-IRoPE(every=1)", "IRoPE: every must be at least 2"),
         ("KNA-DynamicNTK(factor=0)", "DynamicNTK: factor must be a number above 0"),
         ("KNA-Llama3(low=4)", "Llama3: high must be a number above low"),
         ("KNA-Llama3(low=0)", "Llama3: low must be a number above 0"),
@@ -132,7 +191,13 @@ def test_refusals_say_why(text: str, reason: str) -> None:
         ("KNA-SelfExtend@8", "SelfExtend in .* needs group"),
         ("KNA-StreamingLLM", "StreamingLLM in .* needs window"),
         ("KNA-SlidingWindow", "SlidingWindow in .* needs window"),
+        ("KNA-Chunked", "Chunked in .* needs size"),
         ("KNA-HWFA", "HWFA in .* needs train_length"),
+        ("KNA-SSMax", "SSMax in .* needs train_length"),
+        ("KNA-SqrtLogN", "SqrtLogN in .* needs train_length"),
+        ("KNA-Temperature", "Temperature in .* needs length"),
+        ("KNA-ClippedRoPE", "ClippedRoPE in .* needs clip"),
+        ("KNA-FullEvery", "FullEvery in .* needs window"),
     ],
 )
 def test_what_stays_open_is_refused(text: str, lack: str) -> None:
@@ -152,6 +217,9 @@ def test_what_stays_open_is_refused(text: str, lack: str) -> None:
         ("Baseline-NoPE-ALiBi", "Baseline-ALiBi"),
         ("KNA-StreamingLLM@512", "KNA-StreamingLLM(window=508)@512"),
         ("KNA-StreamingLLM@3", "KNA-StreamingLLM(window=1)@3"),
+        ("KNA-Temperature@512", "KNA-Temperature(length=512)@512"),
+        ("KNA-FullEvery@512", "KNA-FullEvery(window=128)@512"),
+        ("KNA-Gate(per=head)-Sink", "KNA-Sink-Gate(per=head)"),
         ("KNA-SlidingWindow@512", "KNA-SlidingWindow(window=128)@512"),
         (
             "QKRMSNorm-Packed-Sink-SoftCap-NoPEEvery-RotateFirst",

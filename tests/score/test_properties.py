@@ -49,6 +49,16 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "separator": st.integers(0, 2**20),
     "every": st.integers(2, 9),
     "running_mean": st.booleans(),
+    "beta": st.floats(0, 2),
+    "shift": st.integers(0, 1),
+    "bias": st.booleans(),
+    "clip": st.integers(0, 2**20),
+    "truncate": st.booleans(),
+    "sharpness": st.floats(0, 1),
+    "stretch": st.floats(1, 100),
+    "stretched": st.booleans(),
+    "size": st.integers(1, 2**40),
+    "per": st.sampled_from(["feature", "head"]),
 }
 
 
@@ -58,7 +68,8 @@ def part_values(draw: st.DrawFn, slot: Slot) -> tuple[str, dict[str, Any]]:
     name = draw(st.sampled_from([n for n, part in parts().items() if part.slot is slot]))
     own = [field.name for field in dataclasses.fields(parts()[name])]
     chosen = draw(st.lists(st.sampled_from(own), unique=True)) if own else []
-    return name, {field: draw(FIELDS[field]) for field in chosen}
+    own_scale = {"scale": st.floats(0.05, 2)} if slot is Slot.VARIANT else {}
+    return name, {field: draw({**FIELDS, **own_scale}[field]) for field in chosen}
 
 
 def _written(value: Any) -> str:
@@ -69,12 +80,12 @@ def _written(value: Any) -> str:
 def specs(draw: st.DrawFn, resolved: bool = False, layer: bool = False) -> ScoreSpec:
     """A specification that makes sense, spelt in any order after its variant.
 
-    With `layer` that of one layer, over one document.
+    With `layer` that of one layer, over one document and without a gate of its input.
     """
     # Few at a time: the more there are, the likelier one refuses another.
     others = [slot for slot in Slot if slot is not Slot.VARIANT]
     if layer:
-        others = [slot for slot in others if slot not in (Slot.LAYOUT, Slot.DOCUMENTS)]
+        others = [slot for slot in others if slot not in (Slot.LAYOUT, Slot.DOCUMENTS, Slot.GATE)]
     chosen = draw(st.lists(st.sampled_from(others), max_size=4, unique=True))
     slots = [slot for slot in Slot if slot is Slot.VARIANT or slot in chosen]
     words = []

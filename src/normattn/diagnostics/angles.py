@@ -33,11 +33,11 @@ def unseen_angles(
     if not isinstance(position, RotaryPosition) or length is None:
         return None
     size = position.rotated(head_dim)
-    trained = rope_frequencies(size, position.base)
+    trained = position.turning(rope_frequencies(size, position.base))
     fixed = spec.fixed(block) if spec.moves else spec
     read = trained
     if fixed.spectrum is not None:
-        read = fixed.spectrum.inverse_frequencies(size, position.base, length)
+        read = position.turning(fixed.spectrum.inverse_frequencies(size, position.base, length))
     angle = (_relative(fixed, distances)[:, None] * read) % (2 * math.pi)
     seen = trained * (length - 1)
     # Rounding must not make a new angle of the last one that was seen.

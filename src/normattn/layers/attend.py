@@ -18,6 +18,7 @@ from normattn.kernels import Problem, Visibility
 from normattn.kernels.observe import announce, confine
 from normattn.kernels.problem import check_dense, check_shapes
 from normattn.layers.carry import Carry, joined, refuse_carry
+from normattn.layers.output_gate import check_gate, gated
 from normattn.plain import plain_operations
 from normattn.score import Positions, Prepared, Score, ScoreSpec
 from normattn.score.positions import numbered
@@ -39,6 +40,7 @@ def attention(
     dropout_p: float = 0.0,
     backend: str = "auto",
     carry: Carry | None = None,
+    gate: Float[Tensor, "b t gates"] | None = None,
 ) -> Float[Tensor, "b h t e"]:
     """o_i = Σ_j softmax_j(s(i, j)) v_j with the score that `score` specifies.
 
@@ -64,6 +66,8 @@ def attention(
             operations: any derivative, torch.func too.
         carry: what the layers below hand on, for a score with `RealFormer` or `ResidualQK`
             (`layers.carry.new_carry`); this layer joins it. One for each forward of a whole stack.
+        gate: for a score with `Gate`, of which o is multiplied by the sigmoid: (B, T, H·E), or
+            (B, T, H) per head.
 
     A query that sees no key gets 0. Raises `InputError` for shapes that do not fit, scores that
     cannot be used so, and backends that cannot serve the request.
@@ -79,6 +83,7 @@ def attention(
     if documents is not None:
         documents = numbered(documents, key_padding)
     refuse_carry(module.spec, carry)
+    check_gate(module.spec, gate, q, v)
     given = (key_padding, q_positions, k_positions, documents)
     if causal and all(each is None for each in given):
         positions = regular_positions(q.shape[2], k.shape[2], q.device)
@@ -90,6 +95,8 @@ def attention(
     if documents is not None:
         own = documents[:, documents.shape[1] - q.shape[2] :]
         seen = replace(seen, query_documents=own, key_documents=documents)
+    if module.spec.chunk is not None:
+        seen = in_chunks(seen, module.spec.chunk, q.shape[0])
 
     announce(module, q, k, query_padding, key_padding, positions.query, positions.key)
 
@@ -102,7 +109,7 @@ def attention(
 
     # The definition is made of operations that every derivative goes through.
     with plain_operations(backend == "reference"):
-        return in_blocks(module.spec, positions, part)
+        return gated(module.spec, in_blocks(module.spec, positions, part), gate)
 
 
 def posed(
@@ -126,6 +133,15 @@ def posed(
         prepared.cap,
         prepared.near_start,
     )
+
+
+def in_chunks(seen: Visibility, size: int, batch: int) -> Visibility:
+    """The same without the keys of other chunks of `size` positions."""
+    query, key = (
+        place.div(size, rounding_mode="floor").reshape(-1, place.shape[-1]).expand(batch, -1)
+        for place in (seen.query, seen.key)
+    )
+    return replace(seen, query_documents=query, key_documents=key)
 
 
 def in_blocks(

@@ -17,11 +17,12 @@ from normattn.kernels import Visibility
 from normattn.kernels.infinities import without_infinities
 from normattn.kernels.observe import announce, observer
 from normattn.kernels.problem import check_shapes
-from normattn.layers.attend import in_blocks, posed, regular_positions
+from normattn.layers.attend import in_blocks, in_chunks, posed, regular_positions
 from normattn.layers.cache import KeyValueCache, Room
 from normattn.layers.carry import Carry, joined, refuse_carry
 from normattn.layers.one_token import OneToken, foldable, made, serves
 from normattn.layers.one_token_far import OneTokenFar, made_far
+from normattn.layers.output_gate import check_gate, gated
 from normattn.score import Positions, Score
 from normattn.score.positions import numbered
 
@@ -37,6 +38,7 @@ def attention_cached(
     documents: Int[Tensor, "b s"] | None = None,
     backend: str = "auto",
     carry: Carry | None = None,
+    gate: Float[Tensor, "b t gates"] | None = None,
 ) -> Float[Tensor, "b h t e"]:
     """Causal attention of T new tokens, whose keys and values join the cache.
 
@@ -53,12 +55,14 @@ def attention_cached(
             `attention`.
         backend: auto, or one kernel's name.
         carry: as for `attention`; one for each reading of new tokens by a whole stack.
+        gate: that of the new tokens, as for `attention`.
 
     Equal to the last T rows of `attention` over all tokens. Raises `InputError` for shapes that do
     not fit, a full cache, and a cache that another score filled.
     """
     check_shapes(q, k, v)
     refuse_carry(score.spec, carry)
+    check_gate(score.spec, gate, q, v)
     cache.claim(score.spec)
     first, count = cache.length, k.shape[2]
     given = (key_padding, positions, documents)
@@ -66,7 +70,7 @@ def attention_cached(
     if count == 1 and backend == "auto" and bare and observer() is None:
         ready = _ready(score, cache, q)
         if ready is not None:
-            return ready(q, k, v, score, cache)
+            return gated(score.spec, ready(q, k, v, score, cache), gate)
     _check_given(given, q.shape[0], first + count)
     if documents is not None:
         documents = numbered(documents, key_padding)
@@ -83,6 +87,8 @@ def attention_cached(
     stored = without_infinities(score.store(k, new, start))
     keys, values = cache.append(stored, v)
     at, seen = _standing(cache, count, q.device, key_padding, positions, documents)
+    if score.spec.chunk is not None:
+        seen = in_chunks(seen, score.spec.chunk, q.shape[0])
     live = _live_blocks(score, at)
 
     def part(rows: slice, upto: int, block: int) -> Tensor:
@@ -97,7 +103,7 @@ def attention_cached(
     out = in_blocks(score.spec, at, part)
     for block in set(cache.turned) - live:
         del cache.turned[block]
-    return out
+    return gated(score.spec, out, gate)
 
 
 def _ready(score: Score, cache: KeyValueCache, q: Tensor) -> OneToken | OneTokenFar | None:

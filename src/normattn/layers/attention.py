@@ -11,6 +11,7 @@ from normattn.layers.attend import attention
 from normattn.layers.attend_cached import attention_cached, refuse_beside_cache
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.carry import Carry
+from normattn.layers.output_gate import gate_projection
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
 
@@ -23,7 +24,8 @@ class Attention(nn.Module):
     `ScoreSpec` or its name; what it learns lives in `.score`. The weight of `qkv` holds the rows
     of q, then k, then v, each head by head. `bias`: both projections have one; `qkv_bias`: that of
     q, k and v alone (Qwen2). `dropout` is the probability with which an attention
-    weight is dropped in training. Raises `InputError` for sizes that do not divide.
+    weight is dropped in training. `gate` is the projection of a score with `Gate`. Raises
+    `InputError` for sizes that do not divide.
     Source: arXiv 1706.03762; grouped queries: arXiv 2305.13245.
     """
 
@@ -49,6 +51,7 @@ class Attention(nn.Module):
         self.score = Score(spec, heads=heads, head_dim=self.head_dim, kv_heads=self.kv_heads)
         width = (heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = nn.Linear(dim, width, bias=bias or qkv_bias)
+        self.gate = gate_projection(spec, dim, heads, self.head_dim)
         self.out = nn.Linear(heads * self.head_dim, dim, bias=bias)
 
     def forward(
@@ -76,10 +79,11 @@ class Attention(nn.Module):
         """
         heads_BHTD = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = torch.split(heads_BHTD, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        gate = None if self.gate is None else self.gate(x)
         if cache is not None:
             refuse_beside_cache(causal, attn_mask, self.training and self.dropout > 0)
             told = (key_padding, positions, documents)
-            o = attention_cached(q, k, v, self.score, cache, *told, backend, carry)
+            o = attention_cached(q, k, v, self.score, cache, *told, backend, carry, gate)
             return self._joined(o)
         o = attention(
             q,
@@ -96,6 +100,7 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             carry=carry,
             backend=backend,
+            gate=gate,
         )
         return self._joined(o)
 

@@ -187,6 +187,8 @@ def refuse_across(spec: ScoreSpec) -> None:
         raise InputError(
             f"{spec.name} is defined for causal attention only, and cross attention is not causal"
         )
+    if spec.gate is not None:
+        raise InputError(f"{spec.name} gates its output, which cross attention does not")
     if spec.documents is not None:
         raise InputError(
             f"{spec.name} keeps the documents of one sequence apart; cross attention has two"
@@ -195,7 +197,8 @@ def refuse_across(spec: ScoreSpec) -> None:
 
 def _placed(spec: ScoreSpec) -> bool:
     """Whether the score depends on where tokens stand."""
-    return spec.position.rotary or spec.bias is not None or spec.visible[0] is not None
+    visible = spec.visible[0] is not None or spec.chunk is not None
+    return spec.position.rotary or spec.bias is not None or visible
 
 
 def _needed(name: str, positions: Tensor | None, spec: ScoreSpec) -> Tensor:

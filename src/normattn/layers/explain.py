@@ -147,7 +147,8 @@ def _problem(spec: ScoreSpec, tensors: tuple[Tensor, Tensor, Tensor], causal: bo
         )
     key = torch.arange(keys)
     window, kept = spec.visible
-    documents = key.new_zeros(k.shape[0], keys) if spec.documents is not None else None
+    apart = spec.documents is not None or spec.chunk is not None
+    documents = key.new_zeros(k.shape[0], keys) if apart else None
     seen = Visibility(
         *(causal, key[keys - rows :], key, documents is None),
         window=window,
@@ -188,7 +189,14 @@ def _told(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
     folded = told(spec.variant, spec.logn, spec.order, spec.position, spec.spectrum, features)
     carried = spec.carry if scores else None
     left = told(
-        spec.regime, carried, spec.bias, spec.cap, spec.sink, *_visible(spec), spec.documents
+        spec.regime,
+        carried,
+        spec.bias,
+        spec.cap,
+        spec.sink,
+        *_visible(spec),
+        spec.documents,
+        spec.gate,
     )
     if spec.moves:
         left.append(f"query rows in blocks of {spec.train_length}: the spectrum moves")

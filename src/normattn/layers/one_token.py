@@ -113,11 +113,12 @@ def serves(score: Score, q: Tensor) -> bool:
 def foldable(score: Score, q: Tensor) -> bool:
     """Whether position alone decides what is folded into a query and a key."""
     spec = score.spec
-    plain = spec.order is None and spec.cap is None and score.sink is None
+    plain = spec.order is None and spec.cap is None and score.sink is score.logn is None
     growing = (
         isinstance(spec.position, RotaryPosition)
         and spec.position.log_growth(score.head_dim) is not None
     )
+    plain = plain and spec.chunk is None
     wide = q.dtype in (torch.float32, torch.float64)
     wide = wide and not torch.is_autocast_enabled(q.device.type)
     return plain and wide and not spec.moves and not growing

@@ -63,9 +63,8 @@ def query_scale(spec: ScoreSpec, head_dim: int, n: Int[Tensor, "*bn u"]) -> Tens
     variant, logn = spec.variant, spec.logn
     if logn is None:
         return variant.base(head_dim, spec.train_length) * gain
-    assert spec.train_length is not None
     n = n.double()
-    if variant.logn_replaces_base and logn.when == "trained-in":
+    if variant.logn_replaces_base and logn.replaces_base:
         return variant.base_at(n) * gain
     return logn.factor(n, spec.train_length) * (variant.base(head_dim, spec.train_length) * gain)
 
@@ -159,12 +158,20 @@ def _turner(spec: ScoreSpec, head_dim: int, dtype: torch.dtype) -> _Turner | Non
     position = spec.position
     if not isinstance(position, RotaryPosition):
         return None
+    theta, growth = frequencies(spec, head_dim), position.log_growth(head_dim)
+    return _Turner(theta, growth, position.layout == "interleaved", dtype)
+
+
+def frequencies(spec: ScoreSpec, head_dim: int) -> Float[Tensor, " p"]:
+    """θ'_m of the pairs that turn, in float64; empty where nothing does."""
+    position = spec.position
+    if not isinstance(position, RotaryPosition):
+        return torch.empty(0, dtype=torch.float64)
     size = position.rotated(head_dim)
     if spec.spectrum is None:
-        theta = rope_frequencies(size, position.base)
-    else:
-        theta = spec.spectrum.inverse_frequencies(size, position.base, spec.train_length)
-    return _Turner(theta, position.log_growth(head_dim), position.layout == "interleaved", dtype)
+        return position.turning(rope_frequencies(size, position.base))
+    theta = spec.spectrum.inverse_frequencies(size, position.base, spec.train_length)
+    return position.turning(theta)
 
 
 def _beside(scale: Tensor | float) -> Tensor | float:

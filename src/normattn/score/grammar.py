@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from normattn.errors import InputError
 from normattn.score.part import Part
+from normattn.score.recipes import recipe
 from normattn.score.registry import find
 
 _PART = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*[+†]?)(?:\((?P<fields>[^()]*)\))?")
@@ -30,7 +31,10 @@ def label(part: Part) -> str:
 
 
 def read(text: str) -> tuple[list[Given], int | None]:
-    """The parts that `text` names with the fields that it gives them, and its training length."""
+    """The parts that `text` names with the fields that it gives them, and its training length.
+
+    The name of a model (`normattn.score.recipes`) stands for the parts of its score.
+    """
     if not isinstance(text, str):
         raise InputError(f"a score is a ScoreSpec or its name, but {text!r} was given")
     body, length = text.strip(), None
@@ -38,6 +42,13 @@ def read(text: str) -> tuple[list[Given], int | None]:
         body, length = body[: match.start()], _whole(match["length"])
         if length is None:
             raise InputError(f"{text!r} says a training length that no text has")
+    if (model := recipe(body)) is not None:
+        given, own = read(model)
+        if None not in (length, own) and length != own:
+            raise InputError(
+                f"{text!r} says a training length of {length}, but that of {body} is {own}"
+            )
+        return given, own if length is None else length
     for spoken, name in _SPOKEN.items():
         body = re.sub(rf"{re.escape(spoken)}(?=$|[-(@])", name, body)
     return [_parse_part(match, text) for match in _split(body, text)], length

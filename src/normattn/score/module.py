@@ -76,6 +76,8 @@ class Score(nn.Module):
         self.key_norm = key.build(self.kv_heads, head_dim) if key else None
         learned = spec.variant.learned_base(spec.train_length)
         self.scale = None if learned is None else nn.Parameter(torch.tensor(float(learned)))
+        grown = {} if spec.logn is None else spec.logn.learned(heads, spec.train_length)
+        self.logn = nn.ParameterDict(grown) if grown else None
         bias = {} if spec.bias is None else spec.bias.learned(heads)
         self.bias = nn.ParameterDict(bias) if bias else None
         self.sink = None if spec.sink is None else nn.Parameter(torch.zeros(heads))
@@ -208,16 +210,21 @@ class Score(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Queries of the near and the far regime, λ and what is learned folded in."""
         fold: QueryFold = query_fold(spec, self.head_dim, positions, q.dtype)
-        norm = partial(self._normed_queries, padding=padding)
+        norm = partial(self._normed_queries, padding=padding, n=positions.n)
         q, after = (norm(q), None) if spec.order is None else (q, norm)
         near = _scaled(_turned(q, fold.near, after), fold.scale)
         if fold.far is None:
             return near, None
         return near, _scaled(_turned(q, fold.far, after), fold.scale)
 
-    def _normed_queries(self, q: Tensor, padding: Tensor | None) -> Tensor:
+    def _normed_queries(self, q: Tensor, padding: Tensor | None, n: Tensor) -> Tensor:
         if self.query_norm is not None:
             q = self.query_norm(q, padding)
+        if self.logn is not None:
+            assert self._spec.logn is not None
+            n = n.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+            grown = self._spec.logn.learned_factor(n, dict(self.logn.items()))
+            q = scaled(q, grown[..., None])
         return _scaled(q, self.scale)
 
     def _normed_keys(self, k: Tensor, padding: Tensor | None) -> Tensor:

@@ -42,6 +42,7 @@ class Slot(StrEnum):
     BIAS = "bias"
     CAP = "cap"
     SINK = "sink"
+    GATE = "gate"
     VISIBLE = "visible"
     DOCUMENTS = "documents"
     LAYOUT = "layout"
@@ -54,7 +55,7 @@ class Slot(StrEnum):
 
 _SAYS = {
     Slot.VARIANT: "N_q, N_k and the constant part of λ",
-    Slot.LOGN: "how λ grows with n",
+    Slot.LOGN: "how λ grows with n or the position",
     Slot.ORDER: "normalise after the rotation, N(P x)",
     Slot.POSITION: "P; RoPE, unnamed, unless it has parameters",
     Slot.SPECTRUM: "other rotary frequencies, after training",
@@ -63,7 +64,8 @@ _SAYS = {
     Slot.BIAS: "b, by distance",
     Slot.CAP: "cap·tanh(s/cap)",
     Slot.SINK: "one more logit per head in the denominator",
-    Slot.VISIBLE: "keys within a window only",
+    Slot.GATE: "what the layer multiplies each head's output with",
+    Slot.VISIBLE: "keys within a window or chunk only",
     Slot.DOCUMENTS: "documents in one row do not see each other",
     Slot.LAYOUT: "different scores in different layers",
 }
@@ -139,13 +141,27 @@ class Variant(Part):
 
 @dataclass(frozen=True)
 class LogNPart(Part):
-    """The factor of λ that grows with the logarithm of the number of visible keys."""
+    """The factor of λ that grows with the number of visible keys, n.
+
+    `replaces_base`: it stands in place of a base that depends on n itself (CosA's).
+    """
 
     slot: ClassVar[Slot] = Slot.LOGN
+    replaces_base: ClassVar[bool] = False
 
-    def factor(self, n: Float[Tensor, "..."], train_length: int) -> Float[Tensor, "..."]:
+    def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
         """The multiplier of λ for n visible keys."""
         raise InputError(f"{self.name} defines no factor")
+
+    def learned(self, heads: int, train_length: int | None) -> dict[str, Float[Tensor, "h"]]:
+        """The initial values of what is learned, by name; empty where nothing is."""
+        return {}
+
+    def learned_factor(
+        self, n: Float[Tensor, "*b t"], learned: Mapping[str, Tensor]
+    ) -> Float[Tensor, "*b h t"]:
+        """The multiplier of λ beside `factor` for n visible keys, where something is learned."""
+        raise InputError(f"{self.name} learns nothing")
 
     def missing(self, train_length: int | None) -> str | None:
         """Log-n scaling needs the training length."""
@@ -179,6 +195,10 @@ class RotaryPosition(PositionPart):
     def rotated(self, head_dim: int) -> int:
         """How many leading features turn; the others carry no position."""
         return head_dim
+
+    def turning(self, theta: Float[Tensor, "half"]) -> Float[Tensor, "half"]:
+        """The frequencies with those that the position leaves out set to 0, whatever made them."""
+        return theta
 
     def log_growth(self, head_dim: int) -> Float[Tensor, "half"] | None:
         """ln of the factor by which pair m of a query grows, and of a key shrinks, per token."""
@@ -315,12 +335,30 @@ class SinkPart(Part):
 
 
 @dataclass(frozen=True)
+class GatePart(Part):
+    """What a layer multiplies each head's output with: a gate for each feature, or for the head."""
+
+    slot: ClassVar[Slot] = Slot.GATE
+    when: ClassVar[When] = "trained-in"
+    per: Literal["feature", "head"] = "feature"
+
+
+@dataclass(frozen=True)
 class VisiblePart(Part):
     """A window outside of which keys are hidden, trained in."""
 
     slot: ClassVar[Slot] = Slot.VISIBLE
     when: ClassVar[When] = "trained-in"
     window: int | None = None
+
+
+@dataclass(frozen=True)
+class ChunkPart(Part):
+    """Chunks of positions, outside of which keys are hidden, trained in."""
+
+    slot: ClassVar[Slot] = Slot.VISIBLE
+    when: ClassVar[When] = "trained-in"
+    size: int | None = None
 
 
 @dataclass(frozen=True)

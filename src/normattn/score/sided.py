@@ -7,15 +7,15 @@ from typing import ClassVar
 
 from normattn.errors import InputError
 from normattn.score.normalisation import Normalisation
-from normattn.score.part import Variant
+from normattn.score.own_scale import OwnScale
 from normattn.score.registry import register
 
 _WHO = {"QK": "queries and keys", "Q": "queries", "K": "keys"}
 
 
 @dataclass(frozen=True)
-class SidedNorm(Variant):
-    """A normalisation on the sides that the name begins with; keeps 1/√d."""
+class SidedNorm(OwnScale):
+    """A normalisation on the sides that the name begins with; keeps 1/√d, or `scale`."""
 
     kind: ClassVar[str]
     sides: ClassVar[str]

@@ -23,7 +23,9 @@ from normattn.score.part import (
     BiasPart,
     CapPart,
     CarryPart,
+    ChunkPart,
     DocumentsPart,
+    GatePart,
     LayoutPart,
     LogNPart,
     OrderPart,
@@ -144,6 +146,11 @@ class ScoreSpec:
         return typing.cast(SinkPart | None, self._slot(Slot.SINK))
 
     @property
+    def gate(self) -> GatePart | None:
+        """What a layer multiplies its heads' outputs with."""
+        return typing.cast(GatePart | None, self._slot(Slot.GATE))
+
+    @property
     def documents(self) -> DocumentsPart | None:
         """Whether documents packed into one row see each other."""
         return typing.cast(DocumentsPart | None, self._slot(Slot.DOCUMENTS))
@@ -156,10 +163,16 @@ class ScoreSpec:
     @property
     def visible(self) -> tuple[int | None, int]:
         """(w, kept): keys with i − j ≥ w are hidden but for the first `kept`; w None hides none."""
-        part = typing.cast(VisiblePart | None, self._slot(Slot.VISIBLE))
-        if part is not None:
+        part = self._slot(Slot.VISIBLE)
+        if isinstance(part, VisiblePart):
             return part.window, 0
         return (None, 0) if self.regime is None else self.regime.visible()
+
+    @property
+    def chunk(self) -> int | None:
+        """c: keys with ⌊i/c⌋ ≠ ⌊j/c⌋ are hidden; None hides none."""
+        part = self._slot(Slot.VISIBLE)
+        return part.size if isinstance(part, ChunkPart) else None
 
     def layer(self, layer: int, layers: int) -> ScoreSpec:
         """The score of layer `layer` (0-based) of a model of `layers`: itself without a layout."""

@@ -8,7 +8,7 @@ from normattn.score.part import Part
 from normattn.score.registry import parts
 
 BASES = ("Baseline", "Baseline-logn", "KNA", "KNA-logn", "CosA", "CosA-logn")
-WITHOUT_ROWS = ("variant", "logn")
+WITHOUT_ROWS = ("variant",)
 """The slots whose parts stand in `BASES`; every other trained-in part gets a row on Baseline."""
 
 ORDERED = "QKRMSNorm"
@@ -31,7 +31,7 @@ def trained_in_variants(
     """
     rows = list(BASES)
     for name, part in (parts() if known is None else known).items():
-        if part.when != "trained-in" or name == "RoPE":
+        if part.when != "trained-in" or name in ("RoPE", "logn"):
             continue
         if part.slot.value == "order":
             rows.append(f"{ORDERED}-{name}")

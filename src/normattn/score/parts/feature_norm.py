@@ -18,6 +18,7 @@ class FeatureNormVariant(SidedNorm):
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require(math.isfinite(self.eps) and self.eps >= 0, "eps", "a number of at least 0")
         self.require(self.across in ("head", "all"), "across", "'head' or 'all'")
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from normattn.errors import InputError
 from normattn.score.part import LogNPart, When
 from normattn.score.registry import register
 
@@ -28,10 +29,11 @@ class LogN(LogNPart):
     equation: ClassVar[str] = "λ ← λ · ln n / ln L"
     source: ClassVar[str] = "kexue.fm/archives/8823"
     when: ClassVar[When] = "trained-in"
+    replaces_base: ClassVar[bool] = True
 
-    def factor(self, n: Float[Tensor, "..."], train_length: int) -> Float[Tensor, "..."]:
+    def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
         """ln n / ln L."""
-        return n.log() / math.log(train_length)
+        return log_ratio(n, train_length)
 
 
 @register
@@ -46,7 +48,15 @@ class LogNPostHoc(LogNPart):
     source: ClassVar[str] = "kexue.fm/archives/9708"
     when: ClassVar[When] = "post-hoc"
 
-    def factor(self, n: Float[Tensor, "..."], train_length: int) -> Float[Tensor, "..."]:
+    def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
         """max(1, ln n / ln L)."""
         # Chosen by n, not by the ratio: exactly 1 up to n = L whatever the logarithms' rounding.
-        return torch.where(n > train_length, n.log() / math.log(train_length), 1.0)
+        ratio = log_ratio(n, train_length)
+        return torch.where(n > train_length, ratio, 1.0)
+
+
+def log_ratio(n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
+    """ln n / ln L."""
+    if train_length is None:
+        raise InputError("log-n scaling needs the training length")
+    return n.log() / math.log(train_length)

@@ -16,7 +16,8 @@ from normattn.score.registry import register
 class SlidingWindow(VisiblePart):
     """Keys with |i − j| < window are seen (arXiv 2004.05150, 2310.06825).
 
-    `window` defaults to L // 4. n, of which log-n is made, does not count the window.
+    `window` defaults to L // 4. n, of which log-n is made, does not count the window. `stretched`
+    says that the model was trained with a stretched spectrum here too (gpt-oss).
     """
 
     name: ClassVar[str] = "SlidingWindow"
@@ -24,6 +25,7 @@ class SlidingWindow(VisiblePart):
     equation: ClassVar[str] = "j is seen by i where |i−j| < w"
     source: ClassVar[str] = "arXiv 2004.05150, 2310.06825"
     used_by: ClassVar[str] = "Mistral 7B; in some layers Gemma 2, Gemma 3, gpt-oss"
+    stretched: bool = False
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -38,7 +40,7 @@ class SlidingWindow(VisiblePart):
     def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
         """Nothing is to be stretched, and nothing lies beyond."""
         for slot in (Slot.SPECTRUM, Slot.REGIME):
-            if slot in parts:
+            if slot in parts and not (self.stretched and slot is Slot.SPECTRUM):
                 return (
                     f"{parts[slot].name} cannot be combined with SlidingWindow: no relative "
                     "position passes the window, so none is left to be brought into it"

@@ -23,7 +23,8 @@ class YaRN(StretchedSpectrum):
     dim(r) = d·ln(L/(2πr))/(2·ln base) is the feature pair that turns r times within L;
     low = ⌊dim(beta_fast)⌋, high = ⌈dim(beta_slow)⌉, both clamped to [0, d − 1] (equal: high +
     0.001); ramp = clamp((m − low)/(high − low), 0, 1). The rotation stays a pure rotation: the
-    factor enters λ once.
+    factor enters λ once. `truncate=false` leaves low and high as they are, without ⌊ ⌋ and ⌈ ⌉
+    (gpt-oss); `sharpness` stands in place of 0.1 (0 in Ministral 3).
     """
 
     name: ClassVar[str] = "YaRN"
@@ -33,6 +34,8 @@ class YaRN(StretchedSpectrum):
     used_by: ClassVar[str] = "DeepSeek-V3, gpt-oss; an option of Qwen2.5 and Qwen3"
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
+    sharpness: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,6 +43,9 @@ class YaRN(StretchedSpectrum):
         self.require(math.isfinite(slow) and slow > 0, "beta_slow", "a number above 0")
         self.require(
             math.isfinite(fast) and fast >= slow, "beta_fast", "a number of at least beta_slow"
+        )
+        self.require(
+            math.isfinite(self.sharpness) and self.sharpness >= 0, "sharpness", "at least 0"
         )
 
     def missing(self, train_length: int | None) -> str | None:
@@ -57,8 +63,10 @@ class YaRN(StretchedSpectrum):
             turns = train_length / (2 * math.pi * rotations)
             return head_dim * math.log(turns) / (2 * math.log(base))
 
-        low = float(min(max(math.floor(dim(self.beta_fast)), 0), head_dim - 1))
-        high = float(min(max(math.ceil(dim(self.beta_slow)), 0), head_dim - 1))
+        low, high = dim(self.beta_fast), dim(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = (float(min(max(each, 0), head_dim - 1)) for each in (low, high))
         high += 0.001 if high == low else 0.0
         m = torch.arange(head_dim // 2, dtype=torch.float64)
         ramp = ((m - low) / (high - low)).clamp(0, 1)
@@ -66,5 +74,5 @@ class YaRN(StretchedSpectrum):
         return ramp * theta / self.stretch + (1 - ramp) * theta
 
     def gain(self, train_length: int | None) -> float:
-        """(0.1·ln s + 1)²: the paper scales queries and keys, the logit takes the square."""
-        return (0.1 * math.log(self.stretch) + 1) ** 2
+        """(sharpness·ln s + 1)²: the paper scales queries and keys, the logit takes the square."""
+        return (self.sharpness * math.log(self.stretch) + 1) ** 2

@@ -1,0 +1,114 @@
+"""The output gate: against its formula, with a cache, in both layers, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from normattn import Attention, GatedAttentionUnit, InputError, Score, attention
+from normattn.layers.attend_cached import attention_cached
+from normattn.layers.cache import GrowingCache
+from normattn.layers.cross_attention import CrossAttention
+from score.cases import tensors
+
+B, H, G, T, D, E = 2, 4, 2, 9, 6, 5
+
+
+def _by_hand(o: Tensor, gate: Tensor) -> Tensor:
+    """σ(g) o, one head and token at a time."""
+    out = torch.zeros_like(o)
+    for b in range(o.shape[0]):
+        for h in range(o.shape[1]):
+            for t in range(o.shape[2]):
+                wide = gate.shape[-1] // o.shape[1]
+                mine = gate[b, t, h * wide : (h + 1) * wide]
+                out[b, h, t] = o[b, h, t] / (1 + (-mine).exp())
+    return out
+
+
+@pytest.mark.parametrize(("per", "wide"), [("head", H), ("feature", H * E)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_outputs_and_gradients(per: str, wide: int, causal: bool) -> None:
+    leaves = tensors((B, H, T, D), (B, G, T, D), (B, G, T, E), (B, T, wide))
+    q, k, v, gate = leaves
+    ours = attention(q, k, v, f"KNA-Gate(per={per})", causal=causal, gate=gate)
+    plain = attention(q, k, v, "KNA", causal=causal, backend="reference")
+    expected = _by_hand(plain, gate)
+    weights = torch.linspace(-1, 1, ours.numel(), dtype=ours.dtype).view_as(ours)
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+    for one, other in zip(
+        torch.autograd.grad(ours, leaves, weights),
+        torch.autograd.grad(expected, leaves, weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("per", ["head", "feature"])
+@torch.no_grad()
+def test_a_cache_reads_as_the_whole(per: str) -> None:
+    wide = H if per == "head" else H * D
+    q, k, v, gate = tensors((B, H, T, D), (B, G, T, D), (B, G, T, D), (B, T, wide))
+    score = Score(f"Baseline-Gate(per={per})", H, D, G).double()
+    whole = attention(q, k, v, score, gate=gate)
+    cache, pieces, first = GrowingCache(), [], 0
+    for size in (3, 1, 1, 4):
+        new = slice(first, first + size)
+        pieces.append(
+            attention_cached(
+                *(q[:, :, new], k[:, :, new], v[:, :, new]), score, cache, gate=gate[:, new]
+            )
+        )
+        first += size
+    torch.testing.assert_close(torch.cat(pieces, 2), whole, rtol=1e-10, atol=1e-10)
+
+
+def _layers(per: str) -> list[Any]:
+    torch.manual_seed(0)
+    text = f"QKRMSNorm-Gate(per={per})"
+    return [
+        Attention(16, 4, 2, text).double(),
+        GatedAttentionUnit(16, 8, score=text).double(),
+    ]
+
+
+@pytest.mark.parametrize("per", ["head", "feature"])
+@pytest.mark.parametrize("which", [0, 1], ids=["Attention", "GAU"])
+def test_a_layer_learns_the_gate_and_keeps_batch_rows_apart(per: str, which: int) -> None:
+    layer = _layers(per)[which]
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 7, 16, generator=generator, dtype=torch.float64)
+    out = layer(x)
+    out.square().sum().backward()
+    assert layer.gate.weight.grad.abs().min() > 0
+    rows = {"head": (4, 1), "feature": (16, 32)}[per][which]
+    assert layer.gate.weight.shape == (rows, 16)
+    for row in range(3):
+        torch.testing.assert_close(layer(x[row : row + 1]), out[row : row + 1])
+    cache = GrowingCache()
+    layer.eval()
+    with torch.no_grad():
+        cached = [layer(x[:, t : t + 1], cache=cache) for t in range(7)]
+    torch.testing.assert_close(torch.cat(cached, 1), out, rtol=1e-9, atol=1e-10)
+    with torch.no_grad():
+        layer.gate.weight.fill_(0.0)
+        open_half = layer(x)
+        plain = type(layer)(*((16, 4, 2) if which == 0 else (16, 8)), score="QKRMSNorm").double()
+        own = {k: v for k, v in layer.state_dict().items() if not k.startswith("gate")}
+        plain.load_state_dict(own)
+        torch.testing.assert_close(2 * open_half, plain(x))
+
+
+def test_a_gate_that_is_missing_or_too_much_is_refused() -> None:
+    q, k, v, gate = tensors((B, H, T, D), (B, G, T, D), (B, G, T, E), (B, T, H))
+    with pytest.raises(InputError, match=r"needs gate=…, W_g x of shape \(2, 9, 20\)"):
+        attention(q, k, v, "KNA-Gate")
+    with pytest.raises(InputError, match="a gate is given, but KNA has none: name KNA-Gate"):
+        attention(q, k, v, "KNA", gate=gate)
+    with pytest.raises(InputError, match=r"gate must be floating of shape \(2, 9, 20\) for KNA"):
+        attention(q, k, v, "KNA-Gate", gate=gate)
+    with pytest.raises(InputError, match="gates its output, which cross attention does not"):
+        CrossAttention(12, 4, score="KNA-NoPE-Gate")
