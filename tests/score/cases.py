@@ -46,7 +46,7 @@ METHODS = (
 )
 SHAPES = ("XPos", "PartialRoPE", "PRoPE")
 BIASES = ("ALiBi", "KERPLELog", "KERPLEPower")
-ALONE = ("RotateFirst", "SoftCap", "Sink", "SlidingWindow", "Chunked", "Packed", "Gate")
+ALONE = ("RotateFirst", "SoftCap", "Sink", "SlidingWindow", "Chunked", "Packed", "Gate", "FoX")
 LAYOUTS = ("HWFA", "NoPEEvery", "FullEvery", "IRoPE")
 CARRIES = ("RealFormer", "ResidualQK")
 _WORDS = {"query_norm": "Q", "key_norm": "K", "weight": "gain", "bias": "bias"}

@@ -135,6 +135,14 @@ def test_a_layout_is_trained_in_and_a_method_reaches_its_layers() -> None:
         ("KNA-Chunked-Packed", "Packed cannot be combined with Chunked: both cut a row"),
         ("KNA-Chunked-ReRoPE", "ReRoPE cannot be combined with Chunked"),
         ("KNA-Chunked-SlidingWindow", "both choose the visible"),
+        ("KNA-FoX-SoftCap", "FoX and SoftCap cannot be combined: the bias would be capped"),
+        ("KNA-FoX-RealFormer", "FoX and RealFormer cannot be combined"),
+        ("KNA-FoX-ALiBi", "both choose the bias"),
+        (
+            "KNA-FoX-NoPEEvery",
+            "NoPEEvery and FoX cannot be combined|NoPEEvery on FoX makes no sense",
+        ),
+        ("KBatchNorm-FoX", "not causal, and FoX is defined for causal"),
         # values
         ("KNA-Chunked(size=0)", "Chunked: size must be at least 1"),
         ("KNA-SSMax(bias=2)", "SSMax: bias must be true or false"),

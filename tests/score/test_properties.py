@@ -80,12 +80,12 @@ def _written(value: Any) -> str:
 def specs(draw: st.DrawFn, resolved: bool = False, layer: bool = False) -> ScoreSpec:
     """A specification that makes sense, spelt in any order after its variant.
 
-    With `layer` that of one layer, over one document and without a gate of its input.
+    With `layer` that of one layer, over one document.
     """
     # Few at a time: the more there are, the likelier one refuses another.
     others = [slot for slot in Slot if slot is not Slot.VARIANT]
     if layer:
-        others = [slot for slot in others if slot not in (Slot.LAYOUT, Slot.DOCUMENTS, Slot.GATE)]
+        others = [slot for slot in others if slot not in (Slot.LAYOUT, Slot.DOCUMENTS)]
     chosen = draw(st.lists(st.sampled_from(others), max_size=4, unique=True))
     slots = [slot for slot in Slot if slot is Slot.VARIANT or slot in chosen]
     words = []
@@ -144,6 +144,13 @@ def _attend(score: Score, q: Tensor, k: Tensor, v: Tensor, backend: str, **optio
     """The second of two equal layers where scores are carried, else the only one."""
     spec, carry = score.eval().double().spec, new_carry(score.spec)
     options |= {"causal": not spec.leaks_future, "carry": carry}
+    # What layers make of their input, made of queries and keys here.
+    if spec.forgets:
+        options["forget"] = k.mean((1, 3))[..., None].expand(-1, -1, q.shape[1])
+    if spec.gate is not None:
+        per_head = spec.gate.per == "head"
+        wide = q.mean(-1, keepdim=True) if per_head else q[..., :1].expand(-1, -1, -1, v.shape[-1])
+        options["gate"] = wide.transpose(1, 2).flatten(2)
     if spec.carry is not None:
         if spec.carry.carries == "scores" and backend == "chunked":
             backend = "carried"

@@ -18,6 +18,7 @@ from normattn.kernels import Problem, Visibility
 from normattn.kernels.observe import announce, confine
 from normattn.kernels.problem import check_dense, check_shapes
 from normattn.layers.carry import Carry, joined, refuse_carry
+from normattn.layers.forgetting import check_forget, forgetting, log_gates, summed
 from normattn.layers.output_gate import check_gate, gated
 from normattn.plain import plain_operations
 from normattn.score import Positions, Prepared, Score, ScoreSpec
@@ -41,6 +42,7 @@ def attention(
     backend: str = "auto",
     carry: Carry | None = None,
     gate: Float[Tensor, "b t gates"] | None = None,
+    forget: Float[Tensor, "b s h"] | None = None,
 ) -> Float[Tensor, "b h t e"]:
     """o_i = Σ_j softmax_j(s(i, j)) v_j with the score that `score` specifies.
 
@@ -68,6 +70,7 @@ def attention(
             (`layers.carry.new_carry`); this layer joins it. One for each forward of a whole stack.
         gate: for a score with `Gate`, of which o is multiplied by the sigmoid: (B, T, H·E), or
             (B, T, H) per head.
+        forget: for a score with `FoX`, the logits of the forgetting gate of each key (B, S, H).
 
     A query that sees no key gets 0. Raises `InputError` for shapes that do not fit, scores that
     cannot be used so, and backends that cannot serve the request.
@@ -84,6 +87,10 @@ def attention(
         documents = numbered(documents, key_padding)
     refuse_carry(module.spec, carry)
     check_gate(module.spec, gate, q, v)
+    check_forget(module.spec, forget, q, k)
+    sums = None
+    if forget is not None:
+        sums = summed(log_gates(forget, k.shape[1], k.dtype), q.shape[1])
     given = (key_padding, q_positions, k_positions, documents)
     if causal and all(each is None for each in given):
         positions = regular_positions(q.shape[2], k.shape[2], q.device)
@@ -105,6 +112,9 @@ def attention(
         padding = None if key_padding is None else key_padding[:, :keys]
         own = None if query_padding is None else query_padding[:, rows]
         prepared = module(q[:, :, rows], k[:, :, :keys], at, padding, own, block)
+        if sums is not None:
+            last = sums[:, :, sums.shape[2] - q.shape[2] :]
+            prepared = forgetting(prepared, last[:, :, rows], sums[:, :, :keys])
         return joined(carry, posed(prepared, v[:, :, :keys], visible, dropout_p), backend)
 
     # The definition is made of operations that every derivative goes through.

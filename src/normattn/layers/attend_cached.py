@@ -20,6 +20,7 @@ from normattn.kernels.problem import check_shapes
 from normattn.layers.attend import in_blocks, in_chunks, posed, regular_positions
 from normattn.layers.cache import KeyValueCache, Room
 from normattn.layers.carry import Carry, joined, refuse_carry
+from normattn.layers.forgetting import check_forget, forgetting, log_gates, summed
 from normattn.layers.one_token import OneToken, foldable, made, serves
 from normattn.layers.one_token_far import OneTokenFar, made_far
 from normattn.layers.output_gate import check_gate, gated
@@ -39,6 +40,7 @@ def attention_cached(
     backend: str = "auto",
     carry: Carry | None = None,
     gate: Float[Tensor, "b t gates"] | None = None,
+    forget: Float[Tensor, "b t h"] | None = None,
 ) -> Float[Tensor, "b h t e"]:
     """Causal attention of T new tokens, whose keys and values join the cache.
 
@@ -56,6 +58,7 @@ def attention_cached(
         backend: auto, or one kernel's name.
         carry: as for `attention`; one for each reading of new tokens by a whole stack.
         gate: that of the new tokens, as for `attention`.
+        forget: likewise.
 
     Equal to the last T rows of `attention` over all tokens. Raises `InputError` for shapes that do
     not fit, a full cache, and a cache that another score filled.
@@ -63,10 +66,11 @@ def attention_cached(
     check_shapes(q, k, v)
     refuse_carry(score.spec, carry)
     check_gate(score.spec, gate, q, v)
+    check_forget(score.spec, forget, q, k)
     cache.claim(score.spec)
     first, count = cache.length, k.shape[2]
     given = (key_padding, positions, documents)
-    bare = carry is None and key_padding is positions is documents is None
+    bare = carry is forget is None and key_padding is positions is documents is None
     if count == 1 and backend == "auto" and bare and observer() is None:
         ready = _ready(score, cache, q)
         if ready is not None:
@@ -85,7 +89,14 @@ def attention_cached(
         new, start = positions[..., first:], None
     announce(score, q, k, own, own, new, new)
     stored = without_infinities(score.store(k, new, start))
+    sums = None
+    if forget is not None:
+        stored = torch.cat((stored, log_gates(forget, k.shape[1], k.dtype)), -1)
     keys, values = cache.append(stored, v)
+    if forget is not None:
+        # Kept apart from token to token, so that the oldest may be dropped and rows exchanged.
+        sums = summed(keys[..., k.shape[-1] :], q.shape[1])
+        keys = keys[..., : k.shape[-1]]
     at, seen = _standing(cache, count, q.device, key_padding, positions, documents)
     if score.spec.chunk is not None:
         seen = in_chunks(seen, score.spec.chunk, q.shape[0])
@@ -97,6 +108,9 @@ def attention_cached(
         if score.spec.moves:
             turned = _turned(score, cache, keys, at, block, upto, live)
         prepared = score.recall(q[:, :, rows], keys[:, :, :upto], place, block, turned)
+        if sums is not None:
+            last = sums[:, :, sums.shape[2] - q.shape[2] :]
+            prepared = forgetting(prepared, last[:, :, rows], sums[:, :, :upto])
         problem = posed(prepared, values[:, :, :upto], seen.part(rows, upto), 0.0)
         return joined(carry, problem, backend)
 

@@ -11,6 +11,7 @@ from normattn.layers.attend import attention
 from normattn.layers.attend_cached import attention_cached, refuse_beside_cache
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.carry import Carry
+from normattn.layers.forgetting import forget_projection
 from normattn.layers.output_gate import gate_projection
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
@@ -52,6 +53,7 @@ class Attention(nn.Module):
         width = (heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = nn.Linear(dim, width, bias=bias or qkv_bias)
         self.gate = gate_projection(spec, dim, heads, self.head_dim)
+        self.forget = forget_projection(spec, dim, heads)
         self.out = nn.Linear(heads * self.head_dim, dim, bias=bias)
 
     def forward(
@@ -80,10 +82,11 @@ class Attention(nn.Module):
         heads_BHTD = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = torch.split(heads_BHTD, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         gate = None if self.gate is None else self.gate(x)
+        forget = None if self.forget is None else self.forget(x)
         if cache is not None:
             refuse_beside_cache(causal, attn_mask, self.training and self.dropout > 0)
             told = (key_padding, positions, documents)
-            o = attention_cached(q, k, v, self.score, cache, *told, backend, carry, gate)
+            o = attention_cached(q, k, v, self.score, cache, *told, backend, carry, gate, forget)
             return self._joined(o)
         o = attention(
             q,
@@ -101,6 +104,7 @@ class Attention(nn.Module):
             carry=carry,
             backend=backend,
             gate=gate,
+            forget=forget,
         )
         return self._joined(o)
 

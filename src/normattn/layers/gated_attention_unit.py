@@ -12,6 +12,7 @@ from normattn.layers.attend import attention
 from normattn.layers.attend_cached import attention_cached, refuse_beside_cache
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.carry import Carry
+from normattn.layers.forgetting import forget_projection
 from normattn.layers.output_gate import gate_projection
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
@@ -57,6 +58,7 @@ class GatedAttentionUnit(nn.Module):
         self.score = Score(spec, heads=1, head_dim=key_size)
         self.expand = nn.Linear(dim, 2 * self.value_size + key_size, bias=bias)
         self.gate = gate_projection(spec, dim, 1, self.value_size)
+        self.forget = forget_projection(spec, dim, 1)
         self.out = nn.Linear(self.value_size, dim, bias=bias)
         # Row 0 makes the query, row 1 the key: one multiplication for both.
         self.gamma = nn.Parameter(torch.ones(2, key_size))
@@ -86,11 +88,12 @@ class GatedAttentionUnit(nn.Module):
         u, v, z = torch.split(F.silu(self.expand(x)), widths, dim=-1)
         q, k = self._query_and_key(z)
         gate = None if self.gate is None else self.gate(x)
+        forget = None if self.forget is None else self.forget(x)
         if cache is not None:
             refuse_beside_cache(causal, attn_mask, self.training and self.dropout > 0)
             told = (key_padding, positions, documents)
             o = attention_cached(
-                q, k, v.unsqueeze(1), self.score, cache, *told, backend, carry, gate
+                q, k, v.unsqueeze(1), self.score, cache, *told, backend, carry, gate, forget
             )
             return self._gated(u, o)
         o = attention(
@@ -109,6 +112,7 @@ class GatedAttentionUnit(nn.Module):
             carry=carry,
             backend=backend,
             gate=gate,
+            forget=forget,
         )
         return self._gated(u, o)
 

@@ -118,7 +118,7 @@ def foldable(score: Score, q: Tensor) -> bool:
         isinstance(spec.position, RotaryPosition)
         and spec.position.log_growth(score.head_dim) is not None
     )
-    plain = plain and spec.chunk is None
+    plain = plain and spec.chunk is None and not spec.forgets
     wide = q.dtype in (torch.float32, torch.float64)
     wide = wide and not torch.is_autocast_enabled(q.device.type)
     return plain and wide and not spec.moves and not growing

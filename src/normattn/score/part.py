@@ -61,7 +61,7 @@ _SAYS = {
     Slot.SPECTRUM: "other rotary frequencies, after training",
     Slot.REGIME: "two regimes of relative position, after training",
     Slot.CARRY: "r: what the layers below hand on",
-    Slot.BIAS: "b, by distance",
+    Slot.BIAS: "b, by distance or by the tokens between",
     Slot.CAP: "cap·tanh(s/cap)",
     Slot.SINK: "one more logit per head in the denominator",
     Slot.GATE: "what the layer multiplies each head's output with",
@@ -315,6 +315,14 @@ class BiasPart(Part):
     ) -> Float[Tensor, "h r"]:
         """b(h, r) for every head and distance."""
         raise InputError(f"{self.name} defines no values")
+
+
+@dataclass(frozen=True)
+class ForgetPart(Part):
+    """A bias that sums up a gate of every token between the key and the query."""
+
+    slot: ClassVar[Slot] = Slot.BIAS
+    when: ClassVar[When] = "trained-in"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from normattn.score.part import (
     CarryPart,
     ChunkPart,
     DocumentsPart,
+    ForgetPart,
     GatePart,
     LayoutPart,
     LogNPart,
@@ -128,7 +129,13 @@ class ScoreSpec:
     @property
     def bias(self) -> BiasPart | None:
         """A bias by distance."""
-        return typing.cast(BiasPart | None, self._slot(Slot.BIAS))
+        part = self._slot(Slot.BIAS)
+        return part if isinstance(part, BiasPart) else None
+
+    @property
+    def forgets(self) -> bool:
+        """Whether a gate of the layer's input makes the bias."""
+        return isinstance(self._slot(Slot.BIAS), ForgetPart)
 
     @property
     def carry(self) -> CarryPart | None:
@@ -196,8 +203,11 @@ class ScoreSpec:
 
     @property
     def needs_causal(self) -> bool:
-        """Whether the score is defined for causal attention only: two regimes, moving spectra."""
-        return self.regime is not None or self.moves
+        """Whether the score is defined for causal attention only.
+
+        Two regimes, moving spectra, a forgetting gate.
+        """
+        return self.regime is not None or self.moves or self.forgets
 
     @property
     def trained(self) -> ScoreSpec:
@@ -364,8 +374,11 @@ def _refuse_nonsense(spec: ScoreSpec) -> None:
             "keeps every relative position inside the trained range, so nothing is left to stretch"
         )
     if spec.needs_causal and spec.leaks_future:
-        causal = spec.spectrum if spec.regime is None else spec.regime
-        assert causal is not None
+        causal = next(
+            part
+            for part in (spec.regime, spec.spectrum if spec.moves else None, slots.get(Slot.BIAS))
+            if part is not None
+        )
         raise InputError(
             f"{spec.name} makes no sense: {spec.variant.name} takes statistics across the sequence "
             f"and so is not causal, and {causal.name} is defined for causal attention only"

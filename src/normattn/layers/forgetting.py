@@ -1,0 +1,103 @@
+"""The forgetting gate: a sum over the tokens between, folded into queries and keys as features.
+
+b(i, j) = C_i − C_j with C_j = Σ_{l≤j} ln σ(f_l) is a product of two features of the query, C_i and
+1, with two of the key, 1 and −C_j. In half precision each C is three features, the rest of each
+rounding in the next: products add up in float32.
+
+Legend: B batch, H query heads, G key heads, r = H/G, S keys, D head dimension, F features more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from normattn.errors import InputError
+from normattn.score import Prepared, ScoreSpec
+
+
+def forget_projection(spec: ScoreSpec, dim: int, heads: int) -> nn.Linear | None:
+    """w and c of a score with `FoX`, from the layer's width to H; None for other scores."""
+    return nn.Linear(dim, heads) if spec.forgets else None
+
+
+def log_gates(
+    forget: Float[Tensor, "b s h"], groups: int, dtype: torch.dtype
+) -> Float[Tensor, "b g s f"]:
+    """ln σ(f) of the heads that share a key head, in parts that `dtype` holds without loss."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    gates = F.logsigmoid(forget.to(wide)).unflatten(-1, (groups, -1)).transpose(1, 2)
+    return _parts(gates, dtype)
+
+
+def summed(gates: Float[Tensor, "b g s f"], heads: int) -> Float[Tensor, "b h s"]:
+    """C of every head, of the `log_gates` of all tokens from the first on."""
+    wide = torch.float64 if gates.dtype == torch.float64 else torch.float32
+    whole = gates.to(wide).unflatten(-1, (heads // gates.shape[1], -1)).sum(-1)
+    return whole.cumsum(2).transpose(2, 3).flatten(1, 2)
+
+
+def forgetting(
+    prepared: Prepared, query: Float[Tensor, "b h t"], key: Float[Tensor, "b h s"]
+) -> Prepared:
+    """The problem with C of queries and keys among their features, in all regimes."""
+    q_more, k_more = _features(prepared.q, prepared.k.shape[1], query, key)
+    q = torch.cat((prepared.q, q_more), -1)
+    k = torch.cat((prepared.k, k_more[:, :, prepared.near_start :]), -1)
+    far = prepared.far
+    if far is not None:
+        far = replace(far, q=torch.cat((far.q, q_more), -1), k=torch.cat((far.k, k_more), -1))
+    return replace(prepared, q=q, k=k, far=far)
+
+
+def check_forget(spec: ScoreSpec, forget: Tensor | None, q: Tensor, k: Tensor) -> None:
+    """Refuse gates that the score does not have, gates that are missing, and other shapes."""
+    heads, queries = q.shape[1], q.shape[2]
+    if not spec.forgets:
+        if forget is not None:
+            raise InputError(f"forget is given, but {spec.name} forgets nothing: name FoX in it")
+        return
+    expected = (k.shape[0], k.shape[2], heads)
+    if queries > k.shape[2]:
+        raise InputError(
+            f"with {spec.name} the queries are the last of the keys, but there are {queries} "
+            f"queries and {k.shape[2]} keys"
+        )
+    if forget is None:
+        raise InputError(f"{spec.name} needs forget=…, a gate's logit for each key, {expected}")
+    if tuple(forget.shape) != expected or not forget.is_floating_point():
+        raise InputError(
+            f"forget must be floating of shape {expected}, but it is {forget.dtype} of "
+            f"{tuple(forget.shape)}"
+        )
+
+
+def _parts(x: Float[Tensor, "b g s r"], dtype: torch.dtype) -> Float[Tensor, "b g s f"]:
+    """x as features of `dtype`: itself, or three whose sum it is."""
+    if x.dtype == dtype:
+        return x
+    first = x.to(dtype)
+    second = (x - first).to(dtype)
+    third = (x - first - second).to(dtype)
+    return torch.stack((first, second, third), -1).flatten(-2)
+
+
+def _features(
+    q: Float[Tensor, "b h t d"],
+    groups: int,
+    query: Float[Tensor, "b h t"],
+    key: Float[Tensor, "b h s"],
+) -> tuple[Float[Tensor, "b h t f"], Float[Tensor, "b g s f"]]:
+    """(C_i, 1 at the head's own) and (1, −C_j of each head that shares the key)."""
+    shared = q.shape[1] // groups
+    own = _parts(query[..., None], q.dtype)
+    count = own.shape[-1]
+    eye = torch.eye(shared, dtype=q.dtype, device=q.device).repeat_interleave(count, 1)
+    chosen = eye.repeat(groups, 1)[None, :, None].expand(*q.shape[:3], -1)
+    sums = _parts(-key.unflatten(1, (groups, shared)).transpose(2, 3), q.dtype)
+    ones = sums.new_ones(*sums.shape[:3], count)
+    return torch.cat((own, chosen), -1), torch.cat((ones, sums), -1)

@@ -1,0 +1,175 @@
+"""The forgetting gate against a double loop: kernels, caches, half precision and both layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from normattn import Attention, GatedAttentionUnit, InputError, Score, attention
+from normattn.kernels import BACKENDS
+from normattn.layers.attend_cached import attention_cached
+from normattn.layers.cache import GrowingCache
+from score.cases import tensors
+
+B, H, G, T, D, E = 2, 4, 2, 11, 6, 5
+
+
+def _looped(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forget: Tensor,
+    window: int | None = None,
+    documents: Tensor | None = None,
+    padding: Tensor | None = None,
+) -> Tensor:
+    """Softmax of ⟨q, k⟩/√d + Σ_{j<l≤i} ln σ(f_l), pair by pair, the sum term by term."""
+    rows, keys, shared = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    out = []
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            for t in range(rows):
+                i = keys - rows + t
+                scores, values = [], []
+                for j in range(i + 1):
+                    if window is not None and i - j >= window:
+                        continue
+                    if documents is not None and documents[b, i] != documents[b, j]:
+                        continue
+                    if padding is not None and padding[b, j]:
+                        continue
+                    score = q[b, h, t] @ k[b, h // shared, j] / math.sqrt(q.shape[-1])
+                    for between in range(j + 1, i + 1):
+                        score = score - (1 + (-forget[b, between, h]).exp()).log()
+                    scores.append(score)
+                    values.append(v[b, h // shared, j])
+                if scores:
+                    out.append(torch.softmax(torch.stack(scores), 0) @ torch.stack(values))
+                else:
+                    out.append(torch.zeros(v.shape[-1], dtype=v.dtype))
+    return torch.stack(out).view(q.shape[0], q.shape[1], rows, -1)
+
+
+def _agree(ours: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
+    weights = torch.linspace(-1, 1, ours.numel(), dtype=ours.dtype).view_as(ours)
+    for one, other in zip(
+        torch.autograd.grad(ours, leaves, weights, retain_graph=True),
+        torch.autograd.grad(expected, leaves, weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])
+def test_outputs_and_gradients(backend: str) -> None:
+    assert backend in BACKENDS
+    for groups, rows, window in ((1, T, None), (2, T, None), (4, 4, None), (2, T, 4)):
+        leaves = tensors((B, H, rows, D), (B, groups, T, D), (B, groups, T, E), (B, T, H))
+        q, k, v, forget = leaves
+        text = "Baseline-FoX" + ("" if window is None else f"-SlidingWindow(window={window})")
+        ours = attention(q, k, v, text, forget=forget, backend=backend)
+        _agree(ours, _looped(q, k, v, forget, window), leaves)
+
+
+def test_documents_and_padding() -> None:
+    leaves = tensors((B, H, T, D), (B, G, T, D), (B, G, T, E), (B, T, H))
+    q, k, v, forget = leaves
+    documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [1] * 2])
+    ours = attention(q, k, v, "Baseline-FoX-Packed", forget=forget, documents=documents)
+    _agree(ours, _looped(q, k, v, forget, documents=documents), leaves)
+    padding = torch.arange(T)[None] < torch.tensor([[0], [3]])
+    ours = attention(q, k, v, "Baseline-FoX", forget=forget, key_padding=padding)
+    expected = _looped(q, k, v, forget, padding=padding)
+    # What a padded query reads has no meaning.
+    _agree(*(x * ~padding[:, None, :, None] for x in (ours, expected)), leaves)
+
+
+@pytest.mark.parametrize(
+    "text", ["KNA-FoX", "KNA-FoX-Sink", "Baseline-RoPE-FoX", "KNA-logn-RoPE-ReRoPE(window=3)-FoX@8"]
+)
+def test_a_bias_of_alibi_is_a_gate_that_is_always_alike(text: str) -> None:
+    """ln σ(f) = −m_h at every token is ALiBi, whatever stands beside."""
+    q, k, v = tensors((B, H, T, D), (B, G, T, D), (B, G, T, E))
+    slope = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
+    forget = -(slope.exp() - 1).log()
+    ours = attention(q, k, v, Score(text, H, D, G).double(), forget=forget.expand(B, T, H))
+    expected = attention(q, k, v, Score(text.replace("FoX", "ALiBi"), H, D, G).double())
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Baseline-FoX", "KNA-RoPE-FoX-SlidingWindow(window=4)", "QNA-RoPE-DynamicNTK(factor=2)-FoX@4"],
+)
+@torch.no_grad()
+def test_a_cache_reads_as_the_whole(text: str) -> None:
+    q, k, v, forget = tensors((B, H, T, D), (B, G, T, D), (B, G, T, D), (B, T, H))
+    score = Score(text, H, D, G).double()
+    whole = attention(q, k, v, score, forget=forget)
+    cache, pieces, first = GrowingCache(), [], 0
+    for size in (3, 1, 1, 4, 2):
+        new = slice(first, first + size)
+        at = (q[:, :, new], k[:, :, new], v[:, :, new])
+        pieces.append(attention_cached(*at, score, cache, forget=forget[:, new]))
+        first += size
+    torch.testing.assert_close(torch.cat(pieces, 2), whole, rtol=1e-9, atol=1e-10)
+
+
+def test_half_precision_keeps_the_sum() -> None:
+    """After 2000 tokens the sum is in the thousands: a rounded one is off by whole numbers."""
+    shape = (1, 2, 2000, 8)
+    q, k, v = (x.detach() for x in tensors(shape, shape, shape, dtype=torch.float32))
+    forget = torch.linspace(-2, 1, 2000)[None, :, None].expand(1, -1, 2)
+    exact = attention(q.double(), k.double(), v.double(), "KNA-FoX", forget=forget.double())
+    half = attention(*(x.bfloat16() for x in (q, k, v)), "KNA-FoX", forget=forget)
+    rounded = attention(
+        *(x.bfloat16().double() for x in (q, k, v)), "KNA-FoX", forget=forget.double()
+    )
+    assert (rounded - exact).abs().max() < 0.05
+    assert (half.double() - rounded).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["Attention", "GAU"])
+def test_a_layer_learns_its_gate(which: int) -> None:
+    torch.manual_seed(0)
+    made: list[Any] = [
+        Attention(16, 4, 2, "KNA-FoX").double(),
+        GatedAttentionUnit(16, 8, score="KNA-FoX").double(),
+    ]
+    layer = made[which]
+    x = torch.randn(3, 7, 16, dtype=torch.float64)
+    out = layer(x)
+    out.square().sum().backward()
+    assert layer.forget.weight.grad.abs().sum() > 0
+    assert layer.forget.bias.grad.abs().min() > 0
+    with torch.no_grad():
+        for row in range(3):
+            torch.testing.assert_close(layer(x[row : row + 1]), out[row : row + 1])
+        cache = GrowingCache()
+        layer.eval()
+        cached = [layer(x[:, t : t + 1], cache=cache) for t in range(7)]
+        torch.testing.assert_close(torch.cat(cached, 1), out, rtol=1e-9, atol=1e-10)
+        # A gate that forgets nothing leaves the score alone.
+        layer.forget.bias.fill_(1e4)
+        sizes = (16, 4, 2) if which == 0 else (16, 8)
+        plain = type(layer)(*sizes, score="KNA-NoPE").double()
+        own = {k: v for k, v in layer.state_dict().items() if not k.startswith("forget")}
+        plain.load_state_dict(own)
+        torch.testing.assert_close(layer(x), plain(x))
+
+
+def test_what_is_refused() -> None:
+    q, k, v, forget = tensors((B, H, T, D), (B, G, T, D), (B, G, T, E), (B, T, H))
+    with pytest.raises(InputError, match=r"needs forget=…, a gate's logit for each key, \(2, 11"):
+        attention(q, k, v, "KNA-FoX")
+    with pytest.raises(InputError, match="KNA forgets nothing: name FoX in it"):
+        attention(q, k, v, "KNA", forget=forget)
+    with pytest.raises(InputError, match=r"forget must be floating of shape \(2, 11, 4\)"):
+        attention(q, k, v, "KNA-FoX", forget=forget[..., :2])
+    with pytest.raises(InputError, match="defined for causal attention only"):
+        attention(q, k, v, "KNA-FoX", causal=False, forget=forget)
