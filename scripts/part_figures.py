@@ -78,6 +78,7 @@ def _weights(spec: ScoreSpec, noise: float) -> dict[str, Tensor]:
     documents = None
     if spec.documents is not None:
         documents = (torch.arange(TOKENS) // 24)[None]
+    made = _of_input(spec)
     stacked = Slot.CARRY in {part.slot for part in spec.parts} or spec.layout is not None
     layers = LAYERS if stacked else 1
     carry, drawn = new_carry(spec, layers=layers), {}
@@ -89,10 +90,22 @@ def _weights(spec: ScoreSpec, noise: float) -> dict[str, Tensor]:
             documents=documents,
             carry=carry,
             backend="auto" if carry is not None else "reference",
+            **made,
         )
         if layer in (0, layers - 1):
             drawn[f"layer {layer + 1} of {layers}" if stacked else ""] = out[0, 0].detach()
     return drawn
+
+
+def _of_input(spec: ScoreSpec) -> dict[str, Tensor]:
+    """What a layer makes of its input, for a score that asks for it: every eighth token forgets."""
+    made = {}
+    if spec.gate is not None:
+        made["gate"] = torch.linspace(-3, 3, TOKENS)[None, :, None].expand(1, -1, HEADS * TOKENS)
+    if spec.forgets:
+        every = torch.where(torch.arange(TOKENS) % 8 == 7, 0.0, 4.0)
+        made["forget"] = every[None, :, None].expand(1, -1, HEADS)
+    return made
 
 
 def _maps(axes: list[Axes], maps: dict[str, Tensor]) -> None:

@@ -70,15 +70,24 @@ def stack_flops(config: StackConfig, length: int) -> Flops:
     if config.block == "gau":
         value = config.expansion * config.dim
         matrices = config.dim * (2 * value + config.key_size) + value * config.dim
+        matrices += _gates(config, 1, value)
         pair = config.key_size + value
     else:
         width = config.heads * config.score_head_dim
         kv_width = (config.kv_heads or config.heads) * config.score_head_dim
         matrices = config.dim * (width + 2 * kv_width) + width * config.dim
         matrices += _feed_forward_size(config)
+        matrices += _gates(config, config.heads, config.score_head_dim)
         pair = 2 * width
     seen = (length + 1) / 2 if config.causal else float(length)
     return Flops(2.0 * config.layers * matrices, 2 * config.layers * pair * seen)
+
+
+def _gates(config: StackConfig, heads: int, size: int) -> int:
+    """Weights of an output gate and of a forgetting gate, where the score has one."""
+    gate = config.score.gate
+    rows = 0 if gate is None else heads * (size if gate.per == "feature" else 1)
+    return config.dim * (rows + (heads if config.score.forgets else 0))
 
 
 def _feed_forward_size(config: StackConfig) -> int:

@@ -60,6 +60,7 @@ def _attention(layer: Attention, config: StackConfig) -> None:
         _draw(weight, gain * _deviation(weight, config))
     if layer.qkv.bias is not None:
         layer.qkv.bias.zero_()
+    _gates(layer, config)
 
 
 def _cross_attention(layer: CrossAttention, config: StackConfig) -> None:
@@ -87,6 +88,16 @@ def _gated_attention_unit(layer: GatedAttentionUnit, config: StackConfig) -> Non
     for weight, gain in ((u, gate), (v, value), (z, key), (layer.out.weight, out)):
         # Fan-in also under DeepNorm: swish and the gate already shrink what Xavier would shrink.
         _draw(weight, gain * (config.init_std or weight.shape[1] ** -0.5))
+    _gates(layer, config)
+
+
+def _gates(layer: Attention | GatedAttentionUnit, config: StackConfig) -> None:
+    """The projections that an output gate or a forgetting gate has, without a gain."""
+    for gate in (layer.gate, layer.forget):
+        if gate is not None:
+            _draw(gate.weight, config.init_std or gate.in_features**-0.5)
+            if gate.bias is not None:
+                gate.bias.zero_()
 
 
 def _branch_gains(config: StackConfig) -> tuple[float, float]:
