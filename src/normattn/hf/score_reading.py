@@ -8,6 +8,7 @@ Legend: B batch, H query heads, G key heads, T tokens, D head dimension.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.hf.score_fitting import Norm, Turned, bare, norms, turned
+from normattn.hf.score_fitting import CLOSE, Norm, Turned, bare, norms, turned
 from normattn.hf.score_naming import position_words, rope_of, temperature_words, window_words
 from normattn.hf.score_recording import Heard, listen
 from normattn.layers.attend import attention
@@ -126,11 +127,12 @@ def _read(heard: Heard, config: Any) -> LayerScore:
             f"{heard.name}: no projection of it, normalised and turned in a way that the "
             "vocabulary has, is what reaches its attention",
         )
-    text, length, lacks = _named(heard, config, fit)
+    gate = _gate(heard)
+    text, length, lacks = _named(heard, config, fit, gate)
     if text is None:
         return LayerScore(heard.index, None, None, f"{heard.name}: {lacks}")
     spec = ScoreSpec.parse(text, train_length=length)
-    off = _difference(spec, heard, fit)
+    off = _difference(spec, heard, fit, gate.logits)
     wide = heard.q.dtype in (torch.float32, torch.float64)
     if off > (AGREES if wide else _HALF):
         lacks = f"its attention differs from that of {spec} by {off:.1e} of its largest output"
@@ -139,19 +141,17 @@ def _read(heard: Heard, config: Any) -> LayerScore:
 
 def _fits(heard: Heard, config: Any) -> Iterator[_Fit]:
     """Ways that agree with all that was heard, the plainest first."""
-    q, k, d = heard.q, heard.k, heard.q.shape[-1]
-    eps = _eps(heard, config)
-    sizes = dict.fromkeys((d, *_shares(heard, config, d)))
+    d, eps = heard.q.shape[-1], _eps(heard, config)
+    sizes = tuple(dict.fromkeys((d, *_shares(heard, config, d))))
     for raw_q, raw_k in _raw(heard):
-        for left in norms(raw_q, q, eps):
-            for right in norms(raw_k, k, eps):
-                for first in (False, True):
-                    for size in sizes:
-                        for apart in (True, False):
-                            one = _one(left, raw_q, q, size, apart, first)
-                            other = _one(right, raw_k, k, size, apart, first)
-                            if one and other and _alike(one, other):
-                                yield _Fit(raw_q, raw_k, left, right, one, other, first)
+        sides = (list(norms(raw_q, heard.q, eps)), list(norms(raw_k, heard.k, eps)))
+        for left, right, first, size, apart in itertools.product(
+            *sides, (False, True), sizes, (True, False)
+        ):
+            one = _one(left, raw_q, heard.q, size, apart, first)
+            other = None if one is None else _one(right, raw_k, heard.k, size, apart, first)
+            if one is not None and other is not None and _alike(one, other):
+                yield _Fit(raw_q, raw_k, left, right, one, other, first)
 
 
 def _one(
@@ -208,7 +208,9 @@ def _shares(heard: Heard, config: Any, d: int) -> list[int]:
     return [max(2, int(d * share) // 2 * 2) for share in shares if share]
 
 
-def _named(heard: Heard, config: Any, fit: _Fit) -> tuple[str | None, int | None, str | None]:
+def _named(
+    heard: Heard, config: Any, fit: _Fit, gate: _Gate
+) -> tuple[str | None, int | None, str | None]:
     """The score as text, the length it needs, and what is missing in it."""
     rope, d = rope_of(config, heard.index), heard.q.shape[-1]
     bare_gain = float(fit.k.gain[0, 0]) if not fit.k.kind else None
@@ -219,10 +221,9 @@ def _named(heard: Heard, config: Any, fit: _Fit) -> tuple[str | None, int | None
     warm = temperature_words(config, rope, fit.q_turned.size, position != "NoPE")
     if warm is None:
         return None, None, "its scale changes with the position in a way that no part says"
-    causal = bool(heard.visible[0].triu(1).sum() == 0)
-    window, lacks = (
-        ("", None) if not causal else window_words(heard.visible[0].cpu(), _window(heard, config))
-    )
+    window, lacks = "", None
+    if _causal(heard):
+        window, lacks = window_words(heard.visible[0].cpu(), _window(heard, config))
     if heard.added:
         lacks = f"its mask adds up to {heard.added:.2g} to a score"
     if window.startswith("SlidingWindow") and "(factor" in position:
@@ -235,10 +236,10 @@ def _named(heard: Heard, config: Any, fit: _Fit) -> tuple[str | None, int | None
         position,
         f"SoftCap(cap={cap})" if cap else "",
         "Sink" if sink is not None else "",
-        _gate(heard)[0],
+        gate.part,
         window,
     )
-    return "-".join(filter(None, words)), length, lacks or _gate(heard)[2]
+    return "-".join(filter(None, words)), length, lacks or gate.lacks
 
 
 def _amplitude(position: str, length: int | None) -> float:
@@ -281,29 +282,45 @@ def _window(heard: Heard, config: Any) -> str:
     return "" if given is None else f"SlidingWindow(window={int(given)})"
 
 
-def _gate(heard: Heard) -> tuple[str, Tensor | None, str | None]:
-    """The gate's part and its logits, (B, T, …), and what is missing where the output changes."""
+def _causal(heard: Heard) -> bool:
+    return not bool(heard.visible[0].triu(1).any())
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """The output gate's part and its logits (B, T, …); what is missing where the output changes."""
+
+    part: str = ""
+    logits: Tensor | None = None
+    lacks: str | None = None
+
+
+def _gate(heard: Heard) -> _Gate:
+    """What stands between attention's output and the last projection."""
     out = heard.out.flatten(2)
     given = [each.given for each in heard.projections if each.given.shape == out.shape]
     if any(torch.equal(each, out) for each in given):
-        return "", None, None
-    size, heads = heard.out.shape[-1], heard.out.shape[2]
-    for each in given:
-        share = (each / out).double()
-        for made in (projection.made for projection in heard.projections):
-            if made.shape[-1] == 2 * heads * size:
-                halves = made.unflatten(-1, (heads, 2 * size))[..., size:].flatten(2)
-            elif made.shape[-1] in (heads * size, heads):
-                halves = made
-            else:
-                continue
-            wide = heads * size // halves.shape[-1]
-            if (halves.sigmoid().repeat_interleave(wide, -1) - share).abs().median() < 1e-5:
-                return ("Gate" if wide == 1 else "Gate(per=head)"), halves, None
-    return "", None, "its output is changed before the last projection in a way that no part says"
+        return _Gate()
+    for each, logits in itertools.product(given, _logits(heard)):
+        wide = out.shape[-1] // logits.shape[-1]
+        off = logits.double().sigmoid().repeat_interleave(wide, -1) * out - each
+        if float(off.abs().max()) <= CLOSE * float(each.abs().max()):
+            return _Gate("Gate" if wide == 1 else "Gate(per=head)", logits)
+    lacks = "its output is changed before the last projection in a way that no part says"
+    return _Gate(lacks=lacks)
 
 
-def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit) -> float:
+def _logits(heard: Heard) -> Iterator[Tensor]:
+    """What may gate the output: a projection of its own, or the second half of each head's."""
+    heads, size = heard.out.shape[2:]
+    for made in (each.made for each in heard.projections):
+        if made.shape[-1] == 2 * heads * size:
+            yield made.unflatten(-1, (heads, 2 * size))[..., size:].flatten(2)
+        elif made.shape[-1] in (heads * size, heads):
+            yield made
+
+
+def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, logits: Tensor | None) -> float:
     """How far `attention` is from the layer's own, as a share of its largest output."""
     score = Score(spec, heard.q.shape[1], heard.q.shape[-1], heard.k.shape[1]).double()
     amplitude = 1.0 if spec.spectrum is None else spec.spectrum.gain(spec.train_length) ** 0.5
@@ -316,17 +333,10 @@ def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit) -> float:
     if score.sink is not None:
         score.sink.copy_(heard.more["s_aux"])
     q, k, v = (each.detach().double().cpu() for each in (fit.raw_q, fit.raw_k, heard.v))
-    causal = bool(heard.visible[0].triu(1).sum() == 0)
-    logits = _gate(heard)[1]
-    ours = attention(
-        *(q, k, v, score.cpu()),
-        causal=causal,
-        gate=None if logits is None else logits.double().cpu(),
-    ).transpose(1, 2)
     theirs = heard.out.double().cpu()
     if logits is not None:
-        wide = theirs.shape[2] * theirs.shape[3] // logits.shape[-1]
-        theirs = theirs * logits.double().cpu().sigmoid().repeat_interleave(wide, -1).view_as(
-            theirs
-        )
-    return float((ours - theirs).abs().max() / theirs.abs().max())
+        logits = logits.double().cpu()
+        wide = theirs[0, 0].numel() // logits.shape[-1]
+        theirs = theirs * logits.sigmoid().repeat_interleave(wide, -1).view_as(theirs)
+    ours = attention(q, k, v, score.cpu(), causal=_causal(heard), gate=logits)
+    return float((ours.transpose(1, 2) - theirs).abs().max() / theirs.abs().max())
