@@ -61,7 +61,7 @@ def recipes(variant: str) -> Iterator[Recipe]:
             position,
             method,
             gain=turn % 2 == 0,
-            across="all" if turn % 3 == 0 else "head",
+            across=("all", "head", "each")[turn % 3],
         )
         if not (recipe.leaks and method == "ReRoPE"):
             yield recipe

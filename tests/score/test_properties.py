@@ -32,7 +32,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "b": st.floats(0.1, 1e3),
     "eps": st.just(0.0) | st.floats(1e-12, 1.0),
     "gain": st.booleans(),
-    "across": st.sampled_from(["head", "all"]),
+    "across": st.sampled_from(["head", "all", "each"]),
     "length": st.integers(2, 2**40),
     "beta_fast": st.floats(40, 1e3),
     "beta_slow": st.floats(1e-3, 30),

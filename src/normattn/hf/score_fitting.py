@@ -65,7 +65,7 @@ def norms(
     tried += [
         (kind, across, each)
         for kind in ("rms", "layer")
-        for across in ("head", "all")
+        for across in ("head", "all", "each")
         for each in eps
     ]
     for kind, across, each in tried:

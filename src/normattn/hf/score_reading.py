@@ -142,7 +142,7 @@ def _read(heard: Heard, config: Any) -> LayerScore:
 def _fits(heard: Heard, config: Any) -> Iterator[_Fit]:
     """Ways that agree with all that was heard, the plainest first."""
     d, eps = heard.q.shape[-1], _eps(heard, config)
-    sizes = tuple(dict.fromkeys((d, *_shares(heard, config, d))))
+    sizes = tuple(dict.fromkeys((*_shares(heard, config, d), d)))
     for raw_q, raw_k in _raw(heard):
         sides = (list(norms(raw_q, heard.q, eps)), list(norms(raw_k, heard.k, eps)))
         for left, right, first, size, apart in itertools.product(
@@ -202,7 +202,7 @@ def _eps(heard: Heard, config: Any) -> list[float]:
 
 
 def _shares(heard: Heard, config: Any, d: int) -> list[int]:
-    """How many features may turn, as the configuration says."""
+    """How many features may turn by the configuration's words, fewer than all."""
     rope = rope_of(config, heard.index)
     shares = (rope.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None))
     return [max(2, int(d * share) // 2 * 2) for share in shares if share]

@@ -21,7 +21,7 @@ from normattn.plain import plain
 from normattn.score.rms_norm import rms_norm
 
 Kind = Literal["l2", "layer", "rms", "batch", "instance"]
-Across = Literal["head", "all"]
+Across = Literal["head", "all", "each"]
 DEFAULT_EPS: dict[str, float] = {
     "l2": 1e-12,
     "layer": 1e-5,
@@ -44,7 +44,8 @@ class Normalisation:
     """Which normalisation, over what, with which gain.
 
     `across="head"` takes statistics over D of each head and shares a gain (D,) between heads;
-    `across="all"` takes them over H·D together and has a gain (H, D). LayerNorm's gain comes with
+    `across="each"` likewise with a gain of each head's own, (H, D); `across="all"` takes them over
+    H·D together and has a gain (H, D). LayerNorm's gain comes with
     a bias. BatchNorm and InstanceNorm take statistics over tokens, so they leak the future.
     """
 
@@ -67,6 +68,8 @@ class Normalisation:
             return BatchScoreNorm(heads, head_dim, eps, self.gain)
         if self.kind == "instance":
             return InstanceScoreNorm(heads, head_dim, eps, self.gain)
+        if self.across == "each":
+            return FeatureNorm(self.kind, (head_dim,), eps, self.gain, heads)
         shape = (head_dim,) if self.across == "head" else (heads, head_dim)
         return FeatureNorm(self.kind, shape, eps, self.gain)
 
@@ -125,14 +128,18 @@ class L2Norm(nn.Module):
 class FeatureNorm(nn.Module):
     """LayerNorm or RMSNorm over a head's D features, or over H·D of all heads.
 
-    LayerNorm (x − mean)/√(var + eps), biased variance; RMSNorm x/√(mean x² + eps).
+    LayerNorm (x − mean)/√(var + eps), biased variance; RMSNorm x/√(mean x² + eps). With `heads`
+    each of them has a gain (D,) of its own.
     """
 
-    def __init__(self, kind: Kind, shape: tuple[int, ...], eps: float, gain: bool) -> None:
+    def __init__(
+        self, kind: Kind, shape: tuple[int, ...], eps: float, gain: bool, heads: int | None = None
+    ) -> None:
         super().__init__()
-        self.kind, self.shape, self.eps = kind, shape, eps
-        self.weight = nn.Parameter(torch.ones(shape)) if gain else None
-        self.bias = nn.Parameter(torch.zeros(shape)) if gain and kind == "layer" else None
+        self.kind, self.shape, self.eps, self.apart = kind, shape, eps, heads is not None
+        learned = shape if heads is None else (heads, *shape)
+        self.weight = nn.Parameter(torch.ones(learned)) if gain else None
+        self.bias = nn.Parameter(torch.zeros(learned)) if gain and kind == "layer" else None
 
     def forward(
         self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
@@ -143,12 +150,17 @@ class FeatureNorm(nn.Module):
             wide = wide.transpose(1, 2)
         gain = None if self.weight is None else self.weight.to(wide.dtype)
         bias = None if self.bias is None else self.bias.to(wide.dtype)
+        own, shift = (gain, bias) if self.apart else (None, None)
+        if self.apart:
+            gain = bias = None
         if self.kind == "layer":
             y = nn.functional.layer_norm(wide, self.shape, gain, bias, self.eps)
         elif len(self.shape) == 1:
             y = rms_norm(wide, gain, self.eps)
         else:
             y = nn.functional.rms_norm(wide, self.shape, gain, self.eps)
+        y = y if own is None else y * own[:, None]
+        y = y if shift is None else y + shift[:, None]
         return (y.transpose(1, 2) if len(self.shape) == 2 else y).to(x.dtype)
 
 

@@ -11,7 +11,11 @@ from normattn.score.sided import SidedNorm, define_sides
 
 @dataclass(frozen=True)
 class FeatureNormVariant(SidedNorm):
-    """Parameters: `gain` (learned, per feature), `across` ("head" or "all" heads), `eps`."""
+    """Parameters: `gain` (learned, per feature), `across` (head, all, each), `eps`, `scale`.
+
+    Statistics are those of one head, its gain that of all heads; `across=each` gives each head a
+    gain of its own (Command R+), `across=all` takes the heads together (OLMo 2).
+    """
 
     gain: bool = True
     across: Across = "head"
@@ -20,7 +24,7 @@ class FeatureNormVariant(SidedNorm):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(math.isfinite(self.eps) and self.eps >= 0, "eps", "a number of at least 0")
-        self.require(self.across in ("head", "all"), "across", "'head' or 'all'")
+        self.require(self.across in ("head", "all", "each"), "across", "head, all or each")
 
     def normalisation(self) -> Normalisation:
         """LayerNorm or RMSNorm."""
