@@ -44,7 +44,7 @@ METHODS = (
     *("ClippedRoPE", "DroPE"),
     *("ReRoPE", "LeakyReRoPE", "SelfExtend", "StreamingLLM"),
 )
-SHAPES = ("XPos", "PartialRoPE", "PRoPE")
+SHAPES = ("XPos", "PartialRoPE", "PRoPE", "PoPE")
 BIASES = ("ALiBi", "KERPLELog", "KERPLEPower")
 ALONE = ("RotateFirst", "SoftCap", "Sink", "SlidingWindow", "Chunked", "Packed", "Gate", "FoX")
 LAYOUTS = ("HWFA", "NoPEEvery", "FullEvery", "IRoPE")
@@ -75,6 +75,7 @@ def methods(method: str) -> Iterator[Recipe]:
     turning += [Recipe("QKRMSNorm", "logn", "half", rotate_first=True)]
     turning += [Recipe("QLayerNorm", "logn+", "interleaved", rotate_first=True, across="all")]
     turning += [Recipe("QKRMSNorm", "SSMax", "half", shape="PRoPE", fraction=0.7)]
+    turning += [Recipe("KNA", "SSMax", "interleaved", shape="PoPE")]
     for recipe in turning:
         # Without its rotation XPos is still a position.
         if not (method == "DroPE" and recipe.shape == "XPos"):

@@ -63,6 +63,12 @@ def _turned(recipe: Recipe, x: Tensor, at: Tensor, theta: Tensor, growing: float
     return torch.cat((left, x[..., turning:]), -1)
 
 
+def _side_by_side(recipe: Recipe, a: Tensor, b: Tensor) -> Tensor:
+    return (
+        torch.cat((a, b), -1) if recipe.position == "half" else torch.stack((a, b), -1).flatten(-2)
+    )
+
+
 def _products(
     recipe: Recipe,
     q: Tensor,
@@ -84,6 +90,11 @@ def _products(
 
     if not recipe.rotate_first:
         q, k = norm("Q", q), norm("K", k)
+    if recipe.shape == "PoPE" and recipe.position != "none":
+        delta = learned["position.delta"][:, None]
+        size_q, size_k = ((1 + x.exp()).log() for x in (q, k))
+        q = _side_by_side(recipe, size_q, 0 * size_q)
+        k = _side_by_side(recipe, size_k * delta.cos(), size_k * delta.sin())
     if recipe.position == "none":
         return torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(groups, 1))
     size = scalars.turning(recipe, d)

@@ -193,10 +193,25 @@ class _Products:
             q, k = self._rotated(block, far)
             return float(q[b, h, i] @ k[b, g, j])
         query = self.q[b, h, i]
+        if self.recipe.shape == "PoPE" and self.recipe.position != "none":
+            return self._polar(query, self.k[b, g, j], g, at_q, at_k)
         if self.recipe.position != "none":
             left, right = scalars.rotated_at(self.recipe, at_q, at_k)
             query = turned(query, self.recipe, left - right, block, left - right)
         return float(query @ self.k[b, g, j])
+
+    def _polar(self, q: Array, k: Array, g: int, at_q: int, at_k: int) -> float:
+        """Sizes by softplus, angles by position, one feature at a time."""
+        block = at_q // self.recipe.train_length
+        theta = scalars.frequencies(self.recipe, 2 * len(q), block)
+        left, right = scalars.rotated_at(self.recipe, at_q, at_k)
+        delta = self.learned["position.delta"]
+        return sum(
+            math.log1p(math.exp(q[c]))
+            * math.log1p(math.exp(k[c]))
+            * math.cos((left - right) * theta[c] - float(delta[g, c]))
+            for c in range(len(q))
+        )
 
 
 def attend(

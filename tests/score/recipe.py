@@ -87,6 +87,7 @@ class Recipe:
             "XPos": {"gamma": self.gamma, "scale": self.decay},
             "PartialRoPE": {"fraction": self.fraction},
             "PRoPE": {"fraction": self.fraction},
+            "PoPE": {},
         }
         return {"base": self.base, "layout": self.position, **own[self.shape]}
 
@@ -130,7 +131,7 @@ class Recipe:
     def folds(self) -> bool:
         """Whether the score is the product of two vectors, over all keys before."""
         more = self.bias or self.cap is not None or self.sink or self.near is not None
-        more = more or self.chunk is not None
+        more = more or self.chunk is not None or self.shape == "PoPE"
         return not (more or self.method in REGIMES or self.packed)
 
 
@@ -144,7 +145,7 @@ def turning(recipe: Recipe, d: int) -> int:
     if recipe.position == "none":
         return 0
     if recipe.shape != "PartialRoPE":
-        return d
+        return 2 * d if recipe.shape == "PoPE" else d
     return max(2, 2 * math.floor(recipe.fraction * d / 2))
 
 
@@ -235,6 +236,8 @@ def _yarn(recipe: Recipe, d: int, plain: list[float]) -> list[float]:
 @functools.cache
 def decays(recipe: Recipe, d: int) -> list[float]:
     """ln of what pair m is multiplied by per token of distance."""
+    if recipe.shape == "PoPE":
+        return [0.0] * (d // 2)
     if recipe.shape != "XPos":
         return [0.0] * (turning(recipe, d) // 2)
     gamma = recipe.gamma

@@ -135,6 +135,7 @@ def test_a_layout_is_trained_in_and_a_method_reaches_its_layers() -> None:
         ("KNA-Chunked-Packed", "Packed cannot be combined with Chunked: both cut a row"),
         ("KNA-Chunked-ReRoPE", "ReRoPE cannot be combined with Chunked"),
         ("KNA-Chunked-SlidingWindow", "both choose the visible"),
+        ("KNA-PoPE-RotateFirst", "RotateFirst and PoPE cannot be combined|RotateFirst on PoPE"),
         ("KNA-FoX-SoftCap", "FoX and SoftCap cannot be combined: the bias would be capped"),
         ("KNA-FoX-RealFormer", "FoX and RealFormer cannot be combined"),
         ("KNA-FoX-ALiBi", "both choose the bias"),

@@ -139,7 +139,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("QKRMSNorm(gain=1)", {}, "gain must be true or false, but it is '1'"),
     ("QKRMSNorm(eps=-1)", {}, "eps must be a number of at least 0, but it is -1"),
     ("QKBatchNorm(eps=inf)", {}, "eps must be a number of at least 0, but it is inf"),
-    ("QKLayerNorm(across=heads)", {}, "across must be 'head' or 'all' or 'each', but it is 'heads'"),
+    (
+        "QKLayerNorm(across=heads)",
+        {},
+        "across must be 'head' or 'all' or 'each', but it is 'heads'",
+    ),
     ("QKNorm2020(length=1)", {}, "length must be at least 2"),
     # the training length
     ("KNA@1", {}, "training length must be a whole number of at least 2, but it is 1"),

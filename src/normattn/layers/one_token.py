@@ -119,6 +119,7 @@ def foldable(score: Score, q: Tensor) -> bool:
         and spec.position.log_growth(score.head_dim) is not None
     )
     plain = plain and spec.chunk is None and not spec.forgets
+    plain = plain and not getattr(spec.position, "widens", False)
     wide = q.dtype in (torch.float32, torch.float64)
     wide = wide and not torch.is_autocast_enabled(q.device.type)
     return plain and wide and not spec.moves and not growing

@@ -76,6 +76,9 @@ class Score(nn.Module):
         self.key_norm = key.build(self.kv_heads, head_dim) if key else None
         learned = spec.variant.learned_base(spec.train_length)
         self.scale = None if learned is None else nn.Parameter(torch.tensor(float(learned)))
+        rotary = spec.position if isinstance(spec.position, RotaryPosition) else None
+        angles = {} if rotary is None else rotary.learned(self.kv_heads, head_dim)
+        self.position = nn.ParameterDict(angles) if angles else None
         grown = {} if spec.logn is None else spec.logn.learned(heads, spec.train_length)
         self.logn = nn.ParameterDict(grown) if grown else None
         bias = {} if spec.bias is None else spec.bias.learned(heads)
@@ -218,17 +221,24 @@ class Score(nn.Module):
         return near, _scaled(_turned(q, fold.far, after), fold.scale)
 
     def _normed_queries(self, q: Tensor, padding: Tensor | None, n: Tensor) -> Tensor:
+        spec = self._spec
         if self.query_norm is not None:
             q = self.query_norm(q, padding)
-        if self.logn is not None:
-            assert self._spec.logn is not None
+        if isinstance(spec.position, RotaryPosition):
+            q = spec.position.query_features(q)
+        if self.logn is not None and spec.logn is not None:
             n = n.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-            grown = self._spec.logn.learned_factor(n, dict(self.logn.items()))
-            q = scaled(q, grown[..., None])
+            q = scaled(q, spec.logn.learned_factor(n, dict(self.logn.items()))[..., None])
         return _scaled(q, self.scale)
 
     def _normed_keys(self, k: Tensor, padding: Tensor | None) -> Tensor:
-        return k if self.key_norm is None else self.key_norm(k, padding)
+        k = k if self.key_norm is None else self.key_norm(k, padding)
+        position = self._spec.position
+        if not isinstance(position, RotaryPosition):
+            return k
+        return position.key_features(
+            k, {} if self.position is None else dict(self.position.items())
+        )
 
     def _normed_keys_alone(self, k: Tensor) -> Tensor:
         return self._normed_keys(k, None)
@@ -278,8 +288,9 @@ def _first_near(queries: int, keys: int, window: int) -> int:
 def _refuse_sizes(spec: ScoreSpec, heads: int, head_dim: int) -> None:
     if heads < 1 or head_dim < 1:
         raise InputError(f"heads and head_dim must be at least 1, not {heads} and {head_dim}")
-    turned = spec.position.rotated(head_dim) if isinstance(spec.position, RotaryPosition) else 0
-    if turned % 2 or turned > head_dim:
+    position = spec.position if isinstance(spec.position, RotaryPosition) else None
+    turned = 0 if position is None else position.rotated(head_dim)
+    if turned % 2 or (turned > head_dim and not (position is not None and position.widens)):
         raise InputError(f"{spec.name} needs an even head dimension, but it is {head_dim}")
     if spec.layout is not None:
         raise InputError(

@@ -182,9 +182,12 @@ class RotaryPosition(PositionPart):
     """A position that turns feature pair m by the angle i·base^(−2m/d).
 
     `layout="half"` pairs feature m with m + d/2, `layout="interleaved"` pairs 2m with 2m + 1.
+    `widens`: what turns are features made of those that come in, by `query_features` and
+    `key_features`, more of them.
     """
 
     rotary: ClassVar[bool] = True
+    widens: ClassVar[bool] = False
     base: float = 10000.0
     layout: Literal["half", "interleaved"] = "half"
 
@@ -199,6 +202,20 @@ class RotaryPosition(PositionPart):
     def turning(self, theta: Float[Tensor, "half"]) -> Float[Tensor, "half"]:
         """The frequencies with those that the position leaves out set to 0, whatever made them."""
         return theta
+
+    def learned(self, kv_heads: int, head_dim: int) -> dict[str, Float[Tensor, "g d"]]:
+        """The initial values of what is learned, by name; empty where nothing is."""
+        return {}
+
+    def query_features(self, q: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t wide"]:
+        """What turns of a query."""
+        return q
+
+    def key_features(
+        self, k: Float[Tensor, "b g s d"], learned: Mapping[str, Tensor]
+    ) -> Float[Tensor, "b g s wide"]:
+        """What turns of a key."""
+        return k
 
     def log_growth(self, head_dim: int) -> Float[Tensor, "half"] | None:
         """ln of the factor by which pair m of a query grows, and of a key shrinks, per token."""
