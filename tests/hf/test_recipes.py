@@ -171,16 +171,11 @@ def _recorded(model: Any) -> Iterator[dict[int, dict[str, Tensor]]]:
             handle.remove()
 
 
-def _gain(module: nn.Module, heads: int) -> Tensor:
+def _gain(norm: Any) -> Tensor:
     """What a norm multiplies its normalised input with: read off by what it does to ones."""
-    weight: Any = module.weight
-    ones = torch.ones(weight.shape)
-    return module(ones) * (1 + module_eps(module)) ** 0.5
-
-
-def module_eps(module: Any) -> float:
-    """The eps of a norm."""
-    return float(getattr(module, "eps", getattr(module, "variance_epsilon", 0.0)))
+    eps = float(getattr(norm, "eps", getattr(norm, "variance_epsilon", 0.0)))
+    gain: Tensor = norm(torch.ones(norm.weight.shape)) * (1 + eps) ** 0.5
+    return gain
 
 
 def _ours(spec: ScoreSpec, module: Any, x: Tensor) -> Tensor:
@@ -197,11 +192,12 @@ def _ours(spec: ScoreSpec, module: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         for own, theirs in ((score.query_norm, "q_norm"), (score.key_norm, "k_norm")):
             if own is not None and hasattr(module, theirs):
-                gain = _gain(getattr(module, theirs), HEADS)
-                own.weight.copy_(gain.view_as(own.weight))  # type: ignore[operator, union-attr]
+                weight: Any = own.weight
+                weight.copy_(_gain(getattr(module, theirs)).view_as(weight))
         if score.sink is not None:
             score.sink.copy_(module.sinks)
-    return attention(q, k, v, score, gate=gate).transpose(1, 2).flatten(2)
+    o: Tensor = attention(q, k, v, score, gate=gate).transpose(1, 2).flatten(2)
+    return o
 
 
 @pytest.mark.parametrize("size", ["small", "as released"])
@@ -224,7 +220,8 @@ def test_the_recipe_is_what_the_layers_compute(name: str, size: str) -> None:
         torch.testing.assert_close(ours, own["o"], rtol=1e-5, atol=1e-5)
         # A recipe that is another one is not that of the layer.
         wrong = ScoreSpec.parse("KNA-RoPE(base=77)")
-        plain = attention(*_bare(own["module"], own["x"]), wrong).transpose(1, 2).flatten(2)
+        q, k, v = _bare(own["module"], own["x"])
+        plain = attention(q, k, v, wrong).transpose(1, 2).flatten(2)
         assert (plain - own["o"]).abs().max() > 1e-2
 
 

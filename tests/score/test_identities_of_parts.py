@@ -116,9 +116,9 @@ def test_a_scale_of_its_own() -> None:
     q, k, v = qkv(9)
     for name in ("Baseline", "QKRMSNorm(gain=false)"):
         own = name.replace(")", ",scale=0.3)") if "(" in name else f"{name}(scale=0.3)"
-        normed = (q, k)
+        normed = [q, k]
         if name != "Baseline":
-            normed = tuple(x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+            normed = [x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k)]
         larger = normed[0] * 0.3 * D**0.5
         _same(attention(q, k, v, own), attention(larger, normed[1], v, "Baseline"))
 

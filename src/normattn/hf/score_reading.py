@@ -190,7 +190,7 @@ def _raw(heard: Heard) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _heads(x: Float[Tensor, "b t w"], size: int) -> Float[Tensor, "b h t d"]:
-    return x.unflatten(-1, (-1, size)).transpose(1, 2)
+    return x.reshape(*x.shape[:2], -1, size).transpose(1, 2)
 
 
 def _eps(heard: Heard, config: Any) -> list[float]:
@@ -315,7 +315,7 @@ def _logits(heard: Heard) -> Iterator[Tensor]:
     heads, size = heard.out.shape[2:]
     for made in (each.made for each in heard.projections):
         if made.shape[-1] == 2 * heads * size:
-            yield made.unflatten(-1, (heads, 2 * size))[..., size:].flatten(2)
+            yield made.reshape(*made.shape[:2], heads, 2 * size)[..., size:].flatten(2)
         elif made.shape[-1] in (heads * size, heads):
             yield made
 

@@ -70,7 +70,7 @@ def attention_cached(
     cache.claim(score.spec)
     first, count = cache.length, k.shape[2]
     given = (key_padding, positions, documents)
-    bare = carry is forget is None and key_padding is positions is documents is None
+    bare = carry is None and forget is None and key_padding is positions is documents is None
     if count == 1 and backend == "auto" and bare and observer() is None:
         ready = _ready(score, cache, q)
         if ready is not None:

@@ -30,15 +30,16 @@ def log_gates(
 ) -> Float[Tensor, "b g s f"]:
     """ln σ(f) of the heads that share a key head, in parts that `dtype` holds without loss."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    gates = F.logsigmoid(forget.to(wide)).unflatten(-1, (groups, -1)).transpose(1, 2)
+    gates = F.logsigmoid(forget.to(wide)).reshape(*forget.shape[:2], groups, -1).transpose(1, 2)
     return _parts(gates, dtype)
 
 
 def summed(gates: Float[Tensor, "b g s f"], heads: int) -> Float[Tensor, "b h s"]:
     """C of every head, of the `log_gates` of all tokens from the first on."""
     wide = torch.float64 if gates.dtype == torch.float64 else torch.float32
-    whole = gates.to(wide).unflatten(-1, (heads // gates.shape[1], -1)).sum(-1)
-    return whole.cumsum(2).transpose(2, 3).flatten(1, 2)
+    whole = gates.to(wide).reshape(*gates.shape[:3], heads // gates.shape[1], -1).sum(-1)
+    sums: Tensor = whole.cumsum(2).transpose(2, 3).flatten(1, 2)
+    return sums
 
 
 def forgetting(
@@ -98,6 +99,6 @@ def _features(
     count = own.shape[-1]
     eye = torch.eye(shared, dtype=q.dtype, device=q.device).repeat_interleave(count, 1)
     chosen = eye.repeat(groups, 1)[None, :, None].expand(*q.shape[:3], -1)
-    sums = _parts(-key.unflatten(1, (groups, shared)).transpose(2, 3), q.dtype)
+    sums = _parts(-key.reshape(-1, groups, shared, key.shape[-1]).transpose(2, 3), q.dtype)
     ones = sums.new_ones(*sums.shape[:3], count)
     return torch.cat((own, chosen), -1), torch.cat((ones, sums), -1)

@@ -113,7 +113,7 @@ def serves(score: Score, q: Tensor) -> bool:
 def foldable(score: Score, q: Tensor) -> bool:
     """Whether position alone decides what is folded into a query and a key."""
     spec = score.spec
-    plain = spec.order is None and spec.cap is None and score.sink is score.logn is None
+    plain = spec.order is None and spec.cap is None and score.sink is None and score.logn is None
     growing = (
         isinstance(spec.position, RotaryPosition)
         and spec.position.log_growth(score.head_dim) is not None

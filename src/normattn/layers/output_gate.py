@@ -26,7 +26,7 @@ def gated(
     """σ(gate) ⊙ o, gate (B, T, H) or (B, T, H·E) as the score says; o itself without `Gate`."""
     if spec.gate is None or gate is None:
         return o
-    logits = gate.unflatten(-1, (o.shape[1], -1)).transpose(1, 2)
+    logits = gate.reshape(*gate.shape[:2], o.shape[1], -1).transpose(1, 2)
     return o * torch.sigmoid(logits)
 
 

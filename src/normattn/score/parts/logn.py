@@ -52,6 +52,7 @@ class LogNPostHoc(LogNPart):
         """max(1, ln n / ln L)."""
         # Chosen by n, not by the ratio: exactly 1 up to n = L whatever the logarithms' rounding.
         ratio = log_ratio(n, train_length)
+        assert train_length is not None
         return torch.where(n > train_length, ratio, 1.0)
 
 
