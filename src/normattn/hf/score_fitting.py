@@ -87,7 +87,7 @@ def _line(
     gain = (dx * dy).sum(dims, keepdim=True) / dx.square().sum(dims, keepdim=True).clamp(min=1e-30)
     bias = mean_y - gain * mean_x
     shape = x.shape[1:]
-    return (each.mean(0).expand(shape) for each in (gain, bias))  # type: ignore[return-value]
+    return gain.mean(0).expand(shape), bias.mean(0).expand(shape)
 
 
 def turned(

@@ -42,7 +42,7 @@ def attention(
     backend: str = "auto",
     carry: Carry | None = None,
     gate: Float[Tensor, "b t gates"] | None = None,
-    forget: Float[Tensor, "b s h"] | None = None,
+    forget: Float[Tensor, "b s logits"] | None = None,
 ) -> Float[Tensor, "b h t e"]:
     """o_i = Σ_j softmax_j(s(i, j)) v_j with the score that `score` specifies.
 

@@ -40,7 +40,7 @@ def attention_cached(
     backend: str = "auto",
     carry: Carry | None = None,
     gate: Float[Tensor, "b t gates"] | None = None,
-    forget: Float[Tensor, "b t h"] | None = None,
+    forget: Float[Tensor, "b t logits"] | None = None,
 ) -> Float[Tensor, "b h t e"]:
     """Causal attention of T new tokens, whose keys and values join the cache.
 
