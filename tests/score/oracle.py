@@ -252,8 +252,8 @@ def attend(
         seen, scores = [], []
         factor = scalars.scale(recipe, d, int(n[b, i]), g)
         if "logn.s" in learned:
-            own = (float(learned.get(f"logn.{x}", np.zeros(heads))[h]) for x in "sb")
-            factor *= scalars.growth(recipe, int(n[b, i]), *own)
+            slope, shift = (float(learned.get(f"logn.{x}", np.zeros(heads))[h]) for x in "sb")
+            factor *= scalars.growth(recipe, int(n[b, i]), slope, shift)
         p, a = (float(learned.get(f"bias.{x}", np.ones(heads))[h]) for x in "pa")
         for j in range(keys):
             at_q, at_k = int(where_q[b, i]), int(where_k[b, j])
