@@ -14,8 +14,9 @@ from torch import Tensor
 
 from normattn import InputError
 from normattn.kernels import Problem, Visibility, triton_two_regime
+from normattn.kernels.capabilities import why_not
 from normattn.kernels.reference import reference
-from normattn.kernels.triton_two_regime import triton_attention, why_not_triton
+from normattn.kernels.triton_two_regime import triton_attention
 from score.cases import tensors
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -59,7 +60,7 @@ def _all(given: Problem) -> list[Tensor]:
 
 
 def agrees(given: Problem) -> None:
-    assert why_not_triton(given) is None
+    assert why_not("triton", given) is None
     q, k, v, far_q, far_k = (x.detach().double().requires_grad_() for x in _all(given))
     exact = replace(given, q=q, k=k, v=v, far_q=far_q, far_k=far_k)
     ours, theirs = triton_two_regime.triton_two_regime(given), reference(exact)

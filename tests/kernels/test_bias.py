@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from normattn import InputError
 from normattn.kernels import Problem, Visibility, bias
-from normattn.kernels.bias import bias_attention, why_not_bias
+from normattn.kernels.bias import bias_attention
+from normattn.kernels.capabilities import why_not
 from normattn.kernels.reference import reference
 from score.cases import tensors
 
@@ -63,7 +64,7 @@ def _double(given: Problem) -> Problem:
 
 def agrees(given: Problem) -> None:
     """Output and all four gradients, by the norm of the difference."""
-    assert why_not_bias(given) is None
+    assert why_not("bias", given) is None
     exact = _double(given)
     ours, theirs = bias_attention(given), reference(exact)
     (along,) = tensors(tuple(theirs.shape))
@@ -205,28 +206,28 @@ def test_a_second_derivative_is_refused() -> None:
     ("changes", "reason"),
     [
         ({"bias": None}, "there is none"),
-        ({"cap": 5.0}, "no sink and no cap"),
-        ({"sink": torch.zeros(2)}, "no sink and no cap"),
+        ({"cap": 5.0}, "it has no cap"),
+        ({"sink": torch.zeros(2)}, "it has no sink"),
         ({"dropout": 0.1}, "drops no weights"),
         ({"far_q": problem(5).q, "far_k": problem(5).k, "window": 2}, "not two regimes"),
-        ({"bias": torch.zeros(2, 4)}, "4 distances for 5 keys"),
+        ({"bias": torch.zeros(2, 4)}, "as many distances as there are keys"),
         ({"q": problem(7).q}, "a key at every query's position"),
     ],
 )
 def test_what_it_does_not_serve(changes: dict[str, Any], reason: str) -> None:
-    assert reason in str(why_not_bias(replace(problem(5), **changes)))
+    assert reason in str(why_not("bias", replace(problem(5), **changes)))
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"aligned": False},
-        {"window": 3},
-        {"mask": torch.ones(5, 5, dtype=torch.bool)},
-        {"padding": torch.zeros(1, 5, dtype=torch.bool)},
+        ({"aligned": False}, "consecutive positions"),
+        ({"window": 3}, "no window beside plain causality"),
+        ({"mask": torch.ones(5, 5, dtype=torch.bool)}, "no mask beside plain causality"),
+        ({"padding": torch.zeros(1, 5, dtype=torch.bool)}, "no padding, which is a mask"),
     ],
 )
-def test_it_takes_plain_causality_only(changes: dict[str, Any]) -> None:
+def test_it_takes_plain_causality_only(changes: dict[str, Any], reason: str) -> None:
     given = problem(5)
     given = replace(given, visibility=replace(given.visibility, **changes))
-    assert "plain causality" in str(why_not_bias(given))
+    assert reason in str(why_not("bias", given))

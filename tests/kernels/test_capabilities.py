@@ -138,7 +138,8 @@ def test_a_second_derivative_is_given_or_refused_in_words() -> None:
 
 def test_every_feature_is_in_the_grid_or_tested_elsewhere() -> None:
     met = set().union(*(shown(_problem(*case)) for case in GRID))
-    assert set(FEATURES) - met == {
+    # Triton may be installed or not.
+    assert set(FEATURES) - met - {"no triton"} == {
         *("more rows than keys", "no rows", "float64", "half precision", "CUDA", "carry"),
         "torch.func",
     }

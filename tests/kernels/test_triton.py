@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from normattn.kernels import Problem, Visibility
-from normattn.kernels.triton_two_regime import why_not_triton
+from normattn.kernels.capabilities import why_not
 from score.cases import tensors
 
 INTERPRETED = Path(__file__).with_name("interpreted_triton.py")
@@ -42,32 +42,32 @@ def _problem() -> Problem:
 
 def test_it_needs_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert why_not_triton(_problem()) == "it runs on a CUDA device, not on cpu"
+    assert why_not("triton", _problem()) == "it runs on a CUDA device, not on a CPU"
 
 
 def test_it_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "triton is not installed" in str(why_not_triton(_problem()))
+    assert "triton is not installed" in str(why_not("triton", _problem()))
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"far_q": None, "far_k": None, "window": None}, "for two regimes"),
-        ({"cap": 5.0}, "no cap"),
-        ({"sink": torch.zeros(2)}, "no sink"),
+        ({"far_q": None, "far_k": None, "window": None}, "there is only one"),
+        ({"cap": 5.0}, "it has no cap"),
+        ({"sink": torch.zeros(2)}, "it has no sink"),
         ({"bias": torch.zeros(2, 5)}, "no bias"),
         ({"dropout": 0.1}, "drops no weights"),
         (
             {"q": torch.zeros(1, 2, 7, 4), "far_q": torch.zeros(1, 2, 7, 4)},
             "a key at every query's position",
         ),
-        ({"q": torch.zeros(1, 2, 5, 4, dtype=torch.float64)}, "not in torch.float64"),
-        ({"causal": False}, "plain causality"),
-        ({"aligned": False}, "plain causality"),
+        ({"q": torch.zeros(1, 2, 5, 4, dtype=torch.float64)}, "float32, float16 or bfloat16"),
+        ({"causal": False}, "for causal attention"),
+        ({"aligned": False}, "consecutive positions"),
         ({"window_seen": 3}, "plain causality"),
-        ({"padding": torch.zeros(1, 5, dtype=torch.bool)}, "plain causality"),
+        ({"padding": torch.zeros(1, 5, dtype=torch.bool)}, "no padding"),
     ],
 )
 def test_what_it_does_not_serve(
@@ -76,11 +76,11 @@ def test_what_it_does_not_serve(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     given = _problem()
-    assert why_not_triton(given) is None
+    assert why_not("triton", given) is None
     seen = {"window" if n == "window_seen" else n: x for n, x in changes.items() if n in SEEN}
     others = {n: x for n, x in changes.items() if n not in SEEN}
     given = replace(given, visibility=replace(given.visibility, **seen), **others)
-    assert reason in str(why_not_triton(given))
+    assert reason in str(why_not("triton", given))
 
 
 SEEN = {"causal", "aligned", "window_seen", "padding"}

@@ -47,7 +47,7 @@ def test_the_branches_start_with_the_trained_weights_and_end_the_same_when_stopp
     for name in names:
         place = tmp_path / "whole" / "continued" / "Baseline" / "seed0" / name[3:]
         config = TrainingConfig.parse(read_object(place / "config.json")["config"])
-        fresh = new_model(config)
+        fresh = new_model(config.model, config.continued)
         assert fresh.config.score.variant_name == name[3:]
         weights = fresh.state_dict()
         assert all(torch.equal(weights[key], value) for key, value in base.state_dict().items())
@@ -72,4 +72,5 @@ def test_bad_input(tiny: Path, tmp_path: Path) -> None:
     fields = read_object(place / "config.json")["config"]
     fields["continued"]["trained"] = "CosA"
     with pytest.raises(InputError, match="has other settings than `model` says"):
-        new_model(TrainingConfig.parse(fields))
+        config = TrainingConfig.parse(fields)
+        new_model(config.model, config.continued)

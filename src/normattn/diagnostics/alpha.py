@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from normattn.kernels import Problem
-from normattn.kernels.carry import CarriedScores
+from normattn.kernels.problem import CarriedSum
 from normattn.kernels.reference import reference
 
 
@@ -44,7 +44,7 @@ class Summed:
     """
 
     def __init__(self) -> None:
-        self._features: WeakKeyDictionary[CarriedScores, list[tuple[Tensor, Tensor]]] = (
+        self._features: WeakKeyDictionary[CarriedSum, list[tuple[Tensor, Tensor]]] = (
             WeakKeyDictionary()
         )
 

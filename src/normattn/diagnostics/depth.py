@@ -18,7 +18,7 @@ from normattn.data.masking import MaskedSet
 from normattn.diagnostics.alpha import Summed, alpha
 from normattn.kernels import Problem
 from normattn.kernels.observe import Observation, observing
-from normattn.models.causal_lm import without_dropout
+from normattn.models.dropout import without_dropout
 from normattn.models.masked_lm import MaskedLM
 
 Array = NDArray[np.float64]

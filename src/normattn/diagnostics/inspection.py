@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from normattn.diagnostics.collecting import collecting
 from normattn.diagnostics.records import InspectionRecord
 from normattn.errors import InputError
-from normattn.models.causal_lm import without_dropout
+from normattn.models.dropout import without_dropout
 
 POSITION_BINS = 16
 

@@ -18,7 +18,7 @@ from normattn.diagnostics.collecting import layer_names
 from normattn.errors import InputError
 from normattn.kernels import Problem
 from normattn.kernels.observe import Observation, observing
-from normattn.models.causal_lm import without_dropout
+from normattn.models.dropout import without_dropout
 from normattn.score import Score
 
 MOST_TOKENS = 512

@@ -17,7 +17,7 @@ from normattn.data.tokeniser import Tokeniser
 from normattn.errors import InputError
 from normattn.evaluation.unigram import unigram_nats
 from normattn.models.beam_search import beam_search
-from normattn.models.causal_lm import without_dropout
+from normattn.models.dropout import without_dropout
 from normattn.models.translator import Translator
 
 HOPELESS = 1e6

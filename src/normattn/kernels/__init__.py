@@ -8,7 +8,8 @@ from normattn.kernels.cross_entropy import (
     token_scores,
 )
 from normattn.kernels.dispatch import BACKENDS, Decision, attend, choose, reasons
-from normattn.kernels.problem import Problem, Visibility
+from normattn.kernels.problem import Problem
+from normattn.kernels.visibility import Visibility
 
 __all__ = [
     "BACKENDS",

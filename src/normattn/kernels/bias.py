@@ -30,8 +30,8 @@ from torch import Tensor
 
 from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.observe import Eye, Looked
-from normattn.kernels.problem import Problem, Visibility
-from normattn.plain import transformed
+from normattn.kernels.problem import Problem
+from normattn.kernels.visibility import Visibility
 
 # Query rows of a tile, and the bytes of its scores: about what a core's second cache holds.
 ROWS, TILE_BYTES = 128, 2**20
@@ -325,25 +325,3 @@ def bias_attention(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b
     p = problem.expanded()
     out: Tensor = _Bias.apply(p.q, p.k, p.v, p.bias, p.visibility, eye)  # type: ignore[no-untyped-call]
     return out
-
-
-def why_not_bias(problem: Problem) -> str | None:
-    """The reason why this kernel cannot serve the problem, or None."""
-    if problem.bias is None:
-        return "it is for a bias by distance, and there is none"
-    if problem.sink is not None or problem.cap is not None:
-        return "it has no sink and no cap"
-    if problem.two_regimes:
-        return "it has one score per pair, not two regimes"
-    if problem.dropout:
-        return "it drops no weights"
-    if transformed():
-        return "torch.func and forward-mode derivatives see through plain operations only"
-    if not (problem.visibility.plain and problem.visibility.aligned):
-        return "it needs consecutive positions and takes no mask beside plain causality"
-    queries, keys = problem.q.shape[2], problem.k.shape[2]
-    if queries > keys:
-        return "it needs a key at every query's position"
-    if problem.bias.shape[1] < keys:
-        return f"the bias has {problem.bias.shape[1]} distances for {keys} keys"
-    return None

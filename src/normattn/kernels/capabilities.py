@@ -5,6 +5,8 @@ A problem shows some features; a kernel serves it when all of them are in its ro
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -33,6 +35,11 @@ def _irregular(p: Problem) -> bool:
     seen = p.visibility
     matter = seen.causal or seen.window is not None or p.two_regimes or p.bias is not None
     return matter and not seen.aligned
+
+
+def interpreted() -> bool:
+    """Whether Triton's programs run on a CPU, by its interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 FEATURES: Mapping[str, Feature] = {
@@ -95,9 +102,16 @@ FEATURES: Mapping[str, Feature] = {
         lambda p: transformed(),
         "torch.func and forward-mode derivatives see through plain operations only",
     ),
-    "CPU": Feature(lambda p: p.q.device.type == "cpu", "it runs on a CUDA device, not on a CPU"),
+    "CPU": Feature(
+        lambda p: p.q.device.type == "cpu" and not interpreted(),
+        "it runs on a CUDA device, not on a CPU",
+    ),
     "CUDA": Feature(
         lambda p: p.q.device.type == "cuda", "it stands on operations that only a CPU has"
+    ),
+    "no triton": Feature(
+        lambda p: importlib.util.find_spec("triton") is None,
+        "triton is not installed (the extra `triton`)",
     ),
 }
 _ALL = frozenset(FEATURES)
@@ -147,7 +161,10 @@ TABLE: Mapping[str, Capabilities] = {
         Capabilities(
             "triton",
             _PLAIN
-            - {"one regime", "no causality", "more rows than keys", "dropout", "float64", "CPU"},
+            - {
+                *("one regime", "no causality", "more rows than keys", "dropout", "float64"),
+                *("CPU", "no triton"),
+            },
             False,
             "two regimes in one pass; needs triton",
         ),
@@ -186,12 +203,16 @@ def shown(problem: Problem) -> frozenset[str]:
 
 
 def why_not(kernel: str, problem: Problem) -> str | None:
-    """The reason why a kernel cannot serve the problem, by its row of the table, or None."""
+    """The reason why a kernel cannot serve the problem, or None.
+
+    Its row of the table says it, and where scores are carried the layers below, which one kernel
+    sums.
+    """
     serves = capabilities(kernel).serves
     for name, feature in FEATURES.items():
         if name not in serves and feature.shown(problem):
             return feature.refusal
-    return None
+    return None if problem.carry is None else problem.carry.elsewhere(kernel)
 
 
 def capabilities(kernel: str) -> Capabilities:

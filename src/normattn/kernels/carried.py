@@ -19,6 +19,7 @@ Legend: B batch, H heads, T queries, S keys, E value size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +27,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.kernels.carry import CarriedScores
 from normattn.kernels.chunked import backward_tiles, draw_seed, forward_tiles
 from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.observe import Eye
-from normattn.kernels.problem import Problem, Settings, stack_of
+from normattn.kernels.problem import Problem
 from normattn.kernels.rows import Rows
 from normattn.kernels.score_buffer import Ledger
 from normattn.kernels.tiles import Plan
@@ -49,13 +51,13 @@ class _Carried(torch.autograd.Function):
         ctx: Any,
         ledger: Ledger,
         place: Place,
-        settings: Settings,
+        settings: Mapping[str, Any],
         seed: int,
         eye: Eye | None,
         token: Tensor,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        problem = settings.problem(tensors)
+        problem = Problem.of(settings, tensors)
         plan = Plan.of(problem)
         layer = ledger.up(problem.q, plan, place.number, place.share)
         if place.learning:
@@ -75,7 +77,7 @@ class _Carried(torch.autograd.Function):
                 "carried scores are undone in a backward and serve one only: add the losses and "
                 "call backward once, or use backend='reference' or 'concatenated'"
             )
-        problem = settings.problem(ctx.saved_tensors)
+        problem = Problem.of(settings, ctx.saved_tensors)
         plan = Plan.of(problem)
         _undo_above(ledger, problem, plan, number)
         layer = ledger.down(problem.q, plan, number, place.share)
@@ -114,8 +116,8 @@ def carried(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t e"
 
 def _carried(problem: Problem, eye: Eye | None) -> Tensor:
     state = problem.carry
-    assert state is not None
-    state.enter("carried", stack_of(problem))
+    assert isinstance(state, CarriedScores)
+    state.enter("carried", problem.stack)
     if state.ledger is None:
         state.ledger = Ledger(Plan.of(problem))
     token = problem.q.new_empty(0) if state.token is None else state.token

@@ -5,36 +5,16 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D score size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.kernels.problem import Stack
+from normattn.kernels.score_buffer import Ledger
 
-if TYPE_CHECKING:
-    # A buffer is laid out by a problem, and a problem holds a carry.
-    from normattn.kernels.score_buffer import Ledger
-
-
-@dataclass(frozen=True)
-class Stack:
-    """What all layers that share one carry have in common."""
-
-    batch: int
-    heads: int
-    key_heads: int
-    queries: int
-    keys: int
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return (
-            f"batch {self.batch}, {self.heads} query heads, {self.key_heads} key heads, "
-            f"{self.queries} queries, {self.keys} keys, {self.dtype}"
-        )
+WAYS = ("carried", "concatenated", "reference")
+"""The kernels that hold a sum: what the lowest layer begins, no other can go on with."""
 
 
 class CarriedScores:
@@ -66,7 +46,7 @@ class CarriedScores:
 
     def elsewhere(self, way: str) -> str | None:
         """Why a kernel cannot go on from the layers below; None where it can."""
-        if self.way in (None, way):
+        if self.way in (None, way) or way not in WAYS:
             return None
         return f"the layers below were summed by the {self.way} kernel, and one serves all layers"
 

@@ -9,6 +9,7 @@ Legend: B batch, H heads, G key heads, T queries, S keys, D score size, E value 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.gradients import Gradients, GroupGradients
 from normattn.kernels.observe import Eye
 from normattn.kernels.observe_tiles import show_tile
-from normattn.kernels.problem import Problem, Settings
+from normattn.kernels.problem import Problem
 from normattn.kernels.rows import Rows, grouped, keep_mask, ungrouped
 from normattn.kernels.score_buffer import LayerScores
 from normattn.kernels.tiles import Plan
@@ -28,9 +29,9 @@ from normattn.kernels.tiles import Plan
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, settings: Settings, seed: int, eye: Eye | None, *tensors: Tensor | None
+        ctx: Any, settings: Mapping[str, Any], seed: int, eye: Eye | None, *tensors: Tensor | None
     ) -> Tensor:
-        problem = settings.problem(tensors)
+        problem = Problem.of(settings, tensors)
         ctx.save_for_backward(*tensors)
         ctx.settings = settings, seed
         return forward_tiles(problem, Plan.of(problem), seed, eye=eye)
@@ -39,7 +40,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the chunked kernel", "backend='reference'")
         settings, seed = ctx.settings
-        problem = settings.problem(ctx.saved_tensors)
+        problem = Problem.of(settings, ctx.saved_tensors)
         sums = backward_tiles(problem, Plan.of(problem), grads[0], seed)
         return (None, None, None, *sums.all(problem))
 

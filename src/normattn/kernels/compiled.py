@@ -5,6 +5,7 @@ Each operation takes a problem field by field, as an operator's schema wants it.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,52 +13,48 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.kernels.chunked import backward_tiles, draw_seed, forward_tiles
-from normattn.kernels.problem import Problem, Settings, Visibility
+from normattn.kernels.problem import LEARNED, Problem
 from normattn.kernels.tiles import Plan
-
-# Among an operation's arguments: where the tensors that a gradient may reach end.
-_LEARNING = 7
+from normattn.kernels.visibility import Visibility
 
 
-def _problem(*fields: Any) -> Problem:
-    tensors, seen, rest = fields[:_LEARNING], fields[_LEARNING:-4], fields[-4:]
-    query, key, padding, mask, own, theirs, causal, aligned, sliding, kept = seen
-    visibility = Visibility(causal, query, key, aligned, padding, mask, sliding, kept, own, theirs)
-    return Settings(visibility, *rest).problem(tensors)
+def _type(annotation: object) -> str:
+    """The type of a field as a schema writes it; the annotation is a string."""
+    text = str(annotation)
+    name = "Tensor" if "Tensor" in text else text.split(" ")[0]
+    return f"{name}?" if text.endswith("| None") else name
+
+
+_OWN = {x.name: _type(x.type) for x in fields(Problem) if x.name not in ("visibility", "carry")}
+_SEEN = {x.name: _type(x.type) for x in fields(Visibility)}
+_TYPES = {**_OWN, **{f"visible_{name}": each for name, each in _SEEN.items()}}
+_FIELDS = ", ".join(f"{each} {name}" for name, each in _TYPES.items())
+
+
+def _problem(*values: Any) -> Problem:
+    seen = Visibility(**dict(zip(_SEEN, values[len(_OWN) :], strict=True)))
+    return Problem(visibility=seen, **dict(zip(_OWN, values[: len(_OWN)], strict=True)))
 
 
 def _fields(p: Problem) -> tuple[Any, ...]:
-    s = p.visibility
-    return (
-        *p.tensors,
-        *(s.query, s.key, s.padding, s.mask, s.query_documents, s.key_documents),
-        *(s.causal, s.aligned, s.window, s.kept),
-        *(p.window, p.dropout, p.cap, p.near_start),
-    )
-
-
-_FIELDS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? far_q, Tensor? far_k, Tensor? bias, Tensor? sink, "
-    "Tensor query, Tensor key, Tensor? padding, Tensor? mask, Tensor? own, Tensor? theirs, "
-    "bool causal, bool aligned, int? sliding, int kept, "
-    "int? window, float dropout, float? cap, int near_start"
-)
+    own = [getattr(p, name) for name in _OWN]
+    return (*own, *[getattr(p.visibility, name) for name in _SEEN])
 
 
 @torch.library.custom_op(
     "normattn::chunked", mutates_args=(), schema=f"({_FIELDS}) -> (Tensor, Tensor)"
 )
-def _forward(*fields: Any) -> tuple[Tensor, Tensor]:
-    problem = _problem(*fields)
+def _forward(*values: Any) -> tuple[Tensor, Tensor]:
+    problem = _problem(*values)
     seed = draw_seed(problem)
     out = forward_tiles(problem, Plan.of(problem), seed).contiguous()
     return out, torch.tensor(seed)
 
 
 @_forward.register_fake
-def _(*fields: Any) -> tuple[Tensor, Tensor]:
-    q, _, v = fields[:3]
-    return v.new_empty(*q.shape[:3], v.shape[-1]), torch.empty((), dtype=torch.int64)
+def _(*values: Any) -> tuple[Tensor, Tensor]:
+    p = _problem(*values)
+    return p.v.new_empty(*p.q.shape[:3], p.v.shape[-1]), torch.empty((), dtype=torch.int64)
 
 
 @torch.library.custom_op(
@@ -65,15 +62,15 @@ def _(*fields: Any) -> tuple[Tensor, Tensor]:
     mutates_args=(),
     schema=f"(Tensor grad, Tensor seed, {_FIELDS}) -> Tensor[]",
 )
-def _backward(grad: Tensor, seed: Tensor, *fields: Any) -> list[Tensor]:
-    problem = _problem(*fields)
+def _backward(grad: Tensor, seed: Tensor, *values: Any) -> list[Tensor]:
+    problem = _problem(*values)
     sums = backward_tiles(problem, Plan.of(problem), grad, int(seed.item())).all(problem)
     return [x.contiguous() for x in sums if x is not None]
 
 
 @_backward.register_fake
-def _(grad: Tensor, seed: Tensor, *fields: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in fields[:_LEARNING] if x is not None]
+def _(grad: Tensor, seed: Tensor, *values: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in _problem(*values).tensors if x is not None]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -84,12 +81,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _autograd(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     seed, *saved = ctx.saved_tensors
-    tensors = iter(saved)
+    given = iter(saved)
     places = zip(ctx.places, ctx.others, strict=True)
-    fields = [next(tensors) if is_tensor else other for is_tensor, other in places]
-    sums = iter(_backward(grad, seed, *fields))
-    found = [None if x is None else next(sums) for x in fields[:_LEARNING]]
-    return (*found, *(None for _ in fields[_LEARNING:]))
+    values = [next(given) if is_tensor else other for is_tensor, other in places]
+    sums = iter(_backward(grad, seed, *values))
+    tensors = zip(LEARNED, _problem(*values).tensors, strict=True)
+    found = {name: next(sums) for name, x in tensors if x is not None}
+    return tuple(found.get(name) for name in _TYPES)
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from normattn.kernels.problem import Problem, stack_of
+from normattn.kernels.problem import Problem
 
 
 def concatenated(problem: Problem) -> Problem:
     """The same problem without a carry, its features those of this layer and of all below."""
     state = problem.carry
     assert state is not None
-    state.enter("concatenated", stack_of(problem))
+    state.enter("concatenated", problem.stack)
     q, k = state.features(problem.q, problem.k)
     return replace(problem, q=q, k=k, carry=None)

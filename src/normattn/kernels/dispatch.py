@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels.bias import bias_attention, why_not_bias
+from normattn.kernels.bias import bias_attention
 from normattn.kernels.capabilities import why_not
 from normattn.kernels.carried import carried
 from normattn.kernels.chunked import chunked
@@ -23,17 +22,20 @@ from normattn.kernels.observe import Eye, observer
 from normattn.kernels.observe_tiles import look_over
 from normattn.kernels.problem import Problem
 from normattn.kernels.reference import reference
-from normattn.kernels.triton_two_regime import triton_two_regime, why_not_triton
+from normattn.kernels.triton_two_regime import triton_two_regime
 from normattn.kernels.two_regime import two_regime
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute attention, and why it may be unable to serve a problem."""
+    """A way to compute attention; `capabilities` say what it serves."""
 
     name: str
     run: Callable[[Problem], Tensor]
-    why_not: Callable[[Problem], str | None]
+
+    def why_not(self, problem: Problem) -> str | None:
+        """The reason why it cannot serve the problem, or None."""
+        return why_not(self.name, problem)
 
 
 @dataclass(frozen=True)
@@ -67,21 +69,16 @@ def _in_float32(problem: Problem) -> Tensor:
     return attend(replace(problem, q=q, k=k, v=v, far_q=far_q, far_k=far_k)).to(problem.v.dtype)
 
 
-def _why_not_carrying(way: str, problem: Problem) -> str | None:
-    reason = why_not(way, problem)
-    return reason if reason or problem.carry is None else problem.carry.elsewhere(way)
-
-
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("fused", fused, partial(why_not, "fused")),
-    Kernel("triton", triton_two_regime, why_not_triton),
-    Kernel("two-regime", two_regime, partial(why_not, "two-regime")),
-    Kernel("bias", bias_attention, why_not_bias),
-    Kernel("carried", carried, partial(_why_not_carrying, "carried")),
-    Kernel("concatenated", _side_by_side, partial(_why_not_carrying, "concatenated")),
-    Kernel("chunked", _tiles, partial(why_not, "chunked")),
-    Kernel("precise", _in_float32, partial(why_not, "precise")),
-    Kernel("reference", reference, partial(_why_not_carrying, "reference")),
+    Kernel("fused", fused),
+    Kernel("triton", triton_two_regime),
+    Kernel("two-regime", two_regime),
+    Kernel("bias", bias_attention),
+    Kernel("carried", carried),
+    Kernel("concatenated", _side_by_side),
+    Kernel("chunked", _tiles),
+    Kernel("precise", _in_float32),
+    Kernel("reference", reference),
 )
 BACKENDS: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
 # Query rows at which tiles beat the stock kernel on a CPU in float32 (results/attention.json).

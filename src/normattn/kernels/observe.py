@@ -22,7 +22,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from normattn.kernels.problem import Problem, Visibility
+from normattn.kernels.problem import Problem
+from normattn.kernels.visibility import Visibility
 
 # Rows of a block in which visible keys are counted.
 _ROWS = 256

@@ -1,112 +1,68 @@
 """What a kernel is asked: tensors and who may see whom, never the name of a method.
 
-Legend: B batch, H query heads, G key heads, T queries, S keys, D score size, E value size.
+Legend: B batch, H query heads, G key heads, T queries, S keys, D score and E value size, n layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels.carry import CarriedScores, Stack
+from normattn.kernels.visibility import Visibility
 
 
 @dataclass(frozen=True)
-class Visibility:
-    """Which keys a query sees, and what is added to a score.
+class Stack:
+    """What all layers that share one carry have in common."""
 
-    A key is seen when it is not padding, when `mask` (boolean, True = seen) allows it, when it is
-    of the query's document, if `causal`, when its position is not after the query's, and, with a
-    `window`, when |i − j| < window or its position is below `kept`. A floating `mask` is added to
-    the score. `aligned` says that positions are 0 … S − 1 for keys and the last T of them for
-    queries.
-    """
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    dtype: torch.dtype
 
-    causal: bool
-    query: Int[Tensor, "*bq t"]
-    key: Int[Tensor, "*bk s"]
-    aligned: bool
-    padding: Bool[Tensor, "b s"] | None = None
-    mask: Tensor | None = None
-    window: int | None = None
-    kept: int = 0
-    query_documents: Int[Tensor, "b t"] | None = None
-    key_documents: Int[Tensor, "b s"] | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether nothing but aligned causality (or nothing at all) hides a key."""
-        return self.window is None and self.regular
-
-    @property
-    def regular(self) -> bool:
-        """Whether a key is hidden by aligned causality and the window only, alike in every row."""
-        bare = self.padding is None and self.mask is None and self.query_documents is None
-        return bare and (self.aligned or not (self.causal or self.window is not None))
-
-    def part(self, rows: slice, keys: int) -> Visibility:
-        """What `rows` see of the first `keys` keys; rows are then the last of them if aligned."""
-        if rows == slice(0, self.query.shape[-1]) and keys == self.key.shape[-1]:
-            return self
-        columns = slice(0, keys)
-        own, theirs = self.query_documents, self.key_documents
-        return replace(
-            self,
-            query=self.query[..., rows],
-            key=self.key[..., columns],
-            padding=None if self.padding is None else self.padding[:, columns],
-            mask=None if self.mask is None else _block(self.mask, rows, columns),
-            query_documents=None if own is None else own[:, rows],
-            key_documents=None if theirs is None else theirs[:, columns],
+    def __str__(self) -> str:
+        return (
+            f"batch {self.batch}, {self.heads} query heads, {self.key_heads} key heads, "
+            f"{self.queries} queries, {self.keys} keys, {self.dtype}"
         )
 
-    def distance(self, rows: slice, columns: slice) -> Int[Tensor, "*b t s"]:
-        """i − j for a block, (t, s) or (B, 1, t, s)."""
-        query, key = self.query[..., rows], self.key[..., columns]
-        block = query[..., :, None] - key[..., None, :]
-        return block[:, None] if block.dim() == 3 else block
 
-    def hidden(self, rows: slice, columns: slice) -> Bool[Tensor, "..."] | None:
-        """True where a key is not seen, broadcastable to (B, H, t, s); None where all are."""
-        hidden: Tensor | None = None
-        if self.causal:
-            hidden = self.distance(rows, columns) < 0
-        if self.padding is not None:
-            padded = self.padding[:, None, None, columns]
-            hidden = padded if hidden is None else hidden | padded
-        if self.window is not None:
-            beyond = self.distance(rows, columns).abs() >= self.window
-            if self.kept:
-                key = self.key[..., columns] >= self.kept
-                beyond = beyond & (key[:, None, None] if key.dim() == 2 else key)
-            hidden = beyond if hidden is None else hidden | beyond
-        if self.query_documents is not None and self.key_documents is not None:
-            query, key = self.query_documents[:, rows], self.key_documents[:, columns]
-            other = (query[:, :, None] != key[:, None, :])[:, None]
-            hidden = other if hidden is None else hidden | other
-        if self.mask is not None and self.mask.dtype == torch.bool:
-            unseen = ~_block(self.mask, rows, columns)
-            hidden = unseen if hidden is None else hidden | unseen
-        return hidden
+@runtime_checkable
+class CarriedSum(Protocol):
+    """Scores that the layers of one forward pass sum up: `kernels.carry.CarriedScores`.
 
-    def added(self, rows: slice, columns: slice) -> Float[Tensor, "..."] | None:
-        """What the floating mask adds to a block of scores."""
-        if self.mask is None or self.mask.dtype == torch.bool:
-            return None
-        return _block(self.mask, rows, columns)
+    `layers` is how many there will be, if that is known; `way` the kernel that sums them.
+    """
 
+    mean: bool
+    layers: int | None
+    way: str | None
 
-def _block(mask: Tensor, rows: slice, columns: slice) -> Tensor:
-    """The block of a mask whose last two axes may be 1 to be broadcast."""
-    if mask.shape[-2] != 1:
-        mask = mask[..., rows, :]
-    return mask if mask.shape[-1] == 1 else mask[..., columns]
+    def elsewhere(self, way: str) -> str | None:
+        """Why a kernel cannot go on from the layers below; None where it can."""
+        ...
+
+    def enter(self, way: str, stack: Stack) -> None:
+        """One more layer, from now on counted."""
+        ...
+
+    def stored(self, score: Float[Tensor, "b h t s"]) -> Float[Tensor, "b h t s"]:
+        """The sum with this layer's scores, known to autograd."""
+        ...
+
+    def features(
+        self, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]
+    ) -> tuple[Float[Tensor, "b h t nd"], Float[Tensor, "b g s nd"]]:
+        """[q_1 … q_n] and [k_1 … k_n], whose product is the sum."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -134,7 +90,7 @@ class Problem:
     sink: Float[Tensor, " h"] | None = None
     cap: float | None = None
     near_start: int = 0
-    carry: CarriedScores | None = None
+    carry: CarriedSum | None = None
 
     @property
     def two_regimes(self) -> bool:
@@ -143,13 +99,24 @@ class Problem:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What a gradient may reach: q, k, v, far_q, far_k, bias and sink."""
+        """What a gradient may reach, in the order of `LEARNED`."""
         return self.q, self.k, self.v, self.far_q, self.far_k, self.bias, self.sink
 
     @property
-    def settings(self) -> Settings:
-        """All the rest, but for the carry."""
-        return Settings(self.visibility, self.window, self.dropout, self.cap, self.near_start)
+    def settings(self) -> Mapping[str, Any]:
+        """All the rest by name, but for the carry."""
+        return {name: getattr(self, name) for name in _SETTINGS}
+
+    @staticmethod
+    def of(settings: Mapping[str, Any], tensors: Sequence[Tensor | None]) -> Problem:
+        """The problem of `settings` and `tensors`."""
+        return Problem(**settings, **dict(zip(LEARNED, tensors, strict=True)))
+
+    @property
+    def stack(self) -> Stack:
+        """What the layers of a stack must share."""
+        q, k = self.q, self.k
+        return Stack(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.dtype)
 
     def expanded(self) -> Problem:
         """The same problem with one key head per query head."""
@@ -165,31 +132,9 @@ class Problem:
         )
 
 
-class Settings(NamedTuple):
-    """A problem without the tensors that a gradient may reach."""
-
-    visibility: Visibility
-    window: int | None
-    dropout: float
-    cap: float | None
-    near_start: int
-
-    def problem(self, tensors: Sequence[Tensor | None]) -> Problem:
-        """The problem with `Problem.tensors`."""
-        q, k, v, far_q, far_k, bias, sink = tensors
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        return Problem(
-            *(q, k, v, self.visibility, far_q, far_k, self.window, self.dropout, bias, sink),
-            *(self.cap, self.near_start),
-        )
-
-
-def stack_of(problem: Problem) -> Stack:
-    """What the layers of a stack must share."""
-    q, k = problem.q, problem.k
-    return Stack(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.dtype)
+LEARNED = ("q", "k", "v", "far_q", "far_k", "bias", "sink")
+"""The tensors of a problem that a gradient may reach."""
+_SETTINGS = tuple(x.name for x in fields(Problem) if x.name not in (*LEARNED, "carry"))
 
 
 def check_dense(name: str, operand: Any) -> None:

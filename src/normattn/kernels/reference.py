@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.kernels.observe import Eye, show_whole
-from normattn.kernels.problem import Problem, stack_of
+from normattn.kernels.problem import Problem
 
 
 def reference(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
@@ -21,7 +21,7 @@ def reference(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t 
         far = p.visibility.distance(every, every) >= p.window
         score = torch.where(far, p.far_q @ p.far_k.transpose(-1, -2), score)
     if p.carry is not None:
-        p.carry.enter("reference", stack_of(problem))
+        p.carry.enter("reference", problem.stack)
         score = p.carry.stored(score)
     if p.cap is not None:
         score = p.cap * torch.tanh(score / p.cap)

@@ -15,9 +15,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from normattn.kernels.problem import Problem, Visibility
+from normattn.kernels.problem import Problem
 from normattn.kernels.score_buffer import LayerScores
 from normattn.kernels.tiles import Group, Plan, Span, Tile, hide_edges
+from normattn.kernels.visibility import Visibility
 
 # Rows of a product below which a strided operand costs more than a copy of it.
 _FEW = 16

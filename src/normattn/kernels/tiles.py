@@ -16,7 +16,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from normattn.kernels.problem import Problem, Visibility
+from normattn.kernels.problem import Problem
+from normattn.kernels.visibility import Visibility
 
 # Scores of one tile, in bytes: about the second-level cache of a core.
 TILE_BYTES = 2**20

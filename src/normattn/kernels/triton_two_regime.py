@@ -15,17 +15,15 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D score size, E 
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from normattn.kernels.capabilities import interpreted
 from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.problem import Problem
-from normattn.plain import transformed
 
 
 class TritonAttention(NamedTuple):
@@ -33,10 +31,6 @@ class TritonAttention(NamedTuple):
 
     out: Float[Tensor, "b h t e"]
     lse: Float[Tensor, "b h t"]
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class _Launch:
@@ -54,7 +48,7 @@ class _Launch:
             "EP": _padded(values),
             "ROWS": self.block,
             "BLOCK": self.block,
-            "UPCAST": _interpreted(),
+            "UPCAST": interpreted(),
         }
 
     def by_queries(self, program: Any, *tensors: Tensor) -> None:
@@ -125,7 +119,7 @@ class _Triton(torch.autograd.Function):
 
 
 def triton_attention(problem: Problem) -> TritonAttention:
-    """Output and log-sum-exp of a two-regime problem that `why_not_triton` has nothing against."""
+    """Output and log-sum-exp of a two-regime problem that the kernel serves (`capabilities`)."""
     p = problem
     out, lse = _Triton.apply(  # type: ignore[no-untyped-call]
         p.q, p.k, p.v, p.far_q, p.far_k, p.near_start, p.window
@@ -136,27 +130,3 @@ def triton_attention(problem: Problem) -> TritonAttention:
 def triton_two_regime(problem: Problem) -> Float[Tensor, "b h t e"]:
     """softmax(score) · v in one pass on a GPU; keys may have fewer heads than queries."""
     return triton_attention(problem).out
-
-
-def why_not_triton(problem: Problem) -> str | None:
-    """The reason why this kernel cannot serve the problem, or None."""
-    if not problem.two_regimes:
-        return "it is for two regimes, and there is one"
-    if problem.q.device.type != "cuda" and not _interpreted():
-        return f"it runs on a CUDA device, not on {problem.q.device.type}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (the extra `triton`)"
-    if problem.bias is not None or problem.sink is not None or problem.cap is not None:
-        return "it adds no bias, no sink and no cap to the score"
-    if problem.dropout:
-        return "it drops no weights"
-    if transformed():
-        return "torch.func and forward-mode derivatives see through plain operations only"
-    visibility = problem.visibility
-    if not (visibility.plain and visibility.aligned and visibility.causal):
-        return "it needs consecutive positions and takes no mask beside plain causality"
-    if problem.q.shape[2] > problem.v.shape[2]:
-        return "it needs a key at every query's position"
-    if problem.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it computes in float32, float16 or bfloat16, not in {problem.q.dtype}"
-    return None

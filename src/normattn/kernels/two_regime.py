@@ -14,7 +14,7 @@ X parts of the far keys, D size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from normattn.kernels.chunked import backward_tiles, forward_tiles
 from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.flash import flash, flash_backward
 from normattn.kernels.gradients import wide
-from normattn.kernels.problem import Problem, Settings
+from normattn.kernels.problem import Problem
 from normattn.kernels.rows import grouped, ungrouped
 from normattn.kernels.tiles import Plan
 
@@ -59,8 +59,8 @@ def _parts(problem: Problem) -> Iterator[_Part]:
 
 class _TwoRegime(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, settings: Settings, *tensors: Tensor | None) -> Tensor:
-        problem = settings.problem(tensors)
+    def forward(ctx: Any, settings: Mapping[str, Any], *tensors: Tensor | None) -> Tensor:
+        problem = Problem.of(settings, tensors)
         plan = Plan.of(problem, near_only=True)
         q = grouped(problem.q, plan.repeat)
         parts = list(_parts(problem))
@@ -84,7 +84,7 @@ class _TwoRegime(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the two-regime kernel", "backend='reference'")
         *tensors, out, extra, whole = ctx.saved_tensors
-        problem = ctx.settings.problem(tensors)
+        problem = Problem.of(ctx.settings, tensors)
         plan = Plan.of(problem, near_only=True)
         delta = (grads[0] * out).sum(-1, keepdim=True, dtype=extra.dtype)
         sums = backward_tiles(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels import Problem, attend
-from normattn.kernels.carry import CarriedScores, Stack
-from normattn.kernels.problem import stack_of
+from normattn.kernels.carry import CarriedScores
+from normattn.kernels.problem import Stack
 from normattn.score import ScoreSpec
 
 
@@ -51,7 +51,7 @@ class FeatureCarry:
 
     def attend(self, problem: Problem, backend: str = "auto") -> Float[Tensor, "b h t e"]:
         """softmax(Q̃ K̃ᵀ) · v by any kernel."""
-        stack = stack_of(problem)
+        stack = problem.stack
         if self._stack is not None and self._stack != stack:
             raise InputError(
                 f"all layers that carry queries and keys must have the same shape, but below is "

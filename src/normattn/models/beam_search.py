@@ -10,19 +10,53 @@ Legend: R sources, K beams, V vocabulary, t tokens written.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.models.cache import ModelCache
-from normattn.models.causal_lm import without_dropout
-from normattn.models.translator import Encoded, Translator
+from normattn.models.dropout import without_dropout
+from normattn.models.encoded import Encoded
+from normattn.models.translator_config import TranslatorConfig
+
+
+@runtime_checkable
+class Translates(Protocol):
+    """A model that reads a source once and writes its translation, as `Translator` does."""
+
+    @property
+    def config(self) -> TranslatorConfig:
+        """Its settings, among them the special tokens."""
+        ...
+
+    @property
+    def head_weight(self) -> Float[Tensor, "v d"]:
+        """The matrix that turns a hidden vector into logits."""
+        ...
+
+    def new_cache(self) -> ModelCache:
+        """An empty cache of what is written."""
+        ...
+
+    def encode(self, source: Int[Tensor, "b s"]) -> Encoded:
+        """Read sources."""
+        ...
+
+    def decode(
+        self, target: Int[Tensor, "br t"], encoded: Encoded, cache: ModelCache
+    ) -> Float[Tensor, "br t d"]:
+        """What the head reads after each token of the targets, which go on from the cache."""
+        ...
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules within."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +91,7 @@ class _Settings:
 
 @torch.inference_mode()
 def beam_search(
-    model: Translator,
+    model: Translates,
     sources: Sequence[Sequence[int]],
     *,
     beam: int = 4,
@@ -100,7 +134,7 @@ class _Search:
     """One batch under way: a grid of R sources by K places, of which some may be empty."""
 
     def __init__(
-        self, model: Translator, sources: Sequence[Sequence[int]], settings: _Settings
+        self, model: Translates, sources: Sequence[Sequence[int]], settings: _Settings
     ) -> None:
         self.model, self.settings = model, settings
         device = model.head_weight.device
@@ -225,7 +259,7 @@ def _padded(sources: Sequence[Sequence[int]], pad: int, device: torch.device) ->
 
 
 def _check(
-    model: Translator, sources: Sequence[Sequence[int]], settings: _Settings, batch: int
+    model: Translates, sources: Sequence[Sequence[int]], settings: _Settings, batch: int
 ) -> None:
     for name, value in (("beam", settings.beam), ("batch", batch)):
         if value < 1:

@@ -23,6 +23,9 @@ from normattn.layers.cache import (
 from normattn.models.reading import Reading
 from normattn.score import ScoreSpec
 
+# Longer rows, and prompts, are read this many tokens at a time, which a cache remembers.
+CHUNK = 512
+
 
 class ModelCache:
     """One `KeyValueCache` per layer, and which tokens are padding or of another document.

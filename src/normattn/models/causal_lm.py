@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,10 @@ from normattn.kernels.cross_entropy import (
     linear_cross_entropy,
     token_scores,
 )
-from normattn.models.cache import ModelCache
+from normattn.models.cache import CHUNK, ModelCache
 from normattn.models.config import CausalLMConfig
+from normattn.models.dropout import without_dropout
+from normattn.models.generation import Answer, generate
 from normattn.models.ids import checked_ids
 from normattn.models.initialisation import initialise
 from normattn.models.method import MethodHandle
@@ -31,8 +32,6 @@ from normattn.score import Score, ScoreSpec
 
 # Tokens scored at a time without gradient: the activations of about this many are held.
 _SCORED_TOKENS = 8192
-# Longer rows, and prompts, are read this many tokens at a time, which a cache remembers.
-CHUNK = 512
 
 
 class CausalLM(nn.Module):
@@ -148,11 +147,8 @@ class CausalLM(nn.Module):
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **settings: Any
-    ) -> list[Any]:
+    ) -> list[Answer]:
         """The `Answer` to each prompt; settings are those of `normattn.models.generate`."""
-        # That file is about models and so reads this one.
-        from normattn.models.generation import generate
-
         return generate(self, prompts, max_new_tokens, **settings)
 
     def loss(self, ids: Int[Tensor, "b t1"], backend: str = "auto") -> LinearCrossEntropy:
@@ -254,16 +250,3 @@ class CausalLM(nn.Module):
             raise InputError(f"rows of {ids.shape[1]} tokens predict nothing; give at least 2")
         hidden = self.hidden(ids[:, :-1], backend=backend)
         return hidden.flatten(0, 1), ids[:, 1:].flatten()
-
-
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; each module then has its own mode again."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.models.causal_lm import CHUNK, CausalLM, without_dropout
+from normattn.models.cache import CHUNK, ModelCache
+from normattn.models.dropout import without_dropout
 from normattn.models.sampling import Sampling, row_generators
 
 Decode = Callable[[Sequence[int]], str]
 OnToken = Callable[[int, int], None]
 Ending = Literal["stop", "length"]
+
+
+@runtime_checkable
+class NextTokens(Protocol):
+    """A model that predicts the next token of what it has read, as `CausalLM` does."""
+
+    @property
+    def head_weight(self) -> Float[Tensor, "v d"]:
+        """The matrix whose rows are the vocabulary."""
+        ...
+
+    def prefill(
+        self,
+        ids: Int[Tensor, "b t"],
+        key_padding: Bool[Tensor, "b t"] | None = None,
+        *,
+        chunk: int = CHUNK,
+    ) -> tuple[Float[Tensor, "b v"], ModelCache]:
+        """Read prompts: the logits after the last token, and the cache."""
+        ...
+
+    def __call__(self, ids: Int[Tensor, "b t"], *, cache: ModelCache) -> Float[Tensor, "b t v"]:
+        """Read more tokens: the logits after each."""
+        ...
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules within."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -105,7 +135,7 @@ class _Row:
 
 @torch.inference_mode()
 def generate(
-    model: CausalLM,
+    model: NextTokens,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
@@ -137,7 +167,7 @@ def generate(
     an empty prompt, ids outside the vocabulary and settings out of range.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    stops = Stops.of(stop, decode, model.config.vocab_size)
+    stops = Stops.of(stop, decode, model.head_weight.shape[0])
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise InputError(
             f"max_new_tokens is {max_new_tokens!r}; it must be a whole number of at least 1"

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from normattn.errors import InputError
 from normattn.kernels.cross_entropy import linear_cross_entropy, token_scores
 from normattn.layers.norms import LayerNorm
-from normattn.models.causal_lm import without_dropout
+from normattn.models.dropout import without_dropout
 from normattn.models.ids import checked_ids
 from normattn.models.initialisation import initialise
 from normattn.models.masked_config import MaskedLMConfig

@@ -7,20 +7,20 @@ for each source.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.kernels.cross_entropy import TokenScores, linear_cross_entropy, token_scores
-from normattn.layers.cross_attention import Memory
+from normattn.models.beam_search import Hypothesis, beam_search
 from normattn.models.cache import ModelCache
-from normattn.models.causal_lm import without_dropout
 from normattn.models.decoder_stack import DecoderBlocks
+from normattn.models.dropout import without_dropout
+from normattn.models.encoded import Encoded
 from normattn.models.initialisation import initialise
 from normattn.models.reading import Reading
 from normattn.models.stack import Blocks, first_norm, last_norm
@@ -37,28 +37,6 @@ class TranslationLoss(NamedTuple):
     nll: Float[Tensor, ""]
     correct: Int[Tensor, ""]
     tokens: Int[Tensor, ""]
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Sources as the decoder reads them.
-
-    `hidden` is the encoder's output, `padding` True where a token is padding (None: nowhere),
-    `memories` the keys and values of each decoder block's cross attention.
-    """
-
-    hidden: Float[Tensor, "b s d"]
-    padding: Bool[Tensor, "b s"] | None
-    memories: tuple[Memory, ...]
-
-    def choose(self, rows: Int[Tensor, " r"]) -> Encoded:
-        """Source i becomes the old source rows[i]; sources may repeat or lack."""
-        return replace(
-            self,
-            hidden=self.hidden[rows],
-            padding=None if self.padding is None else self.padding[rows],
-            memories=tuple(memory.choose(rows) for memory in self.memories),
-        )
 
 
 class Translator(nn.Module):
@@ -180,11 +158,8 @@ class Translator(nn.Module):
         correct = torch.zeros_like(kept).masked_scatter_(kept, found.correct)
         return TokenScores(loss, correct)
 
-    def translate(self, sources: Sequence[Sequence[int]], **settings: Any) -> list[Any]:
+    def translate(self, sources: Sequence[Sequence[int]], **settings: Any) -> list[Hypothesis]:
         """The best `Hypothesis` for each source; settings are those of `beam_search`."""
-        # That file is about models and so reads this one.
-        from normattn.models.beam_search import beam_search
-
         return [found[0] for found in beam_search(self, sources, **settings)]
 
     @property

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.models.accounting import Flops, stack_flops
-from normattn.models.causal_lm import without_dropout
+from normattn.models.dropout import without_dropout
 from normattn.models.initialisation import initialise
 from normattn.models.reading import Reading
 from normattn.models.stack import After, Blocks, first_norm, last_norm

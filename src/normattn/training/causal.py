@@ -28,7 +28,7 @@ class CausalTask:
         self, config: TrainingConfig, batches: TrainingBatches, device: torch.device
     ) -> None:
         self.config = config
-        self.model = new_model(config).to(device)
+        self.model = new_model(config.model, config.continued).to(device)
         self._batches = batches
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,9 +11,6 @@ from normattn.errors import InputError
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.pretrained import CONFIG_FILE, load_model
 from normattn.structured import read_object
-
-if TYPE_CHECKING:
-    from normattn.training.config import TrainingConfig
 
 
 class Continuation(BaseModel):
@@ -62,30 +59,30 @@ class Continuation(BaseModel):
         model.score.with_method(self.method).resolve(train_length=model.train_length)
 
 
-def new_model(config: TrainingConfig) -> CausalLM:
-    """The model that training begins with: fresh weights, or those of `config.continued`.
+def new_model(config: CausalLMConfig, continued: Continuation | None) -> CausalLM:
+    """The model that training begins with: fresh weights, or those of `continued`.
 
     Raises `InputError` when the saved model has other settings or other weights than the
     configuration says.
     """
-    if config.continued is None:
-        return CausalLM(config.model)
-    start = Path(config.continued.start)
+    if continued is None:
+        return CausalLM(config)
+    start = Path(continued.start)
     found = Continuation.of(start).weights
-    if found != config.continued.weights:
+    if found != continued.weights:
         raise InputError(
             f"the model in {start} holds other weights than this run began with "
-            f"({found[:12]}… there, {config.continued.weights[:12]}… in its configuration)"
+            f"({found[:12]}… there, {continued.weights[:12]}… in its configuration)"
         )
     model = load_model(start)
-    if model.config != config.continued.saved(config.model):
+    if model.config != continued.saved(config):
         raise InputError(
             f"the model in {start} has other settings than `model` says; training that goes on "
             "takes them as they were saved"
         )
-    if config.continued.trained is not None:
-        model = _with_score(model, config.model)
-    model.using(config.continued.method)
+    if continued.trained is not None:
+        model = _with_score(model, config)
+    model.using(continued.method)
     return model
 
 

@@ -14,6 +14,7 @@ import tokenizers
 
 from normattn import atomic
 from normattn.data import cache
+from normattn.data.pairs.address import parse_pairs
 from normattn.data.pairs.config import SPECIALS, PairsConfig
 from normattn.data.pairs.pair_data import PairData, PairSplit, Side
 from normattn.data.pairs.source import Languages, Pair, PairSource
@@ -39,8 +40,6 @@ def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairDat
     `prepare_tokens`. Raises `InputError` for pairs that are missing, not aligned or unreadable,
     and for a split without a pair.
     """
-    from normattn.data.pairs import parse_pairs
-
     source = parse_pairs(config.corpus, Languages(config.source, config.target))
     folder = (cache_dir or cache.default_cache_dir()) / f"pairs-{_key(config, source)}"
     cache.cached_folder(folder, lambda target: _Build(target, config, source).run())
@@ -49,8 +48,6 @@ def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairDat
 
 def look_for_pairs(config: PairsConfig) -> None:
     """Raise `InputError` where the pairs' files are not there; quick, none is read through."""
-    from normattn.data.pairs import parse_pairs
-
     source = parse_pairs(config.corpus, Languages(config.source, config.target))
     source.given()
     source.fingerprint()
