@@ -27,7 +27,8 @@ from normattn.errors import InputError
 from normattn.measure import Bootstrap, frame
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.report.view import View
-from normattn.studies.mechanism import columns, rows
+from normattn.studies.mechanism.measured import rows
+from normattn.studies.mechanism.page import columns
 
 NAMES = (
     "Baseline",

@@ -162,7 +162,7 @@ def test_lower_precision(kernel: str, dtype: torch.dtype, tolerance: float) -> N
     """Against float64 on the same rounded inputs."""
     problem = _regular(40, 12, dtype)
     wide = [None if x is None else x.detach().double().requires_grad_() for x in problem.tensors]
-    expected = reference(problem.settings.problem(wide))
+    expected = reference(Problem.of(problem.settings, wide))
     out = next(k.run for k in KERNELS if k.name == kernel)(problem)
     assert out.dtype == dtype
     grads = torch.autograd.grad(out.sum(), [x for x in problem.tensors if x is not None])
@@ -208,7 +208,7 @@ def test_a_decoding_step_over_keys_cut_from_a_cache(dtype: torch.dtype) -> None:
     two = Problem(q, near, v, seen, far_q, cut, 6, near_start=34)
     for problem in (two, Problem(q, cut, v, seen)):
         wide = [None if x is None else x.double() for x in problem.tensors]
-        expected = reference(problem.settings.problem(wide))
+        expected = reference(Problem.of(problem.settings, wide))
         tolerance = 1e-5 if dtype == torch.float32 else 3e-2
         torch.testing.assert_close(
             chunked(problem).double(), expected, atol=tolerance, rtol=tolerance

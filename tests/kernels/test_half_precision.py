@@ -41,7 +41,7 @@ def _off(problem: Problem, backend: str) -> tuple[float, float]:
     """The largest errors of the output and of the gradients, against float64."""
     leaves = [x for x in problem.tensors if x is not None and x.requires_grad]
     wide = [None if x is None else x.detach().double().requires_grad_() for x in problem.tensors]
-    exact = reference(problem.settings.problem(wide))
+    exact = reference(Problem.of(problem.settings, wide))
     out = attend(problem, backend)
     grads = torch.autograd.grad(out.sum(), leaves)
     wanted = [x for x in wide if x is not None][: len(leaves)]

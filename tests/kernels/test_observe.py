@@ -302,7 +302,7 @@ def test_narrow_types(kind: str, dtype: torch.dtype) -> None:
     if seen.mask is not None:
         seen = replace(seen, mask=seen.mask.double())
     with observing(exact):
-        attend(replace(problem.settings.problem(wide), visibility=seen))
+        attend(replace(Problem.of(problem.settings, wide), visibility=seen))
     found, expected = notes.seen[0][1], exact.seen[0][1]
     error = 1e-5 if dtype == torch.float32 else 0.05
     for name in ("entropy", "largest", "lse", "first"):

@@ -71,6 +71,6 @@ def test_bad_input(tiny: Path, tmp_path: Path) -> None:
     place = tmp_path / "continued" / "Baseline" / "seed0" / "KNA"
     fields = read_object(place / "config.json")["config"]
     fields["continued"]["trained"] = "CosA"
+    config = TrainingConfig.parse(fields)
     with pytest.raises(InputError, match="has other settings than `model` says"):
-        config = TrainingConfig.parse(fields)
         new_model(config.model, config.continued)

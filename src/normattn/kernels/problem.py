@@ -110,7 +110,8 @@ class Problem:
     @staticmethod
     def of(settings: Mapping[str, Any], tensors: Sequence[Tensor | None]) -> Problem:
         """The problem of `settings` and `tensors`."""
-        return Problem(**settings, **dict(zip(LEARNED, tensors, strict=True)))
+        learned: dict[str, Any] = dict(zip(LEARNED, tensors, strict=True))
+        return Problem(**settings, **learned)
 
     @property
     def stack(self) -> Stack:

@@ -10,24 +10,24 @@ Legend: R sources, K beams, V vocabulary, t tokens written.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.models.cache import ModelCache
-from normattn.models.dropout import without_dropout
+from normattn.models.dropout import HasModules, without_dropout
 from normattn.models.encoded import Encoded
 from normattn.models.translator_config import TranslatorConfig
 
 
 @runtime_checkable
-class Translates(Protocol):
+class Translates(HasModules, Protocol):
     """A model that reads a source once and writes its translation, as `Translator` does."""
 
     @property
@@ -52,10 +52,6 @@ class Translates(Protocol):
         self, target: Int[Tensor, "br t"], encoded: Encoded, cache: ModelCache
     ) -> Float[Tensor, "br t d"]:
         """What the head reads after each token of the targets, which go on from the cache."""
-        ...
-
-    def modules(self) -> Iterator[nn.Module]:
-        """All modules within."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.models.cache import CHUNK, ModelCache
-from normattn.models.dropout import without_dropout
+from normattn.models.dropout import HasModules, without_dropout
 from normattn.models.sampling import Sampling, row_generators
 
 Decode = Callable[[Sequence[int]], str]
@@ -23,7 +23,7 @@ Ending = Literal["stop", "length"]
 
 
 @runtime_checkable
-class NextTokens(Protocol):
+class NextTokens(HasModules, Protocol):
     """A model that predicts the next token of what it has read, as `CausalLM` does."""
 
     @property
@@ -43,10 +43,6 @@ class NextTokens(Protocol):
 
     def __call__(self, ids: Int[Tensor, "b t"], *, cache: ModelCache) -> Float[Tensor, "b t v"]:
         """Read more tokens: the logits after each."""
-        ...
-
-    def modules(self) -> Iterator[nn.Module]:
-        """All modules within."""
         ...
 
 
