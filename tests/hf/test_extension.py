@@ -224,22 +224,3 @@ def test_candidates_that_are_taken_back() -> None:
         plain = model.generate(ids, do_sample=False, **asked)
         looked = model.generate(ids, do_sample=False, prompt_lookup_num_tokens=3, **asked)
     assert torch.equal(plain, looked)
-
-
-def test_heads_that_turn_other_features_are_refused() -> None:
-    model = build(
-        "DeepseekV3",
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=16,
-        first_k_dense_replace=1,
-    )
-    with pytest.raises(InputError, match="does not rotate the first features"):
-        normattn.extend(model, "ReRoPE")

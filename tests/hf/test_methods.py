@@ -213,9 +213,17 @@ def test_right_padding_and_holes_do_not_count(method: str, values: dict[str, Any
         every_pair = logits(model, ids, attention_mask=whole)
         torch.testing.assert_close(every_pair, logits(model, ids), rtol=0, atol=1e-4)
         with torch.no_grad():
-            cache = model(ids, use_cache=True).past_key_values
+            cache = model(ids[:, :-2], use_cache=True).past_key_values
+        rest = logits(model, ids[:, -2:], attention_mask=whole[:, :, -2:], past_key_values=cache)
+        torch.testing.assert_close(rest, every_pair[:, -2:], rtol=0, atol=1e-4)
+        apart = whole[:, :, -1:].clone()
+        apart[..., COUNT // 2] = False
+        apart[..., COUNT - 1] = False
+        with torch.no_grad():
+            cache = model(ids[:, :-1], use_cache=True).past_key_values
+        odd = torch.cat((apart, whole[:, :, -1:]), -2)
         with pytest.raises(normattn.InputError, match="does not say where cached keys stand"):
-            logits(model, ids[:, :1], attention_mask=whole[:, :, -1:], past_key_values=cache)
+            logits(model, ids[:, -2:], attention_mask=odd, past_key_values=cache)
 
 
 def test_a_step_of_no_token_in_a_row() -> None:

@@ -1,9 +1,8 @@
-"""What a transformers model is made of: its decoder, its rotary positions, its attention layers."""
+"""What a transformers model is made of: its text decoder, and what its configuration says."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,37 +24,43 @@ class Anatomy:
     Attributes:
         model: the model as given.
         config: the configuration of its text decoder.
-        decoder: the module that owns the rotary positions and makes the masks.
-        rotary: the module that makes cos and sin.
-        layers: the attention modules in order.
+        decoder: the module that reads tokens: the model itself, or what its head stands on.
     """
 
     model: Any
     config: Any
     decoder: nn.Module
-    rotary: nn.Module
-    layers: tuple[nn.Module, ...]
-
-    def layer_type(self, layer: nn.Module) -> str | None:
-        """The name of the layer's rope parameters where layers have different ones."""
-        types = getattr(self.config, "layer_types", None)
-        return None if types is None else types[layer.layer_idx]
 
     @property
-    def per_type(self) -> bool:
-        """Whether each type of layer has rope parameters of its own."""
-        given = self.config.rope_parameters
-        return bool(given) and all(
-            isinstance(each, Mapping) or each is None for each in given.values()
-        )
+    def name(self) -> str:
+        """The model's class."""
+        return type(self.model).__name__
+
+    @property
+    def ropes(self) -> tuple[Mapping[str, Any], ...]:
+        """Every set of rope parameters in the configuration."""
+        return tuple(_nested(getattr(self.config, "rope_parameters", None)))
 
     def rope(self, layer: nn.Module) -> Mapping[str, Any]:
-        """The rope parameters of a layer."""
-        given: Mapping[str, Any] = self.config.rope_parameters
-        if not self.per_type:
-            return given
-        own: Mapping[str, Any] = given[str(self.layer_type(layer))] or {}
-        return own
+        """The rope parameters of a layer; none where the configuration does not say."""
+        given = getattr(self.config, "rope_parameters", None) or {}
+        types = getattr(self.config, "layer_types", None)
+        index = getattr(layer, "layer_idx", None)
+        if types and isinstance(index, int) and index < len(types):
+            own = given.get(types[index])
+            if isinstance(own, Mapping):
+                return own
+        return {} if any(isinstance(each, Mapping) for each in given.values()) else given
+
+
+def _nested(given: Any) -> Iterator[Mapping[str, Any]]:
+    """The innermost mappings: rope parameters may stand under the types of layers."""
+    if isinstance(given, Mapping):
+        inner = [each for each in given.values() if isinstance(each, Mapping)]
+        for each in inner:
+            yield from _nested(each)
+        if not inner and given:
+            yield given
 
 
 def anatomy(model: Any) -> Anatomy:
@@ -69,39 +74,21 @@ def anatomy(model: Any) -> Anatomy:
             f"extend() takes a model of transformers, but this is a {type(model).__name__}"
         )
     name = type(model).__name__
-    config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"{name} is an encoder-decoder: only causal language models are extended")
-    owners = [each for each in model.modules() if "rotary_emb" in each._modules]
-    if not owners or not getattr(config, "rope_parameters", None):
-        raise InputError(
-            f"{name} is not a rotary model: it has no rotary_emb that its layers share, so there "
-            "are no positions to extend"
-        )
-    if len(owners) > 1:
-        raise InputError(
-            f"{name} has {len(owners)} modules with rotary positions of their own; a model with one"
-            " for all layers was expected"
-        )
-    decoder = owners[0]
-    layers = tuple(each for each in decoder.modules() if _attends(each))
-    if not layers:
-        raise InputError(
-            f"{name} cannot be extended: no attention layer of it takes position_embeddings, so its"
-            " rotary positions are made elsewhere"
-        )
-    found = Anatomy(model, config, decoder, decoder.rotary_emb, layers)  # type: ignore[arg-type]
-    for layer in layers:
-        kind = found.rope(layer).get("rope_type")
+    decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):  # a head of that name
+        decoder = model.base_model
+    return Anatomy(model, model.config.get_text_config(), decoder)
+
+
+def refuse_moving(found: Anatomy, layers: list[nn.Module]) -> None:
+    """Raise `InputError` for layers whose own frequencies change with what is read."""
+    for kind in [found.rope(layer).get("rope_type") for layer in layers]:
         if kind in _MOVING:
-            raise InputError(f"{name} has a {kind} rotary spectrum of its own: {_MOVING[kind]}")
-    return found
-
-
-def _attends(module: nn.Module) -> bool:
-    if not (hasattr(module, "layer_idx") and hasattr(module, "is_causal")):
-        return False
-    return "position_embeddings" in inspect.signature(module.forward).parameters
+            raise InputError(
+                f"{found.name} has a {kind} rotary spectrum of its own: {_MOVING[kind]}"
+            )
 
 
 def known_length(found: Anatomy) -> tuple[int, str]:
@@ -110,7 +97,7 @@ def known_length(found: Anatomy) -> tuple[int, str]:
     Raises `InputError` that asks for `train_length` where it names none, or two.
     """
     longest = getattr(found.config, "max_position_embeddings", None)
-    originals = {found.rope(each).get("original_max_position_embeddings") for each in found.layers}
+    originals = {each.get("original_max_position_embeddings") for each in found.ropes}
     originals -= {None, longest}
     if originals:
         raise InputError(

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.folding import Folding, KeyTables, QueryTables, query_factor
+from normattn.hf.folding import Folding, KeyTables, QueryTables, Turning, query_factor
 from normattn.hf.masks import Placing, placing
 from normattn.kernels import Problem, attend
 from normattn.layers.attend import in_blocks
@@ -21,8 +21,6 @@ from normattn.score import ScoreSpec
 from normattn.score.fold import scaled
 
 ATTRIBUTE = "normattn_layer"
-# What transformers' attention modules hand to their attention function beside q, k, v and the mask.
-KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux"})
 _REFUSED = ("cache", "position_bias", "output_attentions", "indices")
 
 
@@ -114,6 +112,7 @@ class ExtendedLayer:
 
         if self.folding is None:
             return part(slice(0, q.shape[2]), place.keys, 0)
+        q, k = _arranged(self.folding.turning, q, 0), _arranged(self.folding.turning, k, 1)
         return in_blocks(self.spec, place.positions, part)
 
     def _turned(
@@ -145,13 +144,14 @@ class ExtendedLayer:
             )
             self.memory.keep(name, given, found)
         queries, near, far = found
+        near_q = _evened(self.folding.turning, queries.near(q))
         near_k = near.near(k[:, :, start:])
         if regime is None or queries.far is None:
-            return Problem(queries.near(q), near_k, v, place.seen)
+            return Problem(near_q, near_k, v, place.seen)
+        far_q = _evened(self.folding.turning, queries.far(q))
         far_k = k if far.far is None else far.far(k)
         return Problem(
-            *(queries.near(q), near_k, v, place.seen, queries.far(q), far_k, regime.window),
-            near_start=start,
+            *(near_q, near_k, v, place.seen, far_q, far_k, regime.window), near_start=start
         )
 
     def _placing(
@@ -164,6 +164,19 @@ class ExtendedLayer:
             found = placing(mask, q.shape[2], k.shape[2], q.shape[0], position_ids, counted)
             self.memory.keep("placing", given, found)
         return found
+
+
+def _arranged(turning: Turning, x: Tensor, side: int) -> Tensor:
+    """Queries (side 0) or keys (1) with the features that turn first, and evenly."""
+    x = turning.arranged(x)
+    return x if turning.gains is None else x * turning.gains[side].to(x.device, x.dtype)
+
+
+def _evened(turning: Turning, q: Tensor) -> Tensor:
+    """Rotated queries without the gains that stand in the products of features."""
+    if turning.gains is None:
+        return q
+    return scaled(q, (turning.gains[0] * turning.gains[1]).reciprocal().to(q.device))
 
 
 def _beside(scale: Tensor | float) -> Tensor | float:

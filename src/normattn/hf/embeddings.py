@@ -1,107 +1,120 @@
-"""The cos and sin that an extended layer gets instead of the model's: a pre-hook of the layer."""
+"""The position embeddings that an extended layer gets instead of the model's: a pre-hook of it."""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.anatomy import Anatomy
 from normattn.hf.attending import Memory
-from normattn.hf.folding import amplitude, stretched
-from normattn.hf.probing import Layer
+from normattn.hf.folding import stretched
+from normattn.hf.probing import PROBE, put
+from normattn.hf.tables import still
+from normattn.hf.understanding import Layer
 from normattn.score import ScoreSpec
+
+_IDS = "position ids"
 
 
 class Embeddings:
-    """Called before a layer: cos = 1 and sin = 0 where it rotates inside, else other cos and sin.
+    """Called before a layer: embeddings that turn nothing where it rotates inside, else others.
 
-    The tables are made by the code of the model's own rotary module, with other frequencies.
+    `attention` is the name of our attention where the layer attends by it. `sections`: whether the
+    model gives an image's tokens positions of several dimensions, which no method here knows.
     """
 
     def __init__(
         self,
-        found: Anatomy,
         layer: Layer,
         spec: ScoreSpec,
         inside: bool,
         attention: str | None,
         memory: Memory,
+        sections: bool,
     ) -> None:
-        self._attention, self._memory = attention, memory
+        assert layer.turning is not None
+        assert layer.tables is not None
+        assert layer.heard.place is not None
+        self._attention, self._memory, self._sections = attention, memory, sections
         self._index, self._inside = layer.index, inside
-        self._rotary: _Rotary | None = None
+        self._place, self._tables = layer.heard.place, layer.tables
+        self._other: tuple[Tensor, float] | None = None
         if not inside and spec.spectrum is not None:
-            self._rotary = _rotary(found, layer, spec)
+            gain = spec.spectrum.gain(spec.train_length)
+            self._other = stretched(spec, layer.turning).abs(), gain**0.5 * layer.tables.amplitude
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments with other position embeddings."""
         self._refuse_change(module)
-        if not self._inside and self._rotary is None:
+        if not self._inside and self._other is None:
             return None
-        before = kwargs.get("position_embeddings")
+        place = self._place
+        before = kwargs.get(place) if isinstance(place, str) else args[place]
         if before is None:
-            raise InputError(f"layer {self._index} was called without position_embeddings")
-        if self._rotary is None:
+            raise InputError(f"layer {self._index} was called without its position embeddings")
+        ids = kwargs.get("position_ids")
+        if self._sections:
+            self._refuse_images(before, self._ids(ids))
+        if self._other is None:
             # Rotating by nothing: the product with cos broadcasts over the tokens.
-            cos, sin = (x[:1, :1] for x in before)
-            other = torch.ones_like(cos), torch.zeros_like(sin)
-        else:
-            other = self._stretched(self._rotary, before, kwargs.get("position_ids"))
-        return args, {**kwargs, "position_embeddings": other}
+            return put(args, kwargs, place, still(before))
+        return put(args, kwargs, place, self._stretched(before, self._ids(ids)))
 
-    def _stretched(
-        self, rotary: _Rotary, before: tuple[Tensor, Tensor], ids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _stretched(self, before: Any, ids: Tensor) -> Any:
+        assert self._other is not None
+        dtype = before.dtype if isinstance(before, Tensor) else before[0].dtype
+        name, given = f"embeddings {id(self._tables)} {dtype}", (ids,)
+        found = self._memory.get(name, given)
+        if found is None:
+            found = self._tables.make(ids, *self._other, before)
+            self._memory.keep(name, given, found)
+        return found
+
+    def _ids(self, given: Tensor | None) -> Tensor:
+        ids = self._memory.get(_IDS, ()) if given is None else given
         if ids is None:
             raise InputError(
                 f"layer {self._index} is not told the tokens' position_ids, so its positions cannot"
                 " be stretched"
             )
-        name, given = f"embeddings {rotary.layer_type} {before[0].dtype}", (ids,)
-        found: tuple[Tensor, Tensor] | None = self._memory.get(name, given)
-        if found is None:
-            found = rotary(before[0], ids.to(before[0].device))
-            self._memory.keep(name, given, found)
+        found: Tensor = ids
         return found
+
+    def _refuse_images(self, before: Any, ids: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        mine = self._tables.make(ids, self._tables.frequencies, self._tables.amplitude, before)
+        pairs = [(mine, before)] if isinstance(mine, Tensor) else zip(mine, before, strict=True)
+        if any(bool((one - other).abs().max() > 1e-2) for one, other in pairs):
+            raise InputError(
+                "an image's tokens have positions of several dimensions in this model: an extended "
+                "model reads text alone"
+            )
 
     def _refuse_change(self, module: nn.Module) -> None:
         now = module.config._attn_implementation  # type: ignore[union-attr]
-        if self._attention is not None and now != self._attention:
+        if self._attention is not None and now not in (self._attention, PROBE):
             raise InputError(
                 f"the attention implementation was changed to {now} while the model is extended: "
                 "remove() the extension first"
             )
 
 
-@dataclass(frozen=True)
-class _Rotary:
-    """The rotary module's code with other frequencies."""
+class PositionIds:
+    """Called before a rotary module: keeps the position ids for layers that are not told them."""
 
-    copy: nn.Module
-    layer_type: tuple[str | None, ...]
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
 
-    def __call__(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin; of `x` only the type and the device matter."""
-        made: tuple[Tensor, Tensor] = type(self.copy).forward(self.copy, x, ids, *self.layer_type)
-        return made
-
-
-def _rotary(found: Anatomy, layer: Layer, spec: ScoreSpec) -> _Rotary:
-    turning = layer.turning
-    assert turning is not None
-    kind = (found.layer_type(layer.module),) if found.per_type else ()
-    prefix = f"{kind[0]}_" if kind else ""
-    # A shallow copy with buffers of its own; its forward is the class's, whatever hooks there are.
-    rotary: Any = copy.copy(found.rotary)
-    rotary._buffers = dict(found.rotary._buffers)
-    rotary._buffers[f"{prefix}inv_freq"] = stretched(spec, turning).float()
-    setattr(rotary, f"{prefix}attention_scaling", amplitude(spec, turning))
-    rotary.rope_type = {kind[0]: "default"} if kind else "default"
-    return _Rotary(rotary, kind)
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the first whole numbers (batch, tokens) among the arguments."""
+        for value in (*kwargs.values(), *args):
+            if isinstance(value, Tensor) and value.dtype == torch.int64:
+                if value.dim() == 3:
+                    value = value[0]
+                self._memory.keep(_IDS, (), value)
+                return

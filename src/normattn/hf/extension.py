@@ -8,7 +8,6 @@ built from it knows. Layers that attend within a window keep all that they have.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -19,15 +18,18 @@ import torch
 from torch import nn
 
 from normattn.errors import InputError
-from normattn.hf.anatomy import Anatomy, anatomy, known_length
+from normattn.hf.anatomy import Anatomy, anatomy, known_length, refuse_moving
 from normattn.hf.attending import ATTRIBUTE, ExtendedLayer, Memory
-from normattn.hf.embeddings import Embeddings
+from normattn.hf.confirming import confirm, read
+from normattn.hf.embeddings import Embeddings, PositionIds
 from normattn.hf.folding import Folding, Turning
 from normattn.hf.interface import registered
-from normattn.hf.probing import Layer, ask
+from normattn.hf.probing import ask, named
 from normattn.hf.resolved import Resolved
+from normattn.hf.understanding import Layer, refuse_vectors, understand
 from normattn.score import ScoreSpec
-from normattn.score.grammar import print_part, read
+from normattn.score.grammar import print_part
+from normattn.score.grammar import read as read_method
 from normattn.score.parts.pi import PI
 
 HANDLE = "normattn_extension"
@@ -59,9 +61,17 @@ def extend(
     _refuse_twice(found)
     spec, source = _specified(found, method, train_length, parameters)
     registered(_before(found))
-    layers = ask(found)
-    _check(spec, layers, type(model).__name__)
-    return Extension(found, layers, spec, source)
+    refuse_vectors(found)
+    layers = understand(found, ask(found))
+    _check(spec, layers, found)
+    before = read(found, spec)
+    extension = Extension(found, layers, spec, source)
+    try:
+        confirm(found, layers, spec, before)
+    except BaseException:
+        extension.remove()
+        raise
+    return extension
 
 
 def extension_of(model: Any) -> Extension | None:
@@ -87,7 +97,7 @@ class Extension:
         self._memory = Memory()
         _compile_anew()
         try:
-            self._switch_on(found, [each for each in layers if each.sliding is None])
+            self._switch_on(found, layers)
         except BaseException:
             self.remove()
             raise
@@ -121,36 +131,54 @@ class Extension:
             "an extended model cannot be copied or pickled: remove() the extension first"
         )
 
-    def _switch_on(self, found: Anatomy, layers: list[Layer]) -> None:
+    def _switch_on(self, found: Anatomy, layers: tuple[Layer, ...]) -> None:
         spec = self.spec
         inside = spec.regime is not None or spec.moves
         own = inside or spec.logn is not None
-        before = _before(found)
-        name = registered(before) if own else before
-        top, text = _private(found, name, self.spec)
-        served = {each.module for each in layers}
-        left = {each for each in found.layers if own and each not in served}
-        for module in found.model.modules():
-            config = module.__dict__.get("config")
-            if module in left:
-                continue
-            if config is found.model.config:
-                self._set(module, "config", top)
-            elif config is found.config:
-                self._set(module, "config", text)
+        served = [each for each in layers if each.sliding is None]
+        name = registered(_before(found)) if own else None
+        self._rename(found, layers, name)
+        sections = any("mrope_section" in each for each in found.ropes)
         foldings: list[Folding] = []
-        for layer in layers:
-            if own:
+        for layer in served:
+            if name is not None:
                 turning = layer.turning if inside else None
                 folding = None if turning is None else _shared(foldings, spec, turning)
                 self._set(layer.module, ATTRIBUTE, ExtendedLayer(spec, folding, self._memory))
             if layer.turning is not None:
-                name_or_any = name if own else None
-                hook = Embeddings(found, layer, spec, inside, name_or_any, self._memory)
+                hook = Embeddings(layer, spec, inside, name, self._memory, sections)
                 self._hook(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
         self._hook(found.decoder.register_forward_pre_hook(self._memory.clear))
         self._hook(found.decoder.register_forward_hook(self._memory.clear, always_call=True))
+        if any(not each.heard.has_ids for each in served if each.turning is not None):
+            ids = PositionIds(self._memory)
+            for module in found.decoder.modules():
+                if any(each.endswith("inv_freq") for each in module._buffers):
+                    self._hook(module.register_forward_pre_hook(ids, with_kwargs=True))
         self._set(found.decoder, HANDLE, self)
+
+    def _rename(self, found: Anatomy, layers: tuple[Layer, ...], name: str | None) -> None:
+        """Private copies of the configurations on the way to the layers, naming our attention.
+
+        Without a name they keep theirs; the model's own tells of the method when it is saved.
+        """
+        kept = {each.module for each in layers if each.sliding is not None}
+        way = {found.model, *found.decoder.modules()} - kept
+        way |= {each for each in found.model.modules() if found.decoder in each.modules()}
+        copies: dict[int, Any] = {}
+        for module in found.model.modules():
+            config = module.__dict__.get("config")
+            if module not in way or not hasattr(config, "_attn_implementation_internal"):
+                continue
+            if id(config) not in copies:
+                copies[id(config)] = named(config, name or str(config._attn_implementation))
+                if config is found.model.config:
+                    record = {
+                        "method": method_of(self.spec),
+                        "train_length": self.spec.train_length,
+                    }
+                    setattr(copies[id(config)], FIELD, record)
+            self._set(module, "config", copies[id(config)])
 
     def _hook(self, handle: Any) -> None:
         self._undo.append(handle.remove)
@@ -192,15 +220,6 @@ def _before(found: Anatomy) -> str:
     return str(found.config._attn_implementation or "eager")
 
 
-def _private(found: Anatomy, name: str, spec: ScoreSpec) -> tuple[Any, Any]:
-    """Copies of the model's and of the decoder's configuration that name our attention."""
-    top = copy.deepcopy(found.model.config)
-    text = top.get_text_config()
-    text._attn_implementation_internal = name
-    setattr(top, FIELD, {"method": method_of(spec), "train_length": spec.train_length})
-    return top, text
-
-
 def method_of(spec: ScoreSpec) -> str:
     """The post-hoc parts with all their parameters."""
     return "-".join(print_part(part) for part in spec.parts if part.when != "trained-in")
@@ -238,7 +257,7 @@ def _specified(
 
 def _left_over(method: str, parameters: dict[str, Any]) -> float | None:
     """The stretch that no part holds as such: LeakyReRoPE and SelfExtend find theirs from it."""
-    given, _ = read(method)
+    given, _ = read_method(method)
     named = {field.name for part, _ in given for field in dataclasses.fields(part)}
     factor = parameters.get("factor")
     if factor is None or "factor" in named:
@@ -256,27 +275,52 @@ def _refuse_twice(found: Anatomy) -> None:
         )
 
 
-def _check(spec: ScoreSpec, layers: tuple[Layer, ...], name: str) -> None:
+def _check(spec: ScoreSpec, layers: tuple[Layer, ...], found: Anatomy) -> None:
     served = [each for each in layers if each.sliding is None]
-    turned = [each.turning for each in served if each.turning is not None]
-    if not turned:
+    turned = [each for each in served if each.turning is not None]
+    positions = spec.spectrum is not None or spec.regime is not None
+    if not served or (positions and not turned):
         why = (
             f"all its layers attend within a window of {layers[0].sliding} tokens"
             if not served
             else "none of its layers with full attention has rotary positions"
         )
-        raise InputError(f"{name} cannot be extended: {why}, so there is no position to extend")
+        raise InputError(
+            f"{found.name} cannot be extended: {why}, so there is no position to extend"
+        )
+    refuse_moving(found, [each.module for each in turned])
+    if spec.regime is not None or spec.moves or spec.logn is not None:
+        _check_attention(served, found)
     if spec.spectrum is None or isinstance(spec.spectrum, PI):
         return
-    if any(each.base is None for each in turned):
-        raise InputError(
-            f"{name} has rotary frequencies that are already scaled, and {spec.spectrum.name} is "
-            "defined on plain ones: PI, ReRoPE, LeakyReRoPE and SelfExtend take any"
-        )
+    for each in turned:
+        if each.turning is not None and each.turning.base is None:
+            raise InputError(
+                f"{found.name} has rotary frequencies that are already scaled, and "
+                f"{spec.spectrum.name} is defined on plain ones: PI, ReRoPE, LeakyReRoPE and "
+                "SelfExtend take any"
+            )
+
+
+def _check_attention(served: list[Layer], found: Anatomy) -> None:
+    """Refuse layers whose attention ours cannot replace."""
+    rest = "PI, NTK, NTK-mixed, ABF and YaRN leave its attention as it is"
+    for each in served:
+        who = f"layer {each.index} of {found.name} ({type(each.module).__name__})"
+        if "indices" in each.unserved:
+            raise InputError(f"an indexer selects the keys of {who}, which ours does not: {rest}")
+        if each.unserved:
+            raise InputError(
+                f"{who} asks its attention for {', '.join(each.unserved)}, which ours does not "
+                f"serve: {rest}"
+            )
+        if not each.masked:
+            raise InputError(f"{found.name} makes the masks of its layers itself: {rest}")
 
 
 def _resolved(spec: ScoreSpec, source: str, layers: tuple[Layer, ...]) -> Resolved:
-    turning = next(x.turning for x in layers if x.sliding is None and x.turning is not None)
+    served = [each for each in layers if each.sliding is None]
+    turning = next((each.turning for each in served if each.turning is not None), None)
     inside = spec.regime is not None or spec.moves
     parts = [part for part in spec.parts if part.when != "trained-in"]
     own = inside or spec.logn is not None
@@ -290,12 +334,13 @@ def _resolved(spec: ScoreSpec, source: str, layers: tuple[Layer, ...]) -> Resolv
             for part in parts
             for field in dataclasses.fields(part)
         },
-        base=turning.base,
-        head_dim=turning.head_dim,
-        rotated=2 * turning.frequencies.numel(),
-        layout="interleaved" if turning.interleaved else "half",
-        extended=tuple(x.index for x in layers if x.sliding is None and x.turning is not None),
-        without_positions=tuple(x.index for x in layers if x.turning is None),
+        base=None if turning is None else turning.base,
+        scaled=None if turning is None else turning.scaled,
+        head_dim=served[0].heard.as_is.query.shape[-1] if turning is None else turning.head_dim,
+        rotated=0 if turning is None else 2 * int((turning.frequencies != 0).sum()),
+        layout="interleaved" if turning is not None and turning.interleaved else "half",
+        extended=tuple(x.index for x in served if x.turning is not None),
+        without_positions=tuple(x.index for x in served if x.turning is None),
         left=tuple(x.index for x in layers if x.sliding is not None),
         attention="normattn" if own else "stock",
         cached_keys="un-rotated" if inside else "rotated",

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.score import Positions, ScoreSpec
+from normattn.score.part import rope_frequencies
 from normattn.score.parts.pi import PI
 from normattn.score.rotary import Rotation, rotation
 
@@ -32,10 +33,15 @@ class Turning:
 
     Attributes:
         frequencies: θ_m of the pairs that turn, as trained (P,), in float64.
-        base: the base that they are powers of, or None where they are not.
+        base: the base that they, or those they were scaled from, are powers of; None if unknown.
         interleaved: whether features 2m and 2m + 1 are a pair, instead of m and m + P.
         amplitude: what the model multiplies cos and sin with.
-        head_dim: features of a head, the first 2P of which turn.
+        head_dim: features of a head.
+        start: the first of the 2P features that turn.
+        scaled: the kind of scaling that the frequencies were trained with, if any.
+        normed: whether queries and keys are normalised after the rotation.
+        gains: what features of queries and of keys, those that turn first, are multiplied with so
+            that they turn evenly: norms after the rotation may have a gain.
     """
 
     frequencies: Float[Tensor, " p"]
@@ -43,12 +49,27 @@ class Turning:
     interleaved: bool
     amplitude: float
     head_dim: int
+    start: int = 0
+    scaled: str | None = None
+    normed: bool = False
+    gains: tuple[Float[Tensor, " d"], Float[Tensor, " d"]] | None = None
 
     def alike(self, other: Turning) -> bool:
         """Whether both turn in the same way."""
-        mine = (self.base, self.interleaved, self.amplitude, self.head_dim)
-        theirs = (other.base, other.interleaved, other.amplitude, other.head_dim)
-        return mine == theirs and torch.equal(self.frequencies, other.frequencies)
+        same = all(
+            getattr(self, each.name) == getattr(other, each.name)
+            for each in dataclasses.fields(self)
+            if each.name not in ("frequencies", "gains")
+        )
+        if self.gains is not None or other.gains is not None:
+            same = same and self.gains is other.gains
+        return same and torch.equal(self.frequencies, other.frequencies)
+
+    def arranged(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
+        """x with the features that turn first."""
+        if not self.start:
+            return x
+        return torch.cat((x[..., self.start :], x[..., : self.start]), -1)
 
 
 @dataclass(frozen=True)
@@ -79,14 +100,19 @@ X = TypeVar("X", QueryTables, KeyTables)
 
 
 def stretched(spec: ScoreSpec, turning: Turning) -> Float[Tensor, " p"]:
-    """θ' of a method whose spectrum does not move; the model's own where it has none."""
+    """θ' of a method whose spectrum does not move; the model's own where it has none.
+
+    The method's θ'_m/θ_m, of plain frequencies, times those that are there: scaled ones are scaled
+    once more, and those that are 0 stay 0.
+    """
     if spec.spectrum is None:
         return turning.frequencies
     if isinstance(spec.spectrum, PI):
         return turning.frequencies / spec.spectrum.stretch
     assert turning.base is not None
     size = 2 * turning.frequencies.numel()
-    return spec.spectrum.inverse_frequencies(size, turning.base, spec.train_length)
+    meant = spec.spectrum.inverse_frequencies(size, turning.base, spec.train_length)
+    return turning.frequencies * (meant / rope_frequencies(size, turning.base))
 
 
 def amplitude(spec: ScoreSpec, turning: Turning) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from normattn.hf.attending import attention_function
 from normattn.hf.masks import mask_function
-from normattn.hf.probing import PROBE, probe_function
+from normattn.hf.probing import PROBE, probe_function, probe_mask
 
 
 def registered(before: str) -> str:
@@ -17,6 +17,7 @@ def registered(before: str) -> str:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
     AttentionInterface.register(PROBE, probe_function)
+    AttentionMaskInterface.register(PROBE, probe_mask)
     name = "normattn_" + before.replace("flash", "fl").replace("/", "_").replace("|", "_")
     over = ALL_MASK_ATTENTION_FUNCTIONS.get(before, sdpa_mask)
     AttentionInterface.register(name, attention_function)

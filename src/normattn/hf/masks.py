@@ -189,7 +189,15 @@ def _runs(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[Run, ...]
 def _of_matrix(
     mask: Tensor, queries: int, keys: int, position_ids: Tensor | None, counted: bool
 ) -> Placing:
-    """A mask of every pair: positions are those that the caller gave the tokens."""
+    """A mask of every pair: positions are those that the caller gave the tokens.
+
+    Those of cached keys are counted, where the mask is one of keys that are real or not.
+    """
+    places = _places(mask, queries) if counted and queries != keys else None
+    if places is not None:
+        key, query = places
+        at = Positions(query, key, query + 1, True, False, ordered=False)
+        return Placing(keys, at, Visibility(True, query, key, False, padding=key < 0))
     if position_ids is None or (counted and queries != keys):
         raise InputError(
             "a mask of every pair does not say where cached keys stand: give a padding mask "
@@ -200,6 +208,24 @@ def _of_matrix(
         blank = torch.zeros(1, keys, dtype=torch.int64, device=mask.device)
         at = Positions(position_ids, blank, position_ids + 1, True, False, ordered=False)
     return Placing(keys, at, Visibility(False, at.query, at.key, False, mask=mask))
+
+
+def _places(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None:
+    """Where keys and queries stand by a mask of every pair (B, 1, T, S); None if it does not say.
+
+    It says where each query sees the first of those keys that the last one sees, itself included.
+    """
+    if mask.dtype != torch.bool or mask.shape[1] != 1 or torch.compiler.is_compiling():
+        return None
+    rows = mask[:, 0]
+    real = rows[:, -1]
+    key = (real.cumsum(-1) - 1).masked_fill(~real, -1)
+    query = rows.sum(-1) - 1
+    expected = (key[:, None] >= 0) & (key[:, None] <= query[..., None])
+    last = torch.arange(1 - queries, 1, device=mask.device)
+    if not bool((rows == expected).all()) or not bool((query == query[:, -1:] + last).all()):
+        return None
+    return (key, query) if bool((query >= 0).all()) else None
 
 
 def _check_ids(position_ids: Tensor | None, places: Tensor) -> None:

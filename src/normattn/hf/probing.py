@@ -1,14 +1,18 @@
-"""A layer is asked what it does: three tokens through its attention, with and without rotation.
+"""A model is asked what its layers do: a few tokens through it, with attention that only listens.
 
-Whatever a family's file writes (partial rotation, pairs side by side or apart, no rotation at all,
-a norm on either side), the queries and keys that reach the attention function tell. What they do
-not confirm is refused, so that no family is served wrongly in silence.
+The queries, keys and masks that reach the attention function tell what each layer does, whatever a
+family's file writes: each is called by its own model, and once more with position embeddings that
+turn nothing. What they do not confirm is refused, so that no family is served wrongly in silence.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,159 +20,226 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.anatomy import Anatomy
-from normattn.hf.attending import KNOWN
-from normattn.hf.folding import Turning
-from normattn.score.part import rope_frequencies
-from normattn.score.rotary import rotation
+from normattn.hf.tables import place_of, still
 
 PROBE = "normattn_probe"
-_PLACES = (0, 3, 8)
-_Given = tuple[Tensor, Tensor, dict[str, Any]]
+COUNT = 9
+KNOWN = frozenset(
+    {
+        *("dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache"),
+        *("cache_position", "is_causal", "output_attentions", "output_hidden_states"),
+        *("logits_to_keep", "return_dict"),
+    }
+)
+"""What attention modules hand to their attention function beside q, k, v and the mask."""
 
 
-@dataclass(frozen=True)
-class Layer:
-    """What one attention layer does.
+@dataclass
+class Heard:
+    """One call of the attention function.
 
     Attributes:
-        module: the layer.
-        index: its number.
-        sliding: the window outside of which it sees nothing, or None.
-        turning: its rotation, or None for a layer without positions.
+        module: the layer that called it.
+        query, key: as they arrived (B, H, T, D).
+        window: how far back its mask lets it see, 0 for all; None where transformers made no mask.
+        more: the other arguments.
     """
 
     module: nn.Module
-    index: int
-    sliding: int | None
-    turning: Turning | None
+    query: Tensor
+    key: Tensor
+    window: int | None
+    more: dict[str, Any]
 
 
-def ask(found: Anatomy) -> tuple[Layer, ...]:
-    """What each attention layer of a model does. Raises `InputError` for what is not understood."""
-    private = copy.deepcopy(found.config)
-    private._attn_implementation_internal = PROBE
-    return tuple(_ask(found, module, private) for module in found.layers)
+@dataclass
+class Asked:
+    """What was heard of one layer: as it is, and with embeddings that turn nothing or double.
+
+    `place` is where its position embeddings stand among its arguments; None where it takes none.
+    """
+
+    as_is: Heard
+    place: str | int | None = None
+    tables: Any = None
+    has_ids: bool = False
+    plain: Heard | None = None
+    doubled: Heard | None = None
+
+
+@dataclass
+class _Ear:
+    calls: list[Heard] = field(default_factory=list)
+
+
+_LISTENING: ContextVar[_Ear] = ContextVar("listening")
 
 
 def probe_function(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Stands where attention would, and keeps what it is given."""
-    module.__dict__[PROBE].append((query, key, more))
+    window = None
+    if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int64:
+        window = int(attention_mask.flatten()[0])
+    _LISTENING.get().calls.append(Heard(module, query.detach(), key.detach(), window, more))
     return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-def _ask(found: Anatomy, module: Any, private: Any) -> Layer:
-    index = int(module.layer_idx)
-    rotated, plain = _heard(found, module, private)
-    (q_rotated, k_rotated, more), (q, k, _) = rotated, plain
-    unknown = [name for name, value in more.items() if name not in KNOWN and value is not None]
-    if unknown:
-        raise InputError(
-            f"layer {index} of this model ({type(module).__name__}) asks its attention for "
-            f"{', '.join(unknown)}, which normattn does not serve"
-        )
-    sliding = _sliding(found, module, more)
-    if torch.equal(q, q_rotated) and torch.equal(k, k_rotated):
-        return Layer(module, index, sliding, None)
-    turning = _fitting(found, module, q, q_rotated)
-    if turning is None or not _turns(turning, k, k_rotated):
-        raise InputError(
-            f"layer {index} of this model ({type(module).__name__}) does not rotate the first "
-            "features of its queries and keys as RoPE does (it may normalise them afterwards, or "
-            "turn others), so its positions cannot be replaced"
-        )
-    return Layer(module, index, sliding, turning)
+def probe_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *_: Any,
+    local_size: int | None = None,
+    device: Any = "cpu",
+    **__: Any,
+) -> Tensor:
+    """The mask of a layer under the probe, of one number: how far back it lets the layer see."""
+    size = 0 if local_size is None else int(local_size)
+    shape = (batch_size, 1, q_length, kv_length)
+    return torch.full(shape, size, dtype=torch.int64, device=device)
 
 
-def _heard(found: Anatomy, module: Any, private: Any) -> tuple[_Given, _Given]:
-    """What reaches the attention function with the model's rotation and with none."""
-    weight = next((each for each in module.parameters() if each.is_floating_point()), None)
-    dtype = found.model.dtype if weight is None else weight.dtype
-    device = found.model.device if weight is None else weight.device
-    if device.type == "meta":
-        device = _executing(module)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, len(_PLACES), found.config.hidden_size, generator=generator)
-    x = x.to(device, dtype)
-    before, kept = module.config, list[_Given]()
-    with torch.no_grad():
-        cos, sin = embeddings(found, module, x, torch.tensor([_PLACES], device=device))
-        module.config, module.__dict__[PROBE] = private, kept
-        try:
-            for pair in ((cos, sin), (torch.ones_like(cos), torch.zeros_like(sin))):
-                module(hidden_states=x, position_embeddings=pair, attention_mask=None)
-        except (TypeError, KeyError, AttributeError, NotImplementedError) as error:
-            raise InputError(
-                f"layer {module.layer_idx} of this model ({type(module).__name__}) cannot be asked "
-                f"what it does: {error}"
-            ) from error
-        finally:
-            module.config = before
-            del module.__dict__[PROBE]
-    if len(kept) != 2:
-        raise InputError(
-            f"layer {module.layer_idx} of this model ({type(module).__name__}) does not take its "
-            "attention function from transformers' AttentionInterface, so it cannot be extended"
-        )
-    return kept[0], kept[1]
+def ask(found: Anatomy) -> dict[nn.Module, Asked]:
+    """What each attention layer of the decoder is given and does, in the order of their calls.
+
+    Raises `InputError` where the model cannot be asked.
+    """
+    asked: dict[nn.Module, Asked] = {}
+    for heard in listen(found):
+        asked.setdefault(heard.module, Asked(heard))
+    hooks = [
+        module.register_forward_pre_hook(_again(one), with_kwargs=True)
+        for module, one in asked.items()
+    ]
+    try:
+        listen(found)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return asked
 
 
-def _executing(module: nn.Module) -> torch.device:
-    """Where accelerate brings the weights of a layer that it keeps elsewhere."""
-    for each in module.modules():
-        device = getattr(getattr(each, "_hf_hook", None), "execution_device", None)
+def _again(one: Asked) -> Callable[..., None]:
+    """A pre-hook that calls the layer with other position embeddings before it is called."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        place = place_of(args, kwargs)
+        if one.plain is not None or place is None:
+            return
+        given = kwargs[place] if isinstance(place, str) else args[place]
+        one.place, one.tables = place, given
+        one.has_ids = kwargs.get("position_ids") is not None
+        heard = []
+        for size in (2.0, 1.0):
+            before = len(_LISTENING.get().calls)
+            other_args, other = put(args, kwargs, place, still(given, size))
+            module.forward(*other_args, **other)
+            heard.append(_LISTENING.get().calls[before])
+        one.doubled, one.plain = heard
+
+    return hook
+
+
+def put(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: str | int, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with this value at that place."""
+    if isinstance(place, str):
+        return args, {**kwargs, place: value}
+    return (*args[:place], value, *args[place + 1 :]), kwargs
+
+
+def listen(found: Anatomy) -> list[Heard]:
+    """All calls of the attention function while the model reads `COUNT` tokens."""
+    ear = _Ear()
+    token = _LISTENING.set(ear)
+    try:
+        with quiet(found), _listening(found):
+            try:
+                found.model(input_ids=some_tokens(found), use_cache=False)
+            except InputError:
+                raise
+            except Exception as error:
+                sentence = " ".join(str(error).split())[:200]
+                raise InputError(
+                    f"{found.name} cannot be asked what its layers do: its forward fails while its "
+                    f"attention only listens ({type(error).__name__}: {sentence})"
+                ) from error
+    finally:
+        _LISTENING.reset(token)
+    inside = set(found.decoder.modules())
+    return [each for each in ear.calls if each.module in inside]
+
+
+def some_tokens(found: Anatomy, count: int = COUNT) -> Tensor:
+    """A few tokens that stand for nothing but themselves."""
+    size = int(getattr(found.config, "vocab_size", COUNT + 3))
+    return (torch.arange(count, device=_device(found)) + 3)[None] % size
+
+
+@contextlib.contextmanager
+def quiet(found: Anatomy) -> Iterator[None]:
+    """The model in evaluation mode, without gradients, uncompiled; as it was afterwards."""
+    modes = [(module, module.training) for module in found.model.modules()]
+    try:
+        with torch.no_grad(), _uncompiled():
+            for module, _ in modes:
+                module.training = False
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: Callable[[str], contextlib.AbstractContextManager[Any]] = torch.compiler.set_stance
+    return stance("force_eager")
+
+
+@contextlib.contextmanager
+def _listening(found: Anatomy) -> Iterator[None]:
+    """Every module of the model has a copy of its configuration that names the probe."""
+    copies: dict[int, Any] = {}
+    before: list[tuple[nn.Module, Any]] = []
+    try:
+        for module in found.model.modules():
+            config = module.__dict__.get("config")
+            if hasattr(config, "_attn_implementation_internal"):
+                before.append((module, config))
+                if id(config) not in copies:
+                    copies[id(config)] = named(config, PROBE)
+                module.__dict__["config"] = copies[id(config)]
+        yield
+    finally:
+        for module, config in before:
+            module.__dict__["config"] = config
+
+
+def named(config: Any, attention: str) -> Any:
+    """A copy of a configuration, and of that of its text, that names this attention."""
+    private = copy.deepcopy(config)
+    for each in {id(part): part for part in (private, private.get_text_config())}.values():
+        each._attn_implementation_internal = attention
+    return private
+
+
+def _device(found: Anatomy) -> torch.device:
+    """Where the model takes its tokens."""
+    weight = found.model.get_input_embeddings()
+    for module in weight.modules():
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
         if device is not None:
             return torch.device(device)
-    raise InputError("the weights of this model are on the meta device: load them first")
-
-
-def embeddings(found: Anatomy, module: nn.Module, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin as the model makes them for a layer."""
-    kind = (found.layer_type(module),) if found.per_type else ()
-    made = found.rotary(x, ids, *kind)
-    if not (isinstance(made, tuple) and len(made) == 2 and not made[0].is_complex()):
-        raise InputError(
-            f"{type(found.rotary).__name__} does not make cos and sin, so they cannot be replaced"
-        )
-    return made
-
-
-def _sliding(found: Anatomy, module: nn.Module, more: dict[str, Any]) -> int | None:
-    given = more.get("sliding_window")
-    if given is not None:
-        return int(given)
-    kind = found.layer_type(module)
-    if kind in ("sliding_attention", "chunked_attention"):
-        name = "sliding_window" if kind.startswith("sliding") else "attention_chunk_size"
-        return int(getattr(found.config, name))
-    return None
-
-
-def _fitting(found: Anatomy, module: nn.Module, q: Tensor, rotated: Tensor) -> Turning | None:
-    """The rotation that makes `rotated` of q, or None."""
-    prefix = f"{found.layer_type(module)}_" if found.per_type else ""
-    theta = getattr(found.rotary, f"{prefix}inv_freq").detach().double().cpu()
-    size = float(getattr(found.rotary, f"{prefix}attention_scaling", 1.0))
-    rope = found.rope(module)
-    base = rope.get("rope_theta") if rope.get("rope_type", "default") == "default" else None
-    if base is not None:
-        plain = rope_frequencies(2 * theta.numel(), float(base))
-        base = float(base) if torch.allclose(theta, plain, rtol=2e-2, atol=0) else None
-    if 2 * theta.numel() > q.shape[-1]:
-        return None
-    for interleaved in (False, True):
-        turning = Turning(theta, base, interleaved, size, q.shape[-1])
-        if _turns(turning, q, rotated):
-            return turning
-    return None
-
-
-def _turns(turning: Turning, x: Tensor, rotated: Tensor) -> bool:
-    """Whether this rotation makes `rotated` of x, up to the rounding of x's type."""
-    places = torch.tensor(_PLACES, dtype=torch.float64, device=x.device)
-    turn = rotation(places, turning.frequencies, 1.0, turning.interleaved, torch.float64)
-    size = turning.amplitude
-    found = replace(turn, cos=turn.cos * size, sin=turn.sin * size)(x.double())
-    close = 1e-3 if x.dtype in (torch.float32, torch.float64) else 5e-2
-    return bool((found - rotated).abs().max() <= close * rotated.abs().max())
+    device = torch.device(found.model.device)
+    if device.type == "meta":
+        raise InputError("the weights of this model are on the meta device: load them first")
+    return device

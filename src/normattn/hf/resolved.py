@@ -17,6 +17,8 @@ class Resolved:
         train_length_from: `given`, or the field of the configuration that said so.
         parameters: the method's parameters by name.
         base: the rotary base, or None where the frequencies are not powers of one.
+        scaled: the kind of scaling that the model's own frequencies were trained with, if any; a
+            method scales what is there.
         head_dim: features of a head.
         rotated: how many of them turn.
         layout: `half` or `interleaved`.
@@ -32,6 +34,7 @@ class Resolved:
     train_length_from: str
     parameters: dict[str, Any]
     base: float | None
+    scaled: str | None
     head_dim: int
     rotated: int
     layout: str
@@ -47,6 +50,8 @@ class Resolved:
 
     def __str__(self) -> str:
         turned = f"{self.rotated} of {self.head_dim} features turn ({self.layout})"
+        if self.scaled is not None:
+            turned += f", on top of the model's own {self.scaled} scaling"
         lines = [
             f"{self.method}, trained to read {self.train_length} tokens ({self.train_length_from})",
             f"base {self.base:g}, {turned}" if self.base else turned,

@@ -1,0 +1,35 @@
+"""docs/families.md: which causal family of transformers is extended by which method, and why not.
+
+    python scripts/family_matrix.py             every family, some minutes
+    python scripts/family_matrix.py llama glm   these alone, beside those on the page
+
+Ends with 1 where a method is taken and does something else than it says.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import transformers
+from tests.hf.matrix import PAGE, page, read_page, row
+from tests.hf.tiny import rotary_families
+
+
+def main(asked: list[str]) -> int:
+    """Make the page."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    rows = read_page() if asked and PAGE.exists() else {}
+    for family in asked or rotary_families():
+        rows[family] = row(family)
+        print(family, *(f"{name}: {said}" for name, said in rows[family].items()), sep="\n  ")
+        PAGE.write_text(page(rows, transformers.__version__), encoding="utf-8")
+    return int(any("WRONG" in said for each in rows.values() for said in each.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""Which rotation makes one tensor of another: where the features that turn stand, and how.
+
+Legend: B batch, H heads, T tokens, D head dimension, P pairs of features that turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.hf.folding import Turning
+from normattn.score.rotary import rotation
+
+
+def turned(turning: Turning, x: Float[Tensor, "b h t d"], gain: Tensor | None) -> Tensor:
+    """x as it stands at positions 0 … T − 1: its features arranged, rotated, and put back."""
+    places = torch.arange(x.shape[2], dtype=torch.float64, device=x.device)
+    turn = rotation(places, turning.frequencies, 1.0, turning.interleaved, torch.float64)
+    size = turning.amplitude
+    first = turning.arranged(x.double())
+    if gain is not None:
+        first = first * gain.to(first.device)
+    rotated = replace(turn, cos=turn.cos * size, sin=turn.sin * size)(first)
+    if gain is not None:
+        rotated = rotated / gain.to(rotated.device)
+    rest = rotated.shape[-1] - turning.start
+    return torch.cat((rotated[..., rest:], rotated[..., :rest]), -1) if turning.start else rotated
+
+
+def fits(turning: Turning, x: Tensor, rotated: Tensor, gain: Tensor | None = None) -> bool:
+    """Whether this rotation makes `rotated` of x, up to the rounding of x's type."""
+    close = 1e-3 if x.dtype in (torch.float32, torch.float64) else 5e-2
+    off = (turned(turning, x, gain) - rotated).abs().max()
+    return bool(off <= close * rotated.abs().max())
+
+
+def fitting(
+    like: Turning, q: Tensor, q_rotated: Tensor, k: Tensor, k_rotated: Tensor
+) -> Turning | None:
+    """The rotation by `like`'s frequencies that makes the rotated queries and keys, or None.
+
+    Tried: the first features turn, or the last; pairs apart or side by side; either direction; and,
+    where norms with a gain follow the rotation, queries and keys that the gain has made uneven.
+    """
+    pairs = 2 * like.frequencies.numel()
+    if pairs > q.shape[-1] or q.shape[-1] != k.shape[-1]:
+        return None
+    for start in sorted({0, q.shape[-1] - pairs}):
+        for interleaved in (False, True):
+            for sign in (1, -1):
+                tried = replace(
+                    like, start=start, interleaved=interleaved, frequencies=sign * like.frequencies
+                )
+                if like.normed:
+                    gains = (_gain(tried, q, q_rotated), _gain(tried, k, k_rotated))
+                    tried = replace(tried, gains=gains)
+                one, other = tried.gains or (None, None)
+                if fits(tried, q, q_rotated, one) and fits(tried, k, k_rotated, other):
+                    return tried
+    return None
+
+
+def _gain(turning: Turning, x: Tensor, rotated: Tensor) -> Float[Tensor, " d"]:
+    """What to multiply features with so that they turn evenly: g_a/g_b on the second of a pair.
+
+    A gain g after the rotation makes x = g ⊙ y of y, and a' = a·cos − (g_a/g_b)·b·sin of the pair
+    (a, b): its ratio by least squares over tokens and heads.
+    """
+    places = torch.arange(x.shape[2], dtype=torch.float64)[:, None]
+    angle = places * turning.frequencies
+    a, b = _pair(turning, turning.arranged(x.double().cpu()))
+    to, _ = _pair(turning, turning.arranged(rotated.double().cpu()))
+    known, rest = b * angle.sin(), a * angle.cos() - to
+    below = known.square().sum((0, 1, 2))
+    ratio = torch.where(below > 0, (known * rest).sum((0, 1, 2)) / below.clamp(min=1e-30), 1.0)
+    gain = torch.ones(x.shape[-1], dtype=torch.float64)
+    _pair(turning, gain)[1].copy_(ratio)
+    return gain
+
+
+def _pair(turning: Turning, x: Tensor) -> tuple[Tensor, Tensor]:
+    count = turning.frequencies.numel()
+    if turning.interleaved:
+        return x[..., 0 : 2 * count : 2], x[..., 1 : 2 * count : 2]
+    return x[..., :count], x[..., count : 2 * count]

@@ -1,0 +1,216 @@
+"""What was heard of a model's layers, understood: how each rotates, how far it sees, or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normattn.errors import InputError
+from normattn.hf.anatomy import Anatomy
+from normattn.hf.fitting import fitting
+from normattn.hf.folding import Turning
+from normattn.hf.probing import KNOWN, Asked, Heard
+from normattn.hf.tables import Tables, read_tables, spectra_of
+from normattn.score.part import rope_frequencies
+
+_ABSOLUTE = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}
+_DIVISIBLE = ("linear", "llama3")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one attention layer does.
+
+    Attributes:
+        module: the layer.
+        index: its number.
+        sliding: the window outside of which it sees nothing, or None.
+        turning: its rotation, or None for a layer without positions (or with a window).
+        tables: how the model writes its position embeddings.
+        heard: what it was asked.
+        keys_of: the layer whose keys it reads, where not its own.
+    """
+
+    module: nn.Module
+    index: int
+    sliding: int | None
+    heard: Asked
+    turning: Turning | None = None
+    tables: Tables | None = None
+    keys_of: nn.Module | None = None
+
+    @property
+    def masked(self) -> bool:
+        """Whether transformers makes its mask, so that ours can be put in its place."""
+        return self.heard.as_is.window is not None
+
+    @property
+    def unserved(self) -> tuple[str, ...]:
+        """What the layer asks of its attention that ours does not do."""
+        more = self.heard.as_is.more
+        given = {name: value for name, value in more.items() if value is not None}
+        found = [name for name, value in given.items() if name not in KNOWN and value is not False]
+        return (*found, *(["is_causal=False"] if given.get("is_causal") is False else []))
+
+
+def refuse_vectors(found: Anatomy) -> None:
+    """Raise `InputError` for a model that adds a vector to each position instead of rotating."""
+    names = {name.rpartition(".")[2] for name, _ in found.decoder.named_modules()}
+    if names & _ABSOLUTE and not _rotates(found.model):
+        raise InputError(
+            f"{found.name} is not a rotary model: each position has a vector of its own"
+        )
+
+
+def understand(found: Anatomy, asked: Mapping[nn.Module, Asked]) -> tuple[Layer, ...]:
+    """What each layer does. Raises `InputError` for what is not understood."""
+    if not asked:
+        raise InputError(_unheard(found))
+    spectra = spectra_of(found.model)
+    layers: list[Layer] = []
+    for position, (module, one) in enumerate(asked.items()):
+        index = getattr(module, "layer_idx", None)
+        index = index if isinstance(index, int) else position
+        layer = _layer(found, module, index, one, spectra, list(asked.values()))
+        alike = (each.tables for each in layers if layer.tables and layer.tables.alike(each.tables))
+        layers.append(replace(layer, tables=next(alike, layer.tables)))
+    return tuple(layers)
+
+
+def _unheard(found: Anatomy) -> str:
+    if _rotates(found.model):
+        return (
+            f"{found.name} has attention code of its own: no layer takes its attention function "
+            "from transformers' AttentionInterface, so its rotary positions cannot be reached"
+        )
+    return f"{found.name} is not a rotary model, and its attention cannot be reached"
+
+
+def _rotates(model: nn.Module) -> bool:
+    """Whether a module holds rotary tables or frequencies, by the names that transformers gives."""
+    names = [name for name, _ in (*model.named_modules(), *model.named_buffers())]
+    told = any(name.endswith("inv_freq") or "rotary" in name for name in names)
+    held = any(hasattr(each, "rotary_dim") or hasattr(each, "rotary") for each in model.modules())
+    return told or held or "RoFormer" in type(model).__name__
+
+
+def _layer(
+    found: Anatomy,
+    module: nn.Module,
+    index: int,
+    one: Asked,
+    spectra: Sequence[tuple[Tensor, float]],
+    all_asked: Sequence[Asked],
+) -> Layer:
+    who = f"layer {index} of this model ({type(module).__name__})"
+    if one.as_is.key.shape[2] != one.as_is.query.shape[2]:
+        raise InputError(
+            f"{who} reads {one.as_is.key.shape[2]} keys of {one.as_is.query.shape[2]} tokens: its "
+            "keys are compressed or not its own, so their positions are not known"
+        )
+    sliding = _sliding(one.as_is)
+    if sliding is not None:
+        return Layer(module, index, sliding, one)
+    if one.plain is None:
+        if _rotates(module):
+            raise InputError(
+                f"{who} makes its rotary positions itself, where they cannot be replaced"
+            )
+        return Layer(module, index, None, one)
+    if _same(one.plain.query, one.as_is.query) and _same(one.plain.key, one.as_is.key):
+        return Layer(module, index, None, one)
+    tables = read_tables(one.tables, spectra)
+    if tables is None:
+        raise InputError(
+            f"{who} is given position embeddings that are not made of rotary frequencies which the "
+            "model holds, so they cannot be replaced"
+        )
+    keys = _keys(one, all_asked)
+    turning = None if keys is None else _turning(found, module, one, keys, tables)
+    if keys is None or turning is None:
+        raise InputError(
+            f"{who} does not rotate the first or the last features of its queries and keys as RoPE "
+            "does, so its positions cannot be replaced"
+        )
+    other = None if keys is one else keys.as_is.module
+    return Layer(module, index, None, one, turning, tables, other)
+
+
+def _sliding(heard: Heard) -> int | None:
+    given = heard.more.get("sliding_window")
+    return int(given) if given is not None else heard.window or None
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _keys(one: Asked, all_asked: Sequence[Asked]) -> Asked | None:
+    """Whose keys a layer reads: its own, or those of the first layer that has the same ones."""
+    assert one.plain is not None
+    if not _same(one.plain.key, one.as_is.key):
+        return one
+    return next(
+        (
+            each
+            for each in all_asked
+            if each is not one
+            and each.plain is not None
+            and _same(each.as_is.key, one.as_is.key)
+            and not _same(each.plain.key, each.as_is.key)
+        ),
+        None,
+    )
+
+
+def _turning(
+    found: Anatomy, module: nn.Module, one: Asked, keys: Asked, tables: Tables
+) -> Turning | None:
+    assert one.plain is not None
+    assert one.doubled is not None
+    assert keys.plain is not None
+    base, scaled = _base(found, module, tables.frequencies)
+    normed = not _doubles(one.plain.query, one.doubled.query)
+    like = Turning(
+        frequencies=tables.frequencies,
+        base=base,
+        interleaved=False,
+        amplitude=1.0 if normed else tables.amplitude,
+        head_dim=one.plain.query.shape[-1],
+        scaled=scaled,
+        normed=normed,
+    )
+    heard = (one.plain.query, one.as_is.query, keys.plain.key, keys.as_is.key)
+    return fitting(like, *heard)
+
+
+def _doubles(plain: Tensor, doubled: Tensor) -> bool:
+    """Whether some feature of every token and head doubles with its position embeddings."""
+    close = 1e-3 if plain.dtype in (torch.float32, torch.float64) else 2e-2
+    off = (doubled - 2 * plain).abs() <= close * plain.abs()
+    return bool((off & (plain != 0)).flatten(0, 2).all(0).any())
+
+
+def _base(found: Anatomy, module: nn.Module, theta: Tensor) -> tuple[float | None, str | None]:
+    """The base of frequencies, and the kind of scaling that they were trained with.
+
+    Plain ones are powers of a base that the configuration names, or 0 from some pair on. Of scaled
+    ones only the kinds of `_DIVISIBLE` keep their base: a method then scales what is there.
+    """
+    own = found.rope(module)
+    named = [own.get("rope_theta"), *(each.get("rope_theta") for each in found.ropes)]
+    listed: Any = getattr(found.config, "layer_rope_theta", None)
+    named += list(listed) if isinstance(listed, list | tuple) else []
+    turning = int((theta != 0).sum())
+    for base in dict.fromkeys(float(each) for each in named if each):
+        plain = rope_frequencies(2 * theta.numel(), base)
+        if torch.allclose(theta[:turning], plain[:turning], rtol=2e-2, atol=0):
+            return base, None
+    kind = own.get("rope_type")
+    if kind in _DIVISIBLE and own.get("rope_theta"):
+        return float(own["rope_theta"]), str(kind)
+    return None, None if kind is None else str(kind)

@@ -1,0 +1,231 @@
+"""Which family is served by which method: every answer is tried on a tiny model, and checked."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import normattn
+from normattn import InputError
+
+from .tiny import LENGTH, VOCABULARY, build, configuration
+
+COUNT = 3 * LENGTH // 2
+METHODS: dict[str, dict[str, Any]] = {
+    "PI": {"factor": 4},
+    "NTK": {"factor": 4},
+    "NTK-mixed": {"factor": 4},
+    "ABF": {"base": 3e7},
+    "YaRN": {"factor": 4},
+    "DynamicNTK": {},
+    "ReRoPE": {"window": 4},
+    "LeakyReRoPE": {"window": 4, "s": 3.0},
+    "SelfExtend": {"window": 4, "group": 3},
+    "logn+": {},
+}
+# Values with which a method changes nothing on a text of COUNT tokens.
+NOTHING: dict[str, dict[str, Any]] = {
+    "PI": {"factor": 1},
+    "NTK": {"factor": 1},
+    "NTK-mixed": {"factor": 1},
+    "YaRN": {"factor": 1},
+    "DynamicNTK": {"train_length": COUNT},
+    "ReRoPE": {"window": COUNT, "train_length": COUNT},
+    "LeakyReRoPE": {"window": 4, "s": 1.0},
+    "SelfExtend": {"window": COUNT, "group": 3, "train_length": COUNT},
+    "logn+": {"train_length": COUNT},
+}
+SERVED = "served"
+CLOSE, EFFECT = 1e-3, 1e-4
+STEPS = (9, 6, *([1] * (COUNT - 15)))
+
+
+def tokens(count: int = COUNT) -> Tensor:
+    """Two rows of random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, VOCABULARY, (2, count), generator=generator)
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor) -> Tensor:
+    """Those of one forward without a cache."""
+    found: Tensor = model(input_ids=ids, use_cache=False).logits
+    return found
+
+
+@torch.no_grad()
+def stepwise(model: Any, ids: Tensor) -> Tensor:
+    """Those of a prefill, a longer step and single tokens."""
+    cache: dict[str, Any] = {}
+    found, at = [], 0
+    for step in STEPS:
+        out = model(input_ids=ids[:, at : at + step], use_cache=True, **cache)
+        cache, at = {"past_key_values": out.past_key_values}, at + step
+        found.append(out.logits)
+    return torch.cat(found, 1)
+
+
+def row(family: str, methods: Iterable[str] = METHODS) -> dict[str, str]:
+    """What each method says to the family's tiny model: "served", the refusal, or what is wrong.
+
+    Served means: the method has an effect, none where its values mean none, decodes as it reads,
+    agrees with transformers' own YaRN and linear scaling where there is one, and is undone exactly.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, ids = build(family), tokens()
+        as_trained = logits(model, ids)
+        return {name: _try(family, model, name, ids, as_trained) for name in methods}
+
+
+def _try(family: str, model: Any, name: str, ids: Tensor, as_trained: Tensor) -> str:
+    try:
+        wrong = _faults(family, model, name, ids, as_trained)
+    except InputError as refusal:
+        wrong = [] if torch.equal(logits(model, ids), as_trained) else ["is not undone"]
+        return "WRONG: " + "; ".join(wrong) if wrong else str(refusal)
+    return "WRONG: " + "; ".join(wrong) if wrong else SERVED
+
+
+def _faults(family: str, model: Any, name: str, ids: Tensor, as_trained: Tensor) -> list[str]:
+    wrong: list[str] = []
+    length = {} if isinstance(_length(model), int) else {"train_length": LENGTH}
+    with normattn.extend(model, name, **length, **METHODS[name]) as extension:
+        found = logits(model, ids)
+        if not float((found - as_trained).abs().max()) > EFFECT:
+            wrong.append("no effect")
+        decoded = stepwise(model, ids) if _has_cache(model, ids) else found
+        if not _close(decoded, found):
+            wrong.append("a cache gives other logits")
+    if not torch.equal(logits(model, ids), as_trained):
+        wrong.append("is not undone")
+    if name in NOTHING:
+        with normattn.extend(model, name, **{**length, **NOTHING[name]}):
+            if not _close(logits(model, ids), as_trained):
+                wrong.append("changes what it promises not to")
+    # Ours leaves layers within a window as trained, theirs scales them as well.
+    left = extension.resolved.left
+    theirs = None if left else native(family, model, name, ids, as_trained)
+    if theirs is not None and not _close(found, theirs):
+        wrong.append("differs from transformers' own")
+    return wrong
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() <= CLOSE * max(1.0, float(other.abs().max())))
+
+
+def _length(model: Any) -> Any:
+    """The training length, if the configuration names one and no other."""
+    from normattn.hf.anatomy import anatomy, known_length
+
+    try:
+        return known_length(anatomy(model))[0]
+    except InputError:
+        return None
+
+
+def _has_cache(model: Any, ids: Tensor) -> bool:
+    """Whether the model's own cache gives what it gives without."""
+    try:
+        return _close(stepwise(model, ids), logits(model, ids))
+    except Exception:  # some take no cache, or cannot go on with several tokens
+        return False
+
+
+KINDS = {"YaRN": "yarn", "PI": "linear"}
+
+
+def native(family: str, model: Any, name: str, ids: Tensor, as_trained: Tensor) -> Tensor | None:
+    """The logits of the same weights with transformers' own scaling; None where it has none."""
+    if name not in KINDS:
+        return None
+    config = configuration(family)
+    text = config.get_text_config()
+    given = getattr(text, "rope_parameters", None)
+    if not isinstance(given, Mapping):
+        return None
+    text.rope_parameters = _scaled(given, KINDS[name])
+    try:
+        other = type(model)(config).eval()
+        other.load_state_dict(model.state_dict())
+        found = logits(other, ids)
+    except Exception:  # a family whose own code knows no scaling
+        return None
+    return None if torch.equal(found, as_trained) else found
+
+
+def _scaled(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Rope parameters with this scaling on the layers that see everything."""
+    if any(isinstance(each, Mapping) for each in given.values()):
+        return {
+            name: _scaled(each, kind)
+            if isinstance(each, Mapping) and "sliding" not in name
+            else each
+            for name, each in given.items()
+        }
+    if given.get("rope_type", "default") != "default":
+        return dict(given)
+    more = {"original_max_position_embeddings": LENGTH} if kind == "yarn" else {}
+    return {**given, "rope_type": kind, "factor": 4.0, **more}
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+HEAD = """# Which model is extended by which method
+
+Every causal family of transformers with rotary positions, as a tiny model with random weights made
+from its default configuration ({version}). ● is served: on that model the method has an effect, has
+none where its values mean none, decodes with a cache as it reads at once, equals transformers' own
+`yarn` and `linear` where the family has them, and is undone to the last bit. A number is a refusal,
+and its reason stands below. {served}
+
+A real model of the family may have another configuration: `extend` asks the model itself.
+`python scripts/family_matrix.py` makes this page; tests make a part of it anew.
+
+"""
+
+
+def page(rows: Mapping[str, Mapping[str, str]], version: str) -> str:
+    """The page of the matrix."""
+    reasons: list[str] = []
+    lines = ["| family | " + " | ".join(METHODS) + " |", "| --- " * (len(METHODS) + 1) + "|"]
+    for family in sorted(rows):
+        lines.append(f"| {family} | {' | '.join(_cells(rows[family], reasons))} |")
+    counts = {name: sum(row[name] == SERVED for row in rows.values()) for name in METHODS}
+    told = ", ".join(f"{name} {count}" for name, count in counts.items())
+    served = f"Served of {len(rows)}: {told}."
+    below = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    head = HEAD.format(version=f"transformers {version}", served=served)
+    return head + "\n".join([*lines, "", "## Reasons", "", *below, ""])
+
+
+def _cells(row: Mapping[str, str], reasons: list[str]) -> list[str]:
+    found = []
+    for name in METHODS:
+        answer = " ".join(row[name].split())
+        if answer == SERVED:
+            found.append("●")
+            continue
+        if answer not in reasons:
+            reasons.append(answer)
+        found.append(str(reasons.index(answer) + 1))
+    return found
+
+
+def read_page(path: Path = PAGE) -> dict[str, dict[str, str]]:
+    """The rows of the page as it stands."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    start = lines.index("## Reasons")
+    reasons = [line.partition(". ")[2] for line in lines[start + 2 :]]
+    rows = {}
+    for line in lines[:start]:
+        cells = [each.strip() for each in line.strip("|").split("|")]
+        if len(cells) == len(METHODS) + 1 and cells[0] not in ("family", "---"):
+            answers = [SERVED if each == "●" else reasons[int(each) - 1] for each in cells[1:]]
+            rows[cells[0]] = dict(zip(METHODS, answers, strict=True))
+    return rows
