@@ -15,6 +15,7 @@ from normattn import InputError
 from normattn.hf import from_llama, to_llama
 from normattn.models import CausalLM, CausalLMConfig, load_model, save_model
 
+from . import tiny
 from .families import build, logits, tokens
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
@@ -37,6 +38,19 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen2", {"use_sliding_window": False, "sliding_window": None, "layer_types": None}),
     ("Qwen3", {"rms_norm_eps": 1e-5}),
 ]
+
+
+@pytest.mark.parametrize("family", ["internlm3", "iquestcoder", "arcee", "ministral3"])
+def test_the_shape_counts_not_the_name(family: str) -> None:
+    """Two that are Llamas under another name, and two that are not."""
+    theirs = tiny.build(family)
+    ids = tokens(length=20)
+    if family in ("arcee", "ministral3"):
+        with pytest.raises(InputError, match="cannot become a CausalLM"):
+            from_llama(theirs)
+    else:
+        with torch.no_grad():
+            assert_same(from_llama(theirs)(ids), logits(theirs, ids))
 
 
 def assert_same(found: Tensor, wanted: Tensor) -> None:
@@ -127,7 +141,10 @@ _SCALED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
         ("Llama", {"hidden_act": "gelu"}, "the activation 'gelu'"),
         ("Qwen2", {}, "a sliding window"),
         ("Mistral", {"sliding_window": 4}, "a sliding window"),
-        ("Gemma", {}, "known for causal models of the kinds llama"),
+        ("Gemma", {}, "the activation 'gelu_pytorch_tanh'"),
+        ("Olmo2", {}, "its layers are not Llama's, which differ by input_layernorm"),
+        ("Granite", {}, "computes other logits with them"),
+        ("GPTNeoX", {}, "its configuration has no rms_norm_eps"),
     ],
 )
 def test_what_our_settings_cannot_say(family: str, more: dict[str, Any], reason: str) -> None:

@@ -108,6 +108,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"qk_head_dim": None},
+    "mimo_v2_flash": {"head_dim": 24},
     "ministral": _THETA | {"layer_types": ["full_attention", "sliding_attention"]},
     "mistral": {"sliding_window": None},
     "nemotron": {"num_key_value_heads": 2},
@@ -178,7 +179,7 @@ def shrunk(kind: Any) -> dict[str, Any]:
     )
     found: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
-        value = whole.__dict__.get(field.name)
+        value = values.get(whole.attribute_map.get(field.name, field.name))
         if hasattr(value, "to_dict"):
             found[field.name] = shrunk(type(value))
         elif LAYERS.fullmatch(field.name) and value is not None:

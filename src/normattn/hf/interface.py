@@ -14,10 +14,12 @@ def registered(before: str) -> str:
     of that; it holds no "flash", which transformers would read as flash attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 
     AttentionInterface.register(PROBE, probe_function)
-    AttentionMaskInterface.register(PROBE, probe_mask)
+    AttentionMaskInterface.register(
+        PROBE, probe_mask(eager_mask if before == "eager" else sdpa_mask)
+    )
     name = "normattn_" + before.replace("flash", "fl").replace("/", "_").replace("|", "_")
     over = ALL_MASK_ATTENTION_FUNCTIONS.get(before, sdpa_mask)
     AttentionInterface.register(name, attention_function)

@@ -34,17 +34,22 @@ _WHOLE = {
     "model.norm.weight": "final_norm.gain",
     "lm_head.weight": "head.weight",
 }
-_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_BIASES = tuple(f"self_attn.{each}_proj.bias" for each in "qkv")
+_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act")
+_FIELDS += ("num_attention_heads", "rms_norm_eps", "max_position_embeddings", "rope_parameters")
 
 
 def from_llama(model: Any) -> CausalLM:
-    """A `CausalLM` that computes what a Llama, Mistral, Qwen2 or Qwen3 model computes.
+    """A `CausalLM` that computes what a model of Llama's shape computes: Llama, Qwen2, Qwen3, ….
 
-    The weights are copies, of the same dtype and on the same device; logits agree up to rounding.
+    What counts is the shape, not the name: its weights are those of Llama's layers, with biases of
+    q, k and v or with norms of q and k for each head, and its logits of a few tokens are ours. The
+    weights are copies, of the same dtype and on the same device; logits agree up to rounding.
     `max_position_embeddings` becomes the training length; a spectrum of the kinds `linear` and
     `llama3` becomes PI or Llama3, trained in. Dropout, which only training sees, is not carried
-    over. Raises `InputError` for another family, rotary positions scaled in another way, sliding
-    windows, biases beyond those of q, k and v, and another activation than SiLU.
+    over. Raises `InputError` for another shape or other logits, rotary positions scaled in another
+    way, sliding windows, biases beyond those of q, k and v, and another activation than SiLU.
     """
     config = _our_config(model)
     theirs = model.state_dict()
@@ -56,6 +61,7 @@ def from_llama(model: Any) -> CausalLM:
     with torch.device("meta"):
         made = CausalLM(config)
     made.load_state_dict(ours, assign=True)
+    _refuse_other_logits(model, made)
     return made.train(model.training)
 
 
@@ -121,16 +127,12 @@ def _layer_to(
 
 def _our_config(model: Any) -> CausalLMConfig:
     theirs: Any = getattr(model, "config", None)
-    kind = getattr(theirs, "model_type", None)
-    if kind not in _KINDS or not hasattr(model, "lm_head"):
-        raise InputError(
-            f"a {type(model).__name__} cannot become a CausalLM: its layers are known for causal "
-            f"models of the kinds {', '.join(_KINDS)}"
-        )
+    _refuse_fields(model, theirs)
     rope = theirs.rope_parameters or {}
     _refuse_theirs(theirs, rope, type(model).__name__)
+    held = _refuse_weights(model, theirs)
     spectrum = spectrum_of(rope, theirs.max_position_embeddings)
-    normed = kind == "qwen3"
+    normed = _NORMS[0] in held
     eps = {"eps": theirs.rms_norm_eps} if normed else {}
     score = ScoreSpec.parse(
         "QKRMSNorm-RoPE" if normed else "Baseline-RoPE", base=float(rope["rope_theta"]), **eps
@@ -148,9 +150,58 @@ def _our_config(model: Any) -> CausalLMConfig:
         norm_eps=theirs.rms_norm_eps,
         train_length=theirs.max_position_embeddings,
         tie_head=bool(theirs.tie_word_embeddings),
-        qkv_bias=kind == "qwen2",
+        qkv_bias=_BIASES[0] in held,
         score=score,
     )
+
+
+def _refuse_fields(model: Any, theirs: Any) -> None:
+    """Raise `InputError` for what is no causal model with Llama's settings."""
+    lacking = [each for each in _FIELDS if not hasattr(theirs, each)]
+    if lacking or not hasattr(model, "lm_head"):
+        what = f"its configuration has no {lacking[0]}" if lacking else "it has no lm_head"
+        raise InputError(
+            f"a {type(model).__name__} cannot become a CausalLM: {what}, as causal models of "
+            "Llama's shape have"
+        )
+
+
+def _refuse_weights(model: Any, theirs: Any) -> set[str]:
+    """The names of a layer's weights; `InputError` unless all weights are those of our layers."""
+    name = f"a {type(model).__name__} cannot become a CausalLM"
+    whole = {*_LAYER, *(each for names in _JOINED.values() for each in names)}
+    needed = whole - {*_BIASES, *_NORMS}
+    shapes = [needed, needed | set(_BIASES), needed | set(_NORMS)]
+    layers: dict[str, set[str]] = {}
+    for weight in model.state_dict():
+        place, _, rest = weight.removeprefix("model.layers.").partition(".")
+        if weight.startswith("model.layers.") and place.isdigit():
+            layers.setdefault(place, set()).add(rest)
+        elif weight not in _WHOLE:
+            raise InputError(f"{name}: it has the weight {weight}, which Llama's shape has not")
+    held = layers.get("0", set())
+    other = [each for each in layers.values() if each != held]
+    if held not in shapes or other or len(layers) != theirs.num_hidden_layers:
+        odd = sorted((held ^ needed) - {*_BIASES, *_NORMS} or held ^ needed or {"layers"})
+        raise InputError(f"{name}: its layers are not Llama's, which differ by {odd[0]}")
+    return held
+
+
+def _refuse_other_logits(model: Any, made: CausalLM) -> None:
+    """Raise `InputError` where a few tokens show that the same weights compute something else."""
+    ids = torch.arange(9, device=model.lm_head.weight.device)[None] % made.config.vocab_size
+    modes = [(module, module.training) for module in model.modules()]
+    with torch.no_grad():
+        theirs = model.eval()(input_ids=ids, use_cache=False).logits.double()
+        ours = made.eval()(ids).double()
+    for module, mode in modes:
+        module.training = mode
+    close = 1e-3 if model.lm_head.weight.dtype in (torch.float32, torch.float64) else 0.2
+    if not float((ours - theirs).norm()) <= close * float(theirs.norm()):
+        raise InputError(
+            f"a {type(model).__name__} cannot become a CausalLM: it has the weights of Llama's "
+            "shape, but computes other logits with them"
+        )
 
 
 def _refuse_theirs(theirs: Any, rope: dict[str, Any], name: str) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.anatomy import Anatomy
-from normattn.hf.tables import place_of, still
+from normattn.hf.tables import level, place_of
 
 PROBE = "normattn_probe"
 COUNT = 9
@@ -70,6 +70,8 @@ class Asked:
 @dataclass
 class _Ear:
     calls: list[Heard] = field(default_factory=list)
+    masks: list[Tensor] = field(default_factory=list)
+    windows: dict[int, int] = field(default_factory=dict)
 
 
 _LISTENING: ContextVar[_Ear] = ContextVar("listening")
@@ -84,26 +86,25 @@ def probe_function(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Stands where attention would, and keeps what it is given."""
-    window = None
-    if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int64:
-        window = int(attention_mask.flatten()[0])
-    _LISTENING.get().calls.append(Heard(module, query.detach(), key.detach(), window, more))
+    ear = _LISTENING.get()
+    seen = isinstance(attention_mask, Tensor)
+    window = ear.windows.get(attention_mask.data_ptr()) if seen else None
+    ear.calls.append(Heard(module, query.detach(), key.detach(), window, more))
     return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-def probe_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    *_: Any,
-    local_size: int | None = None,
-    device: Any = "cpu",
-    **__: Any,
-) -> Tensor:
-    """The mask of a layer under the probe, of one number: how far back it lets the layer see."""
-    size = 0 if local_size is None else int(local_size)
-    shape = (batch_size, 1, q_length, kv_length)
-    return torch.full(shape, size, dtype=torch.int64, device=device)
+def probe_mask(over: Callable[..., Any]) -> Callable[..., Any]:
+    """The masks that `over` makes, written down with how far back they let a layer see."""
+
+    def make(*sizes: Any, **more: Any) -> Any:
+        mask = over(*sizes, **{**more, "allow_is_causal_skip": False})
+        ear = _LISTENING.get()
+        if isinstance(mask, Tensor):
+            ear.masks.append(mask)  # so that no other tensor takes its place in memory
+            ear.windows[mask.data_ptr()] = int(more.get("local_size") or 0)
+        return mask
+
+    return make
 
 
 def ask(found: Anatomy) -> dict[nn.Module, Asked]:
@@ -139,7 +140,7 @@ def _again(one: Asked) -> Callable[..., None]:
         heard = []
         for size in (2.0, 1.0):
             before = len(_LISTENING.get().calls)
-            other_args, other = put(args, kwargs, place, still(given, size))
+            other_args, other = put(args, kwargs, place, level(given, size))
             module.forward(*other_args, **other)
             heard.append(_LISTENING.get().calls[before])
         one.doubled, one.plain = heard

@@ -60,12 +60,17 @@ class Tables:
         return tuple((x * amplitude).to(first.dtype) for x in (angle.cos(), angle.sin()))
 
 
-def still(like: Any, size: float = 1.0) -> Any:
-    """Position embeddings that turn nothing, one row for all tokens, times `size`."""
+def level(like: Any, size: float) -> Any:
+    """Position embeddings that turn nothing and multiply by `size`, of the kind of `like`."""
     if isinstance(like, Tensor):
-        return torch.full_like(like[:1, :1], size)
-    cos, sin = (x[:1, :1] for x in like)
-    return torch.full_like(cos, size), torch.zeros_like(sin)
+        return torch.full_like(like, size)
+    return torch.full_like(like[0], size), torch.zeros_like(like[1])
+
+
+def still(like: Any) -> Any:
+    """Position embeddings that change nothing: one row for all tokens."""
+    row = like[:1, :1] if isinstance(like, Tensor) else tuple(x[:1, :1] for x in like)
+    return level(row, 1.0)
 
 
 def place_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | int | None:
