@@ -15,6 +15,7 @@ import normattn
 from normattn import InputError
 from normattn.hf import extension_of
 
+from . import tiny
 from .families import LENGTH, build, configuration, logits, model_of, tokens
 
 
@@ -83,8 +84,12 @@ def test_another_model_of_the_same_configuration_is_untouched() -> None:
         assert torch.equal(logits(other, ids), as_trained)
 
 
-@pytest.mark.parametrize("method", ["ReRoPE-logn+", "PI(factor=4)"])
+NATIVE = ["PI(factor=4)", "YaRN(factor=4)"]
+
+
+@pytest.mark.parametrize("method", ["ReRoPE-logn+", "YaRN(factor=4)-logn+", *NATIVE])
 def test_saved_with_its_extension(method: str, tmp_path: Path) -> None:
+    """What transformers has words for is applied by its own from_pretrained too."""
     model, ids = build("Llama"), tokens()
     as_trained = logits(model, ids)
     with normattn.extend(model, method):
@@ -95,7 +100,12 @@ def test_saved_with_its_extension(method: str, tmp_path: Path) -> None:
     again = normattn.from_pretrained(str(tmp_path))
     assert torch.equal(logits(again, ids), extended)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(logits(plain, ids), as_trained)
+    if method in NATIVE:
+        torch.testing.assert_close(logits(plain, ids), extended, rtol=0, atol=1e-5)
+        assert plain.config.max_position_embeddings == 4 * LENGTH
+    else:
+        assert torch.equal(logits(plain, ids), as_trained)
+        assert plain.config.max_position_embeddings == LENGTH
     extension = extension_of(again)
     assert extension is not None
     extension.remove()
@@ -103,6 +113,32 @@ def test_saved_with_its_extension(method: str, tmp_path: Path) -> None:
     again.save_pretrained(tmp_path / "again")
     with pytest.raises(InputError, match="tells of no extension"):
         normattn.from_pretrained(str(tmp_path / "again"))
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "words"),
+    [
+        ("gemma3_text", "YaRN", True),  # by type of layer: those within a window keep theirs
+        ("deepseek_v2", "YaRN", True),  # complex numbers
+        ("gpt_neox", "PI", True),  # a part of the head
+        ("gemma2", "YaRN", False),  # its windows share the rope parameters
+        ("phimoe", "YaRN", False),  # its own code wants other words
+        ("granite_swa", "PI", False),  # a base for each layer
+    ],
+)
+def test_native_words_where_they_mean_the_same(
+    family: str, method: str, words: bool, tmp_path: Path
+) -> None:
+    model, ids = tiny.build(family), tokens()
+    as_trained = logits(model, ids)
+    with normattn.extend(model, method, factor=4):
+        extended = logits(model, ids)
+        model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    meant = extended if words else as_trained
+    torch.testing.assert_close(logits(plain, ids), meant, rtol=0, atol=1e-4)
+    record = json.loads((tmp_path / "config.json").read_text())["normattn"]
+    assert ("trained" in record) == words
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -8,6 +8,7 @@ built from it knows. Layers that attend within a window keep all that they have.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from normattn.hf.confirming import confirm, read
 from normattn.hf.embeddings import Embeddings, PositionIds
 from normattn.hf.folding import Folding, Turning
 from normattn.hf.interface import registered
+from normattn.hf.native import native, put_fields, trained
 from normattn.hf.probing import ask, named
 from normattn.hf.resolved import Resolved
 from normattn.hf.understanding import Layer, refuse_vectors, understand
@@ -33,7 +35,7 @@ from normattn.score.grammar import read as read_method
 from normattn.score.parts.pi import PI
 
 HANDLE = "normattn_extension"
-FIELD = "normattn"
+FIELD, TRAINED = "normattn", "trained"
 
 
 def extend(
@@ -172,13 +174,27 @@ class Extension:
                 continue
             if id(config) not in copies:
                 copies[id(config)] = named(config, name or str(config._attn_implementation))
-                if config is found.model.config:
-                    record = {
-                        "method": method_of(self.spec),
-                        "train_length": self.spec.train_length,
-                    }
-                    setattr(copies[id(config)], FIELD, record)
-            self._set(module, "config", copies[id(config)])
+            private = copies[id(config)]
+            if module is found.model:
+                private = self._telling(found, layers, private)
+            self._set(module, "config", private)
+
+    def _telling(self, found: Anatomy, layers: tuple[Layer, ...], config: Any) -> Any:
+        """A copy of the model's configuration that tells of the method, for whoever saves it.
+
+        In transformers' own words as well, where it has them; what they replace is kept beside.
+        """
+        saved = copy.deepcopy(config)
+        record: dict[str, Any] = {
+            "method": method_of(self.spec),
+            "train_length": self.spec.train_length,
+        }
+        fields = native(found, layers, self.spec)
+        if fields is not None:
+            record[TRAINED] = trained(found.config)
+            put_fields(saved.get_text_config(), fields)
+        setattr(saved, FIELD, record)
+        return saved
 
     def _hook(self, handle: Any) -> None:
         self._undo.append(handle.remove)

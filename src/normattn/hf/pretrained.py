@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.hf.extension import FIELD, extend
+from normattn.hf.extension import FIELD, TRAINED, extend
 from normattn.hf.loading import load_model
+from normattn.hf.native import put_fields
 
 
 def from_pretrained(path: str, **options: Any) -> Any:
     """A causal language model of transformers, extended as it was when it was saved.
 
     `model.save_pretrained(path)` of an extended model writes the method into config.json (the field
-    `normattn`); transformers' own `from_pretrained` ignores it and loads the model as trained.
+    `normattn`). A method that transformers has, PI or YaRN, it writes in transformers' words too,
+    so that plain `from_pretrained` and other engines apply it; any other they ignore, and load the
+    model as trained.
 
     Args:
         path: a folder, or a name on the hub.
@@ -22,9 +25,11 @@ def from_pretrained(path: str, **options: Any) -> Any:
     `normattn.hf.extension_of(model).remove()` gives the model as trained. Raises `InputError` where
     the configuration tells of no extension, and as `normattn.hf.load` does.
     """
+    from transformers import AutoConfig
+
     model = load_model(path, **options)
     record = getattr(model.config, FIELD, None)
-    if not isinstance(record, dict) or set(record) != {"method", "train_length"}:
+    if not isinstance(record, dict) or set(record) - {TRAINED} != {"method", "train_length"}:
         raise InputError(
             f"the configuration of {path} tells of no extension (no field {FIELD!r} with a method "
             "and a train_length): load it by transformers, and extend it"
@@ -34,6 +39,12 @@ def from_pretrained(path: str, **options: Any) -> Any:
             f"the configuration of {path}: the field {FIELD!r} must hold a method, a name, and a "
             "train_length, a whole number"
         )
+    if TRAINED in record:
+        if not isinstance(record[TRAINED], dict):
+            raise InputError(f"the configuration of {path}: {FIELD}.{TRAINED} must hold fields")
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        put_fields(config.get_text_config(), record[TRAINED])
+        model = load_model(path, **{**options, "config": config})
     delattr(model.config, FIELD)
     extend(model, record["method"], train_length=record["train_length"])
     return model
