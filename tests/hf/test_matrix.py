@@ -133,6 +133,19 @@ def test_training_length_and_modes_come_back() -> None:
     assert [each.training for each in model.modules()] == modes
 
 
+@pytest.mark.parametrize(("method", "values"), [("YaRN", {"factor": 4}), ("ReRoPE", {})])
+def test_an_image_among_the_tokens_is_refused(method: str, values: dict[str, Any]) -> None:
+    """Its tokens stand in time, height and width; a text's three positions are one."""
+    model, ids = build("qwen3_5_text"), tokens()
+    counted = torch.arange(ids.shape[1]).expand(4, *ids.shape).clone()
+    with normattn.extend(model, method, **values):
+        as_text = model(input_ids=ids, position_ids=counted).logits
+        torch.testing.assert_close(as_text, logits(model, ids))
+        counted[2, :, 5:9] += 7
+        with pytest.raises(InputError, match="an extended model reads text alone"):
+            model(input_ids=ids, position_ids=counted)
+
+
 def test_scaled_frequencies_are_scaled_once_more() -> None:
     """On llama3's spectrum a method multiplies what is there, and says so."""
     rope = {

@@ -85,7 +85,8 @@ class Embeddings:
         return found
 
     def _refuse_images(self, before: Any, ids: Tensor) -> None:
-        if torch.compiler.is_compiling():
+        given = (before,) if isinstance(before, Tensor) else tuple(before)
+        if torch.compiler.is_compiling() or self._memory.get("text alone", given):
             return
         mine = self._tables.make(ids, self._tables.frequencies, self._tables.amplitude, before)
         pairs = [(mine, before)] if isinstance(mine, Tensor) else zip(mine, before, strict=True)
@@ -94,6 +95,7 @@ class Embeddings:
                 "an image's tokens have positions of several dimensions in this model: an extended "
                 "model reads text alone"
             )
+        self._memory.keep("text alone", given, True)
 
     def _refuse_change(self, module: nn.Module) -> None:
         now = module.config._attn_implementation  # type: ignore[union-attr]

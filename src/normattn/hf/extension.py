@@ -140,7 +140,7 @@ class Extension:
         served = [each for each in layers if each.sliding is None]
         name = registered(_before(found)) if own else None
         self._rename(found, layers, name)
-        sections = any("mrope_section" in each for each in found.ropes)
+        sections = any(hasattr(each, "mrope_section") for each in found.decoder.modules())
         foldings: list[Folding] = []
         for layer in served:
             if name is not None:
