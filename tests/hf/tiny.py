@@ -15,6 +15,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+# Half typed by transformers: taken as Any.
+_AUTO: Any = AutoModelForCausalLM
 LENGTH, VOCABULARY = 16, 64
 # The first pattern that the whole name of a field matches gives its value.
 SIZES: tuple[tuple[str, Any], ...] = (
@@ -141,7 +143,7 @@ def rotary_families() -> list[str]:
         if family in NOT_ALONE:
             continue
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(configuration(family))
+            model = _AUTO.from_config(configuration(family))
         if not model.config.is_encoder_decoder and rotates(model):
             found.append(family)
     return found
@@ -216,7 +218,7 @@ def _size(name: str, value: Any) -> Any:
 def build(family: str, **more: Any) -> Any:
     """The family's tiny model; its attention is far from even, so that a wrong position shows."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(configuration(family, **more)).eval()
+    model = _AUTO.from_config(configuration(family, **more)).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, weight in model.named_parameters():

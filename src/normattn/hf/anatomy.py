@@ -76,7 +76,8 @@ def anatomy(model: Any) -> Anatomy:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"{name} is an encoder-decoder: only causal language models are extended")
-    decoder = model.get_decoder()
+    whole: Any = model
+    decoder = whole.get_decoder()
     if not isinstance(decoder, PreTrainedModel):  # a head of that name
         decoder = model.base_model
     return Anatomy(model, model.config.get_text_config(), decoder)

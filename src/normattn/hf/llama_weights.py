@@ -36,8 +36,10 @@ _WHOLE = {
 }
 _BIASES = tuple(f"self_attn.{each}_proj.bias" for each in "qkv")
 _NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act")
-_FIELDS += ("num_attention_heads", "rms_norm_eps", "max_position_embeddings", "rope_parameters")
+_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act"),
+    *("num_attention_heads", "rms_norm_eps", "max_position_embeddings", "rope_parameters"),
+)
 
 
 def from_llama(model: Any) -> CausalLM:

@@ -83,12 +83,12 @@ def place_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | int | No
 def is_table(value: Any) -> bool:
     """Whether a value can be position embeddings."""
     if isinstance(value, Tensor):
-        return value.is_complex() and value.dim() == 3
+        return bool(value.is_complex()) and value.dim() == 3
     if not (isinstance(value, tuple | list) and len(value) == 2):
         return False
     if not all(isinstance(each, Tensor) and each.is_floating_point() for each in value):
         return False
-    return value[0].dim() == 3 and value[0].shape == value[1].shape
+    return bool(value[0].dim() == 3 and value[0].shape == value[1].shape)
 
 
 def read_tables(value: Any, spectra: Iterable[tuple[Tensor, float]]) -> Tables | None:
