@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import json
 import math
+import os
 import pkgutil
 import random
 import shutil
+import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from normattn.atomic import write_json, write_text
+from normattn.runs.environment import describe_environment
 
 SHOWN_FAILURES = 20
 
@@ -68,11 +74,15 @@ class Campaign:
 
 @dataclass(frozen=True)
 class Result:
-    """The counts of one part, and the seconds it took."""
+    """The counts of one part, the seconds it took, and where, when and of what it was made.
+
+    `made` holds seed, full (all trials, or as few as the tests make), date, commit and machine.
+    """
 
     part: str
     counts: tuple[Count, ...]
     seconds: float
+    made: dict[str, Any]
 
 
 def part_names(full: bool = True) -> list[str]:
@@ -94,72 +104,104 @@ def run_part(name: str, folder: Path, seed: int, full: bool, seconds: float = ma
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     module: Any = importlib.import_module(f"faults.parts.{name}")
+    made = {"seed": seed, "full": full, "date": _today(), "commit": _commit()}
     before = time.monotonic()
     counts: Iterable[Count] = module.run(Campaign(folder, seed, full, before + seconds))
-    return Result(name, tuple(counts), time.monotonic() - before)
+    counts = tuple(
+        Count(each.promise, each.trials, [one.replace(str(folder), "…") for one in each.failures])
+        for each in counts
+    )
+    # Asked for at the end: nothing may start threads before a part forks.
+    machine = {**describe_environment(), "cores": os.cpu_count()}
+    return Result(name, counts, time.monotonic() - before, {**made, "machine": machine})
+
+
+def _today() -> str:
+    return datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+
+
+def _commit() -> str:
+    """The commit of the source, and whether it had changes; "unknown" outside a repository."""
+    root = Path(__file__).parent
+    asked = (["git", "rev-parse", "--short", "HEAD"], ["git", "status", "--porcelain", "-uno"])
+    said = [subprocess.run(a, cwd=root, capture_output=True, text=True, check=False) for a in asked]
+    if any(each.returncode for each in said):
+        return "unknown"
+    return said[0].stdout.strip() + (" with changes" if said[1].stdout.strip() else "")
 
 
 def read_record(out: Path) -> dict[str, Result]:
-    """The results on record, by part: those of parts that are not run again are kept."""
-    file = out / "faults.json"
-    if not file.exists():
-        return {}
-    return {
-        each["part"]: Result(
-            each["part"],
-            tuple(Count(one["promise"], one["trials"], one["found"]) for one in each["promises"]),
-            each["seconds"],
+    """The results on record, by part."""
+    found = {}
+    for file in sorted(out.glob("*.json")):
+        one = json.loads(file.read_text())
+        counts = tuple(
+            Count(each["promise"], each["trials"], each["found"]) for each in one["promises"]
         )
-        for each in json.loads(file.read_text())["parts"]
-    }
+        found[one["part"]] = Result(one["part"], counts, one["seconds"], one["made"])
+    return found
 
 
-def write_record(results: Sequence[Result], seed: int, full: bool, out: Path) -> None:
-    """Write `out`/faults.json and `out`/README.md: every promise, its trials and its failures."""
-    out.mkdir(parents=True, exist_ok=True)
+def write_record(result: Result, out: Path) -> None:
+    """Write `out`/PART.json, and `out`/README.md of all parts on record.
+
+    A file for each part, so that parts can be run apart, in any order, and again.
+    """
+    promises = [
+        {
+            "promise": count.promise,
+            "trials": count.trials,
+            "failures": len(count.failures),
+            "found": count.failures,
+        }
+        for count in result.counts
+    ]
     record = {
-        "seed": seed,
-        "full": full,
-        "parts": [
-            {
-                "part": each.part,
-                "seconds": round(each.seconds, 1),
-                "promises": [
-                    {
-                        "promise": count.promise,
-                        "trials": count.trials,
-                        "failures": len(count.failures),
-                        "found": count.failures,
-                    }
-                    for count in each.counts
-                ],
-            }
-            for each in results
-        ],
+        "part": result.part,
+        "made": result.made,
+        "seconds": round(result.seconds, 1),
+        "promises": promises,
     }
-    (out / "faults.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-    (out / "README.md").write_text(_page(results, seed, full))
+    write_json(out / f"{result.part}.json", record)
+    write_text(out / "README.md", _page(list(read_record(out).values())))
 
 
-def _page(results: Sequence[Result], seed: int, full: bool) -> str:
-    trials = sum(count.trials for each in results for count in each.counts)
-    failures = sum(len(count.failures) for each in results for count in each.counts)
-    command = f"scripts/faults{'' if full else ' --small'} --seed {seed}"
+def _page(results: Sequence[Result]) -> str:
+    every = [(each.part, count) for each in results for count in each.counts]
+    trials = sum(count.trials for _, count in every)
+    failures = sum(len(count.failures) for _, count in every)
     lines = [
         "# Faults",
         "",
-        f"`{command}`: {trials:,} trials, {failures:,} failures.",
+        f"Promises about faults, tried by `scripts/faults`: {trials:,} trials, "
+        f"{failures:,} failures.",
         "",
         "| part | promise | trials | failures |",
         "| --- | --- | ---: | ---: |",
-    ]
-    lines += [
-        f"| {each.part} | {count.promise} | {count.trials:,} | {len(count.failures):,} |"
-        for each in results
-        for count in each.counts
-    ]
-    found = [f"- {count.promise}: {one}" for each in results for count in each.counts
-             for one in count.failures[:SHOWN_FAILURES]]  # fmt: skip
+        *(f"| {part} | {one.promise} | {one.trials:,} | {len(one.failures):,} |"
+          for part, one in every),
+        "",
+        "| part | command | seconds | date | commit |",
+        "| --- | --- | ---: | --- | --- |",
+        *(f"| {each.part} | `{_command(each)}` | {each.seconds:,.0f} | {each.made['date']} "
+          f"| {each.made['commit']} |" for each in results),
+        "",
+        *(f"Made on {one}." for one in sorted({_machine(each) for each in results})),
+    ]  # fmt: skip
+    found = [f"- {part}, {one.promise}: {each}" for part, one in every
+             for each in one.failures[:SHOWN_FAILURES]]  # fmt: skip
     if found:
         lines += ["", "What was found:", "", *found]
     return "\n".join(lines) + "\n"
+
+
+def _command(result: Result) -> str:
+    small = "" if result.made["full"] else " --small"
+    return f"scripts/faults {result.part}{small} --seed {result.made['seed']}"
+
+
+def _machine(result: Result) -> str:
+    machine = dict(result.made["machine"])
+    platform, cpu, cores = (machine.pop(name) for name in ("platform", "cpu", "cores"))
+    versions = ", ".join(f"{name} {value}" for name, value in machine.items())
+    return f"{platform}, {cpu}, {cores} cores: {versions}"
