@@ -31,15 +31,16 @@ def expanded(path: str | Path) -> Path:
     if "\0" in text:
         raise InputError(f"{text!r} cannot be the name of a file: it holds a zero byte")
     try:
+        # Before `~user` is looked up: the system has no name for what is no text either.
+        os.fsencode(text)
         found = Path(text).expanduser()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{text!r} cannot be the name of a file: it is no text") from error
     except RuntimeError as error:
         raise InputError(
             f"{text}: there is no user {text[1:].partition('/')[0]!r} whose home it could mean"
         ) from error
-    try:
-        raw = os.fsencode(found)
-    except UnicodeEncodeError as error:
-        raise InputError(f"{text!r} cannot be the name of a file: it is no text") from error
+    raw = os.fsencode(found)
     longest = max((len(part) for part in raw.split(b"/")), default=0)
     if longest > _LONGEST_NAME or len(raw) > _LONGEST_PATH:
         raise InputError(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from normattn.cli import values
 from normattn.commands.extension_settings import parse_lengths
 from normattn.errors import InputError
+from normattn.files import expanded
 from normattn.score import ScoreSpec
 from normattn.sweep.settings import EvaluationSettings, validated
 from normattn.training import TrainingConfig
@@ -57,6 +58,7 @@ def test_a_name_beyond_bounds_is_refused_in_short(text: str) -> None:
 
 _NO_TEXT = """
 from normattn.errors import InputError
+from normattn.files import expanded
 from normattn.score import ScoreSpec
 
 for value in (None, 3, 2.5, b"KNA", ["KNA"], {"KNA": 1}, object()):
@@ -130,3 +132,8 @@ def test_a_setting_beyond_bounds_is_refused_by_name(name: str, value: Any) -> No
     target[last] = value
     with pytest.raises(InputError, match=last):
         TrainingConfig.parse(fields)
+
+
+def test_a_home_of_nobody_whose_name_is_no_text_is_refused() -> None:
+    with pytest.raises(InputError, match="it is no text"):
+        expanded("~nobody\ud800/x")

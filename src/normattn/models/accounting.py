@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,13 +20,21 @@ from normattn.models.stack_config import StackConfig
 def parameter_count(model: nn.Module | CausalLMConfig) -> int:
     """The number of learned numbers of a model, one that is used twice counted once.
 
-    A causal language model's configuration is built without memory (on torch's meta device) and
-    counted; of another model build it so and count that.
+    Of a causal language model's configuration, its model's; `planned_parameters` counts others.
     """
     if isinstance(model, CausalLMConfig):
-        with torch.device("meta"):
-            model = CausalLM(model)
+        return planned_parameters(CausalLM, model)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+@lru_cache(maxsize=256)
+def planned_parameters(model: Callable[[Any], nn.Module], config: Hashable) -> int:
+    """`parameter_count` of `model(config)`, built without memory (on torch's meta device).
+
+    A sweep asks for the same few configurations again and again: answers are remembered.
+    """
+    with torch.device("meta"):
+        return parameter_count(model(config))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -107,11 +108,9 @@ class StackConfig(BaseModel):
             raise InputError(
                 f"{score.name} differs from layer to layer, but with shared_layers all are one"
             )
-        # A score refuses some shapes of heads; better now than when the model is built. What it
-        # draws at random is thrown away with it.
-        with torch.random.fork_rng(devices=[]):
-            for each in {score.layer(layer, self.layers) for layer in range(self.layers)}:
-                Score(each, self.heads, self.score_head_dim, self.kv_heads)
+        # A score refuses some shapes of heads; better now than when the model is built.
+        for each in {score.layer(layer, self.layers) for layer in range(self.layers)}:
+            _check_heads(each, self.heads, self.score_head_dim, self.kv_heads)
         return score
 
     def _check_block(self) -> None:
@@ -174,6 +173,17 @@ class StackConfig(BaseModel):
         if self.block == "gau":
             return self.key_size
         return self.dim // self.heads if self.head_dim is None else self.head_dim
+
+
+@lru_cache(maxsize=1024)
+def _check_heads(score: ScoreSpec, heads: int, head_dim: int, kv_heads: int | None) -> None:
+    """Raise `InputError` where the score cannot have heads of this shape.
+
+    A sweep checks the same few shapes in thousands of cells: what is fine is remembered.
+    """
+    # What the score draws at random is thrown away with it.
+    with torch.random.fork_rng(devices=[]):
+        Score(score, heads, head_dim, kv_heads)
 
 
 def explain(error: ValidationError) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from normattn.errors import InputError
-from normattn.models.accounting import Flops, parameter_count, stack_flops
+from normattn.models.accounting import Flops, parameter_count, planned_parameters, stack_flops
 from normattn.models.translator import Translator
 from normattn.models.translator_config import TranslatorConfig
 
@@ -13,8 +11,7 @@ from normattn.models.translator_config import TranslatorConfig
 def translator_parameter_count(model: Translator | TranslatorConfig) -> int:
     """The number of learned numbers; a configuration is built without memory and counted."""
     if isinstance(model, TranslatorConfig):
-        with torch.device("meta"):
-            model = Translator(model)
+        return planned_parameters(Translator, model)
     return parameter_count(model)
 
 

@@ -123,26 +123,27 @@ def resolve(request: Request) -> Sweep:
         ),
         continued=continued,
     )
-    cells = []
-    for seed in seeds_of(request, preset):
-        for variant in VARIANTS:
-            check_trainable(variant, config)
-            cell = ContinueCell(
-                variant=variant,
-                seed=seed,
-                methods=_methods(variant, continued.multiple),
-                training=training,
-                evaluation=config.evaluation,
-                continued=continued,
-            )
-            cells.append(cell)
+    for variant in VARIANTS:
+        check_trainable(variant, config)
+    cells = tuple(
+        ContinueCell(
+            variant=variant,
+            seed=seed,
+            methods=_methods(variant, continued.multiple),
+            training=training,
+            evaluation=config.evaluation,
+            continued=continued,
+        )
+        for seed in seeds_of(request, preset)
+        for variant in VARIANTS
+    )
     out = place_of(request, KIND, preset)
     for stage in cells[0].stages(CellPaths.of(out, cells[0].variant, cells[0].seed)):
         _ = stage.cost  # Settings that cannot be are refused now, not after the first training.
     return Sweep(
         study=KIND,
         config=config,
-        cells=tuple(cells),
+        cells=cells,
         skipped=(),
         out=out,
         describe=described(

@@ -65,24 +65,25 @@ def resolve(request: Request) -> Sweep:
     config = sweep_config(preset)
     variants, skipped = _variants(request, config)
     methods = None if request.methods == (ALL,) else _methods(request, config)
-    cells = []
-    for seed in seeds_of(request, preset):
-        for variant in variants:
-            usable, omissions = _usable(variant, methods, config)
-            skipped += [each for each in omissions if each not in skipped]
-            cells.append(
-                ReadCell(
-                    variant=variant,
-                    seed=seed,
-                    methods=usable,
-                    training=config.training,
-                    evaluation=config.evaluation,
-                )
-            )
+    usable = {}
+    for variant in variants:
+        usable[variant], omissions = _usable(variant, methods, config)
+        skipped += [each for each in omissions if each not in skipped]
+    cells = tuple(
+        ReadCell(
+            variant=variant,
+            seed=seed,
+            methods=read,
+            training=config.training,
+            evaluation=config.evaluation,
+        )
+        for seed in seeds_of(request, preset)
+        for variant, read in usable.items()
+    )
     return Sweep(
         study=KIND,
         config=config,
-        cells=tuple(cells),
+        cells=cells,
         skipped=tuple(skipped),
         out=place_of(request, KIND, preset),
         describe=described(

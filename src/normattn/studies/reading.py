@@ -75,24 +75,25 @@ def resolve(request: Request) -> Sweep:
     config = TextConfig(preset=preset.name, training=shared_training(preset), evaluation=settings)
     asked = None if request.methods in (None, (ALL,)) else request.methods
     methods = (AS_IS, *candidates()) if asked is None else checked_methods(asked, config)
-    cells, skipped = [], list[Omission]()
-    for seed in seeds_of(request, preset):
-        for variant in canonical(request.variants or VARIANTS, config):
-            usable, omissions = usable_methods(variant, methods, config)
-            skipped += [each for each in omissions if each not in skipped]
-            cells.append(
-                ReadCell(
-                    variant=variant,
-                    seed=seed,
-                    methods=usable,
-                    training=config.training,
-                    evaluation=config.evaluation,
-                )
-            )
+    usable, skipped = {}, list[Omission]()
+    for variant in canonical(request.variants or VARIANTS, config):
+        usable[variant], omissions = usable_methods(variant, methods, config)
+        skipped += [each for each in omissions if each not in skipped]
+    cells = tuple(
+        ReadCell(
+            variant=variant,
+            seed=seed,
+            methods=read,
+            training=config.training,
+            evaluation=config.evaluation,
+        )
+        for seed in seeds_of(request, preset)
+        for variant, read in usable.items()
+    )
     return Sweep(
         study=KIND,
         config=config,
-        cells=tuple(cells),
+        cells=cells,
         skipped=tuple(skipped),
         out=place_of(request, KIND, preset),
         describe=described(

@@ -67,6 +67,7 @@ def resolve(request: Request) -> Sweep:
         evaluation=longest,
         window=preset.window,
     )
+    variants = canonical(VARIANTS, config)
     cells = tuple(
         ReadCell(
             variant=variant,
@@ -76,7 +77,7 @@ def resolve(request: Request) -> Sweep:
             evaluation=config.evaluation,
         )
         for seed in seeds_of(request, preset)
-        for variant in canonical(VARIANTS, config)
+        for variant in variants
     )
     return Sweep(
         study=KIND,

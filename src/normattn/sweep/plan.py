@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from normattn.sweep.jobs import FINISHED, Job, run_jobs
 from normattn.sweep.layout import CellPaths, write_if_changed
 from normattn.sweep.stages import Stage, TrainStage
 from normattn.sweep.study import Cell, Study, Sweep
+from normattn.training.workload import Cost
 
 BYTES = 4
 CHECKPOINTS = 2
@@ -60,35 +61,63 @@ class Rates:
     flops: float
     jobs: int
 
-    def seconds(self, stage: Stage) -> float:
-        """What a stage takes when nothing of it is done."""
-        cost = stage.cost
+    def seconds(self, stage: Stage, cost: Cost) -> float:
+        """What a stage of this cost takes when nothing of it is done."""
         if isinstance(stage, TrainStage):
             return cost.flops / self.flops * self.train
         return cost.scored * self.score
 
 
+@dataclass(frozen=True)
+class Work:
+    """A stage of a cell: what the whole of it costs, and whether it is a training that ended."""
+
+    stage: Stage
+    cost: Cost
+    trained: bool
+
+
+def work_of(sweep: Sweep) -> Iterator[list[Work]]:
+    """The stages of each cell; needs no data and no measurement.
+
+    The seeds of a variant cost the same, and a cell without results has trained nothing: its
+    settings are those of another seed, which need not be checked a thousand times.
+    """
+    typical: dict[str, list[Work]] = {}
+    for cell in sweep.cells:
+        paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
+        if cell.variant not in typical:
+            stages = cell.stages(paths)
+            typical[cell.variant] = [Work(stage, stage.cost, False) for stage in stages]
+        like = typical[cell.variant]
+        if paths.run.exists() or paths.continued.exists():
+            yield [
+                Work(stage, each.cost, isinstance(stage, TrainStage) and stage.is_done())
+                for stage, each in zip(cell.stages(paths), like, strict=True)
+            ]
+        else:
+            yield like
+
+
 def make_plan(sweep: Sweep) -> Plan:
     """Count runs, tokens, FLOPs and bytes of a sweep; needs no data and no measurement."""
-    stages = [stage for cell in sweep.cells for stage in sweep.stages(cell)]
-    trainings = [stage for stage in stages if isinstance(stage, TrainStage)]
-    finished = sum(stage.is_done() for stage in trainings)
-    to_do = [s for s in stages if not (isinstance(s, TrainStage) and s.is_done())]
-    disk = sum(_kept(stage) * BYTES * stage.cost.parameters for stage in trainings)
+    works = [work for cell in work_of(sweep) for work in cell]
+    trainings = [work for work in works if isinstance(work.stage, TrainStage)]
     return Plan(
         runs=len(trainings),
-        finished=finished,
+        finished=sum(work.trained for work in trainings),
         rows=sum({cell.variant: cell.readings for cell in sweep.cells}.values()),
-        parameters=tuple(sorted({stage.cost.parameters for stage in trainings})),
-        trained_tokens=sum(stage.cost.trained for stage in stages),
-        scored_tokens=sum(stage.cost.scored for stage in stages),
-        flops=sum(stage.cost.flops for stage in to_do),
-        disk_bytes=disk,
+        parameters=tuple(sorted({work.cost.parameters for work in trainings})),
+        trained_tokens=sum(work.cost.trained for work in works),
+        scored_tokens=sum(work.cost.scored for work in works),
+        flops=sum(work.cost.flops for work in works if not work.trained),
+        disk_bytes=sum(_kept(work.stage) * BYTES * work.cost.parameters for work in trainings),
     )
 
 
-def _kept(stage: TrainStage) -> int:
+def _kept(stage: Stage) -> int:
     """How many copies of its numbers a training leaves: models, checkpoints with moments."""
+    assert isinstance(stage, TrainStage)
     moments = 2 if stage.config.optimiser.name == "adamw" else 1
     return 1 + len(stage.config.keep) + CHECKPOINTS * (1 + moments)
 
@@ -124,20 +153,17 @@ def measure(study: Study, cells: Sequence[Cell], jobs: int) -> Rates | None:
 
 def estimate(sweep: Sweep, rates: Rates, jobs: int) -> float:
     """Seconds until the table, by `rates`; what is trained already costs nothing again."""
-    cells = [cell_seconds(sweep, cell, rates) for cell in sweep.cells]
+    cells = [
+        START_SECONDS + sum(rates.seconds(w.stage, w.cost) for w in works if not w.trained)
+        for works in work_of(sweep)
+    ]
     return max(sum(cells) / min(jobs, len(cells)), max(cells))
-
-
-def cell_seconds(sweep: Sweep, cell: Cell, rates: Rates) -> float:
-    """Seconds that a cell takes in its child."""
-    to_do = [s for s in sweep.stages(cell) if not (isinstance(s, TrainStage) and s.is_done())]
-    return START_SECONDS + sum(rates.seconds(stage) for stage in to_do)
 
 
 def stage_shares(sweep: Sweep, cell: Cell, rates: Rates | None) -> list[float]:
     """What part of the cell's time each of its stages takes (by FLOPs if unmeasured)."""
-    stages = sweep.stages(cell)
-    parts = [stage.cost.flops if rates is None else rates.seconds(stage) for stage in stages]
+    costs = [(stage, stage.cost) for stage in sweep.stages(cell)]
+    parts = [cost.flops if rates is None else rates.seconds(stage, cost) for stage, cost in costs]
     return [part / sum(parts) for part in parts]
 
 

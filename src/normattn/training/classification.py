@@ -20,7 +20,7 @@ from normattn.data.relations import (
     prepare_relations,
 )
 from normattn.errors import InputError
-from normattn.models.accounting import parameter_count, stack_flops
+from normattn.models.accounting import planned_parameters, stack_flops
 from normattn.models.classifier import Classifier
 from normattn.models.classifier_config import ClassifierConfig
 from normattn.training.loop_config import LoopConfig
@@ -142,8 +142,7 @@ class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
         length = min(NOMINAL_LENGTH, config.data.max_tokens)
         tokens = config.steps * config.batch_size * length
         flops = tokens * stack_flops(config.model, length).training
-        with torch.device("meta"):
-            parameters = parameter_count(Classifier(config.model))
+        parameters = planned_parameters(Classifier, config.model)
         return Cost(trained=tokens, flops=flops, parameters=parameters)
 
     def export(self, task: Task, data: RelationData, out: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from normattn.data import DataConfig, TokenData, TrainingBatches, look_for_tokens, prepare_tokens
 from normattn.data.masking import MaskedBatches, MaskedRows, Masking
-from normattn.models.accounting import parameter_count, stack_flops
+from normattn.models.accounting import planned_parameters, stack_flops
 from normattn.models.masked_config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.training.corpus_record import leave_corpus
@@ -146,7 +145,8 @@ class MaskedWorkload(Workload[MaskedConfig, TokenData]):
         heads = 1 + (model.layers - 1 if model.exits else 0)
         head = 3 * 2.0 * model.vocab_size * model.dim * heads
         flops = rows * (length * stack_flops(model, length).training + chosen * head)
-        return Cost(trained=rows * length, flops=flops, parameters=masked_parameters(model))
+        parameters = planned_parameters(MaskedLM, model)
+        return Cost(trained=rows * length, flops=flops, parameters=parameters)
 
     def export(self, task: Task, data: TokenData, out: Path) -> None:
         """The tokeniser, what the text was taken from, and the model."""
@@ -157,13 +157,6 @@ class MaskedWorkload(Workload[MaskedConfig, TokenData]):
 def train_masked(config: MaskedConfig, out: Path | str, **choices: Any) -> TrainingResult:
     """Train a masked language model in the run directory `out`; `choices` as `train_workload`."""
     return train_workload(MaskedWorkload(), config, out, **choices)
-
-
-@lru_cache(maxsize=64)
-def masked_parameters(config: MaskedLMConfig) -> int:
-    """The learned numbers of a model, counted without memory for them."""
-    with torch.device("meta"):
-        return parameter_count(MaskedLM(config))
 
 
 def _batches(config: MaskedConfig, data: TokenData) -> MaskedBatches:

@@ -20,7 +20,7 @@ from normattn.data.images import (
     prepare_images,
 )
 from normattn.errors import InputError
-from normattn.models.accounting import parameter_count
+from normattn.models.accounting import planned_parameters
 from normattn.models.vision_config import VisionConfig
 from normattn.models.vision_transformer import VisionTransformer, flops_per_image
 from normattn.training.loop_config import LoopConfig
@@ -127,12 +127,10 @@ class VisionWorkload(Workload[VisionTrainingConfig, ImageData]):
     def cost(self, config: VisionTrainingConfig) -> Cost:
         """Every token of every image."""
         images = config.steps * config.batch_size
-        with torch.device("meta"):
-            parameters = parameter_count(VisionTransformer(config.model))
         return Cost(
             trained=images * config.model.tokens,
             flops=images * flops_per_image(config.model).training,
-            parameters=parameters,
+            parameters=planned_parameters(VisionTransformer, config.model),
         )
 
 

@@ -14,9 +14,9 @@ import psutil
 
 from faults.campaign import Campaign, Count
 from faults.commands import judged_files
+from normattn.studies import names
 
 FULL_ONLY = True
-STUDIES = ("keynorm", "window", "continue", "mechanism", "realformer", "rmsnorm", "qknorm")
 TABLES = ("table.md", "table.csv")
 LIMIT_SECONDS = 1800.0
 
@@ -25,7 +25,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
     """Every study's smoke preset, killed in both ways."""
     same = Count("a study killed anywhere and started again at once gives the same tables")
     chance = campaign.random
-    for study in STUDIES:
+    for study in names():
         whole = campaign.folder / f"{study}-whole"
         before = time.monotonic()
         process = _start(study, whole)

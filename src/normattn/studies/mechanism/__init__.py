@@ -126,6 +126,7 @@ def resolve(request: Request) -> Sweep:
         ),
         mechanism=preset.mechanism,
     )
+    variants = canonical(request.variants or VARIANTS, config)
     cells = tuple(
         MechanismCell(
             variant=variant,
@@ -135,7 +136,7 @@ def resolve(request: Request) -> Sweep:
             mechanism=config.mechanism,
         )
         for seed in seeds_of(request, preset)
-        for variant in canonical(request.variants or VARIANTS, config)
+        for variant in variants
     )
     return Sweep(
         study=KIND,

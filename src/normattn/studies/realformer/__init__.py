@@ -165,10 +165,12 @@ def resolve(request: Request) -> Sweep:
     cells = [*_table(request, preset, config), *_grid(request, config)]
     if not cells:
         raise InputError("none of the rows that were asked for is trained at any size")
-    for cell in cells:
-        _ = cell.training_config  # Settings that cannot be are refused now.
+    flops = {}
+    # Seeds cost the same. Settings that cannot be are refused now.
+    for cell in {cell.variant: cell for cell in cells}.values():
+        flops[cell.variant] = sum(stage.cost.flops for stage in cell.stages(_NOWHERE))
     # The longest first, so that no core waits for them at the end.
-    cells.sort(key=lambda cell: -sum(stage.cost.flops for stage in cell.stages(_NOWHERE)))
+    cells.sort(key=lambda cell: -flops[cell.variant])
     return Sweep(
         study=KIND,
         config=config,

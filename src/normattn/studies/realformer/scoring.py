@@ -18,7 +18,7 @@ from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.masked import documents_of, score_masked, unigram_loss
 from normattn.measure import Identity, MeasurementStore, fact, identified, joined, sums
 from normattn.measure.frame import Factor
-from normattn.models.accounting import stack_flops
+from normattn.models.accounting import planned_parameters, stack_flops
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_as
 from normattn.studies.realformer.settings import LookSettings
@@ -26,7 +26,7 @@ from normattn.sweep.measuring import EVALUATIONS, MODEL
 from normattn.sweep.stages import Note, Stage, divergence
 from normattn.sweep.study import Cell, diverged
 from normattn.training.distribution import choose_device
-from normattn.training.masked import MaskedConfig, masked_parameters
+from normattn.training.masked import MaskedConfig
 from normattn.training.seeds import derive_seed
 from normattn.training.workload import Cost
 
@@ -144,7 +144,7 @@ class ScoreStage(Stage):
         facts = {
             "layers": model.layers,
             "dim": model.dim,
-            "parameters": masked_parameters(model),
+            "parameters": planned_parameters(MaskedLM, model),
             "planned_steps": config.steps,
             "learning_rate": config.optimiser.lr,
             "dropout": model.dropout,

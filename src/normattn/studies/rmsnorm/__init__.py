@@ -174,7 +174,7 @@ def resolve(request: Request) -> Sweep:
                 timing=config.timing,
             )
         )
-    for cell in cells:
+    for cell in {cell.variant: cell for cell in cells}.values():
         _ = cell.training_config  # Settings that cannot be are refused now.
     model = cells[0].training_config.model
     return Sweep(
