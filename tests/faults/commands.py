@@ -68,6 +68,10 @@ class Setting:
         """A tiny Llama with its tokeniser, as transformers keeps them."""
         return self.folder / "run-exported"
 
+    def place(self, label: str) -> Path:
+        """An output of its own; its last name, which stands in an export, is always the same."""
+        return self.folder / label / "out"
+
 
 def make_setting(folder: Path, foreign: bool = True) -> Setting:
     """Make everything that the commands start from; `foreign`: also a model of transformers."""
@@ -175,7 +179,7 @@ COMMANDS = (
 
 def _fraction(out: Path) -> float:
     """Another share for every place, so that every trial builds a cache of its own."""
-    return 0.1 + int(hashlib.sha256(out.name.encode()).hexdigest()[:6], 16) / 2**24 / 10
+    return 0.1 + int(hashlib.sha256(out.parent.name.encode()).hexdigest()[:6], 16) / 2**24 / 10
 
 
 def work_of(line: list[str]) -> Callable[[], int]:

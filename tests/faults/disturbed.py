@@ -27,7 +27,7 @@ class Measured:
 
 def measure(setting: Setting, command: Command) -> Measured:
     """Run a command as it is; `RuntimeError` where it fails, for then nothing can be judged."""
-    out = setting.folder / f"whole-{command.name}"
+    out = setting.place(f"whole-{command.name}")
     note = setting.folder / "events"
     work = counting(work_of(command.line(setting, out)), lambda n: _write(note, n))
     before = time.monotonic()
@@ -60,7 +60,7 @@ def draw(
     trials = []
     for number in range(count):
         measured = shares[number % len(shares)]
-        out = setting.folder / f"{measured.command.name}-{chance.getrandbits(60):x}"
+        out = setting.place(f"{measured.command.name}-{chance.getrandbits(60):x}")
         work = work_of(measured.command.line(setting, out))
         kind = chance.choice(list(kinds))
         if chance.random() < 0.5:

@@ -14,7 +14,7 @@ from normattn.sweep.jobs import FINISHED, Job, run_jobs
 from normattn.sweep.layout import CellPaths, write_if_changed
 from normattn.sweep.stages import Stage, TrainStage
 from normattn.sweep.study import Cell, Study, Sweep
-from normattn.training.workload import Cost
+from normattn.training.cost import Cost
 
 BYTES = 4
 CHECKPOINTS = 2

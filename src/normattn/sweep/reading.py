@@ -23,8 +23,9 @@ from normattn.sweep.settings import EvaluationSettings
 from normattn.sweep.stages import Note, Stage
 from normattn.training import TrainingConfig
 from normattn.training.continuation import Continuation
+from normattn.training.cost import Cost
 from normattn.training.distribution import choose_device
-from normattn.training.workload import Cost, kept_model
+from normattn.training.workload import kept_model
 
 AS_IS = "as is"
 

@@ -13,8 +13,9 @@ from normattn.runs import read_status
 from normattn.sweep.probes import diagnostics_probes
 from normattn.training import LoopConfig, StepReport, TrainingConfig
 from normattn.training.continuation import Continuation
+from normattn.training.cost import Cost
 from normattn.training.reports import Probe
-from normattn.training.workload import Cost, Workload, train_workload
+from normattn.training.workload import Workload, train_workload
 
 UNKNOWN = "0" * 64
 """The digest of weights that are not trained yet."""

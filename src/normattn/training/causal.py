@@ -14,11 +14,12 @@ from normattn.models.accounting import flops_per_token, parameter_count
 from normattn.training.config import TrainingConfig
 from normattn.training.continuation import new_model
 from normattn.training.corpus_record import leave_corpus
+from normattn.training.cost import Cost
 from normattn.training.loop_config import CHANGEABLE
 from normattn.training.reports import TrainingResult
 from normattn.training.seeds import derive_seed
 from normattn.training.task import Task
-from normattn.training.workload import Cost, Workload, rows_per_share, train_workload
+from normattn.training.workload import Workload, rows_per_share, train_workload
 
 
 class CausalTask:
@@ -78,8 +79,12 @@ class CausalWorkload(Workload[TrainingConfig, TokenData]):
         """Every target of every step."""
         tokens = config.steps * config.batch_size * config.sequence_length
         per_token = flops_per_token(config.model, config.sequence_length).training
-        parameters = parameter_count(config.model)
-        return Cost(trained=tokens, flops=tokens * per_token, parameters=parameters)
+        return Cost(
+            trained=tokens,
+            flops=tokens * per_token,
+            parameters=parameter_count(config.model),
+            kept=config.model.dim * config.model.layers,
+        )
 
     def export(self, task: Task, data: TokenData, out: Path) -> None:
         """The tokeniser, what the text was taken from, and the model."""

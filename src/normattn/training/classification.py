@@ -23,12 +23,13 @@ from normattn.errors import InputError
 from normattn.models.accounting import planned_parameters, stack_flops
 from normattn.models.classifier import Classifier
 from normattn.models.classifier_config import ClassifierConfig
+from normattn.training.cost import Cost
 from normattn.training.loop_config import LoopConfig
 from normattn.training.reports import TrainingResult
 from normattn.training.seeds import derive_seed
 from normattn.training.task import Task
 from normattn.training.vocabulary import check_batch
-from normattn.training.workload import Cost, Workload, rows_per_share, train_workload
+from normattn.training.workload import Workload, rows_per_share, train_workload
 
 LABELS, VOCABULARY = "labels.json", "vocab.txt"
 NOMINAL_LENGTH = 75
@@ -142,8 +143,12 @@ class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
         length = min(NOMINAL_LENGTH, config.data.max_tokens)
         tokens = config.steps * config.batch_size * length
         flops = tokens * stack_flops(config.model, length).training
-        parameters = planned_parameters(Classifier, config.model)
-        return Cost(trained=tokens, flops=flops, parameters=parameters)
+        return Cost(
+            trained=tokens,
+            flops=flops,
+            parameters=planned_parameters(Classifier, config.model),
+            kept=config.model.dim * config.model.layers,
+        )
 
     def export(self, task: Task, data: RelationData, out: Path) -> None:
         """The names of the labels, the word pieces, and the model."""

@@ -17,12 +17,13 @@ from normattn.models.accounting import planned_parameters, stack_flops
 from normattn.models.masked_config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.training.corpus_record import leave_corpus
+from normattn.training.cost import Cost
 from normattn.training.loop_config import LoopConfig
 from normattn.training.reports import TrainingResult
 from normattn.training.seeds import derive_seed
 from normattn.training.task import Task
 from normattn.training.vocabulary import check_batch, check_vocabulary, fill_vocabulary
-from normattn.training.workload import Cost, Workload, rows_per_share, train_workload
+from normattn.training.workload import Workload, rows_per_share, train_workload
 
 
 class MaskingConfig(BaseModel):
@@ -145,8 +146,12 @@ class MaskedWorkload(Workload[MaskedConfig, TokenData]):
         heads = 1 + (model.layers - 1 if model.exits else 0)
         head = 3 * 2.0 * model.vocab_size * model.dim * heads
         flops = rows * (length * stack_flops(model, length).training + chosen * head)
-        parameters = planned_parameters(MaskedLM, model)
-        return Cost(trained=rows * length, flops=flops, parameters=parameters)
+        return Cost(
+            trained=rows * length,
+            flops=flops,
+            parameters=planned_parameters(MaskedLM, model),
+            kept=model.dim * model.layers,
+        )
 
     def export(self, task: Task, data: TokenData, out: Path) -> None:
         """The tokeniser, what the text was taken from, and the model."""

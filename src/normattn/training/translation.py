@@ -17,11 +17,12 @@ from normattn.errors import InputError
 from normattn.models.translator import Translator
 from normattn.models.translator_accounting import translator_flops, translator_parameter_count
 from normattn.models.translator_config import TranslatorConfig
+from normattn.training.cost import Cost
 from normattn.training.loop_config import LoopConfig
 from normattn.training.reports import TrainingResult
 from normattn.training.seeds import derive_seed
 from normattn.training.task import Task
-from normattn.training.workload import Cost, Workload, train_workload
+from normattn.training.workload import Workload, train_workload
 
 NOMINAL_LENGTH = 16
 """Tokens of a sentence by which a training's cost is told before its data is read."""
@@ -151,6 +152,7 @@ class TranslationWorkload(Workload[TranslationConfig, PairData]):
             trained=round(pairs * NOMINAL_LENGTH),
             flops=pairs * flops,
             parameters=translator_parameter_count(config.model),
+            kept=config.model.dim * config.model.layers,
         )
 
     def export(self, task: Task, data: PairData, out: Path) -> None:

@@ -23,11 +23,12 @@ from normattn.errors import InputError
 from normattn.models.accounting import planned_parameters
 from normattn.models.vision_config import VisionConfig
 from normattn.models.vision_transformer import VisionTransformer, flops_per_image
+from normattn.training.cost import Cost
 from normattn.training.loop_config import LoopConfig
 from normattn.training.reports import TrainingResult
 from normattn.training.seeds import derive_seed
 from normattn.training.vocabulary import check_batch
-from normattn.training.workload import Cost, Workload, rows_per_share, train_workload
+from normattn.training.workload import Workload, rows_per_share, train_workload
 
 
 class VisionTrainingConfig(LoopConfig):
@@ -131,6 +132,7 @@ class VisionWorkload(Workload[VisionTrainingConfig, ImageData]):
             trained=images * config.model.tokens,
             flops=images * flops_per_image(config.model).training,
             parameters=planned_parameters(VisionTransformer, config.model),
+            kept=config.model.dim * config.model.layers,
         )
 
 

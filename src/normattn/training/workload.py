@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,6 +13,7 @@ import torch
 from normattn.errors import InputError
 from normattn.models.pretrained import save_model
 from normattn.runs import RunDirectory, read_metrics
+from normattn.training.cost import Cost, check_memory
 from normattn.training.distribution import World, world
 from normattn.training.loop import OnStep, train
 from normattn.training.loop_config import CHANGEABLE, LoopConfig
@@ -24,16 +24,6 @@ MODEL = "model"
 KEPT = "kept"
 Config = TypeVar("Config", bound=LoopConfig)
 Data = TypeVar("Data")
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Tokens trained on and scored, floating-point operations, and learned numbers of a model."""
-
-    trained: int = 0
-    scored: int = 0
-    flops: float = 0.0
-    parameters: int = 0
 
 
 class Workload(ABC, Generic[Config, Data]):
@@ -84,14 +74,15 @@ def train_workload(
 
     At the end `out/model/` holds the trained model (config.json, model.safetensors), beside it what
     the workload leaves; `out/kept/step-N/` the models of `config.keep`. A finished run is returned
-    as it is. Raises as `train` does, and `InputError` for unusable data or a directory of another
-    run.
+    as it is. Raises as `train` does, and `InputError` for unusable data, a directory of another run
+    and a training that cannot fit into memory.
     """
     out = Path(out)
     with world(config.device) as place:
         done = place.on_main(lambda: _finished(workload, config, out))
         if done is not None:
             return done
+        check_memory(workload.cost(config), config, place)
         data = workload.prepare(config)
         shares = place.size * config.accumulate
         workload.check(config, data, shares)

@@ -47,14 +47,14 @@ def _by_size(
     setting: Setting, command: Command, every: bool, said: Count, whole: Count
 ) -> list[Ended]:
     """Files may not grow beyond a size: none at all, and one less than each of a whole output."""
-    good = setting.folder / f"good-{command.name}"
+    good = setting.place(f"good-{command.name}")
     race([work_of(command.line(setting, good))])
     expected = judged_files(good, command.judged)
     sizes = sorted({path.stat().st_size for path in good.rglob("*") if path.is_file()})
     limits = [0, *(size - 1 for size in sizes if size > 1)]
     limits = limits if every else limits[:: max(1, len(limits) // 3)]
     limits = limits[:: max(1, len(limits) // (8 * command.share))]
-    outs = [setting.folder / f"{command.name}-limit-{limit}" for limit in limits]
+    outs = [setting.place(f"{command.name}-limit-{limit}") for limit in limits]
     works = [
         _limited(limit, work_of(command.line(setting, out)))
         for limit, out in zip(limits, outs, strict=True)
@@ -128,13 +128,13 @@ def _preloaded(setting: Setting, library: Path, record: Path, seconds: float) ->
     for command in COMMANDS:
         if command.name in ("generate", "tokenise"):
             continue
-        good = setting.folder / f"preloaded-{command.name}"
+        good = setting.place(f"preloaded-{command.name}")
         note = setting.folder / "writes"
         race([_noting(disk, note, work_of(command.line(setting, good)))])
         writes, expected = int(note.read_text()), judged_files(good, command.judged)
         step = max(1, writes // (TRIALS_OF_A_SHARE * command.share))
         numbers = range(1, writes + 1, step)
-        outs = [setting.folder / f"{command.name}-write-{number}" for number in numbers]
+        outs = [setting.place(f"{command.name}-write-{number}") for number in numbers]
         works = [
             _failing(disk, number, work_of(command.line(setting, out)))
             for number, out in zip(numbers, outs, strict=True)

@@ -55,21 +55,22 @@ def _commands_at_once(campaign: Campaign) -> Iterator[Count]:
     done = Count("of identical commands at once one does the work, and its files are whole")
     other = Count("of identical commands at once every other is done too or ends with one sentence")
     for command in (each for each in COMMANDS if each.name in names):
-        alone = setting.folder / f"alone-{command.name}"
+        alone = setting.place(f"alone-{command.name}")
         race([work_of(command.line(setting, alone))])
         expected = judged_files(alone, command.judged)
         for number in range(2 * command.share):
             if not campaign.has_time:
                 break
-            out = setting.folder / f"{command.name}-at-once-{number}"
+            out = setting.place(f"{command.name}-at-once-{number}")
             ends = race([work_of(command.line(setting, out)) for _ in range(RACERS)])
             found = judged_files(out, command.judged)
             whole = found == expected if command.deterministic else set(found) == set(expected)
             some = any(end.code == 0 for end in ends)
-            done.check(some and whole, f"{out.name}: {found} {_shown(ends)}")
+            other_files = sorted({*found.items()} ^ {*expected.items()})[:2]
+            done.check(some and whole, f"{out.parent.name}: {other_files} {_shown(ends)}")
             for end in ends:
                 held = end.code == 0 or (end.code == 2 and end.orderly)
-                other.check(held, f"{out.name}: {end.shown}")
+                other.check(held, f"{out.parent.name}: {end.shown}")
     yield from (done, other)
 
 

@@ -43,7 +43,7 @@ from normattn.sweep.study import (
 )
 from normattn.training import TrainingConfig
 from normattn.training.distribution import choose_device
-from normattn.training.workload import Cost
+from normattn.training.cost import Cost
 
 KIND = "mechanism"
 VARIANTS = (

@@ -27,9 +27,9 @@ from normattn.sweep.measuring import EVALUATIONS, MODEL
 from normattn.sweep.merging import merged
 from normattn.sweep.stages import Note, Stage, TrainStage
 from normattn.sweep.study import Cell
+from normattn.training.cost import Cost
 from normattn.training.distribution import choose_device
 from normattn.training.vision import VisionTrainingConfig, VisionWorkload
-from normattn.training.workload import Cost
 
 IMAGES = "images"
 """The experiment with Vision Transformers, and its protocol."""

@@ -36,9 +36,9 @@ from normattn.sweep.merging import merged
 from normattn.sweep.settings import Settings
 from normattn.sweep.stages import Note, Stage, TrainStage
 from normattn.sweep.study import Cell
+from normattn.training.cost import Cost
 from normattn.training.distribution import choose_device
 from normattn.training.translation import TranslationConfig, TranslationWorkload
-from normattn.training.workload import Cost
 
 TRANSLATION, RATES = "translation", "rates"
 """The experiments with translation models: the table of scores, the learning-rate sweep."""

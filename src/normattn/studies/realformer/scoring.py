@@ -25,10 +25,10 @@ from normattn.studies.realformer.settings import LookSettings
 from normattn.sweep.measuring import EVALUATIONS, MODEL
 from normattn.sweep.stages import Note, Stage, divergence
 from normattn.sweep.study import Cell, diverged
+from normattn.training.cost import Cost
 from normattn.training.distribution import choose_device
 from normattn.training.masked import MaskedConfig
 from normattn.training.seeds import derive_seed
-from normattn.training.workload import Cost
 
 SCORES = "scores"
 """The name of the frame that the stage leaves among the run's evaluations."""

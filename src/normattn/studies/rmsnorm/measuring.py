@@ -28,9 +28,10 @@ from normattn.training.classification import (
     ClassificationConfig,
     ClassificationWorkload,
 )
+from normattn.training.cost import Cost
 from normattn.training.distribution import World, choose_device, world
 from normattn.training.step import Stepper
-from normattn.training.workload import MODEL, Cost
+from normattn.training.workload import MODEL
 
 CLASSIFIED, STEP_TIME, DEVELOPMENT = "classification", "step time", "development"
 """The protocols; the first two are also the names of their frames."""
