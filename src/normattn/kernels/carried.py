@@ -20,6 +20,7 @@ Legend: B batch, H heads, T queries, S keys, E value size.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from normattn.errors import InputError
 from normattn.kernels.carry import CarriedScores
 from normattn.kernels.chunked import backward_tiles, draw_seed, forward_tiles
 from normattn.kernels.derivatives import refuse_second_derivative
+from normattn.kernels.infinities import certainly_finite
 from normattn.kernels.observe import Eye
 from normattn.kernels.problem import Problem
 from normattn.kernels.rows import Rows
@@ -60,6 +62,7 @@ class _Carried(torch.autograd.Function):
         problem = Problem.of(settings, tensors)
         plan = Plan.of(problem)
         layer = ledger.up(problem.q, plan, place.number, place.share)
+        layer = replace(layer, finite=certainly_finite(problem.q, problem.k))
         if place.learning:
             ledger.remembered[place.number] = problem.q.detach(), problem.k.detach()
         ctx.save_for_backward(*tensors)

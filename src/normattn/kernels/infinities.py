@@ -44,6 +44,11 @@ def spoilt(x: Float[Tensor, "*n"]) -> bool:
     return _readable(x) and not math.isfinite(x.detach().sum().item())
 
 
+def certainly_finite(*tensors: Tensor) -> bool:
+    """Whether every one is known to be finite; False where a number cannot be read."""
+    return all(_readable(x) and not spoilt(x) for x in tensors)
+
+
 def _readable(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False

@@ -183,15 +183,15 @@ class Rows:
         sums = self.carried.sums.tile(self.group, tile)
         if not self.carried.lowest:
             self.accumulate(sums, tile)
-            return
-        if sums.dtype == self.q.dtype:
+        elif sums.dtype == self.q.dtype:
             self._products(tile, sums)
         else:
             products = self.room("products", tile)[..., : tile.width]
             self._products(tile, products)
             sums.copy_(products)
-        if self.plan.aligned:
-            # Hidden in every layer alike: what is added to −∞, or taken from it, changes nothing.
+        if self.plan.aligned and (self.carried.lowest or not self.carried.finite):
+            # Hidden in every layer alike: what is added to −∞, or taken from it, changes nothing,
+            # unless it is NaN, which earlier rows would then read.
             hide_edges(self.apart(sums), tile, self.plan.keys - self.plan.queries)
 
     def accumulate(self, sums: Tensor, tile: Tile, sign: int = 1) -> None:

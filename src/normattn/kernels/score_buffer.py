@@ -44,7 +44,8 @@ class LayerScores:
     """The buffers as one layer sees them.
 
     `lowest`: nothing is below it; `share` multiplies the sum before softmax. In the backward
-    `gradients` holds those of the sums; `highest`: no layer above has written any yet.
+    `gradients` holds those of the sums; `highest`: no layer above has written any yet. `finite`: no
+    query or key of this layer is NaN.
     """
 
     sums: ScoreBuffer
@@ -52,6 +53,7 @@ class LayerScores:
     lowest: bool
     gradients: ScoreBuffer | None = None
     highest: bool = False
+    finite: bool = True
 
 
 @dataclass
