@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.data import Tokeniser, train_tokeniser
+from normattn.data import Tokeniser, tokeniser, train_tokeniser
 from normattn.data.tokeniser import SEPARATOR, SEPARATOR_ID
 from normattn.errors import InputError
 
@@ -100,3 +101,39 @@ def test_saving_loading_and_what_is_refused(tmp_path: Path) -> None:
         Tokeniser.load(tmp_path / "none.json")
     with pytest.raises(InputError, match="at least 257 entries"):
         train_tokeniser(TEXTS, 256)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokeniser, "_PIECE_CHARACTERS", 12)
+    source = random.Random(seed)
+    words = (
+        "it's",
+        "don",
+        "ü",
+        "a1",
+        "!",
+        "...",
+        " ",
+        "  ",
+        "\n",
+        "\t",
+        "\r\n",
+        "\x1c",
+        "\u00a0",
+        "<|doc|>",
+    )
+    text = "".join(source.choice(words) + source.choice(("", " ", "\n")) for _ in range(80))
+    whole = TOKENISER._bpe.encode(text, add_special_tokens=False).ids
+    assert TOKENISER.encode(text) == whole
+    assert len(list(tokeniser.cut_pieces(text))) > 5
+
+
+def test_a_run_without_a_space_is_learned_from_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokeniser, "RUNS_LEARNED", 3 * tokeniser.RUN_CHARACTERS)
+    run = "ab" * (5 * tokeniser.RUN_CHARACTERS)
+    learned = list(tokeniser._sample([run, "a few words"], 1 << 20))
+    assert sum(map(len, learned[:-1])) == 3 * tokeniser.RUN_CHARACTERS
+    assert learned[-1] == "a few words"

@@ -52,7 +52,7 @@ class Ended:
         return f"ended with {self.code}: {self.said.strip()[-400:]!r}"
 
 
-def race(works: Sequence[Callable[[], int]]) -> list[Ended]:
+def race(works: Sequence[Callable[[], int]], limit_seconds: float = LIMIT_SECONDS) -> list[Ended]:
     """Fork a process for each of `works`, let all go at once, and wait for every one."""
     gate_out, gate_in = os.pipe()
     started = []
@@ -68,7 +68,7 @@ def race(works: Sequence[Callable[[], int]]) -> list[Ended]:
         started.append((pid, heard))
     os.close(gate_out)
     os.close(gate_in)
-    timers = [threading.Timer(LIMIT_SECONDS, _kill, (pid,)) for pid, _ in started]
+    timers = [threading.Timer(limit_seconds, _kill, (pid,)) for pid, _ in started]
     for timer in timers:
         timer.start()
     ends = []

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import SupportsInt
 
+import numpy as np
+from jaxtyping import UInt32
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from normattn import atomic
@@ -19,7 +21,13 @@ SEPARATOR = "<|doc|>"
 SEPARATOR_ID = 0
 SAMPLE_BYTES = 32 << 20
 RUN_CHARACTERS = 1 << 15
+RUNS_LEARNED = 1 << 20
+"""Characters of runs without a space that a tokeniser is trained on, at most: each piece of one is
+a word of its own to the trainer, which takes hundreds of bytes a character for it."""
+_PIECE_CHARACTERS = 1 << 18
 _RUN = re.compile(rf"\S{{{RUN_CHARACTERS + 1},}}")
+_SPACE = re.compile(r"(?<=\S)[ \n\t\r](?=\S)")
+_WHITE = re.compile(r"\s")
 _VARIABLE = "TOKENIZERS_PARALLELISM"
 
 
@@ -52,16 +60,23 @@ class Tokeniser:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of several texts."""
-        parts = [cut_runs(text) for text in texts]
-        flat = [piece for pieces in parts for piece in pieces]
+        return [ids.tolist() for ids in self.encode_arrays(texts)]
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, "_"]]:
+        """The token ids of several texts, of any length: what the library holds beside them is
+        that of one piece at a time.
+        """
+        found = []
         with one_thread():
-            encodings = iter(self._bpe.encode_batch_fast(flat, add_special_tokens=False))
-        return [
-            [token for _ in pieces for token in next(encodings).ids]
-            if len(pieces) > 1
-            else next(encodings).ids
-            for pieces in parts
-        ]
+            for text in texts:
+                pieces = cut_pieces(text)
+                ids = [self._piece(piece) for piece in pieces]
+                found.append(np.concatenate(ids))
+        return found
+
+    def _piece(self, text: str) -> UInt32[np.ndarray, "_"]:
+        (encoded,) = self._bpe.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoded.ids, np.uint32)
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of token ids; separators are shown, a half character becomes U+FFFD."""
@@ -130,10 +145,39 @@ def cut_runs(text: str) -> list[str]:
     return [*pieces, text[start:]]
 
 
+def cut_pieces(text: str) -> Iterator[str]:
+    """Pieces of about 256,000 characters that have the same tokens one by one as together.
+
+    Cut before a single space, tab or line end between two other characters: no word reaches
+    across. A run without a space is cut as by `cut_runs`.
+    """
+    for part in cut_runs(text):
+        start = 0
+        while len(part) - start > _PIECE_CHARACTERS:
+            space = _last_space(part, start + 1, start + _PIECE_CHARACTERS)
+            if space is None:
+                break
+            yield part[start:space]
+            start = space
+        yield part[start:]
+
+
+def _last_space(text: str, start: int, end: int) -> int | None:
+    """Where the last space between two characters that are none stands in text[start:end]."""
+    found = [
+        match.start() for match in _SPACE.finditer(text, max(start, end - RUN_CHARACTERS), end)
+    ]
+    return found[-1] if found else None
+
+
 def _sample(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
-    taken = 0
+    taken = runs = 0
     for text in texts:
-        yield from cut_runs(text)
+        for piece in cut_runs(text):
+            long = len(piece) >= RUN_CHARACTERS and _WHITE.search(piece) is None
+            runs += len(piece) if long else 0
+            if not long or runs <= RUNS_LEARNED:
+                yield piece
         taken += len(text.encode())
         if taken >= sample_bytes:
             return

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from jaxtyping import UInt32
 
 from normattn import atomic
 from normattn.data import cache
@@ -82,7 +83,7 @@ def _build(
     with ExitStack() as stack:
         writers = {name: stack.enter_context(_SplitWriter(folder, name, config)) for name in SPLITS}
         for batch in _batches(corpus.documents(config.max_bytes)):
-            encoded = tokeniser.encode_batch([document.text for document in batch])
+            encoded = tokeniser.encode_arrays([document.text for document in batch])
             for document, ids in zip(batch, encoded, strict=True):
                 writers[_split(document, config)].add(document, ids)
                 done += len(document.text.encode())
@@ -142,14 +143,14 @@ class _SplitWriter:
         for file in self._files:
             file.close()
 
-    def add(self, document: Document, ids: list[int]) -> None:
+    def add(self, document: Document, ids: UInt32[np.ndarray, "_"]) -> None:
         tokens, ends, names, name_ends = self._files
         name = document.name.encode("utf-8", "replace")
         self.counts["documents"] += 1
         self.counts["tokens"] += len(ids) + 1
         self.counts["bytes"] += len(document.text.encode())
         self._name_end += len(name)
-        tokens.write(np.array([*ids, SEPARATOR_ID], dtype=self._dtype).tobytes())
+        tokens.write(np.append(ids.astype(self._dtype), self._dtype.type(SEPARATOR_ID)).tobytes())
         ends.write(np.int64(self.counts["tokens"]).tobytes())
         names.write(name)
         name_ends.write(np.int64(self._name_end).tobytes())
