@@ -16,8 +16,8 @@ from normattn.kernels.dispatch import KERNELS
 from normattn.layers.attend_cached import attention_cached
 from normattn.layers.cache import GrowingCache
 
-# In bf16 only the rows that must be NaN are asked about: of 16 n + 1 rows of odd length oneDNN's AMX
-# product, torch's own linear layer with it, shows a NaN of the last row in the one before as well.
+# In bf16 only the rows that must be NaN are asked about: of 16 n + 1 rows of odd length oneDNN's
+# AMX product, and so torch's own linear layer, shows a NaN of the last row in the one before too.
 B, H, G, S, D = 1, 4, 2, 40, 8
 KINDS = ("plain", "far", "bias", "sink", "padding")
 
