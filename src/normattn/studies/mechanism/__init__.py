@@ -42,8 +42,8 @@ from normattn.sweep.study import (
     seeds_of,
 )
 from normattn.training import TrainingConfig
-from normattn.training.distribution import choose_device
 from normattn.training.cost import Cost
+from normattn.training.distribution import choose_device
 
 KIND = "mechanism"
 VARIANTS = (
