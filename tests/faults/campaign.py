@@ -188,6 +188,9 @@ def _page(results: Sequence[Result]) -> str:
         "",
         *(f"Made on {one}." for one in sorted({_machine(each) for each in results})),
     ]  # fmt: skip
+    missing = sorted({*part_names()} - {each.part for each in results})
+    if missing:
+        lines += ["", f"Not on record: {', '.join(missing)}."]
     found = [f"- {part}, {one.promise}: {each}" for part, one in every
              for each in one.failures[:SHOWN_FAILURES]]  # fmt: skip
     if found:

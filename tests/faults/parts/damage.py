@@ -8,11 +8,13 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from faults.campaign import Campaign, Count
-from faults.commands import judged_files, make_setting, work_of
+from faults.commands import Setting, judged_files, make_setting, work_of
 from faults.limits import limited
 from faults.processes import Ended, race
 
@@ -59,46 +61,181 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-def run(campaign: Campaign) -> Iterator[Count]:
-    """Generation, evaluation and reports of a run, each of whose files is damaged in turn."""
-    setting = make_setting(campaign.folder / "setting", foreign=False)
-    kept = Count("a damaged file is refused by name with exit 2, or the result has the same bits")
-    executed = Count("nothing in a damaged file is executed")
-    files = sorted(path for path in setting.run.rglob("*") if path.is_file())
-    files = [path for path in files if "figures" not in path.parts and path.name != ".lock"]
-    cases = [(file, kind) for file in files for kind in DAMAGES]
-    source = campaign.random
-    if not campaign.full:
-        cases = source.sample(cases, 5)
-    scratch = campaign.folder / "damaged"
-    _, expected = _results(setting.run, scratch, campaign.full)
-    for file, kind in cases:
-        place = scratch / "run"
-        shutil.rmtree(scratch, ignore_errors=True)
-        shutil.copytree(setting.run, place)
-        target = place / file.relative_to(setting.run)
-        if target.stat().st_size or kind in ("folder", "missing"):
-            DAMAGES[kind](target, source)
-        ends, found = _results(place, scratch, campaign.full)
-        for number, end in enumerate(ends):
-            same = end.code == 0 and found[number] == expected[number]
-            refused = end.code == 2 and bool(end.sentences) and "Traceback" not in end.said
-            held = same or (refused and target.parent.name in end.said)
-            kept.check(held, f"{file.relative_to(setting.run)} {kind}, {number}: {end.shown}")
-        executed.check(not list(campaign.folder.rglob("executed")), f"{file.name} {kind}")
-    yield kept
-    yield executed
+@dataclass(frozen=True)
+class Reading:
+    """Command lines that read a folder, each of whose files is damaged in turn.
+
+    `make` fills the folder, `lines` are the commands on it, with their output in a second one.
+    `judged` are files of the output, or of the folder itself (`inside`), that must have the same
+    bits. With none, what people write themselves is read: another text is another input, and a
+    command that does its work keeps the promise as well.
+    """
+
+    name: str
+    make: Callable[[Setting, Path], object]
+    lines: Callable[[Setting, Path, Path], list[list[object]]]
+    judged: tuple[str, ...] = ()
+    inside: bool = False
+    foreign: bool = False
 
 
-def _results(run: Path, scratch: Path, full: bool) -> tuple[list[Ended], list[dict[str, str]]]:
-    """How commands end on a run, and what they leave."""
-    scratch.mkdir(parents=True, exist_ok=True)
-    report, record = scratch / "report", scratch / "said"
-    lines = [
-        ["report", str(run), "--out", str(report)],
-        ["generate", str(run), "--prompt", "word1", "--max-new-tokens", "4"],
-        ["export", str(run), str(record)],
+MODEL = ("metrics.jsonl", "model/*", "tokeniser.json")
+
+
+def _train(setting: Setting, out: Path) -> list[object]:
+    return ["train", "--preset", setting.preset, "--score", "KNA", "--out", out]
+
+
+def _of_run(setting: Setting, run: Path, out: Path) -> list[list[object]]:
+    return [
+        ["report", run, "--out", out / "report"],
+        ["generate", run, "--prompt", "word1", "--max-new-tokens", "4"],
+        ["evaluate", run, "--multiples", "1,2", "--max-windows", "2"],
+        ["inspect", run, "--out", out / "inspected"],
+        ["export", run, out / "exported"],
     ]
-    # Exporting reads the same files and costs as much as all the rest.
-    ends = race([limited(work_of(line)) for line in (lines if full else lines[:2])])
-    return ends, [judged_files(report, ("table.*",)), {}, judged_files(record, ("**/*",))]
+
+
+def _extend(model: object, text: object, out: Path) -> list[object]:
+    asked = ["--lengths", "16,32", "--methods", "PI", "--windows", "1", "--no-passkey"]
+    return ["extend", model, "--text", text, *asked, "--out", out]
+
+
+def _stopped(setting: Setting, place: Path) -> None:
+    """A run whose end is not on record: it goes on from its last checkpoint."""
+    shutil.copytree(setting.run, place)
+    (place / "status.json").unlink()
+
+
+def _with_records(setting: Setting, place: Path) -> None:
+    (end,) = race([work_of([str(each) for each in _extend(setting.model, setting.text, place)])])
+    if end.code:
+        raise RuntimeError(end.shown)
+
+
+def _alone(file: Callable[[Setting], Path]) -> Callable[[Setting, Path], object]:
+    """A folder with one file."""
+
+    def make(setting: Setting, place: Path) -> None:
+        place.mkdir(parents=True)
+        shutil.copy(file(setting), place / file(setting).name)
+
+    return make
+
+
+READINGS = (
+    Reading("run", lambda s, place: shutil.copytree(s.run, place), _of_run,
+            ("report/table.*", "exported/**/*")),
+    Reading("stopped run", _stopped, lambda s, run, out: [_train(s, run)], MODEL, inside=True),
+    Reading("token cache", lambda s, place: shutil.copytree(s.folder / "cache", place),
+            lambda s, cache, out: [_train(s, out / "run")],
+            tuple(f"run/{name}" for name in MODEL)),
+    Reading("preset", _alone(lambda s: s.preset),
+            lambda s, place, out: [["train", "--preset", place / s.preset.name, "--out", out]]),
+    Reading("settings", _alone(lambda s: s.run / "config.json"),
+            lambda s, place, out: [["train", place / "config.json", "--out", out]]),
+    Reading("corpus", lambda s, place: shutil.copytree(s.folder / "corpus", place),
+            lambda s, place, out: [[*_train(s, out), "--corpus", place]]),
+    Reading("foreign model", lambda s, place: shutil.copytree(s.model, place),
+            lambda s, place, out: [_extend(place, s.text, out)], foreign=True),
+    Reading("text", _alone(lambda s: s.text),
+            lambda s, place, out: [_extend(s.model, place / s.text.name, out)], foreign=True),
+    Reading("records of extend", _with_records,
+            lambda s, place, out: [_extend(s.model, s.text, place),
+                                   ["report", place, "--out", out]], foreign=True),
+)  # fmt: skip
+
+
+WHATEVER_SIZE = ("folder", "missing")
+
+
+def run(campaign: Campaign) -> Iterator[Count]:
+    """Every reading, every file, every damage; in the tests a few drawn from them."""
+    setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
+    kept = Count("a damaged file is refused by name with exit 2, or the result has the same bits")
+    typed = Count("a damaged file that people write is refused by name with exit 2, or is read")
+    executed = Count("nothing in a damaged file is executed")
+    source = campaign.random
+    readings = [each for each in READINGS if campaign.full or not each.foreign]
+    trials = [_Trial(setting, each, campaign.folder, campaign.full) for each in readings]
+    cases = [(trial, file, kind) for trial in trials for file in trial.files() for kind in DAMAGES]
+    for trial, file, kind in cases if campaign.full else source.sample(cases, 8):
+        if not campaign.has_time:
+            break
+        reading, expected = trial.reading, trial.undamaged
+        found = trial.of(file, kind, source)
+        count = kept if reading.judged else typed
+        for number, (end, files) in enumerate(found):
+            same = end.code == 0 and (not reading.judged or files == expected[number][1])
+            named = file.name in end.said or trial.base.name in end.said
+            refused = end.code == 2 and end.orderly and named
+            count.check(same or refused, f"{reading.name}: {file} {kind}, {number}: {end.shown}")
+        executed.check(not trial.executed(), f"{reading.name}: {file} {kind}")
+    yield from (kept, typed, executed)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The commands of a reading on a copy of its folder, always at the same place."""
+
+    setting: Setting
+    reading: Reading
+    folder: Path
+    every: bool
+
+    @cached_property
+    def base(self) -> Path:
+        """The folder undamaged, made once."""
+        place = self.folder / "bases" / self.reading.name.replace(" ", "-")
+        place.parent.mkdir(exist_ok=True)
+        self.reading.make(self.setting, place)
+        return place
+
+    @cached_property
+    def undamaged(self) -> list[tuple[Ended, dict[str, str]]]:
+        """What the commands do on the folder as it is; `RuntimeError` where they fail."""
+        found = self.of(None, "", random.Random(0))
+        for end, _ in found:
+            if end.code:
+                raise RuntimeError(f"{self.reading.name} as it is {end.shown}")
+        return found
+
+    def files(self) -> list[Path]:
+        """The files that commands read: no figures, no pages, and no locks."""
+        found = sorted(x.relative_to(self.base) for x in self.base.rglob("*") if x.is_file())
+        written = {".png", ".html", ".md", ".csv", ".lock"}
+        return [path for path in found if path.suffix not in written and path.name != ".lock"]
+
+    def of(
+        self, file: Path | None, kind: str, source: random.Random
+    ) -> list[tuple[Ended, dict[str, str]]]:
+        """How each command ends, and the files it is judged by; each on a fresh copy."""
+        scratch = self.folder / "damaged"
+        place, out = scratch / self.base.name, scratch / "out"
+        lines = self.reading.lines(self.setting, place, out)
+        found = []
+        for line in lines if self.every else lines[:1]:
+            shutil.rmtree(scratch, ignore_errors=True)
+            shutil.copytree(self.base, place)
+            if file is not None and ((place / file).stat().st_size or kind in WHATEVER_SIZE):
+                DAMAGES[kind](place / file, source)
+            work = self._in_scratch(work_of([str(word) for word in line]), place)
+            (end,) = race([limited(work)])
+            judged = judged_files(place if self.reading.inside else out, self.reading.judged)
+            found.append((end, judged))
+        return found
+
+    def executed(self) -> bool:
+        """Whether the payload of a pickle did what it wants."""
+        return bool(list((self.folder / "damaged").rglob("executed")))
+
+    def _in_scratch(self, work: Callable[[], int], place: Path) -> Callable[[], int]:
+        """The payload makes a folder in the current directory, which is then below the scratch."""
+
+        def inside() -> int:
+            os.chdir(place.parent)
+            if self.reading.name == "token cache":
+                os.environ["NORMATTN_CACHE"] = str(place)
+            return work()
+
+        return inside
