@@ -76,7 +76,8 @@ class Campaign:
 class Result:
     """The counts of one part, the seconds it took, and where, when and of what it was made.
 
-    `made` holds seed, full (all trials, or as few as the tests make), date, commit and machine.
+    `made` holds seed, full (all trials, or as few as the tests make), within (the seconds it was
+    given, if not as many as it takes), date, commit and machine.
     """
 
     part: str
@@ -104,7 +105,8 @@ def run_part(name: str, folder: Path, seed: int, full: bool, seconds: float = ma
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     module: Any = importlib.import_module(f"faults.parts.{name}")
-    made = {"seed": seed, "full": full, "date": _today(), "commit": _commit()}
+    most = seconds if math.isfinite(seconds) else None
+    made = {"seed": seed, "full": full, "within": most, "date": _today(), "commit": _commit()}
     before = time.monotonic()
     counts: Iterable[Count] = module.run(Campaign(folder, seed, full, before + seconds))
     counts = tuple(
@@ -200,7 +202,9 @@ def _page(results: Sequence[Result]) -> str:
 
 def _command(result: Result) -> str:
     small = "" if result.made["full"] else " --small"
-    return f"scripts/faults {result.part}{small} --seed {result.made['seed']}"
+    most = result.made["within"]
+    limit = f" --seconds {most:g}" if most is not None else ""
+    return f"scripts/faults {result.part}{small} --seed {result.made['seed']}{limit}"
 
 
 def _machine(result: Result) -> str:
