@@ -125,7 +125,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(
         "\u00a0",
         "<|doc|>",
     )
-    text = "".join(source.choice(words) + source.choice(("", " ", "\n")) for _ in range(80))
+    text = "".join(source.choice(words) + source.choice(("", " ", " ", "\n")) for _ in range(200))
     whole = TOKENISER._bpe.encode(text, add_special_tokens=False).ids
     assert TOKENISER.encode(text) == whole
     assert len(list(tokeniser.cut_pieces(text))) > 5

@@ -154,20 +154,12 @@ def cut_pieces(text: str) -> Iterator[str]:
     for part in cut_runs(text):
         start = 0
         while len(part) - start > _PIECE_CHARACTERS:
-            space = _last_space(part, start + 1, start + _PIECE_CHARACTERS)
+            space = _SPACE.search(part, start + _PIECE_CHARACTERS)
             if space is None:
                 break
-            yield part[start:space]
-            start = space
+            yield part[start : space.start()]
+            start = space.start()
         yield part[start:]
-
-
-def _last_space(text: str, start: int, end: int) -> int | None:
-    """Where the last space between two characters that are none stands in text[start:end]."""
-    found = [
-        match.start() for match in _SPACE.finditer(text, max(start, end - RUN_CHARACTERS), end)
-    ]
-    return found[-1] if found else None
 
 
 def _sample(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
