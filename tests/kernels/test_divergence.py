@@ -118,8 +118,9 @@ def test_carried_scores_keep_it_from_earlier_rows(
     for spoilt in range(3):
         layers = make_layers(shape, seen(shape), fields, drawn, 3, dtype)
         layers[spoilt].k[:, :, place, 0] = value
-        visible = ~layers[0].visibility.hidden(slice(0, shape.rows), slice(0, shape.keys))
-        reads = visible[..., place].expand(shape.batch, shape.heads, shape.rows)
+        hidden = layers[0].visibility.hidden(slice(0, shape.rows), slice(0, shape.keys))
+        assert hidden is not None
+        reads = ~hidden[..., place].expand(shape.batch, shape.heads, shape.rows)
         for way in WAYS:
             for number, out in enumerate(run_layers(layers, way)):
                 expected = reads if number >= spoilt else torch.zeros_like(reads)

@@ -68,7 +68,7 @@ def memory_of(device: torch.device) -> int:
     """Bytes of a GPU, or those of the machine that this process may take."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    limits = [psutil.virtual_memory().total]
+    limits = [int(psutil.virtual_memory().total)]
     for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
         soft, _ = resource.getrlimit(kind)
         limits += [soft] if soft != resource.RLIM_INFINITY else []
