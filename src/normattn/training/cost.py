@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,9 +68,10 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = [int(psutil.virtual_memory().total)]
-    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
-        soft, _ = resource.getrlimit(kind)
-        limits += [soft] if soft != resource.RLIM_INFINITY else []
+    own = psutil.Process()
+    if hasattr(own, "rlimit"):  # Not every system has them.
+        soft = (own.rlimit(kind)[0] for kind in (psutil.RLIMIT_AS, psutil.RLIMIT_DATA))
+        limits += [int(each) for each in soft if each != psutil.RLIM_INFINITY]
     # A container without a limit says "max", or has no such file.
     with suppress(OSError, ValueError):
         limits.append(int(_CGROUP.read_text()))
