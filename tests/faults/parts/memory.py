@@ -46,7 +46,7 @@ def _corpora(campaign: Campaign, size: int, line: int) -> Iterator[Count]:
 def _documents(campaign: Campaign, tokens: int) -> Iterator[Count]:
     """Scores that fold, that bias by distance, and of two regimes.
 
-    Room for all logits would be 4 bytes × tokens × 8,000 words: 6.4 GB of 200,000, 640 MB of 20,000.
+    Room for the logits of 200,000 tokens would be 6.4 GB (4 bytes × 8,000 words), of 20,000 640 MB.
     """
     for score in ("KNA-logn", "Baseline-ALiBi", "KNA-ReRoPE(window=32)"):
         promise = f"a document of {tokens:,} tokens is scored by {score}"
