@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from normattn.errors import InputError, NormattnError
     from normattn.hf.extension import extend
     from normattn.hf.pretrained import from_pretrained
+    from normattn.hf.score_reading import score_of
     from normattn.layers.attend import attention
     from normattn.layers.attention import Attention
     from normattn.layers.explain import Explanation, explain
@@ -37,6 +38,7 @@ __all__ = [
     "extend",
     "from_pretrained",
     "generate",
+    "score_of",
 ]
 
 # Names are imported when first used, so that `normattn --help` need not wait for torch.
@@ -55,6 +57,7 @@ _HOMES = {
     "extend": "hf.extension",
     "from_pretrained": "hf.pretrained",
     "generate": "models.generation",
+    "score_of": "hf.score_reading",
 }
 
 

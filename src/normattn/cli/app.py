@@ -21,6 +21,7 @@ from normattn.cli import (
     lm_eval,
     report,
     reproduce,
+    score,
     train,
 )
 from normattn.cli.checked import Commands
@@ -39,6 +40,8 @@ EPILOG = """
 `normattn evaluate runs/kna --methods YaRN,ReRoPE` – what stretching does to it
 
 `normattn extend ./my-model --text book.txt --lengths 8k,16k --out runs/extend` – an existing model
+
+`normattn score ./my-model` – the attention score of each of its layers, by name
 
 `normattn export runs/kna exported` – a folder that transformers loads
 
@@ -84,6 +87,7 @@ app.command("list")(listing.command)
 app.command("train", epilog=train.EPILOG)(train.command)
 app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.command)
 app.command("extend", epilog=extend.EPILOG)(extend.command)
+app.command("score", epilog=score.EPILOG)(score.command)
 app.command("generate", epilog=generate.EPILOG)(generate.command)
 app.command("export", epilog=export.EPILOG)(export.command)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.command)

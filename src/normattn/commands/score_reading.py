@@ -1,0 +1,44 @@
+"""What `normattn score` prints: the score of every layer of a model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def read_score(model: str, tokens: int, as_json: bool) -> None:
+    """Read the scores of a model's layers off a small model of its configuration, and print them.
+
+    Raises `InputError` for what holds no configuration, a kind that transformers does not know, and
+    layers that cannot be listened to.
+    """
+    from normattn.hf.score_reading import ModelScore, score_of
+    from normattn.hf.small_model import read_configuration, small_model
+
+    config = read_configuration(model)
+    found: ModelScore = score_of(small_model(config), tokens)
+    if as_json:
+        print(json.dumps(_record(model, config, found), ensure_ascii=False, indent=2))
+        return
+    print(f"{model}: {config.get_text_config().model_type}, {len(found.layers)} attention layers")
+    for line in found.lines():
+        print(f"  {line}")
+
+
+def _record(model: str, config: Any, found: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "model_type": config.get_text_config().model_type,
+        "tokens": found.tokens,
+        "verified": found.verified,
+        "layers": [
+            {
+                "layer": each.layer,
+                "score": None if each.spec is None else str(each.spec),
+                "difference": each.difference,
+                "verified": each.verified,
+                "lacks": each.lacks,
+            }
+            for each in found.layers
+        ],
+    }

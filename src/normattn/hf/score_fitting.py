@@ -1,0 +1,141 @@
+"""Which normalisation and which rotation lead from a projection to what attention is given.
+
+The first token stands at position 0, where nothing turns: there the normalisation and its gain are
+read off. Each later token then tells by which angle its pairs of features were turned.
+
+Legend: B batch, H heads, T tokens, D head dimension, P pairs that turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+CLOSE = 2e-4
+"""How far a fit may miss, as a share of the largest number, in float32."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """N(x) = (x − mean)/√(var + eps)·gain + bias, of one head or all; kind "" is x·gain."""
+
+    kind: str
+    across: str
+    eps: float
+    gain: Float[Tensor, "h d"]
+    bias: Float[Tensor, "h d"]
+
+    def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
+        """The normalised x."""
+        y = bare(x, self.kind, self.across, self.eps)
+        return y * self.gain[:, None] + self.bias[:, None]
+
+
+@dataclass(frozen=True)
+class Turned:
+    """θ of each pair of the first 2·P features, and by what each position is multiplied besides."""
+
+    theta: Float[Tensor, " p"]
+    size: Float[Tensor, " t"]
+    interleaved: bool
+
+
+def bare(x: Float[Tensor, "b h t d"], kind: str, across: str, eps: float) -> Tensor:
+    """x normalised without a gain."""
+    if not kind:
+        return x
+    dims = (1, 3) if across == "all" else (3,)
+    if kind == "layer":
+        x = x - x.mean(dims, keepdim=True)
+    return x / (x.square().mean(dims, keepdim=True) + eps).sqrt()
+
+
+def norms(
+    raw: Float[Tensor, "b h t d"], given: Float[Tensor, "b h t d"], eps: list[float]
+) -> Iterator[Norm]:
+    """The normalisations that make `given` of `raw` at position 0, the plainest first."""
+    raw, given = raw.double(), given.double()
+    largest = given[:, :, 0].abs().max()
+    tried = [("", "head", 0.0)]
+    tried += [
+        (kind, across, each)
+        for kind in ("rms", "layer")
+        for across in ("head", "all", "each")
+        for each in eps
+    ]
+    for kind, across, each in tried:
+        y = bare(raw, kind, across, each)[:, :, 0]
+        gain, bias = _line(y, given[:, :, 0], shift=kind == "layer", shared=across == "head")
+        if not kind and float(gain.amax() - gain.amin()) > CLOSE * float(gain.abs().amax()):
+            continue
+        if float((y * gain + bias - given[:, :, 0]).abs().max()) <= CLOSE * float(largest):
+            yield Norm(kind, across, each, gain, bias)
+
+
+def _line(
+    x: Float[Tensor, "b h d"], y: Float[Tensor, "b h d"], shift: bool, shared: bool
+) -> tuple[Tensor, Tensor]:
+    """gain and bias (H, D) of the least squares y = gain·x + bias; of all heads one if shared."""
+    dims = (0, 1) if shared else (0,)
+    mean_x, mean_y = (each.mean(dims, keepdim=True) if shift else 0.0 * each for each in (x, y))
+    dx, dy = x - mean_x, y - mean_y
+    gain = (dx * dy).sum(dims, keepdim=True) / dx.square().sum(dims, keepdim=True).clamp(min=1e-30)
+    bias = mean_y - gain * mean_x
+    shape = x.shape[1:]
+    return gain.mean(0).expand(shape), bias.mean(0).expand(shape)
+
+
+def turned(
+    still: Float[Tensor, "b h t d"], given: Float[Tensor, "b h t d"], features: int, apart: bool
+) -> Turned | None:
+    """The rotation of the first `features` that makes `given` of `still`; None where none does.
+
+    `apart`: pairs are (m, m + P), not (2m, 2m + 1).
+    """
+    z, w = _complex(still, features, apart), _complex(given, features, apart)
+    ratio = (w * z.conj()).sum((0, 1)) / z.abs().square().sum((0, 1)).clamp(min=1e-30)  # (T, P)
+    miss = (w - ratio * z).abs().max()
+    rest = still[..., features:].double()
+    size = ratio.abs().mean(-1)
+    if rest.numel():
+        off = (rest * size[:, None] - given[..., features:]).abs().max()
+        miss = torch.maximum(miss, off)
+    uneven = (ratio.abs() - size[:, None]).abs().max()
+    top = given.abs().max()
+    if float(miss) > CLOSE * float(top) or float(uneven) > 2 * CLOSE * float(size.max()):
+        return None
+    theta = _angles(ratio)
+    return None if theta is None else Turned(theta, size, not apart)
+
+
+def _complex(x: Tensor, features: int, apart: bool) -> Tensor:
+    x = x[..., :features].double()
+    a, b = x.chunk(2, -1) if apart else (x[..., 0::2], x[..., 1::2])
+    return torch.complex(a, b)
+
+
+def _angles(ratio: Tensor) -> Tensor | None:
+    """θ with ratio_p ∝ e^{iθp}, sharpened from position to position; None where there is none."""
+    theta = ratio[1].angle()
+    for place in range(2, ratio.shape[0]):
+        off = (ratio[place] * torch.exp(-1j * theta * place)).angle()
+        theta = theta + off / place
+    place = torch.arange(ratio.shape[0], dtype=torch.float64)[:, None]
+    off = (ratio * torch.exp(-1j * theta * place)).angle().abs().max()
+    return theta if float(off) < 10 * CLOSE else None
+
+
+def plain_base(theta: Float[Tensor, " p"]) -> float | None:
+    """The base b with θ_m = b^(−m/P); None where the frequencies are no such row."""
+    pairs = theta.numel()
+    if pairs < 2 or float(theta[0] - 1) ** 2 > CLOSE**2 or float(theta.min()) <= 0:
+        return None
+    half = max(1, pairs // 2)
+    base = math.exp(-math.log(float(theta[half])) * pairs / half)
+    close = (theta - base ** -(torch.arange(pairs, dtype=torch.float64) / pairs)).abs().max()
+    return base if base > 1 and float(close) < CLOSE / 10 else None

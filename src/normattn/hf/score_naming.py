@@ -1,0 +1,182 @@
+"""From what a layer was heard to do, and what its configuration says, to the parts of its score.
+
+The configuration proposes (bases, spectra, lengths that few tokens cannot show); what was measured
+decides: a proposal that does not give the measured frequencies is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.hf.score_fitting import CLOSE, Turned, plain_base
+from normattn.score import ScoreSpec
+from normattn.score.fold import frequencies
+
+_STILL = 1e-7
+
+
+def rope_of(config: Any, index: int) -> Mapping[str, Any]:
+    """The rope parameters that the configuration has for a layer; empty where it has none."""
+    given = getattr(config, "rope_parameters", None) or {}
+    types = getattr(config, "layer_types", None)
+    if any(isinstance(each, Mapping) or each is None for each in given.values()):
+        kind = types[index] if types is not None else None
+        given = given.get(kind) or {}
+    found: Mapping[str, Any] = given
+    return found
+
+
+def position_words(
+    found: Turned, rope: Mapping[str, Any], config: Any, head_dim: int, gain: float | None
+) -> tuple[str, int | None] | None:
+    """Position and spectrum of a rotation as parts, with the length that they need; None if none.
+
+    `gain` is what the rotation was measured to multiply q with, where that can be told.
+    """
+    if float(found.theta.abs().max()) < _STILL:
+        return "NoPE", None
+    for position, spectrum, length in _proposals(found, rope, config, head_dim, gain):
+        text = "-".join(filter(None, ("Baseline", position, spectrum)))
+        spec = ScoreSpec.parse(text, train_length=length)
+        theirs, mine = (
+            _filled(found.theta, head_dim),
+            _filled(frequencies(spec, head_dim), head_dim),
+        )
+        far = found.size.numel() - 1
+        if float((theirs - mine).abs().max()) * far < 10 * CLOSE:
+            return "-".join(filter(None, (position, spectrum))), length
+    return None
+
+
+def _filled(theta: Float[Tensor, " p"], head_dim: int) -> Float[Tensor, " half"]:
+    """Frequencies of all D/2 pairs, those that do not turn being 0."""
+    return torch.nn.functional.pad(theta, (0, head_dim // 2 - theta.numel()))
+
+
+_Words = tuple[str, str, int | None]
+
+
+def _proposals(
+    found: Turned, rope: Mapping[str, Any], config: Any, head_dim: int, gain: float | None
+) -> Iterator[_Words]:
+    """What the configuration says, then a plain row of frequencies that fits."""
+    size = 2 * found.theta.numel()
+    share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
+    layout = "layout=interleaved" if found.interleaved else ""
+    bases = [rope.get("rope_theta"), plain_base(found.theta)]
+    for base in filter(None, bases):
+        named = f"base={_nice(float(base))}" if float(base) != 10000 else ""
+        if rope.get("rope_type") == "proportional" and share:
+            yield _part("PRoPE", named, layout, f"fraction={share}"), _stretch(rope), None
+            continue
+        kind, part = "RoPE", ""
+        if size != head_dim:
+            kind, part = "PartialRoPE", f"fraction={_nice(size / head_dim)}"
+        position = _part(kind, named, layout, part) if named or layout or part else ""
+        yield position, *_spectrum(rope, config, gain)
+        yield position, "", None
+
+
+def _part(name: str, *fields: str) -> str:
+    inside = ",".join(filter(None, fields))
+    return f"{name}({inside})" if inside else name
+
+
+def _stretch(rope: Mapping[str, Any]) -> str:
+    factor = float(rope.get("factor") or 1.0)
+    return f"PI(factor={_nice(factor)})" if factor != 1 else ""
+
+
+def _spectrum(rope: Mapping[str, Any], config: Any, gain: float | None) -> tuple[str, int | None]:
+    """The stretched spectrum that rope parameters name, with the length it counts within."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    length = rope.get("original_max_position_embeddings")
+    length = length or getattr(config, "max_position_embeddings", None)
+    if kind == "linear":
+        return _stretch(rope), None
+    if kind == "llama3":
+        fields = (
+            f"factor={_nice(float(rope['factor']))}",
+            f"low={_nice(float(rope['low_freq_factor']))}",
+            f"high={_nice(float(rope['high_freq_factor']))}",
+        )
+        return _part("Llama3", *fields), length
+    if kind == "yarn":
+        factor = float(rope["factor"])
+        fields = [f"factor={_nice(factor)}"]
+        fields += ["truncate=false"] if rope.get("truncate") is False else []
+        for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            if (value := rope.get(name)) not in (None, usual):
+                fields.append(f"{name}={_nice(float(value))}")
+        sharpness = (_amplitude(rope, factor) if gain is None else gain) - 1
+        sharpness = round(sharpness / math.log(factor), 4) if factor > 1 else 0.1
+        fields += [f"sharpness={_nice(sharpness)}"] if sharpness != 0.1 else []
+        return _part("YaRN", *fields), length
+    return "", None
+
+
+def _amplitude(rope: Mapping[str, Any], factor: float) -> float:
+    """What transformers multiplies cos and sin with under YaRN."""
+    if (told := rope.get("attention_factor")) is not None:
+        return float(told)
+
+    def grown(weight: Any) -> float:
+        return 0.1 * float(weight) * math.log(factor) + 1
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
+    return grown(1.0)
+
+
+def _nice(value: float) -> str:
+    """A number as a person would write it, where that is as close as was measured."""
+    rounded = float(f"{value:.3g}")
+    value = rounded if abs(rounded - value) <= 1e-3 * abs(value) and value > 100 else value
+    return str(int(value)) if value == int(value) else repr(round(value, 10))
+
+
+def temperature_words(
+    config: Any, rope: Mapping[str, Any], size: Float[Tensor, " t"], turns: bool
+) -> str | None:
+    """The position temperature of a layer, "" where it has none, None where it is another."""
+    words = ""
+    if rope.get("llama_4_scaling_beta") is not None:
+        length = rope.get("original_max_position_embeddings")
+        words = f"Temperature(beta={rope['llama_4_scaling_beta']},length={length})"
+    elif getattr(config, "attn_temperature_tuning", False) and not turns:
+        words = f"Temperature(beta={config.attn_scale},length={config.floor_scale},shift=1)"
+    expected = torch.ones_like(size)
+    if words:
+        logn = ScoreSpec.parse(f"Baseline-{words}").logn
+        assert logn is not None
+        expected = logn.factor(torch.arange(1, size.numel() + 1, dtype=torch.float64), None)
+    close = float((size / size[0] - expected / expected[0]).abs().max()) < 10 * CLOSE
+    return words if close else None
+
+
+def window_words(visible: Tensor, named: str) -> tuple[str, str | None]:
+    """The part that hides what `visible` (T, T) hides, and what no part says; causal already.
+
+    A window that is longer than the tokens is that of the configuration, `named`, a part or "".
+    """
+    tokens = visible.shape[0]
+    place = torch.arange(tokens)
+    distance = place[:, None] - place
+    causal = distance >= 0
+    if torch.equal(visible, causal):
+        if named and int(named.partition("=")[2].rstrip(")")) < tokens:
+            return "", f"{named} hides nothing"
+        return named, None
+    width = int(torch.where(visible, distance, 0).max()) + 1
+    if torch.equal(visible, causal & (distance < width)):
+        return f"SlidingWindow(window={width})", None
+    for size in range(2, tokens):
+        if torch.equal(visible, causal & (place[:, None] // size == place // size)):
+            return f"Chunked(size={size})", None
+    return "", "its mask is neither causal nor a window"

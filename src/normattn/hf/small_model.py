@@ -1,0 +1,84 @@
+"""A small random model of a configuration: the same layers, heads narrow in number, not in size."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from normattn.errors import InputError
+from normattn.hf.loading import _explained, _options, _source
+
+_VOCABULARY = 64
+_LITTLE = {
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "intermediate_size_mlp": 32,
+    "ffn_hidden_size": 32,
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "vocab_size": _VOCABULARY,
+    "vocab_size_per_layer_input": _VOCABULARY,
+}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+
+
+def read_configuration(model: str | Path) -> Any:
+    """The configuration of a folder, a GGUF file, a config.json or a name on the hub.
+
+    Raises `InputError` for what holds none, and for a kind that transformers does not know.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise InputError("reading a model needs transformers: pip install normattn[hf]") from None
+    place = Path(model).expanduser()
+    if place.is_file() and place.suffix == ".json":
+        with _explained(str(place)):
+            return AutoConfig.from_pretrained(str(place), trust_remote_code=False)
+    source, gguf = _source(model, None)
+    with _explained(gguf or source):
+        return AutoConfig.from_pretrained(source, **_options(source, gguf))
+
+
+def small_model(config: Any) -> Any:
+    """A random causal language model of this configuration with two heads, narrow elsewhere.
+
+    Layers, their kinds, the size of a head and all about positions are as configured; weights are
+    large enough for attention to be far from even. Raises `InputError` where transformers cannot
+    build it.
+    """
+    import transformers
+
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    heads = int(text.num_attention_heads)
+    groups = int(getattr(text, "num_key_value_heads", None) or heads)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    sizes = {
+        **{name: size for name, size in _LITTLE.items() if hasattr(text, name)},
+        **{name: value for name, value in _TOKENS.items() if hasattr(text, name)},
+        "num_attention_heads": 2,
+        "hidden_size": 2 * int(head_dim),
+    }
+    if hasattr(text, "num_key_value_heads"):
+        sizes["num_key_value_heads"] = 2 if groups == heads else 1
+    for name, value in sizes.items():
+        setattr(text, name, value)
+    text._attn_implementation = "eager"
+    auto: Any = transformers.AutoModelForCausalLM
+    with _explained(f"a small {text.model_type} model"):
+        torch.manual_seed(0)
+        model = auto.from_config(text, attn_implementation="eager").float().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            width = weight.shape[-1] if weight.dim() > 1 else 1
+            weight.copy_(noise / width**0.5 if weight.dim() > 1 else weight + 0.2 * noise)
+    return model
