@@ -125,8 +125,8 @@ def _angles(ratio: Tensor) -> Tensor | None:
     for place in range(2, ratio.shape[0]):
         off = (ratio[place] * torch.exp(-1j * theta * place)).angle()
         theta = theta + off / place
-    place = torch.arange(ratio.shape[0], dtype=torch.float64)[:, None]
-    off = (ratio * torch.exp(-1j * theta * place)).angle().abs().max()
+    places = torch.arange(ratio.shape[0], dtype=torch.float64)[:, None]
+    off = (ratio * torch.exp(-1j * theta * places)).angle().abs().max()
     return theta if float(off) < 10 * CLOSE else None
 
 

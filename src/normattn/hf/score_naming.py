@@ -109,15 +109,15 @@ def _spectrum(rope: Mapping[str, Any], config: Any, gain: float | None) -> tuple
         return _part("Llama3", *fields), length
     if kind == "yarn":
         factor = float(rope["factor"])
-        fields = [f"factor={_nice(factor)}"]
-        fields += ["truncate=false"] if rope.get("truncate") is False else []
+        given = [f"factor={_nice(factor)}"]
+        given += ["truncate=false"] if rope.get("truncate") is False else []
         for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
             if (value := rope.get(name)) not in (None, usual):
-                fields.append(f"{name}={_nice(float(value))}")
+                given.append(f"{name}={_nice(float(value))}")
         sharpness = (_amplitude(rope, factor) if gain is None else gain) - 1
         sharpness = round(sharpness / math.log(factor), 4) if factor > 1 else 0.1
-        fields += [f"sharpness={_nice(sharpness)}"] if sharpness != 0.1 else []
-        return _part("YaRN", *fields), length
+        given += [f"sharpness={_nice(sharpness)}"] if sharpness != 0.1 else []
+        return _part("YaRN", *given), length
     return "", None
 
 
