@@ -10,6 +10,7 @@ from normattn.bench.case import Case, Goal
 from normattn.bench.judge import Verdict, judge, roofline, why_missed
 from normattn.bench.measure import Measurement
 from normattn.bench.peers import Stock
+from normattn.measure import Estimate
 from normattn.runs.timing import Timing
 
 CALL = Causal(1000, torch.float32, False, heads=1)
@@ -33,9 +34,14 @@ FOUND = Measurement(
 def test_verdicts() -> None:
     time, memory, reported = judge(CASE, FOUND)
     assert (time.ratio.value, time.met) == (2.0, False)
-    assert time.shown == "2.000 (2.000 to 2.000)"
+    assert time.cell.text == "2.000 [2.000, 2.000]"
+    assert (time.beyond(1.0), time.beyond(None)) == (Estimate(100.0, 100.0, 100.0, units=1), None)
     assert (memory.ratio.value, memory.met) == (0.2, True)
-    assert memory.shown == "5 × (5 to 5)"
+    assert memory.cell.text == "5 × [5, 5]"
+    assert memory.cell.estimate == Estimate(5.0, 5.0, 5.0, units=1)
+    beyond = memory.beyond(memory.limit)
+    assert beyond is not None
+    assert beyond.value == pytest.approx(-20.0)
     assert reported.met is None
     assert all(verdict.met is None for verdict in judge(CASE, FOUND, claims=False))
 

@@ -53,13 +53,16 @@ def test_quick_run_and_again(command: Command, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {
         "plain.json",
         "cross_entropy.json",
+        "plain.csv",
+        "cross_entropy.csv",
+        "times.csv",
         "table.md",
+        "table.json",
+        "report.html",
         "figures",
     }
     figures = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert figures == {
-        f"{suite}.{kind}" for suite in ("plain", "cross_entropy") for kind in ("png", "svg")
-    }
+    assert figures == {"plain.png", "cross_entropy.png"}
     rows = json.loads((tmp_path / "plain.json").read_text())["rows"]
     assert {"torch", "normattn"} <= set(rows[0]["stamp"]["versions"])
     assert rows[0]["date"]
@@ -67,6 +70,11 @@ def test_quick_run_and_again(command: Command, tmp_path: Path) -> None:
     assert rows[0]["kernels"] == {"normattn": "chunked"}
     assert all(goal["met"] is None for row in rows for goal in row["goals"])
     assert "claims nothing" in (tmp_path / "table.md").read_text()
+    page = json.loads((tmp_path / "table.json").read_text())["tables"]
+    timed = {(row["row"], row["entry"]): row for row in page["times"]}
+    for row in rows:
+        for entry, timing in row["seconds"].items():
+            assert timed[row["case"], entry]["ms"]["value"] == 1e3 * timing["median"]
     before = (tmp_path / "plain.json").read_bytes()
     again = command("bench", "plain", "cross-entropy", "--quick", "--out", tmp_path)
     assert again.code == 0
@@ -137,7 +145,7 @@ def test_missed_goals_are_explained_and_profiled(measured: list[str], tmp_path: 
     table = (tmp_path / "table.md").read_text()
     assert "0 of 2 goals are met" in table
     assert "of the roofline" in table
-    assert "### Profile of normattn, plain causal bf16 f, N 513" in table
+    assert "## Profile of normattn, plain causal bf16 f, N 513" in table
     rows = json.loads((tmp_path / "plain.json").read_text())["rows"]
     operations = rows[0]["profiles"]["normattn"]
     assert 0 < sum(line["share"] for line in operations) <= 1 + 1e-9
@@ -223,6 +231,15 @@ def test_a_damaged_record(command: Command, tmp_path: Path, text: str) -> None:
     assert "plain.json" in said.sentence
     assert "damaged" in said.sentence
     assert (tmp_path / "plain.json").read_text() == text
+
+
+def test_tiles_are_measured_at_every_length(measured: list[str], tmp_path: Path) -> None:
+    """As much work at each; a GPU has no such choice."""
+    runner.run_bench(["tiles"], Settings.of(device="cpu"), tmp_path)
+    assert len(measured) == 2 * 2 * 7
+    assert {"tiles fp32 f, 64 × N 64", "tiles bf16 f+b, 1 × N 4096"} <= set(measured)
+    assert SUITES["tiles"].cases(Settings(device="cuda")) == []
+    assert runner.run_bench(["tiles"], Settings(device="cuda"), tmp_path / "gpu") == []
 
 
 @pytest.mark.parametrize(

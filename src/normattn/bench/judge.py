@@ -8,6 +8,8 @@ from typing import Any
 
 from normattn.bench.case import Case, Goal
 from normattn.bench.measure import Measurement
+from normattn.measure import Estimate
+from normattn.report.table import Cell
 from normattn.runs.timing import Ratio, ratio
 
 
@@ -29,14 +31,27 @@ class Verdict:
         return self.goal.startswith("≥")
 
     @property
-    def shown(self) -> str:
+    def cell(self) -> Cell:
         """The measured value and its interval as the goal states it."""
-        value, low, high = self.ratio.value, self.ratio.low, self.ratio.high
+        found, times = Estimate(*self._ends, units=1), ""
         if self.inverted:
-            return f"{1 / value:.3g} × ({1 / high:.3g} to {1 / low:.3g})"
-        if value < 0.1:
-            return f"{value:.2g} ({low:.2g} to {high:.2g})"
-        return f"{value:.3f} ({low:.3f} to {high:.3f})"
+            value, low, high = self._ends
+            found, times = Estimate(1 / value, 1 / high, 1 / low, units=1), " ×"
+        digits = 2 if found.value < 0.1 else 3
+        form = f".{digits}g" if self.inverted or found.value < 0.1 else f".{digits}f"
+        text = f"{found.value:{form}}{times} [{found.low:{form}}, {found.high:{form}}]"
+        return Cell(text, found)
+
+    def beyond(self, limit: float | None) -> Estimate | None:
+        """By how many percent ours exceeds `limit` times the peer; None for no limit."""
+        if limit is None:
+            return None
+        value, low, high = (100 * (end / limit - 1) for end in self._ends)
+        return Estimate(value, low, high, units=1)
+
+    @property
+    def _ends(self) -> tuple[float, float, float]:
+        return self.ratio.value, self.ratio.low, self.ratio.high
 
     @staticmethod
     def read(stored: dict[str, Any]) -> Verdict:

@@ -10,16 +10,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from normattn.atomic import write_text
 from normattn.bench.case import Case, Suite
-from normattn.bench.figure import draw
 from normattn.bench.machine import require_packages
 from normattn.bench.measure import WARM, Measurement, measure
+from normattn.bench.page import page
 from normattn.bench.profiling import top_operations
 from normattn.bench.record import Record, Row, check_out
 from normattn.bench.settings import Settings
 from normattn.bench.suites import SUITES, chosen
-from normattn.bench.table import markdown, terminal
+from normattn.report.page import write_files
+from normattn.report.terminal import print_table, say
 
 
 def run_bench(
@@ -28,8 +28,8 @@ def run_bench(
     """Measure the suites of these names (all for none) into `out`; return their rows.
 
     Rows on record for the same case, settings, machine, versions and source are not measured
-    again, so a stopped run goes on. With `profile` the timed entries of missed goals are profiled.
-    Writes SUITE.json, table.md and figures/SUITE.png/.svg of everything in `out`. Raises
+    again, so a stopped run resumes. With `profile` the timed entries of missed goals are profiled.
+    Writes SUITE.json, and the page (table.md, report.html, figures) of everything in `out`. Raises
     `InputError` for unknown suites, peers that are not installed, and an `out` that is no folder.
     """
     suites = chosen(names)
@@ -56,13 +56,12 @@ def _report(out: Path, suites: Sequence[Suite], settings: Settings) -> None:
         name: Record(_path(out, name), suite, settings).rows() for name, suite in SUITES.items()
     }
     found = {name: rows for name, rows in found.items() if rows}
-    write_text(out / "table.md", markdown(found))
-    draw(found, out / "figures")
-    console = Console(highlight=False)
-    for suite in suites:
-        console.print(terminal(suite.name, found[suite.name]))
-    console.print(f"table: {out / 'table.md'}", markup=False, soft_wrap=True)
-    console.print(f"figures: {out / 'figures'}", markup=False, soft_wrap=True)
+    made = page(found)
+    figures = write_files(made, out)
+    for suite, table in zip(found, made.tables, strict=False):
+        if suite in {each.name for each in suites}:
+            print_table(table, suite)
+    say(out, figures)
 
 
 class _Bar:

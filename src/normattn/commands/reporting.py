@@ -12,11 +12,11 @@ import polars as pl
 from normattn.errors import InputError
 from normattn.measure import collected, frame, joined
 from normattn.measure.gather import on_common_sets
+from normattn.report.terminal import say
 from normattn.runs import RunDirectory, read_status
 from normattn.structured import read_object
 from normattn.studies import OF_COMMANDS, find
 from normattn.sweep.collect import history
-from normattn.sweep.run import say
 from normattn.training import TrainingConfig
 
 READING = "reading"

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from normattn.report.claim import Finding
 from normattn.report.context import PageContext
 from normattn.report.figure_json import figure_json
+from normattn.report.markdown import templates
 from normattn.report.palette import CELLS, LINES, ON_DARK
 from normattn.report.table import Cell, Filled
 
@@ -51,13 +52,7 @@ class HtmlTable:
 
 def page_html(page: PageContext) -> str:
     """The page as one file of HTML, with its styles, its script and the numbers of its figures."""
-    environment = Environment(
-        loader=PackageLoader("normattn.report"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=True,
-    )
+    environment = templates(escape=True)
     return (
         environment.get_template("report.html.jinja")
         .render(

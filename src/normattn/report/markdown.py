@@ -17,16 +17,20 @@ from normattn.report.table import Filled
 
 def page_markdown(page: PageContext) -> str:
     """table.md: equal contexts give equal bytes."""
-    environment = Environment(
+    template = templates(escape=False).get_template("table.md.jinja")
+    text = template.render(page=page, grid=table_markdown, findings=findings_markdown)
+    return _spaced(text)
+
+
+def templates(escape: bool) -> Environment:
+    """The templates of pages; `escape` for HTML."""
+    return Environment(
         loader=PackageLoader("normattn.report"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        autoescape=False,
+        autoescape=escape,
     )
-    template = environment.get_template("table.md.jinja")
-    text = template.render(page=page, grid=table_markdown, findings=findings_markdown)
-    return _spaced(text)
 
 
 def table_markdown(table: Filled) -> str:

@@ -68,15 +68,23 @@ def context(
 
 
 def write_page(made: PageContext, measured: pl.DataFrame, out: Path) -> list[Path]:
-    """Write table.md, table.json, a CSV of each table, report.html, figures/ and the frame.
+    """Write the page's files and its frame; return the figures' files.
 
-    Returns the figures' files. The same frame gives the same bytes: no date, time or path.
+    The same frame gives the same bytes: no date, time or path.
+    """
+    frame.write(out / frame.FILE, measured)
+    return write_files(made, out)
+
+
+def write_files(made: PageContext, out: Path) -> list[Path]:
+    """Write table.md, table.json, a CSV of each table, report.html and figures/.
+
+    Returns the figures' files. Equal contexts give equal bytes.
     """
     # Drawing is slow to import and not needed for the numbers.
     from normattn.report.html import page_html
     from normattn.report.plots import draw
 
-    frame.write(out / frame.FILE, measured)
     write_text(out / "table.md", page_markdown(made))
     write_text(out / "table.json", page_json(made))
     for table in made.tables:

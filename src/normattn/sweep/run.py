@@ -1,10 +1,10 @@
-"""From a request to a table: plan, data, cells in child processes, tabulation. Goes on anywhere."""
+"""From a request to a table: plan, data, cells in child processes, tabulation; resumable."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from normattn.atomic import write_text
+from normattn.report.terminal import say
 from normattn.runs import RunDirectory
 from normattn.sweep.jobs import Job, Outcome, run_jobs
 from normattn.sweep.layout import CellPaths, peek, write_if_changed
@@ -42,7 +43,7 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
     """Run what a study makes of `request`, or only print its plan; return what failed.
 
     Raises `InputError` before anything is written when it cannot be done, and `Interrupted` when
-    stopped; the same command then goes on. A cell that diverged is a result; one that failed
+    stopped; rerunning the command resumes them. A cell that diverged is a result; one that failed
     otherwise is named in the answer, after all others are done.
     """
     sweep = study.resolve(request)
@@ -80,14 +81,6 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
 def report(study: Study, out: Path, config: Mapping[str, Any]) -> None:
     """Write the page of what was measured in `out`, and print where it is."""
     say(out, study.report(study.measurements(out), out, config))
-
-
-def say(out: Path, figures: Sequence[Path]) -> None:
-    """Print where the page and its figures are."""
-    said = Console(highlight=False)
-    said.print(f"table: {out / 'table.md'}", markup=False, soft_wrap=True)
-    said.print(f"page: {out / 'report.html'}", markup=False, soft_wrap=True)
-    said.print(f"figures: {out / 'figures'} ({len(figures)} files)", markup=False, soft_wrap=True)
 
 
 def _default_jobs(sweep: Sweep) -> int:

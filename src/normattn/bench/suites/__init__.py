@@ -17,6 +17,7 @@ from normattn.bench.suites import (
     norms,
     plain,
     realformer,
+    tiles,
     train_step,
     two_regime,
 )
@@ -28,6 +29,7 @@ SUITES: dict[str, Suite] = {
         folded,
         two_regime,
         plain,
+        tiles,
         bias,
         decode,
         cross_entropy,

@@ -1,0 +1,166 @@
+"""Records → the page: goals and what was measured, times beside the machine's peaks, misses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from normattn.bench.judge import Verdict
+from normattn.measure import Estimate
+from normattn.report.context import PageContext
+from normattn.report.figure import IntervalColumn, Intervals, named
+from normattn.report.table import NOTHING, Cell, Column, Filled, Row
+
+Stored = dict[str, Any]
+_MET = {True: "yes", False: "no", None: "–"}
+
+
+def page(suites: Mapping[str, Sequence[Stored]]) -> PageContext:
+    """The page of the records of some suites."""
+    every = [row for rows in suites.values() for row in rows]
+    goals = [_goals(name, rows) for name, rows in suites.items()]
+    return PageContext(
+        title="Ratios to peers, each within one interleaved run",
+        question=_summary(every),
+        tables=(*goals, *_times(every), *_profiles(every)),
+        figures=named([_figure(name, rows) for name, rows in suites.items()]),
+        notes=(*_missed(every), *_kernels(every)),
+        provenance=_behind(every),
+        command="normattn bench",
+    )
+
+
+def _filled(key: str, title: str, head: Sequence[str], lines: Sequence[Sequence[Cell]]) -> Filled:
+    columns = tuple(Column("row" if n == 0 else name, name) for n, name in enumerate(head))
+    rows = tuple(Row(line[0].text, {}) for line in lines)
+    return Filled(key, title, "", (), columns, rows, tuple(map(tuple, lines)))
+
+
+def _goals(suite: str, rows: Sequence[Stored]) -> Filled:
+    """One line per goal."""
+    lines = [
+        (Cell(case), Cell(pair(goal)), goal.cell, Cell(goal.goal), Cell(_MET[goal.met]))
+        for case, goal in _verdicts(rows)
+    ]
+    head = ("case", "ours / peer", "measured [95 % interval]", "goal", "met")
+    return _filled(suite.replace("-", "_"), suite, head, lines)
+
+
+def _verdicts(rows: Sequence[Stored]) -> Iterator[tuple[str, Verdict]]:
+    for row in rows:
+        yield from ((row["case"], Verdict.read(goal)) for goal in row["goals"])
+
+
+def pair(verdict: Verdict) -> str:
+    """Which entries are compared, and in what unless it is time."""
+    return f"{verdict.ours} / {verdict.peer}{'' if verdict.of == 'time' else f', {verdict.of}'}"
+
+
+def _times(rows: Sequence[Stored]) -> list[Filled]:
+    """Every timed entry: its median, and its shares of what the machine can do."""
+    lines = [
+        (
+            Cell(row["case"]),
+            Cell(entry),
+            _number(1e3 * timing["median"], "{:.3g}"),
+            _number(100 * line["gemm_seconds"] / timing["median"], "{:.1f}"),
+            _number(100 * line["share"], "{:.1f}"),
+            Cell(row["kernels"].get(entry, "–")),
+        )
+        for row in rows
+        for entry, timing in row["seconds"].items()
+        if (line := row["roofline"].get(entry))
+    ]
+    head = ("case", "entry", "ms", "of the product peak, %", "of the roofline, %", "kernel")
+    return [_filled("times", "Times", head, lines)] if lines else []
+
+
+def _profiles(rows: Sequence[Stored]) -> list[Filled]:
+    """Where the time of missed goals goes, as it was profiled."""
+    head = ("operation", "calls", "ms", "share, %")
+    found = []
+    for row in rows:
+        for entry, operations in row.get("profiles", {}).items():
+            lines = [
+                (
+                    Cell(f"`{each['operation']}`"),
+                    _number(each["calls"], "{:.0f}"),
+                    _number(each["milliseconds"], "{:.2f}"),
+                    _number(100 * each["share"], "{:.0f}"),
+                )
+                for each in operations
+            ]
+            title = f"Profile of {entry}, {row['case']}"
+            found.append(_filled(f"profile_{len(found)}", title, head, lines))
+    return found
+
+
+def _number(value: float | None, form: str) -> Cell:
+    return NOTHING if value is None else Cell(form.format(value), Estimate(float(value), units=1))
+
+
+def _figure(suite: str, rows: Sequence[Stored]) -> Intervals:
+    """Every ratio against 1 and against its goal; to the left ours is faster or smaller."""
+    found = list(_verdicts(rows))
+    return Intervals(
+        suite.replace("-", "_"),
+        f"{suite}: time and peak memory beside the peers",
+        tuple(f"{case}: {pair(goal)}" for case, goal in found),
+        (
+            IntervalColumn(
+                "ours beyond the peer, %", tuple(goal.beyond(1.0) for _, goal in found), zero=True
+            ),
+            IntervalColumn(
+                "ours beyond the goal, %",
+                tuple(goal.beyond(goal.limit) for _, goal in found),
+                zero=True,
+            ),
+        ),
+    )
+
+
+def _summary(rows: Sequence[Stored]) -> str:
+    claimed = [goal["met"] for row in rows for goal in row["goals"] if goal["met"] is not None]
+    if not claimed:
+        return "A quick run: it shows that everything runs and claims nothing about goals."
+    return (
+        f"{sum(claimed)} of {len(claimed)} goals are met, within 5 %. A ratio is ours / peer of the"
+        " medians of time or peak memory: below 1 ours is faster or smaller. Intervals resample"
+        " the rounds. Memory is the peak of a step beyond what it was given, once it has run;"
+        " first memory that of the first call, with what libraries compile and keep for it."
+    )
+
+
+def _missed(rows: Sequence[Stored]) -> list[str]:
+    """Why each goal was missed."""
+    return [
+        f"Missed: {row['case']}: {goal['why']}."
+        for row in rows
+        for goal in row["goals"]
+        if goal["why"]
+    ]
+
+
+def _kernels(rows: Sequence[Stored]) -> list[str]:
+    """Which kernel each of our entries ran."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        for entry, kernel in row["kernels"].items():
+            found.setdefault(kernel, []).append(f"{entry} ({row['case']})")
+    return [f"Kernel {kernel}: {'; '.join(entries)}" for kernel, entries in found.items()]
+
+
+def _behind(rows: Sequence[Stored]) -> dict[str, str]:
+    """Machines, versions and dates of the rows."""
+    found: dict[str, str] = {}
+    for row in rows:
+        stamp, settings = row["stamp"], row["settings"]
+        versions = ", ".join(f"{name} {version}" for name, version in stamp["versions"].items())
+        machine = stamp.get("device", f"{stamp['processor']} ({stamp['capability']})")
+        said = (
+            f"{machine}, {settings['threads']} thread{'s' if settings['threads'] > 1 else ''}, "
+            f"{settings['rounds']} rounds, Python {stamp['python']}, {versions}, source "
+            f"{stamp['source']}"
+        )
+        found.setdefault(said, row["date"])
+    return {f"measured {date} ({n})": said for n, (said, date) in enumerate(found.items(), 1)}
