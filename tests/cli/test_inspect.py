@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command
-from normattn.diagnostics.records import read_diagnostics, read_inspection
+from normattn.diagnostics.inspection import by_position
+from normattn.diagnostics.lines import read_diagnostics
+from normattn.measure import frame
+
+SHARES = ("beyond_share", "angle_share")
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +40,27 @@ def test_a_run_is_looked_into(command: Command, probed: Path) -> None:
     assert said.code == 0, said.err
     assert "QKRMSNorm-logn, as is: 3 windows of 8 held-out tokens" in said.out
     folder = probed / "inspection"
-    names = {path.name for path in folder.iterdir()}
     # Neither a learned sink nor anything beyond the training length is there to be drawn.
     stems = ("layers_entropy_share", "layers_largest", "layers_first_mass", "positions")
     figures = {f"{stem}.png" for stem in (*stems, "training", "attention")}
-    assert names == figures | {"settings.json", "inspection.json"}
-    record = read_inspection(folder / "inspection.json")
-    assert record.facts["score"] == "QKRMSNorm-logn"
-    assert record.layers[0].q_normed is not None
-    assert record.layers[0].cosines is not None
-    settings = json.loads((folder / "settings.json").read_text())
+    assert {path.name for path in (folder / "figures").iterdir()} == figures
+    measured = frame.read(folder / frame.FILE)
+    assert measured["row"].unique().to_list() == ["QKRMSNorm-logn"]
+    assert {"q_normed", "cosine", "attention"} <= set(measured["statistic"])
+    assert measured.filter(protocol="training")["bin"].unique().sort().to_list() == [1, 2, 4]
+    settings = json.loads((folder / "config.json").read_text())["config"]
     assert settings["length"] == 8
     assert settings["windows"] == 3
+
+
+def test_the_page_is_made_again_from_its_frame(command: Command, probed: Path) -> None:
+    folder = probed / "inspection"
+    if not folder.exists():
+        command("inspect", probed, "--windows", 3, "--cosines")
+    made = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")}
+    assert command("report", folder).code == 0
+    again = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")}
+    assert again == made
 
 
 def test_a_text_of_ones_own_beyond_the_training_length(
@@ -62,15 +75,20 @@ def test_a_text_of_ones_own_beyond_the_training_length(
             *("--out", tmp_path / method, "--attention", "all"),
         )
         assert said.code == 0, said.err
-        assert json.loads(said.out) == json.loads(
-            (tmp_path / method / "inspection.json").read_text()
-        )
-        looks.append(json.loads(said.out)["layers"][0])
+        folder = tmp_path / method
+        assert json.loads(said.out) == json.loads((folder / "table.json").read_text())
+        assert (folder / "figures" / "attention_0_1.png").exists()
+        measured = frame.read(folder / frame.FILE)
+        looks.append({name: by_position(measured, name, 0) for name in SHARES})
+        rows = json.loads(said.out)["tables"]["heads"]
+        assert [row["row"] for row in rows] == ["0, head 0", "0, head 1"]
+        expected = measured.filter(statistic="beyond_mass", head=1).select("sum", "of").sum().row(0)
+        assert rows[1]["beyond_mass"]["value"] == pytest.approx(expected[0] / expected[1])
     plain, rectified = looks
-    assert plain["beyond_share"] == rectified["beyond_share"]
-    assert max(plain["beyond_share"][0]) > 0.5
-    assert max(value for row in plain["angle_share"] for value in row) > 0
-    assert max(value for row in rectified["angle_share"] for value in row) == 0
+    assert (plain["beyond_share"] == rectified["beyond_share"]).all()
+    assert plain["beyond_share"].max() > 0.5
+    assert plain["angle_share"].max() > 0
+    assert rectified["angle_share"].max() == 0
     assert not (trained / "inspection").exists()
 
 

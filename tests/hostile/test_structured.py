@@ -21,7 +21,7 @@ from normattn.data.pairs.json_pairs import JsonPairs
 from normattn.data.pairs.source import Languages
 from normattn.data.relations.folder import _numbered
 from normattn.data.relations.reading import read_relations
-from normattn.diagnostics.records import read_diagnostics, read_inspection
+from normattn.diagnostics.lines import read_diagnostics
 from normattn.errors import InputError
 from normattn.measure import frame
 from normattn.models.pretrained import load_any
@@ -64,7 +64,6 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "metrics": ("metrics.jsonl", read_metrics),
     "losses": ("metrics.jsonl", read_losses),
     "diagnostics": ("diagnostics.jsonl", read_diagnostics),
-    "inspection": ("record.json", read_inspection),
     "cell": ("cell.json", lambda path: read_cell(path, find)),
     "benchmark": ("latency.json", _bench),
     "measurements": (frame.FILE, frame.read),

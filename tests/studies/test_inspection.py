@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import torch
 
@@ -14,9 +15,10 @@ from data.relation_files import write_relations
 from normattn.commands.inspection import inspect_run
 from normattn.commands.inspection_inputs import Asked, inputs_of
 from normattn.data.relations import prepare_relations
-from normattn.diagnostics.records import InspectionRecord, read_inspection
+from normattn.diagnostics.inspection import by_head, totals
 from normattn.diagnostics.weights import attention_weights
 from normattn.errors import InputError
+from normattn.measure import frame
 from normattn.models.pretrained import load_any
 from normattn.training.classification import ClassificationConfig, train_classifier
 from normattn.training.translation import TranslationConfig, train_translation
@@ -65,19 +67,25 @@ def classification(place: Path) -> ClassificationConfig:
     return config
 
 
-def look(run: Path, out: Path, **choices: Any) -> InspectionRecord:
+def look(run: Path, out: Path, **choices: Any) -> pl.DataFrame:
     inspect_run(run, out=out, **{**CHOICES, **choices})
-    names = {path.name for path in out.iterdir()}
+    names = {path.name for path in (out / "figures").iterdir()}
     assert "layers_entropy_share.png" in names
     assert any(name.startswith("attention") for name in names)
-    return read_inspection(out / "inspection.json")
+    return frame.read(out / frame.FILE).filter(protocol="inspect")
+
+
+def layers(measured: pl.DataFrame) -> list[str]:
+    found = measured.select("layer", "factor.layer").unique().sort("layer").rows()
+    assert [layer for layer, _ in found] == list(range(len(found)))
+    return [name for _, name in found]
 
 
 def test_a_translator(place: Path, translation: TranslationConfig, tmp_path: Path) -> None:
     """Its three attentions by name; entropies are those of the weights, pair by pair."""
     run = place / "translation"
-    record = look(run, tmp_path / "out", bins=1)
-    assert [layer.name.replace(".sublayer", "") for layer in record.layers] == [
+    measured = look(run, tmp_path / "out", bins=1)
+    assert [name.replace(".sublayer", "") for name in layers(measured)] == [
         *("encoder.0.mixer", "encoder.1.mixer"),
         *("decoder.0.mixer", "decoder.0.cross", "decoder.1.mixer", "decoder.1.cross"),
     ]
@@ -90,9 +98,9 @@ def test_a_translator(place: Path, translation: TranslationConfig, tmp_path: Pat
             queries, keys = found.words(name)
             if row is found.rows[0]:
                 assert alpha.shape[1:] == (len(queries), len(keys))
-    for layer in record.layers:
-        expected = torch.cat(entropy[layer.name], -1).mean(-1)
-        assert layer.by_head("entropy") == pytest.approx(expected.tolist(), abs=1e-5)
+    for layer, name in enumerate(layers(measured)):
+        expected = torch.cat(entropy[name], -1).mean(-1)
+        assert by_head(measured, "entropy", layer) == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_a_translator_of_ones_own_sentences(
@@ -101,8 +109,10 @@ def test_a_translator_of_ones_own_sentences(
     """It translates them itself: there is no other target."""
     text = tmp_path / "text.txt"
     text.write_text("the dog sees a bird\n\nthe old man\n")
-    record = look(place / "translation", tmp_path / "out", text=text, attention="5,1")
-    assert record.facts["texts"] == "2 lines of text.txt and their greedy translations"
+    measured = look(place / "translation", tmp_path / "out", text=text, attention="5,1")
+    assert measured["factor.texts"].unique().to_list() == [
+        "2 lines of text.txt and their greedy translations"
+    ]
     with pytest.raises(InputError, match="layers 0 to 5"):
         look(place / "translation", tmp_path / "out", attention="6,0")
     with pytest.raises(InputError, match="sentences whole"):
@@ -115,24 +125,18 @@ def test_a_translator_of_ones_own_sentences(
 def test_a_classifier(place: Path, classification: ClassificationConfig, tmp_path: Path) -> None:
     """Padding counts for nothing: two documents together are looked at as each alone."""
     run = place / "classification"
-    record = look(run, tmp_path / "out", cosines=True)
-    assert record.facts["texts"].startswith("3 validation documents of ")
-    assert [layer.heads for layer in record.layers] == [2, 2]
-    text, sums = tmp_path / "text.txt", []
+    measured = look(run, tmp_path / "out", cosines=True)
+    assert measured["factor.texts"][0].startswith("3 validation documents of ")
+    assert [len(by_head(measured, "entropy", layer)) for layer in (0, 1)] == [2, 2]
+    text, found = tmp_path / "text.txt", []
     for lines in (["a b c d e f"], ["a b"], ["a b c d e f", "a b"]):
         text.write_text("\n".join(lines))
-        sums.append(look(run, tmp_path / "lines", text=text, bins=1).layers[0])
-    counts = [layer.rows[0][0] for layer in sums]
-    assert counts[2] == counts[0] + counts[1]
+        found.append(look(run, tmp_path / "lines", text=text, bins=1))
     for field in ("entropy", "q_norm", "k_norm"):
-        one, two, both = (
-            layer.by_head(field)[0] if field == "entropy" else getattr(layer, field)[0]
-            for layer in sums
-        )
-        assert one is not None
-        assert two is not None
-        mean = (one * counts[0] + two * counts[1]) / counts[2]
-        assert both == pytest.approx(mean, abs=1e-5), field
+        one, two, both = (totals(each, field, 0) for each in found)
+        for sums, others in zip(both, zip(one, two, strict=True), strict=True):
+            assert others[1].min() > 0
+            assert sums == pytest.approx(others[0] + others[1], abs=1e-4), field
 
 
 def test_a_vision_transformer(place: Path, tmp_path: Path) -> None:
@@ -142,9 +146,9 @@ def test_a_vision_transformer(place: Path, tmp_path: Path) -> None:
     fields = {**LOOP, "batch_size": 4, "model": model, "data": data}
     config = VisionTrainingConfig.parse(fields, "a test")
     train_vision(config, place / "vision", show_progress=False)
-    record = look(place / "vision", tmp_path / "out", attention="all")
-    assert record.facts["texts"] == "3 validation images of digits"
-    assert record.layers[0].rows[0] == (3, 3, 6, 3)
+    measured = look(place / "vision", tmp_path / "out", attention="all")
+    assert measured["factor.texts"][0] == "3 validation images of digits"
+    assert totals(measured, "entropy", 0)[1][0].tolist() == [3, 3, 6, 3]
     with pytest.raises(InputError, match="--text is for models that read text"):
         look(place / "vision", tmp_path / "out", text=tmp_path / "text.txt")
 

@@ -69,10 +69,11 @@ def command(
         ),
     ] = "sharpest",
     out: Annotated[
-        Path | None, typer.Option(help="Where record and figures go. [default: RUN/inspection]")
+        Path | None,
+        typer.Option(help="Where the page and its measurements go. [default: RUN/inspection]"),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the record as JSON instead of a table.")
+        bool, typer.Option("--json", help="Print the tables as JSON instead.")
     ] = False,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens in a batch, at most; bounds the memory.")
@@ -85,9 +86,9 @@ def command(
     Of language models, classifiers, translation models and Vision Transformers.
 
     Everything is streamed from the attention kernels, so that long texts need no more memory.
-    Prints a table of the layers; OUT gets the settings, inspection.json, and figures: heat maps
-    layer × head, curves over position (and over training, where it was probed), one head's
-    attention.
+    Prints a table of the layers; OUT gets report.html, table.md, figures/ and measurements.parquet:
+    every layer and head, heat maps, curves over position (and over training, where it was probed),
+    one head's attention. `normattn report OUT` makes the page again from the measurements alone.
     """
     from normattn.commands.inspection import inspect_run
 

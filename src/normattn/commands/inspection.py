@@ -1,44 +1,40 @@
-"""One trained model looked into: tables, figures and a record of every layer's attention."""
+"""One trained model looked into: what every layer's attention does, measured and reported."""
 
 from __future__ import annotations
 
-import json
+import hashlib
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
+import polars as pl
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from torch import nn
 
 from normattn.atomic import write_json
-from normattn.commands.inspection_figures import (
-    attention_figure,
-    layer_figures,
-    layer_titles,
-    position_figure,
-    training_figure,
-    write_figures,
-)
 from normattn.commands.inspection_inputs import Asked, Inputs, inputs_of
-from normattn.commands.inspection_table import print_layers
 from normattn.diagnostics import inspect_model
-from normattn.diagnostics.records import (
-    InspectionRecord,
-    read_diagnostics,
-    write_inspection,
-)
+from normattn.diagnostics.inspection import by_head
+from normattn.diagnostics.lines import read_diagnostics
 from normattn.diagnostics.weights import MOST_TOKENS, attention_weights
 from normattn.errors import InputError
+from normattn.evaluation.fingerprints import weights_digest
+from normattn.measure import Identity, identified, joined, sums
 from normattn.models import CausalLM
 from normattn.models.pretrained import load_any
 from normattn.models.stack_config import StackConfig
 from normattn.models.translator_config import TranslatorConfig, placeless
+from normattn.report.terminal import print_table
+from normattn.report.view import View
 from normattn.runs import RunDirectory, read_status
+from normattn.studies.inspect import STUDY
+from normattn.studies.inspect.measured import DRAWN, KEY, KIND, QUERY, TRAINING
 from normattn.training import (
     LoopConfig,
     TrainingConfig,
@@ -60,7 +56,7 @@ KINDS: dict[str, type[LoopConfig]] = {
         vision.VisionWorkload,
     )
 }
-FOLDER, RECORD, SETTINGS = "inspection", "inspection.json", "settings.json"
+FOLDER, CONFIG = "inspection", "config.json"
 DRAWN_HEADS = 64
 
 
@@ -127,18 +123,28 @@ def inspect_run(
         seed=seed,
     )
     folder = _folder(run / FOLDER if out is None else out)
+    whose = _identity(model, config, inputs, settings)
+    trained = replace(whose, protocol=TRAINING, method="", split="train", data="")
     with _using(model, method, config, inputs.length):
-        record = _look(model, inputs, settings, config)
-        shown = _attention(model, inputs, chosen, record)
-    write_json(folder / SETTINGS, settings.model_dump())
-    write_inspection(folder / RECORD, record)
-    figures = _figures(run, folder, record, shown, inputs, settings)
+        found = _look(model, inputs, settings)
+        heads = _drawn(model, inputs, chosen, found)
+    frame = joined(
+        [
+            identified(whose, [found.with_columns(pl.lit(inputs.source).alias("factor.texts"))]),
+            *(identified(replace(whose, protocol=DRAWN), [head]) for head in heads),
+            identified(trained, [_training(run)]),
+        ]
+    )
+    resolved = settings.model_dump(mode="json")
+    write_json(folder / CONFIG, {"kind": KIND, "config": resolved})
+    figures = STUDY.report(frame, folder, resolved)
     if as_json:
-        print(json.dumps(record.model_dump(mode="json")))
-    else:
-        print_layers(record)
-        for path in (folder / RECORD, *figures):
-            print(path)
+        print((folder / "table.json").read_text("utf-8"), end="")
+        return
+    view = View(frame)
+    print_table(STUDY.page.tables[0].fill(view), title=STUDY.page.notes(view)[0])
+    for path in (folder / "report.html", *figures):
+        print(path)
 
 
 def _opened(run: Path) -> LoopConfig:
@@ -214,9 +220,28 @@ def _score_names(model: StackConfig) -> str:
     return "{} (encoder), {} (decoder), {} (cross)".format(*names)
 
 
-def _look(
-    model: nn.Module, inputs: Inputs, settings: InspectionSettings, config: LoopConfig
-) -> InspectionRecord:
+def _identity(
+    model: nn.Module, config: LoopConfig, inputs: Inputs, settings: InspectionSettings
+) -> Identity:
+    """Whose attention it is, to which texts."""
+    shape = _model(config)
+    rows = inputs.rows.contiguous().numpy().tobytes()
+    return Identity(
+        study=KIND,
+        row=_score_names(shape),
+        score=str(shape.score),
+        method="" if settings.method == "as is" else settings.method,
+        seed=config.seed,
+        protocol=KIND,
+        length=inputs.length,
+        train_length=shape.train_length,
+        split="held-out" if settings.text is None else "given",
+        data=hashlib.sha256(rows).hexdigest(),
+        weights=weights_digest(model),
+    )
+
+
+def _look(model: nn.Module, inputs: Inputs, settings: InspectionSettings) -> pl.DataFrame:
     rows = inputs.rows.to(next(model.parameters()).device)
     with Console(file=sys.stderr).status("looking") as status:
         return inspect_model(
@@ -228,29 +253,16 @@ def _look(
             read=inputs.read,
             length=inputs.length,
             progress=lambda done, total: status.update(f"looking: text {done} of {total}"),
-            score=_score_names(_model(config)),
-            method=settings.method,
-            train_length=_model(config).train_length,
-            texts=inputs.source,
         )
 
 
-class Head(NamedTuple):
-    """One head's attention to the drawn text: (layer, head), its name, its layer's path, and α."""
-
-    place: tuple[int, int]
-    name: str
-    layer: str
-    alpha: np.ndarray
-
-
-def _attention(
+def _drawn(
     model: nn.Module,
     inputs: Inputs,
     chosen: tuple[int, int] | Literal["sharpest", "all"],
-    record: InspectionRecord,
-) -> list[Head]:
-    """What is drawn of the first text."""
+    measured: pl.DataFrame,
+) -> list[pl.DataFrame]:
+    """The attention of the chosen heads to the drawn text, as rows of the frame."""
     if inputs.drawn_length > MOST_TOKENS:
         print(
             f"normattn: no attention is drawn, for {inputs.drawn_length} tokens make too large a "
@@ -259,63 +271,73 @@ def _attention(
         )
         return []
     row = inputs.drawn.to(next(model.parameters()).device)
-    found = attention_weights(model, row, inputs.read, inputs.drawn_length)
-    weights = [found[layer.name] for layer in record.layers]
-    every = [(layer, head) for layer, each in enumerate(weights) for head in range(each.shape[0])]
-    if chosen == "all":
-        if len(every) > DRAWN_HEADS:
-            raise InputError(
-                f"--attention all draws up to {DRAWN_HEADS} heads, and this model has "
-                f"{len(every)}; name one as LAYER,HEAD"
-            )
-        wanted = every
-    else:
-        wanted = [_sharpest(record) if chosen == "sharpest" else chosen]
-    titles = layer_titles([layer.name for layer in record.layers])
-    return [
-        Head(
-            (layer, head),
-            f"layer {titles[layer]}, head {head}",
-            record.layers[layer].name,
-            weights[layer][head].double().numpy(),
+    weights = attention_weights(model, row, inputs.read, inputs.drawn_length)
+    names = measured["factor.layer"].unique(maintain_order=True).to_list()
+    every = [(n, head) for n, name in enumerate(names) for head in range(len(weights[name]))]
+    if chosen == "all" and len(every) > DRAWN_HEADS:
+        raise InputError(
+            f"--attention all draws up to {DRAWN_HEADS} heads, and this model has "
+            f"{len(every)}; name one as LAYER,HEAD"
         )
-        for layer, head in wanted
+    if chosen == "sharpest":
+        wanted = [_sharpest(measured, len(names))]
+    else:
+        wanted = every if chosen == "all" else [chosen]
+    return [
+        _weights(weights[names[n]][head].double().numpy(), n, head, inputs.words(names[n]))
+        for n, head in wanted
     ]
 
 
-def _sharpest(record: InspectionRecord) -> tuple[int, int]:
+def _weights(
+    alpha: np.ndarray, layer: int, head: int, words: tuple[Sequence[str], Sequence[str]]
+) -> pl.DataFrame:
+    """α (T, S) of a head: a unit for each query, a bin for each key, the tokens as factors."""
+    queries, keys = words
+    units = [f"{n:04d}" for n in range(len(queries))]
+    rows = sums(
+        *("attention", units, alpha, [1.0] * len(units)),
+        axis="key",
+        edges=range(len(keys)),
+        layer=layer,
+        head=head,
+    )
+    return rows.with_columns(
+        pl.Series(QUERY, [query for query in queries for _ in keys], pl.String),
+        pl.Series(KEY, [*keys] * len(queries), pl.String),
+    )
+
+
+def _sharpest(measured: pl.DataFrame, layers: int) -> tuple[int, int]:
     """The head with the least entropy against ln n."""
     shares = [
-        (share, layer, head)
-        for layer, found in enumerate(record.layers)
-        for head, share in enumerate(found.by_head("entropy_share"))
-        if share is not None
+        (float(share), layer, head)
+        for layer in range(layers)
+        for head, share in enumerate(by_head(measured, "entropy_share", layer))
+        if np.isfinite(share)
     ]
     return min(shares)[1:] if shares else (0, 0)
 
 
-def _figures(
-    run: Path,
-    folder: Path,
-    record: InspectionRecord,
-    shown: Sequence[Head],
-    inputs: Inputs,
-    settings: InspectionSettings,
-) -> list[Path]:
-    name = f"{record.facts['score']}" + (
-        "" if settings.method == "as is" else f" with {settings.method}"
-    )
-    title = f"{name}: {record.facts['texts']}"
-    figures = [
-        *layer_figures(record, f"Attention of {title}"),
-        position_figure(record, f"Attention by position, {title}"),
-        training_figure(read_diagnostics(run), f"Attention while {name} trained"),
+def _training(run: Path) -> pl.DataFrame:
+    """What a probe saw while the model trained, a number for each step and head."""
+    seen = [
+        (field, layer, head, name, float(line.step), value)
+        for line in read_diagnostics(run)
+        for layer, (name, fields) in enumerate(line.layers.items())
+        for field, heads in fields
+        for head, value in enumerate(heads or ())
+        if value is not None
     ]
-    for head in shown:
-        file = "attention" if len(shown) == 1 else f"attention_{head.place[0]}_{head.place[1]}"
-        words = inputs.words(head.layer)
-        figures.append(attention_figure(file, f"{name}: {head.name}", head.alpha, words))
-    return write_figures(figures, folder)
+    names = ("statistic", "layer", "head", "factor.layer", "bin", "sum")
+    kinds = (pl.String, pl.Int64, pl.Int64, pl.String, pl.Float64, pl.Float64)
+    rows = pl.DataFrame(seen, dict(zip(names, kinds, strict=True)), orient="row")
+    return rows.unique(names[:-1], keep="last", maintain_order=True).with_columns(
+        pl.lit("").alias("unit"),
+        pl.lit("step").alias("axis"),
+        (pl.col("bin") + 1).alias("bin_end"),
+        pl.lit(1.0).alias("of"),
+    )
 
 
 def _folder(place: Path) -> Path:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import polars as pl
 import torch
 from torch import Tensor, nn
 
 from normattn.diagnostics.angles import beyond, unseen_angles
 from normattn.diagnostics.cosines import CosineSums
-from normattn.diagnostics.records import InspectionRecord, LayerLine, LayerRecord
+from normattn.diagnostics.lines import LayerLine
 from normattn.diagnostics.sums import LayerSums
 from normattn.errors import InputError
 from normattn.kernels import Problem
@@ -148,28 +149,29 @@ class Collector:
         return self.sums[self._name]
 
     def lines(self) -> dict[str, LayerLine]:
-        """Every layer that ran, in the order in which they did, in one bin."""
+        """Every layer that ran, in the order in which they did, over all positions."""
         found = {}
         for name, sums in self.sums.items():
-            grids = {field: [row[0] for row in grid] for field, grid in sums.grids().items()}
-            kept = {field: grids[field] for field in grids if field in LayerLine.model_fields}
-            found[name] = LayerLine.model_validate(kept | sums.mean_norms())
+            means = sums.means()
+            kept = {field: means[field] for field in means if field in LayerLine.model_fields}
+            found[name] = LayerLine.model_validate(kept)
         return found
 
-    def record(self, **facts: Any) -> InspectionRecord:
-        """Every layer that ran, in the order in which they did, by position."""
+    def measured(self) -> pl.DataFrame:
+        """Every layer that ran, in the order in which they did, as rows of the frame by position.
+
+        They have no identity yet; the factor `layer` is the layer's name.
+        """
         assert self.edges is not None
-        layers = []
-        for name, sums in self.sums.items():
-            fields: dict[str, Any] = {**sums.grids(), **sums.mean_norms(), "rows": sums.counts()}
-            fields["norms"] = sums.norm_grids()
+        parts = []
+        for layer, (name, sums) in enumerate(self.sums.items()):
+            found = sums.measured(self.edges, layer)
             if name in self.cosine_sums:
-                cosines = self.cosine_sums[name]
-                fields |= {"cosines": cosines.summary(), "cosines_at": cosines.by_position()}
-            layers.append(LayerRecord(name=name, heads=sums.heads, **fields))
-        if not layers:
+                found += self.cosine_sums[name].measured(self.edges, layer)
+            parts += [part.with_columns(pl.lit(name).alias("factor.layer")) for part in found]
+        if not parts:
             raise InputError("nothing was read: no layer of the model ran while it was looked at")
-        return InspectionRecord(edges=self.edges, layers=tuple(layers), facts=facts)
+        return pl.concat(parts, how="diagonal")
 
 
 def layer_names(model: nn.Module) -> dict[Score, tuple[str, ...]]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import polars as pl
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from normattn.diagnostics.sums import by_head
 from normattn.diagnostics.watching import Seen
 from normattn.kernels import Problem, Visibility
 from normattn.kernels.cosines import BINS, CosineCounts, cosine_counts
 
-SHARES = (0.05, 0.5, 0.95)
-"""The quantiles of a summary."""
+EDGES = torch.linspace(-1, 1, BINS + 1, dtype=torch.float64).tolist()
+"""Of the histogram's bins."""
 
 
 @torch.no_grad()
@@ -49,36 +53,17 @@ class CosineSums:
         self.least = self.least.minimum(found.least.amin(0).double().cpu())
         self.most = self.most.maximum(found.most.amax(0).double().cpu())
 
-    def summary(self) -> list[list[float | None]]:
-        """Per head the least cosine, the 5th, 50th and 95th percentile, the largest.
+    def measured(self, edges: Sequence[int], layer: int) -> list[pl.DataFrame]:
+        """The histograms as rows `cosine`, each with the factor `position` of its queries' bin.
 
-        Percentiles are linear within a bin of cosines, and so within 0.01 of the pairs' own.
+        The extremes themselves are `least_cosine` and `largest_cosine` by position.
         """
-        ends = self.least.amin(-1), self.most.amax(-1)
-        return [_range(*each) for each in zip(self.counts.sum(1), *ends, strict=True)]
-
-    def by_position(self) -> list[list[list[float | None]]]:
-        """The same per head and bin of the query's position."""
-        return [
-            [_range(*each) for each in zip(*head, strict=True)]
-            for head in zip(self.counts, self.least, self.most, strict=True)
+        parts = [
+            by_head("cosine", counts, counts, layer, "cosine", EDGES).with_columns(
+                pl.lit(float(first)).alias("factor.position")
+            )
+            for first, counts in zip(edges, self.counts.double().unbind(1), strict=False)
         ]
-
-
-def _range(counts: Tensor, least: Tensor, most: Tensor) -> list[float | None]:
-    """Extremes and quantiles; None where no pair was."""
-    if not int(counts.sum()):
-        return [None] * (2 + len(SHARES))
-    return [float(least), *quantiles(counts, SHARES), float(most)]
-
-
-def quantiles(counts: Tensor, shares: tuple[float, ...]) -> list[float]:
-    """Quantiles of a histogram over −1 … 1, linear within the bin that holds them."""
-    upto = counts.double().cumsum(0)
-    found = []
-    for share in shares:
-        wanted = share * float(upto[-1])
-        at = int(torch.searchsorted(upto, wanted).clamp(max=BINS - 1))
-        below = float(upto[at] - counts[at])
-        found.append(-1 + 2 * (at + (wanted - below) / float(counts[at])) / BINS)
-    return found
+        for name, ends in (("least_cosine", self.least), ("largest_cosine", self.most)):
+            parts.append(by_head(name, ends, ends.isfinite().double(), layer, "position", edges))
+        return parts

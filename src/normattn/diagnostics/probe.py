@@ -1,4 +1,4 @@
-"""A probe that looks at every layer's attention while a training goes on, and warns."""
+"""A probe that looks at every layer's attention while a model trains, and warns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from normattn.diagnostics.collecting import collecting
-from normattn.diagnostics.records import LayerLine, read_diagnostics
+from normattn.diagnostics.lines import LayerLine, read_diagnostics
 from normattn.errors import InputError
 
 CONCENTRATED = 0.02
@@ -30,7 +30,7 @@ class DiagnosticsProbe:
     stderr: where a head's mean H / ln n is below 0.02 (scores concentrate), and, after a fifth of
     the steps, where one is above 0.99 (they spread). Works for any task whose model holds scores.
     `run` is the run's directory: what its earlier lines gave cause to say is not said again when
-    the run goes on. Raises `InputError` for an `every` below 1.
+    the run resumes. Raises `InputError` for an `every` below 1.
     """
 
     name = "diagnostics"

@@ -5,16 +5,21 @@ Legend: B batch, H query heads, T queries, F fields, P position bins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
+import polars as pl
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.kernels.observe import Observation
+from normattn.measure import sums
 
 ROWS = ("entropy", "lse", "first_mass", "sink_mass")
 MEANS = ("beyond", "angle")
+TEXTS = "all texts"
+"""The one unit of these sums."""
 
 
 class LayerSums:
@@ -102,45 +107,63 @@ class LayerSums:
         found = torch.stack([self._summed(each, real, bin_of) for each in both])
         self.norms[name] = self.norms[name] + found if name in self.norms else found
 
-    def grids(self) -> dict[str, list[list[float | None]]]:
-        """Every field that is known as (H, P) means; None where no query was."""
-        sums = self.sums.cpu()
-        rows = sums[self.place["rows"]]
+    def totals(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Every quantity that is known as a sum and its count, both (H, P) on the CPU.
+
+        The largest logit is itself over 1, 0 over 0 where no pair was seen; norms of keys are by
+        key head.
+        """
+        summed, largest = self.sums.cpu(), self.largest.cpu()
+        rows = summed[self.place["rows"]]
         found = {
-            name: _rows(sums[index] / rows)
+            name: (summed[index], rows)
             for name, index in self.place.items()
             if name in self.known and name != "rows"
         }
         above, below = self.choosing.cpu()
-        found["entropy_share"] = _rows(above / below)
-        found["largest"] = _rows(self.largest.cpu())
+        seen = largest.isfinite()
+        found["entropy_share"] = above, below
+        found["largest"] = largest.where(seen, 0.0), seen.double()
+        for name, (total, count) in self.norms.items():
+            found[name] = total.cpu(), count.cpu()
         return found
 
-    def counts(self) -> list[list[int]]:
-        """How many queries stand behind every mean."""
-        found: list[list[int]] = self.sums[self.place["rows"]].long().tolist()
+    def means(self) -> dict[str, list[float | None]]:
+        """Every quantity by head, over all positions; None where there is no such number."""
+        found = {}
+        for name, (above, below) in self.totals().items():
+            values = above.sum(-1) / below.sum(-1)
+            if name == "largest":
+                values = above.where(below > 0, -torch.inf).amax(-1)
+            found[name] = [value if math.isfinite(value) else None for value in values.tolist()]
         return found
 
-    def mean_norms(self) -> dict[str, list[float | None]]:
-        """The mean norms per head, by name."""
-        return {
-            name: _rows((total.sum(-1) / count.sum(-1))[None].cpu())[0]
-            for name, (total, count) in self.norms.items()
-        }
+    def measured(self, edges: Sequence[int], layer: int) -> list[pl.DataFrame]:
+        """Every quantity as rows of the frame, by head and bin of the position."""
+        return [
+            by_head(name, above, below, layer, "position", edges)
+            for name, (above, below) in self.totals().items()
+        ]
 
-    def norm_grids(self) -> dict[str, list[list[float | None]]]:
-        """The mean norms (H, P), by name; None where nothing stood."""
-        return {name: _rows((total / count).cpu()) for name, (total, count) in self.norms.items()}
+
+def by_head(
+    name: str, above: Tensor, below: Tensor, layer: int, axis: str, edges: Sequence[float | int]
+) -> pl.DataFrame:
+    """Rows of the frame of sums and counts (H, P); what is not finite counts for nothing."""
+    known = above.isfinite()
+    values, counts = above.where(known, 0.0).numpy(), below.where(known, 0.0).numpy()
+    return pl.concat(
+        sums(
+            *(name, [TEXTS], values[head, None], counts[head, None]),
+            axis=axis,
+            edges=edges,
+            layer=layer,
+            head=head,
+        )
+        for head in range(len(values))
+    )
 
 
 def _by_head(x: Tensor) -> Tensor:
     """(B, H, T) as (H, B·T)."""
     return x.transpose(0, 1).flatten(1)
-
-
-def _rows(values: Tensor) -> list[list[float | None]]:
-    """Numbers, and None for what is none."""
-    return [
-        [float(value) if finite else None for value, finite in zip(row, good, strict=True)]
-        for row, good in zip(values.tolist(), values.isfinite().tolist(), strict=True)
-    ]

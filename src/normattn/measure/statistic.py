@@ -58,16 +58,6 @@ def mean_of_bins(scale: float = 1.0) -> Value:
     return value
 
 
-def last_minus_first(scale: float = 1.0) -> Value:
-    """scale · (sum/of of the last bin − that of the first)."""
-
-    def value(above: Array, below: Array, *whole: Array) -> Array:
-        each = _divided(scale * above, below)
-        return np.asarray(each[..., -1] - each[..., 0])
-
-    return value
-
-
 def quantile(share: float, edges: tuple[float, float]) -> Value:
     """The `share` quantile of a histogram over the bins, which cut `edges` evenly.
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from normattn.errors import InputError
 from normattn.measure import Estimate, MeasurementStore, Statistic, by_bin
 from normattn.measure.gather import Where
 from normattn.measure.statistic import accuracy, loss
@@ -32,7 +31,7 @@ from normattn.studies._advice import (
     name_of,
     spoken,
 )
-from normattn.sweep.study import Request, Study, Sweep
+from normattn.sweep.study import Study, measured_by
 
 KIND, MEASUREMENTS = "extend", "measurements"
 TRAIN, POSITION, KEY, PREFILL = "train_length", "by_position", "retrieval", "prefill"
@@ -63,11 +62,6 @@ def collect(out: Path) -> pl.DataFrame:
     """What was read in every window, of the run directory `out`."""
     windows = int(RunDirectory.existing(out).config["windows"])
     return complete(MeasurementStore(out / MEASUREMENTS).frame(), windows)
-
-
-def resolve(request: Request) -> Sweep:
-    """There is nothing to train: `InputError` names the command that measures."""
-    raise InputError("normattn extend MODEL measures this; reproduce is for studies that train")
 
 
 def _rows(view: View) -> list[Row]:
@@ -321,7 +315,7 @@ PAGE = Page(
 STUDY = Study(
     name=KIND,
     help="How far a model reads past its training length, by every post-hoc method.",
-    resolve=resolve,
+    resolve=measured_by("normattn extend MODEL"),
     cells=(),
     page=PAGE,
     collect=collect,

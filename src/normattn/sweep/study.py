@@ -191,6 +191,15 @@ class Study:
         return write_page(made, measured, out)
 
 
+def measured_by(command: str) -> Callable[[Request], Sweep]:
+    """What resolves a study that trains nothing: an `InputError` that names its command."""
+
+    def resolve(request: Request) -> Sweep:
+        raise InputError(f"{command} measures this; reproduce is for studies that train")
+
+    return resolve
+
+
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Settings as text by dotted name; None and empty groups are left out."""
     found: dict[str, str] = {}

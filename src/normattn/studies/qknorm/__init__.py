@@ -16,7 +16,7 @@ from typing import Any
 import polars as pl
 
 from normattn.data.pairs import PairData
-from normattn.diagnostics.records import read_diagnostics
+from normattn.diagnostics.lines import read_diagnostics
 from normattn.errors import InputError
 from normattn.measure import Identity, collected, identified, joined, sums
 from normattn.runs import read_status
@@ -219,7 +219,7 @@ def _attention(trained: Identity, run: Path) -> pl.DataFrame:
     parts = []
     for line in read_diagnostics(run):
         largest = line.most("largest")
-        shares = [share for heads in line.values("entropy_share") for share in heads]
+        shares = line.values("entropy_share")
         if largest is not None and shares:
             at: dict[str, Any] = {"axis": "step", "edges": [float(line.step)]}
             parts.append(sums("largest_logit", [""], [[largest]], [[1.0]], **at))
