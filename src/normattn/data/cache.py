@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import warnings
@@ -30,6 +31,17 @@ def default_cache_dir() -> Path:
         return expanded(own)
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "normattn"
+
+
+def prepared(
+    what: str, decides: object, build: Callable[[Path], None], cache_dir: Path | None = None
+) -> Path:
+    """The folder of what `decides` (JSON values) names, built by `build` where it is not there.
+
+    It is called `WHAT-DIGEST` in `cache_dir`, by default `default_cache_dir()`.
+    """
+    digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
+    return cached_folder((cache_dir or default_cache_dir()) / f"{what}-{digest}", build)
 
 
 def cached_folder(path: Path, build: Callable[[Path], None]) -> Path:

@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
-from normattn.data.corpora.corpus import address, take_options
+from normattn.data.sources import address, take_options
 from normattn.data.splits import SplitName
 from normattn.data.token_data import TokenData, TokenSplit
 from normattn.errors import InputError

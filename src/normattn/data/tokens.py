@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -50,8 +49,12 @@ def prepare_tokens(
     if config.synthetic:
         return CopyTask.parse(config.corpus).token_data(config.vocab_size, config.seed)
     corpus = parse_corpus(config.corpus)
-    folder = (cache_dir or cache.default_cache_dir()) / f"tokens-{_key(config, corpus)}"
-    cache.cached_folder(folder, lambda target: _build(target, config, corpus, on_progress))
+    folder = cache.prepared(
+        "tokens",
+        _decides(config, corpus),
+        lambda target: _build(target, config, corpus, on_progress),
+        cache_dir,
+    )
     return _load(folder, config, corpus)
 
 
@@ -63,12 +66,13 @@ def look_for_tokens(config: DataConfig) -> None:
         parse_corpus(config.corpus)
 
 
-def _key(config: DataConfig, corpus: Corpus) -> str:
-    """Hash of everything that decides the files; the tiling does not."""
-    decides = [FORMAT, tokenizers.__version__, SAMPLE_BYTES, type(corpus).kind]
-    decides += [corpus.fingerprint(), config.max_bytes, config.vocab_size]
-    decides += [config.seed, config.test_fraction, config.validation_fraction]
-    return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
+def _decides(config: DataConfig, corpus: Corpus) -> list[Any]:
+    """Everything that decides the files; the tiling does not."""
+    return [
+        *(FORMAT, tokenizers.__version__, SAMPLE_BYTES, type(corpus).kind),
+        *(corpus.fingerprint(), config.max_bytes, config.vocab_size),
+        *(config.seed, config.test_fraction, config.validation_fraction),
+    ]
 
 
 def _build(

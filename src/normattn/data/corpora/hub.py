@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from normattn.data.corpora.budget import capped
-from normattn.data.corpora.corpus import Corpus, Document, address, register, take_options
+from normattn.data.corpora.corpus import CORPORA, Corpus, Document
+from normattn.data.sources import address, take_options
 from normattn.errors import InputError
 
 _PREFIX = "hf:"
 
 
-@register
+@CORPORA.register
 @dataclass(frozen=True)
 class HubCorpus(Corpus):
     """`hf:NAME[?config=..&split=train&field=text&revision=..]`; a row is a document.

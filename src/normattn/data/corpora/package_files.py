@@ -6,10 +6,11 @@ import importlib.metadata
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from normattn.data.corpora.budget import spread
 from normattn.data.corpora.reading import decode_python, open_bytes
+from normattn.data.installed import files_of
 
 SOURCE = frozenset({".py", ".pyx", ".pxd"})
 DOCUMENTATION = frozenset({".md", ".rst"})
@@ -107,7 +108,7 @@ def is_generated(text: str) -> bool:
     )
 
 
-def is_wanted(path: Path) -> bool:
+def is_wanted(path: PurePath) -> bool:
     """Whether a distribution's file is source or documentation, no test and no vendored copy."""
     suffix, parts = path.suffix.lower(), {part.lower() for part in path.parts}
     if suffix not in SOURCE | DOCUMENTATION or ".." in parts or path.is_absolute():
@@ -130,16 +131,13 @@ def _listed(package: str, distribution: importlib.metadata.Distribution) -> Iter
     if isinstance(described, str) and described.strip():
         size = len(described.encode("utf-8", "replace"))
         yield PackageFile(package, f"{package}/{README}", None, size, "", described)
-    for entry in distribution.files or ():
-        if not is_wanted(Path(entry)):
-            continue
-        path = Path(str(distribution.locate_file(entry)))
+    for file in files_of(distribution, is_wanted):
         try:
-            stat = path.stat()
+            stat = file.path.stat()
         except OSError:
             continue
-        digest = entry.hash.value if entry.hash else f"{stat.st_size} {stat.st_mtime_ns}"
-        yield PackageFile(package, f"{package}/{entry.as_posix()}", path, stat.st_size, digest)
+        digest = file.recorded or f"{stat.st_size} {stat.st_mtime_ns}"
+        yield PackageFile(package, f"{package}/{file.name}", file.path, stat.st_size, digest)
 
 
 def _decoded(path: Path) -> str | None:

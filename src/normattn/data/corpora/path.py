@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from normattn.data.corpora.budget import capped, spread
-from normattn.data.corpora.corpus import Corpus, Document, address, register, take_options
+from normattn.data.corpora.corpus import CORPORA, Corpus, Document
 from normattn.data.corpora.formats import DEFAULT_FIELD, FileFormat, format_of, formats
 from normattn.data.corpora.text_file import PIECE_CHARACTERS, TEXT
+from normattn.data.sources import address, take_options
 from normattn.errors import InputError
 from normattn.files import expanded, refuse_irregular
 
@@ -28,7 +29,7 @@ class _File:
     size: int
 
 
-@register
+@CORPORA.register
 @dataclass(frozen=True)
 class PathCorpus(Corpus):
     """The text under a path.

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from normattn.data.corpora.budget import capped, spread
-from normattn.data.corpora.corpus import Corpus, Document, register, take_options
+from normattn.data.corpora.corpus import CORPORA, Corpus, Document
 from normattn.data.corpora.near_duplicates import PERMUTATIONS, THRESHOLD, NearDuplicates
 from normattn.data.corpora.package_files import (
     PACKAGE_BYTES,
@@ -19,13 +19,14 @@ from normattn.data.corpora.package_files import (
     installed_packages,
     read,
 )
+from normattn.data.sources import take_options
 from normattn.errors import InputError
 
 RULES = 1
 """Raised whenever the same packages would give other text."""
 
 
-@register
+@CORPORA.register
 @dataclass(frozen=True)
 class PythonPackages(Corpus):
     """The source and documentation of every installed distribution, split by distribution.

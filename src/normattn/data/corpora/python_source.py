@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import ClassVar
 
 from normattn.data.corpora.budget import capped, spread
-from normattn.data.corpora.corpus import Corpus, Document, register, take_options
+from normattn.data.corpora.corpus import CORPORA, Corpus, Document
 from normattn.data.corpora.reading import decode_python, open_bytes
+from normattn.data.sources import take_options
 from normattn.errors import InputError
 
 # `encodings` is a hundred tables from one template: they would stand on both sides of a split.
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
 
 
-@register
+@CORPORA.register
 @dataclass(frozen=True)
 class PythonSource(Corpus):
     """Every `*.py` of the standard library without tests, `encodings` and installed packages.

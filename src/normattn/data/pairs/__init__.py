@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from normattn.data.pairs.source import Languages, Pair, PairSource, kinds, register
+from normattn.data.pairs.source import PAIRS, Languages, Pair, PairSource
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -20,6 +20,7 @@ from normattn.data.pairs.pair_data import PairData, PairSplit  # noqa: E402
 from normattn.data.pairs.prepare import look_for_pairs, prepare_pairs  # noqa: E402
 
 __all__ = [
+    "PAIRS",
     "Languages",
     "Pair",
     "PairBatch",
@@ -28,9 +29,7 @@ __all__ = [
     "PairSource",
     "PairSplit",
     "PairsConfig",
-    "kinds",
     "look_for_pairs",
     "parse_pairs",
     "prepare_pairs",
-    "register",
 ]

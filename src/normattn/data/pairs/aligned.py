@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from normattn.data.corpora.corpus import take_options
 from normattn.data.pairs.lines import aligned_lines, stamp
-from normattn.data.pairs.source import Languages, Pair, PairSource, register
+from normattn.data.pairs.source import PAIRS, Languages, Pair, PairSource
+from normattn.data.sources import take_options
 from normattn.files import expanded
 
 
-@register
+@PAIRS.register
 @dataclass(frozen=True)
 class AlignedFiles(PairSource):
     """Line n of `source` and line n of `target` are a pair; splits are drawn by sentence.

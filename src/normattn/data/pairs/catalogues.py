@@ -11,16 +11,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
-from normattn.data.corpora.corpus import take_options
+from normattn.data.installed import files_of
 from normattn.data.pairs.cleaning import cleaned, is_sentence_pair
-from normattn.data.pairs.source import Languages, Pair, PairSource, register
+from normattn.data.pairs.source import PAIRS, Languages, Pair, PairSource
+from normattn.data.sources import take_options
 from normattn.errors import InputError
 
 PACKAGES = ("mercurial", "gramps")
 """What is read by default: two packages that need next to nothing else, of different subjects."""
 
 
-@register
+@PAIRS.register
 @dataclass(frozen=True)
 class Catalogues(PairSource):
     """The messages of installed packages and their translations, from GNU gettext's `.mo` files.
@@ -73,20 +74,20 @@ class Catalogues(PairSource):
 
     def _files(self, package: str) -> list[Path]:
         language = self.languages.target
+        folder = f"/{language}/LC_MESSAGES/"
         try:
-            listed = metadata.distribution(package).files or []
+            distribution = metadata.distribution(package)
         except metadata.PackageNotFoundError as error:
             raise InputError(
                 f"the corpus 'catalogues' reads the messages of {', '.join(self.packages)}, and "
                 f"{package} is not installed: pip install 'normattn[translation]', or give "
                 "sentence pairs of your own"
             ) from error
-        wanted = f"/{language}/LC_MESSAGES/"
-        found = sorted(str(f) for f in listed if wanted in f"/{f}" and f.suffix == ".mo")
-        if not found:
+        found = files_of(distribution, lambda f: folder in f"/{f}" and f.suffix == ".mo")
+        paths = [file.path for file in sorted(found)]
+        if not paths:
             raise InputError(f"{package} has no translations into {language!r}")
-        located = {str(file): file.locate() for file in listed if str(file) in found}
-        return [Path(str(located[name])) for name in found]
+        return paths
 
 
 def _messages(path: Path) -> Iterator[tuple[str, str]]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from normattn.data.corpora.corpus import take_options
 from normattn.data.pairs.lines import aligned_lines, stamp
-from normattn.data.pairs.source import Languages, Pair, PairSource, register
+from normattn.data.pairs.source import PAIRS, Languages, Pair, PairSource
+from normattn.data.sources import take_options
 from normattn.data.splits import SPLITS, SplitName
 from normattn.errors import InputError
 from normattn.files import expanded
@@ -31,7 +31,7 @@ class _Part:
     target: Path
 
 
-@register
+@PAIRS.register
 @dataclass(frozen=True)
 class PairFolder(PairSource):
     """Files `NAME.LANGUAGE` or `NAME.LANGUAGE.gz`, NAME starting with train, val (dev) or test.

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from normattn.data.corpora.corpus import take_options
 from normattn.data.corpora.reading import not_utf8, open_bytes
 from normattn.data.pairs.lines import stamp
-from normattn.data.pairs.source import Languages, Pair, PairSource, register
+from normattn.data.pairs.source import PAIRS, Languages, Pair, PairSource
+from normattn.data.sources import take_options
 from normattn.data.splits import SPLITS, SplitName
 from normattn.errors import InputError
 from normattn.files import expanded
@@ -19,7 +19,7 @@ from normattn.structured import json_lines, parse_json
 _ENDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 
 
-@register
+@PAIRS.register
 @dataclass(frozen=True)
 class JsonPairs(PairSource):
     """One object a line, each language's sentence under its name (or under `translation`).

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -41,8 +42,12 @@ def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairDat
     and for a split without a pair.
     """
     source = parse_pairs(config.corpus, Languages(config.source, config.target))
-    folder = (cache_dir or cache.default_cache_dir()) / f"pairs-{_key(config, source)}"
-    cache.cached_folder(folder, lambda target: _Build(target, config, source).run())
+    folder = cache.prepared(
+        "pairs",
+        _decides(config, source),
+        lambda target: _Build(target, config, source).run(),
+        cache_dir,
+    )
     return _load(folder, config)
 
 
@@ -53,11 +58,10 @@ def look_for_pairs(config: PairsConfig) -> None:
     source.fingerprint()
 
 
-def _key(config: PairsConfig, source: PairSource) -> str:
-    """Hash of everything that decides the files."""
+def _decides(config: PairsConfig, source: PairSource) -> list[Any]:
+    """Everything that decides the files."""
     decides = config.model_dump(mode="json") | {"corpus": [type(source).kind, source.fingerprint()]}
-    whole = [FORMAT, tokenizers.__version__, SAMPLE_BYTES, decides]
-    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:32]
+    return [FORMAT, tokenizers.__version__, SAMPLE_BYTES, decides]
 
 
 class _Build:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import NamedTuple
 
+from normattn.data.sources import Registry, Source
 from normattn.data.splits import SplitName
 from normattn.errors import InputError
 
@@ -34,20 +35,8 @@ class Languages:
             )
 
 
-class PairSource(ABC):
-    """Sentence pairs, streamed in a fixed order.
-
-    Subclasses are frozen dataclasses, one kind in one file, and register themselves with
-    `register`; a kind is asked for by the address in `PairsConfig.corpus`.
-    """
-
-    kind: ClassVar[str]
-    summary: ClassVar[str]
-
-    @classmethod
-    @abstractmethod
-    def claims(cls, body: str) -> bool:
-        """Whether `body` (the address before its `?`) is of this kind."""
+class PairSource(Source):
+    """Sentence pairs, streamed in a fixed order; `PairsConfig.corpus` is the address of some."""
 
     @classmethod
     @abstractmethod
@@ -61,27 +50,14 @@ class PairSource(ABC):
         A side may be empty text; whoever reads leaves such a pair out.
         """
 
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """A hash that changes when the pairs (or what finds them) change; cheap to make."""
-
     def given(self) -> frozenset[SplitName]:
         """The splits that the corpus itself has; the others are cut from its training pairs."""
         return frozenset()
 
 
-_KINDS: dict[str, type[PairSource]] = {}
-_Kind = TypeVar("_Kind", bound=type[PairSource])
-
-
-def register(kind: _Kind) -> _Kind:
-    """Class decorator: make a kind known to `parse_pairs`."""
-    if kind.kind in _KINDS:
-        raise ValueError(f"two kinds of sentence pairs are called {kind.kind!r}")
-    _KINDS[kind.kind] = kind
-    return kind
-
-
-def kinds() -> Mapping[str, type[PairSource]]:
-    """Every registered kind, by name."""
-    return dict(_KINDS)
+PAIRS = Registry[PairSource](
+    "corpus of sentence pairs",
+    "catalogues, a folder of train/val/test files by language, two aligned files as FILE,FILE, "
+    "or a .jsonl file",
+    refusal="holds no sentence pairs",
+)

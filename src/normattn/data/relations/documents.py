@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from normattn.data.relations.config import RelationConfig
+from normattn.data.sources import Registry, Source
 from normattn.data.splits import SplitName
 
 
@@ -26,3 +29,24 @@ class RelationCorpus:
 
     splits: Mapping[SplitName, tuple[RelationDocument, ...]]
     labels: tuple[str, ...]
+
+
+class RelationSource(Source):
+    """A relation corpus; `RelationConfig.corpus` is the address of one."""
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, body: str) -> RelationSource:
+        """Build the source of an address."""
+
+    @abstractmethod
+    def read(self, config: RelationConfig) -> RelationCorpus:
+        """The documents; `InputError` where they are missing or damaged."""
+
+    def look(self) -> None:
+        """Raise `InputError` where its files are not there; quick, none is read."""
+
+
+RELATIONS = Registry[RelationSource](
+    "relation corpus", "python-imports or a folder with train, dev and test files"
+)

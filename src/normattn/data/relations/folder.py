@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from normattn.data.corpora.reading import read_text
-from normattn.data.relations.documents import RelationCorpus
+from normattn.data.relations.config import PYTHON_IMPORTS, RelationConfig
+from normattn.data.relations.documents import RELATIONS, RelationCorpus, RelationSource
 from normattn.data.relations.reading import read_relations
 from normattn.data.splits import SPLITS, SplitName
 from normattn.errors import InputError
+from normattn.files import expanded
 from normattn.structured import parse_json
 
 STEMS: Mapping[SplitName, tuple[str, ...]] = {
@@ -46,19 +49,43 @@ def read_folder(folder: Path) -> RelationCorpus:
     return RelationCorpus(splits, labels)
 
 
-def look_for_folder(folder: Path) -> None:
-    """Raise `InputError` where `folder` has not one file of each split."""
-    for name in SPLITS:
-        _file(folder, name)
+@RELATIONS.register
+@dataclass(frozen=True)
+class RelationFolder(RelationSource):
+    """A folder that `read_folder` reads."""
 
+    folder: Path
 
-def fingerprint(folder: Path) -> str:
-    """Hash of the content of the files that `read_folder` reads."""
-    digest = hashlib.sha256()
-    paths = [_file(folder, name) for name in SPLITS]
-    for path in [*paths, *([folder / LABELS_FILE] if (folder / LABELS_FILE).exists() else [])]:
-        digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
+    kind: ClassVar[str] = "folder"
+    summary: ClassVar[str] = "a folder of train, dev and test files in NYT24's form"
+
+    @classmethod
+    def claims(cls, body: str) -> bool:
+        """Every other address: a folder that is not there is named as one."""
+        return body != PYTHON_IMPORTS
+
+    @classmethod
+    def parse(cls, body: str) -> RelationFolder:
+        """The folder of a path."""
+        return cls(expanded(body))
+
+    def read(self, config: RelationConfig) -> RelationCorpus:
+        """The three splits and the labels."""
+        return read_folder(self.folder)
+
+    def look(self) -> None:
+        """Raise `InputError` where the folder has not one file of each split."""
+        for name in SPLITS:
+            _file(self.folder, name)
+
+    def fingerprint(self) -> str:
+        """Hash of the content of the files that are read."""
+        digest = hashlib.sha256()
+        listed = self.folder / LABELS_FILE
+        paths = [_file(self.folder, name) for name in SPLITS]
+        for path in [*paths, *([listed] if listed.exists() else [])]:
+            digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+        return digest.hexdigest()
 
 
 def _file(folder: Path, split: SplitName) -> Path:

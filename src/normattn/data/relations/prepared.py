@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +14,8 @@ from jaxtyping import Bool, Int64
 
 from normattn import atomic
 from normattn.data import cache
-from normattn.data.relations import folder as folders
-from normattn.data.relations import python_imports
 from normattn.data.relations.config import RelationConfig
-from normattn.data.relations.documents import RelationCorpus
+from normattn.data.relations.documents import RELATIONS, RelationCorpus, RelationSource
 from normattn.data.relations.word_pieces import WordPieces, train_word_pieces
 from normattn.data.splits import SPLITS, SplitName
 from normattn.errors import InputError
@@ -81,13 +78,15 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
     `prepare_tokens`. Raises `InputError` for a corpus or vocabulary that is missing or damaged, a
     vocabulary larger than `vocab_size`, and a split without documents.
     """
-    return _load(_place(config, cache_dir), config)
+    folder = cache.prepared(
+        "relations", _decides(config), lambda target: _build(target, config), cache_dir
+    )
+    return _load(folder, config)
 
 
 def look_for_relations(config: RelationConfig) -> None:
     """Raise `InputError` where a corpus's files or its vocabulary are not there; none is read."""
-    if not config.embedded:
-        folders.look_for_folder(expanded(config.corpus))
+    _source(config).look()
     if config.vocabulary is not None:
         _vocabulary(config)
 
@@ -104,23 +103,11 @@ def padded(
     return ids, padding
 
 
-def _place(config: RelationConfig, cache_dir: Path | None) -> Path:
-    """Where the cache keeps a corpus, built where it was not."""
-    place = (cache_dir or cache.default_cache_dir()) / f"relations-{_key(config)}"
-    cache.cached_folder(place, lambda target: _build(target, config))
-    return place
-
-
-def _key(config: RelationConfig) -> str:
-    """Hash of everything that decides the files."""
-    if config.embedded:
-        source = python_imports.fingerprint()
-    else:
-        source = folders.fingerprint(expanded(config.corpus))
+def _decides(config: RelationConfig) -> list[Any]:
+    """Everything that decides the files."""
     fields = config.model_dump(mode="json", exclude={"corpus", "vocabulary"})
-    vocabulary = _vocabulary_digest(config)
-    decides = [FORMAT, tokenizers.__version__, source, vocabulary, fields]
-    return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
+    source = _source(config).fingerprint()
+    return [FORMAT, tokenizers.__version__, source, _vocabulary_digest(config), fields]
 
 
 def _vocabulary_digest(config: RelationConfig) -> str | None:
@@ -135,20 +122,13 @@ def _vocabulary(config: RelationConfig) -> Path:
     return path
 
 
-def _read(config: RelationConfig) -> RelationCorpus:
-    if not config.embedded:
-        return folders.read_folder(expanded(config.corpus))
-    return python_imports.read_python_imports(
-        config.modules,
-        config.seed,
-        config.test_fraction,
-        config.validation_fraction,
-        config.max_bytes,
-    )
+def _source(config: RelationConfig) -> RelationSource:
+    kind, body, _ = RELATIONS.find(config.corpus)
+    return kind.parse(body)
 
 
 def _build(target: Path, config: RelationConfig) -> None:
-    corpus = _read(config)
+    corpus = _source(config).read(config)
     for name, documents in corpus.splits.items():
         if not documents:
             raise InputError(f"the {name} split of {config.corpus} holds no document")
@@ -182,8 +162,10 @@ def _word_pieces(config: RelationConfig, corpus: RelationCorpus) -> WordPieces:
 
 
 def _load(place: Path, config: RelationConfig) -> RelationData:
-    about = _json(place / _ABOUT)
-    splits = {name: RelationSplit(name=name, **_json(place / f"{name}.json")) for name in SPLITS}
+    about = read_object(place / _ABOUT)
+    splits = {
+        name: RelationSplit(name=name, **read_object(place / f"{name}.json")) for name in SPLITS
+    }
     digests = cache.manifest(place)
     made_of = [digests[name] for name in (_ABOUT, *(f"{split}.json" for split in SPLITS))]
     return RelationData(
@@ -194,7 +176,3 @@ def _load(place: Path, config: RelationConfig) -> RelationData:
         pieces=WordPieces.load(place / _VOCABULARY, config.lower_case),
         fingerprint=hashlib.sha256("".join(made_of).encode()).hexdigest(),
     )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return read_object(path)

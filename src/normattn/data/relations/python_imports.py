@@ -14,9 +14,17 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 from normattn.data.corpora.python_source import PythonSource
-from normattn.data.relations.documents import RelationCorpus, RelationDocument
+from normattn.data.relations.config import PYTHON_IMPORTS, RelationConfig
+from normattn.data.relations.documents import (
+    RELATIONS,
+    RelationCorpus,
+    RelationDocument,
+    RelationSource,
+)
 from normattn.data.splits import SPLITS, SplitName, split_of
 from normattn.errors import InputError
 
@@ -34,10 +42,38 @@ _Import = ast.Import | ast.ImportFrom
 _PUBLIC = frozenset(name for name in sys.stdlib_module_names if not name.startswith("_"))
 
 
-def fingerprint() -> str:
-    """Hash of the library's text and of how it is cut."""
-    rules = (FORMAT, PIECE_CHARACTERS, PythonSource().fingerprint())
-    return hashlib.sha256(repr(rules).encode()).hexdigest()
+@RELATIONS.register
+@dataclass(frozen=True)
+class PythonImports(RelationSource):
+    """The standard library's own code, as `read_python_imports` cuts it."""
+
+    kind: ClassVar[str] = PYTHON_IMPORTS
+    summary: ClassVar[str] = "pieces of the standard library, labelled by the modules they use"
+
+    @classmethod
+    def claims(cls, body: str) -> bool:
+        """Exactly `python-imports`."""
+        return body == cls.kind
+
+    @classmethod
+    def parse(cls, body: str) -> PythonImports:
+        """There is one."""
+        return cls()
+
+    def read(self, config: RelationConfig) -> RelationCorpus:
+        """Cut and label the library."""
+        return read_python_imports(
+            config.modules,
+            config.seed,
+            config.test_fraction,
+            config.validation_fraction,
+            config.max_bytes,
+        )
+
+    def fingerprint(self) -> str:
+        """Hash of the library's text and of how it is cut."""
+        rules = (FORMAT, PIECE_CHARACTERS, PythonSource().fingerprint())
+        return hashlib.sha256(repr(rules).encode()).hexdigest()
 
 
 def read_python_imports(
