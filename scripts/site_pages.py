@@ -7,7 +7,6 @@ Run by itself, it writes the table of slots into docs/scores.md.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
 import sys
@@ -18,6 +17,9 @@ from typing import Any
 from normattn.cli.listing import described, excluded
 from normattn.score.part import Part, Slot
 from normattn.score.registry import parts
+from normattn.studies import OF_COMMANDS, find, names
+from normattn.sweep import presets
+from normattn.sweep.study import Study
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- slots: begin (scripts/site_pages.py) -->", "<!-- slots: end -->"
@@ -183,8 +185,8 @@ def _parameters(told: dict[str, Any]) -> list[str]:
 
 def _exclusions(told: dict[str, Any]) -> list[str]:
     lines = ["## What it does not go with", ""]
-    for names, reason in excluded(told["excludes"]):
-        linked = ", ".join(f"[{name}]({name}.md)" for name in names)
+    for others, reason in excluded(told["excludes"]):
+        linked = ", ".join(f"[{name}]({name}.md)" for name in others)
         lines.append(f"- {linked}: {reason}")
     if told["beside_rope"]:
         linked = ", ".join(f"[{name}]({name}.md)" for name in told["beside_rope"])
@@ -200,21 +202,66 @@ def _kernels(told: dict[str, Any]) -> list[str]:
     return [*lines, *(f"| {place} | {kernel} |" for place, kernel in told["kernels"].items()), ""]
 
 
-def studies() -> dict[str, Any]:
-    """The registered studies by name; none while there is no package of them."""
-    if importlib.util.find_spec("normattn.studies") is None:
-        return {}
-    package = importlib.import_module("normattn.studies")
-    return {name: package.find(name) for name in package.names()}
+def studies() -> dict[str, Study]:
+    """The studies by name, those among them that commands of their own measure."""
+    return {name: find(name) for name in (*names(), *OF_COMMANDS)}
 
 
 def study_pages() -> Iterator[tuple[str, str]]:
-    """A page for each study: its question, how it is run, its command lines."""
+    """A page for each study, made of its value: question, rows, command lines, what it shows."""
     for name, study in studies().items():
-        asks = importlib.import_module("normattn.studies").summary(name)
-        lines = [f"# {name}", "", asks, "", study.help, "", "```bash", f"normattn reproduce {name}"]
-        lines += [f"normattn reproduce {name} {line}  # {does}" for line, does in study.examples]
-        yield f"study/{name}.md", "\n".join([*lines, "```", ""])
+        yield f"study/{name}.md", "\n".join(_study_page(name, study))
+
+
+def _study_page(name: str, study: Study) -> list[str]:
+    lines = [f"# {name}", "", study.page.question, "", study.help, ""]
+    if study.page.sources:
+        lines.append(f"- **Sources:** {', '.join(map(_linked, study.page.sources))}")
+    if study.variants:
+        lines.append(f"- **Rows:** {study.variants}")
+    if study.methods:
+        lines.append(f"- **Ways of reading:** {study.methods}")
+    lines += [*_presets(name, study), "", "```bash"]
+    if study.made_by:
+        lines.append(study.made_by)
+    else:
+        examples = study.examples or (("", "the study itself"),)
+        lines += [f"normattn reproduce {name} {line}  # {does}" for line, does in examples]
+    return [*lines, "```", "", *_shown(study), *_published(name)]
+
+
+def _presets(name: str, study: Study) -> list[str]:
+    if study.made_by:
+        return []
+    own = (ROOT / "src" / "normattn" / "sweep" / "presets" / name).is_dir()
+    known = presets.names(name if own else None)
+    return [f"- **Presets:** {', '.join(f'`{each}`' for each in known)}"]
+
+
+def _shown(study: Study) -> list[str]:
+    """Its tables, and what is said below them whatever was measured."""
+    lines = ["## What its page shows", ""]
+    for table in study.page.tables:
+        title = table.title or "One row for each " + table.head
+        lines += [f"**{_sentence(title).rstrip('.')}.** {table.intro}".strip(), ""]
+        notes = () if callable(table.notes) else table.notes
+        lines += [*(f"- {note}" for note in notes), ""]
+    return lines
+
+
+def _published(name: str) -> list[str]:
+    """The results that the repository holds of a study, with a figure of each."""
+    lines = []
+    for folder in sorted((ROOT / "results").glob(f"{name}-*")):
+        tables = sorted(folder.glob("*.md"), key=lambda path: (path.stem != "table", path.stem))
+        tables = [path for path in tables if path.name != "README.md"] or tables
+        place = f"../{folder.relative_to(ROOT).as_posix()}"
+        lines += [f"[{folder.name}]({place}/{tables[0].name})", ""]
+        figures = sorted((folder / "figures").glob("*.png"))
+        if figures:
+            caption = figures[0].stem.replace("_", " ")
+            lines += [f"![{caption}]({place}/figures/{figures[0].name})", ""]
+    return ["## What was measured", "", *lines] if lines else []
 
 
 def interface() -> list[str]:

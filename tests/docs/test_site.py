@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import runpy
-import sys
-from importlib.machinery import ModuleSpec
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mkdocs.config import load_config
+from mkdocs.structure.files import Files
 
-PAGES = Path(__file__).parents[2] / "scripts" / "site_pages.py"
+from normattn.studies import OF_COMMANDS, find, names
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "scripts" / "site_pages.py"
 
 
 @pytest.fixture
@@ -34,17 +39,67 @@ def test_a_part_page_tells_all_that_the_part_says(site: dict[str, Any]) -> None:
         assert said in page, said
 
 
-def test_a_study_gets_a_page_where_there_are_studies(
+def test_a_study_page_tells_what_the_study_says(site: dict[str, Any]) -> None:
+    """Of every study of the library, and of those that commands measure."""
+    pages = dict(site["study_pages"]())
+    assert set(pages) == {f"study/{name}.md" for name in (*names(), *OF_COMMANDS)}
+    for name in (*names(), *OF_COMMANDS):
+        page, study = pages[f"study/{name}.md"], find(name)
+        assert page.startswith(f"# {name}\n\n{study.page.question}\n\n{study.help}\n")
+        for table in study.page.tables:
+            assert table.title in page or table.title[1:] in page
+        lines = [f"normattn reproduce {name} {line}" for line, _ in study.examples]
+        for line in lines if not study.made_by else [study.made_by]:
+            assert line in page
+    assert "[kexue.fm/archives/9859](https://kexue.fm/archives/9859)" in pages["study/mechanism.md"]
+    assert (
+        "![cosine ranges](../results/mechanism-laptop/figures/cosine_ranges.png)"
+        in (pages["study/mechanism.md"])
+    )
+    assert "- **Presets:** `laptop`" in pages["study/realformer.md"]
+
+
+def test_what_a_study_page_points_at_is_there(site: dict[str, Any]) -> None:
+    for place, page in site["study_pages"]():
+        for target in re.findall(r"\]\((\.\./[^)]+)\)", page):
+            assert (ROOT / "docs" / place).parent.joinpath("..", target).resolve().exists(), target
+
+
+def test_the_hook_makes_every_page_that_it_adds_to_the_navigation(
     site: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package: Any = ModuleType("normattn.studies")
-    package.__spec__ = ModuleSpec("normattn.studies", None)
-    study = SimpleNamespace(help="Trains two models.", examples=(("--seeds 3", "three seeds"),))
-    package.names = lambda: ["window"]
-    package.summary = lambda name: f"What {name} asks."
-    package.find = {"window": study}.__getitem__
-    monkeypatch.setitem(sys.modules, "normattn.studies", package)
-    ((place, page),) = site["study_pages"]()
-    assert place == "study/window.md"
-    assert page.startswith("# window\n\nWhat window asks.\n\nTrains two models.\n")
-    assert "normattn reproduce window --seeds 3  # three seeds" in page
+    """What mkdocs calls, on a configuration of mkdocs: pages of parts are made without figures."""
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    known = site["parts"]()
+    drawn = [("parts/index.md", ""), *((f"parts/{name}.md", "") for name in known)]
+    monkeypatch.setitem(site["on_files"].__globals__, "part_pages", lambda: iter(drawn))
+    by_hand = len(config.nav or [])
+    site["on_config"](config)
+    files = site["on_files"](Files([]), config)
+    made = {file.src_uri for file in files}
+    kept = {path.name for path in (ROOT / "docs").glob("*.md")}
+    added = set(_pages((config.nav or [])[by_hand:]))
+    assert added <= made | kept
+    assert {f"study/{name}.md" for name in (*names(), *OF_COMMANDS)} <= added & made
+    assert {f"parts/{name}.md" for name in known} <= added
+    assert {"index.md", "LOG.md", "results/README.md"} <= made
+    assert "results/window-laptop/figures/accuracy_by_window.png" in made
+
+
+def _pages(entry: Any) -> Iterator[str]:
+    """Every page of a navigation."""
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for each in entry.values() if isinstance(entry, dict) else entry:
+            yield from _pages(each)
+
+
+def test_links_of_guides_are_bent_to_the_site(site: dict[str, Any]) -> None:
+    def bent(place: str) -> str:
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=place))
+        said: str = site["on_page_markdown"]("[a](../results/x.md) [b](../LOG.md)", page)
+        return said
+
+    assert bent("studies.md") == "[a](results/x.md) [b](LOG.md)"
+    assert bent("study/window.md") == "[a](../results/x.md) [b](../LOG.md)"
