@@ -17,7 +17,7 @@ stopping.GRACE_SECONDS = 0.5
 def stop():
     os.kill(os.getpid(), signal.SIGTERM)
 """
-SENTENCE = "normattn: stopped by SIGTERM; the same command goes on from what is done\n"
+SENTENCE = "normattn: stopped by SIGTERM; rerun the command to resume\n"
 
 WAYS = {
     "between two instructions": "stop(); time.sleep(60)",

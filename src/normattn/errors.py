@@ -48,4 +48,4 @@ class DivergedError(NormattnError):
 
 
 class Interrupted(NormattnError):
-    """Work was stopped by a signal after its state was saved; the same command goes on."""
+    """Work was stopped by a signal after its state was saved; rerun the command to resume."""

@@ -92,7 +92,7 @@ class _Guard:
         """The sentence, once."""
         if not self._said:
             self._said = True
-            sentence = f"normattn: stopped by {self.by}; the same command goes on from what is done"
+            sentence = f"normattn: stopped by {self.by}; rerun the command to resume"
             print(sentence, file=sys.stderr, flush=True)
 
     def _stop(self, number: int, frame: FrameType | None) -> NoReturn:

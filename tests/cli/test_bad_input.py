@@ -348,7 +348,7 @@ def test_no_space_left_at_a_checkpoint(
     assert said.code == 2
     assert "no space left on the disk" in said.sentence
     assert not list(run.glob("checkpoints/*"))
-    # With room again, the same command goes on.
+    # With room again, the same command resumes.
     assert command(*arguments).code == 0
 
 

@@ -21,7 +21,7 @@ def _chained() -> Exception:
     [
         (
             OSError(errno.ENOSPC, "No space left on device", "/disk/file"),
-            "no space left on the disk that holds /disk/file; make room, and the same command goes",
+            "no space left on the disk that holds /disk/file; make room and rerun the command",
         ),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied"),
         (OSError("<urlopen error timed out>"), "<urlopen error timed out>"),

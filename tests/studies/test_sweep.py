@@ -90,7 +90,7 @@ def test_killed_in_the_middle_the_table_is_the_same(
     process.send_signal(signal.SIGINT)
     code, said = finish(process)
     assert code == 130, said
-    assert "the same command goes on" in said
+    assert "rerun the command to resume" in said
     assert not (broken / "table.json").exists()
 
     code, said = finish(start(*sweep, "--out", broken, "--jobs", 2))

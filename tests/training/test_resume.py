@@ -92,7 +92,7 @@ def test_a_killed_process_goes_on_bit_for_bit(
 
 def test_stopping_many_times_changes_nothing(tmp_path: Path, unbroken: Path) -> None:
     for _ in range(5):
-        with pytest.raises(Interrupted, match="goes on from there"):
+        with pytest.raises(Interrupted, match="rerun the command to resume from there"):
             run(tmp_path / "run", stop_at=9)
     run(tmp_path / "run")
     assert_same(tmp_path / "run", unbroken)

@@ -45,7 +45,7 @@ EPILOG = """
 
 `normattn export runs/kna exported` – a folder that transformers loads
 
-`normattn generate runs/kna --prompt "def main("` – let it go on from a text
+`normattn generate runs/kna --prompt "def main("` – continue a prompt
 
 `normattn inspect runs/kna` – what its heads attend to: entropy, logits, sinks, figures
 

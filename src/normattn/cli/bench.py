@@ -14,7 +14,7 @@ EPILOG = """
 
 `normattn bench --list` – every suite with its goals; nothing is measured
 
-`normattn bench` – all suites; stop it anywhere, the same command goes on
+`normattn bench` – all suites; stop it anywhere and rerun the command to resume
 
 `normattn bench two-regime --lengths 4096 --profile` – and where the time of missed goals goes
 

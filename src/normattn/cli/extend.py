@@ -38,8 +38,8 @@ intervals: where they do not tell a method from the model as it is, it says so.
 
 **OUT** gets config.json, measurements of every method, length and window, and the page made of
 them: table.md, table.json, a CSV of each table, report.html and figures (`normattn report OUT`
-makes it again). What was measured is not measured again: the same command goes on after a stop, and
-with other --methods adds them; another model, text or length needs another directory.
+makes it again). What was measured is not measured again: rerun the command to resume after a stop,
+with other --methods to add them; another model, text or length needs another directory.
 
 Time grows with the square of the length: begin with one window and few methods.
 """

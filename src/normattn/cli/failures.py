@@ -19,7 +19,7 @@ def exit_code_of(error: BaseException) -> int | None:
     if isinstance(error, typer.Exit):
         return int(error.exit_code)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        say("stopped; the same command goes on from the last saved state")
+        say("stopped; rerun the command to resume from the last saved state")
         return STOPPED
     if isinstance(error, _UsageError):
         return _usage(error)
@@ -62,6 +62,6 @@ def _refusal(error: OSError) -> str:
     """What the operating system did not do, and for which file where it says so."""
     if error.errno in FULL:
         place = f" that holds {error.filename}" if error.filename else ""
-        return f"no space left on the disk{place}; make room, and the same command goes on"
+        return f"no space left on the disk{place}; make room and rerun the command to resume"
     reason = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {reason}" if error.filename else reason

@@ -1,4 +1,4 @@
-"""`normattn generate`: a trained run goes on from a text."""
+"""`normattn generate`: a trained run continues a prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 EPILOG = """
 **Examples**
 
-`normattn generate runs/kna --prompt "def main("` – go on, always with the likeliest token
+`normattn generate runs/kna --prompt "def main("` – always with the likeliest token
 
 `normattn generate runs/kna --file chapter.txt --method YaRN --max-new-tokens 500` – from a text
 longer than the model was trained to read; the stretch is taken from the length
@@ -26,7 +26,7 @@ The answer alone goes to stdout, so that it can be piped on.
 def command(
     run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
     prompt: Annotated[
-        list[str] | None, typer.Option(help="A text to go on from; may be given several times.")
+        list[str] | None, typer.Option(help="A text to continue; may be given several times.")
     ] = None,
     file: Annotated[
         list[Path] | None, typer.Option(help="A file whose whole text is one more prompt.")
@@ -50,7 +50,7 @@ def command(
     seed: Annotated[int, typer.Option(min=0, help="Of drawn tokens; prompt r takes SEED + r.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of this process.")] = 1,
 ) -> None:
-    """Go on from one or more prompts; an answer appears as it is made.
+    """Continue one or more prompts; an answer appears as it is made.
 
     An answer also ends where the model ends a document. Of several prompts the first is answered
     before your eyes, the others, made at the same time, follow with their prompts. Methods that

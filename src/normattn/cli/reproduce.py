@@ -17,9 +17,7 @@ from normattn.cli.checked import Commands
 if TYPE_CHECKING:
     from normattn.sweep.study import Study
 
-GOES_ON = (
-    "Stop it anywhere and run it again: it goes on, and ends in the same table to the last bit."
-)
+GOES_ON = "Stop it anywhere and rerun the command to resume: the table is the same to the last bit."
 
 
 Preset = Annotated[str, typer.Option(help="smoke, laptop, …, or a TOML file of your own.")]

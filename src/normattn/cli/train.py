@@ -21,7 +21,7 @@ EPILOG = """
 
 `torchrun --nproc-per-node 2 -m normattn train mine.toml --out runs/two`
 
-The same command goes on where a stopped run ended; settings that differ from the run's are refused.
+Rerun the command to resume a stopped run; settings that differ from the run's are refused.
 """
 
 Text = str | None

@@ -1,4 +1,4 @@
-"""A finished run goes on from texts, and its first answer appears while it is made."""
+"""A finished run continues prompts, and its first answer appears while it is made."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def generate_run(
     seed: int,
     threads: int,
 ) -> None:
-    """Print how the finished run in the directory `run` goes on from each prompt.
+    """Print how the finished run in the directory `run` continues each prompt.
 
     Raises `InputError` for a run that has not finished or has no tokeniser, a method that its
     score cannot take, an empty prompt and settings out of range.
@@ -137,7 +137,7 @@ def opened(run: Path) -> tuple[TrainingConfig, Tokeniser]:
     if config.data.synthetic:
         raise InputError(
             f"the run in {run} was trained on the generated tokens of {config.data.corpus}: it has "
-            "no tokeniser, and so no text to go on from"
+            "no tokeniser, and so no text to continue"
         )
     return config, Tokeniser.load(run / "tokeniser.json")
 
@@ -153,9 +153,9 @@ def _text(path: Path) -> str:
 
 def _encoded(texts: Sequence[str], tokeniser: Tokeniser) -> list[list[int]]:
     if not texts:
-        raise InputError("there is nothing to go on from: give --prompt TEXT or --file PATH")
+        raise InputError("there is nothing to continue: give --prompt TEXT or --file PATH")
     if any(not text for text in texts):
-        raise InputError("a prompt is empty; the model goes on from at least one character")
+        raise InputError("a prompt is empty; the model continues at least one character")
     return tokeniser.encode_batch(texts)
 
 

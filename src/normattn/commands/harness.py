@@ -201,7 +201,7 @@ class NormattnLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model goes on with after each context, up to one of its `until` texts."""
+        """How the model continues each context, up to one of its `until` texts."""
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         kinds: dict[Drawing, list[int]] = {}
         for number, request in enumerate(requests):

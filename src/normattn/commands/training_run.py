@@ -33,7 +33,7 @@ def training_config(fields: Mapping[str, Any]) -> TrainingConfig:
 
 
 def train_run(config: TrainingConfig, out: Path) -> None:
-    """Train one run into `out`, or go on with it, and say how it ended."""
+    """Train one run into `out`, or resume it, and say how it ended."""
     # Under torchrun every process comes here; the first one speaks.
     console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     console.print(describe(config), markup=False, soft_wrap=True)

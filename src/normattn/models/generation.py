@@ -1,4 +1,4 @@
-"""`generate`: a model goes on from prompts, each row by itself."""
+"""`generate`: a model continues prompts, each row by itself."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def left_padded(
     empty = [number for number, prompt in enumerate(prompts) if len(prompt) == 0]
     if empty or len(prompts) == 0:
         which = f"prompt {empty[0]} is empty" if empty else "there is no prompt"
-        raise InputError(f"{which}: a model goes on from at least one token")
+        raise InputError(f"{which}: a model continues at least one token")
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     padding = torch.ones(len(prompts), longest, dtype=torch.bool)

@@ -85,7 +85,7 @@ class RunDirectory:
     """The directory of one run.
 
     `RunDirectory.open(path, config, kind)` looks at the place and writes nothing; `lock()` makes
-    the run there, or goes on with it. A directory that holds another configuration, another kind
+    the run there, or resumes it. A directory that holds another configuration, another kind
     of run, or files that are no run at all is refused by both with an `InputError` and left as it
     was. Only the holder of `lock()` writes, the configuration included, and the configuration is
     written once: the holder's is the one on disk.

@@ -170,7 +170,7 @@ def _spoken_cost(view: View, method: str) -> str:
         return f"costs nothing at {at}, where the loss falls by {-cost.value:.1f} %"
     if cost.low is None:
         return f"the loss at {at} changes by {cost.value:+.1f} %, without an interval"
-    return f"costs nothing that is sure at {at} (loss {shown(cost, signed=True)} %)"
+    return f"no significant cost at {at} (loss {shown(cost, signed=True)} %)"
 
 
 def _sentence(view: View, best: _Best) -> str:

@@ -112,7 +112,7 @@ def run_jobs(
         left = len(waiting) + len(running)
         raise Interrupted(
             f"stopped by {stop.name} with {left} of {len(jobs)} jobs unfinished; "
-            "their state is saved, and the same command goes on from here"
+            "their state is saved; rerun the command to resume"
         )
     return ended
 
@@ -163,7 +163,7 @@ class _Child:
         message = "" if code == FINISHED else self._last_line()
         if code < 0:
             name = signal.Signals(-code).name
-            message = f"was stopped by {name} from outside; the same command goes on" + (
+            message = f"was stopped by {name} from outside; rerun the command to resume" + (
                 f" (it last said: {message})" if message else ""
             )
         return Outcome(self.job, code, message, time.monotonic() - self.started)

@@ -74,7 +74,7 @@ class TrainStage(Stage):
         return status is not None and status.state in ("finished", "diverged")
 
     def run(self, data: Any, note: Note) -> None:
-        """Train, or go on training; NaN once is NaN again, so it is not tried twice."""
+        """Train, or resume the training; NaN once is NaN again, so it is not tried twice."""
         before = divergence(self.place)
         if before is not None:
             if self.essential:

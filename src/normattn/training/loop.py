@@ -225,7 +225,7 @@ class _Loop:
         changed = record_environment(self.run.path / "environment.json", current, step)
         if changed:
             print(
-                f"warning: {self.run.path} goes on from step {step} in another environment "
+                f"warning: {self.run.path} resumes at step {step} in another environment "
                 f"({'; '.join(changed)}); its digits may differ from those of a run never stopped",
                 file=sys.stderr,
             )
@@ -310,7 +310,7 @@ class _Loop:
             self._save(step)
             self.run.set_status("interrupted", step, self.config.steps, message)
         self.world.barrier()
-        raise Interrupted(f"{message}; the same command goes on from there")
+        raise Interrupted(f"{message}; rerun the command to resume from there")
 
     def _diverge(self, step: int, values: StepValues) -> None:
         """Save the state before the bad step, find where it began, say both and stop."""

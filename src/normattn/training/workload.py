@@ -29,7 +29,7 @@ Data = TypeVar("Data")
 class Workload(ABC, Generic[Config, Data]):
     """One kind of training: which data, which task, what is left at the end.
 
-    `kind` names the run directories, `changeable` the settings that may differ when a run goes on.
+    `kind` names the run directories, `changeable` the settings that may differ when a run resumes.
     """
 
     kind: ClassVar[str]
@@ -70,7 +70,7 @@ def train_workload(
     callbacks: Sequence[Callback] = (),
     probes: Sequence[Probe] = (),
 ) -> TrainingResult:
-    """Train what `config` says in the run directory `out`, or go on where it was stopped.
+    """Train what `config` says in the run directory `out`, or resume it where it was stopped.
 
     At the end `out/model/` holds the trained model (config.json, model.safetensors), beside it what
     the workload leaves; `out/kept/step-N/` the models of `config.keep`. A finished run is returned
@@ -135,7 +135,7 @@ def _finished(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> Tr
     if not records or not (out / MODEL).is_dir():
         raise InputError(
             f"the run in {out} is marked as finished, but its metrics.jsonl or model is gone; "
-            "delete its status.json to go on from the last checkpoint"
+            "delete its status.json to resume from the last checkpoint"
         )
     last = records[-1]
     known = {"step", "loss", "gradient_norm", "learning_rate", "tokens"}
@@ -144,10 +144,10 @@ def _finished(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> Tr
 
 
 def _is_finished(run: RunDirectory) -> bool:
-    """Whether the status says so; a damaged one says nothing, and the run goes on."""
+    """Whether the status says so; a damaged one says nothing, and the run resumes."""
     try:
         status = run.status
     except InputError as error:
-        print(f"warning: {error}; the run goes on from its last checkpoint", file=sys.stderr)
+        print(f"warning: {error}; resuming from the last checkpoint", file=sys.stderr)
         return False
     return status is not None and status.state == "finished"
