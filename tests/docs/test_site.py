@@ -56,7 +56,7 @@ def test_a_study_page_tells_what_the_study_says(site: dict[str, Any]) -> None:
         "![cosine ranges](../results/mechanism-laptop/figures/cosine_ranges.png)"
         in (pages["study/mechanism.md"])
     )
-    assert "- **Presets:** `laptop`" in pages["study/realformer.md"]
+    assert "- **Presets:** `gpu-base`, `laptop`, `smoke`" in pages["study/realformer.md"]
 
 
 def test_what_a_study_page_points_at_is_there(site: dict[str, Any]) -> None:
@@ -73,6 +73,7 @@ def test_the_hook_makes_every_page_that_it_adds_to_the_navigation(
     known = site["parts"]()
     drawn = [("parts/index.md", ""), *((f"parts/{name}.md", "") for name in known)]
     monkeypatch.setitem(site["on_files"].__globals__, "part_pages", lambda: iter(drawn))
+    monkeypatch.setattr(config.plugins, "_current_plugin", "site_pages", raising=False)
     by_hand = len(config.nav or [])
     site["on_config"](config)
     files = site["on_files"](Files([]), config)
