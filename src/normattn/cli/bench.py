@@ -27,10 +27,10 @@ Peers come with `pip install 'normattn[bench]'`.
 def command(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SUITE]...", help="What is measured; everything unless said."),
+        typer.Argument(metavar="[SUITE]...", help="Suites to measure. [default: all]"),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of which medians are taken. [default: 9]")
+        int | None, typer.Option(min=1, help="Rounds behind each median. [default: 9]")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     lengths: Annotated[
@@ -46,10 +46,10 @@ def command(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A smoke run at small sizes.")] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Profile what misses its goal, by operation.")
+        bool, typer.Option("--profile", help="Profile cases that miss their goal, by operation.")
     ] = False,
     listed: Annotated[
-        bool, typer.Option("--list", help="Show suites and goals, and stop.")
+        bool, typer.Option("--list", help="List suites and goals, and exit.")
     ] = False,
 ) -> None:
     """Measure speed and memory beside the peers and compare them with the goals.

@@ -34,7 +34,7 @@ def command(
     protocols: Annotated[
         str | None,
         typer.Option(
-            help="train-length, non-repeated, repeated, last-segment (these unless said), "
+            help="train-length, non-repeated, repeated, last-segment (the default), "
             "by-position, retrieval."
         ),
     ] = None,

@@ -21,7 +21,8 @@ def command(
     run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
     out: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
     licence: Annotated[
-        str | None, typer.Option("--license", help="What the card states. [default: not stated]")
+        str | None,
+        typer.Option("--license", help="Licence on the model card. [default: none]"),
     ] = None,
 ) -> None:
     """Write RUN's model, tokeniser and a model card to DIR, in Hugging Face's format.

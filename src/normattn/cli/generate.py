@@ -25,29 +25,26 @@ The answer alone goes to stdout, so that it can be piped on.
 
 def command(
     run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A text to continue; may be given several times.")
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")] = None,
     file: Annotated[
-        list[Path] | None, typer.Option(help="A file whose whole text is one more prompt.")
+        list[Path] | None, typer.Option(help="A file whose text is another prompt.")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="Post-hoc method for reading on, as in `normattn evaluate`.")
+        str, typer.Option(help="Post-hoc method to read with, as in `normattn evaluate`.")
     ] = "as is",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens, at most.")] = 128,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token; above, tokens are drawn.")
+        float, typer.Option(help="0: greedy decoding; above 0: sampling.")
     ] = 0.0,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="Draw among so many likeliest tokens.")
+        int | None, typer.Option(min=1, help="Sample among the K likeliest tokens.")
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw among the likeliest with this probability together.")
+        float | None,
+        typer.Option(help="Sample among the likeliest tokens of this total probability."),
     ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A text at which an answer ends; may be repeated.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of drawn tokens; prompt r takes SEED + r.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Sampling seed; prompt r takes SEED + r.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of this process.")] = 1,
 ) -> None:
     """Continue one or more prompts; an answer appears as it is made.

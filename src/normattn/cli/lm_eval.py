@@ -23,10 +23,10 @@ normattn_passkey --metadata '{"lengths": [8192, 16384], "samples": 5}'` – an e
 
 def command(
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Those of `lm_eval`.", show_default=False)
+        list[str] | None, typer.Argument(help="Arguments of `lm_eval`.", show_default=False)
     ] = None,
     tasks_path: Annotated[
-        bool, typer.Option("--tasks-path", help="Print the folder of our tasks, and end.")
+        bool, typer.Option("--tasks-path", help="Print the folder of our tasks, and exit.")
     ] = False,
 ) -> None:
     """Evaluate by lm-evaluation-harness; every argument is one of its own command `lm_eval`.

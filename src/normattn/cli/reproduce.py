@@ -24,12 +24,12 @@ Preset = Annotated[str, typer.Option(help="smoke, laptop, …, or a TOML file of
 Choice = Annotated[str | None, typer.Option()]
 Seeds = Annotated[
     str | None,
-    typer.Option(help="How many (3 means 0, 1, 2), or which (7,8). [default: the preset's]"),
+    typer.Option(help="A number of seeds (3: 0, 1, 2) or a list (7,8). [default: the preset's]"),
 ]
 Jobs = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Children at a time; changes no result. [default: a core each; 1 on a GPU]"
+        min=1, help="Processes at a time; changes no result. [default: a core each; 1 on a GPU]"
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="[default: runs/STUDY-PRESET]", show_default=False)]
@@ -41,7 +41,7 @@ Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as training.steps=100."),
 ]
-Plan = Annotated[bool, typer.Option("--plan", help="Print the plan and stop.")]
+Plan = Annotated[bool, typer.Option("--plan", help="Print the plan and exit.")]
 
 
 class Studies(TyperGroup):
