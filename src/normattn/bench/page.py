@@ -24,7 +24,7 @@ def page(suites: Mapping[str, Sequence[Stored]]) -> PageContext:
         question=_summary(every),
         tables=(*goals, *_times(every), *_profiles(every)),
         figures=named([_figure(name, rows) for name, rows in suites.items()]),
-        notes=(*_missed(every), *_kernels(every)),
+        notes=tuple(_missed(every)),
         provenance=_behind(every),
         command="normattn bench",
     )
@@ -139,15 +139,6 @@ def _missed(rows: Sequence[Stored]) -> list[str]:
         for goal in row["goals"]
         if goal["why"]
     ]
-
-
-def _kernels(rows: Sequence[Stored]) -> list[str]:
-    """Which kernel each of our entries ran."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        for entry, kernel in row["kernels"].items():
-            found.setdefault(kernel, []).append(f"{entry} ({row['case']})")
-    return [f"Kernel {kernel}: {'; '.join(entries)}" for kernel, entries in found.items()]
 
 
 def _behind(rows: Sequence[Stored]) -> dict[str, str]:
