@@ -18,6 +18,7 @@ from normattn.bench.profiling import top_operations
 from normattn.bench.record import Record, Row, check_out
 from normattn.bench.settings import Settings
 from normattn.bench.suites import SUITES, chosen
+from normattn.errors import InputError
 from normattn.report.page import write_files
 from normattn.report.terminal import print_table, say
 
@@ -30,9 +31,12 @@ def run_bench(
     Rows on record for the same case, settings, machine, versions and source are not measured
     again, so a stopped run resumes. With `profile` the timed entries of missed goals are profiled.
     Writes SUITE.json, and the page (table.md, report.html, figures) of everything in `out`. Raises
-    `InputError` for unknown suites, peers that are not installed, and an `out` that is no folder.
+    `InputError` for unknown suites, peers that are not installed, suites without a case on the
+    device, and an `out` that is no folder.
     """
     suites = chosen(names)
+    if not any(suite.cases(settings) for suite in suites):
+        raise InputError(f"{', '.join(names)} measures nothing on {settings.device}")
     require_packages(dict.fromkeys(package for suite in suites for package in suite.packages))
     check_out(out)
     work = [
