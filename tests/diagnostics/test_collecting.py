@@ -134,8 +134,8 @@ def test_norms_and_cosines_by_position(score: str) -> None:
                 values = near[:, head, span][:, behind[span] >= 0].flatten()
                 assert ends[0][head, place] == pytest.approx(float(values.min()), abs=1e-9)
                 assert ends[1][head, place] == pytest.approx(float(values.max()), abs=1e-9)
-                expected = np.histogram(values.numpy(), BINS, (-1, 1))[0]
-                assert np.abs(counts[head, place] - expected).sum() <= 2  # a value at an edge
+                cut = np.histogram(values.numpy(), BINS, (-1, 1))[0]
+                assert np.abs(counts[head, place] - cut).sum() <= 2  # a value at an edge
 
 
 def test_padding_counts_for_nothing() -> None:

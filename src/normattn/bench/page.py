@@ -78,7 +78,7 @@ def _times(rows: Sequence[Stored]) -> list[Filled]:
 def _profiles(rows: Sequence[Stored]) -> list[Filled]:
     """Where the time of missed goals goes, as it was profiled."""
     head = ("operation", "calls", "ms", "share, %")
-    found = []
+    found: list[Filled] = []
     for row in rows:
         for entry, operations in row.get("profiles", {}).items():
             lines = [
