@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from normattn.measure import by_bin, select
+from normattn.measure import select
 from normattn.measure.gather import Where
 from normattn.measure.statistic import Statistic, accuracy, loss
 from normattn.report.figure import Curves, Figure, Grid, Line, Mark, Panel, Point
+from normattn.report.points import bin_points, points
 from normattn.report.table import Cell, Column, Row
 from normattn.report.view import View
 
@@ -149,16 +150,10 @@ def position_figures(view: View, methods: Sequence[str] | None = None) -> list[F
 def _position_lines(view: View, where: dict[str, Any]) -> tuple[Line, ...]:
     lines = []
     for row in ranked(view.values("row", where), VARIANT_ORDER):
-        sums = view.sums(ACCURACY.name, {**where, "row": row})
-        if sums is None:
-            continue
-        values = by_bin(sums, ACCURACY, view.bootstrap)
-        points = tuple(
-            Point.of((start + end) / 2, value)
-            for (_, _, start, end), value in zip(sums.bins, values, strict=True)
-            if value is not None
-        )
-        lines.append(Line(row, points, family(row), row.endswith("-logn")))
+        at = {**where, "row": row}
+        found = bin_points(view, ACCURACY, at, lambda bin_: (bin_[2] + bin_[3]) / 2)
+        if found:
+            lines.append(Line(row, found, family(row), row.endswith("-logn")))
     return tuple(lines)
 
 
@@ -176,13 +171,9 @@ def length_figure(view: View) -> Figure:
         lines = []
         for row in ranked(view.values("row", {"protocol": "last_segment"}), VARIANT_ORDER):
             where = {"row": row, "method": method, "protocol": "last_segment"}
-            points = tuple(
-                Point.of(float(length), value)
-                for length in lengths
-                if (value := view.estimate(ACCURACY, {**where, "length": length})) is not None
-            )
-            if points:
-                lines.append(Line(row, points, family(row), row.endswith("-logn")))
+            found = points(view, ACCURACY, ((n, {**where, "length": n}) for n in lengths))
+            if found:
+                lines.append(Line(row, found, family(row), row.endswith("-logn")))
         panels.append(
             Panel(method or "as is", tuple(lines), "context (tokens)", "accuracy (%)", log_x=True)
         )

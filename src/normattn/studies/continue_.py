@@ -16,8 +16,9 @@ from normattn.data import TokenData
 from normattn.data.evaluation_sets import EvaluationSet, non_repeated_set, train_length_set
 from normattn.errors import InputError
 from normattn.report.claim import Claim
-from normattn.report.figure import Curves, Figure, Line, Panel, Point
+from normattn.report.figure import Curves, Figure, Line, Panel
 from normattn.report.page import Page
+from normattn.report.points import points
 from normattn.report.table import Cell, Column, Row, Table
 from normattn.report.view import Term, View
 from normattn.score import ScoreSpec
@@ -278,12 +279,9 @@ def figures(view: View) -> list[Figure]:
             lines = []
             for row, method in _branches(view):
                 where = {"row": row, "method": method, "length": length}
-                points = tuple(
-                    Point.of(float(step), value)
-                    for step in _steps(view, row, method)
-                    if (value := view.estimate(statistic, {**where, STEP: step})) is not None
-                )
-                lines.append(Line(label(row, method), points, label(row, method), bool(method)))
+                steps = ((n, {**where, STEP: n}) for n in _steps(view, row, method))
+                found = points(view, statistic, steps)
+                lines.append(Line(label(row, method), found, label(row, method), bool(method)))
             title = f"{statistic.title}, read at {length:,}"
             panels.append(Panel(title, tuple(lines), "continued steps", unit))
     title = "Training that continues at a longer length: with and without a change"

@@ -7,17 +7,17 @@ length is a window's end, so that the same last tokens are scored after contexts
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 
-from normattn.measure import Estimate, MeasurementStore, Statistic, by_bin
+from normattn.measure import Estimate, MeasurementStore, Statistic
 from normattn.measure.gather import Where
 from normattn.measure.statistic import accuracy, loss
 from normattn.report.figure import Curves, Figure, Line, Mark, Panel, Point
 from normattn.report.page import Page
+from normattn.report.points import bin_points, octaves, points
 from normattn.report.table import NOTHING, Cell, Column, Row, Table, shown
 from normattn.report.view import View
 from normattn.runs import RunDirectory
@@ -94,21 +94,11 @@ def _octaves(statistic: Statistic) -> Callable[[View], Sequence[Column]]:
     """Loss or accuracy at the longest length in bins up to L, 2 L, 4 L …"""
 
     def columns(view: View) -> list[Column]:
-        edges = view.frame.filter(protocol=POSITION, statistic=statistic.name)
-        if not edges.height:
-            return []
-        length = int(edges["train_length"][0])
-        bins = edges.select("bin", "bin_end").unique().sort("bin").rows()
-        bounds = (0, *(length * 2**octave for octave in range(40)))
-        found = []
-        for low, high in pairwise(bounds):
-            places = [place for place, (start, _) in enumerate(bins) if low <= start < high]
-            if places:
-                title = f"{low + 1:,} to {bins[places[-1]][1]:,.0f}"
-                at = ((1.0, {"protocol": POSITION}),)
-                name = f"{statistic.name}_{low}"
-                found.append(Column(name, title, statistic, at, places, interval=False))
-        return found
+        at = ((1.0, {"protocol": POSITION}),)
+        return [
+            Column(f"{statistic.name}_{low}", title, statistic, at, places, interval=False)
+            for low, title, places in octaves(view, statistic, at[0][1])
+        ]
 
     return columns
 
@@ -217,36 +207,25 @@ def _length_lines(view: View, statistic: Statistic) -> tuple[Line, ...]:
     lines = []
     for method in methods_of(view):
         at = {"method": method, "protocol": LAST}
-        points = tuple(
-            Point.of(float(length), value)
-            for length in lengths_of(view)
-            if (value := view.estimate(statistic, {**at, "length": length})) is not None
-        )
-        lines.append(_line(method, points))
+        lengths = ((length, {**at, "length": length}) for length in lengths_of(view))
+        lines.append(_line(method, points(view, statistic, lengths)))
     return tuple(lines)
 
 
 def _position_lines(view: View, statistic: Statistic) -> tuple[Line, ...]:
     lines = []
     for method in methods_of(view):
-        sums = view.sums(statistic.name, {"method": method, "protocol": POSITION})
-        if sums is None:
-            continue
-        values = by_bin(sums, statistic, view.bootstrap)
-        ends = [float(end) for *_, end in sums.bins]
-        points = tuple(
-            Point.of(end, value)
-            for end, value in zip(ends, values, strict=True)
-            if value is not None
-        )
-        lines.append(_line(method, points))
+        at = {"method": method, "protocol": POSITION}
+        found = bin_points(view, statistic, at, lambda bin_: bin_[3])
+        if found:
+            lines.append(_line(method, found))
     return tuple(lines)
 
 
-def _line(method: str, points: tuple[Point, ...]) -> Line:
+def _line(method: str, found: tuple[Point, ...]) -> Line:
     """Methods that differ in log-n alone share a colour."""
     family = method.removesuffix("-logn+") or "as is"
-    return Line(method or "as is", points, family, dashed=method != family and bool(method))
+    return Line(method or "as is", found, family, dashed=method != family and bool(method))
 
 
 PAGE = Page(

@@ -8,16 +8,15 @@ what `normattn report` makes of runs that were evaluated by hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import polars as pl
 
-from normattn.measure import by_bin
 from normattn.measure.statistic import Statistic, accuracy
 from normattn.report.claim import Claim
-from normattn.report.figure import Curves, Figure, Grid, Line, Mark, Panel, Point
+from normattn.report.figure import Curves, Figure, Grid, Line, Mark, Panel
 from normattn.report.page import Page
+from normattn.report.points import bin_points, octaves
 from normattn.report.table import Column, Row, Table
 from normattn.report.view import View
 from normattn.studies._reading import (
@@ -123,28 +122,12 @@ def _standard_rows(view: View) -> list[Row]:
     return reading_rows(View(read, view.bootstrap)) if read.height else []
 
 
-def _octaves(view: View) -> list[tuple[str, list[int]]]:
-    """The bins between 0, L, 2 L, 4 L …: their titles and places."""
-    chosen = view.frame.filter(protocol=POSITION, statistic=ACCURACY.name)
-    if not chosen.height:
-        return []
-    length = int(view.one("train_length", {"protocol": POSITION}) or 0)
-    edges = chosen.select("bin", "bin_end").unique().sort("bin").rows()
-    starts = [0.0, *(float(length * 2**octave) for octave in range(40))]
-    found = []
-    for low, high in pairwise(starts):
-        places = [n for n, (start, _) in enumerate(edges) if low <= start < high]
-        if places:
-            found.append((f"{low + 1:,.0f} to {edges[places[-1]][1]:,.0f}", places))
-    return found
-
-
 def _octave_columns(statistic: Statistic) -> Any:
     def columns(view: View) -> Sequence[Column]:
         at = ((1.0, {"protocol": POSITION}),)
         return [
             Column(f"{statistic.name}_{n}", title, statistic, at, bins=places)
-            for n, (title, places) in enumerate(_octaves(view))
+            for n, (_, title, places) in enumerate(octaves(view, ACCURACY, at[0][1]))
         ]
 
     return columns
@@ -189,16 +172,10 @@ def _by_position(view: View, row: str) -> Figure:
     for statistic, unit in ((ACCURACY, "accuracy (%)"), (LOSS, "loss (nats)")):
         lines = []
         for method in ranked(view.values("method", where), METHOD_ORDER):
-            sums = view.sums(statistic.name, {**where, "method": method})
-            if sums is None:
-                continue
-            values = by_bin(sums, statistic, view.bootstrap)
-            points = tuple(
-                Point.of(float(end), value)
-                for (_, _, _, end), value in zip(sums.bins, values, strict=True)
-                if value is not None
-            )
-            lines.append(Line(method or "as is", points, method or "as is"))
+            at = {**where, "method": method}
+            found = bin_points(view, statistic, at, lambda bin_: bin_[3])
+            if found:
+                lines.append(Line(method or "as is", found, method or "as is"))
         panels.append(
             Panel(
                 statistic.title,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from normattn.measure import Statistic
 from normattn.measure.statistic import BLEU
 from normattn.report.figure import Curves, Figure, IntervalColumn, Intervals, Line, Panel, Point
+from normattn.report.points import points
 from normattn.report.view import View
 from normattn.studies._reading import loss_points, step_points
 from normattn.studies.qknorm.images import IMAGES
@@ -73,8 +74,8 @@ def _losses(view: View) -> Figure:
     lines = _by_rate(view, RATES, LOSS)
     guess, rates = unigram(view), multiples(view, RATES)
     if guess is not None:
-        points = tuple(Point(rate, guess) for rate in rates)
-        lines = (*lines, Line("unigram baseline", points, dashed=True))
+        level = tuple(Point(rate, guess) for rate in rates)
+        lines = (*lines, Line("unigram baseline", level, dashed=True))
     panel = Panel("after training", lines, OF_RATE, "test loss (nats per token)", log_x=True)
     return Curves("loss_by_learning_rate", "Test loss by learning rate", (panel,))
 
@@ -84,13 +85,9 @@ def _by_rate(view: View, experiment: str, statistic: Statistic) -> tuple[Line, .
     lines = []
     for score in scores(view, experiment):
         rates = multiples(view, experiment, score)
-        points = tuple(
-            Point.of(rate, found)
-            for rate in rates
-            if (found := view.estimate(statistic, place(experiment, score, rate))) is not None
-        )
-        if len(rates) > 1 and points:
-            lines.append(Line(score, points, score))
+        found = points(view, statistic, ((x, place(experiment, score, x)) for x in rates))
+        if len(rates) > 1 and found:
+            lines.append(Line(score, found, score))
     return tuple(lines)
 
 
@@ -99,9 +96,9 @@ def _by_step(view: View, statistic: str, name: str, title: str, log: bool) -> Fi
     panels = []
     for rate in multiples(view, RATES):
         lines = tuple(
-            Line(score, points, score)
+            Line(score, steps, score)
             for score in scores(view, RATES)
-            if (points := step_points(view, statistic, training(place(RATES, score, rate))))
+            if (steps := step_points(view, statistic, training(place(RATES, score, rate))))
         )
         if lines:
             rated = f"learning rate {as_multiple(rate)}"
@@ -113,9 +110,9 @@ def _by_step(view: View, statistic: str, name: str, title: str, log: bool) -> Fi
 def _history(view: View) -> Figure:
     """Training loss of the table's rows by step."""
     lines = tuple(
-        Line(score, points, score)
+        Line(score, steps, score)
         for score in scores(view, TRANSLATION)
-        if (points := loss_points(view, training(place(TRANSLATION, score))))
+        if (steps := loss_points(view, training(place(TRANSLATION, score))))
     )
     panel = Panel("", lines, "training step", "training loss (nats per token)")
     return Curves("training_loss", "Training loss; bands: all seeds", (panel,))

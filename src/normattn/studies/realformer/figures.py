@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from normattn.measure import by_bin
 from normattn.measure.statistic import Statistic
 from normattn.report.figure import Curves, Figure, Grid, Line, Panel, Point
+from normattn.report.points import bin_points
 from normattn.report.view import View
 from normattn.studies._reading import loss_points
 from normattn.studies.realformer.reading import BY_LAYER, SIZE, depth, grid, names, sizes
@@ -91,16 +91,9 @@ def _by_layer(view: View, statistic: Statistic) -> Figure:
     for panel, size, rows in _groups(view):
         lines = []
         for row in rows:
-            sums = view.sums(statistic.name, depth(row, size))
-            if sums is None:
-                continue
-            values = by_bin(sums, statistic, view.bootstrap)
-            points = tuple(
-                Point.of(float(layer), value)
-                for (layer, *_), value in zip(sums.bins, values, strict=True)
-                if value is not None
-            )
-            lines.append(_line(row, points))
+            found = bin_points(view, statistic, depth(row, size), lambda bin_: bin_[0])
+            if found:
+                lines.append(_line(row, found))
         log = statistic.name in _LOGARITHMIC
         panels.append(Panel(panel, tuple(lines), "after layer", label, log_y=log))
     return Curves(name, title, tuple(panels))

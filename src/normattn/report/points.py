@@ -1,0 +1,49 @@
+"""Points of a line from the frame: a statistic bin by bin, or at several places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+from normattn.measure import Statistic, by_bin, select
+from normattn.measure.gather import Where
+from normattn.report.figure import Point
+from normattn.report.view import View
+
+Bin = tuple[Any, ...]
+
+
+def bin_points(
+    view: View, statistic: Statistic, where: Where, x: Callable[[Bin], float]
+) -> tuple[Point, ...]:
+    """A point for every bin (layer, head, start, end) in which something was counted, at `x`."""
+    sums = view.sums(statistic.name, where)
+    if sums is None:
+        return ()
+    values = by_bin(sums, statistic, view.bootstrap)
+    bins = zip(sums.bins, values, strict=True)
+    return tuple(Point.of(float(x(each)), value) for each, value in bins if value is not None)
+
+
+def points(
+    view: View, statistic: Statistic, where: Iterable[tuple[float, Where]]
+) -> tuple[Point, ...]:
+    """A point at every x whose rows were measured."""
+    found = ((x, view.estimate(statistic, at)) for x, at in where)
+    return tuple(Point.of(float(x), value) for x, value in found if value is not None)
+
+
+def octaves(view: View, statistic: Statistic, where: Where) -> list[tuple[int, str, list[int]]]:
+    """The bins of a position between 0, L, 2 L, 4 L …: where each begins, its title, its bins."""
+    chosen = select(view.frame, {**where, "statistic": statistic.name})
+    if not chosen.height:
+        return []
+    length = int(chosen["train_length"][0])
+    bins = chosen.select("bin", "bin_end").unique().sort("bin").rows()
+    found = []
+    for low, high in pairwise((0, *(length * 2**octave for octave in range(40)))):
+        places = [place for place, (start, _) in enumerate(bins) if low <= start < high]
+        if places:
+            found.append((low, f"{low + 1:,} to {bins[places[-1]][1]:,.0f}", places))
+    return found
