@@ -24,7 +24,7 @@ from normattn.errors import InputError
 from normattn.structured import read_object
 
 OnProgress = Callable[[int, int | None], None]
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same settings would give other files: old caches are then left alone."""
 
 _BATCH_BYTES = 1 << 18
