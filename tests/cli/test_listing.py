@@ -44,8 +44,9 @@ def test_some_facts(listed: dict[str, dict[str, Any]]) -> None:
     assert listed["ReRoPE"]["parameters"] == [{"name": "window", "default": None, "example": 128}]
     assert {"NoPE", "ReRoPE", "HWFA"} <= excluded("YaRN")
     assert "YaRN" in listed["ALiBi"]["beside_rope"]
-    assert {"Baseline", "NoPE", "XPos"} == excluded("RotateFirst")
-    assert not excluded("Sink") | excluded("KNA") | excluded("Packed")
+    assert {"Baseline", "NoPE", "PoPE", "XPos"} == excluded("RotateFirst")
+    assert not excluded("Sink") | excluded("KNA")
+    assert excluded("Packed") == {"Chunked"}
     why = {each["part"]: each["why"] for each in listed["NoPE"]["excludes"]}
     assert why["PI"].startswith("PI on NoPE makes no sense: PI changes rotary positions")
 
@@ -59,7 +60,7 @@ def test_the_text_tells_the_same(command: Command, listed: dict[str, dict[str, A
             assert field["name"] in shown
     assert "window (128 at L = 512 and factor 8)" in shown
     assert "causal attention only" in shown
-    assert "only with RoPE named as well: ALiBi, KERPLELog, KERPLEPower" in shown
+    assert "only with RoPE named as well: ALiBi, FoX, KERPLELog, KERPLEPower" in shown
     assert "served by fused (cpu float32, cuda bfloat16); chunked (cpu bfloat16)" in shown
 
 

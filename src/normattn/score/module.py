@@ -138,7 +138,7 @@ class Score(nn.Module):
         places: Int[Tensor, "*bk s"],
         first: int | None = None,
         padding: Bool[Tensor, "b s"] | None = None,
-    ) -> Float[Tensor, "b hk s d"]:
+    ) -> Float[Tensor, "b hk s stored"]:
         """What a cache keeps of keys at these positions (counted from `first` where it is given).
 
         Normalised and rotated keys; rotated at their far position where there are two regimes, not
@@ -159,10 +159,10 @@ class Score(nn.Module):
     def recall(
         self,
         q: Float[Tensor, "b h t d"],
-        stored: Float[Tensor, "b hk s d"],
+        stored: Float[Tensor, "b hk s stored"],
         positions: Positions,
         block: int = 0,
-        turned: Float[Tensor, "b hk s d"] | None = None,
+        turned: Float[Tensor, "b hk s stored"] | None = None,
         query_padding: Bool[Tensor, "b t"] | None = None,
     ) -> Prepared:
         """`forward` for keys that `store` has made; if causal, the queries are the last of them.
