@@ -91,6 +91,7 @@ def test_commands_are_understood(
         "commands.harness_command.run_harness",
         "commands.inspection.inspect_run",
         "commands.reporting.report",
+        "commands.score_reading.read_score",
         "sweep.run.reproduce",
         "bench.runner.run_bench",
     ):
