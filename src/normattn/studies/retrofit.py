@@ -1,4 +1,4 @@
-"""Can a trained Baseline become KNA, or QK-normalised, by further training, and then read on?
+"""Can a trained Baseline become KNA by further training, and does it then extrapolate?
 
 Baseline is trained at L. Then its score is exchanged, and training continues at L for some steps:
 as KNA, as QKRMSNorm, and as Baseline itself, the control that gets the same steps. Every branch is
@@ -240,7 +240,7 @@ def figures(view: View) -> list[Figure]:
 PAGE = Page(
     title="Another score for a trained model",
     question="A model was trained with Baseline. Does exchanging its score for one with normalised "
-    "keys, and training on for some steps, let it read on, and what does it cost?",
+    "keys, and training on for some steps, let it read past L, and what does it cost?",
     sources=("kexue.fm/archives/9859", "arXiv 2010.04245"),
     tables=(
         Table(
