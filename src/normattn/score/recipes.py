@@ -1,7 +1,9 @@
 """The scores of well-known models, by the models' names: `ScoreSpec.parse("gpt-oss")`.
 
 Each is what the model computes in its attention layers, and is held against transformers' own
-layers in the tests. The numbers are those of the released configuration that is named.
+layers in the tests: the kind of score is verified. The numbers are meant to be those of the named
+release; only Command R7B's were compared with its configuration, so read a release's own with
+`normattn score` before relying on one.
 """
 
 from __future__ import annotations
