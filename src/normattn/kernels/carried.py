@@ -33,8 +33,9 @@ from normattn.kernels.chunked import backward_tiles, draw_seed, forward_tiles
 from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.infinities import certainly_finite
 from normattn.kernels.observe import Eye
+from normattn.kernels.operands import Operands
 from normattn.kernels.problem import Problem
-from normattn.kernels.rows import Rows
+from normattn.kernels.products import Products
 from normattn.kernels.score_buffer import Ledger
 from normattn.kernels.tiles import Plan
 
@@ -97,9 +98,9 @@ def _undo_above(ledger: Ledger, problem: Problem, plan: Plan, number: int) -> No
         q, k = ledger.remembered[ledger.at]
         above = Problem(q, k, problem.v, problem.visibility)
         for group in plan.groups(q):
-            rows = Rows.of(above, plan, group)
+            products = Products(Operands.of(above, plan, group), 0)
             for tile in plan.tiles:
-                rows.accumulate(layer.tile(group, tile), tile, sign=-1)
+                products.accumulate(layer.tile(group, tile), tile, sign=-1)
         ledger.undone(ledger.at)
 
 

@@ -20,10 +20,12 @@ from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.gradients import Gradients, GroupGradients
 from normattn.kernels.observe import Eye
 from normattn.kernels.observe_tiles import show_tile
+from normattn.kernels.operands import grouped, ungrouped
 from normattn.kernels.problem import Problem
-from normattn.kernels.rows import Rows, grouped, keep_mask, ungrouped
 from normattn.kernels.score_buffer import LayerScores
-from normattn.kernels.tiles import Plan
+from normattn.kernels.scores import Scores
+from normattn.kernels.summed import SummedScores
+from normattn.kernels.tiles import Group, Plan
 
 
 class _Chunked(torch.autograd.Function):
@@ -64,20 +66,20 @@ def forward_tiles(
     out = v.new_empty(*grouped(q, plan.repeat).shape[:-1], v.shape[-1])
     number = 0
     for group in plan.groups(q):
-        rows = Rows.of(problem, plan, group, extra, carried)
+        scores = _scores(problem, plan, group, extra, carried)
+        operands = scores.operands
         target = out[group.batch, group.heads].flatten(0, 1).flatten(1, 2)
         for tile in plan.tiles:
-            if carried is not None:
-                rows.carry(tile)
-            weight = rows.weights(tile, kept=eye is not None)
+            scores.enter(tile)
+            weight = scores.weights(tile, kept=eye is not None)
             if eye is not None:
-                show_tile(eye, rows, tile)
+                show_tile(eye, scores, tile)
             if share is not None:
-                rows.at(share, tile).copy_(rows.apart(weight)[..., tile.width :])
+                operands.at(share, tile).copy_(operands.apart(weight)[..., tile.width :])
             if problem.dropout:
                 keep = keep_mask(weight, tile.width, problem.dropout, seed + number)
                 weight[..., : tile.width] *= keep
-            rows.values(weight, tile, target[:, rows.lines(tile)])
+            scores.products.values(weight, tile, target[:, operands.lines(tile)])
             number += 1
     return ungrouped(out)
 
@@ -100,13 +102,14 @@ def backward_tiles(
     by_out = grouped(by_out, plan.repeat)
     number = 0
     for group in plan.groups(problem.q):
-        rows = Rows.of(problem, plan, group, extra, carried)
-        part = GroupGradients(sums, rows)
+        scores = _scores(problem, plan, group, extra, carried)
+        operands = scores.operands
+        part = GroupGradients(sums, scores)
         grad = by_out[group.batch, group.heads].flatten(0, 1).flatten(1, 2)
         for tile in plan.tiles:
-            weight = rows.weights(tile, capped=True)
-            here = grad[:, rows.lines(tile)]
-            by_weight = rows.by_weight(here, tile)
+            weight = scores.weights(tile, capped=True)
+            here = grad[:, operands.lines(tile)]
+            by_weight = scores.products.by_weight(here, tile)
             used = weight
             if problem.dropout:
                 keep = keep_mask(weight, tile.width, problem.dropout, seed + number)
@@ -118,14 +121,34 @@ def backward_tiles(
                     by_weight, weight, -1, weight.dtype, grad_input=by_weight
                 )
             else:
-                rows.apart(by_weight).sub_(rows.at(delta, tile))
+                operands.apart(by_weight).sub_(operands.at(delta, tile))
                 by_weight.mul_(weight)
             part.add_scores(by_weight, tile)
-            if carried is not None and not carried.lowest:
-                rows.accumulate(carried.sums.tile(group, tile), tile, sign=-1)
+            scores.leave(tile)
             number += 1
         part.close()
     return sums
+
+
+def _scores(
+    problem: Problem,
+    plan: Plan,
+    group: Group,
+    extra: Tensor | None,
+    carried: LayerScores | None,
+) -> Scores:
+    if carried is None:
+        return Scores(problem, plan, group, extra)
+    return SummedScores(problem, plan, group, carried)
+
+
+def keep_mask(weight: Tensor, columns: int, rate: float, seed: int) -> Tensor:
+    """The dropout mask of a tile, over 1 − rate; the same in forward and backward."""
+    generator = torch.Generator(device=weight.device)
+    generator.manual_seed(seed)
+    shape = (*weight.shape[:-1], columns)
+    keep = torch.rand(shape, generator=generator, device=weight.device) >= rate
+    return keep.to(weight.dtype) / (1 - rate)
 
 
 def chunked(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from normattn.kernels.operands import grouped
 from normattn.kernels.problem import Problem
-from normattn.kernels.rows import Rows, grouped
+from normattn.kernels.scores import Scores
 from normattn.kernels.tiles import Plan
 
 BINS = 200
@@ -49,15 +50,16 @@ def cosine_counts(
     least = torch.full((batch, heads, groups), torch.inf, dtype=dtype, device=device)
     most = -least
     for group in plan.groups(bare.q):
-        rows = Rows.of(bare, plan, group)
+        scores = Scores(bare, plan, group)
+        rows = scores.operands
         at = group.batch, slice(group.heads.start * plan.repeat, group.heads.stop * plan.repeat)
         for tile in plan.tiles:
             if not tile.width:
                 continue
-            rows.weights(tile, kept=True)
-            assert rows.pair is not None
+            scores.weights(tile, kept=True)
+            assert scores.pair is not None
             # (b, g, c, r, W) as (b, h, c, W).
-            cosine = rows.apart(rows.pair[0]).transpose(2, 3).flatten(1, 2)
+            cosine = rows.apart(scores.pair[0]).transpose(2, 3).flatten(1, 2)
             hidden = cosine == -torch.inf
             if valid is not None:
                 own = rows.at(grouped(valid, plan.repeat), tile)

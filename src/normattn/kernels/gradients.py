@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from normattn.kernels.operands import ungrouped
 from normattn.kernels.problem import Problem
-from normattn.kernels.rows import Rows, times, ungrouped
+from normattn.kernels.products import times
+from normattn.kernels.scores import Scores
 from normattn.kernels.tiles import Plan, Tile
 
 
@@ -73,12 +75,13 @@ class Gradients:
 class GroupGradients:
     """The sums of one group; `close` writes them where they belong."""
 
-    def __init__(self, whole: Gradients, rows: Rows) -> None:
+    def __init__(self, whole: Gradients, scores: Scores) -> None:
         """Zero sums."""
-        self.whole, self.rows = whole, rows
-        self.where = (rows.group.batch, rows.group.heads)
-        self.k, self.v = self._sum(rows.k), self._sum(rows.v)
-        self.far_k = None if rows.far_k is None else self._sum(rows.far_k)
+        self.whole, self.scores, self.operands = whole, scores, scores.operands
+        group, far_k = self.operands.group, self.operands.far_k
+        self.where = (group.batch, group.heads)
+        self.k, self.v = self._sum(self.operands.k), self._sum(self.operands.v)
+        self.far_k = None if far_k is None else self._sum(far_k)
 
     def _sum(self, x: Tensor) -> Tensor:
         return x.new_zeros(x.shape[0], x.shape[2], x.shape[1], dtype=wide(x.dtype))
@@ -90,44 +93,39 @@ class GroupGradients:
 
     def add_scores(self, by_score: Tensor, tile: Tile) -> None:
         """Send a tile's gradient of the scores to bias, sink, queries and keys."""
-        rows, problem = self.rows, self.rows.problem
-        if self.whole.sink is not None and rows.extra is not None:
-            by_sink = rows.apart(by_score)[..., tile.width].sum((0, 2), dtype=self.whole.sink.dtype)
-            heads = self.whole.sink.view(-1, rows.plan.repeat)
-            heads[rows.group.heads] += by_sink
+        sink, operands = self.whole.sink, self.operands
+        if sink is not None and self.scores.extra is not None:
+            by_sink = operands.apart(by_score)[..., tile.width].sum((0, 2), dtype=sink.dtype)
+            sink.view(-1, operands.plan.repeat)[operands.group.heads] += by_sink
         if self.whole.bias is not None:
             self._add_bias(by_score, tile)
-        if problem.cap is not None:
-            rows.uncap(by_score, tile)
-        if rows.carried is not None:
-            by_score = rows.gathered(by_score, tile)
-        self._add_side(by_score, tile, False, self.whole.q, self.k)
+        by_product = self.scores.by_product(by_score, tile)
+        self._add_side(by_product, tile, False, self.whole.q, self.k)
         if self.whole.far_q is not None and self.far_k is not None:
-            self._add_side(by_score, tile, True, self.whole.far_q, self.far_k)
+            self._add_side(by_product, tile, True, self.whole.far_q, self.far_k)
 
     def _add_side(
-        self, by_score: Tensor, tile: Tile, far: bool, into: Tensor, sums: Tensor
+        self, by_product: Tensor, tile: Tile, far: bool, into: Tensor, sums: Tensor
     ) -> None:
         """To the queries and keys of one regime."""
-        rows = self.rows
-        pairs = []
+        lines, pairs = self.operands.lines(tile), []
         for span, where in tile.laid():
             if span.far != far:
                 continue
-            q, k, _, columns = rows.side(span)
-            pairs.append((by_score[..., where], k[:, columns]))
-            _gather(sums[..., columns], q[:, rows.lines(tile)], by_score[..., where])
+            q, k, _, columns = self.operands.side(span)
+            pairs.append((by_product[..., where], k[:, columns]))
+            _gather(sums[..., columns], q[:, lines], by_product[..., where])
         target = into[self.where].flatten(0, 1).flatten(1, 2)
-        times(pairs, target[:, rows.lines(tile)])
+        times(pairs, target[:, lines])
 
     def _add_bias(self, by_score: Tensor, tile: Tile) -> None:
         """Scatter to each head's distances."""
-        rows, bias = self.rows, self.whole.bias
+        operands, bias = self.operands, self.whole.bias
         assert bias is not None
-        apart = rows.apart(by_score)
-        heads = slice(*(rows.plan.repeat * x for x in (self.where[1].start, self.where[1].stop)))
+        apart, repeat = operands.apart(by_score), operands.plan.repeat
+        heads = slice(*(repeat * x for x in (self.where[1].start, self.where[1].stop)))
         for span, where in tile.laid():
-            distance = rows.group.seen.distance(tile.rows, span.columns).abs()
+            distance = operands.group.seen.distance(tile.rows, span.columns).abs()
             block = ungrouped(apart[..., where]).to(bias.dtype)
             if distance.dim() == 2:
                 bias[heads].index_add_(1, distance.flatten(), block.sum(0).flatten(1))

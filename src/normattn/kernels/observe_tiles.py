@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from normattn.kernels.observe import Eye, Looked
+from normattn.kernels.operands import Operands
 from normattn.kernels.problem import Problem
-from normattn.kernels.rows import Rows
+from normattn.kernels.scores import Scores
 from normattn.kernels.tiles import Plan, Tile
 
 
-def show_tile(eye: Eye, rows: Rows, tile: Tile) -> None:
-    """Let an eye read the scores and weights that `rows` has just made, and kept."""
-    if rows.pair is None or not tile.width:
+def show_tile(eye: Eye, scores: Scores, tile: Tile) -> None:
+    """Let an eye read the scores and weights that `scores` has just made, and kept."""
+    if scores.pair is None or not tile.width:
         return
+    rows = scores.operands
     seen = rows.group.seen
 
     def put(rooms: Tensor, values: Tensor) -> None:
@@ -37,10 +39,10 @@ def show_tile(eye: Eye, rows: Rows, tile: Tile) -> None:
             parts.append((rows.apart(weight[..., : tile.width])[..., where] * table).sum(-1))
         return torch.stack(parts).sum(0).flatten(0, 1).flatten(1)
 
-    eye.show(*rows.pair, Looked(tile.width, first, mean), put)
+    eye.show(*scores.pair, Looked(tile.width, first, mean), put)
 
 
-def _by_column(rows: Rows, tile: Tile, weight: Tensor) -> Tensor | None:
+def _by_column(rows: Operands, tile: Tile, weight: Tensor) -> Tensor | None:
     """The weight on the first column, the only one that can be the first token."""
     found = [weight[..., where.start] for span, where in tile.laid() if span.start == 0]
     if not found:
@@ -48,7 +50,7 @@ def _by_column(rows: Rows, tile: Tile, weight: Tensor) -> Tensor | None:
     return found[0] if len(found) == 1 else found[0] + found[1]
 
 
-def _by_mask(rows: Rows, tile: Tile, weight: Tensor) -> Tensor:
+def _by_mask(rows: Operands, tile: Tile, weight: Tensor) -> Tensor:
     """The weight on the keys at position 0, of which a query sees one at most."""
     parts = []
     for span, where in tile.laid():
@@ -63,7 +65,7 @@ def look_over(problem: Problem, eye: Eye) -> None:
     """Show every tile of a problem that another kernel computes: scores and weights once more."""
     plan = Plan.of(problem)
     for group in plan.groups(problem.q):
-        rows = Rows.of(problem, plan, group)
+        scores = Scores(problem, plan, group)
         for tile in plan.tiles:
-            rows.weights(tile, kept=True)
-            show_tile(eye, rows, tile)
+            scores.weights(tile, kept=True)
+            show_tile(eye, scores, tile)

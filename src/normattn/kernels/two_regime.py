@@ -26,8 +26,8 @@ from normattn.kernels.chunked import backward_tiles, forward_tiles
 from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.flash import flash, flash_backward
 from normattn.kernels.gradients import wide
+from normattn.kernels.operands import grouped, ungrouped
 from normattn.kernels.problem import Problem
-from normattn.kernels.rows import grouped, ungrouped
 from normattn.kernels.tiles import Plan
 
 
