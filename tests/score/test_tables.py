@@ -86,7 +86,7 @@ def test_what_ran_before_does_not_matter() -> None:
     random.Random(0).shuffle(order)
     for n in order:
         assert torch.equal(calls[n](), fresh[n]), calls[n]
-    assert len(fold._KEPT) <= fold._KEPT_AT_MOST
+    assert len(fold._KEPT) <= fold._KEPT.most
 
 
 @pytest.mark.parametrize("text", TEXTS)

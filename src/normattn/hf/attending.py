@@ -13,12 +13,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.folding import Folding, KeyTables, QueryTables, Turning, query_factor
+from normattn.hf.folding import Folding, Turning, query_factor
 from normattn.hf.masks import Placing, placing
 from normattn.kernels import Problem, attend
 from normattn.layers.attend import in_blocks
 from normattn.score import ScoreSpec
-from normattn.score.fold import scaled
+from normattn.score.fold import Fold, beside, scaled
 
 ATTRIBUTE = "normattn_layer"
 _REFUSED = ("cache", "position_bias", "output_attentions", "indices")
@@ -103,7 +103,7 @@ class ExtendedLayer:
             own, k_own = q[:, :, rows], k[:, :, :keys]
             if self.folding is None:
                 scale = query_factor(self.spec, asked.scaling, place.positions.n[..., rows])
-                problem = Problem(scaled(own, _beside(scale)), k_own, v[:, :, :keys], seen)
+                problem = Problem(scaled(own, beside(scale)), k_own, v[:, :, :keys], seen)
             else:
                 problem = self._turned(own, k_own, v[:, :, :keys], place, rows, block, asked)
                 problem = replace(problem, visibility=seen)
@@ -134,7 +134,7 @@ class ExtendedLayer:
             start = max(0, k.shape[2] - q.shape[2] - regime.window + 1)
         name = f"{rows} {k.shape[2]} {block} {asked.scaling} {q.dtype}"
         given = (place, self.folding)
-        found: tuple[QueryTables, KeyTables, KeyTables] | None = self.memory.get(name, given)
+        found: tuple[Fold, Fold, Fold] | None = self.memory.get(name, given)
         if found is None:
             far = self.folding.keys(at, 0, block, q.dtype)
             found = (
@@ -144,6 +144,8 @@ class ExtendedLayer:
             )
             self.memory.keep(name, given, found)
         queries, near, far = found
+        assert queries.near is not None
+        assert near.near is not None
         near_q = _evened(self.folding.turning, queries.near(q))
         near_k = near.near(k[:, :, start:])
         if regime is None or queries.far is None:
@@ -177,13 +179,6 @@ def _evened(turning: Turning, q: Tensor) -> Tensor:
     if turning.gains is None:
         return q
     return scaled(q, (turning.gains[0] * turning.gains[1]).reciprocal().to(q.device))
-
-
-def _beside(scale: Tensor | float) -> Tensor | float:
-    """λ as a factor of (B, H, T, D)."""
-    if not isinstance(scale, Tensor):
-        return scale
-    return scale[..., None] if scale.dim() == 1 else scale[:, None, :, None]
 
 
 def attention_function(

@@ -9,22 +9,17 @@ Legend: B batch, T queries, S keys, P pairs of features that turn.
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from normattn.score import Positions, ScoreSpec
+from normattn.score.fold import Fold, Kept, Turner
 from normattn.score.part import rope_frequencies
 from normattn.score.parts.pi import PI
-from normattn.score.rotary import Rotation, rotation
-
-_KEPT_AT_MOST, _KEPT_BLOCKS = 8, 32
 
 
 @dataclass(frozen=True)
@@ -72,33 +67,6 @@ class Turning:
         return torch.cat((x[..., self.start :], x[..., : self.start]), -1)
 
 
-@dataclass(frozen=True)
-class QueryTables:
-    """Rotations of queries at their near and far positions, λ folded in."""
-
-    near: Rotation
-    far: Rotation | None
-
-    def rows(self, rows: slice) -> QueryTables:
-        """Those of some positions."""
-        return QueryTables(self.near.rows(rows), None if self.far is None else self.far.rows(rows))
-
-
-@dataclass(frozen=True)
-class KeyTables:
-    """Rotations of keys at their near and far positions; `far` is None where they do not turn."""
-
-    near: Rotation
-    far: Rotation | None
-
-    def rows(self, rows: slice) -> KeyTables:
-        """Those of some positions."""
-        return KeyTables(self.near.rows(rows), None if self.far is None else self.far.rows(rows))
-
-
-X = TypeVar("X", QueryTables, KeyTables)
-
-
 def stretched(spec: ScoreSpec, turning: Turning) -> Float[Tensor, " p"]:
     """θ' of a method whose spectrum does not move; the model's own where it has none.
 
@@ -129,36 +97,55 @@ def query_factor(spec: ScoreSpec, scaling: float, n: Tensor) -> Tensor | float:
     return spec.logn.factor(n.double(), spec.train_length) * scaling
 
 
-@dataclass
+@dataclass(eq=False)
 class Folding:
-    """The tables of one way of turning, kept for positions that are simply counted."""
+    """A method's tables over a rotation that a model brings with it, kept while it is in use."""
 
     spec: ScoreSpec
     turning: Turning
-    _kept: OrderedDict[tuple[object, ...], QueryTables | KeyTables] = field(
-        default_factory=OrderedDict, repr=False
-    )
 
     def __post_init__(self) -> None:
+        # The rows of one block of a moving spectrum are few: only its keys are worth keeping.
+        self._kept = Kept(32 if self.spec.moves else 8)
         # Far keys that all stand at 0 need no rotation (ReRoPE).
         self._still = False
         if self.spec.regime is not None and amplitude(self.spec, self.turning) == 1:
             some = torch.tensor([1.0, 2.0**20])
             self._still = not bool(self.spec.regime.far_positions(some, some)[1].any())
 
-    def queries(self, at: Positions, block: int, scaling: float, dtype: torch.dtype) -> QueryTables:
-        """The tables of queries at these positions, as the rows of `block` read."""
-        make = partial(self._queries, block=block, scaling=scaling, dtype=dtype)
-        last = at.key.shape[-1]
-        return self._counted(
-            at, at.query, (last - at.query.shape[-1], last), ("q", block, scaling, dtype), make
-        )
+    def queries(self, at: Positions, block: int, scaling: float, dtype: torch.dtype) -> Fold:
+        """The tables of queries at these positions, as the rows of `block` read them.
 
-    def keys(self, at: Positions, start: int, block: int, dtype: torch.dtype) -> KeyTables:
+        `scaling` is the model's own λ.
+        """
+
+        def make(places: Tensor) -> Fold:
+            spec, turner = self._turner(block)
+            scale = query_factor(spec, scaling, places.clamp(min=0) + 1)
+            return turner.queries(spec.regime, places, scale, dtype)
+
+        if self.spec.moves:
+            return make(at.query)
+        last = at.key.shape[-1]
+        bounds = (last - at.query.shape[-1], last)
+        return self._counted(at, at.query, bounds, ("queries", scaling, dtype), make)
+
+    def keys(self, at: Positions, start: int, block: int, dtype: torch.dtype) -> Fold:
         """The tables of keys from column `start` on, as the rows of `block` read them."""
-        make = partial(self._keys, block=block, dtype=dtype)
-        places = at.key[..., start:]
-        return self._counted(at, places, (start, at.key.shape[-1]), ("k", block, dtype), make)
+
+        def make(places: Tensor) -> Fold:
+            spec, turner = self._turner(block)
+            made = turner.keys(spec.regime, places, dtype)
+            return replace(made, far=None) if self._still else made
+
+        bounds = (start, at.key.shape[-1])
+        return self._counted(at, at.key[..., start:], bounds, ("keys", block, dtype), make)
+
+    def _turner(self, block: int) -> tuple[ScoreSpec, Turner]:
+        """The method as the rows of `block` read it, and how it turns."""
+        spec, turning = self.spec.fixed(block), self.turning
+        theta, size = stretched(spec, turning), amplitude(spec, turning)
+        return spec, Turner(theta, turning.interleaved, amplitude=size)
 
     def _counted(
         self,
@@ -166,54 +153,9 @@ class Folding:
         places: Tensor,
         bounds: tuple[int, int],
         name: tuple[object, ...],
-        make: Callable[[Tensor], X],
-    ) -> X:
-        # The rows of one block of a moving spectrum are few: only its keys are worth keeping.
-        few = self.spec.moves and name[0] == "q"
-        if few or not at.regular or torch.compiler.is_compiling():
+        make: Callable[[Tensor], Fold],
+    ) -> Fold:
+        if not at.regular or torch.compiler.is_compiling():
             return make(places)
         room = max(64, 1 << (bounds[1] - 1).bit_length())
-        name = (*name, room, places.device)
-        if name not in self._kept:
-            # Ordinary tensors even when first asked for in inference mode: training reuses them.
-            with torch.inference_mode(False):
-                self._kept[name] = make(torch.arange(room, device=places.device))
-            while len(self._kept) > (_KEPT_BLOCKS if self.spec.moves else _KEPT_AT_MOST):
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(name)
-        whole: X = self._kept[name]  # type: ignore[assignment]
-        return whole.rows(slice(*bounds))
-
-    def _queries(
-        self, places: Tensor, block: int, scaling: float, dtype: torch.dtype
-    ) -> QueryTables:
-        spec = self.spec.fixed(block)
-        scale = query_factor(spec, scaling, places.clamp(min=0) + 1)
-        turn = self._turn(spec, scale, dtype)
-        if spec.regime is None:
-            return QueryTables(turn(places), None)
-        at = places.double()
-        return QueryTables(turn(places), turn(spec.regime.far_positions(at, at)[0]))
-
-    def _keys(self, places: Tensor, block: int, dtype: torch.dtype) -> KeyTables:
-        spec = self.spec.fixed(block)
-        turn = self._turn(spec, 1.0, dtype)
-        if spec.regime is None:
-            return KeyTables(turn(places), None)
-        at = places.double()
-        far = None if self._still else turn(spec.regime.far_positions(at, at)[1])
-        return KeyTables(turn(places), far)
-
-    def _turn(
-        self, spec: ScoreSpec, scale: Tensor | float, dtype: torch.dtype
-    ) -> Callable[[Tensor], Rotation]:
-        theta, size = stretched(spec, self.turning), amplitude(spec, self.turning)
-
-        def turn(places: Tensor) -> Rotation:
-            made = rotation(places.double(), theta, scale, self.turning.interleaved, dtype)
-            if size == 1:
-                return made
-            # Features that do not turn keep their size, as in transformers.
-            return dataclasses.replace(made, cos=made.cos * size, sin=made.sin * size)
-
-        return turn
+        return self._kept.counted(name, bounds, room, places.device, make)

@@ -20,7 +20,7 @@ from normattn.layers.attend import regular_positions
 from normattn.layers.cache import KeyValueCache, Room
 from normattn.layers.one_token import Turn, laid_out
 from normattn.score import Score, ScoreSpec
-from normattn.score.fold import key_fold, query_fold
+from normattn.score.fold import key_fold, near_from_far, query_fold
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,8 @@ class OneTokenFar:
         start = max(0, end - self.window)
         if cache.near_end != end - 1 or end - 1 - room.used > start:
             # The cache was filled or cut by other calls: turn the window once.
-            turn = key_fold(
-                self.spec, score.head_dim, torch.arange(start, end), keys.dtype, start
-            ).turn
+            places = torch.arange(start, end)
+            turn = near_from_far(self.spec, score.head_dim, places, keys.dtype, start)
             assert turn is not None
             cache.near = room = Room(2)
             room.append(turn(keys[:, :, start:]))

@@ -7,54 +7,79 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from normattn.score.part import RotaryPosition, rope_frequencies
+from normattn.score.part import RegimePart, RotaryPosition, rope_frequencies
 from normattn.score.positions import Positions
 from normattn.score.rotary import Rotation, last_position, rotation
 from normattn.score.spec import ScoreSpec
 
 
 @dataclass(frozen=True)
-class QueryFold:
-    """What is done to queries: rotations with λ folded in, or λ alone as `scale`.
+class Fold:
+    """What is done to queries or to keys: rotations to their near and their far positions.
 
-    `scale` is (T, 1), (B, 1, T, 1) or a number; None where a rotation holds it. It stays outside
-    where nothing turns and where the normalisation follows the rotation.
+    `far` is None where there is one regime, or nothing to do. λ is folded into the rotations of
+    queries, or stays outside as `scale`, (T, 1), (B, 1, T, 1) or a number: where nothing turns, and
+    where the normalisation follows the rotation.
     """
 
-    near: Rotation | None
-    far: Rotation | None
-    scale: Tensor | float | None
+    near: Rotation | None = None
+    far: Rotation | None = None
+    scale: Tensor | float | None = None
 
-    def rows(self, rows: slice) -> QueryFold:
+    def rows(self, rows: slice) -> Fold:
         """The tables of some of the positions."""
+        near, far = (None if x is None else x.rows(rows) for x in (self.near, self.far))
         scale = self.scale
         if isinstance(scale, Tensor) and scale.shape[-2] > 1:
             scale = scale[..., rows, :]
-        return QueryFold(_rows(self.near, rows), _rows(self.far, rows), scale)
+        return Fold(near, far, scale)
 
 
-@dataclass(frozen=True)
-class KeyFold:
-    """What is done to keys; `turn` takes a key from its far to its near position."""
+@dataclass(frozen=True, eq=False)
+class Turner:
+    """How pairs of features turn with the position.
 
-    near: Rotation | None
-    far: Rotation | None
-    turn: Rotation | None
+    Attributes:
+        theta: θ_m of the pairs (P,), in float64.
+        interleaved: whether features 2m and 2m + 1 are a pair, instead of m and m + P.
+        growth: the logarithm by which each pair grows from position to position (XPos).
+        amplitude: what cos and sin are multiplied with; features that do not turn keep their size.
+    """
 
-    def rows(self, rows: slice) -> KeyFold:
-        """The tables of some of the positions."""
-        return KeyFold(_rows(self.near, rows), _rows(self.far, rows), _rows(self.turn, rows))
+    theta: Float[Tensor, " p"]
+    interleaved: bool
+    growth: Float[Tensor, " p"] | None = None
+    amplitude: float = 1.0
 
+    def at(
+        self, place: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0, sign: int = 1
+    ) -> Rotation:
+        """The rotation to these positions, times `scale`; keys (sign −1) shrink what grows."""
+        growth = None if self.growth is None else self.growth * sign
+        made = rotation(place.double(), self.theta, scale, self.interleaved, dtype, growth)
+        size = self.amplitude
+        return made if size == 1 else replace(made, cos=made.cos * size, sin=made.sin * size)
 
-def _rows(rotation: Rotation | None, rows: slice) -> Rotation | None:
-    return None if rotation is None else rotation.rows(rows)
+    def queries(
+        self, regime: RegimePart | None, place: Tensor, scale: Tensor | float, dtype: torch.dtype
+    ) -> Fold:
+        """To the near and far positions of queries."""
+        at = place.double()
+        far = None if regime is None else regime.far_positions(at, at)[0]
+        return Fold(self.at(at, dtype, scale), None if far is None else self.at(far, dtype, scale))
+
+    def keys(self, regime: RegimePart | None, place: Tensor, dtype: torch.dtype) -> Fold:
+        """To the near and far positions of keys."""
+        at = place.double()
+        far = None if regime is None else regime.far_positions(at, at)[1]
+        near = self.at(at, dtype, sign=-1)
+        return Fold(near, None if far is None else self.at(far, dtype, sign=-1))
 
 
 def query_scale(spec: ScoreSpec, head_dim: int, n: Int[Tensor, "*bn u"]) -> Tensor | float:
@@ -69,23 +94,24 @@ def query_scale(spec: ScoreSpec, head_dim: int, n: Int[Tensor, "*bn u"]) -> Tens
     return logn.factor(n, spec.train_length) * (variant.base(head_dim, spec.train_length) * gain)
 
 
-def query_fold(
-    spec: ScoreSpec, head_dim: int, positions: Positions, dtype: torch.dtype
-) -> QueryFold:
+def query_fold(spec: ScoreSpec, head_dim: int, positions: Positions, dtype: torch.dtype) -> Fold:
     """The queries' tables at these positions."""
     queries, keys = positions.query.shape[-1], positions.key.shape[-1]
     device = positions.query.device
     if not positions.regular or torch.compiler.is_compiling():
         return _query_fold(spec, head_dim, positions.query, positions.n, dtype)
+    name = ("queries", spec, head_dim, dtype)
     if not positions.causal:
-        name = ("queries", spec, head_dim, dtype, device, queries, keys)
-        return _kept(name, lambda: _query_fold(spec, head_dim, positions.query, positions.n, dtype))
+        return _KEPT.made(
+            (*name, device, queries, keys),
+            lambda: _query_fold(spec, head_dim, positions.query, positions.n, dtype),
+        )
+
+    def make(place: Tensor) -> Fold:
+        return _query_fold(spec, head_dim, place, place + 1, dtype)
+
     capacity = _capacity(spec, head_dim, dtype, keys)
-    whole = _kept(
-        ("queries", spec, head_dim, dtype, device, capacity),
-        lambda: _counted_fold(spec, head_dim, torch.arange(capacity, device=device), dtype),
-    )
-    return whole.rows(slice(keys - queries, keys))
+    return _KEPT.counted(name, (keys - queries, keys), capacity, device, make)
 
 
 def key_fold(
@@ -94,72 +120,70 @@ def key_fold(
     places: Int[Tensor, "*bk s"],
     dtype: torch.dtype,
     first: int | None = None,
-) -> KeyFold:
+) -> Fold:
     """The keys' tables at these positions, which count from `first` on where it is given."""
+
+    def make(places: Tensor) -> Fold:
+        turner = _turner(spec, head_dim)
+        return Fold() if turner is None else turner.keys(spec.regime, places, dtype)
+
+    return _of_keys("keys", spec, head_dim, places, dtype, first, make)
+
+
+def near_from_far(
+    spec: ScoreSpec,
+    head_dim: int,
+    places: Int[Tensor, "*bk s"],
+    dtype: torch.dtype,
+    first: int | None = None,
+) -> Rotation | None:
+    """What takes keys from their far to their near positions, which are as for `key_fold`."""
+
+    def make(places: Tensor) -> Fold:
+        turner = _turner(spec, head_dim)
+        if turner is None or spec.regime is None:
+            return Fold()
+        at = places.double()
+        return Fold(turner.at(at - spec.regime.far_positions(at, at)[1], dtype, sign=-1))
+
+    return _of_keys("near from far", spec, head_dim, places, dtype, first, make).near
+
+
+def _of_keys(
+    what: str,
+    spec: ScoreSpec,
+    head_dim: int,
+    places: Tensor,
+    dtype: torch.dtype,
+    first: int | None,
+    make: Callable[[Tensor], Fold],
+) -> Fold:
     if first is None or torch.compiler.is_compiling():
-        return _key_fold(spec, head_dim, places, dtype)
-    device, last = places.device, first + places.shape[-1]
+        return make(places)
+    last = first + places.shape[-1]
     capacity = _capacity(spec, head_dim, dtype, last)
-    whole = _kept(
-        ("keys", spec, head_dim, dtype, device, capacity),
-        lambda: _key_fold(spec, head_dim, torch.arange(capacity, device=device), dtype),
-    )
-    return whole.rows(slice(first, last))
-
-
-def _counted_fold(spec: ScoreSpec, head_dim: int, place: Tensor, dtype: torch.dtype) -> QueryFold:
-    """Causal, at positions 0, 1, …."""
-    return _query_fold(spec, head_dim, place, place + 1, dtype)
+    name = (what, spec, head_dim, dtype)
+    return _KEPT.counted(name, (first, last), capacity, places.device, make)
 
 
 def _query_fold(
     spec: ScoreSpec, head_dim: int, place: Tensor, n: Tensor, dtype: torch.dtype
-) -> QueryFold:
-    scale = query_scale(spec, head_dim, n)
-    alone: Tensor | float | None = None
-    if not spec.position.rotary or spec.order is not None:
-        alone, scale = _beside(scale), 1.0
-    turn = _turner(spec, head_dim, dtype)
-    if turn is None:
-        return QueryFold(None, None, alone)
-    far = None
-    if spec.regime is not None:
-        far = turn(spec.regime.far_positions(place.double(), place.double())[0], scale, 1)
-    return QueryFold(turn(place, scale, 1), far, alone)
+) -> Fold:
+    scale, turner = query_scale(spec, head_dim, n), _turner(spec, head_dim)
+    if turner is None:
+        return Fold(scale=beside(scale))
+    if spec.order is None:
+        return turner.queries(spec.regime, place, scale, dtype)
+    return replace(turner.queries(spec.regime, place, 1.0, dtype), scale=beside(scale))
 
 
-def _key_fold(spec: ScoreSpec, head_dim: int, place: Tensor, dtype: torch.dtype) -> KeyFold:
-    turn = _turner(spec, head_dim, dtype)
-    if turn is None:
-        return KeyFold(None, None, None)
-    if spec.regime is None:
-        return KeyFold(turn(place, 1.0, -1), None, None)
-    at = place.double()
-    far = spec.regime.far_positions(at, at)[1]
-    return KeyFold(turn(place, 1.0, -1), turn(far, 1.0, -1), turn(at - far, 1.0, -1))
-
-
-@dataclass(frozen=True)
-class _Turner:
-    """The rotation at positions, as a function of them, a scale and the sign of growth."""
-
-    theta: Tensor
-    growth: Tensor | None
-    interleaved: bool
-    dtype: torch.dtype
-
-    def __call__(self, place: Tensor, scale: Tensor | float, sign: int) -> Rotation:
-        signed = None if self.growth is None else self.growth * sign
-        return rotation(place.double(), self.theta, scale, self.interleaved, self.dtype, signed)
-
-
-def _turner(spec: ScoreSpec, head_dim: int, dtype: torch.dtype) -> _Turner | None:
-    """How things turn; None where nothing does."""
+def _turner(spec: ScoreSpec, head_dim: int) -> Turner | None:
+    """How things turn; None where nothing does. The gain is in λ."""
     position = spec.position
     if not isinstance(position, RotaryPosition):
         return None
-    theta, growth = frequencies(spec, head_dim), position.log_growth(head_dim)
-    return _Turner(theta, growth, position.layout == "interleaved", dtype)
+    interleaved = position.layout == "interleaved"
+    return Turner(frequencies(spec, head_dim), interleaved, position.log_growth(head_dim))
 
 
 def frequencies(spec: ScoreSpec, head_dim: int) -> Float[Tensor, " p"]:
@@ -174,7 +198,7 @@ def frequencies(spec: ScoreSpec, head_dim: int) -> Float[Tensor, " p"]:
     return position.turning(theta)
 
 
-def _beside(scale: Tensor | float) -> Tensor | float:
+def beside(scale: Tensor | float) -> Tensor | float:
     """λ as a factor of (B, H, T, D)."""
     if not isinstance(scale, Tensor):
         return scale
@@ -193,22 +217,38 @@ def _capacity(spec: ScoreSpec, head_dim: int, dtype: torch.dtype, positions: int
     return room if growth is None else max(positions, min(room, last_position(growth, dtype) + 1))
 
 
-F = TypeVar("F")
-_KEPT: OrderedDict[tuple[object, ...], object] = OrderedDict()
-_KEPT_AT_MOST = 32
+class Kept(OrderedDict[tuple[object, ...], Fold]):
+    """The last `most` tables that were made, each under a name that holds all that decides it."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def made(self, name: tuple[object, ...], make: Callable[[], Fold]) -> Fold:
+        """What `make` made under this name."""
+        if name not in self:
+            # Ordinary tensors even when first asked for in inference mode: training reuses them.
+            with torch.inference_mode(False):
+                self[name] = make()
+            while len(self) > self.most:
+                self.popitem(last=False)
+        self.move_to_end(name)
+        return self[name]
+
+    def counted(
+        self,
+        name: tuple[object, ...],
+        bounds: tuple[int, int],
+        room: int,
+        device: torch.device,
+        make: Callable[[Tensor], Fold],
+    ) -> Fold:
+        """What `make` makes of positions within `bounds`, from a table of 0 … room − 1."""
+        whole = self.made((*name, device, room), lambda: make(torch.arange(room, device=device)))
+        return whole.rows(slice(*bounds))
 
 
-def _kept(name: tuple[object, ...], make: Callable[[], F]) -> F:
-    """What `make` made under this name, which holds everything that decides it."""
-    if name not in _KEPT:
-        # Ordinary tensors even when first asked for in inference mode: training reuses them.
-        with torch.inference_mode(False):
-            _KEPT[name] = make()
-        while len(_KEPT) > _KEPT_AT_MOST:
-            _KEPT.popitem(last=False)
-    _KEPT.move_to_end(name)
-    found: F = _KEPT[name]  # type: ignore[assignment]
-    return found
+_KEPT = Kept(32)
 
 
 def scaled(q: Float[Tensor, "b h t d"], scale: Tensor | float) -> Float[Tensor, "b h t d"]:

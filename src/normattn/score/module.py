@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.plain import transformed
-from normattn.score.fold import QueryFold, key_fold, query_fold, scaled
+from normattn.score.fold import key_fold, near_from_far, query_fold, scaled
 from normattn.score.normalisation import refuse_future
 from normattn.score.part import RotaryPosition
 from normattn.score.positions import Positions
@@ -181,10 +181,9 @@ class Score(nn.Module):
             return self._prepared(spec, q_near, stored, None, positions)
         start = _first_near(q.shape[2], stored.shape[2], spec.regime.window)
         near = positions.key[..., start:]
-        fold = key_fold(
-            spec, self.head_dim, near, stored.dtype, start if positions.regular else None
-        )
-        k = _turned(stored[:, :, start:], fold.turn, after)
+        first = start if positions.regular else None
+        turn = near_from_far(spec, self.head_dim, near, stored.dtype, first)
+        k = _turned(stored[:, :, start:], turn, after)
         far = FarPair(q_far, stored if after is None else after(stored), spec.regime.window)
         return replace(self._prepared(spec, q_near, k, far, positions), near_start=start)
 
@@ -212,7 +211,7 @@ class Score(nn.Module):
         self, spec: ScoreSpec, q: Tensor, positions: Positions, padding: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Queries of the near and the far regime, λ and what is learned folded in."""
-        fold: QueryFold = query_fold(spec, self.head_dim, positions, q.dtype)
+        fold = query_fold(spec, self.head_dim, positions, q.dtype)
         norm = partial(self._normed_queries, padding=padding, n=positions.n)
         q, after = (norm(q), None) if spec.order is None else (q, norm)
         near = _scaled(_turned(q, fold.near, after), fold.scale)
