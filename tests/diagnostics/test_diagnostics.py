@@ -41,6 +41,7 @@ NAMES = (
     "Baseline-SoftCap(cap=2)",
     "Baseline-Sink",
     "Baseline-SlidingWindow(window=5)",
+    "KNA-Chunked(size=6)",
 )
 
 
@@ -69,7 +70,7 @@ def ids_of(rows: int, length: int) -> Tensor:
 
 def brute_weights(seen: Seen, batch: int, head: int) -> list[list[float]]:
     """α by the definition, one pair at a time."""
-    p = seen.prepared
+    p = seen.problem
     q, k = p.q[batch, head], p.k[batch, head // (p.q.shape[1] // p.k.shape[1])]
     rows = []
     for i in range(q.shape[0]):
@@ -78,7 +79,14 @@ def brute_weights(seen: Seen, batch: int, head: int) -> list[list[float]]:
             s = (q[i] @ k[j]).item()
             s = p.cap * math.tanh(s / p.cap) if p.cap is not None else s
             s += p.bias[head, i - j].item() if p.bias is not None else 0.0
-            hidden = p.window is not None and i - j >= p.window and j >= p.kept
+            hidden = (
+                p.visibility.window is not None
+                and i - j >= p.visibility.window
+                and j >= p.visibility.kept
+            )
+            own, others = p.visibility.query_documents, p.visibility.key_documents
+            if own is not None and others is not None:  # chunks
+                hidden = hidden or bool(own[batch, i] != others[batch, j])
             scores.append(-math.inf if hidden else s)
         sink = math.exp(p.sink[head].item()) if p.sink is not None else 0.0
         total = sum(math.exp(s) for s in scores) + sink
@@ -107,14 +115,15 @@ def test_cosines(score: str) -> None:
     length = 70
     for seen in look(model_of(score), ids_of(2, length)):
         found = count_cosines(seen)
-        p = seen.prepared
+        p = seen.problem
         for batch, head in ((0, 1), (1, 2)):
             q, k = p.q[batch, head], p.k[batch, head // 2]
             values = [
                 float(torch.nn.functional.cosine_similarity(q[i], k[j], dim=0))
                 for i in range(length)
                 for j in range(i + 1)
-                if p.window is None or i - j < p.window
+                if p.visibility.window is None or i - j < p.visibility.window
+                if "Chunked" not in score or i // 6 == j // 6
             ]
             counts = np.histogram(values, bins=np.linspace(-1, 1, BINS + 1))[0]
             difference = np.abs(found.counts[batch, head].numpy() - counts)
@@ -167,6 +176,8 @@ def test_what_cannot_be_looked_at_is_refused() -> None:
     model = model_of("Baseline")
     with model.using("ReRoPE"), pytest.raises(InputError, match="switch the method off"):
         look(model, ids_of(1, 20))
+    with pytest.raises(InputError, match="has a forgetting gate"):
+        look(model_of("KNA-FoX"), ids_of(1, 8))
     seen = look(model, ids_of(1, 8))[0]
     with pytest.raises(InputError, match="a horizon must lie in 1 … 8"):
         received_attention(seen, 9)
@@ -200,7 +211,7 @@ def test_a_record_is_the_sum_of_its_texts(score: str) -> None:
             total = 0.0
             for row in (0, 2):  # the texts of document b
                 seen = look(model, one(row)[:, :16])[layer]
-                norms = seen.prepared.k[0, head // 2].norm(dim=-1)[:9]
+                norms = seen.problem.k[0, head // 2].norm(dim=-1)[:9]
                 received = received_attention(seen, 8)[0, head]
                 total += float(rank_correlation(norms, received)) if score != "KNA" else 0.0
             correlation = of("correlation", 16, "b", layer, head)

@@ -87,17 +87,20 @@ def test_a_carry_is_told() -> None:
 
 
 def test_a_moving_spectrum_is_told() -> None:
+    """The kernel is that of a block's rows, not of all rows at once."""
     assert "blocks of 16" in str(explain("KNA-DynamicNTK@16", (1, 4, 64, 8)))
+    whole, blocks = (explain(name, (1, 4, 2048, 64)) for name in ("KNA", "KNA-DynamicNTK@512"))
+    assert (whole.kernel, blocks.kernel) == ("fused", "chunked")
 
 
 @pytest.mark.parametrize(
     ("spec", "arguments", "said"),
     [
-        ("KNA-HWFA(window=4)@16", {}, "score in each layer"),
+        ("KNA-HWFA(window=4)@16", {}, "differs from layer to layer"),
         ("KNA-ReRoPE(window=4)", {"causal": False}, "causal attention only"),
-        ("QKInstanceNorm", {}, "not causal"),
+        ("QKInstanceNorm", {}, "leaks the future"),
         ("KNA", {"device": "mps"}, "CPU or a CUDA device"),
-        ("KNA", {"k_shape": (1, 4, 5, 8)}, "give positions"),
+        ("KNA", {"k_shape": (1, 4, 5, 8)}, "needs q_positions"),
         ("KNA", {"k_shape": (1, 3, 9, 8)}, "multiple of the key heads"),
         ("KNA-SoftCap", {"backend": "fused"}, "no cap"),
     ],

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from normattn import Score, attention
+from normattn.kernels import Visibility
 from normattn.layers import attend
 from normattn.score import fold
 
@@ -131,10 +132,11 @@ def test_another_device_has_tables_of_its_own() -> None:
     _forget()
     q, k, v = tensors((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4), dtype=torch.float32)
     expected = attention(q, k, v, "KNA-logn@8")
-    shapes = [x.detach().to("meta") for x in (q, k)]
+    shapes = [x.detach().to("meta") for x in (q, k, v)]
     _forget()
     at = attend.regular_positions(6, 6, torch.device("meta"))
-    assert Score("KNA-logn@8", 2, 4)(shapes[0], shapes[1], at).q.device.type == "meta"
+    seen = Visibility(True, at.query, at.key, aligned=True)
+    assert Score("KNA-logn@8", 2, 4)(*shapes, at, seen).q.device.type == "meta"
     assert fold._KEPT
     assert torch.equal(attention(q, k, v, "KNA-logn@8"), expected)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from normattn.bench.case import Work
 from normattn.kernels import Problem, Visibility, attend, choose
-from normattn.layers.attend import attention, posed, regular_positions
+from normattn.layers.attend import attention, regular_positions
 from normattn.runs.timing import Step
 from normattn.score import Score, ScoreSpec
 
@@ -109,7 +109,7 @@ class Scored(OfCausal):
         at = regular_positions(self.call.length, self.call.length, q.device)
         seen = Visibility(True, at.query, at.key, at.regular)
         with torch.set_grad_enabled(self.call.backward):
-            return choose(posed(self._score()(q, k, at), v, seen, 0.0)).name
+            return choose(self._score()(q, k, v, at, seen)).name
 
     def _score(self) -> Score:
         spec = ScoreSpec.parse(self.spec)

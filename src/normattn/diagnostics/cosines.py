@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import polars as pl
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from normattn.diagnostics.sums import by_head
 from normattn.diagnostics.watching import Seen
-from normattn.kernels import Problem, Visibility
+from normattn.kernels import Problem
 from normattn.kernels.cosines import BINS, CosineCounts, cosine_counts
 
 EDGES = torch.linspace(-1, 1, BINS + 1, dtype=torch.float64).tolist()
@@ -25,11 +26,8 @@ def count_cosines(seen: Seen) -> CosineCounts:
     Rotated and normalised as the score has them, so that the length of the text matters; counted
     in float64, as `kernels.cosines` says.
     """
-    prepared, at = seen.prepared, seen.positions
-    window, kept = prepared.window, prepared.kept
-    visible = Visibility(True, at.query, at.key, at.regular, window=window, kept=kept)
-    q, k = prepared.q.double(), prepared.k.double()
-    found = cosine_counts(Problem(q, k, k, visible))
+    p = seen.problem
+    found = cosine_counts(replace(p, q=p.q.double(), k=p.k.double()))
     return CosineCounts(found.counts[:, :, 0], found.least[:, :, 0], found.most[:, :, 0])
 
 

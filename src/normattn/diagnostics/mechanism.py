@@ -108,7 +108,7 @@ class _Counts:
     def _norms(self, part: slice, seen: Seen) -> None:
         received = received_attention(seen, max(1, self.texts.train_length // 2))
         kept = received.shape[-1]
-        norms = _key_norms(seen.prepared.k, self.heads)[..., :kept]
+        norms = _key_norms(seen.problem.k, self.heads)[..., :kept]
         spread = norms.std(-1, correction=0) / norms.mean(-1)
         varied = spread > _SAME
         correlation = rank_correlation(norms, received)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -11,7 +9,6 @@ from torch import Tensor
 from normattn.diagnostics.alpha import alpha
 from normattn.diagnostics.watching import Seen
 from normattn.errors import InputError
-from normattn.kernels import Problem, Visibility
 
 _ROWS = 64
 
@@ -25,37 +22,17 @@ def received_attention(seen: Seen, horizon: int) -> Float[Tensor, "b h kept"]:
     of query rows: no (T, S) matrix is kept. Shapes: (B, H, S − horizon + 1). Raises `InputError`
     for a horizon that is not in 1 … S.
     """
-    keys = seen.prepared.k.shape[2]
+    keys = seen.problem.k.shape[2]
     if not 1 <= horizon <= keys:
         raise InputError(f"a horizon must lie in 1 … {keys}, the number of keys, got {horizon}")
     kept = keys - horizon + 1
-    batch, heads = seen.prepared.q.shape[:2]
-    total = torch.zeros(batch, heads, kept, dtype=torch.float64, device=seen.prepared.q.device)
+    batch, heads = seen.problem.q.shape[:2]
+    total = torch.zeros(batch, heads, kept, dtype=torch.float64, device=seen.problem.q.device)
     for first in range(0, keys, _ROWS):
-        rows = slice(first, min(first + _ROWS, keys))
-        query = torch.arange(rows.start, rows.stop, device=total.device)
+        query = torch.arange(first, min(first + _ROWS, keys), device=total.device)
         key = torch.arange(kept, device=total.device)
         behind = query[:, None] - key
         counted = (behind >= 0) & (behind < horizon)
-        share = weights(seen, rows)[..., :kept].double() * (query[:, None] + 1)
+        share = alpha(seen.problem, query)[..., :kept].double() * (query[:, None] + 1)
         total += (share * counted).sum(-2)
     return total / horizon
-
-
-def weights(seen: Seen, rows: slice) -> Float[Tensor, "b h t s"]:
-    """The attention weights α of some query rows, by the kernels' own definition."""
-    prepared, at = seen.prepared, seen.positions
-    visible = Visibility(True, at.query[..., rows], at.key, False)
-    if prepared.window is not None:
-        visible = replace(visible, window=prepared.window, kept=prepared.kept)
-    return alpha(
-        Problem(
-            prepared.q[:, :, rows],
-            prepared.k,
-            prepared.k,
-            visible,
-            bias=prepared.bias,
-            sink=prepared.sink,
-            cap=prepared.cap,
-        )
-    )

@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.score import Positions, Prepared, Score
+from normattn.kernels import Problem
+from normattn.score import Score
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,7 @@ class Seen:
 
     layer: int
     key: Float[Tensor, "b g s d"]
-    prepared: Prepared
-    positions: Positions
+    problem: Problem
 
 
 @contextmanager
@@ -47,15 +47,17 @@ def watching(model: nn.Module, see: Callable[[Seen], None]) -> Iterator[None]:
 def _hook(
     layer: int, see: Callable[[Seen], None]
 ) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-    def hook(module: nn.Module, given: tuple[Any, ...], prepared: Any) -> None:
+    def hook(module: nn.Module, given: tuple[Any, ...], problem: Any) -> None:
         assert isinstance(module, Score)
-        assert isinstance(prepared, Prepared)
+        assert isinstance(problem, Problem)
         spec = module.spec
-        if prepared.far is not None or spec.moves or spec.documents is not None:
+        if problem.two_regimes or spec.moves or spec.documents is not None:
             raise InputError(
                 f"{spec.name} scores a pair by more than one prepared query and key; switch the "
                 "method off to look at the score"
             )
-        see(Seen(layer, given[1], prepared, given[2]))
+        if spec.forgets:
+            raise InputError(f"{spec.name} has a forgetting gate, which joins the score later")
+        see(Seen(layer, given[1], problem))
 
     return hook

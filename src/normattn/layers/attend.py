@@ -5,7 +5,7 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -14,14 +14,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels import Problem, Visibility
+from normattn.kernels import Problem, Visibility, attend
 from normattn.kernels.observe import announce, confine
 from normattn.kernels.problem import check_dense, check_shapes
-from normattn.layers.carry import Carry, joined, refuse_carry
+from normattn.layers.carry import Carry, refuse_carry
 from normattn.layers.forgetting import check_forget, forgetting, log_gates, summed
 from normattn.layers.output_gate import check_gate, gated
 from normattn.plain import plain_operations
-from normattn.score import Positions, Prepared, Score, ScoreSpec
+from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import numbered
 from normattn.score.spec import as_spec
 
@@ -92,57 +92,76 @@ def attention(
     if forget is not None:
         sums = summed(log_gates(forget, k.shape[1], k.dtype), q.shape[1])
     given = (key_padding, q_positions, k_positions, documents)
+    positions, seen = standing(module.spec, q, k, causal, attn_mask, *given)
+    announce(module, q, k, query_padding, key_padding, positions.query, positions.key)
+
+    def compute(problem: Problem) -> Tensor:
+        return joined(carry, problem, backend)
+
+    # The definition is made of operations that every derivative goes through.
+    with plain_operations(backend == "reference"):
+        out = by_problems(
+            *(module, q, k, v, positions, seen, compute, query_padding, dropout_p, sums)
+        )
+        return gated(module.spec, out, gate)
+
+
+def standing(
+    spec: ScoreSpec,
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    causal: bool,
+    mask: Tensor | None = None,
+    key_padding: Bool[Tensor, "b s"] | None = None,
+    q_positions: Int[Tensor, "*bq t"] | None = None,
+    k_positions: Int[Tensor, "*bk s"] | None = None,
+    documents: Int[Tensor, "b s"] | None = None,
+) -> tuple[Positions, Visibility]:
+    """Where queries and keys stand, and who sees whom; the arguments are those of `attention`."""
+    given = (key_padding, q_positions, k_positions, documents)
     if causal and all(each is None for each in given):
         positions = regular_positions(q.shape[2], k.shape[2], q.device)
     else:
         positions = Positions.of(q.shape[2], k.shape[2], causal, q.device, *given)
-    seen = Visibility(
-        causal, positions.query, positions.key, positions.regular, key_padding, attn_mask
-    )
+    seen = Visibility(causal, positions.query, positions.key, positions.regular, key_padding, mask)
     if documents is not None:
         own = documents[:, documents.shape[1] - q.shape[2] :]
         seen = replace(seen, query_documents=own, key_documents=documents)
-    if module.spec.chunk is not None:
-        seen = in_chunks(seen, module.spec.chunk, q.shape[0])
+    if spec.chunk is not None:
+        seen = in_chunks(seen, spec.chunk, q.shape[0])
+    return positions, seen
 
-    announce(module, q, k, query_padding, key_padding, positions.query, positions.key)
+
+def by_problems(
+    score: Score,
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s e"],
+    positions: Positions,
+    seen: Visibility,
+    compute: Callable[[Problem], Tensor],
+    query_padding: Bool[Tensor, "b t"] | None = None,
+    dropout: float = 0.0,
+    forgotten: Float[Tensor, "b h s"] | None = None,
+) -> Float[Tensor, "b h t e"]:
+    """What `compute` makes of the problem that the score poses, or of those of its blocks.
+
+    `forgotten` are the summed gates of a score with `FoX`.
+    """
 
     def part(rows: slice, keys: int, block: int) -> Tensor:
-        at, visible = positions.part(rows, keys), seen.part(rows, keys)
-        padding = None if key_padding is None else key_padding[:, :keys]
         own = None if query_padding is None else query_padding[:, rows]
-        prepared = module(q[:, :, rows], k[:, :, :keys], at, padding, own, block)
-        if sums is not None:
-            last = sums[:, :, sums.shape[2] - q.shape[2] :]
-            prepared = forgetting(prepared, last[:, :, rows], sums[:, :, :keys])
-        return joined(carry, posed(prepared, v[:, :, :keys], visible, dropout_p), backend)
+        here = positions.part(rows, keys), seen.part(rows, keys)
+        tensors = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]
+        problem = score(*tensors, *here, own, block, dropout)
+        return compute(forgetting(problem, forgotten, rows, q.shape[2]))
 
-    # The definition is made of operations that every derivative goes through.
-    with plain_operations(backend == "reference"):
-        return gated(module.spec, in_blocks(module.spec, positions, part), gate)
+    return in_blocks(score.spec, positions, part)
 
 
-def posed(
-    prepared: Prepared, v: Float[Tensor, "b g s e"], seen: Visibility, dropout: float
-) -> Problem:
-    """The problem that a kernel gets."""
-    far = prepared.far
-    if prepared.window is not None:
-        seen = replace(seen, window=prepared.window, kept=prepared.kept)
-    return Problem(
-        prepared.q,
-        prepared.k,
-        v,
-        seen,
-        None if far is None else far.q,
-        None if far is None else far.k,
-        None if far is None else far.window,
-        dropout,
-        prepared.bias,
-        prepared.sink,
-        prepared.cap,
-        prepared.near_start,
-    )
+def joined(carry: Carry | None, problem: Problem, backend: str) -> Float[Tensor, "b h t e"]:
+    """softmax(score) · v, with the layers below where there is a carry."""
+    return attend(problem, backend) if carry is None else carry.attend(problem, backend)
 
 
 def in_chunks(seen: Visibility, size: int, batch: int) -> Visibility:
@@ -172,29 +191,45 @@ def in_blocks(
             "compiler does not know: run it uncompiled, or take a spectrum that does not move"
         )
     assert spec.train_length is not None
-    block = positions.query // spec.train_length
-    first, last = int(block.min()), int(block.max())
-    if first == last:
-        return part(slice(0, queries), keys, first)
     pieces: list[Tensor] = []
     out: Tensor | None = None
-    for number in range(first, last + 1):
-        mine = block == number
-        rows = mine.reshape(-1, queries).any(0).nonzero()[:, 0]
-        if rows.numel() == 0:
-            continue
-        span = slice(int(rows[0]), int(rows[-1]) + 1)
-        upto = keys - queries + span.stop if positions.ordered else keys
-        confine(span, mine[..., span] if mine.dim() == 2 or not positions.ordered else None)
-        found = part(span, upto, number)
-        if mine.dim() == 1 and positions.ordered:
+    for number, span, own in _blocks(positions, spec.train_length):
+        confine(span, own)
+        found = part(span, keys - queries + span.stop if positions.ordered else keys, number)
+        if own is None:
             pieces.append(found)
             continue
-        own = mine[..., span].reshape(-1, 1, found.shape[2], 1)
         whole = found.new_zeros(*found.shape[:2], queries, found.shape[3])
-        whole[:, :, span] = torch.where(own, found, 0.0)
+        mine = own.reshape(-1, 1, found.shape[2], 1)
+        whole[:, :, span] = torch.where(mine, found, 0.0)
         out = whole if out is None else out + whole
-    return torch.cat(pieces, 2) if out is None else out
+    if out is not None:
+        return out
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
+
+
+def _blocks(positions: Positions, length: int) -> Iterator[tuple[int, slice, Tensor | None]]:
+    """Each block, the rows among which its own are, and which these are; None for all of them."""
+    queries, keys = positions.query.shape[-1], positions.key.shape[-1]
+    if positions.regular and queries <= keys:
+        # Known without a look at the numbers.
+        first = queries - keys
+        for number in range(-first // length, (keys - 1) // length + 1):
+            start = first + number * length
+            yield number, slice(max(0, start), min(queries, start + length)), None
+        return
+    block = positions.query // length
+    lowest, highest = int(block.min()), int(block.max())
+    if lowest == highest:
+        yield lowest, slice(0, queries), None
+        return
+    for number in range(lowest, highest + 1):
+        mine = block == number
+        rows = mine.reshape(-1, queries).any(0).nonzero()[:, 0]
+        if rows.numel():
+            span = slice(int(rows[0]), int(rows[-1]) + 1)
+            alone = mine.dim() == 1 and positions.ordered
+            yield number, span, None if alone else mine[..., span]
 
 
 def regular_positions(queries: int, keys: int, device: torch.device) -> Positions:

@@ -17,9 +17,9 @@ from normattn.kernels import Visibility
 from normattn.kernels.infinities import without_infinities
 from normattn.kernels.observe import announce, observer
 from normattn.kernels.problem import check_shapes
-from normattn.layers.attend import in_blocks, in_chunks, posed, regular_positions
+from normattn.layers.attend import in_blocks, in_chunks, joined, regular_positions
 from normattn.layers.cache import KeyValueCache, Room
-from normattn.layers.carry import Carry, joined, refuse_carry
+from normattn.layers.carry import Carry, refuse_carry
 from normattn.layers.forgetting import check_forget, forgetting, log_gates, summed
 from normattn.layers.one_token import OneToken, foldable, made, serves
 from normattn.layers.one_token_far import OneTokenFar, made_far
@@ -107,12 +107,9 @@ def attention_cached(
         turned = None
         if score.spec.moves:
             turned = _turned(score, cache, keys, at, block, upto, live)
-        prepared = score.recall(q[:, :, rows], keys[:, :, :upto], place, block, turned)
-        if sums is not None:
-            last = sums[:, :, sums.shape[2] - q.shape[2] :]
-            prepared = forgetting(prepared, last[:, :, rows], sums[:, :, :upto])
-        problem = posed(prepared, values[:, :, :upto], seen.part(rows, upto), 0.0)
-        return joined(carry, problem, backend)
+        tensors = q[:, :, rows], keys[:, :, :upto], values[:, :, :upto]
+        problem = score.recall(*tensors, place, seen.part(rows, upto), block=block, turned=turned)
+        return joined(carry, forgetting(problem, sums, rows, q.shape[2]), backend)
 
     out = in_blocks(score.spec, at, part)
     for block in set(cache.turned) - live:

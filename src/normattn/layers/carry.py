@@ -5,6 +5,7 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D score size, E 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -27,7 +28,19 @@ class Carry(Protocol):
         ...
 
 
-class ScoreCarry:
+class JoiningCarry(ABC):
+    """A carry that makes one problem of the next layer's and of what is below, for any kernel."""
+
+    @abstractmethod
+    def join(self, problem: Problem) -> Problem:
+        """The problem of the next layer, whose score joins what is carried."""
+
+    def attend(self, problem: Problem, backend: str = "auto") -> Float[Tensor, "b h t e"]:
+        """softmax(score) · v of the next layer."""
+        return attend(self.join(problem), backend)
+
+
+class ScoreCarry(JoiningCarry):
     """RealFormer: the sum of the scores of all layers so far, or its mean.
 
     The kernel that serves the lowest layer serves them all (`kernels.carry`).
@@ -36,12 +49,12 @@ class ScoreCarry:
     def __init__(self, mean: bool = False, layers: int | None = None) -> None:
         self._scores = CarriedScores(mean, layers)
 
-    def attend(self, problem: Problem, backend: str = "auto") -> Float[Tensor, "b h t e"]:
-        """softmax(Σ_m q_m k_mᵀ) · v."""
-        return attend(replace(problem, carry=self._scores), backend)
+    def join(self, problem: Problem) -> Problem:
+        """s = Σ_m q_m k_mᵀ."""
+        return replace(problem, carry=self._scores)
 
 
-class FeatureCarry:
+class FeatureCarry(JoiningCarry):
     """ResidualQK: Q̃_n = Q_n + Q̃_{n−1} and K̃_n = K_n + K̃_{n−1}, of all keys also beside a cache."""
 
     def __init__(self) -> None:
@@ -49,8 +62,8 @@ class FeatureCarry:
         self._q: Tensor | None = None
         self._k: Tensor | None = None
 
-    def attend(self, problem: Problem, backend: str = "auto") -> Float[Tensor, "b h t e"]:
-        """softmax(Q̃ K̃ᵀ) · v by any kernel."""
+    def join(self, problem: Problem) -> Problem:
+        """s = Q̃ K̃ᵀ, by any kernel."""
         stack = problem.stack
         if self._stack is not None and self._stack != stack:
             raise InputError(
@@ -61,10 +74,10 @@ class FeatureCarry:
         q = problem.q if self._q is None else self._q + problem.q
         k = problem.k if self._k is None else self._k + problem.k
         self._q, self._k = q, k
-        return attend(replace(problem, q=q, k=k), backend)
+        return replace(problem, q=q, k=k)
 
 
-def new_carry(spec: ScoreSpec, layers: int | None = None) -> Carry | None:
+def new_carry(spec: ScoreSpec, layers: int | None = None) -> JoiningCarry | None:
     """An empty carry for a score that takes over from the layers below; None for any other.
 
     One forward pass of a stack of `layers` needs one of its own. Residual scores are held in one
@@ -75,11 +88,6 @@ def new_carry(spec: ScoreSpec, layers: int | None = None) -> Carry | None:
     if spec.carry.carries == "features":
         return FeatureCarry()
     return ScoreCarry(spec.carry.mean, layers)
-
-
-def joined(carry: Carry | None, problem: Problem, backend: str) -> Float[Tensor, "b h t e"]:
-    """softmax(score) · v, with the layers below where there is a carry."""
-    return attend(problem, backend) if carry is None else carry.attend(problem, backend)
 
 
 def refuse_carry(spec: ScoreSpec, carry: Carry | None) -> None:

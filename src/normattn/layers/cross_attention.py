@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.kernels import Visibility
 from normattn.kernels.observe import announce
-from normattn.layers.attend import posed
+from normattn.layers.attend import joined
 from normattn.layers.attention import checked_head_dim, checked_probability
-from normattn.layers.carry import Carry, joined, refuse_carry
+from normattn.layers.carry import Carry, refuse_carry
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.spec import as_spec
 
@@ -152,10 +152,12 @@ class CrossAttention(nn.Module):
         q = self.q(x).reshape(sources, -1, self.heads, self.head_dim).transpose(1, 2)
         at = self._standing(x, memory, positions)
         announce(self.score, q, memory.raw, query_padding, memory.padding, at.query, at.key)
-        prepared = self.score.recall(q, memory.keys, at, query_padding=query_padding)
         seen = Visibility(False, at.query, at.key, at.regular, memory.padding)
         dropout = self.dropout if self.training else 0.0
-        o = joined(carry, posed(prepared, memory.values, seen, dropout), "auto")
+        problem = self.score.recall(
+            q, memory.keys, memory.values, at, seen, query_padding, dropout=dropout
+        )
+        o = joined(carry, problem, "auto")
         y: Tensor = self.out(o.transpose(1, 2).reshape(rows, x.shape[1], -1))
         return y
 

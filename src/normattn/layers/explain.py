@@ -5,19 +5,22 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels import Problem, Visibility, reasons
-from normattn.kernels.carry import CarriedScores
+from normattn.kernels import Problem, reasons
 from normattn.kernels.memory import working_bytes
 from normattn.kernels.problem import check_shapes
-from normattn.score import ScoreSpec
+from normattn.layers.attend import by_problems, standing
+from normattn.layers.carry import new_carry
+from normattn.layers.forgetting import log_gates, summed
+from normattn.score import Score, ScoreSpec
 from normattn.score.part import Part
 from normattn.score.spec import as_spec
 
@@ -76,28 +79,24 @@ def explain(
     kernel that cannot serve it; and for a layout, which is a score per layer.
     """
     spec = as_spec(spec).resolve()
-    if spec.layout is not None:
-        raise InputError(
-            f"{spec.name} is a different score in each layer: explain spec.layer(i, layers)"
-        )
-    if spec.needs_causal and not causal:
-        raise InputError(f"{spec.name} is defined for causal attention only")
-    if spec.leaks_future and causal:
-        raise InputError(f"{spec.name} normalises across the sequence: it is not causal")
-    problem = _problem(spec, _stand_ins((q_shape, k_shape, v_shape), dtype, device), causal)
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise InputError(f"kernels run on a CPU or a CUDA device, not on {device}")
+    k_shape = q_shape if k_shape is None else k_shape
+    shapes = (q_shape, k_shape, k_shape if v_shape is None else v_shape)
+    problem = _problem(spec, shapes, dtype, device, causal)
     decision = reasons(problem, backend)
     folded, left = _told(spec)
-    q, v = problem.q, problem.v
-    shapes = f"q {tuple(q.shape)}, k {tuple(problem.k.shape)}, v {tuple(v.shape)}"
+    q = problem.q
+    named = ", ".join(f"{name} {tuple(x)}" for name, x in zip("qkv", shapes, strict=True))
     return Explanation(
         str(spec),
-        f"{shapes}, {dtype} on {q.device.type}, {'causal' if causal else 'not causal'}",
+        f"{named}, {dtype} on {q.device.type}, {'causal' if causal else 'not causal'}",
         folded,
         left,
         decision.kernel,
         decision.why,
         decision.refused,
-        q.shape[0] * q.shape[1] * q.shape[2] * v.shape[3] * q.element_size(),
+        math.prod(q_shape[:3]) * shapes[2][3] * q.element_size(),
         working_bytes(decision.kernel, problem),
     )
 
@@ -107,12 +106,14 @@ def _items(lines: Sequence[str]) -> list[str]:
 
 
 class _StandIn(Tensor):
-    """A tensor without storage, which no operation takes; torch's own fakes load its compiler."""
+    """A tensor without numbers that says that it is on a device, which need not be there."""
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Any:
+    def __new__(cls, like: Tensor, device: torch.device | str) -> Any:
         place = torch.device(device)
-        return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=place)
+        return Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=place, requires_grad=like.requires_grad
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -121,61 +122,35 @@ class _StandIn(Tensor):
         raise NotImplementedError(f"{func} needs numbers, and a stand-in has none")
 
 
-def _stand_ins(
-    shapes: tuple[Sequence[int], Sequence[int] | None, Sequence[int] | None],
+def _problem(
+    spec: ScoreSpec,
+    shapes: Sequence[Sequence[int]],
     dtype: torch.dtype,
     device: torch.device | str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Tensors without storage, on a device that need not exist."""
-    if torch.device(device).type not in ("cpu", "cuda"):
-        raise InputError(f"kernels run on a CPU or a CUDA device, not on {device}")
-    q_shape, k_shape, v_shape = shapes
-    k_shape = q_shape if k_shape is None else k_shape
-    v_shape = k_shape if v_shape is None else v_shape
-    q, k, v = (_StandIn(shape, dtype, device) for shape in (q_shape, k_shape, v_shape))
-    check_shapes(q, k, v)
-    return q, k, v
+    causal: bool,
+) -> Problem:
+    """The problem that a kernel would get, the last one where there is one for each block."""
+    # One number each, however large the shape.
+    check_shapes(*(torch.zeros((), dtype=dtype).expand(tuple(shape)) for shape in shapes))
+    with torch.device("meta"):
+        q, k, v = (torch.empty(tuple(shape), dtype=dtype) for shape in shapes)
+        score = Score(spec, q.shape[1], q.shape[3], k.shape[1])
+        documents = sums = None
+        if spec.documents is not None:
+            documents = torch.empty(k.shape[0], k.shape[2], dtype=torch.int64)
+        if spec.forgets:
+            gates = log_gates(torch.empty(k.shape[0], k.shape[2], q.shape[1]), k.shape[1], dtype)
+            sums = summed(gates, q.shape[1])
+    carry, found = new_carry(spec), []
 
+    def note(problem: Problem) -> Tensor:
+        found.append(problem if carry is None else carry.join(problem))
+        return problem.v.new_empty(*problem.q.shape[:3], problem.v.shape[3])
 
-def _problem(spec: ScoreSpec, tensors: tuple[Tensor, Tensor, Tensor], causal: bool) -> Problem:
-    """The problem as a kernel would get it, of stand-ins."""
-    q, k, v = tensors
-    rows, keys, heads = q.shape[2], k.shape[2], q.shape[1]
-    if rows > keys:
-        raise InputError(
-            f"{rows} queries are the last of the keys, but there are only {keys}: give positions"
-        )
-    key = torch.arange(keys)
-    window, kept = spec.visible
-    apart = spec.documents is not None or spec.chunk is not None
-    documents = key.new_zeros(k.shape[0], keys) if apart else None
-    seen = Visibility(
-        *(causal, key[keys - rows :], key, documents is None),
-        window=window,
-        kept=kept,
-        query_documents=None if documents is None else documents[:, keys - rows :],
-        key_documents=documents,
-    )
-    two = spec.regime is not None and spec.regime.window is not None
-    bias = _StandIn((heads, keys), q.dtype, q.device) if spec.bias is not None else None
-    sink = _StandIn((heads,), q.dtype, q.device) if spec.sink is not None else None
-    if bias is not None and spec.bias is not None and spec.bias.learned(heads):
-        bias.requires_grad_()
-    return Problem(
-        *(q, k, v, seen, q if two else None, k if two else None),
-        window=spec.regime.window if two and spec.regime is not None else None,
-        bias=bias,
-        sink=sink,
-        cap=getattr(spec.cap, "cap", None),
-        carry=_carry(spec),
-    )
-
-
-def _carry(spec: ScoreSpec) -> CarriedScores | None:
-    """An empty one where scores are carried; queries and keys are, by any kernel, unseen."""
-    if spec.carry is None or spec.carry.carries == "features":
-        return None
-    return CarriedScores(spec.carry.mean)
+    here = standing(spec, q, k, causal, documents=documents)
+    by_problems(score, q, k, v, *here, note, forgotten=sums)
+    tensors = [None if x is None else _StandIn(x, device) for x in found[-1].tensors]
+    return replace(Problem.of(found[-1].settings, tensors), carry=found[-1].carry)
 
 
 def _told(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.score import Prepared, ScoreSpec
+from normattn.kernels import Problem
+from normattn.score import ScoreSpec
 
 
 def forget_projection(spec: ScoreSpec, dim: int, heads: int) -> nn.Linear | None:
@@ -43,16 +44,24 @@ def summed(gates: Float[Tensor, "b g s f"], heads: int) -> Float[Tensor, "b h s"
 
 
 def forgetting(
-    prepared: Prepared, query: Float[Tensor, "b h t"], key: Float[Tensor, "b h s"]
-) -> Prepared:
-    """The problem with C of queries and keys among their features, in all regimes."""
-    q_more, k_more = _features(prepared.q, prepared.k.shape[1], query, key)
-    q = torch.cat((prepared.q, q_more), -1)
-    k = torch.cat((prepared.k, k_more[:, :, prepared.near_start :]), -1)
-    far = prepared.far
-    if far is not None:
-        far = replace(far, q=torch.cat((far.q, q_more), -1), k=torch.cat((far.k, k_more), -1))
-    return replace(prepared, q=q, k=k, far=far)
+    problem: Problem, sums: Float[Tensor, "b h s"] | None, rows: slice, queries: int
+) -> Problem:
+    """The problem of some of the last `queries` tokens with C among its features, in all regimes.
+
+    `sums` holds C of all tokens; without it the problem is as it was.
+    """
+    if sums is None:
+        return problem
+    query = sums[:, :, sums.shape[2] - queries :][:, :, rows]
+    key = sums[:, :, : problem.v.shape[2]]
+    q_more, k_more = _features(problem.q, problem.k.shape[1], query, key)
+
+    near = k_more[:, :, problem.near_start :]
+    q, k = torch.cat((problem.q, q_more), -1), torch.cat((problem.k, near), -1)
+    if problem.far_q is None or problem.far_k is None:
+        return replace(problem, q=q, k=k)
+    far_q, far_k = torch.cat((problem.far_q, q_more), -1), torch.cat((problem.far_k, k_more), -1)
+    return replace(problem, q=q, k=k, far_q=far_q, far_k=far_k)
 
 
 def check_forget(spec: ScoreSpec, forget: Tensor | None, q: Tensor, k: Tensor) -> None:

@@ -1,12 +1,13 @@
-"""`Score`: a specification with what it learns; turns q and k into plain tensors for a kernel.
+"""`Score`: a specification with what it learns; turns q, k and v into a kernel's problem.
 
-Legend: B batch, H heads, G key heads, T queries, S keys, D head dimension, R distances.
+Legend: B batch, H heads, G key heads, T queries, S keys, D head dimension, E value size, R
+distances.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
+from normattn.kernels import Problem, Visibility
 from normattn.plain import transformed
 from normattn.score.fold import key_fold, near_from_far, query_fold, scaled
 from normattn.score.normalisation import refuse_future
@@ -21,35 +23,6 @@ from normattn.score.part import RotaryPosition
 from normattn.score.positions import Positions
 from normattn.score.rotary import Rotation
 from normattn.score.spec import ScoreSpec, as_spec
-
-
-@dataclass(frozen=True)
-class FarPair:
-    """Queries and keys of the far regime, used where i − j ≥ window."""
-
-    q: Float[Tensor, "b h t d"]
-    k: Float[Tensor, "b hk s d"]
-    window: int
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a kernel needs: s(i, j) = cap·tanh(⟨q_i, k_j⟩/cap) + bias(|i − j|).
-
-    Where i − j ≥ far.window the product is ⟨far.q_i, far.k_j⟩; k then may hold the keys from column
-    `near_start` on only. Keys with i − j ≥ `window` are hidden, but for the first `kept`. `sink` is
-    one more logit per head in the denominator.
-    """
-
-    q: Float[Tensor, "b h t d"]
-    k: Float[Tensor, "b hk near d"]
-    far: FarPair | None = None
-    near_start: int = 0
-    bias: Float[Tensor, "h r"] | None = None
-    sink: Float[Tensor, " h"] | None = None
-    cap: float | None = None
-    window: int | None = None
-    kept: int = 0
 
 
 class Score(nn.Module):
@@ -107,38 +80,42 @@ class Score(nn.Module):
     def forward(
         self,
         q: Float[Tensor, "b h t d"],
-        k: Float[Tensor, "b hk s d"],
+        k: Float[Tensor, "b g s d"],
+        v: Float[Tensor, "b g s e"],
         positions: Positions,
-        key_padding: Bool[Tensor, "b s"] | None = None,
+        seen: Visibility,
         query_padding: Bool[Tensor, "b t"] | None = None,
         block: int = 0,
-    ) -> Prepared:
-        """Fold normalisation, scale and rotation into q and k.
+        dropout: float = 0.0,
+    ) -> Problem:
+        """The problem of these queries, keys and values: everything that folds is in q and k.
 
-        Statistics over tokens leave out the padded ones; without `query_padding` every query is
-        real, also where the keys are padded (cross attention). Where the spectrum moves it is that
-        of query rows block·L … block·L + L − 1.
+        `seen` is who sees whom but for the score's own window. Statistics over tokens leave out
+        the padded ones; without `query_padding` every query is real, also where the keys are padded
+        (cross attention). Where the spectrum moves it is that of query rows block·L …
+        block·L + L − 1.
         """
         spec = self._spec.fixed(block) if self._spec.moves else self._spec
         self._refuse(positions)
         q_near, q_far = self._queries(spec, q, positions, query_padding)
         first = 0 if positions.regular else None
         fold = key_fold(spec, self.head_dim, positions.key, k.dtype, first)
-        norm = partial(self._normed_keys, padding=key_padding)
+        norm = partial(self._normed_keys, padding=seen.padding)
         k = k if spec.order else norm(k)
         after = norm if spec.order else None
-        far = None
-        if q_far is not None and spec.regime is not None and spec.regime.window is not None:
-            far = FarPair(q_far, _turned(k, fold.far, after), spec.regime.window)
-        return self._prepared(spec, q_near, _turned(k, fold.near, after), far, positions)
+        problem = self._problem(q_near, _turned(k, fold.near, after), v, positions, seen, dropout)
+        if q_far is None or spec.regime is None:
+            return problem
+        far_k = _turned(k, fold.far, after)
+        return replace(problem, far_q=q_far, far_k=far_k, window=spec.regime.window)
 
     def store(
         self,
-        k: Float[Tensor, "b hk s d"],
+        k: Float[Tensor, "b g s d"],
         places: Int[Tensor, "*bk s"],
         first: int | None = None,
         padding: Bool[Tensor, "b s"] | None = None,
-    ) -> Float[Tensor, "b hk s stored"]:
+    ) -> Float[Tensor, "b g s stored"]:
         """What a cache keeps of keys at these positions (counted from `first` where it is given).
 
         Normalised and rotated keys; rotated at their far position where there are two regimes, not
@@ -159,12 +136,15 @@ class Score(nn.Module):
     def recall(
         self,
         q: Float[Tensor, "b h t d"],
-        stored: Float[Tensor, "b hk s stored"],
+        stored: Float[Tensor, "b g s stored"],
+        v: Float[Tensor, "b g s e"],
         positions: Positions,
-        block: int = 0,
-        turned: Float[Tensor, "b hk s stored"] | None = None,
+        seen: Visibility,
         query_padding: Bool[Tensor, "b t"] | None = None,
-    ) -> Prepared:
+        block: int = 0,
+        dropout: float = 0.0,
+        turned: Float[Tensor, "b g s stored"] | None = None,
+    ) -> Problem:
         """`forward` for keys that `store` has made; if causal, the queries are the last of them.
 
         `turned` is what `turn` has made of the keys where the spectrum moves, if that is at hand.
@@ -175,25 +155,30 @@ class Score(nn.Module):
         if self._spec.moves:
             whole = 0 if positions.regular else None
             k = self.turn(stored, positions.key, block, whole) if turned is None else turned
-            return self._prepared(spec, q_near, k, None, positions)
-        after = self._normed_keys_alone if spec.order is not None else None
+            return self._problem(q_near, k, v, positions, seen, dropout)
         if q_far is None or spec.regime is None or spec.regime.window is None:
-            return self._prepared(spec, q_near, stored, None, positions)
+            return self._problem(q_near, stored, v, positions, seen, dropout)
+        after = self._normed_keys_alone if spec.order is not None else None
         start = _first_near(q.shape[2], stored.shape[2], spec.regime.window)
         near = positions.key[..., start:]
         first = start if positions.regular else None
         turn = near_from_far(spec, self.head_dim, near, stored.dtype, first)
         k = _turned(stored[:, :, start:], turn, after)
-        far = FarPair(q_far, stored if after is None else after(stored), spec.regime.window)
-        return replace(self._prepared(spec, q_near, k, far, positions), near_start=start)
+        return replace(
+            self._problem(q_near, k, v, positions, seen, dropout),
+            far_q=q_far,
+            far_k=stored if after is None else after(stored),
+            window=spec.regime.window,
+            near_start=start,
+        )
 
     def turn(
         self,
-        stored: Float[Tensor, "b hk s d"],
+        stored: Float[Tensor, "b g s d"],
         places: Int[Tensor, "*bk s"],
         block: int,
         first: int | None = None,
-    ) -> Float[Tensor, "b hk s d"]:
+    ) -> Float[Tensor, "b g s d"]:
         """Keys of `store` as rows of `block` read them, where the spectrum moves."""
         spec = self._spec.fixed(block)
         fold = key_fold(spec, self.head_dim, places, stored.dtype, first)
@@ -242,13 +227,27 @@ class Score(nn.Module):
     def _normed_keys_alone(self, k: Tensor) -> Tensor:
         return self._normed_keys(k, None)
 
-    def _prepared(
-        self, spec: ScoreSpec, q: Tensor, k: Tensor, far: FarPair | None, positions: Positions
-    ) -> Prepared:
-        window, kept = spec.visible
-        cap = None if spec.cap is None else spec.cap.cap
-        bias = None if spec.bias is None else self._bias(q, positions)
-        return Prepared(q, k, far, 0, bias, self.sink, cap, window, kept)
+    def _problem(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Positions,
+        seen: Visibility,
+        dropout: float,
+    ) -> Problem:
+        """What is left to a kernel: the score's window, bias, cap and sink on folded q and k."""
+        window, kept = self._spec.visible
+        return Problem(
+            q,
+            k,
+            v,
+            seen if window is None else replace(seen, window=window, kept=kept),
+            dropout=dropout,
+            bias=None if self._spec.bias is None else self._bias(q, positions),
+            sink=self.sink,
+            cap=None if self._spec.cap is None else self._spec.cap.cap,
+        )
 
     def _bias(self, q: Tensor, positions: Positions) -> Tensor:
         """b(h, r) for every distance r that occurs between these positions."""

@@ -80,8 +80,8 @@ def last_position(log_growth: Float[Tensor, "p"], dtype: torch.dtype) -> int:
 
 
 def _refuse_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -> None:
-    """Growth with the absolute position ends where the dtype does."""
-    if torch.compiler.is_compiling():
+    """Growth with the absolute position ends where the dtype does; unasked where no number is."""
+    if torch.compiler.is_compiling() or exponent.is_meta:
         return
     last = last_position(log_growth, dtype)
     if float(exponent.abs().max()) > (last + 0.5) * float(log_growth.abs().max()):
