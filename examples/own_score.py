@@ -14,7 +14,7 @@ import torch
 
 import normattn
 from normattn.score.normalisation import Normalisation
-from normattn.score.part import Variant
+from normattn.score.folded_parts import Variant
 from normattn.score.registry import register
 
 

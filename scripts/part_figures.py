@@ -17,7 +17,8 @@ from torch import Tensor
 from normattn import Score, ScoreSpec, attention
 from normattn.layers import new_carry
 from normattn.score.combining import example
-from normattn.score.part import LogNPart, Slot, SpectrumPart, rope_frequencies
+from normattn.score.folded_parts import LogNPart, SpectrumPart, rope_frequencies
+from normattn.score.part import Slot
 
 TOKENS, LENGTH, FACTOR, HEADS, HEAD_DIM, LAYERS = 64, 16, 4.0, 4, 32, 4
 # Where positions decide, queries and keys are nearly all alike, so that the pattern can be seen.

@@ -27,7 +27,10 @@ PACKAGES = (
     *("score", "kernels", "layers", "models", "training", "evaluation", "diagnostics", "hf"),
     *("data", "runs", "measure", "report", "sweep"),
 )
-MODULES = ("score.part", "score.registry", "score.normalisation", "layers.explain")
+MODULES = (
+    *("score.part", "score.folded_parts", "score.outer_parts", "score.registry"),
+    *("score.normalisation", "layers.explain"),
+)
 GUIDES = ("studies.md", "realformer.md", "qknorm.md", "rmsnorm.md")
 
 

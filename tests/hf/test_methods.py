@@ -12,7 +12,7 @@ from torch import Tensor
 
 import normattn
 from normattn import ScoreSpec
-from normattn.score.part import rope_frequencies
+from normattn.score.folded_parts import rope_frequencies
 
 from .families import LENGTH, build, logits, model_of, tokens
 from .oracle import llama

@@ -14,7 +14,8 @@ from torch import Tensor
 from normattn import InputError, Score, ScoreSpec, attention
 from normattn.layers.carry import new_carry
 from normattn.score import Positions
-from normattn.score.part import Part, Slot, rope_frequencies
+from normattn.score.folded_parts import rope_frequencies
+from normattn.score.part import Part, Slot
 from normattn.score.registry import parts
 from normattn.score.rotary import rotation
 

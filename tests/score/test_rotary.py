@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved_rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_rotary
 
-from normattn.score.part import rope_frequencies
+from normattn.score.folded_parts import rope_frequencies
 from normattn.score.rotary import rotation
 
 from .cases import tensors

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from normattn import InputError, ScoreSpec, attention
 from normattn.score.fold import query_scale
-from normattn.score.part import rope_frequencies
+from normattn.score.folded_parts import rope_frequencies
 from normattn.score.positions import Positions
 
 from .cases import tensors

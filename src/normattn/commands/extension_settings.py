@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from normattn.errors import InputError
+from normattn.score.folded_parts import SpectrumPart
 from normattn.score.grammar import read
-from normattn.score.part import SpectrumPart
 
 ALL, AS_IS = "all", "as is"
 _SPECTRA = ("PI", "ABF", "NTK", "NTK-mixed", "DynamicNTK", "YaRN")

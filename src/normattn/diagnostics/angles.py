@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 
 from normattn.score import ScoreSpec
-from normattn.score.part import RotaryPosition, rope_frequencies
+from normattn.score.folded_parts import RotaryPosition, rope_frequencies
 
 
 def beyond(train_length: int, distances: int) -> Float[torch.Tensor, " r"]:

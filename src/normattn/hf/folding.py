@@ -18,7 +18,7 @@ from torch import Tensor
 
 from normattn.score import Positions, ScoreSpec
 from normattn.score.fold import Fold, Kept, Turner
-from normattn.score.part import rope_frequencies
+from normattn.score.folded_parts import rope_frequencies
 from normattn.score.parts.pi import PI
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.score.part import SpectrumPart
+from normattn.score.folded_parts import SpectrumPart
 from normattn.score.parts.llama3 import Llama3
 from normattn.score.parts.pi import PI
 

@@ -15,7 +15,7 @@ from normattn.hf.fitting import fitting
 from normattn.hf.folding import Turning
 from normattn.hf.probing import KNOWN, Asked, Heard
 from normattn.hf.tables import Tables, read_tables, spectra_of
-from normattn.score.part import rope_frequencies
+from normattn.score.folded_parts import rope_frequencies
 
 _ABSOLUTE = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}
 _DIVISIBLE = ("linear", "llama3")

@@ -22,7 +22,7 @@ from normattn.layers.attend import regular_positions
 from normattn.layers.cache import KeyValueCache
 from normattn.score import Score, ScoreSpec
 from normattn.score.fold import key_fold, query_scale
-from normattn.score.part import RotaryPosition
+from normattn.score.folded_parts import RotaryPosition
 from normattn.score.rotary import Rotation
 
 

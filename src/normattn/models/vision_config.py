@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from normattn.models.stack_config import MOST_TOKENS, StackConfig
 from normattn.score import ScoreSpec
-from normattn.score.part import RotaryPosition
+from normattn.score.folded_parts import RotaryPosition
 
 Side = Annotated[int, Field(ge=1, le=1 << 16, strict=True)]
 

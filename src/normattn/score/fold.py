@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from normattn.score.part import RegimePart, RotaryPosition, rope_frequencies
+from normattn.score.folded_parts import RegimePart, RotaryPosition, rope_frequencies
 from normattn.score.positions import Positions
 from normattn.score.rotary import Rotation, last_position, rotation
 from normattn.score.spec import ScoreSpec

@@ -18,8 +18,8 @@ from normattn.errors import InputError
 from normattn.kernels import Problem, Visibility
 from normattn.plain import transformed
 from normattn.score.fold import key_fold, near_from_far, query_fold, scaled
+from normattn.score.folded_parts import RotaryPosition
 from normattn.score.normalisation import refuse_future
-from normattn.score.part import RotaryPosition
 from normattn.score.positions import Positions
 from normattn.score.rotary import Rotation
 from normattn.score.spec import ScoreSpec, as_spec

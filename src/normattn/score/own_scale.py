@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from normattn.score.part import Variant
+from normattn.score.folded_parts import Variant
 
 
 @dataclass(frozen=True)

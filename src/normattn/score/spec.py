@@ -18,8 +18,16 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from normattn.errors import InputError
+from normattn.score.folded_parts import (
+    LogNPart,
+    OrderPart,
+    PositionPart,
+    RegimePart,
+    SpectrumPart,
+    Variant,
+)
 from normattn.score.grammar import give, label, make, print_part, read
-from normattn.score.part import (
+from normattn.score.outer_parts import (
     BiasPart,
     CapPart,
     CarryPart,
@@ -28,17 +36,10 @@ from normattn.score.part import (
     ForgetPart,
     GatePart,
     LayoutPart,
-    LogNPart,
-    OrderPart,
-    Part,
-    PositionPart,
-    RegimePart,
     SinkPart,
-    Slot,
-    SpectrumPart,
-    Variant,
     VisiblePart,
 )
+from normattn.score.part import Part, Slot
 from normattn.score.registry import find
 
 

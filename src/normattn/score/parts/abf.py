@@ -9,7 +9,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.score.part import SpectrumPart, rope_frequencies
+from normattn.score.folded_parts import SpectrumPart, rope_frequencies
 from normattn.score.registry import register
 
 

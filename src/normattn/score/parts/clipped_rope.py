@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.score.part import SpectrumPart, rope_frequencies
+from normattn.score.folded_parts import SpectrumPart, rope_frequencies
 from normattn.score.registry import register
 
 

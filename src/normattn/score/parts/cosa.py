@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.score.folded_parts import Variant
 from normattn.score.normalisation import Normalisation
-from normattn.score.part import Variant
 from normattn.score.registry import register
 
 

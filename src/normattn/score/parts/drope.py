@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.score.part import Part, RotaryPosition, Slot, SpectrumPart
+from normattn.score.folded_parts import RotaryPosition, SpectrumPart
+from normattn.score.part import Part, Slot
 from normattn.score.registry import register
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.score.part import SpectrumPart
+from normattn.score.folded_parts import SpectrumPart
 from normattn.score.parts.ntk import NTK
 from normattn.score.registry import register
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from normattn.score.part import ForgetPart, Part, Slot
+from normattn.score.outer_parts import ForgetPart
+from normattn.score.part import Part, Slot
 from normattn.score.registry import register
 
 

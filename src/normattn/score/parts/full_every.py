@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from normattn.errors import InputError
-from normattn.score.part import LayoutPart, Part, RotaryPosition, Slot
+from normattn.score.folded_parts import RotaryPosition
+from normattn.score.outer_parts import LayoutPart
+from normattn.score.part import Part, Slot
 from normattn.score.parts.pi import PI
 from normattn.score.parts.sliding_window import SlidingWindow
 from normattn.score.registry import register

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from normattn.errors import InputError
-from normattn.score.part import LayoutPart, Part, Slot
+from normattn.score.outer_parts import LayoutPart
+from normattn.score.part import Part, Slot
 from normattn.score.parts.logn import LogN
 from normattn.score.parts.nope import NoPE
 from normattn.score.parts.sliding_window import SlidingWindow

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.score.part import BiasPart
+from normattn.score.outer_parts import BiasPart
 from normattn.score.registry import register
 
 _LEAST = 0.01

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from normattn.score.folded_parts import Variant
 from normattn.score.normalisation import Normalisation
-from normattn.score.part import Variant
 from normattn.score.registry import register
 
 

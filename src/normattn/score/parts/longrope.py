@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.score.part import StretchedSpectrum, rope_frequencies
+from normattn.score.folded_parts import StretchedSpectrum, rope_frequencies
 from normattn.score.registry import register
 
 

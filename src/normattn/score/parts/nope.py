@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from normattn.score.part import PositionPart
+from normattn.score.folded_parts import PositionPart
 from normattn.score.registry import register
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from normattn.score.part import LayoutPart, Part, Slot
+from normattn.score.outer_parts import LayoutPart
+from normattn.score.part import Part, Slot
 from normattn.score.parts.hwfa import bias_conflict, without_position
 from normattn.score.registry import register
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from normattn.score.part import DocumentsPart
+from normattn.score.outer_parts import DocumentsPart
 from normattn.score.registry import register
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.score.part import StretchedSpectrum, rope_frequencies
+from normattn.score.folded_parts import StretchedSpectrum, rope_frequencies
 from normattn.score.registry import register
 
 

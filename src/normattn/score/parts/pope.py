@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from normattn.score.part import Part, RotaryPosition, Slot
+from normattn.score.folded_parts import RotaryPosition
+from normattn.score.part import Part, Slot
 from normattn.score.registry import register
 
 

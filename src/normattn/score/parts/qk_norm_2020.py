@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from normattn.score.folded_parts import Variant
 from normattn.score.normalisation import Normalisation
-from normattn.score.part import Variant
 from normattn.score.registry import register
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from normattn.score.part import CarryPart
+from normattn.score.outer_parts import CarryPart
 from normattn.score.registry import register
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from normattn.score.part import OrderPart, Part, RotaryPosition, Slot, Variant
+from normattn.score.folded_parts import OrderPart, RotaryPosition, Variant
+from normattn.score.part import Part, Slot
 from normattn.score.registry import register
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from normattn.score.part import Part, Slot, VisiblePart
+from normattn.score.outer_parts import VisiblePart
+from normattn.score.part import Part, Slot
 from normattn.score.registry import register
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from normattn.score.part import CapPart
+from normattn.score.outer_parts import CapPart
 from normattn.score.registry import register
 
 

@@ -8,7 +8,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.score.part import LogNPart, When
+from normattn.score.folded_parts import LogNPart
+from normattn.score.part import When
 from normattn.score.parts.logn import log_ratio
 from normattn.score.registry import register
 

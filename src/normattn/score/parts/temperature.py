@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.score.part import LogNPart, When
+from normattn.score.folded_parts import LogNPart
+from normattn.score.part import When
 from normattn.score.registry import register
 
 

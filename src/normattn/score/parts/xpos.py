@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.score.part import RotaryPosition
+from normattn.score.folded_parts import RotaryPosition
 from normattn.score.registry import register
 
 

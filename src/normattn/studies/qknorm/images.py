@@ -20,8 +20,9 @@ from normattn.models.accounting import parameter_count
 from normattn.models.pretrained import load_as
 from normattn.models.vision_transformer import VisionTransformer, flops_per_image
 from normattn.score import ScoreSpec
+from normattn.score.folded_parts import RotaryPosition
 from normattn.score.grammar import read
-from normattn.score.part import RotaryPosition, Slot
+from normattn.score.part import Slot
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.measuring import EVALUATIONS, MODEL
 from normattn.sweep.merging import merged

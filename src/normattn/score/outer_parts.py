@@ -1,0 +1,155 @@
+"""The kinds of parts around the product of queries and keys: what is added, bounded, hidden, gated.
+
+Legend: H query heads, R distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.score.folded_parts import SpectrumPart
+from normattn.score.part import Part, Slot, When
+
+
+@dataclass(frozen=True)
+class CarryPart(Part):
+    """What a layer's score takes over from the layers below it: their scores, or their q and k."""
+
+    slot: ClassVar[Slot] = Slot.CARRY
+    when: ClassVar[When] = "trained-in"
+    carries: ClassVar[Literal["scores", "features"]]
+
+    @property
+    def mean(self) -> bool:
+        """Whether what is carried counts as a mean over the layers instead of a sum."""
+        return False
+
+    def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
+        """One product per pair, over the same pairs in every layer."""
+        spectrum, layout = parts.get(Slot.SPECTRUM), parts.get(Slot.LAYOUT)
+        if Slot.REGIME in parts:
+            return (
+                f"{self.name} and {parts[Slot.REGIME].name} cannot be combined: {self.name} "
+                "carries one score per pair up through the layers, not two regimes or a window "
+                "with a start"
+            )
+        if isinstance(spectrum, SpectrumPart) and spectrum.moving:
+            return (
+                f"{self.name} and {spectrum.name} cannot be combined: {spectrum.name} reads rows "
+                f"in blocks with keys of their own, and {self.name} carries those of all rows at "
+                "once"
+            )
+        if isinstance(layout, LayoutPart) and (not layout.uniform or Slot.VISIBLE in parts):
+            return (
+                f"{self.name} and {layout.name} cannot be combined: some layers would see keys "
+                f"that those below do not, whose scores {self.name} then lacks"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class BiasPart(Part):
+    """A bias b(h, |i − j|) of head h, added to the score."""
+
+    slot: ClassVar[Slot] = Slot.BIAS
+    when: ClassVar[When] = "trained-in"
+
+    def learned(self, heads: int) -> dict[str, Float[Tensor, "h"]]:
+        """The initial values of what is learned, by name; empty where nothing is."""
+        return {}
+
+    def project(self, learned: Mapping[str, Tensor]) -> None:
+        """Put learned values back into their range, in place, before a training step uses them."""
+
+    def values(
+        self, distance: Float[Tensor, " r"], heads: int, learned: Mapping[str, Tensor]
+    ) -> Float[Tensor, "h r"]:
+        """b(h, r) for every head and distance."""
+        raise InputError(f"{self.name} defines no values")
+
+
+@dataclass(frozen=True)
+class ForgetPart(Part):
+    """A bias that sums up a gate of every token between the key and the query."""
+
+    slot: ClassVar[Slot] = Slot.BIAS
+    when: ClassVar[When] = "trained-in"
+
+
+@dataclass(frozen=True)
+class CapPart(Part):
+    """A bound on the product: cap·tanh(s/cap)."""
+
+    slot: ClassVar[Slot] = Slot.CAP
+    when: ClassVar[When] = "trained-in"
+    cap: float = 50.0
+
+
+@dataclass(frozen=True)
+class SinkPart(Part):
+    """One more logit per head in the denominator of softmax, learned, starting at 0."""
+
+    slot: ClassVar[Slot] = Slot.SINK
+    when: ClassVar[When] = "trained-in"
+
+
+@dataclass(frozen=True)
+class GatePart(Part):
+    """What a layer multiplies each head's output with: a gate for each feature, or for the head."""
+
+    slot: ClassVar[Slot] = Slot.GATE
+    when: ClassVar[When] = "trained-in"
+    per: Literal["feature", "head"] = "feature"
+
+
+@dataclass(frozen=True)
+class VisiblePart(Part):
+    """A window outside of which keys are hidden, trained in."""
+
+    slot: ClassVar[Slot] = Slot.VISIBLE
+    when: ClassVar[When] = "trained-in"
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class ChunkPart(Part):
+    """Chunks of positions, outside of which keys are hidden, trained in."""
+
+    slot: ClassVar[Slot] = Slot.VISIBLE
+    when: ClassVar[When] = "trained-in"
+    size: int | None = None
+
+
+@dataclass(frozen=True)
+class DocumentsPart(Part):
+    """Keys of other documents are hidden; positions count from the document's first token."""
+
+    slot: ClassVar[Slot] = Slot.DOCUMENTS
+    when: ClassVar[When] = "trained-in"
+    separator: int = 0
+
+
+@dataclass(frozen=True)
+class LayoutPart(Part):
+    """Different scores in different layers of a model.
+
+    `stretchable`: whether post-hoc methods apply; `uniform`: whether all layers see the same keys
+    (beside a window named as well).
+    """
+
+    slot: ClassVar[Slot] = Slot.LAYOUT
+    when: ClassVar[When] = "trained-in"
+    stretchable: ClassVar[bool] = True
+    uniform: ClassVar[bool] = True
+
+    def layer(
+        self, parts: Mapping[Slot, Part], layer: int, layers: int, train_length: int | None
+    ) -> Iterable[Part]:
+        """The parts of layer `layer` (0-based) of `layers`, from those of the whole, less this."""
+        raise InputError(f"{self.name} defines no layers")
