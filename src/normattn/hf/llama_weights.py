@@ -12,6 +12,7 @@ from normattn.hf.llama_spectra import ROPE_TYPES, rope_parameters, spectrum_of
 from normattn.layers.feed_forward import swiglu_hidden
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
+from normattn.models.meta import on_meta
 from normattn.score import ScoreSpec
 
 # Their part of a layer, and ours.
@@ -60,7 +61,7 @@ def from_llama(model: Any) -> CausalLM:
         ours.pop("head.weight", None)
     for layer in range(config.layers):
         ours |= _layer_of(theirs, f"model.layers.{layer}.", f"blocks.{layer}.")
-    with torch.device("meta"):
+    with on_meta():
         made = CausalLM(config)
     made.load_state_dict(ours, assign=True)
     _refuse_other_logits(model, made)
@@ -78,7 +79,7 @@ def to_llama(model: CausalLM) -> Any:
     name, config = _their_config(model.config)
     import transformers
 
-    with torch.device("meta"):
+    with on_meta():
         made = getattr(transformers, f"{name}ForCausalLM")(config)
     ours = model.state_dict()
     theirs = {name: ours[mine].clone() for name, mine in _WHOLE.items() if mine in ours}

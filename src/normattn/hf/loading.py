@@ -18,6 +18,7 @@ import torch
 from normattn.errors import InputError, NormattnError
 from normattn.files import expanded
 from normattn.hf.headers import Header, read_header, refuse_layers
+from normattn.models.meta import on_meta
 from normattn.structured import read_object
 
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -121,7 +122,7 @@ def _compare(source: str, gguf: str | None) -> None:
     if gguf is None:
         refuse_layers(read_object(folder / "config.json"), header, folder / "config.json")
     # On torch's meta device nothing takes memory, not even what a configuration checks itself by.
-    with _explained(gguf or source), torch.device("meta"):
+    with _explained(gguf or source), on_meta():
         config = transformers.AutoConfig.from_pretrained(source, **_options(source, gguf))
         shell = auto.from_config(config, trust_remote_code=False)
         shell.tie_weights()

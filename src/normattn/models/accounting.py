@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from normattn.errors import InputError
 from normattn.layers.feed_forward import swiglu_hidden
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
+from normattn.models.meta import on_meta
 from normattn.models.stack_config import StackConfig
 
 
@@ -33,7 +33,7 @@ def planned_parameters(model: Callable[[Any], nn.Module], config: Hashable) -> i
 
     A sweep asks for the same few configurations again and again: answers are remembered.
     """
-    with torch.device("meta"):
+    with on_meta():
         return parameter_count(model(config))
 
 

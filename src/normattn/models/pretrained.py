@@ -18,6 +18,7 @@ from normattn import atomic
 from normattn.errors import InputError
 from normattn.files import open_file
 from normattn.models.causal_lm import CausalLM
+from normattn.models.meta import on_meta
 from normattn.runs.directory import first_difference
 from normattn.structured import read_json
 
@@ -101,7 +102,7 @@ def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Mod
     tensors = _read_weights(place / WEIGHTS_FILE, description)
     _refuse_layers(description["config"], len(tensors), place / CONFIG_FILE)
     # Made without memory first: sizes without end would otherwise take it before they are refused.
-    with torch.device("meta"):
+    with on_meta():
         config = _read_config(kind, description, place / CONFIG_FILE)
         try:
             shell = kind(config)

@@ -245,10 +245,15 @@ def _causal_rates(cell: CausalCell) -> dict[str, float]:
 
 
 def _per_row(work: Callable[[int], None], rows: int) -> float:
-    """Seconds per row of `work(rows)`; fewer rows are taken where one alone takes long."""
+    """Seconds per row of `work(rows)`; fewer rows are taken where one alone takes long.
+
+    One that takes longer than the measurement may is not done again.
+    """
     started = time.perf_counter()
     work(1)
     one = time.perf_counter() - started
+    if one >= SECONDS:
+        return one
     rows = max(1, min(rows, int(SECONDS / one)))
     work(rows)
     times: list[float] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -46,12 +47,25 @@ def _step_seconds(cell: Cell) -> float:
     with world(config.device) as place:
         task = cell.workload.task(config, cell.prepare(), place.device, config.accumulate)
         stepper = Stepper(task, config, place, lambda: False)
-        steps, started, spent = 0, 0.0, 0.0
-        while steps < 2 or (spent < SECONDS and steps < config.steps):
-            steps += 1
-            stepper.step(steps)
-            # The first step also makes what the others find ready.
-            started = time.perf_counter() if steps == 1 else started
-            spent = time.perf_counter() - started
+        seconds = _per_step(stepper.step, config.steps)
         stepper.close()
-    return spent / (steps - 1) / task.tokens_per_step
+    return seconds / task.tokens_per_step
+
+
+def _per_step(step: Callable[[int], object], most: int) -> float:
+    """Seconds per step of `step(number)`, of at most `most` if that is more than two.
+
+    The first, which also makes what the others find ready, counts only where it alone takes longer
+    than the measurement may.
+    """
+    started = time.perf_counter()
+    step(1)
+    first = time.perf_counter() - started
+    if first >= SECONDS:
+        return first
+    steps, spent, started = 0, 0.0, time.perf_counter()
+    while not steps or (spent < SECONDS and steps + 1 < most):
+        steps += 1
+        step(steps + 1)
+        spent = time.perf_counter() - started
+    return spent / steps
