@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from normattn.data.corpora.reading import read_text
 from normattn.data.tokeniser import SEPARATOR_ID, Tokeniser
 from normattn.errors import InputError
 from normattn.models import Sampling, generate, load_model
@@ -89,7 +90,7 @@ def generate_run(
     """
     sampling = Sampling(temperature, top_k, top_p)
     config, tokeniser = opened(run)
-    texts = [*prompts, *(_text(path) for path in files)]
+    texts = [*prompts, *(read_text(path) for path in files)]
     tokens = _encoded(texts, tokeniser)
     longest = max(len(each) for each in tokens) + max_new_tokens
     spec = _spec(config, method, longest)
@@ -140,15 +141,6 @@ def opened(run: Path) -> tuple[TrainingConfig, Tokeniser]:
             "no tokeniser, and so no text to continue"
         )
     return config, Tokeniser.load(run / "tokeniser.json")
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error.reason}") from error
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _encoded(texts: Sequence[str], tokeniser: Tokeniser) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,11 +98,8 @@ def _configuration(place: Path) -> tuple[Mapping[str, Any], str | None]:
     file = place / "config.json"
     if not file.is_file():
         return {}, None
-    try:
-        stored = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from None
-    if not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
+    stored = read_object(file)
+    if not isinstance(stored.get("config"), dict):
         raise InputError(f"{file} is damaged: expected a kind and a config")
     return stored["config"], str(stored.get("kind"))
 

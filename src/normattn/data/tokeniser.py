@@ -16,6 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from normattn import atomic
 from normattn.errors import InputError
+from normattn.files import read_bytes
+from normattn.structured import MOST_BYTES
 
 SEPARATOR = "<|doc|>"
 SEPARATOR_ID = 0
@@ -90,9 +92,9 @@ class Tokeniser:
     def load(cls, path: Path) -> Tokeniser:
         """Read what `save` wrote; `InputError` when it is missing or damaged."""
         try:
-            return cls(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise InputError(f"tokeniser {path} does not exist") from error
+            return cls(read_bytes(path, MOST_BYTES).decode())
+        except InputError as error:
+            raise InputError(f"tokeniser {error}") from error
         except Exception as error:  # tokenizers raises bare Exception for anything it dislikes
             raise InputError(f"tokeniser {path} is damaged: {error}") from error
 

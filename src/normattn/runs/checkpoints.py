@@ -22,6 +22,7 @@ from torch import Tensor
 
 from normattn.atomic import replace_directory
 from normattn.errors import InputError
+from normattn.files import open_file
 from normattn.structured import read_object
 
 KEPT = 2
@@ -125,11 +126,10 @@ def _read(folder: Path) -> Checkpoint:
     if expected != _digest(described) or not same:
         raise InputError(f"checkpoint {folder} is damaged: meta.json does not match its checksum")
     try:
-        content = (folder / "tensors.safetensors").read_bytes()
-    except OSError as error:
-        raise InputError(
-            f"checkpoint {folder} is damaged: tensors.safetensors: {error.strerror}"
-        ) from error
+        with open_file(folder / "tensors.safetensors") as file:
+            content = file.read()
+    except InputError as error:
+        raise InputError(f"checkpoint {folder} is damaged: {error}") from error
     if hashlib.sha256(content).hexdigest() != described["sha256"]:
         raise InputError(
             f"checkpoint {folder} is damaged: tensors.safetensors does not match its checksum"

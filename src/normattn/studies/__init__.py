@@ -72,7 +72,10 @@ def _of_file(path: Path) -> Study:
     assert made is not None
     assert made.loader is not None
     module = importlib.util.module_from_spec(made)
-    made.loader.exec_module(module)
+    try:
+        made.loader.exec_module(module)
+    except SyntaxError as error:
+        raise InputError(f"{path} is no Python: line {error.lineno}: {error.msg}") from error
     found = getattr(module, "STUDY", None)
     if not isinstance(found, Study):
         raise InputError(f"{path} says no STUDY = Study(…)")

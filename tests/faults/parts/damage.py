@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from faults.campaign import Campaign, Count
-from faults.commands import Setting, judged_files, make_setting, work_of
+from faults.commands import Setting, judged_files, make_setting
 from faults.limits import limited
 from faults.processes import Ended, race
+from faults.readings import READINGS, Reading, Work
 
 Damage = Callable[[Path, random.Random], object]
 
@@ -61,127 +63,53 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Command lines that read a folder, each of whose files is damaged in turn.
-
-    `make` fills the folder, `lines` are the commands on it, with their output in a second one.
-    `judged` are files of the output, or of the folder itself (`inside`), that must have the same
-    bits. With none, what people write themselves is read: another text is another input, and a
-    command that does its work keeps the promise as well.
-    """
-
-    name: str
-    make: Callable[[Setting, Path], object]
-    lines: Callable[[Setting, Path, Path], list[list[object]]]
-    judged: tuple[str, ...] = ()
-    inside: bool = False
-    foreign: bool = False
-
-
-MODEL = ("metrics.jsonl", "model/*", "tokeniser.json")
-
-
-def _train(setting: Setting, out: Path) -> list[object]:
-    return ["train", "--preset", setting.preset, "--score", "KNA", "--out", out]
-
-
-def _of_run(setting: Setting, run: Path, out: Path) -> list[list[object]]:
-    return [
-        ["report", run, "--out", out / "report"],
-        ["generate", run, "--prompt", "word1", "--max-new-tokens", "4"],
-        ["evaluate", run, "--multiples", "1,2", "--max-windows", "2"],
-        ["inspect", run, "--out", out / "inspected"],
-        ["export", run, out / "exported"],
-    ]
-
-
-def _extend(model: object, text: object, out: Path) -> list[object]:
-    asked = ["--lengths", "16,32", "--methods", "PI", "--windows", "1", "--no-passkey"]
-    return ["extend", model, "--text", text, *asked, "--out", out]
-
-
-def _stopped(setting: Setting, place: Path) -> None:
-    """A run whose end is not on record: it goes on from its last checkpoint."""
-    shutil.copytree(setting.run, place)
-    (place / "status.json").unlink()
-
-
-def _with_records(setting: Setting, place: Path) -> None:
-    (end,) = race([work_of([str(each) for each in _extend(setting.model, setting.text, place)])])
-    if end.code:
-        raise RuntimeError(end.shown)
-
-
-def _alone(file: Callable[[Setting], Path]) -> Callable[[Setting, Path], object]:
-    """A folder with one file."""
-
-    def make(setting: Setting, place: Path) -> None:
-        place.mkdir(parents=True)
-        shutil.copy(file(setting), place / file(setting).name)
-
-    return make
-
-
-READINGS = (
-    Reading("run", lambda s, place: shutil.copytree(s.run, place), _of_run,
-            ("report/table.*", "exported/**/*")),
-    Reading("stopped run", _stopped, lambda s, run, out: [_train(s, run)], MODEL, inside=True),
-    Reading("token cache", lambda s, place: shutil.copytree(s.folder / "cache", place),
-            lambda s, cache, out: [_train(s, out / "run")],
-            tuple(f"run/{name}" for name in MODEL)),
-    Reading("preset", _alone(lambda s: s.preset),
-            lambda s, place, out: [["train", "--preset", place / s.preset.name, "--out", out]]),
-    Reading("settings", _alone(lambda s: s.run / "config.json"),
-            lambda s, place, out: [["train", place / "config.json", "--out", out]]),
-    Reading("corpus", lambda s, place: shutil.copytree(s.folder / "corpus", place),
-            lambda s, place, out: [[*_train(s, out), "--corpus", place]]),
-    Reading("foreign model", lambda s, place: shutil.copytree(s.model, place),
-            lambda s, place, out: [_extend(place, s.text, out)], foreign=True),
-    Reading("text", _alone(lambda s: s.text),
-            lambda s, place, out: [_extend(s.model, place / s.text.name, out)], foreign=True),
-    Reading("records of extend", _with_records,
-            lambda s, place, out: [_extend(s.model, s.text, place),
-                                   ["report", place, "--out", out]], foreign=True),
-)  # fmt: skip
-
-
 WHATEVER_SIZE = ("folder", "missing")
+WRITTEN = {".png", ".html", ".md", ".csv", ".lock"}
+"""Figures, pages and locks: no command reads them."""
 
 
 def run(campaign: Campaign) -> Iterator[Count]:
-    """Every reading, every file, every damage; in the tests a few drawn from them."""
+    """Every reading, every file, every damage, in an order drawn; in the tests a few of them."""
     setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
     kept = Count("a damaged file is refused by name with exit 2, or the result has the same bits")
     typed = Count("a damaged file that people write is refused by name with exit 2, or is read")
     executed = Count("nothing in a damaged file is executed")
     source = campaign.random
-    readings = [each for each in READINGS if campaign.full or not each.foreign]
-    trials = [_Trial(setting, each, campaign.folder, campaign.full) for each in readings]
-    cases = [(trial, file, kind) for trial in trials for file in trial.files() for kind in DAMAGES]
-    for trial, file, kind in cases if campaign.full else source.sample(cases, 8):
+    readings = list(READINGS)
+    if not campaign.full:
+        readings = source.sample([each for each in readings if not each.foreign], 3)
+    trials = [_Trial(setting, each, campaign.folder) for each in readings]
+    cases = [(trial, *case) for trial in trials for case in trial.cases()]
+    source.shuffle(cases)
+    for trial, file, kind, number in cases if campaign.full else cases[:8]:
         if not campaign.has_time:
             break
-        reading, expected = trial.reading, trial.undamaged
-        found = trial.of(file, kind, source)
-        count = kept if reading.judged else typed
-        for number, (end, files) in enumerate(found):
-            same = end.code == 0 and (not reading.judged or files == expected[number][1])
-            named = file.name in end.said or trial.base.name in end.said
-            refused = end.code == 2 and end.orderly and named
-            count.check(same or refused, f"{reading.name}: {file} {kind}, {number}: {end.shown}")
-        executed.check(not trial.executed(), f"{reading.name}: {file} {kind}")
+        end, files = trial.of(number, file, kind, source)
+        where = f"{trial.reading.name}: {file} {kind}, {number}"
+        judged = trial.reading.judged
+        same = end.code == 0 and (not judged or files == trial.undamaged[number].files)
+        named = file.name in end.said or trial.base.name in end.said
+        refused = end.code == 2 and end.orderly and named
+        (kept if judged else typed).check(same or refused, f"{where}: {end.shown}")
+        executed.check(not trial.executed(), where)
     yield from (kept, typed, executed)
 
 
 @dataclass(frozen=True)
+class _Undamaged:
+    """What a work leaves on the folder as it is, and which of its files it opens."""
+
+    files: dict[str, str]
+    opened: frozenset[str]
+
+
+@dataclass(frozen=True)
 class _Trial:
-    """The commands of a reading on a copy of its folder, always at the same place."""
+    """The works of a reading on a copy of its folder, always at the same place."""
 
     setting: Setting
     reading: Reading
     folder: Path
-    every: bool
 
     @cached_property
     def base(self) -> Path:
@@ -191,51 +119,99 @@ class _Trial:
         self.reading.make(self.setting, place)
         return place
 
+    @property
+    def scratch(self) -> Path:
+        """Holds the copy and the output."""
+        return self.folder / "damaged"
+
+    @property
+    def works(self) -> list[Work]:
+        """On the copy."""
+        place = self.scratch / self.base.name
+        return self.reading.works(self.setting, place, self.scratch / "out")
+
     @cached_property
-    def undamaged(self) -> list[tuple[Ended, dict[str, str]]]:
-        """What the commands do on the folder as it is; `RuntimeError` where they fail."""
-        found = self.of(None, "", random.Random(0))
-        for end, _ in found:
+    def undamaged(self) -> list[_Undamaged]:
+        """What the works do on the folder as it is; `RuntimeError` where they fail."""
+        found = []
+        for number in range(len(self.works)):
+            note = self.folder / "opened"
+            end, files = self.of(number, None, "", random.Random(0), note)
             if end.code:
-                raise RuntimeError(f"{self.reading.name} as it is {end.shown}")
+                raise RuntimeError(f"{self.reading.name} as it is, {number}: {end.shown}")
+            found.append(_Undamaged(files, frozenset(json.loads(note.read_text()))))
         return found
 
-    def files(self) -> list[Path]:
-        """The files that commands read: no figures, no pages, and no locks."""
+    def cases(self) -> Iterator[tuple[Path, str, int]]:
+        """Every file with every damage and the number of every work that opens the file.
+
+        What no work opens, or only a library that Python does not see, is put before every one.
+        """
         found = sorted(x.relative_to(self.base) for x in self.base.rglob("*") if x.is_file())
-        written = {".png", ".html", ".md", ".csv", ".lock"}
-        return [path for path in found if path.suffix not in written and path.name != ".lock"]
+        read = [
+            path
+            for path in found
+            if (path.suffix not in WRITTEN or self.reading.at_most < 1000) and path.name != ".lock"
+        ]
+        for file in read[: self.reading.at_most]:
+            by = [n for n, each in enumerate(self.undamaged) if str(file) in each.opened]
+            for number in by or range(len(self.undamaged)):
+                for kind in DAMAGES:
+                    yield file, kind, number
 
     def of(
-        self, file: Path | None, kind: str, source: random.Random
-    ) -> list[tuple[Ended, dict[str, str]]]:
-        """How each command ends, and the files it is judged by; each on a fresh copy."""
-        scratch = self.folder / "damaged"
-        place, out = scratch / self.base.name, scratch / "out"
-        lines = self.reading.lines(self.setting, place, out)
-        found = []
-        for line in lines if self.every else lines[:1]:
-            shutil.rmtree(scratch, ignore_errors=True)
-            shutil.copytree(self.base, place)
-            if file is not None and ((place / file).stat().st_size or kind in WHATEVER_SIZE):
-                DAMAGES[kind](place / file, source)
-            work = self._in_scratch(work_of([str(word) for word in line]), place)
-            (end,) = race([limited(work)])
-            judged = judged_files(place if self.reading.inside else out, self.reading.judged)
-            found.append((end, judged))
-        return found
+        self,
+        number: int,
+        file: Path | None,
+        kind: str,
+        source: random.Random,
+        note: Path | None = None,
+    ) -> tuple[Ended, dict[str, str]]:
+        """How a work ends on a fresh copy, and the files it is judged by.
+
+        `note` is told which of the folder's files it opens.
+        """
+        place = self.scratch / self.base.name
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        shutil.copytree(self.base, place)
+        if file is not None and ((place / file).stat().st_size or kind in WHATEVER_SIZE):
+            DAMAGES[kind](place / file, source)
+        work = self.works[number]
+        if note is not None:
+            work = _noting_files(work, place, note)
+        (end,) = race([limited(_inside(work, self.scratch))])
+        return end, judged_files(self.scratch, self.reading.judged)
 
     def executed(self) -> bool:
         """Whether the payload of a pickle did what it wants."""
-        return bool(list((self.folder / "damaged").rglob("executed")))
+        return bool(list(self.scratch.rglob("executed")))
 
-    def _in_scratch(self, work: Callable[[], int], place: Path) -> Callable[[], int]:
-        """The payload makes a folder in the current directory, which is then below the scratch."""
 
-        def inside() -> int:
-            os.chdir(place.parent)
-            if self.reading.name == "token cache":
-                os.environ["NORMATTN_CACHE"] = str(place)
-            return work()
+def _inside(work: Work, folder: Path) -> Work:
+    """The payload makes a folder in the current directory, which is then below the scratch."""
 
-        return inside
+    def inside() -> int:
+        os.chdir(folder)
+        return work()
+
+    return inside
+
+
+def _noting_files(work: Work, place: Path, note: Path) -> Work:
+    """Every file below `place` that Python opens, by its place there."""
+
+    def noted() -> int:
+        opened: set[str] = set()
+
+        def see(event: str, arguments: tuple[Any, ...]) -> None:
+            if event == "open" and isinstance(arguments[0], str | os.PathLike):
+                path = Path(os.path.realpath(arguments[0]))
+                if path.is_relative_to(place):
+                    opened.add(str(path.relative_to(place)))
+
+        sys.addaudithook(see)
+        code = work()
+        note.write_text(json.dumps(sorted(opened)))
+        return code
+
+    return noted

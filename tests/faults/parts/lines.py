@@ -60,6 +60,9 @@ def _line(source: random.Random, setting: Setting) -> list[str]:
         line += ["--out", str(setting.folder / "report")]
     if name in ("train", "reproduce keynorm", "reproduce window"):
         line.append("--plan")
+    if name.startswith("reproduce"):
+        # Too small to be measured by children first, which would take seconds for every line.
+        line += ["--preset", str(setting.preset)]
     options = OPTIONS[name].split()
     for option in source.sample(options, min(len(options), source.randint(1, 3))):
         line += [option, source.choice(VALUES)]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
+from normattn.data.corpora.reading import open_bytes
 from normattn.data.images.source import RawImages, RawPart, part_of
 from normattn.data.splits import SplitName
 from normattn.errors import InputError
+from normattn.files import open_file
 
 # The names that Keras's, MedMNIST's and plain files give their arrays.
 _ARRAYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
@@ -46,11 +49,8 @@ def read_npz(path: Path) -> dict[str, RawPart]:
 
     A file may also have a validation part, as x_val or val_images.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file.items())
-    except (OSError, ValueError, EOFError) as error:
-        raise InputError(f"{path} cannot be read as .npz: {error}") from error
+    with _opened(path, ".npz") as raw, np.load(raw, allow_pickle=False) as file:
+        arrays = dict(file.items())
     parts = {}
     for name, pairs in _ARRAYS:
         for pixels, labels in pairs:
@@ -83,11 +83,8 @@ def _idx_file(folder: Path, stem: str) -> Path | None:
 
 def _idx(path: Path) -> np.ndarray:
     """One IDX file of bytes: two zeros, the type 8, the number of axes, their sizes, the data."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read()
-    except (OSError, EOFError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
+    with open_bytes(path) as file:
+        content = file.read()
     axes = content[3] if len(content) > 3 else 0
     start = 4 + 4 * axes
     if content[:3] != b"\0\0\x08" or len(content) < start:
@@ -101,7 +98,7 @@ def _idx(path: Path) -> np.ndarray:
 def read_classes(folder: Path) -> RawImages:
     """FOLDER/CLASS/NAME.png: classes in the order of their names; all images of one size."""
     # Pillow comes with matplotlib.
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     paths = sorted(each for each in folder.glob("*/*") if each.suffix.lower() in _SUFFIXES)
     if not paths:
@@ -109,12 +106,9 @@ def read_classes(folder: Path) -> RawImages:
     class_names = tuple(sorted({path.parent.name for path in paths}))
     images = []
     for path in paths:
-        try:
-            with Image.open(path) as image:
-                grey = image.mode in ("1", "L", "I;16", "LA")
-                images.append(np.asarray(image.convert("L" if grey else "RGB")))
-        except (OSError, UnidentifiedImageError) as error:
-            raise InputError(f"{path} cannot be read as an image: {error}") from error
+        with _opened(path, "an image") as file, Image.open(file) as image:
+            grey = image.mode in ("1", "L", "I;16", "LA")
+            images.append(np.asarray(image.convert("L" if grey else "RGB")))
         if images[-1].shape != images[0].shape:
             raise InputError(
                 f"{path} is {images[-1].shape}, but {paths[0]} is {images[0].shape}; all images "
@@ -124,6 +118,16 @@ def read_classes(folder: Path) -> RawImages:
     part = part_of(np.stack(images), labels, str(folder))
     names = tuple(path.relative_to(folder).as_posix() for path in paths)
     return RawImages({"all": RawPart(part.pixels, part.labels, names)}, class_names)
+
+
+@contextmanager
+def _opened(path: Path, kind: str) -> Iterator[BinaryIO]:
+    """The file for a library that raises whatever it likes where it is damaged."""
+    with open_file(path) as file:
+        try:
+            yield file
+        except Exception as error:
+            raise InputError(f"{path} cannot be read as {kind}: {error}") from error
 
 
 def _numbered(parts: Mapping[str, RawPart], where: str) -> RawImages:

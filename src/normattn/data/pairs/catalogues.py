@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gettext
 import hashlib
-import io
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,6 +16,7 @@ from normattn.data.pairs.cleaning import cleaned, is_sentence_pair
 from normattn.data.pairs.source import PAIRS, Languages, Pair, PairSource
 from normattn.data.sources import take_options
 from normattn.errors import InputError
+from normattn.files import open_file
 
 PACKAGES = ("mercurial", "gramps")
 """What is read by default: two packages that need next to nothing else, of different subjects."""
@@ -92,17 +93,14 @@ class Catalogues(PairSource):
 
 def _messages(path: Path) -> Iterator[tuple[str, str]]:
     """Messages and translations; of a plural its first form, and nothing of the header."""
-    translations = gettext.GNUTranslations(io.BytesIO(_bytes(path)))
+    with open_file(path) as file:
+        try:
+            translations = gettext.GNUTranslations(file)
+        except (LookupError, OSError, ValueError, struct.error) as error:
+            raise InputError(f"{path} is no catalogue of messages: {error}") from error
     # gettext has no public way to list a catalogue: this is the table that it looks words up in.
     catalogue: Mapping[Any, str] = vars(translations)["_catalog"]
     for key, translation in catalogue.items():
         message, form = key if isinstance(key, tuple) else (key, 0)
         if message and form == 0:
             yield message, translation
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error

@@ -14,7 +14,7 @@ from normattn.data.relations.documents import RELATIONS, RelationCorpus, Relatio
 from normattn.data.relations.reading import read_relations
 from normattn.data.splits import SPLITS, SplitName
 from normattn.errors import InputError
-from normattn.files import expanded
+from normattn.files import expanded, open_file
 from normattn.structured import parse_json
 
 STEMS: Mapping[SplitName, tuple[str, ...]] = {
@@ -84,7 +84,9 @@ class RelationFolder(RelationSource):
         listed = self.folder / LABELS_FILE
         paths = [_file(self.folder, name) for name in SPLITS]
         for path in [*paths, *([listed] if listed.exists() else [])]:
-            digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+            with open_file(path) as file:
+                content = hashlib.file_digest(file, "sha256")
+            digest.update(f"{path.name}\0".encode() + content.digest())
         return digest.hexdigest()
 
 

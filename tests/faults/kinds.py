@@ -1,0 +1,131 @@
+"""Trainings that are no language model's: their corpora in every form, as small as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOOP: dict[str, Any] = {"steps": 3, "device": "cpu", "schedule": {"warmup_steps": 1}}
+MODEL: dict[str, Any] = {"dim": 8, "layers": 1, "heads": 2}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of training: `train` a few steps on a corpus into a run directory.
+
+    `corpora` name what it reads, `exported` and `cached` say whether its runs can be exported and
+    whether what it reads is kept.
+    """
+
+    name: str
+    train: Callable[[Path, Path], object]
+    corpora: tuple[str, ...]
+    exported: bool = False
+    cached: bool = True
+
+
+def _translate(corpus: Path, out: Path) -> None:
+    from normattn.training.translation import TranslationConfig, train_translation
+
+    data = {"corpus": str(corpus), "vocab_size": 280}
+    fields = {**LOOP, "batch_tokens": 1300, "model": MODEL, "data": data}
+    train_translation(TranslationConfig.parse(fields, "a fault"), out, show_progress=False)
+
+
+def _classify(corpus: Path, out: Path) -> None:
+    from normattn.training.classification import ClassificationConfig, train_classifier
+
+    data = {"corpus": str(corpus), "vocab_size": 120, "max_tokens": 16}
+    fields = {**LOOP, "batch_size": 4, "model": {**MODEL, "labels": 3}, "data": data}
+    train_classifier(ClassificationConfig.parse(fields, "a fault"), out, show_progress=False)
+
+
+def _see(corpus: Path, out: Path) -> None:
+    from normattn.training.vision import VisionTrainingConfig, train_vision
+
+    fields = {**LOOP, "batch_size": 4, "model": {**MODEL, "patch": 4},
+              "data": {"source": str(corpus)}}  # fmt: skip
+    train_vision(VisionTrainingConfig.parse(fields, "a fault"), out, show_progress=False)
+
+
+def _pairs_in_lines(folder: Path) -> Path:
+    from data.pairs_helpers import multi_layout
+
+    return folder if folder.exists() else multi_layout(folder)
+
+
+def _pairs_in_json(folder: Path) -> Path:
+    from data.pairs_helpers import sentences
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps({"en": a, "de": b}) + "\n" for a, b in sentences(120))
+    (folder / "pairs.jsonl").write_text("".join(lines))
+    return folder
+
+
+def _relations(folder: Path) -> Path:
+    from data.relation_files import write_relations
+
+    if not folder.exists():
+        write_relations(folder, count=12)
+        numbers = {"born": 0, "lived": 1, "unseen": 2}
+        listed = [{str(number): name for name, number in numbers.items()}, numbers]
+        (folder / "rel2id.json").write_text(json.dumps(listed))
+    return folder
+
+
+def _pixels() -> tuple[Any, Any]:
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    return generator.integers(0, 256, (40, 8, 8), dtype=np.uint8), np.arange(40) % 4
+
+
+def _images_in_npz(folder: Path) -> Path:
+    import numpy as np
+
+    images, labels = _pixels()
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(folder / "some.npz", images=images, labels=labels)
+    return folder / "some.npz"
+
+
+def _images_in_idx(folder: Path) -> Path:
+    import gzip
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for array, name in zip(_pixels(), ("images-idx3", "labels-idx1"), strict=True):
+        sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+        content = b"\0\0\x08" + bytes([array.ndim]) + sizes + array.astype("u1").tobytes()
+        (folder / f"train-{name}-ubyte.gz").write_bytes(gzip.compress(content))
+    return folder
+
+
+def _images_in_folders(folder: Path) -> Path:
+    from PIL import Image
+
+    for number, (image, label) in enumerate(zip(*_pixels(), strict=True)):
+        (folder / f"class{label}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"class{label}" / f"{number:02}.png")
+    return folder
+
+
+CORPORA: Mapping[str, Callable[[Path], Path]] = {
+    "pairs in lines": _pairs_in_lines,
+    "pairs in JSON lines": _pairs_in_json,
+    "relations": _relations,
+    "images in .npz": _images_in_npz,
+    "images in IDX files": _images_in_idx,
+    "images in folders": _images_in_folders,
+}
+"""By name: what fills a folder and returns what is to be asked for."""
+
+KINDS = (
+    Kind("translation", _translate, ("pairs in lines", "pairs in JSON lines")),
+    Kind("classifier", _classify, ("relations",), exported=True),
+    Kind("vision", _see, ("images in .npz", "images in IDX files", "images in folders"),
+         cached=False),
+)  # fmt: skip
