@@ -123,10 +123,12 @@ def _documents(name: str) -> Callable[[Setting, Path], object]:
 
 
 def _gguf(setting: Setting, place: Path) -> None:
+    from tokenizers.pre_tokenizers import ByteLevel
+
     from hf.test_gguf import _write
 
     place.mkdir(parents=True)
-    _write(place / "tiny.gguf", [chr(0x100 + n) for n in range(300)])
+    _write(place / "tiny.gguf", sorted(ByteLevel.alphabet()))
 
 
 def _cached(work: Work, cache: Path) -> Work:

@@ -19,7 +19,7 @@ def on_meta() -> Iterator[None]:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Normal numbers are not drawn: for these torch would load its compiler, which takes seconds."""
+    """Normal numbers are not drawn: torch would load its compiler for them, which takes seconds."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
