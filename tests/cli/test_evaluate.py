@@ -35,7 +35,7 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
     for expected in ("KNA-ReRoPE", "by_position", "multi-key", "128"):
         assert expected in said.out
     first = records(run)
-    assert len(first) == 2 * (1 + 3 * 2)
+    assert len(first) == 2 * (1 + len(TASKS) * 2)
     again = command(*arguments, "--lengths", "64,128", "--methods", "as is,ReRoPE")
     assert again.out == said.out
     assert records(run) == first
