@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 
 import normattn
-from normattn.score.normalisation import Normalisation
 from normattn.score.folded_parts import Variant
+from normattn.score.normalisation import Normalisation
 from normattn.score.registry import register
 
 

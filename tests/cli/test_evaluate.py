@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 from cli.conftest import Command
+from normattn.data.retrieval_facts import TASKS
 from normattn.score import ScoreSpec
 from normattn.sweep.selections import left_out, post_hoc_methods
 
@@ -34,7 +35,7 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
     for expected in ("KNA-ReRoPE", "by_position", "multi-key", "128"):
         assert expected in said.out
     first = records(run)
-    assert len(first) == 2 * (1 + 3 * 2)
+    assert len(first) == 2 * (1 + len(TASKS) * 2)
     again = command(*arguments, "--lengths", "64,128", "--methods", "as is,ReRoPE")
     assert again.out == said.out
     assert records(run) == first
@@ -42,7 +43,7 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
     wider = command(*arguments, "--lengths", "64,96,128", "--methods", "as is,ReRoPE")
     assert wider.code == 0, wider.err
     assert first.items() <= records(run).items()
-    assert len(records(run)) == 2 * (1 + 3 * 3)
+    assert len(records(run)) == 2 * (1 + len(TASKS) * 3)
 
     out = tmp_path / "report"
     assert command("report", run, "--out", out).code == 0
@@ -54,7 +55,7 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
             lines = list(csv.DictReader(file))
         assert [line["row"] for line in lines] == ["KNA", "KNA-ReRoPE"], name
     for line in lines:
-        for task in ("passkey", "multi_key", "variable_tracking"):
+        for task in TASKS:
             for name in (
                 f"{task}_{what}_{n}" for what in ("exact", "token") for n in (64, 96, 128)
             ):
@@ -66,10 +67,9 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
         protocol="retrieval", statistic="exact"
     )
     cells = asked.select("method", "factor.task", "length", "bin").unique()
-    assert cells.height == 2 * 3 * 3 * 5
+    assert cells.height == 2 * len(TASKS) * 3 * 5
     names = {path.name for path in (out / "figures").iterdir()}
-    tasks = ("passkey", "multi_key", "variable_tracking")
-    assert names >= {"reading_by_position_KNA.png", *(f"retrieval_{task}.png" for task in tasks)}
+    assert names >= {"reading_by_position_KNA.png", *(f"retrieval_{task}.png" for task in TASKS)}
 
 
 def test_every_method(command: Command, run: Path) -> None:

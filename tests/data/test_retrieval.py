@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from normattn.data import CopyTask, RetrievalSet, TokenData, retrieval_set, train_tokeniser
-from normattn.data.retrieval import DEPTHS, KEYS, TASKS
+from normattn.data.retrieval import DEPTHS
+from normattn.data.retrieval_facts import KEYS, TASKS
 from normattn.data.splits import SPLITS
 from normattn.data.token_data import TokenSplit
 from normattn.errors import InputError
@@ -194,3 +195,43 @@ def test_a_vocabulary_too_small_for_distinct_names_is_refused() -> None:
         retrieval_set(tiny, "passkey", L, 16)
     with pytest.raises(InputError, match="vocabulary of at least 4"):
         retrieval_set(CopyTask(tokens=9, documents=2).token_data(3, 0), "passkey", L, 1)
+
+
+def test_key_value_texts_are_full_of_pairs_in_one_order() -> None:
+    tokeniser = code_data().tokeniser
+    assert tokeniser is not None
+    found = make("code", "key_value", multiple=16, windows=5)
+    texts = [tokeniser.decode(window).split("\n") for window in found.windows[0]]
+    pairs = [[line for line in text[1:] if "=" in line] for text in texts]
+    asked_line = pairs[0][-1]
+    names, values = zip(*(line.split("=") for line in pairs[0][:-1]), strict=True)
+    assert len(set(names)) == len(names) > 16 * L / 16
+    assert len(set(values)) == len(values)
+    for depth, lines in zip(DEPTHS, pairs, strict=True):
+        assert lines[-1] == asked_line
+        assert lines.index(asked_line) == round(depth * (len(lines) - 2))
+        # Only the asked pair moves.
+        assert [line for line in lines if line != asked_line] == pairs[0][1:-1]
+    # No room is left for another pair.
+    assert all(len(text[0]) < 40 for text in texts)
+
+
+def test_names_that_are_used_up_leave_the_rest_to_the_text() -> None:
+    tiny = CopyTask(tokens=100, documents=2, document_tokens=4000).token_data(6, 0)
+    found = retrieval_set(tiny, "key_value", L, 32, 5)
+    window = found.windows[0, 0]
+    first = found.places[0, 0]
+    # Names of three of the tokens from 2 to 5: at most 4^3, and the question.
+    assert 32 < (window[first:] == 1).sum() <= 4**3 + 1
+    assert first > len(window) / 2
+
+
+def test_a_copied_passage_is_four_values_long() -> None:
+    tokeniser = code_data().tokeniser
+    assert tokeniser is not None
+    found = make("code", "copy")
+    statement, asked_line = (
+        line for line in tokeniser.decode(found.windows[0, 2]).split("\n") if line[3:4] == "="
+    )
+    assert statement == asked_line
+    assert len(statement.split("=")[1]) == 16

@@ -12,7 +12,8 @@ from polars.testing import assert_frame_equal
 from torch import Tensor
 
 from normattn.data import CopyTask, RetrievalSet, TokenData, retrieval_set
-from normattn.data.retrieval import DEPTHS, TASKS
+from normattn.data.retrieval import DEPTHS
+from normattn.data.retrieval_facts import TASKS
 from normattn.errors import InputError, NormattnError
 from normattn.evaluation import evaluate_retrieval, evaluate_run
 from normattn.kernels.cross_entropy import TokenScores

@@ -11,7 +11,8 @@ import pytest
 from normattn.data import prepare_tokens
 from normattn.errors import InputError
 from normattn.models.pretrained import load_model
-from normattn.studies.factors import CHANGES, STUDY, FactorCell, resolve
+from normattn.studies.factors import STUDY, FactorCell, resolve
+from normattn.studies.factors.changes import CHANGES
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.measuring import evaluate_trained
 from normattn.sweep.study import Request, Sweep

@@ -19,6 +19,7 @@ from normattn.cli.app import main
 from normattn.commands.harness import NormattnLM
 from normattn.commands.harness_command import TASKS
 from normattn.commands.harness_text import retrieval_documents, segment_documents
+from normattn.data.retrieval_facts import TASKS as RETRIEVAL
 from normattn.data.tokeniser import Tokeniser
 from normattn.models import load_model
 
@@ -250,7 +251,7 @@ def test_requests_that_cannot_be(run: Path) -> None:
         lm.apply_chat_template([{"role": "user", "content": "a"}])
 
 
-@pytest.mark.parametrize("task", ["passkey", "multi_key", "variable_tracking"])
+@pytest.mark.parametrize("task", RETRIEVAL)
 def test_retrieval_can_be_solved_from_its_text(run: Path, task: str) -> None:
     """By looking up every asked name among the lines of the text."""
     tokeniser = Tokeniser.load(run / "tokeniser.json")
@@ -316,7 +317,7 @@ def test_the_tasks_run_without_a_network(
     )
     results = found["results"]
     assert results["normattn_passkey"]["acc_96_depth_25,none"] in (0.0, 1.0)
-    assert set(results) >= {"normattn_multi_key", "normattn_variable_tracking"}
+    assert set(results) >= {f"normattn_{task}" for task in RETRIEVAL}
     loss = results["normattn_last_segment"]["loss_96,none"]
     samples = found["samples"]["normattn_last_segment"]
     scored = by_hand(

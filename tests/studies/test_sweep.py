@@ -69,6 +69,9 @@ def test_killed_in_the_middle_the_table_is_the_same(
     sweep = ("reproduce", "keynorm", "--preset", tiny, *ROWS)
     code, said = finish(start(*sweep, "--out", whole, "--jobs", 1))
     assert code == 0, said
+    for row in rows(whole):
+        # Said as soon as its cell ended, and of one seed the same as the table says.
+        assert f"  {row['row']}: train length {row['train']['value']:.1f}, " in said
 
     # First the parent alone is killed: its children notice, save and stop, and the next parent's
     # children wait for them.

@@ -109,6 +109,18 @@ class VariableTracking(_Retrieval):
     kind = "variable_tracking"
 
 
+class KeyValue(_Retrieval):
+    """As many statements as fill the text, one of them asked for."""
+
+    kind = "key_value"
+
+
+class Copy(_Retrieval):
+    """One statement of a passage, to be repeated whole."""
+
+    kind = "copy"
+
+
 class LastSegment(_Pieces):
     """`loss_LENGTH`, in nats per token, and `bits_per_byte_LENGTH` of the same last segment."""
 

@@ -1,19 +1,14 @@
 """Retrieval: facts stated somewhere in a long text and asked for at its end; made here.
 
-- `passkey`: one statement at a said depth, then the question.
-- `multi_key`: four statements, the asked one at the depth, the others anywhere.
-- `variable_tracking`: a chain of three (a = value, b = a, c = b) that begins at the depth; asked
-  for c, then for what c is, and so to the value: every link must be found.
-
-Around the statements stands held-out text, one document's. The last answer is the end of the
-window, so a window of `length` targets reads `length` tokens to give its last one. Source: needle
-tests as in RULER (arXiv 2404.06654), whose sentences are here lines of code or bare tokens.
+`data.retrieval_facts` says which facts a task states. Around the statements stands held-out text,
+one document's. The last answer is the end of the window, so a window of `length` targets reads
+`length` tokens to give its last one. Source: needle tests as in RULER (arXiv 2404.06654), whose
+sentences are here lines of code or bare tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -22,13 +17,12 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
 from normattn.data.evaluation_sets import choose_places, window_length
+from normattn.data.retrieval_facts import FACTS, TASKS, Facts
 from normattn.data.retrieval_statements import Ids, Statements, statements_for
 from normattn.data.token_data import TokenData
 from normattn.errors import InputError
 
-TASKS = ("passkey", "multi_key", "variable_tracking")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-KEYS, LINKS = 4, 3
 _TRIES = 100
 # A statement may be moved by this share of the text, so that it stands at the end of a line.
 _SLACK = 1 / 16
@@ -83,7 +77,7 @@ def retrieval_set(
     A pure function of its arguments. Raises `InputError` for an unknown task, where no document of
     the split is as long as a window, and where a window is too short for the statements.
     """
-    if task not in _FACTS:
+    if task not in FACTS:
         raise InputError(f"no retrieval task is called {task!r}: there are {', '.join(TASKS)}")
     length, count = window_length(train_length, multiple), max(1, max_windows // len(DEPTHS))
     if max_windows < 1:
@@ -106,68 +100,6 @@ def retrieval_set(
     return RetrievalSet(task, length, train_length, windows, documents, scored, places)
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """`statements[0]` stands at the depth, `ordered` ones behind it in turn, others anywhere.
-
-    `asked` are the questions at the end, each with its answer; `words` all names and values, and
-    all that could be asked.
-    """
-
-    statements: tuple[Ids, ...]
-    asked: tuple[tuple[Ids, Ids], ...]
-    words: tuple[Ids, ...]
-    ordered: bool = False
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.statements)) + len(self.end)
-
-    @property
-    def end(self) -> Ids:
-        """Questions and answers as they stand at the end of the text."""
-        return tuple(token for pair in self.asked for part in pair for token in part)
-
-    @property
-    def scored(self) -> list[bool]:
-        """Which tokens of the end are an answer's."""
-        return [part == 1 for pair in self.asked for part in (0, 1) for _ in pair[part]]
-
-
-def _passkey(write: Statements, random: np.random.Generator) -> _Facts:
-    return _keys(write, random, 1)
-
-
-def _multi_key(write: Statements, random: np.random.Generator) -> _Facts:
-    return _keys(write, random, KEYS)
-
-
-def _keys(write: Statements, random: np.random.Generator, count: int) -> _Facts:
-    names = [write.name(random) for _ in range(count)]
-    values = [write.value(random) for _ in range(count)]
-    stated = tuple(write.state(*pair) for pair in zip(names, values, strict=True))
-    words = (*names, *values, *(write.question(name) for name in names))
-    return _Facts(stated, ((write.question(names[0]), values[0]),), words)
-
-
-def _variable_tracking(write: Statements, random: np.random.Generator) -> _Facts:
-    names = [write.name(random) for _ in range(LINKS)]
-    value = write.value(random)
-    sources = [value, *names[:-1]]
-    stated = tuple(write.state(*pair) for pair in zip(names, sources, strict=True))
-    links = zip(names[::-1], sources[::-1], strict=True)
-    asked = tuple((write.question(name), source) for name, source in links)
-    words = (*names, value, *(question for question, _ in asked))
-    return _Facts(stated, asked, words, ordered=True)
-
-
-_FACTS: dict[str, Callable[[Statements, np.random.Generator], _Facts]] = {
-    "passkey": _passkey,
-    "multi_key": _multi_key,
-    "variable_tracking": _variable_tracking,
-}
-
-
 def _sample(
     task: str,
     write: Statements,
@@ -177,7 +109,7 @@ def _sample(
 ) -> tuple[np.ndarray, list[int], list[bool]]:
     """The windows (D, length + 1) of one sample, its statement's places, what its end scores."""
     for _ in range(_TRIES):
-        facts = _FACTS[task](write, random)
+        facts = FACTS[task](write, random, len(text))
         if facts.size >= len(text):
             raise InputError(
                 f"a text of {len(text) - 1} tokens is too short for {task.replace('_', '-')}: its "
@@ -196,24 +128,17 @@ def _sample(
 
 
 def _write(
-    facts: _Facts,
+    facts: Facts,
     filler: Int64[np.ndarray, "f"],
     write: Statements,
     depth: float,
     elsewhere: np.ndarray,
 ) -> tuple[np.ndarray, int]:
     """Filler with the statements in their places and the question behind; and the asked place."""
-    breaks = np.append(write.breaks(filler), True)
-    first = _break_near(breaks, depth)
-    if facts.ordered:
-        shares = depth + np.sort(elsewhere) * (1 - depth)
-        others = [max(first, _break_near(breaks, share)) for share in shares]
-    else:
-        others = [_break_near(breaks, share) for share in elsewhere]
-    offsets = np.array([first, *others])
+    order, offsets = _arranged(facts, filler, write, depth, elsewhere)
     pieces: list[np.ndarray] = []
     start = place = 0
-    for index in np.argsort(offsets, kind="stable"):
+    for index in order:
         pieces.append(filler[start : offsets[index]])
         if index == 0:
             place = sum(map(len, pieces))
@@ -221,6 +146,29 @@ def _write(
         start = int(offsets[index])
     end = np.array(facts.end, dtype=np.int64)
     return np.concatenate([*pieces, filler[start:], end]), place
+
+
+def _arranged(
+    facts: Facts,
+    filler: Int64[np.ndarray, "f"],
+    write: Statements,
+    depth: float,
+    elsewhere: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The order of the statements, and before which token of the filler each of them stands."""
+    if facts.filling:
+        others = np.arange(1, len(facts.statements))
+        order = np.insert(others, round(depth * len(others)), 0)
+        return order, np.full(len(order), len(filler))
+    breaks = np.append(write.breaks(filler), True)
+    first = _break_near(breaks, depth)
+    if facts.ordered:
+        shares = depth + np.sort(elsewhere) * (1 - depth)
+        places = [max(first, _break_near(breaks, share)) for share in shares]
+    else:
+        places = [_break_near(breaks, share) for share in elsewhere]
+    offsets = np.array([first, *places])
+    return np.argsort(offsets, kind="stable"), offsets
 
 
 def _break_near(breaks: np.ndarray, share: float) -> int:
@@ -232,7 +180,7 @@ def _break_near(breaks: np.ndarray, share: float) -> int:
     return nearest if abs(nearest - wanted) <= last * _SLACK else wanted
 
 
-def _unmistakable(facts: _Facts, window: np.ndarray) -> bool:
+def _unmistakable(facts: Facts, window: np.ndarray) -> bool:
     """Whether every name, value and question stands just where it was put, all of them different.
 
     A statement and the filler around it could make another one between them.

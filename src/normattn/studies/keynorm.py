@@ -332,8 +332,10 @@ STUDY = Study(
     "Baseline, QNA, KNA, CosA, each with and without -logn]",
     methods="Ways of reading past L, or `all`: every one that a score can take, and a row for "
     "every part that can be trained in. [default: as is,NTK,YaRN,ReRoPE]",
+    headline=("train", "repeated_seen", "non_repeated", "change"),
     examples=(
         ("--preset smoke", "the whole path in about a minute"),
+        ("--preset quick", "the source's architecture in the few minutes it takes"),
         ("", "the table itself"),
         ("--variants Baseline,QNA,KNA --seeds 3", "more seeds"),
         ("--methods all", "every method, a row for every trained-in part"),

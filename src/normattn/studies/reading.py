@@ -61,6 +61,8 @@ TASKS = {
     "passkey": "passkey",
     "multi_key": "multi-key",
     "variable_tracking": "variable tracking",
+    "key_value": "key-value",
+    "copy": "copy",
 }
 EXACT = accuracy("answers right", "exact")
 

@@ -15,7 +15,8 @@ from normattn.data.evaluation_sets import (
     repeated_set,
     train_length_set,
 )
-from normattn.data.retrieval import TASKS, retrieval_set
+from normattn.data.retrieval import retrieval_set
+from normattn.data.retrieval_facts import TASKS
 from normattn.errors import InputError
 from normattn.evaluation import AnySet, evaluate_run
 from normattn.measure import MeasurementStore, joined

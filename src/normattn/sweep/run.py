@@ -16,6 +16,7 @@ from rich.table import Table
 from normattn.atomic import write_text
 from normattn.report.terminal import say
 from normattn.runs import RunDirectory
+from normattn.sweep.headlines import headlines
 from normattn.sweep.jobs import Job, Outcome, run_jobs
 from normattn.sweep.layout import CellPaths, peek, write_if_changed
 from normattn.sweep.omissions import grouped
@@ -150,7 +151,8 @@ def _prepare(console: Console, sweep: Sweep) -> None:
 def _run_cells(study: Study, sweep: Sweep, jobs: int, rates: Rates | None) -> list[Outcome]:
     work = [_job(study, sweep, cell) for cell in sweep.cells if not is_done(sweep, cell)]
     shares = {cell.name: stage_shares(sweep, cell, rates) for cell in sweep.cells}
-    with SweepProgress(work, shares) as progress:
+    cells = {cell.name: cell for cell in sweep.cells}
+    with SweepProgress(work, shares, lambda name: headlines(study, sweep, cells[name])) as progress:
         return run_jobs(work, jobs, progress)
 
 

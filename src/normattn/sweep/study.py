@@ -141,9 +141,10 @@ class Study:
 
     `resolve` makes a sweep of a request, `cells` are the kinds of its cells. `help` is what
     `reproduce NAME --help` says; `variants` and `methods` explain these options, "" where the study
-    has no such choice. `examples` are command lines (after `normattn reproduce NAME`) and what they
-    do. `source` is the file of a study that is not part of the library. `made_by` is the command
-    line that measures where `reproduce` does not.
+    has no such choice. `headline` are the columns of the page's first table that `reproduce` says
+    of each cell when it ends. `examples` are command lines (after `normattn reproduce NAME`) and
+    what they do. `source` is the file of a study that is not part of the library. `made_by` is the
+    command line that measures where `reproduce` does not.
     """
 
     name: str
@@ -153,6 +154,7 @@ class Study:
     page: Page
     variants: str = ""
     methods: str = ""
+    headline: tuple[str, ...] = ()
     examples: tuple[tuple[str, str], ...] = ()
     collect: Callable[[Path], pl.DataFrame] = collected
     source: Path | None = None

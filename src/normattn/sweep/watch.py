@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -16,12 +16,19 @@ from normattn.sweep.plan import duration
 class SweepProgress:
     """Shows the whole sweep and each running cell; made for `run_jobs`' `observe`.
 
-    `shares` says of each job what part of its time each of its stages takes.
+    `shares` says of each job what part of its time each of its stages takes; `rows` is asked for
+    the lines of the table that an ended job gave.
     """
 
-    def __init__(self, jobs: Sequence[Job], shares: Mapping[str, Sequence[float]]) -> None:
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        shares: Mapping[str, Sequence[float]],
+        rows: Callable[[str], Sequence[str]] = lambda name: (),
+    ) -> None:
         self._jobs = jobs
         self._shares = shares
+        self._rows = rows
         self._console = Console(file=sys.stderr, highlight=False)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -77,3 +84,6 @@ class SweepProgress:
         else:
             said = f"done in {duration(outcome.seconds)}"
         self._console.print(f"{outcome.job.name} {said} {place}", markup=False, soft_wrap=True)
+        if outcome.code == 0:
+            for line in self._rows(outcome.job.name):
+                self._console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,34 @@
+"""The rows of a study's table as its cells end, so that nobody waits for the last one."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from normattn.report.table import NOTHING
+from normattn.report.view import View
+from normattn.sweep.study import Cell, Study, Sweep
+
+
+def headlines(study: Study, sweep: Sweep, cell: Cell) -> list[str]:
+    """What the study's `headline` columns say of one cell: a line for each of its rows.
+
+    "  KNA-YaRN: train length 31.2, change −2.1". These are values of this cell's seed alone,
+    without intervals; the page at the end has those.
+    """
+    if not study.headline:
+        return []
+    measured = study.measurements(sweep.out)
+    view = View(measured.filter((pl.col("row") == cell.variant) & (pl.col("seed") == cell.seed)))
+    table = study.page.tables[0]
+    columns = table.columns(view) if callable(table.columns) else table.columns
+    shown = [column for column in columns if column.key in study.headline]
+    lines = []
+    for row in table.rows(view):
+        cells = [(column, column.cell(view, row)) for column in shown]
+        said = [
+            f"{column.title} {made.text.split(' [')[0]}"
+            for column, made in cells
+            if made is not NOTHING
+        ]
+        lines.append(f"  {row.label}: {', '.join(said)}")
+    return lines
