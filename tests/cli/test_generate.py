@@ -49,7 +49,7 @@ def test_methods_read_on(command: Command, trained: Path) -> None:
     [
         ([], ["--prompt", "--file"]),
         (["--prompt", ""], ["argument 3 is empty", "--prompt"]),
-        (["--file", "gone.txt"], ["gone.txt", "cannot be read"]),
+        (["--file", "gone.txt"], ["gone.txt", "does not exist"]),
         (["--prompt", "a", "--method", "YARN"], ["YARN", "did you mean YaRN"]),
         (["--prompt", "a", "--method", "logn"], ["logn is trained in"]),
         (["--prompt", "a", "--method", "YaRN-ReRoPE"], ["cannot be combined"]),
