@@ -224,7 +224,8 @@ def _again(setting: Setting, place: Path, out: Path) -> None:
         for cell in sweep.cells:
             if not is_done(sweep, cell):
                 paths = CellPaths.of(place, cell.variant, cell.seed)
-                write_if_changed(paths.settings, {"study": study.name, **cell.model_dump("json")})
+                fields = cell.model_dump(mode="json")
+                write_if_changed(paths.settings, {"study": study.name, **fields})
                 run_cell(paths.job, find)
         config = sweep.config.model_dump(mode="json")
         study.report(study.measurements(place), out / "again", config)

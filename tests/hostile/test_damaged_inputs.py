@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-def _refused(path: Path, read: Callable[[], object], same: Callable[[object], bool]) -> None:
+def _refused(path: Path, read: Callable[[], object], same: Callable[[Any], bool]) -> None:
     """Refused by name, or the same as ever."""
     try:
         kept = same(read())

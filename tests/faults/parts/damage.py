@@ -17,7 +17,7 @@ from typing import Any
 from faults.campaign import Campaign, Count
 from faults.commands import Setting, judged_files, make_setting
 from faults.limits import limited
-from faults.processes import Ended, race
+from faults.processes import AT_ONCE, race
 from faults.readings import READINGS, Reading, Work
 
 Damage = Callable[[Path, random.Random], object]
@@ -77,21 +77,33 @@ def run(campaign: Campaign) -> Iterator[Count]:
     source = campaign.random
     readings = list(READINGS)
     if not campaign.full:
-        readings = source.sample([each for each in readings if not each.foreign], 3)
+        near = [each for each in READINGS if not each.foreign]
+        readings = source.sample([each for each in near if each.judged], 2)
+        readings += source.sample([each for each in near if not each.judged], 2)
     trials = [_Trial(setting, each, campaign.folder) for each in readings]
     cases = [(trial, *case) for trial in trials for case in trial.cases()]
     source.shuffle(cases)
-    for trial, file, kind, number in cases if campaign.full else cases[:8]:
+    if not campaign.full:
+        of = [
+            [case for case in cases if bool(case[0].reading.judged) is each]
+            for each in (False, True)
+        ]
+        cases = [*of[0][:4], *of[1][:4]]
+    for start in range(0, len(cases), AT_ONCE):
         if not campaign.has_time:
             break
-        end, files = trial.of(number, file, kind, source)
-        where = f"{trial.reading.name}: {file} {kind}, {number}"
-        judged = trial.reading.judged
-        same = end.code == 0 and (not judged or files == trial.undamaged[number].files)
-        named = file.name in end.said or trial.base.name in end.said
-        refused = end.code == 2 and end.orderly and named
-        (kept if judged else typed).check(same or refused, f"{where}: {end.shown}")
-        executed.check(not trial.executed(), where)
+        group = list(enumerate(cases[start : start + AT_ONCE]))
+        works = [trial.work(slot, *case, source) for slot, (trial, *case) in group]
+        for (slot, (trial, file, kind, number)), end in zip(group, race(works), strict=True):
+            where = f"{trial.reading.name}: {file} {kind}, {number}"
+            judged = trial.reading.judged
+            same = end.code == 0 and (
+                not judged or trial.judged(slot) == trial.undamaged[number].files
+            )
+            named = file.name in end.said or trial.base.name in end.said
+            refused = end.code == 2 and end.orderly and named
+            (kept if judged else typed).check(same or refused, f"{where}: {end.shown}")
+            executed.check(not trial.executed(slot), where)
     yield from (kept, typed, executed)
 
 
@@ -119,27 +131,21 @@ class _Trial:
         self.reading.make(self.setting, place)
         return place
 
-    @property
-    def scratch(self) -> Path:
-        """Holds the copy and the output."""
-        return self.folder / "damaged"
-
-    @property
-    def works(self) -> list[Work]:
-        """On the copy."""
-        place = self.scratch / self.base.name
-        return self.reading.works(self.setting, place, self.scratch / "out")
+    def scratch(self, slot: int) -> Path:
+        """Holds a copy and the output; of trials at the same time each has its own."""
+        return self.folder / "damaged" / str(slot)
 
     @cached_property
     def undamaged(self) -> list[_Undamaged]:
         """What the works do on the folder as it is; `RuntimeError` where they fail."""
         found = []
-        for number in range(len(self.works)):
-            note = self.folder / "opened"
-            end, files = self.of(number, None, "", random.Random(0), note)
+        note = self.folder / "opened"
+        for number in range(len(self._works(0))):
+            (end,) = race([self.work(0, None, "", number, random.Random(0), note)])
             if end.code:
                 raise RuntimeError(f"{self.reading.name} as it is, {number}: {end.shown}")
-            found.append(_Undamaged(files, frozenset(json.loads(note.read_text()))))
+            opened = frozenset(json.loads(note.read_text()))
+            found.append(_Undamaged(self.judged(0), opened))
         return found
 
     def cases(self) -> Iterator[tuple[Path, str, int]]:
@@ -159,32 +165,37 @@ class _Trial:
                 for kind in DAMAGES:
                     yield file, kind, number
 
-    def of(
+    def work(
         self,
-        number: int,
+        slot: int,
         file: Path | None,
         kind: str,
+        number: int,
         source: random.Random,
         note: Path | None = None,
-    ) -> tuple[Ended, dict[str, str]]:
-        """How a work ends on a fresh copy, and the files it is judged by.
-
-        `note` is told which of the folder's files it opens.
-        """
-        place = self.scratch / self.base.name
-        shutil.rmtree(self.scratch, ignore_errors=True)
+    ) -> Work:
+        """A work on a fresh copy whose `file` is damaged; `note` is told which files it opens."""
+        place = self.scratch(slot) / self.base.name
+        shutil.rmtree(self.scratch(slot), ignore_errors=True)
         shutil.copytree(self.base, place)
         if file is not None and ((place / file).stat().st_size or kind in WHATEVER_SIZE):
             DAMAGES[kind](place / file, source)
-        work = self.works[number]
+        work = self._works(slot)[number]
         if note is not None:
             work = _noting_files(work, place, note)
-        (end,) = race([limited(_inside(work, self.scratch))])
-        return end, judged_files(self.scratch, self.reading.judged)
+        return limited(_inside(work, self.scratch(slot)))
 
-    def executed(self) -> bool:
+    def _works(self, slot: int) -> list[Work]:
+        place = self.scratch(slot) / self.base.name
+        return self.reading.works(self.setting, place, self.scratch(slot) / "out")
+
+    def judged(self, slot: int) -> dict[str, str]:
+        """The files that must have the same bits."""
+        return judged_files(self.scratch(slot), self.reading.judged)
+
+    def executed(self, slot: int) -> bool:
         """Whether the payload of a pickle did what it wants."""
-        return bool(list(self.scratch.rglob("executed")))
+        return bool(list(self.scratch(slot).rglob("executed")))
 
 
 def _inside(work: Work, folder: Path) -> Work:
