@@ -84,11 +84,8 @@ def run(campaign: Campaign) -> Iterator[Count]:
     cases = [(trial, *case) for trial in trials for case in trial.cases()]
     source.shuffle(cases)
     if not campaign.full:
-        of = [
-            [case for case in cases if bool(case[0].reading.judged) is each]
-            for each in (False, True)
-        ]
-        cases = [*of[0][:4], *of[1][:4]]
+        judged = [case for case in cases if case[0].reading.judged]
+        cases = [*judged[:4], *[case for case in cases if not case[0].reading.judged][:4]]
     for start in range(0, len(cases), AT_ONCE):
         if not campaign.has_time:
             break
@@ -96,13 +93,12 @@ def run(campaign: Campaign) -> Iterator[Count]:
         works = [trial.work(slot, *case, source) for slot, (trial, *case) in group]
         for (slot, (trial, file, kind, number)), end in zip(group, race(works), strict=True):
             where = f"{trial.reading.name}: {file} {kind}, {number}"
-            judged = trial.reading.judged
-            same = end.code == 0 and (
-                not judged or trial.judged(slot) == trial.undamaged[number].files
-            )
+            files = trial.reading.judged and trial.undamaged[number].files
+            same = end.code == 0 and (not files or trial.judged(slot) == files)
             named = file.name in end.said or trial.base.name in end.said
             refused = end.code == 2 and end.orderly and named
-            (kept if judged else typed).check(same or refused, f"{where}: {end.shown}")
+            count = kept if trial.reading.judged else typed
+            count.check(same or refused, f"{where}: {end.shown}")
             executed.check(not trial.executed(slot), where)
     yield from (kept, typed, executed)
 
