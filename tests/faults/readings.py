@@ -128,7 +128,8 @@ def _gguf(setting: Setting, place: Path) -> None:
     from hf.test_gguf import _write
 
     place.mkdir(parents=True)
-    _write(place / "tiny.gguf", sorted(ByteLevel.alphabet()))
+    letters = sorted(ByteLevel.alphabet())
+    _write(place / "tiny.gguf", [*letters, letters[0] + letters[1]])
 
 
 def _cached(work: Work, cache: Path) -> Work:

@@ -78,18 +78,13 @@ def run(campaign: Campaign) -> Iterator[Count]:
     readings = list(READINGS)
     if not campaign.full:
         near = [each for each in READINGS if not each.foreign]
-        readings = source.sample([each for each in near if each.judged], 2)
-        readings += source.sample([each for each in near if not each.judged], 2)
+        readings = source.sample([each for each in near if each.judged], 1)
+        readings += source.sample([each for each in near if not each.judged], 1)
     trials = [_Trial(setting, each, campaign.folder) for each in readings]
-    cases = [(trial, *case) for trial in trials for case in trial.cases()]
-    source.shuffle(cases)
-    if not campaign.full:
-        judged = [case for case in cases if case[0].reading.judged]
-        cases = [*judged[:4], *[case for case in cases if not case[0].reading.judged][:4]]
-    for start in range(0, len(cases), AT_ONCE):
+    for cases in _groups(trials, source, campaign.full):
         if not campaign.has_time:
             break
-        group = list(enumerate(cases[start : start + AT_ONCE]))
+        group = list(enumerate(cases))
         works = [trial.work(slot, *case, source) for slot, (trial, *case) in group]
         for (slot, (trial, file, kind, number)), end in zip(group, race(works), strict=True):
             where = f"{trial.reading.name}: {file} {kind}, {number}"
@@ -101,6 +96,21 @@ def run(campaign: Campaign) -> Iterator[Count]:
             count.check(same or refused, f"{where}: {end.shown}")
             executed.check(not trial.executed(slot), where)
     yield from (kept, typed, executed)
+
+
+def _groups(
+    trials: list[_Trial], source: random.Random, every: bool
+) -> Iterator[list[tuple[_Trial, Path, str, int]]]:
+    """Cases to be tried at the same time: some of each reading first, then all others."""
+    rest = []
+    for trial in trials:
+        cases = [(trial, *case) for case in trial.cases()]
+        source.shuffle(cases)
+        yield cases[:AT_ONCE]
+        rest += cases[AT_ONCE:]
+    source.shuffle(rest)
+    for start in range(0, len(rest) if every else 0, AT_ONCE):
+        yield rest[start : start + AT_ONCE]
 
 
 @dataclass(frozen=True)
