@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,13 +18,15 @@ from normattn.sweep.launch.child import Errand
 from normattn.sweep.launch.remote import Elsewhere, Remote, library
 from normattn.sweep.launch.seam import Job, Needs, Outcome, Session
 
+KNOCK_SECONDS = 30.0
+
 
 class Ray(Remote):
     """Tasks of a Ray cluster.
 
     `address` is the cluster (HOST:PORT, ray://HOST:PORT, auto; none: that of RAY_ADDRESS, else one
-    that runs on this machine, else one begun on it for this sweep). `retries`: how often a cell whose node was lost is begun
-    again elsewhere, where it goes on from its checkpoint.
+    that runs on this machine, else one begun on it for this sweep). `retries`: how often a cell
+    whose node was lost is begun again elsewhere, where it goes on from its checkpoint.
     """
 
     name: ClassVar[str] = "ray"
@@ -51,17 +54,26 @@ class Ray(Remote):
 
     def _join(self, ray: Any) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        address = self.address or os.environ.get("RAY_ADDRESS")
         before = signal.getsignal(signal.SIGTERM)
-        begun = {} if self.address or "RAY_ADDRESS" in os.environ else {"include_dashboard": False}
+        begun = {} if address else {"include_dashboard": False}
         try:
+            _knock(address)
             ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", **begun)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             said = str(error).strip().split("\n")[0]
-            where = self.address or os.environ.get("RAY_ADDRESS", "this machine")
+            where = address or "this machine"
             raise InputError(f"no Ray cluster answers at {where}: {said}") from error
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, before)  # Ray puts one of its own in its place.
+
+
+def _knock(address: str | None) -> None:
+    """Raise `OSError` where nothing listens at HOST:PORT, for which Ray waits for minutes."""
+    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=KNOCK_SECONDS).close()
 
 
 class _Tasks(Elsewhere):
