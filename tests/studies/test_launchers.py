@@ -38,7 +38,7 @@ def cluster() -> Iterator[Any]:
     """A Ray cluster of one small node, to which a test may add others."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster()
+    cluster: Any = Cluster()
     try:
         node(cluster, include_dashboard=False)
         yield cluster
