@@ -1,12 +1,13 @@
 """Locks between processes, held by the operating system: they end with their holder, even killed.
 
 The file of a lock stays where it is (removing it would let two processes lock two files of one
-name) and holds the process id of the last holder.
+name) and holds the process id of the last holder and its host, which may be another one.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,7 @@ def locked(file: Path, seconds: float = FOREVER) -> Iterator[None]:
             raise InUseError(file, _holder(file)) from error
     try:
         with explain_os_errors(file):
-            file.write_text(f"{os.getpid()}\n")
+            file.write_text(f"{os.getpid()} on {platform.node()}\n")
         yield
     finally:
         lock.release()
@@ -52,6 +53,6 @@ def locked(file: Path, seconds: float = FOREVER) -> Iterator[None]:
 
 def _holder(file: Path) -> str:
     try:
-        return file.read_text(errors="replace").strip()[:20] or "unknown"
+        return file.read_text(errors="replace").strip()[:80] or "unknown"
     except OSError:
         return "unknown"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from normattn.kernels import Problem, Visibility, tiles
+from normattn.kernels import Problem, Visibility
 from normattn.kernels.capabilities import TABLE, why_not
 from normattn.kernels.chunked import chunked
 from normattn.kernels.dispatch import KERNELS
@@ -21,10 +21,7 @@ from normattn.kernels.two_regime import two_regime
 few = settings(max_examples=25, deadline=None)
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "ROWS", 8)
-    monkeypatch.setattr(tiles, "TILE_BYTES", 20000)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 def _agree(run: Any, problem: Problem, tolerance: float = 1e-11) -> None:

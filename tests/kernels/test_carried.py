@@ -25,17 +25,14 @@ from kernels.carried_layers import (
     seen_by,
     weighted,
 )
-from normattn.kernels import attend, tiles
+from normattn.kernels import attend
 from normattn.kernels.score_buffer import ScoreBuffer
 
 few = settings(max_examples=15, deadline=None)
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "ROWS", 8)
-    monkeypatch.setattr(tiles, "TILE_BYTES", 20000)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 @every_way

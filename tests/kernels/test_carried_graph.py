@@ -30,10 +30,7 @@ from normattn.kernels.carry import CarriedScores
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "ROWS", 8)
-    monkeypatch.setattr(tiles, "TILE_BYTES", 20000)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 @every_way

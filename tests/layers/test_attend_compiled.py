@@ -7,10 +7,7 @@ In a process of its own: the run-time type checks of the tests cannot be traced.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from layers.written_out import of_program
 
 PROGRAM = """
 import json, sys, warnings, torch
@@ -54,14 +51,6 @@ TEXTS = ["KNA-logn@8", "CosA-RoPE(layout=interleaved)-ReRoPE(window=3)@8"]
 
 
 def test_one_graph_with_the_same_results() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=json.dumps(TEXTS),
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    errors: dict[str, float] = json.loads(done.stdout)
+    errors = of_program(PROGRAM, TEXTS)
     assert set(errors) == {*TEXTS, "cross-entropy", "carried"}
     assert all(error < 2e-5 for error in errors.values()), errors

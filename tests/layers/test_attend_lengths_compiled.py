@@ -5,12 +5,9 @@ In a process of its own: the run-time type checks of the tests cannot be traced.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from layers.written_out import of_program
 
 PROGRAM = """
 import json, sys, warnings, torch
@@ -68,22 +65,9 @@ SCORES = (
 )
 
 
-def _found(cases: list[tuple[str, str]]) -> dict[str, float | str]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, float | str] = json.loads(done.stdout)
-    return found
-
-
 @pytest.mark.parametrize("how", ["auto", "dynamic", "export"])
 def test_five_lengths(how: str) -> None:
-    found = _found([(text, how) for text in SCORES])
+    found = of_program(PROGRAM, [(text, how) for text in SCORES])
     wrong = {name: x for name, x in found.items() if isinstance(x, str) or not x < 2e-5}
     assert len(found) == len(SCORES)
     assert not wrong
@@ -91,6 +75,6 @@ def test_five_lengths(how: str) -> None:
 
 def test_a_spectrum_that_moves_is_refused_in_words() -> None:
     cases = [("Baseline-DynamicNTK@8", how) for how in ("auto", "export")]
-    for name, told in _found(cases).items():
+    for name, told in of_program(PROGRAM, cases).items():
         assert isinstance(told, str), name
         assert "run it uncompiled" in told, (name, told[:500])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from layers.written_out import rotate
 from normattn.errors import InputError
 from normattn.layers.attention import Attention
 
@@ -20,17 +21,6 @@ def _input(batch: int = 2, length: int = LENGTH) -> Tensor:
     return torch.randn(batch, length, DIM, generator=generator, dtype=torch.float64)
 
 
-def _rotate(x: Tensor) -> Tensor:
-    """Rotary position by complex numbers, half-split layout; x (…, T, D)."""
-    half = x.shape[-1] // 2
-    theta = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * theta
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
-        torch.ones_like(angle), angle
-    )
-    return torch.cat([turned.real, turned.imag], -1)
-
-
 def _oracle(layer: Attention, x: Tensor, normalise_keys: bool, causal: bool = True) -> Tensor:
     """Head by head, with one matmul per projection."""
     size, outs = layer.head_dim, []
@@ -39,10 +29,10 @@ def _oracle(layer: Attention, x: Tensor, normalise_keys: bool, causal: bool = Tr
     for head in range(layer.heads):
         shared = head // (layer.heads // layer.kv_heads)
         weight = layer.qkv.weight
-        q = _rotate(x @ weight[head * size : (head + 1) * size].T)
+        q = rotate(x @ weight[head * size : (head + 1) * size].T)
         k = x @ weight[key_rows + shared * size : key_rows + (shared + 1) * size].T
         v = x @ weight[value_rows + shared * size : value_rows + (shared + 1) * size].T
-        k = _rotate(F.normalize(k, dim=-1) if normalise_keys else k)
+        k = rotate(F.normalize(k, dim=-1) if normalise_keys else k)
         s = q @ k.transpose(1, 2) / (1 if normalise_keys else math.sqrt(size))
         if causal:
             s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)

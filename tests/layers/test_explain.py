@@ -21,6 +21,9 @@ SPECS = [
     "Baseline-SoftCap-Sink",
     "Baseline-SlidingWindow(window=3)",
     "Baseline-Packed",
+    "KNA-PoPE",
+    "KNA-FoX",
+    "KNA-Chunked(size=4)",
 ]
 
 
@@ -42,7 +45,8 @@ def test_it_names_the_kernel_that_runs(
     shapes = (1, 4, queries, 8), (1, 2, 9, 8), (1, 2, 9, 8)
     q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
     documents = torch.zeros(1, 9, dtype=torch.int64) if "Packed" in spec else None
-    attention(q, k, v, Score(spec, 4, 8, 2).to(dtype), documents=documents)
+    forget = torch.zeros(1, 9, 4) if "FoX" in spec else None
+    attention(q, k, v, Score(spec, 4, 8, 2).to(dtype), documents=documents, forget=forget)
     found = explain(spec, *shapes, dtype=dtype)
     assert [kernel.name for kernel in taken] == [found.kernel]
     assert set(found.refused) == {k.name for k in dispatch.KERNELS} - {found.kernel}
@@ -65,6 +69,8 @@ def test_a_device_that_is_not_there_is_explained_too() -> None:
     two = explain("KNA-ReRoPE(window=8)@32", (1, 4, 512, 64), **arguments)
     assert "only a CPU has" in two.refused["two-regime"]
     assert found.working_bytes < found.output_bytes
+    # More features than values have: the stock kernel is for as many.
+    assert explain("KNA-FoX", (1, 4, 512, 64), **arguments).kernel == "chunked"
 
 
 def test_the_whole_matrix_is_counted_where_it_is_held() -> None:

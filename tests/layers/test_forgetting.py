@@ -105,7 +105,10 @@ def test_a_bias_of_alibi_is_a_gate_that_is_always_alike(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["Baseline-FoX", "KNA-RoPE-FoX-SlidingWindow(window=4)", "QNA-RoPE-DynamicNTK(factor=2)-FoX@4"],
+    [
+        *("Baseline-FoX", "KNA-RoPE-FoX-SlidingWindow(window=4)", "KNA-PoPE-FoX"),
+        "QNA-RoPE-DynamicNTK(factor=2)-FoX@4",
+    ],
 )
 @torch.no_grad()
 def test_a_cache_reads_as_the_whole(text: str) -> None:

@@ -9,20 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from layers.written_out import rotate
 from normattn.errors import InputError
 from normattn.layers.gated_attention_unit import GatedAttentionUnit
 
 DIM, KEY, VALUE = 6, 8, 12
-
-
-def _rotate(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    theta = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * theta
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
-        torch.ones_like(angle), angle
-    )
-    return torch.cat([turned.real, turned.imag], -1)
 
 
 def _oracle(unit: GatedAttentionUnit, x: Tensor, normalise_keys: bool) -> Tensor:
@@ -34,7 +25,7 @@ def _oracle(unit: GatedAttentionUnit, x: Tensor, normalise_keys: bool) -> Tensor
         q, k = q + unit.beta[0], k + unit.beta[1]
     if normalise_keys:
         k = F.normalize(k, dim=-1)
-    s = _rotate(q) @ _rotate(k).transpose(1, 2) / (1 if normalise_keys else math.sqrt(KEY))
+    s = rotate(q) @ rotate(k).transpose(1, 2) / (1 if normalise_keys else math.sqrt(KEY))
     s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
     return (u * (s.softmax(-1) @ v)) @ unit.out.weight.T
 

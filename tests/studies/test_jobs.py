@@ -1,4 +1,4 @@
-"""The scheduler of child processes, with children that are a few lines of Python."""
+"""Child processes and their slots, with children that are a few lines of Python."""
 
 from __future__ import annotations
 
@@ -13,11 +13,24 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import Interrupted
-from normattn.sweep.jobs import Job, Outcome, run_jobs
+from normattn.sweep.launch import local, running
+from normattn.sweep.launch.local import Local
+from normattn.sweep.launch.running import Observe
+from normattn.sweep.launch.seam import Job, Needs, Outcome
 
 
 def job(folder: Path, name: str, script: str) -> Job:
-    return Job(name, (sys.executable, "-c", script), folder / f"{name}.txt")
+    return Job(name, ("-c", script), folder / f"{name}.txt")
+
+
+def run_jobs(
+    jobs: list[Job],
+    at_once: int,
+    observe: Observe = lambda running, ended: None,
+    launcher: Local | None = None,
+    device: str = "cpu",
+) -> list[Outcome]:
+    return running.run_jobs(jobs, launcher or Local(), at_once, Needs(1, device), observe)
 
 
 def by_name(outcomes: list[Outcome]) -> dict[str, Outcome]:
@@ -27,7 +40,7 @@ def by_name(outcomes: list[Outcome]) -> dict[str, Outcome]:
 def test_outcomes_tell_finished_diverged_and_failed_apart(tmp_path: Path) -> None:
     say = "import sys; print('first'); print('normattn: why', file=sys.stderr); sys.exit({})"
     found = by_name(
-        run_jobs([job(tmp_path, str(code), say.format(code)) for code in (0, 2, 3)], workers=2)
+        run_jobs([job(tmp_path, str(code), say.format(code)) for code in (0, 2, 3)], at_once=2)
     )
     assert [found[name].code for name in ("0", "2", "3")] == [0, 2, 3]
     assert [found[name].failed for name in ("0", "2", "3")] == [False, True, False]
@@ -38,14 +51,14 @@ def test_outcomes_tell_finished_diverged_and_failed_apart(tmp_path: Path) -> Non
 def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     jobs = [job(tmp_path, "bad", "raise SystemExit(2)")]
     jobs += [job(tmp_path, f"good{n}", "pass") for n in range(3)]
-    assert [outcome.failed for outcome in run_jobs(jobs, workers=1)] == [True, False, False, False]
+    assert [outcome.failed for outcome in run_jobs(jobs, at_once=1)] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_at_most_workers_run_at_once(tmp_path: Path, workers: int) -> None:
     seen: list[int] = []
     jobs = [job(tmp_path, str(n), "import time; time.sleep(0.15)") for n in range(5)]
-    run_jobs(jobs, workers, lambda running, ended: seen.append(len(running)), poll=0.01)
+    run_jobs(jobs, workers, lambda running, ended: seen.append(len(running)))
     assert max(seen) == workers
 
 
@@ -82,7 +95,7 @@ def test_a_signal_lets_children_save_and_is_raised(tmp_path: Path, number: signa
 
     handler = signal.getsignal(number)
     with pytest.raises(Interrupted, match=f"{number.name} with 2 of 2 jobs unfinished"):
-        run_jobs(jobs, 1, when_ready, poll=0.01)
+        run_jobs(jobs, 1, when_ready)
     assert saved.read_text() == "saved"
     assert not (tmp_path / "never.txt").exists()
     assert signal.getsignal(number) is handler
@@ -91,7 +104,7 @@ def test_a_signal_lets_children_save_and_is_raised(tmp_path: Path, number: signa
 WATCHES = """
 import sys, time
 sys.path[:0] = {path!r}
-from normattn.sweep.jobs import watch_parent
+from normattn.sweep.launch.child import watch_parent
 watch_parent(int(sys.argv[1]), poll=0.05)
 print("ready", flush=True)
 time.sleep(30)
@@ -136,3 +149,59 @@ def test_runs_outside_the_main_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert [outcome.code for outcome in found] == [0]
+
+
+SEES = """
+import os, pathlib, time
+pathlib.Path({path!r}).write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+time.sleep(0.5)
+"""
+
+
+def seen(folder: Path, count: int, at_once: int, launcher: Local, device: str) -> list[str]:
+    """What `count` cells saw of the GPUs, in their order."""
+    paths = [folder / f"saw{n}" for n in range(count)]
+    jobs = [job(folder, path.name, SEES.format(path=str(path))) for path in paths]
+    run_jobs(jobs, at_once, launcher=launcher, device=device)
+    return [path.read_text() for path in paths]
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_cell_sees_the_gpu_of_its_slot_alone(tmp_path: Path, device: str) -> None:
+    launcher = Local(devices=(4, "GPU-8932f937"))
+    assert launcher.slots(Needs(1, device)) == 2
+    assert seen(tmp_path, 2, 2, launcher, device) == ["4", "GPU-8932f937"]
+
+
+def test_cells_share_gpus_evenly_and_take_what_is_free(tmp_path: Path) -> None:
+    found = seen(tmp_path, 6, 4, Local(devices=(0, 1)), "auto")
+    assert found[:4] == ["0", "1", "0", "1"]
+    assert sorted(found[4:]) in (["0", "0"], ["0", "1"], ["1", "1"])
+
+
+def test_who_names_a_device_or_the_cpu_keeps_what_is_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    launcher = Local(devices=(0, 1))
+    assert seen(tmp_path, 1, 1, launcher, "cpu") == ["all"]
+    assert seen(tmp_path, 1, 1, launcher, "cuda:1") == ["all"]
+    assert launcher.slots(Needs(1, "cuda:1")) == 1
+
+
+def test_slots_are_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert local.visible_gpus() == ("0", "1", "2")
+    assert Local().slots(Needs(4, "auto")) == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7,2")
+    assert local.visible_gpus() == ("5", "7", "2")
+    assert Local().slots(Needs(1, "cpu")) == local.cores()
+
+
+def test_slots_are_shares_of_the_cores_that_this_process_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local, "cores", lambda: 7)
+    assert [Local().slots(Needs(n)) for n in (1, 2, 3, 8)] == [7, 3, 2, 1]

@@ -29,7 +29,17 @@ Seeds = Annotated[
 Jobs = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Processes at a time; changes no result. [default: a core each; 1 on a GPU]"
+        min=1,
+        help="Cells at a time; changes no result. [default: one on each GPU, else one a core; all "
+        "of them under a scheduler]",
+    ),
+]
+LauncherName = Annotated[
+    str,
+    typer.Option(
+        "--launcher",
+        metavar="local|slurm|ray",
+        help="Where cells run; changes no result. Its settings: --set launcher.partition=gpu.",
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="[default: runs/STUDY-PRESET]", show_default=False)]
@@ -93,21 +103,24 @@ def _command(study: Study) -> Any:
         methods: Choice = None,
         seeds: Seeds = None,
         jobs: Jobs = None,
+        launcher: LauncherName = "local",
         out: Out = None,
         corpus: Corpus = None,
         changes: Changes = None,
         plan: Plan = False,
     ) -> None:
+        from normattn.sweep import launch
         from normattn.sweep.run import reproduce
         from normattn.sweep.study import Request
 
-        assigned = values.assignments(changes or [])
+        own, assigned = launch.apart(values.assignments(changes or []))
         request = Request(
             preset=preset,
             variants=values.names(variants, "--variants"),
             methods=values.names(methods, "--methods"),
             seeds=values.seeds(seeds),
             jobs=jobs,
+            launcher=launch.launcher(launcher, own),
             out=out,
             changes={**({"training.data.corpus": corpus} if corpus else {}), **assigned},
         )

@@ -89,14 +89,13 @@ def attention_cached(
         new, start = positions[..., first:], None
     announce(score, q, k, own, own, new, new)
     stored = without_infinities(score.store(k, new, start))
-    sums = None
+    sums, width = None, stored.shape[-1]
     if forget is not None:
         stored = torch.cat((stored, log_gates(forget, k.shape[1], k.dtype)), -1)
     keys, values = cache.append(stored, v)
     if forget is not None:
         # Kept apart from token to token, so that the oldest may be dropped and rows exchanged.
-        sums = summed(keys[..., k.shape[-1] :], q.shape[1])
-        keys = keys[..., : k.shape[-1]]
+        sums, keys = summed(keys[..., width:], q.shape[1]), keys[..., :width]
     at, seen = _standing(cache, count, q.device, key_padding, positions, documents)
     if score.spec.chunk is not None:
         seen = in_chunks(seen, score.spec.chunk, q.shape[0])

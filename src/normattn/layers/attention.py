@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -16,8 +18,86 @@ from normattn.layers.output_gate import gate_projection
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
 
+Operands = tuple[
+    Float[Tensor, "b h t d"], Float[Tensor, "b g t d"], Float[Tensor, "b g t e"], Tensor | None
+]
+"""q, k, v, and what else of x a layer's output needs."""
 
-class Attention(nn.Module):
+
+class SelfAttention(nn.Module, ABC):
+    """A layer whose tokens attend to each other by a score: all at once, or new ones with a cache.
+
+    `gate` and `forget` are the projections of a score with `Gate` and with `FoX`.
+    """
+
+    score: Score
+    gate: nn.Linear | None
+    forget: nn.Linear | None
+    dropout: float
+
+    @abstractmethod
+    def operands(self, x: Float[Tensor, "b t dim"]) -> Operands:
+        """What attention takes, made of x, and what else of it the output needs."""
+
+    @abstractmethod
+    def output(
+        self, o: Float[Tensor, "b h t e"], beside: Tensor | None
+    ) -> Float[Tensor, "b t dim"]:
+        """What the layer makes of o = softmax(s(q, k)) v and of what stood beside q, k and v."""
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t dim"],
+        *,
+        causal: bool = True,
+        attn_mask: Tensor | None = None,
+        key_padding: Bool[Tensor, "b s"] | None = None,
+        positions: Int[Tensor, "b s"] | Int[Tensor, " s"] | None = None,
+        documents: Int[Tensor, "b s"] | None = None,
+        cache: KeyValueCache | None = None,
+        carry: Carry | None = None,
+        query_padding: Bool[Tensor, "b t"] | None = None,
+        backend: str = "auto",
+    ) -> Float[Tensor, "b t dim"]:
+        """Let every position of `x` attend; `key_padding` is True where a position is padding.
+
+        With a `cache`, which this call extends, `x` are new tokens that see those read before as
+        well; `key_padding`, `positions` and `documents` are then those of all S tokens.
+        `carry` is what the layers below hand on, where the score asks for it. `query_padding`,
+        `key_padding` where it is not given, says which rows no statistics should count; a causal
+        layer whose padding stands on the right needs nothing else of it. `backend` names the
+        kernel, as in `attention`.
+        """
+        q, k, v, beside = self.operands(x)
+        gate = None if self.gate is None else self.gate(x)
+        forget = None if self.forget is None else self.forget(x)
+        if cache is not None:
+            refuse_beside_cache(causal, attn_mask, self.training and self.dropout > 0)
+            told = (key_padding, positions, documents)
+            o = attention_cached(q, k, v, self.score, cache, *told, backend, carry, gate, forget)
+            return self.output(o, beside)
+        o = attention(
+            q,
+            k,
+            v,
+            self.score,
+            causal=causal,
+            attn_mask=attn_mask,
+            key_padding=key_padding,
+            query_padding=key_padding if query_padding is None else query_padding,
+            q_positions=positions,
+            k_positions=positions,
+            documents=documents,
+            dropout_p=self.dropout if self.training else 0.0,
+            carry=carry,
+            backend=backend,
+            gate=gate,
+            forget=forget,
+        )
+        return self.output(o, beside)
+
+
+class Attention(SelfAttention):
     """Attention with `heads` query heads and `kv_heads` key and value heads (default: as many).
 
     x W_qkv → q, k, v in one matmul; o = softmax(s(q, k)) v with the score s of `score`; o W_out.
@@ -56,59 +136,16 @@ class Attention(nn.Module):
         self.forget = forget_projection(spec, dim, heads)
         self.out = nn.Linear(heads * self.head_dim, dim, bias=bias)
 
-    def forward(
-        self,
-        x: Float[Tensor, "b t dim"],
-        *,
-        causal: bool = True,
-        attn_mask: Tensor | None = None,
-        key_padding: Bool[Tensor, "b s"] | None = None,
-        positions: Int[Tensor, "b s"] | Int[Tensor, " s"] | None = None,
-        documents: Int[Tensor, "b s"] | None = None,
-        cache: KeyValueCache | None = None,
-        carry: Carry | None = None,
-        query_padding: Bool[Tensor, "b t"] | None = None,
-        backend: str = "auto",
-    ) -> Float[Tensor, "b t dim"]:
-        """Let every position of `x` attend; `key_padding` is True where a position is padding.
-
-        With a `cache`, which this call extends, `x` are new tokens that see those read before as
-        well; `key_padding`, `positions` and `documents` are then those of all S tokens.
-        `carry` is what the layers below hand on, where the score asks for it. `query_padding`,
-        `key_padding` where it is not given, says which rows no statistics should count; a causal
-        layer whose padding stands on the right needs nothing else of it. `backend` names the
-        kernel, as in `attention`.
-        """
+    def operands(self, x: Float[Tensor, "b t dim"]) -> Operands:
+        """q, k and v; nothing beside them."""
         heads_BHTD = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = torch.split(heads_BHTD, [self.heads, self.kv_heads, self.kv_heads], dim=1)
-        gate = None if self.gate is None else self.gate(x)
-        forget = None if self.forget is None else self.forget(x)
-        if cache is not None:
-            refuse_beside_cache(causal, attn_mask, self.training and self.dropout > 0)
-            told = (key_padding, positions, documents)
-            o = attention_cached(q, k, v, self.score, cache, *told, backend, carry, gate, forget)
-            return self._joined(o)
-        o = attention(
-            q,
-            k,
-            v,
-            self.score,
-            causal=causal,
-            attn_mask=attn_mask,
-            key_padding=key_padding,
-            query_padding=key_padding if query_padding is None else query_padding,
-            q_positions=positions,
-            k_positions=positions,
-            documents=documents,
-            dropout_p=self.dropout if self.training else 0.0,
-            carry=carry,
-            backend=backend,
-            gate=gate,
-            forget=forget,
-        )
-        return self._joined(o)
+        return q, k, v, None
 
-    def _joined(self, o: Float[Tensor, "b h t d"]) -> Float[Tensor, "b t dim"]:
+    def output(
+        self, o: Float[Tensor, "b h t d"], beside: Tensor | None
+    ) -> Float[Tensor, "b t dim"]:
+        """o W_out, heads side by side."""
         y: Tensor = self.out(o.transpose(1, 2).flatten(2))
         return y
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.layers.attend import attention
-from normattn.layers.attend_cached import attention_cached, refuse_beside_cache
-from normattn.layers.cache import KeyValueCache
-from normattn.layers.carry import Carry
+from normattn.layers.attention import Operands, SelfAttention, checked_probability
 from normattn.layers.forgetting import forget_projection
 from normattn.layers.output_gate import gate_projection
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
 
 
-class GatedAttentionUnit(nn.Module):
+class GatedAttentionUnit(SelfAttention):
     """Gated attention unit: out = (u ⊙ softmax(s(q, k)) v) W_out.
 
     [u, v, z] = swish(x W) in one matmul, u and v of width expansion · dim, z of width `key_size`;
@@ -48,12 +45,10 @@ class GatedAttentionUnit(nn.Module):
                 f"a gated attention unit of width {dim}, key size {key_size} and expansion "
                 f"{expansion} was asked for; each must be at least 1"
             )
-        if not 0 <= dropout < 1:
-            raise InputError(f"dropout is {dropout}; it must be at least 0 and below 1")
         self.dim = dim
         self.key_size = key_size
         self.value_size = expansion * dim
-        self.dropout = dropout
+        self.dropout = checked_probability(dropout)
         spec = as_spec(score)
         self.score = Score(spec, heads=1, head_dim=key_size)
         self.expand = nn.Linear(dim, 2 * self.value_size + key_size, bias=bias)
@@ -64,62 +59,18 @@ class GatedAttentionUnit(nn.Module):
         self.gamma = nn.Parameter(torch.ones(2, key_size))
         self.beta = nn.Parameter(torch.zeros(2, key_size)) if offset else None
 
-    def forward(
-        self,
-        x: Float[Tensor, "b t dim"],
-        *,
-        causal: bool = True,
-        attn_mask: Tensor | None = None,
-        key_padding: Bool[Tensor, "b s"] | None = None,
-        positions: Int[Tensor, "b s"] | Int[Tensor, " s"] | None = None,
-        documents: Int[Tensor, "b s"] | None = None,
-        cache: KeyValueCache | None = None,
-        carry: Carry | None = None,
-        backend: str = "auto",
-    ) -> Float[Tensor, "b t dim"]:
-        """Let every position of `x` attend; `key_padding` is True where a position is padding.
-
-        With a `cache`, which this call extends, `x` are new tokens that see those read before as
-        well; `key_padding`, `positions` and `documents` are then those of all S tokens.
-        `carry` is what the layers below hand on, where the score asks for it; `backend` names the
-        kernel, as in `attention`.
-        """
+    def operands(self, x: Float[Tensor, "b t dim"]) -> Operands:
+        """q, k and v; beside them u."""
         widths = [self.value_size, self.value_size, self.key_size]
         u, v, z = torch.split(F.silu(self.expand(x)), widths, dim=-1)
-        q, k = self._query_and_key(z)
-        gate = None if self.gate is None else self.gate(x)
-        forget = None if self.forget is None else self.forget(x)
-        if cache is not None:
-            refuse_beside_cache(causal, attn_mask, self.training and self.dropout > 0)
-            told = (key_padding, positions, documents)
-            o = attention_cached(
-                q, k, v.unsqueeze(1), self.score, cache, *told, backend, carry, gate, forget
-            )
-            return self._gated(u, o)
-        o = attention(
-            q,
-            k,
-            v.unsqueeze(1),
-            self.score,
-            causal=causal,
-            attn_mask=attn_mask,
-            key_padding=key_padding,
-            query_padding=key_padding,
-            q_positions=positions,
-            k_positions=positions,
-            documents=documents,
-            dropout_p=self.dropout if self.training else 0.0,
-            carry=carry,
-            backend=backend,
-            gate=gate,
-            forget=forget,
-        )
-        return self._gated(u, o)
+        return *self._query_and_key(z), v.unsqueeze(1), u
 
-    def _gated(
-        self, u: Float[Tensor, "b t e"], o: Float[Tensor, "b 1 t e"]
+    def output(
+        self, o: Float[Tensor, "b 1 t e"], beside: Tensor | None
     ) -> Float[Tensor, "b t dim"]:
-        y: Tensor = self.out(u * o.squeeze(1))
+        """(u ⊙ o) W_out."""
+        assert beside is not None
+        y: Tensor = self.out(beside * o.squeeze(1))
         return y
 
     def _query_and_key(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,8 @@ from normattn.errors import DivergedError, InputError
 from normattn.locks import InUseError, locked
 from normattn.measure import frame
 from normattn.structured import read_object
-from normattn.sweep.jobs import DIVERGED, FINISHED, watch_parent
+from normattn.sweep.launch.child import watch_parent
+from normattn.sweep.launch.seam import DIVERGED, FINISHED
 from normattn.sweep.layout import CellPaths, note_progress, write_if_changed
 from normattn.sweep.stages import Note
 from normattn.sweep.study import Cell, Study, diverged
@@ -65,7 +67,7 @@ def _noting(path: Path, stage: int, phase: str) -> Note:
         if time.monotonic() >= due or done == total:
             due = time.monotonic() + PROGRESS_SECONDS
             facts = {"stage": stage, "phase": phase, "done": done, "total": total, "text": text}
-            note_progress(path, facts)
+            note_progress(path, {**facts, "host": platform.node()})
 
     return note
 

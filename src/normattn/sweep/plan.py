@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from normattn.sweep.jobs import FINISHED, Job, run_jobs
+from normattn.sweep.launch.running import run_jobs
+from normattn.sweep.launch.seam import FINISHED, Job, Launcher, Needs
 from normattn.sweep.layout import CellPaths, write_if_changed
 from normattn.sweep.stages import Stage, TrainStage
 from normattn.sweep.study import Cell, Study, Sweep
@@ -127,7 +126,9 @@ def is_trained(sweep: Sweep, cell: Cell) -> bool:
     return all(s.is_done() for s in sweep.stages(cell) if isinstance(s, TrainStage))
 
 
-def measure(study: Study, cells: Sequence[Cell], jobs: int) -> Rates | None:
+def measure(
+    study: Study, cells: Sequence[Cell], launcher: Launcher, jobs: int, needs: Needs
+) -> Rates | None:
     """Time a few steps in as many children at once as the sweep will run; None where that fails.
 
     The children share the machine as they will later, so that the estimate is honest.
@@ -137,12 +138,9 @@ def measure(study: Study, cells: Sequence[Cell], jobs: int) -> Rates | None:
         paths = [CellPaths.of(Path(place), "measure", n) for n in range(min(jobs, len(cells)))]
         for path, cell in zip(paths, cells, strict=False):
             write_if_changed(path.settings, {"study": named, **cell.model_dump(mode="json")})
-        command = (sys.executable, "-m", "normattn", "_measure")
-        work = [
-            Job("measurement", (*command, str(path.job), str(os.getpid())), path.log)
-            for path in paths
-        ]
-        outcomes = run_jobs(work, len(work))
+        command = ("-m", "normattn", "_measure")
+        work = [Job("measurement", (*command, str(path.job)), path.log) for path in paths]
+        outcomes = run_jobs(work, launcher, len(work), needs)
         if any(outcome.code != FINISHED for outcome in outcomes):
             return None
         found = [json.loads(path.log.read_text().splitlines()[-1]) for path in paths]

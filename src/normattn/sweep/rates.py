@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from normattn.sweep.cell import Find, read_cell
-from normattn.sweep.jobs import watch_parent
+from normattn.sweep.launch.child import watch_parent
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.study import Cell
 from normattn.training.distribution import world

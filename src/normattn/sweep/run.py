@@ -1,15 +1,13 @@
-"""From a request to a table: plan, data, cells in child processes, tabulation; resumable."""
+"""From a request to a table: plan, data, cells under a launcher, tabulation; resumable."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +15,8 @@ from normattn.atomic import write_text
 from normattn.report.terminal import say
 from normattn.runs import RunDirectory
 from normattn.sweep.headlines import headlines
-from normattn.sweep.jobs import Job, Outcome, run_jobs
+from normattn.sweep.launch.running import run_jobs
+from normattn.sweep.launch.seam import Job, Launcher, Needs, Outcome
 from normattn.sweep.layout import CellPaths, peek, write_if_changed
 from normattn.sweep.omissions import grouped
 from normattn.sweep.plan import (
@@ -49,12 +48,14 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
     """
     sweep = study.resolve(request)
     console = Console(highlight=False)
-    jobs = min(request.jobs or _default_jobs(sweep), len(sweep.cells))
+    launcher, needs = request.launcher, _needs(sweep)
+    count = len(sweep.cells)
+    at_once = min(request.jobs or launcher.slots(needs) or count, count)
     for cell in _one_of_each_kind(sweep):
         cell.workload.look(cell.training_config)
-    _print_plan(console, sweep, every=only_plan)
+    _print_plan(console, sweep, launcher, every=only_plan)
     if only_plan:
-        _print_estimate(console, study, sweep, jobs)
+        _print_estimate(console, study, sweep, launcher, at_once)
         return []
     with ExitStack() as stack:
         # What is no sweep, is in use, or has another configuration is refused before any work; a
@@ -68,8 +69,8 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
         if sweep.skipped:
             sentences = (each.sentence for each in sweep.skipped)
             write_text(sweep.out / LEFT_OUT, "\n".join(sentences) + "\n")
-        rates = _print_estimate(console, study, sweep, jobs)
-        outcomes = _run_cells(study, sweep, jobs, rates)
+        rates = _print_estimate(console, study, sweep, launcher, at_once)
+        outcomes = _run_cells(study, sweep, launcher, at_once, rates)
         failed = [_failure(outcome) for outcome in outcomes if outcome.failed]
         # Said first: where too few are left, there may be nothing to report.
         for sentence in failed:
@@ -84,25 +85,24 @@ def report(study: Study, out: Path, config: Mapping[str, Any]) -> None:
     say(out, study.report(study.measurements(out), out, config))
 
 
-def _default_jobs(sweep: Sweep) -> int:
-    """As many children as the cores have threads for; on a GPU, which they would share, one."""
+def _needs(sweep: Sweep) -> Needs:
+    """What each cell computes on."""
     config = sweep.cells[0].training_config
-    if config.device != "cpu" and torch.cuda.is_available():
-        return 1
-    return max(1, (os.cpu_count() or 1) // config.threads)
+    return Needs(config.threads, config.device)
 
 
 def _open(sweep: Sweep) -> RunDirectory:
     return RunDirectory.open(sweep.out, sweep.config, sweep.study, CHANGEABLE)
 
 
-def _print_plan(console: Console, sweep: Sweep, every: bool) -> None:
+def _print_plan(console: Console, sweep: Sweep, launcher: Launcher, every: bool) -> None:
     title = f"plan: {sweep.study}, preset {sweep.config.preset}"
     table = Table(title=title, show_header=False)
     for name, value in make_plan(sweep).lines():
         table.add_row(name, value)
     for name, value in sweep.facts:
         table.add_row(name, value)
+    table.add_row("runs under", launcher.said())
     table.add_row("output", str(sweep.out))
     console.print(table)
     sentences = grouped(sweep.skipped)
@@ -114,18 +114,21 @@ def _print_plan(console: Console, sweep: Sweep, every: bool) -> None:
         console.print(f"{counted}; {sweep.out / LEFT_OUT} says why", soft_wrap=True)
 
 
-def _print_estimate(console: Console, study: Study, sweep: Sweep, jobs: int) -> Rates | None:
+def _print_estimate(
+    console: Console, study: Study, sweep: Sweep, launcher: Launcher, at_once: int
+) -> Rates | None:
     rates = None
-    if make_plan(sweep).flops < WORTH_MEASURING:
+    # Steps that are timed here say nothing of another host.
+    if not launcher.here or make_plan(sweep).flops < WORTH_MEASURING:
         return None
     if not all(is_trained(sweep, cell) for cell in sweep.cells):
-        rates = measure(study, sweep.cells, jobs)
+        rates = measure(study, sweep.cells, launcher, at_once, _needs(sweep))
     if rates is None:
         return None
-    seconds = estimate(sweep, rates, jobs)
+    seconds = estimate(sweep, rates, at_once)
     tokens = 1.0 / rates.train
     console.print(
-        f"about {duration(seconds)} with {jobs} job{'s' * (jobs > 1)} "
+        f"about {duration(seconds)} with {at_once} job{'s' * (at_once > 1)} "
         f"(measured here: {tokens:,.0f} trained tokens/s and {1.0 / rates.score:,.0f} scored "
         "tokens/s in each)",
         soft_wrap=True,
@@ -148,12 +151,14 @@ def _prepare(console: Console, sweep: Sweep) -> None:
             console.print(line, markup=False, soft_wrap=True)
 
 
-def _run_cells(study: Study, sweep: Sweep, jobs: int, rates: Rates | None) -> list[Outcome]:
+def _run_cells(
+    study: Study, sweep: Sweep, launcher: Launcher, at_once: int, rates: Rates | None
+) -> list[Outcome]:
     work = [_job(study, sweep, cell) for cell in sweep.cells if not is_done(sweep, cell)]
     shares = {cell.name: stage_shares(sweep, cell, rates) for cell in sweep.cells}
     cells = {cell.name: cell for cell in sweep.cells}
     with SweepProgress(work, shares, lambda name: headlines(study, sweep, cells[name])) as progress:
-        return run_jobs(work, jobs, progress)
+        return run_jobs(work, launcher, at_once, _needs(sweep), progress)
 
 
 def is_done(sweep: Sweep, cell: Cell) -> bool:
@@ -169,8 +174,7 @@ def _job(study: Study, sweep: Sweep, cell: Cell) -> Job:
     named = str(study.source.resolve()) if study.source else study.name
     write_if_changed(paths.settings, {"study": named, **cell.model_dump(mode="json")})
     paths.progress.unlink(missing_ok=True)
-    command = (sys.executable, "-m", "normattn", "_cell", str(paths.job), str(os.getpid()))
-    return Job(cell.name, command, paths.log)
+    return Job(cell.name, ("-m", "normattn", "_cell", str(paths.job)), paths.log)
 
 
 def _failure(outcome: Outcome) -> str:

@@ -15,6 +15,8 @@ from normattn.measure import Identity, collected, identified, sums
 from normattn.measure.frame import Factor
 from normattn.report.page import Page, context, write_page
 from normattn.sweep import presets
+from normattn.sweep.launch.local import Local
+from normattn.sweep.launch.seam import Launcher
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.merging import merged
 from normattn.sweep.omissions import Omission
@@ -101,7 +103,8 @@ class Cell(Settings, ABC):
 class Request:
     """What the command line asks for; None leaves a choice to the preset.
 
-    `changes` are settings by dotted name, as `{"training.steps": 100}`.
+    `changes` are settings by dotted name, as `{"training.steps": 100}`; `launcher` is where the
+    cells run, which no digit depends on.
     """
 
     preset: str = "laptop"
@@ -111,6 +114,7 @@ class Request:
     jobs: int | None = None
     out: Path | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
+    launcher: Launcher = field(default_factory=Local)
 
 
 @dataclass(frozen=True)

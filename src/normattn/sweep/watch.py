@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from normattn.sweep.jobs import DIVERGED, Job, Outcome
+from normattn.sweep.launch.seam import DIVERGED, Job, Outcome
 from normattn.sweep.layout import peek
 from normattn.sweep.plan import duration
 
@@ -69,6 +70,8 @@ class SweepProgress:
         shares, stage = self._shares[job.name], note["stage"]
         part = sum(shares[:stage]) + shares[stage] * done
         text = f"{note['phase']} {note['done']}/{note['total']} {note['text']}"
+        if note["host"] != platform.node():
+            text += f" on {note['host']}"
         self._progress.update(self._shown[job.name], completed=part, text=text)
         return float(part)
 

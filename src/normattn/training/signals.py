@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from normattn.stopping import SIGNALS, HandledElsewhere
+
+SAME_SECONDS = 10.0
 
 
 class StopRequest:
@@ -23,6 +26,8 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Note the first SIGINT or SIGTERM; a second one acts as if this were not here.
 
+    A SIGTERM soon after another is the same request: a scheduler signals a whole tree of processes,
+    and parents there hand it on to their children.
     Outside the main thread, where Python allows no handlers, nothing is installed.
     """
     request = StopRequest()
@@ -30,11 +35,16 @@ def stop_on_signals() -> Iterator[StopRequest]:
         yield request
         return
     before: dict[signal.Signals, Any] = {}
+    first = float("inf")
 
     def note(number: int, frame: FrameType | None) -> None:
-        request.by = signal.Signals(number).name
-        for known, handler in before.items():
-            signal.signal(known, handler)
+        nonlocal first
+        if request.by is None:
+            request.by, first = signal.Signals(number).name, time.monotonic()
+        elif number != signal.SIGTERM or time.monotonic() > first + SAME_SECONDS:
+            for known, handler in before.items():
+                signal.signal(known, handler)
+            signal.raise_signal(number)
 
     for known in SIGNALS:
         before[known] = signal.signal(known, note) or signal.SIG_DFL

@@ -1,0 +1,32 @@
+"""Where the cells of a sweep run: this machine, a Slurm cluster, a Ray cluster; each a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from normattn.errors import InputError
+from normattn.sweep.launch.local import Local
+from normattn.sweep.launch.ray_tasks import Ray
+from normattn.sweep.launch.seam import Launcher
+from normattn.sweep.launch.slurm import Slurm
+from normattn.sweep.settings import validated
+
+LAUNCHERS: dict[str, type[Launcher]] = {kind.name: kind for kind in (Local, Slurm, Ray)}
+PREFIX = "launcher."
+
+
+def launcher(name: str, settings: Mapping[str, Any]) -> Launcher:
+    """The launcher called `name` with these settings; `InputError` names what it does not have."""
+    if name not in LAUNCHERS:
+        near = get_close_matches(name, LAUNCHERS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise InputError(f"no launcher is called {name!r}: {hint}there are {', '.join(LAUNCHERS)}")
+    return validated(LAUNCHERS[name], settings, f"the {name} launcher")
+
+
+def apart(changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of the launcher (`launcher.NAME`, by NAME), and those of the study."""
+    own = {k.removeprefix(PREFIX): v for k, v in changes.items() if k.startswith(PREFIX)}
+    return own, {k: v for k, v in changes.items() if not k.startswith(PREFIX)}

@@ -1,0 +1,13 @@
+"""Tiles so small that a few tokens are many of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from normattn.kernels import tiles
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "ROWS", 8)
+    monkeypatch.setattr(tiles, "TILE_BYTES", 20000)

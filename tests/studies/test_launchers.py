@@ -1,0 +1,266 @@
+"""Launchers of other hosts: submitit's own executor, and a Ray cluster of two nodes here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from normattn.errors import InputError, Interrupted
+from normattn.studies import find
+from normattn.sweep import launch
+from normattn.sweep.launch.child import Errand
+from normattn.sweep.launch.local import Local
+from normattn.sweep.launch.ray_tasks import Ray
+from normattn.sweep.launch.running import run_jobs
+from normattn.sweep.launch.seam import Job, Launcher, Needs
+from normattn.sweep.launch.slurm import Slurm
+from normattn.sweep.run import reproduce
+from normattn.sweep.study import Request
+from studies.test_jobs import SAVES
+from studies.test_sweep import SECONDS, result, wait_for_training
+
+# Ray puts its workers behind everything else on a machine; the tests wait for them.
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+BYTES = 80 << 20
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A Ray cluster of one small node, to which a test may add others."""
+    from ray.cluster_utils import Cluster
+
+    cluster: Any = Cluster()
+    try:
+        node(cluster, include_dashboard=False)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def node(cluster: Any, **settings: Any) -> Any:
+    """A node more, small. Ray gives one half a minute to begin, which a busy machine may exceed."""
+    for attempt in range(3):
+        try:
+            return cluster.add_node(num_cpus=1, object_store_memory=BYTES, **settings)
+        except Exception as error:  # Ray raises no narrower one.
+            if attempt == 2 or "timed out during startup" not in str(error):
+                raise
+    raise AssertionError
+
+
+@pytest.fixture(params=["slurm", "ray"])
+def elsewhere(request: pytest.FixtureRequest) -> Launcher:
+    """A launcher whose jobs are no children of this process."""
+    if request.param == "slurm":
+        return Slurm(cluster="local")
+    return Ray(address=request.getfixturevalue("cluster").address)
+
+
+def job(folder: Path, name: str, script: str) -> Job:
+    place = folder / "jobs" / name / "seed0"
+    return Job(name, ("-c", script), place / "log.txt")
+
+
+def test_outcomes_come_back_from_elsewhere(elsewhere: Launcher, tmp_path: Path) -> None:
+    say = "import sys; print('first'); print('normattn: why', file=sys.stderr); sys.exit({})"
+    jobs = [job(tmp_path, str(code), say.format(code)) for code in (0, 2, 3)]
+    seen: list[int] = []
+    ended = run_jobs(jobs, elsewhere, 2, Needs(), lambda running, _: seen.append(len(running)))
+    found = {outcome.job.name: outcome for outcome in ended}
+    assert {name: outcome.code for name, outcome in found.items()} == {"0": 0, "2": 2, "3": 3}
+    assert [found[name].message for name in ("0", "2")] == ["", "normattn: why"]
+    assert found["2"].failed
+    assert not found["3"].failed
+    assert (tmp_path / "jobs" / "0" / "seed0" / "log.txt").read_text() == "first\nnormattn: why\n"
+    assert max(seen) <= 2
+
+
+def test_a_signal_lets_jobs_elsewhere_save(elsewhere: Launcher, tmp_path: Path) -> None:
+    saved = tmp_path / "state"
+    jobs = [job(tmp_path, "saving", SAVES.format(path=str(saved))), job(tmp_path, "never", "pass")]
+
+    def when_ready(running: Any, ended: Any) -> None:
+        if jobs[0].log.exists() and jobs[0].log.read_text().startswith("ready"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="SIGTERM with 2 of 2 jobs unfinished"):
+        run_jobs(jobs, elsewhere, 1, Needs(), when_ready)
+    wait_until(saved.exists)
+    assert saved.read_text() == "saved"
+    assert not jobs[1].log.exists()
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_at_the_end_of_its_time_a_job_saves_and_is_requeued(tmp_path: Path) -> None:
+    """By submitit's own signal: the job goes on from what it saved, under the same handle."""
+    script = (
+        "import pathlib, signal, sys, time\n"
+        f"state = pathlib.Path({str(tmp_path / 'state')!r})\n"
+        "if state.exists(): sys.exit(0)\n"
+        "def save(*_): state.write_text('saved'); sys.exit(130)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    one = job(tmp_path, "long", script)
+
+    warned: list[int] = []
+
+    def when_ready(running: Any, ended: Any) -> None:
+        if not warned and one.log.exists() and one.log.read_text().startswith("ready"):
+            for process in psutil.Process().children(recursive=True):
+                if "submitit.core._submit" in process.cmdline():
+                    process.send_signal(signal.SIGUSR2)
+                    warned.append(process.pid)
+
+    ended = run_jobs([one], Slurm(cluster="local"), 1, Needs(), when_ready)
+    assert len(warned) == 1
+    assert [(outcome.code, outcome.message) for outcome in ended] == [(0, "")]
+    assert (tmp_path / "state").read_text() == "saved"
+
+
+def test_a_host_that_sees_other_folders_is_named(tmp_path: Path) -> None:
+    errand = Errand(Job("one", ("-c", "pass"), tmp_path / "gone" / "log.txt"))
+    with pytest.raises(InputError, match=f"has no folder {tmp_path / 'gone'}: the hosts"):
+        errand()
+
+
+def asked(preset: Path, out: Path, launcher: Launcher, jobs: int) -> Request:
+    return Request(
+        preset=str(preset),
+        variants=("Baseline", "KNA-logn"),
+        methods=("as is",),
+        jobs=jobs,
+        out=out,
+        changes={"training.steps": 300},
+        launcher=launcher,
+    )
+
+
+def test_begun_under_slurm_goes_on_under_ray_whose_node_is_lost(
+    tiny: Path, tmp_path: Path, cluster: Any
+) -> None:
+    study, whole, out = find("keynorm"), tmp_path / "whole", tmp_path / "moved"
+    assert reproduce(study, asked(tiny, whole, Local(), 2)) == []
+
+    with ThreadPoolExecutor() as beside:
+        stopping = beside.submit(interrupt_once_training, out)
+        with pytest.raises(Interrupted, match=r"SIGINT with [12] of 2 jobs unfinished"):
+            reproduce(study, asked(tiny, out, Slurm(cluster="local"), 1))
+        stopping.result()
+
+        before = {path: path.read_text() for path in out.glob("jobs/*/*/.lock")}
+        losing = beside.submit(lose, cluster, node(cluster), out, before)
+        assert reproduce(study, asked(tiny, out, Ray(address=cluster.address), 2)) == []
+        lock, holder = losing.result()
+    # The cell was begun again, elsewhere, by another process than the one that lost its node.
+    assert lock.read_text() != holder
+    assert result(out) == result(whole)
+    for cell in ("Baseline", "KNA-logn"):
+        metrics = Path("cells") / cell / "seed0" / "metrics.jsonl"
+        assert (out / metrics).read_bytes() == (whole / metrics).read_bytes()
+
+
+def interrupt_once_training(out: Path) -> None:
+    """As Ctrl-C does."""
+    wait_for_training(out, steps=5)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def lose(cluster: Any, lost: Any, out: Path, before: dict[Path, str]) -> tuple[Path, str]:
+    """Take the node away in the middle of a cell; the cell's lock, and who held it."""
+    found: tuple[Path, str] = wait_until(lambda: cell_on(lost, out, before))
+    cell = psutil.Process(int(found[1].split()[0]))
+    cell.suspend()  # So that it cannot end before its node does.
+    cluster.remove_node(lost, allow_graceful=False)
+    cell.resume()
+    return found
+
+
+def cell_on(lost: Any, out: Path, before: dict[Path, str]) -> tuple[Path, str] | None:
+    """The lock of a cell that a process of this node holds now, and what it says."""
+    (raylet,) = lost.all_processes["raylet"]
+    for path in out.glob("jobs/*/*/.lock"):
+        said = path.read_text()
+        if said and said != before.get(path) and psutil.pid_exists(pid := int(said.split()[0])):
+            above = {process.pid for process in psutil.Process(pid).parents()}
+            if raylet.process.pid in above and path.with_name("progress.json").exists():
+                return path, said
+    return None
+
+
+def wait_until(found: Callable[[], Any]) -> Any:
+    """What `found` returns once it is true."""
+    deadline = time.monotonic() + SECONDS
+    while not (value := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("slrum", {}, "no launcher is called 'slrum': did you mean slurm"),
+        ("slurm", {"partitoin": "gpu"}, "there is no setting partitoin; did you mean partition"),
+        ("slurm", {"time": 0}, "the slurm launcher: time: .* greater than or equal to 1"),
+        ("local", {"partition": "gpu"}, "there is no setting partition; there are devices"),
+        ("local", {"devices": ()}, "the local launcher: devices"),
+        ("ray", {"gpus": -1}, "the ray launcher: gpus"),
+    ],
+)
+def test_what_a_launcher_does_not_have_is_named(
+    name: str, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        launch.launcher(name, settings)
+
+
+@pytest.mark.parametrize(("kind", "needs"), [(Slurm(), "submitit"), (Ray(), "ray")])
+def test_a_missing_extra_is_one_sentence(
+    kind: Launcher, needs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, needs, None)
+    said = f"--launcher {kind.name} needs {needs}: pip install 'normattn\\[{kind.name}\\]'"
+    with pytest.raises(InputError, match=said):
+        run_jobs([job(tmp_path, "one", "pass")], kind, 1)
+
+
+def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no Ray cluster answers at 127\.0\.0\.1:9"):
+        run_jobs([job(tmp_path, "one", "pass")], Ray(address="127.0.0.1:9"), 1)
+
+
+def test_without_slurm_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match="no Slurm is here"):
+        run_jobs([job(tmp_path, "one", "pass")], Slurm(), 1)
+
+
+def test_the_settings_of_a_launcher_are_apart_from_those_of_the_study() -> None:
+    own, study = launch.apart({"launcher.time": 5, "training.steps": 7, "launcherx": 1})
+    assert own == {"time": 5}
+    assert study == {"training.steps": 7, "launcherx": 1}
+    assert launch.launcher("slurm", own).said() == "slurm: time 5"
+    assert launch.launcher("local", {}) == Local()
+
+
+def test_what_a_cell_asks_for() -> None:
+    asked = Slurm(partition="gpu", memory=8).asked(4, Needs(2, "cuda"))
+    assert asked["cpus_per_task"] == 2
+    assert asked["gpus_per_node"] == 1
+    assert asked["slurm_partition"] == "gpu"
+    assert asked["slurm_array_parallelism"] == 4
+    assert asked["mem_gb"] == 8
+    assert "gpus_per_node" not in Slurm().asked(4, Needs(2, "cpu"))
+    assert Ray(cpus=3, gpus=0).gpus_for(Needs(2, "cuda")) == 0
