@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from normattn.hf.extension import extend
     from normattn.hf.pretrained import from_pretrained
     from normattn.hf.score_reading import score_of
+    from normattn.hf.verify import verify
     from normattn.layers.attend import attention
     from normattn.layers.attention import Attention
     from normattn.layers.explain import Explanation, explain
@@ -39,6 +40,7 @@ __all__ = [
     "from_pretrained",
     "generate",
     "score_of",
+    "verify",
 ]
 
 # Names are imported when first used, so that `normattn --help` need not wait for torch.
@@ -58,6 +60,7 @@ _HOMES = {
     "from_pretrained": "hf.pretrained",
     "generate": "models.generation",
     "score_of": "hf.score_reading",
+    "verify": "hf.verify",
 }
 
 

@@ -35,6 +35,8 @@ def test_help_waits_for_no_library() -> None:
 
 def test_list_imports_what_it_asks_and_no_more() -> None:
     held = imported(command("list"))
+    assert "normattn.kernels.dispatch" not in held
+    held |= imported(command("list", "YaRN"))
     assert "normattn.kernels.dispatch" in held
     assert not held & {"normattn.models", "normattn.training", *SLOW}
 

@@ -51,17 +51,41 @@ def test_some_facts(listed: dict[str, dict[str, Any]]) -> None:
     assert why["PI"].startswith("PI on NoPE makes no sense: PI changes rotary positions")
 
 
-def test_the_text_tells_the_same(command: Command, listed: dict[str, dict[str, Any]]) -> None:
-    shown = command("list").out
-    for part in listed.values():
+def test_a_page_names_every_part(command: Command, listed: dict[str, dict[str, Any]]) -> None:
+    shown = command("list").out.splitlines()
+    assert len(shown) <= 90
+    for name in listed:
+        assert any(line.split()[:1] == [name] for line in shown), name
+    assert any("Qwen3-Next" in line for line in shown)
+    assert "normattn list NAME" in shown[-1]
+
+
+def test_an_entry_tells_the_same(command: Command, listed: dict[str, dict[str, Any]]) -> None:
+    for name in ("ReRoPE", "YaRN", "Baseline", "QKBatchNorm"):
+        part, shown = listed[name], command("list", name).out
         for each in part["excludes"]:
             assert f"not with {each['part']}" in shown or f", {each['part']}" in shown
         for field in part["parameters"]:
             assert field["name"] in shown
+        assert all(part[each] in shown for each in ("name", "summary", "equation", "source"))
+    shown = command("list", "ReRoPE").out
     assert "window (128 at L = 512 and factor 8)" in shown
     assert "causal attention only" in shown
-    assert "only with RoPE named as well: ALiBi, FoX, KERPLELog, KERPLEPower" in shown
-    assert "served by fused (cpu float32, cuda bfloat16); chunked (cpu bfloat16)" in shown
+    names = "ALiBi, FoX, KERPLELog, KERPLEPower"
+    assert f"only with RoPE named as well: {names}" in command("list", "YaRN").out
+    served = "served by fused (cpu float32, cuda bfloat16); chunked (cpu bfloat16)"
+    assert served in command("list", "Baseline").out
+
+
+def test_entries_of_a_score_and_of_a_model(command: Command) -> None:
+    names = [part["name"] for part in json.loads(command("list", "KNA-logn-YaRN", "--json").out)]
+    assert names == ["KNA", "logn", "YaRN"]
+    shown = command("list", "gpt-OSS").out
+    assert shown.startswith("gpt-OSS: Baseline-RoPE(base=150000)-YaRN(")
+    assert "Sink  sink, trained-in" in shown
+    said = command("list", "YaRM")
+    assert (said.code, said.out) == (2, "")
+    assert "did you mean YaRN" in said.sentence
 
 
 def test_what_is_said_to_be_excluded_is_refused() -> None:

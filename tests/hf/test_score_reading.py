@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 import transformers
 
 from normattn import ScoreSpec, score_of
-from normattn.cli.app import app
+from normattn.cli.app import app, main
 from normattn.score.recipes import RECIPES
 
 from .families import FAMILIES, configuration, model_of
+from .test_gguf import _write
 from .test_recipes import _SIZES, _configuration, _model, _small
 
 
@@ -107,3 +109,84 @@ def test_the_command_names_layers(tmp_path: Path, capsys: pytest.CaptureFixture[
     record = json.loads(capsys.readouterr().out)
     assert record["verified"]
     assert [each["score"] for each in record["layers"]] == ["QKRMSNorm"] * 2
+
+
+def _said(capfd: pytest.CaptureFixture[str], model: Path) -> tuple[int, str, str]:
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["score", str(model), "--tokens", "16"])
+    said = capfd.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, said.out, said.err
+
+
+def test_a_layer_that_computes_something_else(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundredth more comes out of the second layer than of the attention that it names."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    own = modeling_qwen3.eager_attention_forward
+
+    def more(module: Any, *given: Any, **named: Any) -> Any:
+        out, weights = own(module, *given, **named)
+        return (out * 1.01 if module.layer_idx == 1 else out), weights
+
+    monkeypatch.setattr(modeling_qwen3, "eager_attention_forward", more)
+    configuration("Qwen3").save_pretrained(tmp_path)
+    code, out, _ = _said(capfd, tmp_path)
+    assert code == 1
+    assert "layer 0: QKRMSNorm (verified" in out
+    why = "layer 1 (Qwen3Attention): its attention differs from that of QKRMSNorm by 9.9e-03"
+    assert f"layer 1: QKRMSNorm ({why} of its largest output)" in out
+
+
+def _weights(folder: Path) -> None:
+    model_of("Qwen3").save_pretrained(folder)
+
+
+def _other_shape(folder: Path) -> None:
+    _weights(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "num_key_value_heads": 4}))
+
+
+def _cut(folder: Path) -> None:
+    _weights(folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing": (lambda folder: None, "holds no config.json of transformers"),
+    "unknown kind": (
+        lambda folder: (folder / "config.json").write_text('{"model_type": "no_such_kind"}'),
+        "no_such_kind",
+    ),
+    "no object": (lambda folder: (folder / "config.json").write_text("[]"), "cannot be loaded"),
+    "other weights": (_other_shape, "k_proj.weight is (32, 32), but its configuration asks for"),
+    "weights cut": (_cut, "is no whole safetensors file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make, why = BAD[case]
+    make(tmp_path)
+    code, out, error = _said(capfd, tmp_path)
+    assert (code, out) == (2, "")
+    assert error.startswith("normattn: ")
+    assert why in error.splitlines()[-1]
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("kept", [0, 12, 200, -3000])
+def test_a_damaged_gguf(kept: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gguf")
+    path = tmp_path / "tiny.gguf"
+    _write(path, [*map(chr, range(33, 97)), '!"'])
+    path.write_bytes(path.read_bytes()[:kept])
+    code, out, error = _said(capfd, path)
+    assert (code, out) == (2, "")
+    assert "tiny.gguf" in error.splitlines()[-1]
+    assert "Traceback" not in error

@@ -12,7 +12,7 @@ import torch
 
 from data.pairs_helpers import multi_layout
 from data.relation_files import write_relations
-from normattn.commands.inspection import inspect_run
+from normattn.commands.inspection import Shown, inspect_run
 from normattn.commands.inspection_inputs import Asked, inputs_of
 from normattn.data.relations import prepare_relations
 from normattn.diagnostics.inspection import by_head, totals
@@ -68,7 +68,7 @@ def classification(place: Path) -> ClassificationConfig:
 
 
 def look(run: Path, out: Path, **choices: Any) -> pl.DataFrame:
-    inspect_run(run, out=out, **{**CHOICES, **choices})
+    inspect_run(Shown(model=run, out=out, **{**CHOICES, **choices}))
     names = {path.name for path in (out / "figures").iterdir()}
     assert "layers_entropy_share.png" in names
     assert any(name.startswith("attention") for name in names)

@@ -23,6 +23,7 @@ from normattn.cli import (
     reproduce,
     score,
     train,
+    verify,
 )
 from normattn.cli.checked import Commands
 from normattn.cli.failures import exit_code_of
@@ -31,7 +32,7 @@ from normattn.stopping import asked_to_stop
 EPILOG = """
 **Examples**
 
-`normattn list` – every part a score can be made of, with its equation and source
+`normattn list` – every part a score can be made of; `normattn list YaRN` – all about one
 
 `normattn reproduce keynorm` – train eight scores, read past the training length, tabulate
 
@@ -40,6 +41,8 @@ EPILOG = """
 `normattn evaluate runs/kna --methods YaRN,ReRoPE` – what stretching does to it
 
 `normattn extend ./my-model --text book.txt --lengths 8k,16k --out runs/extend` – an existing model
+
+`normattn verify ./my-model --method "YaRN(factor=4)" --against served.json` – is it served so?
 
 `normattn score ./my-model` – the attention score of each of its layers, by name
 
@@ -83,10 +86,11 @@ def _root(
     """The attention score as a value: train with it, stretch it, measure how far it reads."""
 
 
-app.command("list")(listing.command)
+app.command("list", epilog=listing.EPILOG)(listing.command)
 app.command("train", epilog=train.EPILOG)(train.command)
 app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.command)
 app.command("extend", epilog=extend.EPILOG)(extend.command)
+app.command("verify", epilog=verify.EPILOG)(verify.command)
 app.command("score", epilog=score.EPILOG)(score.command)
 app.command("generate", epilog=generate.EPILOG)(generate.command)
 app.command("export", epilog=export.EPILOG)(export.command)

@@ -29,6 +29,9 @@ windows, narrower intervals; the pass key costs as much as the text
 `normattn extend ./my-model --text book.txt --lengths 16k --out o --save longer` – and write the
 model under the advised method, to be loaded by `normattn.from_pretrained("longer")`
 
+`normattn extend ./my-model --methods "YaRN(factor=4)" --emit vllm` – what vLLM needs to serve it
+so; also hf, sglang, llama.cpp, and gguf, which writes a copy of a GGUF file: `--out longer.gguf`
+
 **What is measured**, for the model as it is and under every method
 
 The loss and accuracy of the same last tokens after contexts of every length; loss and accuracy by
@@ -113,6 +116,14 @@ def command(
     save_method: Annotated[
         str | None, typer.Option(help="Save under this one of --methods instead.")
     ] = None,
+    emit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENGINE",
+            help="Read no text: print what hf, vllm, sglang, llama.cpp or gguf needs to serve the "
+            "model under the one of --methods, or write it to the new file --out.",
+        ),
+    ] = None,
 ) -> None:
     """Read texts longer than a trained model was trained on, without training it.
 
@@ -120,6 +131,11 @@ def command(
     """
     if dtype not in ("fp32", "bf16"):
         raise InputError(f"--dtype is fp32 or bf16, not {dtype!r}")
+    if emit is not None:
+        from normattn.commands.emitting import emit_method
+
+        emit_method(model, gguf, emit, methods, lengths, train_length, factor, window, out)
+        return
     import torch
 
     from normattn.commands.extending import Asked, extend_model

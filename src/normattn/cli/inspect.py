@@ -20,6 +20,9 @@ attention of head 0 in layer 3 as an image; `--attention all` draws them all
 
 `normattn inspect runs/kna --cosines --json > kna.json` – for a program to read
 
+`normattn inspect ./my-model --text book.txt --length 2048`, `normattn inspect model.gguf` – any
+model of transformers; `--method "YaRN(factor=4)"` under a method
+
 `normattn inspect runs/translation --text sentences.txt` – a translation model: its
 encoder, its decoder and the cross attention, while it reads a sentence a line and translates it
 
@@ -38,24 +41,43 @@ angle which training never had. ‖q‖, ‖k‖: norms as the projections give 
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="The directory of a finished run, a folder of transformers or a GGUF file."
+        ),
+    ],
     text: Annotated[
         Path | None,
         typer.Option(
             help="A text file to read; of a classifier a text a line, of a translation model a "
-            "sentence a line. [default: held-out data of the run's own corpus]"
+            "sentence a line. [default: held-out data of the run's own corpus; for a model of "
+            "transformers the standard library's source]"
         ),
     ] = None,
     method: Annotated[
-        str, typer.Option(help="Post-hoc method to read with, as in `normattn evaluate`.")
+        str,
+        typer.Option(
+            help="Post-hoc method to read with, as in `normattn evaluate`; for a model of "
+            "transformers with its parameters: 'YaRN(factor=4)'."
+        ),
     ] = "as is",
     length: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens of a window or document. [default: those of training]"),
+        typer.Option(
+            min=2,
+            help="Tokens of a window or document. [default: those of training; for a model of "
+            "transformers 512]",
+        ),
     ] = None,
     windows: Annotated[
-        int, typer.Option(min=1, help="Windows, texts, pairs or images, at most.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Windows, texts, pairs or images, at most. [default: 16; for a model of "
+            "transformers 4]",
+        ),
+    ] = None,
     bins: Annotated[int, typer.Option(min=1, help="Bins of the query's position.")] = 16,
     cosines: Annotated[
         bool, typer.Option("--cosines", help="Also the range of cos(q, k): one more product.")
@@ -70,7 +92,10 @@ def command(
     ] = "sharpest",
     out: Annotated[
         Path | None,
-        typer.Option(help="Where the page and its measurements go. [default: RUN/inspection]"),
+        typer.Option(
+            help="Where the page and its measurements go. [default: RUN/inspection; for a model of "
+            "transformers runs/inspect-MODEL]"
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the tables as JSON instead.")
@@ -83,17 +108,19 @@ def command(
 ) -> None:
     """Look into a trained model: entropy, largest logits, sinks and norms of every head.
 
-    Of language models, classifiers, translation models and Vision Transformers.
+    Of language models, classifiers, translation models, Vision Transformers, and any model of
+    transformers.
 
     Everything is streamed from the attention kernels, so that long texts need no more memory.
     Prints a table of the layers; OUT gets report.html, table.md, figures/ and measurements.parquet:
     every layer and head, heat maps, curves over position (and over training, where it was probed),
     one head's attention. `normattn report OUT` makes the page again from the measurements alone.
     """
-    from normattn.commands.inspection import inspect_run
+    from normattn.commands.inspection import Shown, inspect_run, is_foreign
+    from normattn.files import expanded
 
-    inspect_run(
-        run,
+    asked = Shown(
+        model=run,
         text=text,
         method=method,
         length=length,
@@ -107,3 +134,9 @@ def command(
         seed=seed,
         threads=threads,
     )
+    if is_foreign(expanded(run)):
+        from normattn.commands.inspection_foreign import inspect_foreign
+
+        inspect_foreign(asked)
+    else:
+        inspect_run(asked)

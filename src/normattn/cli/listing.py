@@ -16,22 +16,44 @@ TOKENS, HEADS, HEAD_DIM, LAYERS = 2048, 4, 64, 4
 PLACES = (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "bfloat16"))
 
 
+EPILOG = """
+**Examples**
+
+`normattn list` – every part by name, on one page
+
+`normattn list YaRN` – its equation, source, parameters, what goes with it, its kernels
+
+`normattn list KNA-logn-YaRN`, `normattn list gpt-oss` – of all parts of a score, and of a model's
+"""
+
+
 def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead.")] = False,
+    name: Annotated[
+        str | None, typer.Argument(help="A part, a score or a model. [default: all, in short]")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything as one JSON list instead.")
+    ] = False,
 ) -> None:
-    """List every part of a score: its equation and source, when it enters, what goes with it.
+    """List the parts of a score; of one that is named, all that is known.
 
     Names are joined by hyphens into a score: `KNA-logn` is trained, `KNA-logn-YaRN` is that model
     stretched afterwards. What goes together is found by trying, and kernels by asking the
     dispatcher about 2048 tokens.
     """
-    from normattn.score import registry
+    from normattn.score import grammar, registry
 
-    found = [described(name, part) for name, part in registry.parts().items()]
+    known = registry.parts()
+    if name is not None:
+        named = {part.name for part, _ in grammar.read(name)[0]}
+        known = {each: part for each, part in known.items() if each in named}
     if as_json:
+        found = [described(each, part) for each, part in known.items()]
         print(json.dumps(found, indent=2, ensure_ascii=False))
+    elif name is None:
+        _show_all(known)
     else:
-        _show(found)
+        _show(name, [described(each, part) for each, part in known.items()])
 
 
 def described(name: str, part: type[Part]) -> dict[str, Any]:
@@ -91,18 +113,45 @@ def _kernels(name: str) -> dict[str, str]:
     return found
 
 
-def _show(described: list[dict[str, Any]]) -> None:
+def _show_all(known: Mapping[str, type[Part]]) -> None:
+    """A line a part, by slot, and the models whose scores have a name."""
     from rich.console import Console
-    from rich.markup import escape
+
+    from normattn.score.recipes import RECIPES
 
     console = Console(highlight=False)
-    for slot in dict.fromkeys(part["slot"] for part in described):
-        console.print(f"\n[bold underline]{escape(slot)}[/]")
-        for part in described:
-            if part["slot"] == slot:
-                console.print(f"[bold cyan]{escape(part['name'])}[/]  [dim]{part['when']}[/]")
-                for line in _lines(part):
-                    console.print(f"    {escape(line)}", soft_wrap=True)
+    width, slot = max(map(len, known)), None
+    for name, part in known.items():
+        if part.slot is not slot:
+            slot = part.slot
+            console.print(f"[bold underline]{slot}[/]  [dim]{_plain(slot.says)}[/]")
+        line = f"  [bold cyan]{name:<{width}}[/]  {_plain(part.summary)}"
+        console.print(line, no_wrap=True, overflow="ellipsis")
+    console.print(f"[bold underline]models[/]  {', '.join(RECIPES)}")
+    console.print("normattn list NAME shows the entry of a part, a score or a model.")
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _show(name: str, described: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+
+    from normattn.score.recipes import recipe
+
+    console = Console(highlight=False)
+    model = recipe(name)
+    if model is not None:
+        console.print(f"{_plain(name)}: {_plain(model)}", soft_wrap=True)
+    for part in described:
+        console.print(
+            f"[bold cyan]{_plain(part['name'])}[/]  [dim]{part['slot']}, {part['when']}[/]"
+        )
+        for line in _lines(part):
+            console.print(f"    {_plain(line)}", soft_wrap=True)
 
 
 def _lines(part: dict[str, Any]) -> list[str]:

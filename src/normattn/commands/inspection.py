@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import polars as pl
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from normattn.atomic import write_json
 from normattn.commands.inspection_inputs import Asked, Inputs, inputs_of
@@ -33,6 +33,7 @@ from normattn.models.translator_config import TranslatorConfig, placeless
 from normattn.report.terminal import print_table
 from normattn.report.view import View
 from normattn.runs import RunDirectory, read_status
+from normattn.structured import read_object
 from normattn.studies.inspect import STUDY
 from normattn.studies.inspect.measured import DRAWN, KEY, KIND, QUERY, TRAINING
 from normattn.training import (
@@ -57,7 +58,7 @@ KINDS: dict[str, type[LoopConfig]] = {
     )
 }
 FOLDER, CONFIG = "inspection", "config.json"
-DRAWN_HEADS = 64
+DRAWN_HEADS, WINDOWS = 64, 16
 
 
 class InspectionSettings(BaseModel):
@@ -82,69 +83,103 @@ class InspectionSettings(BaseModel):
     seed: int = Field(ge=0)
 
 
-def inspect_run(
-    run: Path,
-    *,
-    text: Path | None,
-    method: str,
-    length: int | None,
-    windows: int,
-    bins: int,
-    cosines: bool,
-    attention: str,
-    out: Path | None,
-    as_json: bool,
-    max_tokens: int,
-    seed: int,
-    threads: int,
-) -> None:
-    """Look into the finished run in the directory `run`, and print and draw what is found.
+@dataclass(frozen=True)
+class Shown:
+    """What the command line says, unresolved; None where it leaves the choice."""
+
+    model: Path
+    text: Path | None
+    method: str
+    length: int | None
+    windows: int | None
+    bins: int
+    cosines: bool
+    attention: str
+    out: Path | None
+    as_json: bool
+    max_tokens: int
+    seed: int
+    threads: int
+
+
+def is_foreign(place: Path) -> bool:
+    """Whether a place holds a model of transformers: a GGUF file, or a folder of its own."""
+    if place.is_dir() and (place / CONFIG).is_file():
+        return "model_type" in read_object(place / CONFIG)
+    return place.suffix == ".gguf"
+
+
+def inspect_run(asked: Shown) -> None:
+    """Look into the finished run in the directory `asked.model`, and print and draw what is found.
 
     Raises `InputError` for a directory that holds no finished run, a method that its score cannot
     take, a head that is not there, and data that is gone or too short.
     """
+    run, method = asked.model, asked.method
     config = _opened(run)
-    chosen = _chosen(attention, config)
+    chosen = _chosen(asked.attention, config)
     _check_method(method, config)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(asked.threads)
     expected = config.model  # type: ignore[attr-defined]
     model = load_any(run / "model", expected).to(choose_device(config.device))
-    inputs = inputs_of(config, Asked(run, text, length, windows, seed), model)
-    settings = InspectionSettings(
-        run=str(run),
-        text=None if text is None else str(text),
-        method=method,
-        length=inputs.length,
-        windows=windows,
-        bins=bins,
-        cosines=cosines,
-        attention=attention,
-        max_tokens=max_tokens,
-        seed=seed,
-    )
-    folder = _folder(run / FOLDER if out is None else out)
-    whose = _identity(model, config, inputs, settings)
-    trained = replace(whose, protocol=TRAINING, method="", split="train", data="")
+    windows = WINDOWS if asked.windows is None else asked.windows
+    inputs = inputs_of(config, Asked(run, asked.text, asked.length, windows, asked.seed), model)
+    folder = folder_of(run / FOLDER if asked.out is None else asked.out)
+    whose = _identity(model, config, inputs, asked)
     with _using(model, method, config, inputs.length):
-        found = _look(model, inputs, settings)
-        heads = _drawn(model, inputs, chosen, found)
+        found = _look(model, inputs, asked)
+        heads = drawn(inputs, chosen, found, lambda: _weights_of(model, inputs))
+    trained = replace(whose, protocol=TRAINING, method="", split="train", data="")
+    write_page(whose, found, heads, inputs, folder, asked, identified(trained, [_training(run)]))
+
+
+def _weights_of(model: nn.Module, inputs: Inputs) -> Mapping[str, Tensor]:
+    row = inputs.drawn.to(next(model.parameters()).device)
+    return attention_weights(model, row, inputs.read, inputs.drawn_length)
+
+
+def write_page(
+    whose: Identity,
+    found: pl.DataFrame,
+    heads: Sequence[pl.DataFrame],
+    inputs: Inputs,
+    folder: Path,
+    asked: Shown,
+    *more: pl.DataFrame,
+) -> None:
+    """Write the frame and its page, and print the table of layers."""
     frame = joined(
         [
             identified(whose, [found.with_columns(pl.lit(inputs.source).alias("factor.texts"))]),
             *(identified(replace(whose, protocol=DRAWN), [head]) for head in heads),
-            identified(trained, [_training(run)]),
+            *more,
         ]
     )
-    resolved = settings.model_dump(mode="json")
+    resolved = _settings(asked, inputs, int(whose.length)).model_dump(mode="json")
     write_json(folder / CONFIG, {"kind": KIND, "config": resolved})
     figures = STUDY.report(frame, folder, resolved)
-    if as_json:
+    if asked.as_json:
         print((folder / "table.json").read_text("utf-8"), end="")
         return
     view = View(frame)
     print_table(STUDY.page.tables[0].fill(view), title=STUDY.page.notes(view)[0])
     for path in (folder / "report.html", *figures):
         print(path)
+
+
+def _settings(asked: Shown, inputs: Inputs, length: int) -> InspectionSettings:
+    return InspectionSettings(
+        run=str(asked.model),
+        text=None if asked.text is None else str(asked.text),
+        method=asked.method,
+        length=length,
+        windows=WINDOWS if asked.windows is None else asked.windows,
+        bins=asked.bins,
+        cosines=asked.cosines,
+        attention=asked.attention,
+        max_tokens=asked.max_tokens,
+        seed=asked.seed,
+    )
 
 
 def _opened(run: Path) -> LoopConfig:
@@ -179,15 +214,22 @@ def _using(
 
 def _chosen(attention: str, config: LoopConfig) -> tuple[int, int] | Literal["sharpest", "all"]:
     """The head whose attention is drawn."""
-    if attention == "sharpest":
-        return "sharpest"
-    if attention == "all":
-        return "all"
     model = _model(config)
     layers, heads = model.layers, model.heads
     if isinstance(model, TranslatorConfig):
         # Of a decoder's layer each attention counts: its own, then that to the source.
         layers += 2 * model.decoder.layers
+    return chosen_head(attention, layers, heads)
+
+
+def chosen_head(
+    attention: str, layers: int, heads: int
+) -> tuple[int, int] | Literal["sharpest", "all"]:
+    """What `--attention` says, for so many layers and heads."""
+    if attention == "sharpest":
+        return "sharpest"
+    if attention == "all":
+        return "all"
     parts = attention.split(",")
     if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
         raise InputError(
@@ -220,9 +262,7 @@ def _score_names(model: StackConfig) -> str:
     return "{} (encoder), {} (decoder), {} (cross)".format(*names)
 
 
-def _identity(
-    model: nn.Module, config: LoopConfig, inputs: Inputs, settings: InspectionSettings
-) -> Identity:
+def _identity(model: nn.Module, config: LoopConfig, inputs: Inputs, asked: Shown) -> Identity:
     """Whose attention it is, to which texts."""
     shape = _model(config)
     rows = inputs.rows.contiguous().numpy().tobytes()
@@ -230,37 +270,37 @@ def _identity(
         study=KIND,
         row=_score_names(shape),
         score=str(shape.score),
-        method="" if settings.method == "as is" else settings.method,
+        method="" if asked.method == "as is" else asked.method,
         seed=config.seed,
         protocol=KIND,
         length=inputs.length,
         train_length=shape.train_length,
-        split="held-out" if settings.text is None else "given",
+        split="held-out" if asked.text is None else "given",
         data=hashlib.sha256(rows).hexdigest(),
         weights=weights_digest(model),
     )
 
 
-def _look(model: nn.Module, inputs: Inputs, settings: InspectionSettings) -> pl.DataFrame:
+def _look(model: nn.Module, inputs: Inputs, asked: Shown) -> pl.DataFrame:
     rows = inputs.rows.to(next(model.parameters()).device)
     with Console(file=sys.stderr).status("looking") as status:
         return inspect_model(
             model,
             rows,
-            bins=settings.bins,
-            cosines=settings.cosines,
-            tokens_per_batch=settings.max_tokens,
+            bins=asked.bins,
+            cosines=asked.cosines,
+            tokens_per_batch=asked.max_tokens,
             read=inputs.read,
             length=inputs.length,
             progress=lambda done, total: status.update(f"looking: text {done} of {total}"),
         )
 
 
-def _drawn(
-    model: nn.Module,
+def drawn(
     inputs: Inputs,
     chosen: tuple[int, int] | Literal["sharpest", "all"],
     measured: pl.DataFrame,
+    read: Callable[[], Mapping[str, Tensor]],
 ) -> list[pl.DataFrame]:
     """The attention of the chosen heads to the drawn text, as rows of the frame."""
     if inputs.drawn_length > MOST_TOKENS:
@@ -270,8 +310,7 @@ def _drawn(
             file=sys.stderr,
         )
         return []
-    row = inputs.drawn.to(next(model.parameters()).device)
-    weights = attention_weights(model, row, inputs.read, inputs.drawn_length)
+    weights = read()
     names = measured["factor.layer"].unique(maintain_order=True).to_list()
     every = [(n, head) for n, name in enumerate(names) for head in range(len(weights[name]))]
     if chosen == "all" and len(every) > DRAWN_HEADS:
@@ -340,7 +379,7 @@ def _training(run: Path) -> pl.DataFrame:
     )
 
 
-def _folder(place: Path) -> Path:
+def folder_of(place: Path) -> Path:
     """The directory, made before anything is read; `InputError` where it cannot be."""
     try:
         place.mkdir(parents=True, exist_ok=True)

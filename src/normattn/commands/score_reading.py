@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 
-def read_score(model: str, tokens: int, as_json: bool) -> None:
+def read_score(model: str, tokens: int, as_json: bool) -> int:
     """Read the scores of a model's layers off a small model of its configuration, and print them.
+
+    Returns 0 where every layer's score is verified, 1 where one is not.
 
     Raises `InputError` for what holds no configuration, a kind that transformers does not know, and
     layers that cannot be listened to.
@@ -19,10 +21,11 @@ def read_score(model: str, tokens: int, as_json: bool) -> None:
     found: ModelScore = score_of(small_model(config), tokens)
     if as_json:
         print(json.dumps(_record(model, config, found), ensure_ascii=False, indent=2))
-        return
+        return 0 if found.verified else 1
     print(f"{model}: {config.get_text_config().model_type}, {len(found.layers)} attention layers")
     for line in found.lines():
         print(f"  {line}")
+    return 0 if found.verified else 1
 
 
 def _record(model: str, config: Any, found: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,29 +28,28 @@ Padding = tuple[Tensor | None, Tensor | None]
 
 
 class Collector:
-    """The observer of a model's layers, each named by its path in the model.
+    """The observer of a model's layers: `names` are those of the layers that an owner serves.
 
-    `edges` bound bins of the query's position (None: one bin); `reach` asks for attention beyond
-    the training length, `cosines` for those of queries and keys, which cost another product.
+    An owner is whoever is announced: a `Score`, or the attention module of another library. `edges`
+    bound bins of the query's position (None: one bin); `reach` asks for attention beyond the
+    training length, `cosines` for those of queries and keys, which cost another product.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        names: Mapping[Any, Sequence[str]],
         edges: Sequence[int] | None = None,
         reach: bool = False,
         cosines: bool = False,
     ) -> None:
-        self.names = layer_names(model)
-        if not self.names:
-            raise InputError("this model holds no Score to look at")
+        self.names = names
         self.edges = None if edges is None else tuple(edges)
         self.reach, self.cosines = reach, cosines
         self.sums: dict[str, LayerSums] = {}
         self.cosine_sums: dict[str, CosineSums] = {}
-        self._turns = {score: itertools.cycle(names) for score, names in self.names.items()}
+        self._turns = {owner: itertools.cycle(names) for owner, names in self.names.items()}
         self._name: str | None = None
-        self._score: Score | None = None
+        self._owner: object = None
         self._padding: Padding = (None, None)
         self._at: tuple[Tensor, Tensor]
         self._part: tuple[slice, Tensor | None] | None = None
@@ -58,18 +57,18 @@ class Collector:
 
     def restart(self) -> None:
         """A shared block's next use is that of the lowest layer."""
-        self._turns = {score: itertools.cycle(names) for score, names in self.names.items()}
+        self._turns = {owner: itertools.cycle(names) for owner, names in self.names.items()}
 
     def enter(
         self, owner: object, q: Tensor, k: Tensor, padding: Padding, at: tuple[Tensor, Tensor]
     ) -> None:
-        """A score begins; those of other models are left alone."""
+        """A layer begins; those of other models are left alone."""
         self._part, self._padding, self._at = None, padding, at
-        self._score = owner if isinstance(owner, Score) and owner in self.names else None
-        if self._score is None:
+        self._owner = owner
+        if owner not in self.names:
             self._name = None
             return
-        self._name = next(self._turns[self._score])
+        self._name = next(self._turns[owner])
         sums = self._layer(q)
         sums.add_norms("q_norm", q, padding[0], self._bins(at[0], q))
         sums.add_norms("k_norm", k, padding[1], self._bins(at[1], k))
@@ -81,8 +80,10 @@ class Collector:
     def functions(self, problem: Problem) -> Tensor | None:
         """Attention beyond the training length and at unseen angles, where any can be."""
         self._asked = {}
-        score = self._score
-        if score is None or not self.reach or score.spec.train_length is None:
+        score = self._owner
+        if self._name is None or not isinstance(score, Score) or not self.reach:
+            return None
+        if score.spec.train_length is None:
             return None
         spec, length = score.spec, score.spec.train_length
         device = problem.q.device
@@ -215,9 +216,12 @@ def collecting(
     Nothing stays behind. A compiled model runs uncompiled meanwhile: a compiled graph cannot be
     looked into. Raises `InputError` for a model without any `Score`.
     """
-    collector = Collector(model, edges, reach, cosines)
+    names = layer_names(model)
+    if not names:
+        raise InputError("this model holds no Score to look at")
+    collector = Collector(names, edges, reach, cosines)
     with ExitStack() as stack:
-        for score in collector.names:
+        for score in names:
             for field, side, norm in (
                 ("q_normed", 0, score.query_norm),
                 ("k_normed", 1, score.key_norm),

@@ -6,6 +6,7 @@ Legend: H heads, P bins of the position.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,13 @@ from jaxtyping import Shaped
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from normattn.diagnostics.collecting import collecting
+from normattn.diagnostics.collecting import Collector, collecting
 from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
 from normattn.models.dropout import without_dropout
 
 Array = NDArray[np.float64]
+Collecting = Callable[..., AbstractContextManager[Collector]]
 POSITION_BINS = 16
 EXTREMES = {"largest": np.fmax, "largest_cosine": np.fmax, "least_cosine": np.fmin}
 """Statistics that are not means."""
@@ -37,6 +39,7 @@ def inspect_model(
     read: Callable[[Tensor], Any] | None = None,
     length: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    collect: Collecting = collecting,
 ) -> pl.DataFrame:
     """Entropy, log-sum-exp, largest logit, sinks and norms of every layer, head and position bin.
 
@@ -56,6 +59,7 @@ def inspect_model(
         read: how the model reads some rows; by default `model.hidden`, or the model itself.
         length: how many positions a row has, by default T.
         progress: told rows done, of how many.
+        collect: who collects; for models of transformers `normattn.hf.looking.looking`.
 
     Raises `InputError` for a model without any score and for texts without a token.
     """
@@ -68,7 +72,7 @@ def inspect_model(
     edges = [round(length * place / bins) for place in range(bins + 1)]
     step = max(1, tokens_per_batch // length)
     with without_dropout(model), torch.no_grad():
-        with collecting(model, edges, reach=reach, cosines=cosines) as collector:
+        with collect(model, edges, reach=reach, cosines=cosines) as collector:
             for first in range(0, count, step):
                 reader(rows[first : first + step])
                 progress(min(first + step, count), count)

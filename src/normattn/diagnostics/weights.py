@@ -19,7 +19,6 @@ from normattn.errors import InputError
 from normattn.kernels import Problem
 from normattn.kernels.observe import Observation, observing
 from normattn.models.dropout import without_dropout
-from normattn.score import Score
 
 MOST_TOKENS = 512
 
@@ -29,10 +28,12 @@ def attention_weights(
     text: Shaped[Tensor, "*t"],
     read: Callable[[Tensor], Any] | None = None,
     length: int | None = None,
+    names: Mapping[Any, Sequence[str]] | None = None,
 ) -> dict[str, Float[Tensor, "h t s"]]:
     """α of every layer for one text of at most 512 tokens, by the name of the layer.
 
-    `read` and `length` as for `inspect_model`: anything else that the model reads.
+    `read` and `length` as for `inspect_model`: anything else that the model reads. `names` are
+    those of the layers of whoever is announced, by default of the model's scores.
 
     By the kernels' own definition, with what layers carry and whatever method is on; a learned
     sink's share is what a row lacks to 1. Raises `InputError` for a longer text: matrices are for
@@ -43,7 +44,7 @@ def attention_weights(
         raise InputError(
             f"attention is drawn for 1 to {MOST_TOKENS} tokens, but the text has {tokens}"
         )
-    names = layer_names(model)
+    names = layer_names(model) if names is None else names
     if not names:
         raise InputError("this model holds no Score to look at")
     keep = _Keep(names)
@@ -56,9 +57,9 @@ def attention_weights(
 class _Keep:
     """Keeps the weights of every layer, as rows that belong together."""
 
-    def __init__(self, names: Mapping[Score, Sequence[str]]) -> None:
+    def __init__(self, names: Mapping[Any, Sequence[str]]) -> None:
         self._turns: dict[object, Iterator[str]] = {
-            score: itertools.cycle(each) for score, each in names.items()
+            owner: itertools.cycle(each) for owner, each in names.items()
         }
         self.parts: dict[str, list[Tensor]] = {}
         self._name = ""

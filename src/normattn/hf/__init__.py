@@ -20,6 +20,7 @@ if find_spec("transformers") is not None:
     register()
 
 __all__ = [
+    "AttentionCallback",
     "Extension",
     "Resolved",
     "extend",
@@ -35,6 +36,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "AttentionCallback" and find_spec("transformers") is not None:
+        # Made of a class of transformers that takes a while to import.
+        from normattn.hf.callback import AttentionCallback
+
+        return AttentionCallback
     if name in __all__:
         raise InputError(f"normattn.hf.{name} needs transformers: pip install normattn[hf]")
     raise AttributeError(f"module 'normattn.hf' has no attribute {name!r}")

@@ -21,7 +21,9 @@ from normattn.score import ScoreSpec
 from normattn.score.fold import Fold, beside, scaled
 
 ATTRIBUTE = "normattn_layer"
-_REFUSED = ("cache", "position_bias", "output_attentions", "indices")
+_REFUSED = ("cache", "position_bias", "output_attentions")
+BEFORE, OWN = "mask before", "own embeddings"
+"""What a layer's pre-hook keeps: its mask before it chooses keys, its own position embeddings."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +161,13 @@ class ExtendedLayer:
     def _placing(
         self, mask: Tensor | None, q: Tensor, k: Tensor, position_ids: Tensor | None
     ) -> Placing:
-        given = (mask, position_ids, self.folding)
+        before: Tensor | None = self.memory.get(BEFORE, ())
+        given = (mask, before, position_ids, self.folding)
         found: Placing | None = self.memory.get("placing", given)
         if found is None:
             counted = self.folding is not None
-            found = placing(mask, q.shape[2], k.shape[2], q.shape[0], position_ids, counted)
+            sizes = (q.shape[2], k.shape[2], q.shape[0])
+            found = placing(mask, *sizes, position_ids, counted, before)
             self.memory.keep("placing", given, found)
         return found
 
@@ -192,12 +196,14 @@ def attention_function(
     softcap: float | None = None,
     s_aux: Float[Tensor, " h"] | None = None,
     position_ids: Tensor | None = None,
+    indices: Tensor | None = None,
     **more: Any,
 ) -> tuple[Float[Tensor, "b t h e"], None]:
     """Attention as transformers calls it, for the layers of an extended model.
 
-    Raises `InputError` for what it would otherwise ignore: attention weights asked for, a paged
-    cache, bidirectional attention.
+    `indices` (B, T, n) are the keys that an indexer has selected for each query. Raises
+    `InputError` for what it would otherwise ignore: attention weights asked for, a paged cache,
+    bidirectional attention.
     """
     layer = module.__dict__.get(ATTRIBUTE)
     if layer is None:
@@ -210,7 +216,17 @@ def attention_function(
             raise InputError(f"an extended model takes no {name}: remove the extension for that")
     if more.get("is_causal") is False:
         raise InputError("an extended model is causal, but is_causal=False was asked for")
+    if indices is not None:
+        attention_mask = _selected(attention_mask, indices)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     asked = Asked(scale, float(dropout), softcap, s_aux)
     out = layer(query, key, value, attention_mask, position_ids, asked)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _selected(mask: Tensor | None, indices: Tensor) -> Tensor:
+    """The mask of every pair without the keys that were not selected."""
+    if mask is None or mask.dim() != 4 or mask.dtype != torch.bool:
+        raise InputError("an indexer selects keys, but its layer got no mask of every pair")
+    chosen = torch.zeros_like(mask[:, 0]).scatter(-1, indices.long(), True)
+    return mask & chosen[:, None]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.attending import Memory
+from normattn.hf.attending import BEFORE, OWN, Memory
 from normattn.hf.folding import stretched
-from normattn.hf.probing import PROBE, put
-from normattn.hf.tables import still
+from normattn.hf.probing import LOOKING, PROBE, put
+from normattn.hf.tables import place_of, still
 from normattn.hf.understanding import Layer
 from normattn.score import ScoreSpec
 
@@ -50,6 +50,9 @@ class Embeddings:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments with other position embeddings."""
         self._refuse_change(module)
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+            self._memory.keep(BEFORE, (), mask)
         if not self._inside and self._other is None:
             return None
         place = self._place
@@ -61,6 +64,7 @@ class Embeddings:
             self._refuse_images(before, self._ids(ids))
         if self._other is None:
             # Rotating by nothing: the product with cos broadcasts over the tokens.
+            self._memory.keep(OWN, (), before)
             return put(args, kwargs, place, still(before))
         return put(args, kwargs, place, self._stretched(before, self._ids(ids)))
 
@@ -98,12 +102,26 @@ class Embeddings:
         self._memory.keep("text alone", given, True)
 
     def _refuse_change(self, module: nn.Module) -> None:
-        now = module.config._attn_implementation  # type: ignore[union-attr]
+        now = str(module.config._attn_implementation).removeprefix(LOOKING)  # type: ignore[union-attr]
         if self._attention is not None and now not in (self._attention, PROBE):
             raise InputError(
                 f"the attention implementation was changed to {now} while the model is extended: "
                 "remove() the extension first"
             )
+
+
+class OwnEmbeddings:
+    """Called before a part of a layer that rotates inside: an indexer keeps the model's turns."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def __call__(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments with the position embeddings that the layer was given."""
+        place, own = place_of(args, kwargs), self._memory.get(OWN, ())
+        return None if place is None or own is None else put(args, kwargs, place, own)
 
 
 class PositionIds:

@@ -13,7 +13,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from normattn.errors import InputError
 from normattn.hf.anatomy import Anatomy, anatomy, known_length, refuse_moving
 from normattn.hf.attending import ATTRIBUTE, ExtendedLayer, Memory
 from normattn.hf.confirming import confirm, read
-from normattn.hf.embeddings import Embeddings, PositionIds
+from normattn.hf.embeddings import Embeddings, OwnEmbeddings, PositionIds
 from normattn.hf.folding import Folding, Turning
 from normattn.hf.interface import registered
 from normattn.hf.native import native, put_fields, trained
@@ -35,6 +35,7 @@ from normattn.score.grammar import read as read_method
 from normattn.score.parts.pi import PI
 
 HANDLE = "normattn_extension"
+INDICES = "indices"
 FIELD, TRAINED = "normattn", "trained"
 
 
@@ -59,13 +60,7 @@ def extend(
     queries and on keys, as in transformers. Raises `InputError` where the model or a value cannot
     serve.
     """
-    found = anatomy(model)
-    _refuse_twice(found)
-    spec, source = _specified(found, method, train_length, parameters)
-    registered(_before(found))
-    refuse_vectors(found)
-    layers = understand(found, ask(found))
-    _check(spec, layers, found)
+    found, layers, spec, source = plan(model, method, train_length, **parameters)
     before = read(found, spec)
     extension = Extension(found, layers, spec, source)
     try:
@@ -74,6 +69,30 @@ def extend(
         extension.remove()
         raise
     return extension
+
+
+class Plan(NamedTuple):
+    """A method with all its values for a model that was asked, before anything is switched on.
+
+    `source` says where the training length comes from.
+    """
+
+    found: Anatomy
+    layers: tuple[Layer, ...]
+    spec: ScoreSpec
+    source: str
+
+
+def plan(model: Any, method: str, train_length: int | None = None, **parameters: Any) -> Plan:
+    """What `extend` would do; the model is asked and not changed. Raises as `extend` does."""
+    found = anatomy(model)
+    _refuse_twice(found)
+    spec, source = _specified(found, method, train_length, parameters)
+    registered(_before(found))
+    refuse_vectors(found)
+    layers = understand(found, ask(found))
+    _check(spec, layers, found)
+    return Plan(found, layers, spec, source)
 
 
 def extension_of(model: Any) -> Extension | None:
@@ -138,7 +157,8 @@ class Extension:
         inside = spec.regime is not None or spec.moves
         own = inside or spec.logn is not None
         served = [each for each in layers if each.sliding is None]
-        name = registered(_before(found)) if own else None
+        choosing = [each for each in served if _chooses(each)]
+        name = registered(_before(found), bool(choosing)) if own else None
         self._rename(found, layers, name)
         sections = any(hasattr(each, "mrope_section") for each in found.decoder.modules())
         foldings: list[Folding] = []
@@ -150,6 +170,11 @@ class Extension:
             if layer.turning is not None:
                 hook = Embeddings(layer, spec, inside, name, self._memory, sections)
                 self._hook(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
+        if inside:
+            aside = OwnEmbeddings(self._memory)
+            parts = {part for each in choosing for part in each.module.modules()}
+            for part in parts - {each.module for each in choosing}:
+                self._hook(part.register_forward_pre_hook(aside, with_kwargs=True))
         self._hook(found.decoder.register_forward_pre_hook(self._memory.clear))
         self._hook(found.decoder.register_forward_hook(self._memory.clear, always_call=True))
         if any(not each.heard.has_ids for each in served if each.turning is not None):
@@ -323,15 +348,17 @@ def _check_attention(served: list[Layer], found: Anatomy) -> None:
     rest = "PI, NTK, NTK-mixed, ABF and YaRN leave its attention as it is"
     for each in served:
         who = f"layer {each.index} of {found.name} ({type(each.module).__name__})"
-        if "indices" in each.unserved:
-            raise InputError(f"an indexer selects the keys of {who}, which ours does not: {rest}")
-        if each.unserved:
+        unserved = [name for name in each.unserved if name != INDICES]
+        if unserved:
             raise InputError(
-                f"{who} asks its attention for {', '.join(each.unserved)}, which ours does not "
+                f"{who} asks its attention for {', '.join(unserved)}, which ours does not "
                 f"serve: {rest}"
             )
-        if not each.masked:
-            raise InputError(f"{found.name} makes the masks of its layers itself: {rest}")
+
+
+def _chooses(layer: Layer) -> bool:
+    """Whether a layer chooses among the keys that it may see, by an indexer or by a mask."""
+    return INDICES in layer.unserved or not layer.masked
 
 
 def _resolved(spec: ScoreSpec, source: str, layers: tuple[Layer, ...]) -> Resolved:

@@ -20,6 +20,8 @@ from normattn.structured import read_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _GGUF = b"GGUF"
+# Up to which layer something holds: nothing is made for it.
+_NO_COUNT = {"max_window_layers"}
 # The least that a tensor's and a value's description take in a GGUF file.
 _TENSOR_BYTES, _VALUE_BYTES = 24, 13
 
@@ -157,7 +159,7 @@ def refuse_layers(values: Mapping[str, Any], header: Header, source: Path) -> No
         for name, value in level.pop().items():
             if isinstance(value, Mapping):
                 level.append(value)
-            counts = "layer" in name or _counts(name)
+            counts = ("layer" in name and name not in _NO_COUNT) or _counts(name)
             if counts and type(value) is int and value > max(len(header.tensors), 1):
                 raise InputError(
                     f"{source}: {name} is {value:,}, but {header.file.name} holds "

@@ -7,8 +7,10 @@ from normattn.hf.masks import mask_function
 from normattn.hf.probing import PROBE, probe_function, probe_mask
 
 
-def registered(before: str) -> str:
+def registered(before: str, pairs: bool = False) -> str:
     """The name of our attention for a model whose own is `before`.
+
+    `pairs`: its layers get a mask of every pair, since they choose keys of their own.
 
     The name says what was there before, since the layers that are left alone still want the masks
     of that; it holds no "flash", which transformers would read as flash attention.
@@ -20,8 +22,10 @@ def registered(before: str) -> str:
     AttentionMaskInterface.register(
         PROBE, probe_mask(eager_mask if before == "eager" else sdpa_mask)
     )
-    name = "normattn_" + before.replace("flash", "fl").replace("/", "_").replace("|", "_")
+    name = ("normattn_pairs_" if pairs else "normattn_") + before.replace("flash", "fl").replace(
+        "/", "_"
+    ).replace("|", "_")
     over = ALL_MASK_ATTENTION_FUNCTIONS.get(before, sdpa_mask)
     AttentionInterface.register(name, attention_function)
-    AttentionMaskInterface.register(name, mask_function(over))
+    AttentionMaskInterface.register(name, mask_function(over, pairs))
     return name

@@ -60,7 +60,7 @@ def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> An
         given |= _unpacked()
     else:
         given["use_safetensors"] = True
-    _compare(source, gguf)
+    compare(source, gguf)
     with _explained(gguf or source):
         made, info = auto.from_pretrained(source, output_loading_info=True, **given)
     _refuse_differences(made, info, gguf or source)
@@ -110,8 +110,11 @@ def _explained(what: str) -> Iterator[None]:
         raise InputError(f"{what} cannot be loaded by transformers: {kind}{sentence}") from error
 
 
-def _compare(source: str, gguf: str | None) -> None:
-    """Refuse a local model that asks for more, or for something else, than its files hold."""
+def compare(source: str, gguf: str | None, config: Any = None) -> None:
+    """Refuse a local model that asks for more, or for something else, than its files hold.
+
+    `config` is its configuration where that has been read already.
+    """
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM
@@ -123,7 +126,8 @@ def _compare(source: str, gguf: str | None) -> None:
         refuse_layers(read_object(folder / "config.json"), header, folder / "config.json")
     # On torch's meta device nothing takes memory, not even what a configuration checks itself by.
     with _explained(gguf or source), on_meta():
-        config = transformers.AutoConfig.from_pretrained(source, **_options(source, gguf))
+        if config is None:
+            config = transformers.AutoConfig.from_pretrained(source, **_options(source, gguf))
         shell = auto.from_config(config, trust_remote_code=False)
         shell.tie_weights()
     _refuse_sizes(shell, header, quantised=hasattr(config, "quantization_config"))

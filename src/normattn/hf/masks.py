@@ -90,8 +90,11 @@ def _fitted(mask: Tensor, keys: int) -> Tensor:
     return torch.nn.functional.pad(mask, (0, short)) if short > 0 else mask[:, :keys]
 
 
-def mask_function(over: Callable[..., Any]) -> Callable[..., Tensor | None]:
-    """What is registered beside our attention; `over` makes the masks of layers left alone."""
+def mask_function(over: Callable[..., Any], pairs: bool = False) -> Callable[..., Tensor | None]:
+    """What is registered beside our attention; `over` makes the masks of layers left alone.
+
+    `pairs`: masks of every pair, for layers that choose among the keys themselves.
+    """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     def make(
@@ -111,7 +114,7 @@ def mask_function(over: Callable[..., Any]) -> Callable[..., Tensor | None]:
                 *sizes, mask_function, attention_mask, local_size=local_size, **more
             )
             return found
-        if mask_function is causal_mask_function:
+        if mask_function is causal_mask_function and not pairs:
             return compact_mask(*sizes, attention_mask, more["device"])
         more["allow_is_causal_skip"] = False
         make_whole: Callable[..., Tensor | None] = sdpa_mask
@@ -127,14 +130,18 @@ def placing(
     batch: int,
     position_ids: Int[Tensor, "_ t"] | None,
     counted: bool,
+    before: Tensor | None = None,
 ) -> Placing:
-    """What a mask says. `counted`: whether the score depends on where each single key stands."""
+    """What a mask says. `counted`: whether the score depends on where each single key stands.
+
+    `before` is the mask before the layer chose among the keys, from which positions are counted.
+    """
     if mask is None or mask.dim() != 4:
         raise InputError(
             "an extended layer got no mask of its own: it cannot be called outside of its model"
         )
     if mask.dtype != torch.int64:
-        return _of_matrix(mask, queries, keys, position_ids, counted)
+        return _of_matrix(mask, queries, keys, position_ids, counted, before)
     if mask.shape[2] == 0:
         used = mask.shape[3]
         found = _counted(queries, used, mask.device)
@@ -187,17 +194,26 @@ def _runs(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[Run, ...]
 
 
 def _of_matrix(
-    mask: Tensor, queries: int, keys: int, position_ids: Tensor | None, counted: bool
+    mask: Tensor,
+    queries: int,
+    keys: int,
+    position_ids: Tensor | None,
+    counted: bool,
+    before: Tensor | None = None,
 ) -> Placing:
     """A mask of every pair: positions are those that the caller gave the tokens.
 
     Those of cached keys are counted, where the mask is one of keys that are real or not.
     """
-    places = _places(mask, queries) if counted and queries != keys else None
+    chosen = before is not None and before is not mask
+    places = None
+    if chosen or (counted and queries != keys):
+        places = _places(mask if before is None else before[..., :keys], queries)
     if places is not None:
         key, query = places
         at = Positions(query, key, query + 1, True, False, ordered=False)
-        return Placing(keys, at, Visibility(True, query, key, False, padding=key < 0))
+        own = mask[..., :keys] if chosen else None
+        return Placing(keys, at, Visibility(True, query, key, False, padding=key < 0, mask=own))
     if position_ids is None or (counted and queries != keys):
         raise InputError(
             "a mask of every pair does not say where cached keys stand: give a padding mask "

@@ -1,22 +1,28 @@
-"""A method in transformers' own words, so that a saved model needs nobody else to apply it.
+"""A method in transformers' own words, for a configuration that others read too.
 
-PI is `linear`, YaRN is `yarn`. What a configuration with those words makes is computed by the
-model's own rotary module and compared with what the method means, before anything is written.
+Every engine that reads `rope_parameters` (transformers itself, vLLM, SGLang, the converter of
+llama.cpp) then applies it without normattn. The words are kept only where the model's own rotary
+module, made of them, gives the angles that the method means.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from normattn.errors import InputError
 from normattn.hf.anatomy import Anatomy
-from normattn.hf.folding import stretched
+from normattn.hf.folding import Turning, stretched
 from normattn.hf.understanding import Layer
 from normattn.score import ScoreSpec
+from normattn.score.parts.abf import ABF
+from normattn.score.parts.ntk import NTK
 from normattn.score.parts.pi import PI
 from normattn.score.parts.yarn import YaRN
 
@@ -24,35 +30,99 @@ _FIELDS = ("rope_parameters", "max_position_embeddings")
 
 
 def native(found: Anatomy, layers: Sequence[Layer], spec: ScoreSpec) -> dict[str, Any] | None:
-    """The fields of the decoder's configuration that mean the method; None where none can.
-
-    They cannot for methods that transformers has not, for frequencies that are scaled already, for
-    layers within a window that share the rope parameters, and for families whose own rotary module
-    makes something else of them.
-    """
-    spectrum = spec.spectrum
-    if spec.regime is not None or spec.logn is not None or not isinstance(spectrum, PI | YaRN):
+    """The fields of the decoder's configuration that mean the method; None where none can."""
+    try:
+        return native_fields(found, layers, spec)
+    except InputError:
         return None
+
+
+def native_fields(
+    found: Anatomy, layers: Sequence[Layer], spec: ScoreSpec, longest: int | None = None
+) -> dict[str, Any]:
+    """The fields of the decoder's configuration that mean the method, for texts of `longest`.
+
+    Raises `InputError` as `said` and `words` do, and for families whose own rotary module makes
+    something else of the fields.
+    """
+    turned = [each for each in layers if each.turning is not None]
+    more = words(spec, turned[0].turning if turned else None)
+    assert spec.train_length is not None
+    stretch = getattr(spec.spectrum, "stretch", 1.0)
+    longer = int(spec.train_length * stretch) if longest is None else longest
+    rope = said(found, layers, spec, more)
+    fields = {"rope_parameters": rope, "max_position_embeddings": longer}
+    alike = {(id(each.tables), _kind(found, each)): each for each in turned}
+    if not all(_same(found, each, spec, fields) for each in alike.values()):
+        raise InputError(
+            f"the rotary module of {found.name} makes something else of rope_parameters than "
+            f"{spec.method} means"
+        )
+    return fields
+
+
+def said(
+    found: Anatomy, layers: Sequence[Layer], spec: ScoreSpec, more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The model's rope parameters with `more` in those of its layers that see everything.
+
+    Raises `InputError` where there are none, where they say a scaling already, and where layers
+    within a window share them.
+    """
     turned = [each for each in layers if each.turning is not None]
     given = getattr(found.config, "rope_parameters", None)
-    plain = all(each.turning is not None and each.turning.scaled is None for each in turned)
-    if not plain or not isinstance(given, Mapping) or spec.train_length is None:
-        return None
-    more: dict[str, Any] = {"rope_type": "linear", "factor": spectrum.stretch}
-    if isinstance(spectrum, YaRN):
-        more |= {"rope_type": "yarn", "original_max_position_embeddings": spec.train_length}
+    if not turned or not isinstance(given, Mapping):
+        raise InputError(f"{found.name} keeps no rope_parameters that could say {spec.method}")
+    scaled = {each.turning.scaled for each in turned if each.turning is not None} - {None}
+    if scaled:
+        raise InputError(
+            f"{found.name} has {scaled.pop()} frequencies already, and rope_parameters hold one "
+            f"kind of scaling: they cannot say {spec.method} on top"
+        )
     own = [found.rope(each.module) for each in turned]
-    if given in own:
-        if any(each.sliding is not None for each in layers):
-            return None
-        meant: dict[str, Any] = {**given, **more}
-    else:
-        meant = {name: {**each, **more} if each in own else each for name, each in given.items()}
-        if any(found.rope(each.module) in own for each in layers if each.sliding is not None):
-            return None
-    longer = int(spec.train_length * spectrum.stretch)
-    fields = {"rope_parameters": meant, "max_position_embeddings": longer}
-    return fields if all(_same(found, each, spec, fields) for each in turned) else None
+    within = [each for each in layers if each.sliding is not None]
+    alone = given in own
+    if within and (alone or any(found.rope(each.module) in own for each in within)):
+        raise InputError(
+            f"the layers of {found.name} within a window share their rope_parameters with those "
+            f"that see everything: {spec.method} for the latter alone cannot be said there"
+        )
+    if alone:
+        return {**given, **more}
+    return {name: {**each, **more} if each in own else each for name, each in given.items()}
+
+
+def words(spec: ScoreSpec, turning: Turning | None) -> dict[str, Any]:
+    """The rope parameters that say a method; `InputError` where transformers has none."""
+    spectrum = spec.spectrum
+    if spec.regime is None and spec.logn is None and turning is not None:
+        if isinstance(spectrum, PI):
+            return {"rope_type": "linear", "factor": spectrum.stretch}
+        if isinstance(spectrum, YaRN):
+            return _yarn(spectrum, spec.train_length)
+        if isinstance(spectrum, ABF):
+            return {"rope_theta": spectrum.base}
+        if isinstance(spectrum, NTK) and turning.base is not None:
+            size = 2 * turning.frequencies.numel()
+            return {"rope_theta": turning.base * spectrum.stretch ** (size / (size - 2))}
+    raise InputError(
+        f"transformers' rope_parameters have no words for {spec.method}: they say PI (linear), "
+        "YaRN (yarn), NTK and ABF (rope_theta)"
+    )
+
+
+def _yarn(spectrum: YaRN, train_length: int | None) -> dict[str, Any]:
+    """`factor` and the length, and what differs from YaRN's usual values."""
+    usual = {each.name: each.default for each in dataclasses.fields(YaRN)}
+    own = {
+        name: getattr(spectrum, name)
+        for name in ("beta_fast", "beta_slow", "truncate")
+        if getattr(spectrum, name) != usual[name]
+    }
+    if spectrum.sharpness != usual["sharpness"]:
+        own["attention_factor"] = spectrum.sharpness * math.log(spectrum.stretch) + 1
+    length = {"original_max_position_embeddings": train_length}
+    return {"rope_type": "yarn", "factor": spectrum.stretch, **length, **own}
 
 
 def trained(config: Any) -> dict[str, Any]:
@@ -78,15 +148,20 @@ def _same(found: Anatomy, layer: Layer, spec: ScoreSpec, fields: Mapping[str, An
     theta = stretched(spec, turning).abs()
     like = given.cpu() if isinstance(given, Tensor) else tuple(each.cpu() for each in given)
     meant = tables.make(ids, theta, tables.amplitude * gain, like)
-    types = getattr(found.config, "layer_types", None)
-    index = getattr(layer.module, "layer_idx", None)
-    kind = types[index] if types and isinstance(index, int) else None
+    kind = _kind(found, layer)
     return any(
         _equal(made, meant)
         for module in found.decoder.modules()
         if any(name.endswith("inv_freq") for name in module._buffers)
         for made in _made(type(module), config, like, ids, kind)
     )
+
+
+def _kind(found: Anatomy, layer: Layer) -> str | None:
+    """The type of a layer, where the configuration tells layers apart."""
+    types = getattr(found.config, "layer_types", None)
+    index = getattr(layer.module, "layer_idx", None)
+    return types[index] if types and isinstance(index, int) else None
 
 
 def _made(rotary: Any, config: Any, like: Any, ids: Tensor, kind: str | None) -> list[Any]:

@@ -23,6 +23,8 @@ from normattn.hf.anatomy import Anatomy
 from normattn.hf.tables import level, place_of
 
 PROBE = "normattn_probe"
+LOOKING = "normattn_looking_"
+"""Before the name of an attention beside which ours tells what is looked at (`looking`)."""
 COUNT = 9
 KNOWN = frozenset(
     {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from normattn.errors import InputError
-from normattn.hf.loading import _explained, _options, _source
+from normattn.hf.loading import _explained, _options, _source, compare
 
 _VOCABULARY = 64
 _LITTLE = {
@@ -31,7 +31,8 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 def read_configuration(model: str | Path) -> Any:
     """The configuration of a folder, a GGUF file, a config.json or a name on the hub.
 
-    Raises `InputError` for what holds none, and for a kind that transformers does not know.
+    Raises `InputError` for what holds none, for a kind that transformers does not know, and for
+    weights beside it that are damaged or not those of the configuration.
     """
     try:
         from transformers import AutoConfig
@@ -43,7 +44,10 @@ def read_configuration(model: str | Path) -> Any:
             return AutoConfig.from_pretrained(str(place), trust_remote_code=False)
     source, gguf = _source(model, None)
     with _explained(gguf or source):
-        return AutoConfig.from_pretrained(source, **_options(source, gguf))
+        config = AutoConfig.from_pretrained(source, **_options(source, gguf))
+    if gguf is not None or any(Path(source).glob("*.safetensors*")):
+        compare(source, gguf, config)
+    return config
 
 
 def small_model(config: Any) -> Any:

@@ -1,0 +1,108 @@
+"""`normattn extend MODEL --emit ENGINE`: what an engine needs, printed or written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from normattn.atomic import write_text
+from normattn.commands.extension_settings import (
+    AS_IS,
+    chosen_factor,
+    chosen_window,
+    default_lengths,
+    open_parameters,
+    parse_lengths,
+    parse_methods,
+    refuse_unused,
+)
+from normattn.errors import InputError
+from normattn.files import expanded
+from normattn.hf.anatomy import anatomy, known_length
+from normattn.hf.emit import ENGINES, Wanted, emit, gguf_values
+from normattn.hf.extension import plan
+from normattn.hf.gguf_values import architecture_of, read_values, refuse_scaled, write_gguf
+from normattn.hf.small_model import read_configuration, small_model
+
+
+def emit_method(
+    model: str,
+    gguf: str | None,
+    engine: str,
+    methods: str,
+    lengths: str | None,
+    train_length: int | None,
+    factor: float | None,
+    window: int | None,
+    out: Path | None,
+) -> None:
+    """Print, or write to `out`, what an engine needs to serve a model under one method.
+
+    A small random model of the configuration is asked; no weight is read, but for a copy of a GGUF
+    file. Raises `InputError` for an engine without the method, before anything is written, and
+    where `out` exists.
+    """
+    if engine not in ENGINES:
+        raise InputError(f"--emit knows {', '.join(ENGINES)}, not {engine!r}")
+    asked = [each for each in parse_methods(methods) if each != AS_IS]
+    if len(asked) != 1:
+        raise InputError("--emit needs one method, such as --methods 'YaRN(factor=4)'")
+    if out is not None and out.exists():
+        raise InputError(f"--out {out} exists already: name a new file")
+    refuse_unused(asked, factor, window)
+    place = expanded(model) if gguf is None else expanded(model) / gguf
+    wanted = _wanted(model, place, asked[0], lengths, train_length, factor, window)
+    text = emit(wanted, engine)
+    if out is None:
+        print(text, end="")
+        return
+    if engine == "gguf" and place.suffix == ".gguf":
+        write_gguf(place, out, gguf_values(wanted))
+    else:
+        write_text(out, text)
+    print(f"{out}: {wanted.plan.spec.method} for {engine}, up to {wanted.longest:,} tokens")
+
+
+def _wanted(
+    model: str,
+    place: Path,
+    method: str,
+    lengths: str | None,
+    train_length: int | None,
+    factor: float | None,
+    window: int | None,
+) -> Wanted:
+    config = read_configuration(model if place == expanded(model) else place)
+    small = small_model(config)
+    length = train_length or _known_length(small)
+    longest = (parse_lengths(lengths) if lengths else default_lengths(length))[-1]
+    given: dict[str, Any] = {}
+    if "factor" in open_parameters(method):
+        given["factor"] = chosen_factor(factor, longest, length)
+    if "window" in open_parameters(method):
+        given["window"] = chosen_window(window, length)
+    planned = plan(small, method, length, **given)
+    if lengths is None:
+        longest = int(length * getattr(planned.spec.spectrum, "stretch", longest / length))
+    architecture = architecture_of(config.get_text_config().model_type)
+    if place.suffix == ".gguf":
+        held = read_values(place)
+        refuse_scaled(place, held)
+        architecture = str(held.get("general.architecture"))
+    return Wanted(
+        str(place if place.exists() else model), planned, longest, architecture, _inside(config)
+    )
+
+
+def _known_length(small: Any) -> int:
+    try:
+        return known_length(anatomy(small))[0]
+    except InputError as error:
+        raise InputError(str(error).replace("say train_length=…", "say --train-length")) from error
+
+
+def _inside(config: Any) -> str | None:
+    """The name of the text configuration in one of several parts."""
+    text = config.get_text_config()
+    names = getattr(config, "sub_configs", {})
+    return next((name for name in names if getattr(config, name, None) is text), None)

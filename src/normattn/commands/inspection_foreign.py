@@ -1,0 +1,121 @@
+"""A model of transformers looked into: a folder, a GGUF file, or a name on the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from normattn.commands.extension_texts import DEFAULT_TEXT, prepare_texts
+from normattn.commands.inspection import Shown, chosen_head, drawn, folder_of, write_page
+from normattn.commands.inspection_inputs import DRAWN_TOKENS, Inputs
+from normattn.diagnostics import inspect_model
+from normattn.diagnostics.weights import attention_weights
+from normattn.errors import InputError
+from normattn.evaluation.fingerprints import weights_digest
+from normattn.files import expanded
+from normattn.hf import extend, load
+from normattn.hf.anatomy import anatomy, known_length
+from normattn.hf.looking import looking, paths, told_aside
+from normattn.measure import Identity
+from normattn.studies.inspect.measured import KIND
+from normattn.training.distribution import choose_device
+
+LENGTH, WINDOWS = 512, 4
+"""Tokens of a window and how many, unless said: a look takes about as long as reading them."""
+
+
+def inspect_foreign(asked: Shown) -> None:
+    """Look into a transformers model while it reads text, and print and draw what is found.
+
+    Raises `InputError` for what cannot be loaded, for a text that is too short, and for a model
+    with attention code of its own.
+    """
+    torch.set_num_threads(asked.threads)
+    place = expanded(asked.model)
+    model, tokeniser = load(asked.model)
+    model = model.to(choose_device("auto"))
+    inputs = _inputs(model, tokeniser, asked)
+    folder = folder_of(asked.out or Path("runs") / f"inspect-{place.name.removesuffix('.gguf')}")
+    with _using(model, asked.method):
+        found = _look(model, inputs, asked)
+        sizes = [int(found[each].max()) + 1 for each in ("layer", "head")]  # type: ignore[arg-type]
+        chosen = chosen_head(asked.attention, *sizes)
+        heads = drawn(inputs, chosen, found, lambda: _weights(model, inputs))
+    whose = _identity(model, place.name, inputs, asked)
+    write_page(whose, found, heads, inputs, folder, asked)
+
+
+def _using(model: Any, method: str) -> AbstractContextManager[Any]:
+    return nullcontext() if method == "as is" else extend(model, method)
+
+
+def _inputs(model: Any, tokeniser: Any, asked: Shown) -> Inputs:
+    """Windows of the given text, or of the standard library's source."""
+    text = (str(asked.text),) if asked.text is not None else DEFAULT_TEXT
+    length = LENGTH if asked.length is None else asked.length
+    windows = WINDOWS if asked.windows is None else asked.windows
+    texts, _, notes = prepare_texts(tokeniser, text, (length - 1,), windows, asked.seed)
+    for sentence in notes:
+        print(f"normattn: {sentence}", file=sys.stderr)
+    rows = torch.stack(
+        [torch.from_numpy(texts.window(each, length - 1)) for each in range(len(texts))]
+    )
+    decoder = anatomy(model).decoder
+
+    def read(ids: Tensor) -> Any:
+        return decoder(input_ids=ids, use_cache=False)
+
+    first = rows[0, :DRAWN_TOKENS]
+    words: Sequence[str] = [tokeniser.decode([each]) for each in first.tolist()]
+    source = f"{len(rows)} windows of {length:,} tokens of {', '.join(text)}"
+    return Inputs(rows, source, length, read, first, len(first), lambda name: (words, words))
+
+
+def _look(model: Any, inputs: Inputs, asked: Shown) -> pl.DataFrame:
+    with Console(file=sys.stderr).status("looking") as status:
+        return inspect_model(
+            model,
+            inputs.rows.to(model.device),
+            bins=asked.bins,
+            cosines=asked.cosines,
+            tokens_per_batch=asked.max_tokens,
+            read=inputs.read,
+            progress=lambda done, total: status.update(f"looking: text {done} of {total}"),
+            collect=looking,
+        )
+
+
+def _weights(model: Any, inputs: Inputs) -> dict[str, Tensor]:
+    with told_aside(model):
+        row = inputs.drawn.to(model.device)
+        return attention_weights(model, row, inputs.read, inputs.drawn_length, paths(model))
+
+
+def _identity(model: Any, name: str, inputs: Inputs, asked: Shown) -> Identity:
+    try:
+        length = known_length(anatomy(model))[0]
+    except InputError:
+        length = inputs.length
+    rows = inputs.rows.contiguous().numpy().tobytes()
+    return Identity(
+        study=KIND,
+        row=name.removesuffix(".gguf"),
+        score=type(model).__name__,
+        method="" if asked.method == "as is" else asked.method,
+        seed=asked.seed,
+        protocol=KIND,
+        length=inputs.length,
+        train_length=length,
+        split="given",
+        data=hashlib.sha256(rows).hexdigest(),
+        weights=weights_digest(model),
+    )

@@ -1,0 +1,166 @@
+"""A rotary scaling in llama.cpp's words: its flags, and the keys of a GGUF file.
+
+ggml-org/llama.cpp: tools/server/README.md (flags), gguf-py/gguf/constants.py (keys). Its YaRN is
+the paper's, with ⌊ ⌋ and ⌈ ⌉, and multiplies cos and sin by attn_factor·(1 + 0.1·ln factor)
+(`ggml_rope_yarn_corr_dims`, `rope_yarn`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from normattn.atomic import write_with
+from normattn.errors import InputError
+from normattn.files import open_file
+
+_SAME = {"mistral": "llama", "mixtral": "llama"}
+"""What the converter of llama.cpp writes as another architecture."""
+
+
+def flags(rope: Mapping[str, Any]) -> list[str]:
+    """The flags that say these rope parameters. Raises `InputError` for what has none."""
+    kind, base = _kind(rope), rope.get("rope_theta")
+    found = [] if base is None else [f"--rope-freq-base {_number(base)}"]
+    if kind == "default":
+        return found
+    found.append(f"--rope-scaling {kind} --rope-scale {_number(rope['factor'])}")
+    if kind == "yarn":
+        found.append(f"--yarn-orig-ctx {rope['original_max_position_embeddings']}")
+        found += [
+            f"--yarn-{name.replace('_', '-')} {_number(rope[name])}"
+            for name in ("beta_fast", "beta_slow")
+            if name in rope
+        ]
+        if "attention_factor" in rope:
+            found.append(f"--yarn-attn-factor {_number(_beside_own(rope))}")
+    return found
+
+
+def values(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """The keys of a GGUF file that say these fields, with the kind of each value."""
+    rope = fields["rope_parameters"]
+    kind = _kind(rope)
+    found: dict[str, tuple[str, Any]] = {
+        "context_length": ("u32", int(fields["max_position_embeddings"]))
+    }
+    if rope.get("rope_theta") is not None:
+        found["rope.freq_base"] = ("f32", float(rope["rope_theta"]))
+    scaling: dict[str, tuple[str, Any]] = {"type": ("str", kind.replace("default", "none"))}
+    if kind != "default":
+        scaling["factor"] = ("f32", float(rope["factor"]))
+    if kind == "yarn":
+        length = int(rope["original_max_position_embeddings"])
+        scaling["original_context_length"] = ("u32", length)
+        for name in ("beta_fast", "beta_slow"):
+            if name in rope:
+                scaling[f"yarn_{name}"] = ("f32", float(rope[name]))
+        if "attention_factor" in rope:
+            scaling["attn_factor"] = ("f32", _beside_own(rope))
+    found |= {f"rope.scaling.{name}": value for name, value in scaling.items()}
+    return {f"{architecture}.{name}": value for name, value in found.items()}
+
+
+def architecture_of(model_type: str) -> str | None:
+    """What a GGUF of a family of transformers calls its architecture; None if it is not known."""
+    from gguf.constants import MODEL_ARCH_NAMES
+
+    name = model_type.removesuffix("_text")
+    names = (_SAME.get(name, name), name.replace("_", "-"), name.replace("_", ""))
+    known = set(MODEL_ARCH_NAMES.values())
+    return next((each for each in names if each in known), None)
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The values of a GGUF file by key, lists left out. Raises `InputError` for a damaged file."""
+    from gguf import GGUFReader, GGUFValueType
+
+    with open_file(path):
+        pass
+    try:
+        fields = GGUFReader(str(path)).fields.values()
+        single = [each for each in fields if GGUFValueType.ARRAY not in each.types]
+        return {each.name: each.contents() for each in single}
+    except Exception as error:  # the reader fails as its arrays do, in many ways
+        raise InputError(f"{path} is cut or damaged: {type(error).__name__}: {error}") from error
+
+
+def refuse_scaled(path: Path, held: Mapping[str, Any]) -> None:
+    """Raise `InputError` for a file whose frequencies are scaled, which transformers overlooks."""
+    kind = held.get(f"{held.get('general.architecture')}.rope.scaling.type", "none")
+    if kind != "none":
+        raise InputError(
+            f"{path} says a {kind} scaling already, which a second one would replace: give the "
+            "file as it was before"
+        )
+
+
+def write_gguf(source: Path, place: Path, changed: Mapping[str, tuple[str, Any]]) -> None:
+    """A copy of a GGUF file with other values under some keys, whole or not at all.
+
+    Raises `InputError` where `place` exists or cannot be written.
+    """
+    import gguf
+
+    kinds = {
+        "u32": gguf.GGUFValueType.UINT32,
+        "f32": gguf.GGUFValueType.FLOAT32,
+        "str": gguf.GGUFValueType.STRING,
+    }
+    reader = gguf.GGUFReader(str(source))
+    own = {gguf.Keys.General.ARCHITECTURE}
+    held = [
+        each
+        for each in reader.fields.values()
+        if each.name not in own and not each.name.startswith("GGUF.")
+    ]
+
+    def fill(temporary: Path) -> None:
+        architecture = reader.fields[gguf.Keys.General.ARCHITECTURE].contents()
+        writer = gguf.GGUFWriter(temporary, architecture, endianess=reader.endianess)
+        alignment = reader.fields.get(gguf.Keys.General.ALIGNMENT)
+        if alignment is not None:
+            writer.data_alignment = alignment.contents()
+        for each in held:
+            if each.name not in changed:
+                inner = each.types[-1] if each.types[0] == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(each.name, each.contents(), each.types[0], sub_type=inner)
+        for name, (kind, value) in changed.items():
+            writer.add_key_value(name, value, kinds[kind])
+        for tensor in reader.tensors:
+            data = tensor.data
+            writer.add_tensor_info(
+                tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in reader.tensors:
+            writer.write_tensor_data(tensor.data, tensor_endianess=reader.endianess)
+        writer.close()
+
+    write_with(place, fill)
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    """none, linear or yarn."""
+    if any(isinstance(each, Mapping) for each in rope.values()):
+        raise InputError(
+            "llama.cpp and GGUF hold one kind of scaling for all layers, and this model has rotary "
+            "frequencies of two kinds"
+        )
+    if rope.get("truncate") is False:
+        raise InputError("llama.cpp has YaRN with ⌊ ⌋ and ⌈ ⌉ only, not truncate=false")
+    return str(rope.get("rope_type", "default"))
+
+
+def _beside_own(rope: Mapping[str, Any]) -> float:
+    """The factor beside the 1 + 0.1·ln s that llama.cpp multiplies with by itself."""
+    return float(rope["attention_factor"]) / (1 + 0.1 * math.log(rope["factor"]))
+
+
+def _number(value: float) -> str:
+    return re.sub(r"\.0$", "", f"{value:.10g}")

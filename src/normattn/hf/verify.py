@@ -1,0 +1,220 @@
+"""`verify`: does what an engine was told give the frequencies, factor and lengths that were meant?
+
+Both configurations are made as small models and their layers asked (`understand`), so that what is
+compared is what transformers computes; vLLM, SGLang and llama.cpp compute the same of the same
+words. Their mistakes with names are in `mistakes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.hf.anatomy import Anatomy, anatomy, known_length
+from normattn.hf.extension import FIELD, TRAINED, plan
+from normattn.hf.folding import amplitude, stretched
+from normattn.hf.mistakes import Given, Meant, mistakes
+from normattn.hf.native import put_fields
+from normattn.hf.probing import ask
+from normattn.hf.served import Told, raw_of, told
+from normattn.hf.small_model import read_configuration, small_model
+from normattn.hf.understanding import Layer, understand
+
+_CLOSE = 1e-4
+"""How far frequencies and factors may differ, as a share: configurations are read in float32."""
+Turns = dict[int, tuple[Tensor, float]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verify` found.
+
+    Attributes:
+        meant: the method in words.
+        differences: what is not as meant, a sentence each; none where all is equal.
+        mistakes: the usual mistakes that were made, a sentence each.
+    """
+
+    meant: str
+    differences: tuple[str, ...]
+    mistakes: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether frequencies, factor and lengths are those meant."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        head = "as meant" if self.equal else "not as meant"
+        return "\n".join([f"{head}: {self.meant}", *self.differences, *self.mistakes])
+
+
+def verify(
+    folder: str | Path,
+    against: str | Path,
+    method: str | None = None,
+    *,
+    train_length: int | None = None,
+) -> Verdict:
+    """Compare what an engine was told with what is meant.
+
+        normattn.verify("extended", "served/config.json")
+
+    Args:
+        folder: the model: a folder, a GGUF file, a config.json or a name on the hub. What is meant
+            is the method that it was saved under, or the model as it was trained.
+        against: what the engine was told: a folder, a config.json, a JSON of some of its fields
+            (as for vLLM and SGLang), a GGUF file, or a text with an engine's flags.
+        method: the method that is meant instead, e.g. "YaRN(factor=4)".
+        train_length: how far the model was trained to read; by default what its configuration says.
+
+    Raises `InputError` for what is no configuration, and for a method that no rotary configuration
+    says (ReRoPE, log-n).
+    """
+    config = read_configuration(folder)
+    record = getattr(config, FIELD, None)
+    if isinstance(record, Mapping):
+        put_fields(config.get_text_config(), record.get(TRAINED) or {})
+        method = method or record["method"]
+        train_length = train_length or record["train_length"]
+        delattr(config, FIELD)
+    meant, turned = _meant(config, method, train_length)
+    given = told(against, raw_of(config))
+    found = _turns(given.config)
+    differences = [
+        *_frequencies(turned, found),
+        *_factors(turned, found),
+        *_lengths(meant, given),
+    ]
+    seen = Given(
+        told=given,
+        plain=_same(found, _turns_as_trained(meant, turned, config)),
+        as_meant=not differences,
+    )
+    return Verdict(meant.name, tuple(differences), tuple(mistakes(meant, seen)))
+
+
+def _meant(config: Any, method: str | None, length: int | None) -> tuple[Meant, Turns]:
+    """What is meant, and the turns of each layer that sees everything."""
+    small = small_model(config)
+    if method is None:
+        found = anatomy(small)
+        longest = getattr(found.config, "max_position_embeddings", None)
+        known = length or longest
+        if length is None and longest is not None:
+            originals = {each.get("original_max_position_embeddings") for each in found.ropes}
+            known = next((each for each in originals if each is not None), longest)
+        name = f"{found.name} as its configuration says"
+        return Meant(name, None, known, longest, _bases(found)), _of_layers(_layers(found))
+    planned = plan(small, method, length if length is not None else _known(small))
+    spec = planned.spec
+    if spec.regime is not None or spec.logn is not None or spec.moves:
+        raise InputError(
+            f"no configuration of rotary positions says {spec.method}: an engine without normattn "
+            "reads the model as it was trained"
+        )
+    turns = {
+        each.index: (stretched(spec, each.turning), amplitude(spec, each.turning))
+        for each in planned.layers
+        if each.turning is not None
+    }
+    assert spec.train_length is not None
+    longest = int(spec.train_length * getattr(spec.spectrum, "stretch", 1.0))
+    return Meant(spec.method, spec, spec.train_length, longest, _bases(planned.found)), turns
+
+
+def _known(small: Any) -> int:
+    return known_length(anatomy(small))[0]
+
+
+def _bases(found: Anatomy) -> tuple[float, ...]:
+    bases = {each.get("rope_theta") for each in found.ropes}
+    return tuple(sorted(float(each) for each in bases if isinstance(each, int | float)))
+
+
+def _layers(found: Anatomy) -> Sequence[Layer]:
+    return understand(found, ask(found))
+
+
+def _turns(config: Any) -> Turns:
+    return _of_layers(_layers(anatomy(small_model(config))))
+
+
+def _of_layers(layers: Sequence[Layer]) -> Turns:
+    return {
+        each.index: (each.turning.frequencies, each.turning.amplitude)
+        for each in layers
+        if each.turning is not None
+    }
+
+
+def _turns_as_trained(meant: Meant, turned: Turns, config: Any) -> Turns:
+    """The frequencies before any method."""
+    return turned if meant.spec is None else _turns(config)
+
+
+def _same(one: Turns, other: Turns) -> bool:
+    return not _frequencies(one, other) and not _factors(one, other)
+
+
+def _frequencies(meant: Turns, found: Turns) -> list[str]:
+    """A sentence on frequencies that differ."""
+    if meant.keys() != found.keys():
+        return [
+            f"layers with rotary positions: {sorted(found)} instead of {sorted(meant)}: this is "
+            "another model's configuration"
+        ]
+    for layer, (theta, _) in meant.items():
+        other = found[layer][0]
+        if theta.shape != other.shape:
+            return [
+                f"layer {layer} turns {other.numel()} pairs of features instead of "
+                f"{theta.numel()}: this is another model's configuration"
+            ]
+    off = {n: _off(theta, found[n][0]) for n, (theta, _) in meant.items()}
+    worst = max(off, key=lambda n: float(off[n].max()))
+    if float(off[worst].max()) <= _CLOSE:
+        return []
+    theta, other = meant[worst][0], found[worst][0]
+    pair = int(off[worst].argmax())
+    layers = [n for n, each in off.items() if float(each.max()) > _CLOSE]
+    return [
+        f"inverse frequencies: {int((off[worst] > _CLOSE).sum())} of {theta.numel()} differ in "
+        f"{len(layers)} of {len(meant)} layers; pair {pair} turns by {float(other[pair]):.4g} a "
+        f"token instead of {float(theta[pair]):.4g}"
+    ]
+
+
+def _off(one: Tensor, other: Tensor) -> Tensor:
+    """How far apart, as a share of the larger; 0 where both are 0."""
+    largest = torch.maximum(one.abs(), other.abs()).clamp(min=1e-30)
+    return (one - other).abs() / largest
+
+
+def _factors(meant: Turns, found: Turns) -> list[str]:
+    for layer, (_, size) in meant.items():
+        other = found[layer][1] if layer in found else size
+        if abs(size - other) > _CLOSE * size:
+            return [f"attention factor: cos and sin times {other:.5g} instead of {size:.5g}"]
+    return []
+
+
+def _lengths(meant: Meant, given: Told) -> list[str]:
+    found = []
+    for rope in given.rope.values():
+        length = rope.get("original_max_position_embeddings")
+        if (
+            isinstance(length, int | float)
+            and meant.trained is not None
+            and length != meant.trained
+        ):
+            found.append(f"trained length: {int(length):,} instead of {meant.trained:,} tokens")
+    if given.longest is not None and meant.longest is not None and given.longest < meant.longest:
+        found.append(f"longest text: {given.longest:,} instead of {meant.longest:,} tokens")
+    return found

@@ -1,0 +1,277 @@
+"""What engines are told of a method: held against each engine's own formulas, written here anew."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from normattn import InputError
+from normattn.cli.app import main
+from normattn.hf.emit import ENGINES, Wanted, emit
+from normattn.hf.extension import Plan, plan
+from normattn.hf.gguf_values import architecture_of, read_values
+from normattn.hf.native import native_fields
+
+from . import tiny
+from .test_gguf import _write
+
+gguf = pytest.importorskip("gguf")
+LENGTH, LONGEST, FACTOR = tiny.LENGTH, 4 * tiny.LENGTH, 4.0
+METHODS = {
+    "YaRN": "YaRN(factor=4)",
+    "YaRN of other turns": "YaRN(factor=4,beta_fast=4,beta_slow=0.5)",
+    "YaRN without its factor": "YaRN(factor=4,sharpness=0)",
+    "PI": "PI(factor=4)",
+    "NTK": "NTK(factor=4)",
+    "ABF": "ABF(base=300000)",
+}
+_MODELS: dict[str, Any] = {}
+
+
+def _model(family: str, **more: Any) -> Any:
+    name = f"{family} {more}"
+    if name not in _MODELS:
+        _MODELS[name] = tiny.build(family, **more)
+    return _MODELS[name]
+
+
+def _wanted(method: str, family: str = "llama") -> Wanted:
+    planned = plan(_model(family), method)
+    return Wanted("my model", planned, LONGEST, "llama")
+
+
+def _meant(planned: Plan) -> tuple[torch.Tensor, float]:
+    """The frequencies and the factor of cos and sin that the method's own formula gives."""
+    spec = planned.spec
+    assert spec.spectrum is not None
+    theta = spec.spectrum.inverse_frequencies(16, 10000.0, LENGTH)
+    return theta, spec.spectrum.gain(LENGTH) ** 0.5
+
+
+def _ramp(size: int, base: float, length: float, fast: float, slow: float) -> torch.Tensor:
+    """1 where a pair is divided by the factor; the paper's, as vLLM and llama.cpp write it."""
+    low, high = (
+        size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+        for turns in (fast, slow)
+    )
+    low, high = max(math.floor(low), 0), min(math.ceil(high), size - 1)
+    pairs = torch.arange(size // 2, dtype=torch.float64)
+    return ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+
+
+def _vllm(rope: dict[str, Any], size: int = 16) -> tuple[torch.Tensor, float]:
+    """`get_rope` of vLLM: frequencies, and what cos and sin are multiplied with."""
+    kind, base = rope.get("rope_type", "default"), rope.get("rope_theta", 10000)
+    theta = base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    if kind == "default":
+        return theta, 1.0
+    factor = rope["factor"]
+    if kind == "linear":
+        return theta / factor, 1.0
+    if kind == "ntk":
+        b = rope["mixed_b"]
+        a = math.log(factor) / (size / 2) ** b
+        return theta / (a * torch.arange(1, size // 2 + 1, dtype=torch.float64) ** b).exp(), 1.0
+    assert kind == "yarn"
+    length = rope["original_max_position_embeddings"]
+    ramp = _ramp(size, base, length, rope.get("beta_fast", 32), rope.get("beta_slow", 1))
+    return (
+        theta / factor * ramp + theta * (1 - ramp),
+        rope.get("attention_factor", 0.1 * math.log(factor) + 1),
+    )
+
+
+def _llama_cpp(said: dict[str, str], size: int = 16) -> tuple[torch.Tensor, float]:
+    """`ggml_rope_ext` of llama.cpp under these flags."""
+    base = float(said["--rope-freq-base"])
+    theta = base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    scale = 1 / float(said.get("--rope-scale", 1))
+    if said.get("--rope-scaling") != "yarn":
+        return theta * scale, 1.0
+    fast, slow = (float(said.get(f"--yarn-beta-{n}", v)) for n, v in (("fast", 32), ("slow", 1)))
+    ramp = _ramp(size, base, float(said["--yarn-orig-ctx"]), fast, slow)
+    own = float(said.get("--yarn-attn-factor", 1))
+    return theta * scale * ramp + theta * (1 - ramp), own * (1 + 0.1 * math.log(1 / scale))
+
+
+def _options(text: str) -> dict[str, str]:
+    words = shlex.split(text.replace("\\\n", " "))
+    return {a: b for a, b in itertools.pairwise(words) if a.startswith("-")}
+
+
+def _same(one: tuple[torch.Tensor, float], other: tuple[torch.Tensor, float]) -> None:
+    torch.testing.assert_close(one[0], other[0], rtol=1e-6, atol=0)
+    assert one[1] == pytest.approx(other[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_every_engine_computes_what_the_method_means(method: str) -> None:
+    wanted = _wanted(method)
+    meant = _meant(wanted.plan)
+    hf = json.loads(emit(wanted, "hf"))
+    assert hf["max_position_embeddings"] == LONGEST
+    _same(_vllm(hf["rope_parameters"]), meant)
+    served = _options(emit(wanted, "vllm"))
+    given = json.loads(served["--hf-overrides"])
+    _same(_vllm(given["rope_parameters"]), meant)
+    assert served["--max-model-len"] == str(LONGEST)
+    # vLLM makes linear's and yarn's tables for factor times the trained length by itself.
+    multiplied = given["rope_parameters"]["rope_type"] in ("linear", "yarn")
+    assert given.get("max_position_embeddings") == (None if multiplied else LONGEST)
+    served = _options(emit(wanted, "sglang"))
+    given = json.loads(served["--json-model-override-args"])
+    _same(_vllm(given["rope_parameters"]), meant)
+    linear = given["rope_parameters"]["rope_type"] == "linear"
+    assert given.get("max_position_embeddings") == (None if linear else LONGEST)
+    assert served["--context-length"] == str(LONGEST)
+    served = _options(emit(wanted, "llama.cpp"))
+    _same(_llama_cpp(served), meant)
+    assert served["-m"] == "my model.gguf"
+    assert served["--ctx-size"] == str(LONGEST)
+    assert served["--override-kv"] == f"llama.context_length=int:{LONGEST}"
+
+
+def test_ntk_mixed_is_vllms_alone() -> None:
+    wanted = _wanted("NTK-mixed(factor=4)")
+    given = json.loads(_options(emit(wanted, "vllm"))["--hf-overrides"])
+    _same(_vllm(given["rope_parameters"]), _meant(wanted.plan))
+    for engine in ENGINES.keys() - {"vllm"}:
+        with pytest.raises(InputError, match=f"^{engine} has no NTKMixed.*: only vLLM has"):
+            emit(wanted, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        ("ReRoPE(window=4)", "it attends in one regime of positions"),
+        ("SelfExtend(window=4,group=2)", "it attends in one regime of positions"),
+        ("YaRN(factor=4)-logn+", "it has no factor that grows"),
+        ("logn+", "it has no factor that grows"),
+        ("DynamicNTK", "dynamic NTK there gives one base to a whole text"),
+    ],
+)
+def test_methods_that_an_engine_has_not(engine: str, method: str, why: str) -> None:
+    with pytest.raises(InputError, match=f"^{engine} has no .*: .*{why}.*normattn.extend applies"):
+        emit(_wanted(method), engine)
+
+
+def test_models_whose_configuration_cannot_say_it() -> None:
+    def refused(why: str, family: str, engine: str = "hf", **more: Any) -> None:
+        planned = plan(_model(family, **more), "YaRN(factor=4)", LENGTH)
+        with pytest.raises(InputError, match=why):
+            emit(Wanted("m", planned, LONGEST, "a"), engine)
+
+    refused("within a window share their rope_parameters", "gemma2")
+    refused("rotary module of Phimoe.* makes something else", "phimoe")
+    refused("two kinds", "gemma3_text", "llama.cpp")
+    refused("two kinds", "gemma3_text", "gguf")
+    linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    refused("has linear frequencies already", "llama", rope_parameters=linear)
+    with pytest.raises(InputError, match="no engine 'ollama' is known, of: hf, vllm"):
+        emit(_wanted("PI(factor=4)"), "ollama")
+    with pytest.raises(InputError, match="truncate=false"):
+        emit(_wanted("YaRN(factor=4,truncate=false)"), "gguf")
+    nameless = Wanted("m", plan(_model("llama"), "PI(factor=4)"), LONGEST)
+    with pytest.raises(InputError, match="what a GGUF of llama calls its architecture"):
+        emit(nameless, "llama.cpp")
+
+
+def test_layers_within_a_window_keep_theirs_and_parts_are_nested() -> None:
+    planned = plan(_model("gemma3_text"), "YaRN(factor=4)")
+    given = json.loads(
+        emit(Wanted("m", planned, LONGEST, inside="text_config"), "vllm").split("'")[1]
+    )
+    rope = given["text_config"]["rope_parameters"]
+    assert rope["full_attention"]["rope_type"] == "yarn"
+    assert rope["sliding_attention"]["rope_type"] == "default"
+    assert native_fields(planned.found, planned.layers, planned.spec)["rope_parameters"] == rope
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "llama"),
+        ("mistral", "llama"),
+        ("qwen3_moe", "qwen3moe"),
+        ("gemma3_text", "gemma3"),
+        ("gpt_oss", "gpt-oss"),
+        ("no_such_model", None),
+    ],
+)
+def test_architectures_of_gguf_files(kind: str, name: str | None) -> None:
+    assert architecture_of(kind) == name
+
+
+def _run(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["extend", *map(str, arguments)])
+    said = capfd.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, said.out, said.err
+
+
+def test_a_copy_of_a_gguf_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source, place = tmp_path / "tiny.gguf", tmp_path / "longer.gguf"
+    _write(source, [*map(chr, range(33, 97)), '!"'])
+    asked = (source, "--methods", "YaRN(factor=4)", "--emit", "gguf")
+    code, said, _ = _run(capfd, *asked)
+    assert (code, sorted(said.splitlines())) == (
+        0,
+        [
+            "llama.context_length=u32:64",
+            "llama.rope.freq_base=f32:10000.0",
+            "llama.rope.scaling.factor=f32:4.0",
+            "llama.rope.scaling.original_context_length=u32:16",
+            "llama.rope.scaling.type=str:yarn",
+        ],
+    )
+    assert _run(capfd, *asked, "--out", place)[0] == 0
+    before, after = gguf.GGUFReader(str(source)), gguf.GGUFReader(str(place))
+    assert [each.name for each in before.tensors] == [each.name for each in after.tensors]
+    for one, other in zip(before.tensors, after.tensors, strict=True):
+        assert one.tensor_type == other.tensor_type
+        assert (one.data == other.data).all()
+    held = read_values(place)
+    assert held["llama.rope.scaling.type"] == "yarn"
+    assert held["llama.context_length"] == 64
+    for name, field in before.fields.items():
+        if not name.startswith(("GGUF.", "llama.context", "llama.rope")):
+            assert after.fields[name].contents() == field.contents(), name
+    code, _, error = _run(capfd, *asked, "--out", place)
+    assert code == 2
+    assert f"--out {place} exists already" in error
+    code, _, error = _run(capfd, place, *asked[1:])
+    assert code == 2
+    assert "says a yarn scaling already" in error
+
+
+def test_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder, out = tmp_path / "model", tmp_path / "flags"
+    tiny.configuration("llama").save_pretrained(folder)
+    base = (folder, "--emit", "vllm")
+    code, said, _ = _run(capfd, *base, "--methods", "NTK", "--lengths", "48", "--out", out)
+    assert (code, said) == (0, f"{out}: NTK for vllm, up to 48 tokens\n")
+    assert "--max-model-len 48" in out.read_text()
+    refusals = {
+        ("--methods", "ReRoPE"): "vllm has no ReRoPE(window=4): it attends in one regime",
+        ("--methods", "YaRN,PI"): "--emit needs one method",
+        (): "--emit needs one method",
+        ("--methods", "YaRN", "--window", "4"): "none of --methods takes a window",
+    }
+    for more, why in refusals.items():
+        code, said, error = _run(capfd, *base, *more)
+        assert (code, said) == (2, ""), more
+        assert error.startswith("normattn: ")
+        assert why in error
+    code, _, error = _run(capfd, folder, "--methods", "YaRN", "--emit", "ollama")
+    assert code == 2
+    assert "--emit knows hf, vllm, sglang, llama.cpp, gguf, not 'ollama'" in error

@@ -1,0 +1,315 @@
+"""What is seen of a transformers model's attention, held against matrices made by brute force."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+import normattn
+from normattn import InputError
+from normattn.cli.app import main
+from normattn.diagnostics.lines import read_diagnostics
+from normattn.hf.looking import looking
+from normattn.measure import frame
+
+from . import tiny
+from .families import build as build_family
+
+COUNT = 24
+ORACLE: dict[str, list[dict[str, Tensor]]] = {}
+
+
+def _oracle(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attention by whole matrices in float64; what it did is kept."""
+    repeat = query.shape[1] // key.shape[1]
+    q, k, v = (x.double() for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    score = q @ k.repeat_interleave(repeat, 1).mT * scale
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    seen = attention_mask[..., : k.shape[2]] == 0
+    score = score.masked_fill(~seen, -torch.inf)
+    every = score
+    if s_aux is not None:
+        rest = s_aux.double()[None, :, None, None].expand(*score.shape[:3], 1)
+        every = torch.cat((score, rest), -1)
+    weight = every.softmax(-1)
+    number = (weight > 0).sum(-1).expand(weight.shape[:3])
+    entropy = torch.special.entr(weight).sum(-1)
+    found = {
+        "entropy": entropy.mean((0, 2)),
+        "largest": score.amax((0, 2, 3)),
+        "first_mass": weight[..., 0].mean((0, 2)),
+        "q_norm": q.norm(dim=-1).mean((0, 2)),
+        "k_norm": k.norm(dim=-1).mean((0, 2)),
+    }
+    several = number > 1
+    share = torch.where(several, entropy / number.clamp(min=2).log(), 0.0)
+    found["entropy_share"] = share.sum((0, 2)) / several.sum((0, 2))
+    if s_aux is not None:
+        found["sink_mass"] = weight[..., -1].mean((0, 2))
+    ORACLE.setdefault(type(module).__name__, []).append(found)
+    own = weight[..., : k.shape[2]]
+    out = own @ v.repeat_interleave(repeat, 1)
+    return out.transpose(1, 2).to(query.dtype), None
+
+
+AttentionInterface.register("brute_force", _oracle)
+AttentionMaskInterface.register("brute_force", eager_mask)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("sdpa", {}),
+    "qwen3": ("eager", {}),  # normalised queries and keys
+    "gemma2": ("eager", {}),  # capped logits, windows
+    "gpt_oss": ("eager", {}),  # a learned sink
+    "deepseek_v3": ("sdpa", {}),  # values of another size
+    "gemma3_text": ("sdpa", {}),  # windows
+    "nanochat": ("eager", {}),
+}
+
+
+def _tokens(count: int = COUNT, rows: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, tiny.VOCABULARY, (rows, count), generator=generator)
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    found: Tensor = model(input_ids=ids, use_cache=False).logits
+    return found
+
+
+def _matrices(model: Any, ids: Tensor) -> list[dict[str, Tensor]]:
+    ORACLE.clear()
+    before = model.config._attn_implementation
+    model.set_attn_implementation("brute_force")
+    _logits(model, ids)
+    model.set_attn_implementation(before)
+    (found,) = ORACLE.values()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_everything_is_what_matrices_say(family: str) -> None:
+    attention, more = FAMILIES[family]
+    model, ids = tiny.build(family, **more), _tokens()
+    model.set_attn_implementation(attention)
+    plain = _logits(model, ids)
+    with looking(model) as seen:
+        watched = _logits(model, ids)
+    assert torch.equal(watched, plain)
+    assert torch.equal(_logits(model, ids), plain)
+    expected = _matrices(model, ids)
+    lines = seen.lines()
+    assert len(lines) == len(expected) == model.config.num_hidden_layers
+    assert all(model.get_submodule(name).layer_idx == n for n, name in enumerate(lines))
+    for line, matrices in zip(lines.values(), expected, strict=True):
+        for name, values in matrices.items():
+            ours = torch.tensor(getattr(line, name), dtype=torch.float64)
+            torch.testing.assert_close(ours, values, rtol=2e-5, atol=2e-6, msg=name)
+        assert (line.sink_mass is None) == ("sink_mass" not in matrices)
+
+
+def test_padding_is_left_out() -> None:
+    model, ids = tiny.build("llama"), _tokens()
+    with looking(model) as whole, torch.no_grad():
+        model(input_ids=ids[:1], use_cache=False)
+    padded = torch.cat((torch.zeros(1, 5, dtype=torch.long), ids[:1]), 1)
+    real = torch.cat((torch.zeros(1, 5), torch.ones(1, COUNT)), 1).long()
+    with looking(model) as seen, torch.no_grad():
+        model(input_ids=padded, attention_mask=real, use_cache=False)
+    for name, line in whole.lines().items():
+        for field in ("entropy", "entropy_share", "largest", "q_norm", "k_norm"):
+            ours = getattr(seen.lines()[name], field)
+            assert ours == pytest.approx(getattr(line, field), rel=1e-4), field
+
+
+@pytest.mark.parametrize("method", ["ReRoPE(window=4)", "YaRN(factor=4)-logn+", "PI(factor=4)"])
+def test_an_extended_model(method: str) -> None:
+    model, ids = tiny.build("llama"), _tokens(48)
+    with normattn.extend(model, method):
+        plain = _logits(model, ids)
+        with looking(model) as seen:
+            watched = _logits(model, ids)
+        torch.testing.assert_close(watched, plain, rtol=1e-4, atol=1e-5)
+    with looking(model) as as_trained:
+        _logits(model, ids)
+    for name, line in as_trained.lines().items():
+        assert seen.lines()[name].largest != line.largest
+        assert seen.lines()[name].q_norm == pytest.approx(line.q_norm, rel=0.2)
+
+
+class _Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most numbers of any tensor that is made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.most = max(self.most, out.numel())
+        return out
+
+
+def test_no_matrix_of_all_pairs_is_made() -> None:
+    model, count = tiny.build("llama", max_position_embeddings=4096), 2048
+    mode: Any = _Sizes
+    with looking(model), mode() as sizes, torch.no_grad():
+        model.model(input_ids=_tokens(count, 1), use_cache=False)
+    assert sizes.most < count * count
+
+
+def test_models_that_cannot_be_looked_into() -> None:
+    model = tiny.build("gptj")
+    with pytest.raises(InputError, match="attention code of its own"), looking(model):
+        _logits(model, _tokens())
+
+
+def test_a_layer_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    own = modeling_llama.eager_attention_forward
+
+    def more(*given: Any, **named: Any) -> Any:
+        out, weights = own(*given, **named)
+        return out * 1.25, weights
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", more)
+    model = tiny.build("llama")
+    model.set_attn_implementation("eager")
+    why = "LlamaAttention computes something else .* differs by 2.5e-01 of the largest"
+    with pytest.raises(InputError, match=why), looking(model):
+        _logits(model, _tokens())
+
+
+def test_configurations_are_put_back_after_an_error() -> None:
+    model = tiny.build("llama")
+    before = [each.__dict__.get("config") for each in model.modules()]
+    with pytest.raises(RuntimeError, match="stop"), looking(model):
+        raise RuntimeError("stop")
+    now = [each.__dict__.get("config") for each in model.modules()]
+    assert all(one is other for one, other in zip(before, now, strict=True))
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Any:
+    """Trains a tiny Llama for three steps of two micro-batches."""
+    pytest.importorskip("accelerate")
+
+    def run(*callbacks: Any) -> Any:
+        model = tiny.build("llama")
+        rows = [{"input_ids": row, "labels": row} for row in _tokens(rows=12)]
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / f"out{len(callbacks)}"),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+        )
+        made = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks))
+        made.train()
+        return made
+
+    return run
+
+
+def test_a_training_is_looked_at(trainer: Any, tmp_path: Path) -> None:
+    plain = trainer()
+    looked = trainer(normattn.hf.AttentionCallback(every=2))
+    for one, other in zip(plain.model.parameters(), looked.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    lines = read_diagnostics(tmp_path / "out1")
+    assert [line.step for line in lines] == [1, 2]
+    names = [f"model.layers.{n}.self_attn" for n in range(looked.model.config.num_hidden_layers)]
+    assert all(list(line.layers) == names for line in lines)
+    told = [each for each in looked.state.log_history if "attention_largest/" + names[0] in each]
+    assert [each["step"] for each in told] == [1, 2]
+    for line, each in zip(lines, told, strict=True):
+        for name in names:
+            largest = max(value for value in line.layers[name].largest if value is not None)
+            assert each[f"attention_largest/{name}"] == largest
+            assert math.isfinite(largest)
+    assert looked.model.config._attn_implementation == "sdpa"
+    assert not (tmp_path / "out0" / "diagnostics.jsonl").exists()
+
+
+@pytest.mark.parametrize("every", [0, -1, True])
+def test_a_callback_that_looks_at_no_step(every: Any) -> None:
+    with pytest.raises(InputError, match="every 1 or more steps"):
+        normattn.hf.AttentionCallback(every=every)
+
+
+def _run(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", *map(str, arguments)])
+    said = capfd.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, said.out, said.err
+
+
+def _saved(folder: Path, text: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    text.write_text(" ".join(f"word{(i * i) % 97}" for i in range(400)))
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    fast: Any = transformers.PreTrainedTokenizerFast
+    fast(tokenizer_object=made).save_pretrained(folder)
+    build_family("Llama", vocab_size=256, max_position_embeddings=64).save_pretrained(folder)
+
+
+def test_the_command_looks_into_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder, text, out = tmp_path / "model", tmp_path / "text.txt", tmp_path / "out"
+    _saved(folder, text)
+    asked = (folder, "--text", text, "--length", 96, "--windows", 2, "--out", out)
+    code, said, error = _run(capfd, *asked, "--attention", "1,2")
+    assert code == 0, error
+    assert "model, as is: 2 windows of 96 tokens of" in said
+    measured = frame.read(out / frame.FILE)
+    assert measured.filter(protocol="drawn")["head"].unique().to_list() == [2]
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(folder)
+    largest = measured.filter(statistic="largest", layer=0).group_by("head").agg(pl.max("sum"))
+    assert largest.height == model.config.num_attention_heads
+    code, said, error = _run(capfd, *asked, "--json", "--method", "YaRN(factor=2)")
+    assert code == 0, error
+    assert json.loads(said)
+    stretched = frame.read(out / frame.FILE)
+    assert stretched["method"].unique().to_list() == ["YaRN(factor=2)"]
+    assert stretched["sum"].to_list() != measured["sum"].to_list()
+    refusals = {
+        ("--attention", "9,0"): "this model has layers 0 to 1",
+        ("--length", "4000"): "give more text",
+        ("--method", "YaRM(factor=2)"): "did you mean YaRN",
+    }
+    for more, why in refusals.items():
+        code, said, error = _run(capfd, *asked, *more)
+        assert (code, said) == (2, ""), more
+        assert why in error

@@ -1,0 +1,247 @@
+"""`verify`: equal configurations are equal, and every usual mistake is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import normattn
+from normattn import InputError
+from normattn.cli.app import main
+from normattn.hf.emit import ENGINES, Wanted, emit
+from normattn.hf.extension import plan
+from normattn.hf.gguf_values import values, write_gguf
+
+from .families import build
+from .test_gguf import _write
+
+LENGTH, BASE, YARN = 64, 50000.0, "YaRN(factor=4)"
+YARN_WORDS = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": LENGTH,
+    "rope_theta": BASE,
+}
+STATIC = "YaRN is static: it changes short prompts too"
+
+
+def _config(**more: Any) -> Any:
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    rope = {"rope_type": "default", "rope_theta": BASE}
+    given = {"max_position_embeddings": LENGTH, "rope_parameters": rope, **more}
+    return transformers.LlamaConfig(**sizes, **heads, **given)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration with plain positions."""
+    place = tmp_path_factory.mktemp("models") / "plain"
+    _config().save_pretrained(place)
+    return place
+
+
+def _told(tmp_path: Path, content: Any, name: str = "told.json") -> Path:
+    place = tmp_path / name
+    place.write_text(content if isinstance(content, str) else json.dumps(content))
+    return place
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("method", [YARN, "YaRN(factor=4,sharpness=0)", "PI(factor=4)"])
+def test_what_is_emitted_is_as_meant(
+    engine: str, method: str, folder: Path, tmp_path: Path
+) -> None:
+    model = transformers.LlamaForCausalLM(_config())
+    text = emit(Wanted("m", plan(model, method), 4 * LENGTH, "llama"), engine)
+    verdict = normattn.verify(folder, _told(tmp_path, text, "told"), method)
+    assert verdict.differences == ()
+    assert verdict.equal
+    assert str(verdict).startswith(f"as meant: {method.split('(')[0]}")
+    assert not [each for each in verdict.mistakes if "static" not in each and "switch" not in each]
+    plain = normattn.verify(folder, _told(tmp_path, text, "told"), train_length=LENGTH)
+    assert not plain.equal
+
+
+# What the engine was told; what differs; which mistake is named.
+RAISED = {"max_position_embeddings": 4 * LENGTH}
+MISTAKES: dict[str, tuple[Any, str, str]] = {
+    "on a multiplied length": (
+        {**RAISED, "rope_parameters": {**YARN_WORDS, "original_max_position_embeddings": 256}},
+        "inverse frequencies: ",
+        "YaRN stands on top of a length that was multiplied already: its turns are counted within "
+        "256 tokens (original_max_position_embeddings), and the weights were trained to read 64",
+    ),
+    "no original length": (
+        {
+            **RAISED,
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": BASE},
+        },
+        "inverse frequencies: ",
+        "YaRN's factor 4 stands without original_max_position_embeddings: transformers, SGLang and "
+        "llama.cpp take the longest length, 256, for it, and vLLM does not start",
+    ),
+    "no type": (
+        {**RAISED, "rope_parameters": {"factor": 4.0, "rope_theta": BASE}},
+        "inverse frequencies: ",
+        "the factors are ignored (factor=4): with rope_type 'default' the frequencies are those of "
+        "training",
+    ),
+    "another name": (
+        {**RAISED, "rope_parameters": {**YARN_WORDS, "factor": 1.0, "scaling_factor": 4.0}},
+        "attention factor: cos and sin times 1 instead of 1.1386",
+        "scaling_factor is no rope parameter: it is ignored",
+    ),
+    "no base": (
+        {**RAISED, "rope_scaling": {k: v for k, v in YARN_WORDS.items() if k != "rope_theta"}},
+        "inverse frequencies: ",
+        "rope_theta is missing beside the scaling, which replaces all there was: the base is "
+        "10,000 instead of 50,000",
+    ),
+    "the factor of the logits switched off": (
+        {**RAISED, "rope_parameters": {**YARN_WORDS, "attention_factor": 1.0}},
+        "attention factor: cos and sin times 1 instead of 1.1386",
+        "attention_factor=1 stands in place of the factor that YaRN makes of its stretch",
+    ),
+    "the length alone": (
+        RAISED,
+        "inverse frequencies: ",
+        "the length alone was raised, to 256 tokens: the frequencies are those of training, which "
+        "read 64",
+    ),
+    "flags without a length": (
+        "llama-server -m m.gguf --rope-scaling yarn --rope-scale 4 \\\n"
+        "  --override-kv llama.context_length=int:256",
+        "inverse frequencies: ",
+        "YaRN stands on top of a length that was multiplied already",
+    ),
+    "flags without a scale": (
+        f"llama-server -m m.gguf --rope-scaling yarn --yarn-orig-ctx {LENGTH} --ctx-size 256",
+        "attention factor: ",
+        "",
+    ),
+    "too short": (
+        f"vllm serve m --hf-overrides '{json.dumps({'rope_parameters': YARN_WORDS})}' "
+        "--max-model-len 128",
+        "longest text: 128 instead of 256 tokens",
+        STATIC,
+    ),
+    "another method": (
+        {**RAISED, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": BASE}},
+        "inverse frequencies: ",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_named(case: str, folder: Path, tmp_path: Path) -> None:
+    content, difference, mistake = MISTAKES[case]
+    place = _told(tmp_path, content, "told" if isinstance(content, str) else "told.json")
+    verdict = normattn.verify(folder, place, YARN)
+    assert not verdict.equal
+    assert any(each.startswith(difference) for each in verdict.differences), verdict
+    if mistake:
+        assert any(each.startswith(mistake) for each in verdict.mistakes), verdict
+
+
+def test_static_yarn_where_the_model_is_meant_as_trained(folder: Path, tmp_path: Path) -> None:
+    place = _told(tmp_path, {**RAISED, "rope_parameters": YARN_WORDS})
+    verdict = normattn.verify(folder, place)
+    assert not verdict.equal
+    assert any(each.startswith(f"{STATIC}, those within 64 tokens") for each in verdict.mistakes)
+    equal = normattn.verify(folder, folder)
+    assert (equal.differences, equal.mistakes) == ((), ())
+    assert str(equal) == "as meant: LlamaForCausalLM as its configuration says"
+
+
+def test_factors_beside_the_part_that_is_read(tmp_path: Path) -> None:
+    text = build("Gemma3").config
+    parts = transformers.Gemma3Config(text_config=text.to_dict())
+    parts.save_pretrained(tmp_path / "parts")
+    wide = {"full_attention": {**YARN_WORDS, "original_max_position_embeddings": 8}}
+    verdict = normattn.verify(
+        tmp_path / "parts", _told(tmp_path, {"rope_parameters": wide}), "YaRN(factor=4)"
+    )
+    assert not verdict.equal
+    why = "they stand beside text_config, whose own rope parameters are the decoder's"
+    assert any(each.endswith(why) for each in verdict.mistakes), verdict
+
+
+def test_a_saved_model_and_a_gguf_file(tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM(_config())
+    with normattn.extend(model, "YaRN", factor=4):
+        model.save_pretrained(tmp_path / "saved")
+    assert normattn.verify(tmp_path / "saved", tmp_path / "saved").equal
+    raw = json.loads((tmp_path / "saved" / "config.json").read_text())
+    raw["rope_parameters"]["factor"] = 2.0
+    verdict = normattn.verify(tmp_path / "saved", _told(tmp_path, raw))
+    assert [each.partition(":")[0] for each in verdict.differences] == [
+        "inverse frequencies",
+        "attention factor",
+    ]
+    with normattn.extend(model, "ReRoPE", window=16):
+        model.save_pretrained(tmp_path / "rerope")
+    with pytest.raises(InputError, match="no configuration of rotary positions says ReRoPE"):
+        normattn.verify(tmp_path / "rerope", tmp_path / "rerope")
+    source, longer = tmp_path / "tiny.gguf", tmp_path / "longer.gguf"
+    _write(source, [*map(chr, range(33, 97)), '!"'])
+    rope = {**YARN_WORDS, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    fields = {"rope_parameters": rope, "max_position_embeddings": 64}
+    write_gguf(source, longer, values("llama", fields))
+    assert normattn.verify(source, longer, YARN).equal
+    verdict = normattn.verify(source, longer, "YaRN(factor=8)")
+    assert "longest text: 64 instead of 128 tokens" in verdict.differences
+
+
+BAD: dict[str, tuple[str, str, str]] = {
+    "nothing there": ("", "", "gone.json"),
+    "no JSON": ("told.json", "{", "is not valid JSON"),
+    "a list": ("told.json", "[]", "expected a JSON object"),
+    "no flags": ("told", "echo hello", "tells of no positions"),
+    "an open quote": ("told", "vllm '", "is no command line"),
+    "no number": ("told", "x --rope-scaling yarn --rope-scale four", "'four' is no number"),
+    "unknown kind": ("told.json", '{"model_type": "no such"}', "is not known to transformers"),
+    "rope of text": ("told.json", '{"rope_parameters": "yarn"}', "must be an object"),
+    "no keys": ("told", "rope.scaling", "is no key=type:value"),
+    "bytes": ("told", "\udcff", "not JSON, not GGUF, not text"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(
+    case: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name, content, why = BAD[case]
+    place = tmp_path / (name or "gone.json")
+    if name:
+        place.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(folder), "--against", str(place), "--method", YARN])
+    said = capfd.readouterr()
+    assert (ended.value.code, said.out) == (2, "")
+    assert said.err.startswith("normattn: ")
+    assert why in said.err
+    assert len(said.err.strip().splitlines()) == 1
+
+
+def test_the_command_ends_with_its_verdict(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for words, code in ((YARN_WORDS, 0), ({**YARN_WORDS, "factor": 2.0}, 1)):
+        place = _told(tmp_path, {**RAISED, "rope_parameters": words})
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", str(folder), "--against", str(place), "--method", YARN, "--json"])
+        record = json.loads(capfd.readouterr().out)
+        assert ended.value.code == code
+        assert record["equal"] == (code == 0)
+        assert bool(record["differences"]) == (code == 1)
