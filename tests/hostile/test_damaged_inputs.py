@@ -159,3 +159,15 @@ def test_files_without_an_end_are_refused_at_once(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="a named pipe"):
             read()
         assert path.exists()
+
+
+def test_a_folder_in_place_of_the_losses_is_refused_by_name(tmp_path: Path) -> None:
+    from normattn.sweep.collect import measured_below
+    from normattn.sweep.layout import CellPaths
+
+    paths = CellPaths.of(tmp_path, "KNA", 0)
+    paths.job.mkdir(parents=True)
+    paths.settings.write_text('{"variant": "KNA", "seed": 0}')
+    (paths.run / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"metrics\.jsonl"):
+        measured_below(tmp_path)

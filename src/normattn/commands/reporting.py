@@ -82,7 +82,7 @@ def _training(run: Path) -> list[pl.DataFrame]:
         return []
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
     name, found = config.model.score.variant_name, []
-    if (run / "metrics.jsonl").is_file():
+    if (run / "metrics.jsonl").exists():
         found.append(history(run / "metrics.jsonl", name, config.seed))
     status = read_status(run)
     if status is not None and status.state == "diverged":

@@ -34,7 +34,7 @@ def measured_below(out: Path, factors: Sequence[str] = ()) -> pl.DataFrame:
         paths = CellPaths.of_job(settings.parent)
         cell = read_object(settings)
         metrics = paths.run / "metrics.jsonl"
-        if metrics.is_file():
+        if metrics.exists():
             row = str(cell.get("row", cell["variant"]))
             varied = {name: cell[name] for name in factors}
             parts.append(history(metrics, row, int(cell["seed"]), varied))
