@@ -238,7 +238,7 @@ READINGS = (
     Reading("stopped run", _stopped, lambda s, run, out: _lines(_train(s, run)),
             ("*/metrics.jsonl", "*/model/*", "*/tokeniser.json")),
     Reading("token cache", _copy(lambda s: s.folder / "cache"),
-            lambda s, cache, out: [_cached(*_lines(_train(s, out / "run")), cache)],
+            lambda s, cache, out: [_cached(_lines(_train(s, out / "run"))[0], cache)],
             ("out/run/metrics.jsonl", "out/run/model/*", "out/run/tokeniser.json")),
     Reading("preset", _alone(lambda s: s.preset),
             lambda s, place, out: _lines(["train", "--preset", place / s.preset.name,

@@ -85,7 +85,10 @@ def run(campaign: Campaign) -> Iterator[Count]:
         if not campaign.has_time:
             break
         group = list(enumerate(cases))
-        works = [trial.work(slot, *case, source) for slot, (trial, *case) in group]
+        works = [
+            trial.work(slot, file, kind, number, source)
+            for slot, (trial, file, kind, number) in group
+        ]
         for (slot, (trial, file, kind, number)), end in zip(group, race(works), strict=True):
             where = f"{trial.reading.name}: {file} {kind}, {number}"
             files = trial.reading.judged and trial.undamaged[number].files

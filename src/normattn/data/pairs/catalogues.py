@@ -70,7 +70,8 @@ class Catalogues(PairSource):
         digest = hashlib.sha256(repr((self.kind, self.packages, self.languages)).encode())
         for package in self.packages:
             for file in self._files(package):
-                digest.update(hashlib.sha256(_bytes(file)).digest())
+                with open_file(file) as opened:
+                    digest.update(hashlib.sha256(opened.read()).digest())
         return digest.hexdigest()
 
     def _files(self, package: str) -> list[Path]:

@@ -85,7 +85,7 @@ class RelationFolder(RelationSource):
         paths = [_file(self.folder, name) for name in SPLITS]
         for path in [*paths, *([listed] if listed.exists() else [])]:
             with open_file(path) as file:
-                content = hashlib.file_digest(file, "sha256")
+                content = hashlib.sha256(file.read())
             digest.update(f"{path.name}\0".encode() + content.digest())
         return digest.hexdigest()
 
