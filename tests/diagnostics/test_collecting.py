@@ -123,10 +123,10 @@ def test_norms_and_cosines_by_position(score: str) -> None:
             expected = torch.stack([x[:, :, s].norm(dim=-1).mean((0, 2)) for s in spans], -1)
             norms = by_position(measured, field, layer)
             assert norms == pytest.approx(expected.numpy(), abs=1e-6)
-        both = [(out.q, out.k)] + ([] if out.far is None else [(out.far.q, out.far.k)])
+        both = [(out.q, out.k)] + ([] if out.far_q is None else [(out.far_q, out.far_k)])
         one = [[nn.functional.normalize(x, dim=-1) for x in pair] for pair in both]
         cosine = [x @ y.repeat_interleave(2, 1).transpose(-1, -2) for x, y in one]
-        near = cosine[0] if out.far is None else torch.where(behind < 4, cosine[0], cosine[1])
+        near = cosine[0] if out.far_q is None else torch.where(behind < 4, cosine[0], cosine[1])
         counts = cosine_counts(measured, layer)
         ends = [by_position(measured, f"{end}_cosine", layer) for end in ("least", "largest")]
         for head in range(4):

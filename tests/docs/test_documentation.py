@@ -78,7 +78,12 @@ def test_commands_are_understood(
             (tmp_path / name).write_text(code)
 
     def work(name: str) -> Any:
-        return lambda *args, **kwargs: done.append(name)
+        def noted(*args: Any, **kwargs: Any) -> int | None:
+            done.append(name)
+            # Those whose exit status says what was found.
+            return 0 if name.endswith(("verify_told", "read_score")) else None
+
+        return noted
 
     for place in (
         "commands.training_run.train_run",

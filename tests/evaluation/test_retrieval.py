@@ -13,7 +13,7 @@ from torch import Tensor
 
 from normattn.data import CopyTask, RetrievalSet, TokenData, retrieval_set
 from normattn.data.retrieval import DEPTHS
-from normattn.data.retrieval_facts import TASKS
+from normattn.data.retrieval_facts import PASSAGE, TASKS
 from normattn.errors import InputError, NormattnError
 from normattn.evaluation import evaluate_retrieval, evaluate_run
 from normattn.kernels.cross_entropy import TokenScores
@@ -69,7 +69,7 @@ def test_a_model_that_copies_gets_everything_right(task: str, multiple: int) -> 
     assert {column: one(found, column) for column in told} == told
     assert tuple(sorted(set(found["bin"]))) == DEPTHS
     assert set(found["statistic"]) == {"exact", "accuracy", "loss"}
-    answer = 3 + 3 + 4 if task == "variable_tracking" else 4
+    answer = {"variable_tracking": 3 + 3 + 4, "copy": 4 * PASSAGE}.get(task, 4)
     assert table(found, "accuracy", "of").tolist() == [[answer] * 5] * 4
     assert table(found, "loss", "of").tolist() == [[answer] * 5] * 4
     assert table(found, "accuracy").tolist() == [[answer] * 5] * 4

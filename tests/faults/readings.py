@@ -23,7 +23,8 @@ class Reading:
     `judged` are patterns, from the folder that holds both, of files that must have the same bits.
     With none, what people write themselves is read: another text is another input, and a work that
     ends well keeps the promise too. `foreign`: it needs the model of transformers. Of many files of
-    one kind `at_most` so many are damaged.
+    one kind `at_most` so many are damaged. `deletable` are patterns of files that people may
+    delete, to have a result without them: those are not taken away.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Reading:
     judged: tuple[str, ...] = ()
     foreign: bool = False
     at_most: int = 1000
+    deletable: tuple[str, ...] = ()
 
 
 def answered(call: Callable[[], object]) -> Work:
@@ -234,7 +236,7 @@ def _again(setting: Setting, place: Path, out: Path) -> None:
 
 READINGS = (
     Reading("run", _copy(lambda s: s.run), _of_run,
-            ("out/report/table.*", "out/exported/**/*")),
+            ("out/report/table.*", "out/exported/**/*"), deletable=("evaluations/*",)),
     Reading("stopped run", _stopped, lambda s, run, out: _lines(_train(s, run)),
             ("*/metrics.jsonl", "*/model/*", "*/tokeniser.json")),
     Reading("token cache", _copy(lambda s: s.folder / "cache"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import chdir
+from itertools import pairwise
 from pathlib import Path
 
 from faults.campaign import Campaign, Count
@@ -39,14 +41,26 @@ def run(campaign: Campaign) -> Iterator[Count]:
     )
     source = campaign.random
     lines = [_line(source, setting) for _ in range(1_000 if campaign.full else 24)]
-    before = sorted(Path.cwd().iterdir())
-    for line, end in zip(lines, in_groups([limited(work_of(each)) for each in lines]), strict=True):
-        held = end.code == 0 or (end.code == 2 and end.orderly and len(end.said) < 4000)
-        ended.check(held, f"{[each[:40] for each in line]}: {end.shown}")
-        if not campaign.has_time:
-            break
-    ended.check(sorted(Path.cwd().iterdir()) == before, "the current directory has other files")
+    here = campaign.folder / "here"
+    here.mkdir()
+    with chdir(here):
+        ends = in_groups([limited(work_of(each)) for each in lines])
+        for line, end in zip(lines, ends, strict=True):
+            held = end.code == 0 or (end.code == 2 and end.orderly and len(end.said) < 4000)
+            ended.check(held, f"{[each[:40] for each in line]}: {end.shown}")
+            if not campaign.has_time:
+                break
+    left = {path.name for path in here.iterdir()} - set(_told(lines))
+    ended.check(not left, f"nobody was told to write {sorted(left)}")
     yield ended
+
+
+def _told(lines: list[list[str]]) -> Iterator[str]:
+    """What `--out` names in the current directory."""
+    for line in lines:
+        for option, value in pairwise(line):
+            if option == "--out" and value:
+                yield Path(value).parts[0]
 
 
 def _line(source: random.Random, setting: Setting) -> list[str]:
