@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from normattn.commands.reporting import report
 from normattn.errors import InputError
 from normattn.studies.window import STUDY, resolve
 from normattn.sweep.language import ReadCell, TextConfig
@@ -36,6 +37,21 @@ def test_the_windows_of_the_source() -> None:
     assert isinstance(sweep.config, TextConfig)
     assert sweep.config.evaluation.multiples == (8,)
     assert sweep.out == Path("runs/window-laptop")
+
+
+def test_a_report_says_which_records_are_gone(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    sweep = resolve(Request(str(tiny), out=out, changes=FEW))
+    run(STUDY, sweep)
+    config = {"kind": STUDY.name, "config": sweep.config.model_dump(mode="json")}
+    (out / "config.json").write_text(json.dumps(config))
+    report([out], tmp_path / "again")
+    assert (tmp_path / "again" / "table.md").is_file()
+
+    next(out.glob("cells/Baseline/seed0/evaluations/*.parquet")).unlink()
+    with pytest.raises(InputError, match=r"Baseline/seed0 was finished, but records of its eval"):
+        report([out], tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
 
 
 def test_stopped_anywhere_it_is_the_same(

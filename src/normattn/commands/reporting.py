@@ -16,6 +16,8 @@ from normattn.runs import RunDirectory, read_status
 from normattn.structured import read_object
 from normattn.studies import OF_COMMANDS, find
 from normattn.sweep.collect import history
+from normattn.sweep.layout import CellPaths
+from normattn.sweep.study import Study
 from normattn.training import TrainingConfig
 
 READING = "reading"
@@ -36,6 +38,7 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
         config, kind = _configuration(place)
         if kind is not None and (place / "jobs").is_dir():
             study = find(named or _study_of_cells(place) or kind)
+            _refuse_lost(study, place)
             say(out, study.report(study.measurements(place), out, config))
             return
         # A page made of runs lies among them by default: they may have been measured again since.
@@ -46,6 +49,18 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
             return
     measured = of_runs(places)
     say(out, find(named or READING).report(measured, out, {}))
+
+
+def _refuse_lost(study: Study, place: Path) -> None:
+    """Raise `InputError` where something that a cell has measured is no longer there."""
+    for done in sorted(place.glob("jobs/*/*/done.json")):
+        paths = CellPaths.of_job(done.parent)
+        for stage in study.cell(read_object(done), str(done)).stages(paths):
+            if not stage.is_done():
+                raise InputError(
+                    f"{paths.run} was finished, but records of its {stage.phase} are missing; the "
+                    "study's own command on this folder makes them again"
+                )
 
 
 def of_runs(places: Sequence[Path]) -> pl.DataFrame:
