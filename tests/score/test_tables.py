@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -151,3 +152,12 @@ def test_a_copied_or_restored_score_gives_the_same() -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert torch.equal(attention(q, k, v, loaded), expected)
+
+
+def test_copied_tables_start_empty() -> None:
+    kept = fold.Kept(3)
+    kept[1,] = None  # type: ignore[assignment]
+    for again in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
+        assert type(again) is fold.Kept
+        assert (len(again), again.most) == (0, 3)
+    assert len(kept) == 1

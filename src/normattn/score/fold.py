@@ -224,6 +224,10 @@ class Kept(OrderedDict[tuple[object, ...], Fold]):
         super().__init__()
         self.most = most
 
+    def __reduce__(self) -> tuple[type[Kept], tuple[int]]:
+        # A copy makes its tables again: it may stand on another device, or be changed.
+        return Kept, (self.most,)
+
     def made(self, name: tuple[object, ...], make: Callable[[], Fold]) -> Fold:
         """What `make` made under this name."""
         if name not in self:
