@@ -48,7 +48,7 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
     """
     sweep = study.resolve(request)
     console = Console(highlight=False)
-    launcher, needs = request.launcher, _needs(sweep)
+    launcher, needs = request.launcher, needs_of(sweep)
     count = len(sweep.cells)
     at_once = min(request.jobs or launcher.slots(needs) or count, count)
     for cell in _one_of_each_kind(sweep):
@@ -85,7 +85,7 @@ def report(study: Study, out: Path, config: Mapping[str, Any]) -> None:
     say(out, study.report(study.measurements(out), out, config))
 
 
-def _needs(sweep: Sweep) -> Needs:
+def needs_of(sweep: Sweep) -> Needs:
     """What each cell computes on."""
     config = sweep.cells[0].training_config
     return Needs(config.threads, config.device)
@@ -122,7 +122,7 @@ def _print_estimate(
     if not launcher.here or make_plan(sweep).flops < WORTH_MEASURING:
         return None
     if not all(is_trained(sweep, cell) for cell in sweep.cells):
-        rates = measure(study, sweep.cells, launcher, at_once, _needs(sweep))
+        rates = measure(study, sweep.cells, launcher, at_once, needs_of(sweep))
     if rates is None:
         return None
     seconds = estimate(sweep, rates, at_once)
@@ -158,7 +158,7 @@ def _run_cells(
     shares = {cell.name: stage_shares(sweep, cell, rates) for cell in sweep.cells}
     cells = {cell.name: cell for cell in sweep.cells}
     with SweepProgress(work, shares, lambda name: headlines(study, sweep, cells[name])) as progress:
-        return run_jobs(work, launcher, at_once, _needs(sweep), progress)
+        return run_jobs(work, launcher, at_once, needs_of(sweep), progress)
 
 
 def is_done(sweep: Sweep, cell: Cell) -> bool:
