@@ -80,7 +80,7 @@ def save(*_):
     pathlib.Path({path!r}).write_text("saved"); sys.exit(130)
 signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
-time.sleep(30)
+time.sleep(120)
 """
 
 

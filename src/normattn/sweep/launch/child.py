@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -119,10 +120,15 @@ class Errand:
         return self.child.outcome()
 
     def save(self) -> None:
-        """Have the child, if there is one at work, save its state and end."""
-        if self.child is not None:
-            self.child.terminate()
-            self.child.process.wait()
+        """Have the child, if there is one at work, save its state and end.
+
+        A scheduler's library that interrupts once more meanwhile is not heard: the state comes
+        first.
+        """
+        while self.child is not None and not self.child.done():
+            with suppress(KeyboardInterrupt):
+                self.child.terminate()
+                self.child.process.wait()
 
 
 def watch_parent(parent: int, poll: float = 0.5) -> None:

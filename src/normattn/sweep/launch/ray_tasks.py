@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -19,6 +19,8 @@ from normattn.sweep.launch.remote import Elsewhere, Remote, library
 from normattn.sweep.launch.seam import Job, Needs, Outcome, Session
 
 KNOCK_SECONDS = 30.0
+# An interruption that Ray raises where Python ignores exceptions is lost: it is raised again.
+CANCEL_SECONDS = 3.0
 
 
 class Ray(Remote):
@@ -85,6 +87,7 @@ class _Tasks(Elsewhere):
         self._task = task
         self._at_once = at_once
         self._handed: dict[Any, tuple[Job, float]] = {}
+        self._cancelled = 0.0
 
     def look(self) -> tuple[list[Job], list[Outcome]]:
         """Hand over more tasks, and collect those that returned."""
@@ -103,12 +106,20 @@ class _Tasks(Elsewhere):
     def stop(self) -> None:
         """Cancel the tasks: each has its child save its state."""
         self.waiting.clear()
-        for reference in self._handed:
-            self._ray.cancel(reference)
+        self._cancel(self._handed)
 
     def stopped(self) -> bool:
         """Whether every task has returned or was cancelled."""
-        return len(self._ready()) == len(self._handed)
+        left = set(self._handed) - set(self._ready())
+        if left and time.monotonic() - self._cancelled > CANCEL_SECONDS:
+            self._cancel(left)
+        return not left
+
+    def _cancel(self, references: Iterable[Any]) -> None:
+        """Have Ray raise KeyboardInterrupt in these tasks."""
+        self._cancelled = time.monotonic()
+        for reference in references:
+            self._ray.cancel(reference)
 
     def kill(self) -> None:
         """End the workers; their children notice."""
