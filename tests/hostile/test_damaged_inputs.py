@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import zlib
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 import normattn.sweep.study  # noqa: F401
 from data.pairs_helpers import machine_object
 from normattn.errors import InputError
+from normattn.models.pretrained import load_model
 
 Damage = Callable[[bytes], bytes]
 
@@ -171,3 +173,11 @@ def test_a_folder_in_place_of_the_losses_is_refused_by_name(tmp_path: Path) -> N
     (paths.run / "metrics.jsonl").mkdir(parents=True)
     with pytest.raises(InputError, match=r"metrics\.jsonl"):
         measured_below(tmp_path)
+
+
+@pytest.mark.parametrize("form", [["normattn-classifier"], {"a": 1}, None])
+def test_a_model_whose_format_is_no_name_is_refused(tmp_path: Path, form: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"format": form, "config": {}}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"config\.json does not describe a model of a format"):
+        load_model(tmp_path)

@@ -172,7 +172,7 @@ def _check_replaceable(place: Path) -> None:
 
 def _read_description(path: Path) -> dict[str, Any]:
     description = read_json(path)
-    if not isinstance(description, dict) or description.get("format") not in FORMATS:
+    if not isinstance(description, dict) or description.get("format") not in list(FORMATS):
         raise InputError(
             f"{path} does not describe a model of a format known here: {', '.join(FORMATS)}"
         )
