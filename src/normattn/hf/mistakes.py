@@ -6,16 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from normattn.hf.served import Told
+from normattn.hf.served import KINDS, NUMBERS, Told
 from normattn.score import ScoreSpec
 
 _COUNTED = ("yarn", "llama3", "longrope")
 """The kinds whose frequencies depend on the trained length."""
 _KNOWN = {
-    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
-    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
-    *("partial_rotary_factor", "finetuned", "mrope_section", "mrope_interleaved"),
+    *(*KINDS, *NUMBERS, "truncate", "finetuned", "mrope_section", "mrope_interleaved"),
+    *("short_factor", "long_factor"),
 }
 _DEFAULT_BASE = 10000.0
 Rope = Mapping[str, Any]

@@ -25,8 +25,8 @@ _OVERRIDES = ("--hf-overrides", "--json-model-override-args")
 _LENGTHS = ("--max-model-len", "--context-length", "--ctx-size", "-c")
 _LLAMA = ("--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale", "--ctx-size")
 _MOST = 1 << 20
-_KINDS = {"rope_type", "type"}
-_NUMBERS = {
+KINDS = {"rope_type", "type"}
+NUMBERS = {
     *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor"),
     *("low_freq_factor", "high_freq_factor"),
@@ -133,10 +133,10 @@ def _ropes(decoder: Mapping[str, Any], file: str) -> dict[str, dict[str, Any]]:
 
 def _refuse_types(rope: Mapping[str, Any], file: str) -> None:
     """Refuse a kind that is no name, and a number that is none."""
-    for name in _KINDS & rope.keys():
+    for name in KINDS & rope.keys():
         if not isinstance(rope[name], str):
             raise InputError(f"{file}: {name} must be a name such as 'yarn', not {rope[name]!r}")
-    for name in _NUMBERS & rope.keys():
+    for name in NUMBERS & rope.keys():
         value = rope[name]
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise InputError(f"{file}: {name} must be a number, not {value!r}")

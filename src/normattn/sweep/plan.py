@@ -117,8 +117,7 @@ def make_plan(sweep: Sweep) -> Plan:
 def _kept(stage: Stage) -> int:
     """How many copies of its numbers a training leaves: models, checkpoints with moments."""
     assert isinstance(stage, TrainStage)
-    moments = 2 if stage.config.optimiser.name == "adamw" else 1
-    return 1 + len(stage.config.keep) + CHECKPOINTS * (1 + moments)
+    return 1 + len(stage.config.keep) + CHECKPOINTS * (1 + stage.config.optimiser.moments)
 
 
 def is_trained(sweep: Sweep, cell: Cell) -> bool:

@@ -41,7 +41,7 @@ def least_bytes(cost: Cost, config: LoopConfig, processes: int = 1) -> float:
     is really taken is several times more where activations prevail. Under fsdp a process keeps its
     share of the former, and makes the weights whole before it divides them.
     """
-    held = 3.0 + (config.optimiser.name == "adamw")
+    held = 2.0 + config.optimiser.moments
     if config.parallel == "fsdp":
         held = max(held / processes, 1.0)
     tokens = cost.trained / config.steps / config.accumulate / processes

@@ -85,7 +85,7 @@ def plan(config: TrainingConfig, cost: Cost, device: Device, nodes: int, per_nod
             f"batch_size {config.batch_size} does not divide into {n * config.accumulate} "
             "micro-batches (devices × accumulate)"
         )
-    moments = 2 if config.optimiser.name == "adamw" else 1
+    moments = config.optimiser.moments
     half = config.precision == "bf16"
     weight = BYTES // 2 if half else BYTES
     whole = float(cost.parameters * BYTES)

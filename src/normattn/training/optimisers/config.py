@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,10 +10,14 @@ _Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class AdamWConfig(BaseModel):
-    """AdamW (arXiv 1711.05101). Weight decay acts on matrices and embeddings only."""
+    """AdamW (arXiv 1711.05101). Weight decay acts on matrices and embeddings only.
+
+    `moments`: numbers of state for each weight, at least.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    moments: ClassVar[int] = 2
     name: Literal["adamw"] = "adamw"
     lr: float = Field(default=1e-3, gt=0.0, le=10.0)
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
@@ -26,6 +30,7 @@ class TigerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    moments: ClassVar[int] = 1
     name: Literal["tiger"] = "tiger"
     lr: float = Field(default=1e-3, gt=0.0, le=10.0)
     beta: _Beta = 0.965
@@ -40,6 +45,7 @@ class MuonConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    moments: ClassVar[int] = 1
     name: Literal["muon"] = "muon"
     lr: float = Field(default=1e-3, gt=0.0, le=10.0)
     momentum: _Beta = 0.95

@@ -11,8 +11,8 @@ et al. 2024 (kellerjordan.github.io/posts/muon), arXiv 2502.16982.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, overload
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +20,13 @@ from torch import nn
 from normattn.errors import InputError
 from normattn.training.optimisers.config import MuonConfig
 from normattn.training.optimisers.groups import ParameterGroups
+from normattn.training.optimisers.stepping import Stepping
 
 Named = dict[str, nn.Parameter]
 _SHARED = "match_rms_adamw"
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Stepping):
     """torch's Muon and AdamW over grouped parameters, as one optimiser; `names` are in its order.
 
     Raises `InputError` where torch has no Muon (before 2.9).
@@ -67,20 +68,10 @@ class Muon(torch.optim.Optimizer):
         super().load_state_dict(dict(state_dict))
         self._share()
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
+        """Both parts, each its parameters."""
         for each in self._members:
             each.step()
-        return loss
 
 
 def _divided(groups: ParameterGroups) -> tuple[Named, Named, Named]:

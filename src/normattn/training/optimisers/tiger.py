@@ -11,19 +11,19 @@ nothing trained with Tiger may start from zero but gains and biases. Source: kex
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.training.optimisers.groups import ParameterGroups
+from normattn.training.optimisers.stepping import Stepping
 
 Kind = Literal["matrix", "embedding", "vector"]
 
 
-class Tiger(torch.optim.Optimizer):
+class Tiger(Stepping):
     """Tiger over grouped parameters; see the equation above.
 
     `lr` > 0 (relative to the size of a parameter), `beta` in [0, 1), `weight_decay` ≥ 0.
@@ -59,22 +59,12 @@ class Tiger(torch.optim.Optimizer):
             {"lr": lr, "beta": beta, "weight_decay": weight_decay, "kind": "matrix"},
         )
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
+        """Every parameter that has a gradient."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
                 self._update(parameters, group)
-        return loss
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         momenta = [self._momentum(p) for p in parameters]
