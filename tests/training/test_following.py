@@ -1,21 +1,15 @@
-"""The progress bar and TensorBoard."""
+"""The progress bar."""
 
 from __future__ import annotations
 
 import io
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from normattn.errors import InputError
-from normattn.training.loop import train
 from normattn.training.progress import ProgressBar
 from normattn.training.reports import StepReport
-
-from .toy import ToyTask, config, open_run
 
 REPORT = StepReport(10, 10, 1.23456, 0.5, 1e-3, {}, 640, 4321.0, 1.0)
 
@@ -51,26 +45,3 @@ def test_a_pipe_gets_a_line_every_half_minute(monkeypatch: pytest.MonkeyPatch) -
         "step 1,060 of 3,000, loss 1.2346, 4,321 tokens/s, 0:32:20 left",
         "step 1,090 of 3,000, loss 1.2346, 4,321 tokens/s, 0:31:50 left",
     ]
-
-
-def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="needs the extra track"
-    )
-    settings = config(steps=5, tensorboard=True)
-    result = train(ToyTask, settings, open_run(tmp_path, settings), show_progress=False)
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    scalars = events.Scalars("train/loss")
-    assert [event.step for event in scalars] == [1, 2, 3, 4, 5]
-    assert scalars[-1].value == pytest.approx(result.loss)
-    assert "train/accuracy" in events.Tags()["scalars"]
-
-
-def test_tensorboard_that_is_not_installed_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
-    settings = config(steps=5, tensorboard=True)
-    with pytest.raises(InputError, match=r"normattn\[track\]"):
-        train(ToyTask, settings, open_run(tmp_path, settings), show_progress=False)

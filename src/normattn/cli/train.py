@@ -61,6 +61,9 @@ def command(
     precision: Annotated[Text, typer.Option(help="fp32 or bf16.")] = None,
     seed: Annotated[Number, typer.Option(min=0, help="Of weights, order and dropout.")] = None,
     threads: Annotated[Number, typer.Option(min=1, help="CPU threads of this process.")] = None,
+    track: Annotated[
+        Text, typer.Option(help="Show the curves in tensorboard, trackio or wandb (extra: track).")
+    ] = None,
     preset: Annotated[
         str, typer.Option(help="Where settings come from that nothing else says.")
     ] = "laptop",
@@ -101,6 +104,7 @@ def command(
         "precision": precision,
         "seed": seed,
         "threads": threads,
+        "track": track,
     }
     given = {key: value for key, value in options.items() if value is not None}
     fields = _fields(config, preset, given, changes or [])

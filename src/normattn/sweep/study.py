@@ -28,7 +28,8 @@ from normattn.training.workload import Workload
 # Settings that no digit of a table depends on.
 CHANGEABLE = (
     "training.checkpoint_seconds",
-    "training.tensorboard",
+    "training.track",
+    "training.tensorboard",  # what `track` was before
     "training.parallel",
     "evaluation.max_tokens",
     "mechanism.max_tokens",

@@ -28,7 +28,7 @@ from normattn.training.signals import StopRequest, stop_on_signals
 from normattn.training.state import pack, unpack
 from normattn.training.step import Stepper, StepValues
 from normattn.training.task import Task
-from normattn.training.tensorboard import TensorBoard
+from normattn.training.trackers import Tracking
 
 STATUS_SECONDS = 5.0
 # A checkpoint that takes long is written less often: at most this share of the time goes into it.
@@ -68,6 +68,9 @@ def train(
     with ExitStack() as stack:
         place = stack.enter_context(world(config.device))
         stack.enter_context(_threads(config.threads))
+        followers = list(callbacks)
+        # Before anything is written: a tracker that is not installed leaves no run behind.
+        place.on_main(lambda: followers.extend(_trackers(config, run)))
         place.on_main(lambda: stack.enter_context(run.lock()))
         request = stack.enter_context(stop_on_signals())
         torch.manual_seed(derive_seed(config.seed, "initialisation"))
@@ -75,17 +78,18 @@ def train(
         stop = _StopAsked(request, should_stop)
         stepper = Stepper(task, config, place, stop)
         stack.callback(stepper.close)
-        followers = list(callbacks)
         if place.main and show_progress:
             followers.append(ProgressBar())
-        if place.main and config.tensorboard:
-            followers.append(TensorBoard(run.path / "tensorboard", config.log_every))
         on_step, probes = (on_step, probes) if place.main else (None, ())
         loop = _Loop(stepper, run, stop, followers, probes, on_step, export_kept)
         result = loop.run_to_end()
         with stepper.parallel.gathered(task.model):
             place.on_main(lambda: _finish(run, config.steps, task, export))
         return result
+
+
+def _trackers(config: LoopConfig, run: RunDirectory) -> list[Callback]:
+    return [] if config.track is None else [Tracking(config.track, run, config.log_every)]
 
 
 def _finish(

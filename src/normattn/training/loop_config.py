@@ -13,10 +13,11 @@ from normattn.structured import refuse_beyond
 from normattn.training.config_files import explain, read_settings, refuse_unknown
 from normattn.training.optimisers.config import AdamWConfig, OptimiserConfig
 from normattn.training.schedules import ScheduleConfig
+from normattn.training.trackers import TrackerName
 
 # Settings that leave the loss curve as it is (threads and parallel: up to rounding), so that a run
-# may be resumed with others.
-CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "tensorboard", "parallel"})
+# may be resumed with others. `tensorboard` stands in the settings of runs from before `track`.
+CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "track", "tensorboard", "parallel"})
 
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -34,7 +35,8 @@ class LoopConfig(BaseModel):
     between lines of what attention does inside (diagnostics.jsonl), 0 for none. parallel: what each
     process of torchrun holds: the whole model (ddp), or 1/N of every weight, gradient and moment
     (fsdp); the batch is divided either way, and one process alone holds everything. qk_clip: the
-    largest logit that weights are left with (QK-Clip), None for no bound.
+    largest logit that weights are left with (QK-Clip), None for no bound. track: where the
+    curves go as well, tensorboard, trackio or wandb (`normattn.training.trackers`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -50,9 +52,9 @@ class LoopConfig(BaseModel):
     checkpoint_seconds: float = Field(default=30.0, ge=0.0)
     log_every: int = Field(default=1, ge=1)
     keep: tuple[int, ...] = ()
-    tensorboard: bool = False
     inspect_every: int = Field(default=0, ge=0)
-    # Left out of a dump where it is ddp: runs that were made before it stay the same.
+    # Left out of a dump where they say nothing: runs that were made before them stay the same.
+    track: Annotated[TrackerName | None, Field(exclude_if=lambda name: name is None)] = None
     parallel: Annotated[
         Literal["ddp", "fsdp"], Field(exclude_if=lambda parallel: parallel == "ddp")
     ] = "ddp"
@@ -66,6 +68,7 @@ class LoopConfig(BaseModel):
     @classmethod
     def _name_optimiser(cls, values: Any) -> Any:
         """An optimiser that is not named is AdamW."""
+        values = _renamed(values)
         if isinstance(values, Mapping) and isinstance(values.get("optimiser"), Mapping):
             return {**values, "optimiser": {"name": "adamw", **values["optimiser"]}}
         return values
@@ -118,6 +121,7 @@ class LoopConfig(BaseModel):
         cls: type[Config], values: Mapping[str, Any], source: str = "the configuration"
     ) -> Config:
         """Check `values`; `InputError` names the field in `source` and what was expected."""
+        values = _renamed(values)
         refuse_unknown(values, cls, source)
         refuse_beyond(values, source)
         try:
@@ -129,3 +133,12 @@ class LoopConfig(BaseModel):
     def load(cls: type[Config], path: Path | str) -> Config:
         """Read a .json or .toml file, or the config.json of a run."""
         return cls.parse(read_settings(Path(path)), str(path))  # type: ignore[attr-defined,no-any-return]
+
+
+def _renamed(values: Any) -> Any:
+    """Settings from before `track`, in which `tensorboard` was on or off, as they are said now."""
+    former = values.get("tensorboard") if isinstance(values, Mapping) else None
+    if not isinstance(former, bool) or (former and "track" in values):
+        return values
+    others = {key: value for key, value in values.items() if key != "tensorboard"}
+    return {**others, "track": "tensorboard"} if former else others

@@ -43,7 +43,7 @@ class TrainingResult:
 
 @runtime_checkable
 class Callback(Protocol):
-    """Something that follows a training: a progress bar, TensorBoard."""
+    """Something that follows a training: a progress bar, a tracker."""
 
     def start(self, done: int, steps: int) -> None:
         """Training begins after `done` of `steps` steps."""

@@ -1,0 +1,279 @@
+"""Trackers: what they are given, how they go on, and that none of them ends a training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from normattn.errors import InputError, Interrupted
+from normattn.runs import RunDirectory
+from normattn.training.loop import train
+from normattn.training.loop_config import CHANGEABLE, LoopConfig
+
+from .toy import ToyTask, config
+
+NAMES = {"train/loss", "train/gradient_norm", "train/learning_rate", "train/tokens_per_second"}
+STEPS = 12
+
+
+def opened(path: Path, settings: LoopConfig) -> RunDirectory:
+    return RunDirectory.open(path, settings, "toy", changeable=CHANGEABLE)
+
+
+def trained(path: Path, tracker: str | None, until: int = STEPS, **changes: object) -> None:
+    """Train with a tracker; up to `until`, where it is stopped by request."""
+    settings = config(steps=STEPS, track=tracker, checkpoint_seconds=1e9, **changes)
+    asked = iter(range(1, STEPS + 2))
+    train(
+        ToyTask,
+        settings,
+        opened(path, settings),
+        show_progress=False,
+        should_stop=lambda: next(asked) >= until and until < STEPS,
+    )
+
+
+class Fake:
+    """What trackio and wandb have in common: runs by name, each with rows by step."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.rows: dict[str, list[tuple[int, Mapping[str, float]]]] = {}
+        self.finished = 0
+
+    def init(self, **asked: Any) -> Fake:
+        print("a tracker that talks on stdout")
+        self.asked.append(asked)
+        self._rows = self.rows.setdefault(asked["name"], [])
+        self._next_step = 1 + max((step for step, _ in self._rows), default=-1)
+        return self
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._rows.append((step, values))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, name: str) -> Fake:
+    fake, module = Fake(), ModuleType(name)
+    module.__dict__.update(
+        init=fake.init, finish=fake.finish, Settings=lambda **given: SimpleNamespace(**given)
+    )
+    monkeypatch.setitem(sys.modules, name, module)
+    return fake
+
+
+@pytest.mark.parametrize("name", ["trackio", "wandb"])
+def test_every_step_is_given_once_under_one_name(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    fake = installed(monkeypatch, name)
+    with pytest.raises(Interrupted):
+        trained(tmp_path / "run", name, until=5)
+    trained(tmp_path / "run", name)
+    assert list(fake.rows) == [json.loads((tmp_path / "run/tracker.json").read_text())["name"]]
+    (rows,) = fake.rows.values()
+    assert [step for step, _ in rows] == list(range(1, STEPS + 1))
+    assert all(set(values) == NAMES | {"train/accuracy"} for _, values in rows)
+    assert fake.finished == 2
+    assert fake.asked[0]["config"]["steps"] == STEPS
+    assert [each["resume"] for each in fake.asked] == ["allow", "allow"]
+    assert capsys.readouterr().out == ""
+
+
+def test_two_runs_have_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = installed(monkeypatch, "wandb")
+    for folder in ("a", "b"):
+        trained(tmp_path / folder / "KNA(x=1)", "wandb")
+    assert len(fake.rows) == 2
+    assert all(each["id"] == each["name"] for each in fake.asked)
+    assert fake.asked[0]["name"].startswith("a-KNA-x-1-")
+
+
+def test_wandb_sends_nothing_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = installed(monkeypatch, "wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    trained(tmp_path / "a", "wandb")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    trained(tmp_path / "b", "wandb")
+    assert [each["mode"] for each in fake.asked] == ["offline", "online"]
+
+
+def test_steps_after_the_last_checkpoint_are_not_given_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed run begins again at its checkpoint, before the last step that the tracker has."""
+    fake = installed(monkeypatch, "trackio")
+    with pytest.raises(Interrupted):
+        trained(tmp_path, "trackio", until=5)
+    (rows,) = fake.rows.values()
+    rows += [(6, {"train/loss": -1.0}), (7, {"train/loss": -1.0})]
+    trained(tmp_path, "trackio")
+    assert [step for step, _ in rows] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("method", ["init", "log", "finish"])
+def test_a_tracker_that_fails_is_one_line_and_the_training_ends_as_ever(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    method: str,
+) -> None:
+    def fails(self: Fake, *given: object, **named: object) -> None:
+        raise OSError("no space left\non the device")
+
+    monkeypatch.setattr(Fake, method, fails)
+    installed(monkeypatch, "wandb")
+    trained(tmp_path / "with", "wandb")
+    when = {"init": "after step 0", "log": "at step 1", "finish": "at the end"}[method]
+    assert [line for line in capsys.readouterr().err.splitlines() if "warning" in line] == [
+        f"warning: the tracker wandb failed {when} (no space left on the device); the training "
+        "goes on without it"
+    ]
+    trained(tmp_path / "without", None)
+    metrics = [(tmp_path / each / "metrics.jsonl").read_bytes() for each in ("with", "without")]
+    assert metrics[0] == metrics[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("tensorboard", "torch.utils.tensorboard.writer"),
+        ("trackio", "trackio"),
+        ("wandb", "wandb"),
+    ],
+)
+def test_a_tracker_that_is_not_installed_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(InputError, match=rf"tracker {name} .*normattn\[track\]"):
+        trained(tmp_path / "run", name)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_may_be_resumed_with_another_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes = {name: installed(monkeypatch, name) for name in ("trackio", "wandb")}
+    with pytest.raises(Interrupted):
+        trained(tmp_path, "trackio", until=4)
+    trained(tmp_path, "wandb")
+    steps = {name: [row[0] for row in next(iter(f.rows.values()))] for name, f in fakes.items()}
+    assert steps == {"trackio": [1, 2, 3, 4], "wandb": list(range(5, STEPS + 1))}
+
+
+def test_the_former_setting_is_read(tmp_path: Path) -> None:
+    assert LoopConfig.parse({"tensorboard": True}).track == "tensorboard"
+    assert LoopConfig.parse({"tensorboard": False}) == LoopConfig()
+    assert "track" not in LoopConfig().model_dump()
+    with pytest.raises(InputError, match="unknown field tensorboard"):
+        LoopConfig.parse({"tensorboard": True, "track": "wandb"})
+    with pytest.raises(InputError, match="'tensorboard', 'trackio' or 'wandb', got 'mlflow'"):
+        LoopConfig.parse({"track": "mlflow"})
+
+
+def test_a_run_from_before_is_resumed(tmp_path: Path) -> None:
+    trained(tmp_path, None)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    stored["config"]["tensorboard"] = False
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    trained(tmp_path, None)
+
+
+def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs the extra track"
+    )
+    with pytest.raises(Interrupted):
+        trained(tmp_path, "tensorboard", until=5)
+    trained(tmp_path, "tensorboard")
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == NAMES | {"train/accuracy"}
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses)
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection to another machine raises."""
+    import socket
+
+    def refused(self: socket.socket, address: Any) -> None:
+        assert isinstance(address, str) or address[0] in ("127.0.0.1", "::1", "localhost"), address
+        connect(self, address)
+
+    connect = socket.socket.connect
+    monkeypatch.setattr(socket.socket, "connect", refused)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_the_real_trackio_goes_on_with_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Read when it is imported: the whole of this process has the folder.
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio", reason="needs the extra track")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    with pytest.raises(Interrupted):
+        trained(tmp_path / "run", "trackio", until=5)
+    trained(tmp_path / "run", "trackio")
+    name = json.loads((tmp_path / "run/tracker.json").read_text())["name"]
+    rows = SQLiteStorage.get_logs("normattn", name)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [row["train/loss"] for row in rows] == [json.loads(line)["loss"] for line in lines]
+
+
+def logged(data: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log, which wandb's files are: blocks of 32 KiB after 7 bytes."""
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+@pytest.mark.usefixtures("no_network")
+def test_the_real_wandb_writes_offline_and_goes_on_with_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="needs the extra track")
+    from wandb.proto import wandb_internal_pb2 as records
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with pytest.raises(Interrupted):
+        trained(tmp_path / "run", "wandb", until=5)
+    trained(tmp_path / "run", "wandb")
+    name = json.loads((tmp_path / "run/tracker.json").read_text())["name"]
+    steps, ids = [], set()
+    for file in sorted((tmp_path / "run/wandb").glob("offline-run-*/run-*.wandb")):
+        for data in logged(file.read_bytes()):
+            record = records.Record()
+            record.ParseFromString(data)
+            if record.HasField("run"):
+                ids.add(record.run.run_id)
+            if record.HasField("history"):
+                steps.append(record.history.step.num)
+    assert ids == {name}
+    assert steps == list(range(1, STEPS + 1))
