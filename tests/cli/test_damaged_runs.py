@@ -83,3 +83,42 @@ def test_results_of_a_cell_whose_settings_are_gone(command: Command, tmp_path: P
     (tmp_path / "study" / "config.json").write_text(json.dumps(stored))
     found = command("report", tmp_path / "study", "--out", tmp_path / "page")
     assert f"{tmp_path / 'study/jobs/KNA/seed0/cell.json'} is gone" in found.sentence
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"variant": "['KNA']", "seed": 0},
+        {"variant": ["KNA"], "seed": 0},
+        {"variant": "KNA", "seed": ["0"]},
+        {"variant": "KNA", "seed": 1},
+        {"variant": "KNA", "seed": False},
+        {"variant": "KNA", "seed": 0, "row": ["KNA"]},
+        {"seed": 0},
+    ],
+)
+def test_settings_of_a_cell_that_are_not_those_of_its_place(
+    command: Command, tmp_path: Path, fields: dict[str, object]
+) -> None:
+    (tmp_path / "study" / "cells" / "KNA" / "seed0").mkdir(parents=True)
+    job = tmp_path / "study" / "jobs" / "KNA" / "seed0"
+    job.mkdir(parents=True)
+    (job / "cell.json").write_text(json.dumps({"study": "keynorm", **fields}))
+    stored = {"format": 1, "kind": "keynorm", "config": {}}
+    (tmp_path / "study" / "config.json").write_text(json.dumps(stored))
+    found = command("report", tmp_path / "study", "--out", tmp_path / "page")
+    assert f"{job / 'cell.json'} is damaged" in found.sentence
+
+
+@pytest.mark.parametrize("study", [None, ["keynorm"], "keynarm", "./gone.py"])
+def test_settings_of_a_cell_that_name_no_study(
+    command: Command, tmp_path: Path, study: object
+) -> None:
+    (tmp_path / "study" / "cells" / "KNA" / "seed0").mkdir(parents=True)
+    job = tmp_path / "study" / "jobs" / "KNA" / "seed0"
+    job.mkdir(parents=True)
+    (job / "cell.json").write_text(json.dumps({"study": study, "variant": "KNA", "seed": 0}))
+    stored = {"format": 1, "kind": "keynorm", "config": {}}
+    (tmp_path / "study" / "config.json").write_text(json.dumps(stored))
+    found = command("report", tmp_path / "study", "--out", tmp_path / "page")
+    assert str(job / "cell.json") in found.sentence

@@ -43,6 +43,15 @@ LauncherName = Annotated[
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="[default: runs/STUDY-PRESET]", show_default=False)]
+Models = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Another study's directory: a model that it trained with the very same settings is "
+        "taken over, not trained again.",
+        show_default=False,
+    ),
+]
 Corpus = Annotated[
     str | None,
     typer.Option(help="Another corpus: a file or folder, hf:NAME. [default: its own]"),
@@ -105,6 +114,7 @@ def _command(study: Study) -> Any:
         jobs: Jobs = None,
         launcher: LauncherName = "local",
         out: Out = None,
+        models: Models = None,
         corpus: Corpus = None,
         changes: Changes = None,
         plan: Plan = False,
@@ -122,6 +132,7 @@ def _command(study: Study) -> Any:
             jobs=jobs,
             launcher=launch.launcher(launcher, own),
             out=out,
+            models=models,
             changes={**({"training.data.corpus": corpus} if corpus else {}), **assigned},
         )
         if reproduce(study, request, only_plan=plan):

@@ -15,6 +15,7 @@ from normattn.report.terminal import say
 from normattn.runs import RunDirectory, read_status
 from normattn.structured import read_object
 from normattn.studies import OF_COMMANDS, find
+from normattn.sweep.cell import study_of
 from normattn.sweep.collect import history
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.study import Study
@@ -37,7 +38,7 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
         place = places[0]
         config, kind = _configuration(place)
         if kind is not None and (place / "jobs").is_dir():
-            study = find(named or _study_of_cells(place) or kind)
+            study = find(named) if named else _study_of_cells(place) or find(kind)
             _refuse_lost(study, place)
             say(out, study.report(study.measurements(place), out, config))
             return
@@ -123,10 +124,10 @@ def _configuration(place: Path) -> tuple[Mapping[str, Any], str | None]:
     return stored["config"], str(stored.get("kind"))
 
 
-def _study_of_cells(place: Path) -> str | None:
-    """The study that a sweep's cells name: of one's own, it is the path of its file."""
+def _study_of_cells(place: Path) -> Study | None:
+    """The study that a sweep's cells name."""
     for paths in CellPaths.below(place):
-        return str(read_object(paths.settings).get("study"))
+        return study_of(paths.settings, find)
     return None
 
 

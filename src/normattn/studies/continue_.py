@@ -112,7 +112,7 @@ class ContinueCell(CausalCell):
 
 def resolve(request: Request) -> Sweep:
     """The study that a request asks for; raises `InputError` as `keynorm.resolve` does."""
-    preset = opened(request, KIND, group=GROUP)
+    preset = opened(request, KIND, group=GROUP, unread=("multiples", "protocols"))
     refuse_choices(request, KIND, variants=False)
     training = shared_training(preset)
     continued = _with_batch_size(preset.continued, training["batch_size"])

@@ -49,11 +49,11 @@ from normattn.sweep.language import (
 from normattn.sweep.omissions import Omission
 from normattn.sweep.reading import AS_IS
 from normattn.sweep.selections import ALL, candidates
+from normattn.sweep.settings import EvaluationSettings, validated
 from normattn.sweep.study import Request, Study, Sweep
 
 KIND = "reading"
 VARIANTS = ("Baseline", "KNA", "CosA-logn")
-MULTIPLES = (1, 4, 16, 64)
 POSITION, RETRIEVAL = "by_position", "retrieval"
 TASK = "factor.task"
 TASKS = {
@@ -68,9 +68,10 @@ EXACT = accuracy("answers right", "exact")
 
 def resolve(request: Request) -> Sweep:
     """Every choice made and checked, as `keynorm.resolve` does."""
-    preset = opened(request, KIND)
-    settings = preset.evaluation.model_copy(
-        update={"multiples": MULTIPLES, "protocols": (POSITION, RETRIEVAL)}
+    preset = opened(request, KIND, group=KIND, unread=("multiples", "protocols"))
+    read = {"multiples": preset.reading.multiples, "protocols": (POSITION, RETRIEVAL)}
+    settings = validated(
+        EvaluationSettings, {**preset.evaluation.model_dump(), **read}, "reading.multiples"
     )
     config = TextConfig(preset=preset.name, training=shared_training(preset), evaluation=settings)
     asked = None if request.methods in (None, (ALL,)) else request.methods

@@ -51,11 +51,20 @@ def run_cell(job: Path, find: Find, parent: int = 0) -> int:
 
 def read_cell(settings: Path, find: Find) -> Cell:
     """The cell that a cell.json describes."""
-    fields = dict(read_object(settings))
-    study = fields.pop("study", None)
-    if not isinstance(study, str):
+    study = study_of(settings, find)
+    fields = {name: value for name, value in read_object(settings).items() if name != "study"}
+    return study.cell(fields, str(settings))
+
+
+def study_of(settings: Path, find: Find) -> Study:
+    """The study whose cell a cell.json describes: of one's own, it holds the path of its file."""
+    named = read_object(settings).get("study")
+    if not isinstance(named, str):
         raise InputError(f"{settings} names no study")
-    return find(study).cell(fields, str(settings))
+    try:
+        return find(named)
+    except InputError as error:
+        raise InputError(f"{settings}: {error}") from error
 
 
 def _noting(path: Path, stage: int, phase: str) -> Note:

@@ -31,11 +31,27 @@ def measured_below(out: Path, factors: Sequence[str] = ()) -> pl.DataFrame:
     apart = [f"{FACTOR}{name}" for name in factors]
     parts = [on_common_sets(collected(out), apart)]
     for paths in CellPaths.below(out):
-        cell = read_object(paths.settings)
-        row = str(cell.get("row", cell["variant"]))
+        cell = _cell(paths, factors)
         varied = {name: cell[name] for name in factors}
-        parts.append(history(paths.run, row, int(cell["seed"]), varied))
+        parts.append(history(paths.run, cell["row"], cell["seed"], varied))
     return joined(parts)
+
+
+def _cell(paths: CellPaths, factors: Sequence[str]) -> dict[str, Any]:
+    """The settings of a cell; `InputError` where they are not those of the cell in its place."""
+    cell = read_object(paths.settings)
+    wanted = {"variant": paths.run.parent.name, "seed": int(paths.run.name.removeprefix("seed"))}
+    for name, value in wanted.items():
+        if cell.get(name) != value or type(cell[name]) is not type(value):
+            raise InputError(
+                f"{paths.settings} is damaged: {name} is {cell.get(name)!r:.40} there, and its "
+                f"place is that of {value!r}"
+            )
+    said = {"row": cell["variant"], **cell}
+    for name in ("row", *factors):
+        if type(said.get(name)) not in (str, int, float):
+            raise InputError(f"{paths.settings} is damaged: {name} is {said.get(name)!r:.40}")
+    return said
 
 
 def history(

@@ -154,10 +154,13 @@ def described(
     return describe
 
 
-def opened(request: Request, study: str, group: str | None = None) -> Preset:
+def opened(
+    request: Request, study: str, group: str | None = None, unread: Sequence[str] = ()
+) -> Preset:
     """The preset with the request's changes; `group` is what this study alone reads of it.
 
-    Raises `InputError` for a change of a setting that this study does not read.
+    `unread` are settings of `evaluation` in whose place the study has its own. Raises `InputError`
+    for a change of a setting that this study does not read.
     """
     preset = presets.load(request.preset)
     read = {"training", "evaluation", "seeds", "summary", group}
@@ -165,6 +168,8 @@ def opened(request: Request, study: str, group: str | None = None) -> Preset:
         top = name.partition(".")[0]
         if top in Preset.model_fields and top not in read:
             raise InputError(f"--set {name}: reproduce {study} reads no {top} settings")
+        if top == "evaluation" and name.partition(".")[2] in unread:
+            raise InputError(f"--set {name}: reproduce {study} has its own, see --help")
     return validated(Preset, merged(preset.model_dump(), request.changes), f"preset {preset.name}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from normattn.sweep.launch.running import run_jobs
@@ -89,7 +89,9 @@ def work_of(sweep: Sweep) -> Iterator[list[Work]]:
             stages = cell.stages(paths)
             typical[cell.variant] = [Work(stage, stage.cost, False) for stage in stages]
         like = typical[cell.variant]
-        if paths.run.exists() or paths.continued.exists():
+        if cell.name in sweep.taken and not paths.run.exists():
+            yield [replace(like[0], trained=True), *like[1:]]
+        elif paths.run.exists() or paths.continued.exists():
             yield [
                 Work(stage, each.cost, isinstance(stage, TrainStage) and stage.is_done())
                 for stage, each in zip(cell.stages(paths), like, strict=True)
@@ -122,7 +124,8 @@ def _kept(stage: Stage) -> int:
 
 def is_trained(sweep: Sweep, cell: Cell) -> bool:
     """Whether every training of the cell has ended, in a model or in NaN."""
-    return all(s.is_done() for s in sweep.stages(cell) if isinstance(s, TrainStage))
+    trainings = [s for s in sweep.stages(cell) if isinstance(s, TrainStage)]
+    return all(s.is_done() for s in trainings[cell.name in sweep.taken :])
 
 
 def measure(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.table import Table
 from normattn.atomic import write_text
 from normattn.report.terminal import say
 from normattn.runs import RunDirectory
+from normattn.sweep import taking
 from normattn.sweep.headlines import headlines
 from normattn.sweep.launch.running import run_jobs
 from normattn.sweep.launch.seam import Job, Launcher, Needs, Outcome
@@ -47,6 +49,9 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
     otherwise is named in the answer, after all others are done.
     """
     sweep = study.resolve(request)
+    found = taking.find(sweep, request.models) if request.models else None
+    if found:
+        sweep = replace(sweep, taken=frozenset(found.runs))
     console = Console(highlight=False)
     launcher, needs = request.launcher, needs_of(sweep)
     count = len(sweep.cells)
@@ -54,6 +59,8 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
     for cell in _one_of_each_kind(sweep):
         cell.workload.look(cell.training_config)
     _print_plan(console, sweep, launcher, every=only_plan)
+    for line in found.lines() if found else ():
+        console.print(line, markup=False, soft_wrap=True)
     if only_plan:
         _print_estimate(console, study, sweep, launcher, at_once)
         return []
@@ -66,6 +73,8 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
         _prepare(console, sweep)
         if not occupied:
             stack.enter_context(_open(sweep).lock())
+        if found:
+            taking.take(sweep, found)
         if sweep.skipped:
             sentences = (each.sentence for each in sweep.skipped)
             write_text(sweep.out / LEFT_OUT, "\n".join(sentences) + "\n")

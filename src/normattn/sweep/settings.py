@@ -113,6 +113,12 @@ class ContinueSettings(Settings):
         return self
 
 
+class ReadingSettings(Settings):
+    """`reproduce reading`: the lengths in units of L; each must have room for the facts asked."""
+
+    multiples: tuple[int, ...] = (1, 4, 16, 64)
+
+
 class MechanismSettings(Settings):
     """`reproduce mechanism`: at most `max_windows` texts, read at L and at `multiple` times L."""
 
@@ -132,8 +138,8 @@ class StudyPreset(Settings):
 class Preset(StudyPreset):
     """One whole setting of a study of language models; `training` holds fields of `TrainingConfig`.
 
-    The score and the seed are no part of it: they are what a table varies. `window`, `continued`
-    and `mechanism` are what one study alone reads.
+    The score and the seed are no part of it: they are what a table varies. `window`,
+    `continued`, `mechanism` and `reading` are what one study alone reads.
     """
 
     training: dict[str, Any]
@@ -141,6 +147,7 @@ class Preset(StudyPreset):
     window: WindowSettings = WindowSettings()
     continued: ContinueSettings = ContinueSettings()
     mechanism: MechanismSettings = MechanismSettings()
+    reading: ReadingSettings = ReadingSettings()
 
     @field_validator("training")
     @classmethod

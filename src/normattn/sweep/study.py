@@ -106,7 +106,8 @@ class Request:
     """What the command line asks for; None leaves a choice to the preset.
 
     `changes` are settings by dotted name, as `{"training.steps": 100}`; `launcher` is where the
-    cells run, which no digit depends on.
+    cells run, which no digit depends on. `models` is the directory of another study, whose trained
+    models are taken over where their settings are the same.
     """
 
     preset: str = "laptop"
@@ -115,6 +116,7 @@ class Request:
     seeds: tuple[int, ...] | None = None
     jobs: int | None = None
     out: Path | None = None
+    models: Path | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
     launcher: Launcher = field(default_factory=Local)
 
@@ -125,7 +127,7 @@ class Sweep:
 
     `study` is the study's name. `facts` are further lines of the plan; `describe` is told a cell's
     data, once for each kind of cell, and says in lines what it is (`InputError` where it does not
-    suffice).
+    suffice). `taken` names the cells whose first training another study has done.
     """
 
     study: str
@@ -135,6 +137,7 @@ class Sweep:
     out: Path
     describe: Callable[[Cell, Any], Sequence[str]]
     facts: tuple[tuple[str, str], ...] = ()
+    taken: frozenset[str] = frozenset()
 
     def stages(self, cell: Cell) -> list[Stage]:
         """The stages of one of the cells, in this sweep's directory."""

@@ -116,7 +116,7 @@ class LookStage(Stage):
 
 def resolve(request: Request) -> Sweep:
     """The study that a request asks for; raises `InputError` as `keynorm.resolve` does."""
-    preset = opened(request, KIND, group=KIND)
+    preset = opened(request, KIND, group=KIND, unread=("multiples", "protocols"))
     refuse_choices(request, KIND)
     config = MechanismConfig(
         preset=preset.name,
