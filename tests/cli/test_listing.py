@@ -39,7 +39,7 @@ def test_some_facts(listed: dict[str, dict[str, Any]]) -> None:
     assert listed["ReRoPE"]["parameters"] == [{"name": "window", "default": None, "example": 128}]
     assert {"NoPE", "ReRoPE", "HWFA"} <= excluded("YaRN")
     assert "YaRN" in listed["ALiBi"]["beside_rope"]
-    assert {"Baseline", "NoPE", "PoPE", "XPos"} == excluded("RotateFirst")
+    assert {"Baseline", "CoPE", "NoPE", "PoPE", "XPos"} == excluded("RotateFirst")
     assert excluded("Sink") == {"Sigmoid", "StickBreaking"}
     assert not excluded("KNA")
     assert excluded("Packed") == {"Chunked"}
@@ -67,7 +67,7 @@ def test_an_entry_tells_the_same(command: Command, listed: dict[str, dict[str, A
     shown = command("list", "ReRoPE").out
     assert "window (128 at L = 512 and factor 8)" in shown
     assert "causal attention only" in shown
-    names = "ALiBi, FIRE, FoX, KERPLELog, KERPLEPower"
+    names = "ALiBi, CoPE, FIRE, FoX, KERPLELog, KERPLEPower"
     assert f"only with RoPE named as well: {names}" in command("list", "YaRN").out
     served = "served by fused (cpu float32, cuda bfloat16); chunked (cpu bfloat16)"
     assert served in command("list", "Baseline").out

@@ -22,7 +22,10 @@ class _Places:
 
     width = 1
 
-    def values(self, seen: Visibility) -> torch.Tensor:
+    def part(self, rows: slice) -> _Places:
+        return self
+
+    def values(self, score: torch.Tensor, seen: Visibility) -> torch.Tensor:
         return (seen.query[:, None] + 1) * seen.key.float().sin()
 
 

@@ -47,7 +47,8 @@ residual = Score("Baseline-RealFormer", 2, 4)
 found["carried"] = errors(two_layers, (q, k, v), whole=False)
 json.dump(found, sys.stdout)
 """
-TEXTS = ["KNA-logn@8", "Baseline-FIRE@8", "CosA-RoPE(layout=interleaved)-ReRoPE(window=3)@8"]
+TEXTS = ["KNA-logn@8", "CosA-RoPE(layout=interleaved)-ReRoPE(window=3)@8"]
+TEXTS += ["Baseline-FIRE@8", "KNA-CoPE@8"]
 
 
 def test_one_graph_with_the_same_results() -> None:

@@ -45,7 +45,7 @@ METHODS = (
     *("ReRoPE", "LeakyReRoPE", "SelfExtend", "StreamingLLM"),
 )
 SHAPES = ("XPos", "PartialRoPE", "PRoPE", "PoPE")
-BIASES = ("ALiBi", "KERPLELog", "KERPLEPower", "FIRE")
+BIASES = ("ALiBi", "KERPLELog", "KERPLEPower", "FIRE", "CoPE(positions=4)")
 ALONE = ("RotateFirst", "SoftCap", "Sink", "SlidingWindow", "Chunked", "Packed", "Gate", "FoX")
 NORMALISERS = ("Sigmoid", "Sigmoid(tokens=5)", "StickBreaking", "StickBreaking(current=true)")
 LAYOUTS = ("HWFA", "NoPEEvery", "FullEvery", "IRoPE")
@@ -96,6 +96,9 @@ def additions() -> Iterator[Recipe]:
         yield Recipe("KNA", "logn", "none", bias=bias, sink=True)
         yield Recipe("QKRMSNorm", "logn+", "interleaved", "ReRoPE", bias=bias, cap=1.5)
         yield Recipe("QNA", "", "half", "DynamicNTK", bias=bias, near=None, train_length=4)
+    yield Recipe("Baseline", "", "none", bias="CoPE")
+    yield Recipe("QKNorm2020", "SSMax(bias=true)", "half", bias="CoPE", near=4)
+    yield Recipe("CosA", "logn", "interleaved", shape="PoPE", bias="CoPE(positions=2)")
     for variant in ("Baseline", "CosA", "QKNorm2020"):
         yield Recipe(variant, "logn", cap=0.7)
         yield Recipe(variant, "logn+", "interleaved", sink=True)
@@ -129,6 +132,7 @@ def normalised() -> Iterator[Recipe]:
             Recipe("KNA", "logn", "none", bias="ALiBi", cap=1.5),
             Recipe("QKRMSNorm", "SSMax", "half", bias="FIRE", near=4),
             Recipe("CosA", "logn+", "interleaved", "ReRoPE"),
+            Recipe("KNA", "", "none", bias="CoPE(positions=3)"),
             Recipe("QNA", "", "half", "DynamicNTK", train_length=4),
         ):
             yield replace(recipe, normaliser=normaliser)

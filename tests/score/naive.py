@@ -151,6 +151,17 @@ def _fire(recipe: Recipe, relative: Tensor, at: Tensor, learned: Mapping[str, Te
     return torch.einsum("hw,bwts->bhts", w_out, units) + b_out[:, None, None]
 
 
+def _counted(score: Tensor, visible: Tensor, at: Tensor, query: Tensor, e: Tensor) -> Tensor:
+    """⟨q, e[p]⟩ with p the sum of the gates of the keys from each on, pair by pair of keys."""
+    gate = torch.where(visible, 1 / (1 + (-score).exp()), 0.0)
+    # (…, j, l): whether key l stands at key j or after it.
+    since = at[..., None, :] >= at[..., :, None]
+    place = torch.where(since, gate[..., None, :], 0.0).sum(-1).clamp(max=len(e) - 1)
+    low, high = place.floor().long(), place.ceil().long()
+    vector = (place - low)[..., None] * e[high] + (1 - place + low)[..., None] * e[low]
+    return torch.einsum("bhtd,bhtsd->bhts", query, vector)
+
+
 def _weights(
     recipe: Recipe, score: Tensor, visible: Tensor, relative: Tensor, at: Tensor
 ) -> Tensor:
@@ -202,27 +213,30 @@ def attend(
     if real is not None:
         visible = visible & real[:, None, None]
     counts = oracle.counts(recipe, where[0], keys, causal, padded, apart)
-    factor = [[scalars.scale(recipe, d, int(n)) for n in row] for row in counts]
-    score = _products(recipe, q, k, where, learned, real, own)
-    score = score * torch.tensor(factor, dtype=torch.float64)[:, None, :, None]
-    score = score * learned["scale"] if "scale" in learned else score
+    factors = [[scalars.scale(recipe, d, int(n)) for n in row] for row in counts]
+    factor = torch.tensor(factors, dtype=torch.float64)[:, None, :, None]
+    factor = factor * learned["scale"] if "scale" in learned else factor
     if "logn.s" in learned:
         grown = torch.from_numpy(counts).double().log()[:, None] * learned["logn.s"][:, None]
         grown = grown + learned["logn.b"][:, None] if "logn.b" in learned else grown
-        score = score * grown[..., None]
+        factor = factor * grown[..., None]
+    score = factor * _products(recipe, q, k, where, learned, real, own)
     if recipe.cap is not None:
         score = recipe.cap * (score / recipe.cap).tanh()
     if recipe.bias == "FIRE":
         score = score + _fire(recipe, relative, torch.from_numpy(where[0]), learned)
-    elif recipe.bias:
+    elif recipe.bias and not recipe.whole_rows:
         score = score - _penalty(recipe, relative.abs(), heads, learned)
     if mask is not None and mask.dtype == torch.bool:
         visible = visible & mask
     elif mask is not None:
         score = score + mask
+    at = torch.from_numpy(where[1])[:, None, None]
+    if recipe.bias.startswith("CoPE"):
+        query = factor * normalised(recipe, "Q", q, learned, own)
+        score = score + _counted(score, visible, at, query, learned["bias.e"])
     if recipe.normaliser:
-        at = torch.from_numpy(where[1])
-        weight = _weights(recipe, score, visible, relative[:, None], at[:, None, None])
+        weight = _weights(recipe, score, visible, relative[:, None], at)
         v = v.repeat_interleave(heads // v.shape[1], 1)
         return (weight if drop is None else weight * drop) @ v
     top = score.detach().amax(-1, keepdim=True).clamp(min=-1e300)

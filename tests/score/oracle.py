@@ -286,12 +286,16 @@ def attend(
                 score = recipe.cap * math.tanh(score / recipe.cap)
             if recipe.bias == "FIRE":
                 score += scalars.fire(recipe, h, at_q, at_k, learned)
-            else:
+            elif not recipe.whole_rows:
                 score -= scalars.penalty(recipe, h, heads, abs(at_q - at_k), p, a)
             seen.append(j)
             scores.append(score + added)
+        at = [int(where_k[b, j]) for j in seen]
+        if recipe.bias.startswith("CoPE"):
+            row = dict(zip(at, scores, strict=True))
+            more = scalars.counted(recipe, row, factor * product.q[b, h, i], learned["bias.e"])
+            scores = [score + more[place] for score, place in zip(scores, at, strict=True)]
         if recipe.normaliser:
-            at = [int(where_k[b, j]) for j in seen]
             weights = _weights(recipe, dict(zip(at, scores, strict=True)), int(where_q[b, i]))
             for j, place in zip(seen, at, strict=True):
                 out[b, h, i] += weights[place] * v[b, h // groups, j]

@@ -127,9 +127,14 @@ class Recipe:
         return {self.kind("Q"), self.kind("K")} & {"batch", "instance"} != set()
 
     @property
+    def whole_rows(self) -> bool:
+        """Whether the bias is no function of the distance alone."""
+        return self.bias.startswith(("FIRE", "CoPE"))
+
+    @property
     def needs_causal(self) -> bool:
         """Whether it is defined for causal attention only."""
-        causal = self.bias == "FIRE" or self.normaliser.startswith("StickBreaking")
+        causal = self.whole_rows or self.normaliser.startswith("StickBreaking")
         return causal or self.method in (*REGIMES, "DynamicNTK")
 
     @property
@@ -337,6 +342,21 @@ def fire(recipe: Recipe, head: int, i: int, j: int, learned: Mapping[str, npt.Ar
     share = math.log(1 + float(c) * (i - j)) / (math.log(1 + float(c) * whole) + 1e-6)
     units = [max(0.0, share * float(w) + float(b)) for w, b in zip(w_in, b_in, strict=True)]
     return float(b_out[head]) + sum(x * float(w) for x, w in zip(units, w_out[head], strict=True))
+
+
+def counted(
+    recipe: Recipe, scores: Mapping[int, float], query: npt.ArrayLike, e: npt.ArrayLike
+) -> dict[int, float]:
+    """CoPE's b of a row's keys by their positions: gates added up from the query down to each."""
+    q, e = np.asarray(query), np.asarray(e)
+    place, found = 0.0, {}
+    for j in sorted(scores, reverse=True):
+        place += 1 / (1 + math.exp(-scores[j]))
+        at = min(place, len(e) - 1)
+        low, high = math.floor(at), math.ceil(at)
+        vector = (at - low) * e[high] + (1 - at + low) * e[low]
+        found[j] = sum(float(a) * float(b) for a, b in zip(q, vector, strict=True))
+    return found
 
 
 def broken(recipe: Recipe, scores: Mapping[int, float], i: int) -> dict[int, float]:

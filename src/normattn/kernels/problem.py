@@ -74,8 +74,14 @@ class PairBias(Protocol):
         """How many numbers a pair takes on the way, beside its score of each head."""
         ...
 
-    def values(self, seen: Visibility) -> Float[Tensor, "*b h t s"]:
-        """b(h, i, j) of the rows and keys of `seen`; finite where a key is hidden, too."""
+    def part(self, rows: slice) -> PairBias:
+        """The bias of some of the rows."""
+        ...
+
+    def values(
+        self, score: Float[Tensor, "b h t s"], seen: Visibility
+    ) -> Float[Tensor, "*b h t s"]:
+        """b(h, i, j) beside these scores, −∞ where a key is hidden; finite there, too."""
         ...
 
 

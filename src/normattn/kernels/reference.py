@@ -35,8 +35,6 @@ def reference(
         # (B, 1, T, S) or (T, S) distances pick from each head's row.
         by_head = p.bias[:, distance]
         score = score + (by_head.squeeze(2).transpose(0, 1) if distance.dim() == 4 else by_head)
-    if p.pairs is not None:
-        score = score + p.pairs.values(p.visibility).to(score.dtype)
     added = p.visibility.added(every, every)
     if added is not None:
         score = score + added
@@ -45,6 +43,8 @@ def reference(
     if hidden is not None:
         score = score.masked_fill(hidden, -torch.inf)
         unseen = hidden if unseen is None else hidden | unseen
+    if p.pairs is not None:
+        score = score + p.pairs.values(score, p.visibility).to(score.dtype)
     # Not told from the scores: a NaN among them has to come out.
     nothing = None if unseen is None else unseen.all(-1, keepdim=True)
     bare, score = score, score if nothing is None else score.masked_fill(nothing, 0.0)

@@ -71,4 +71,5 @@ def _part(problem: Problem, rows: slice, keys: int) -> Problem:
         far_q=None if far_q is None else far_q[:, :, rows],
         far_k=None if far_k is None else far_k[:, :, :keys],
         visibility=p.visibility.part(rows, keys),
+        pairs=None if p.pairs is None else p.pairs.part(rows),
     )

@@ -67,6 +67,13 @@ class Visibility:
         block = query[..., :, None] - key[..., None, :]
         return block[:, None] if block.dim() == 3 else block
 
+    def by_position(self, score: Float[Tensor, "b h t s"]) -> Int[Tensor, "b h t s"] | None:
+        """The columns of `score` in the order of positions; None where they stand in it."""
+        if self.aligned:
+            return None
+        order = self.key.argsort(dim=-1, stable=True)
+        return (order if order.dim() == 1 else order[:, None, None]).expand(score.shape)
+
     def hidden(self, rows: slice, columns: slice) -> Bool[Tensor, "..."] | None:
         """True where a key is not seen, broadcastable to (B, H, t, s); None where all are."""
         hidden: Tensor | None = None

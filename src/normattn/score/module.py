@@ -18,7 +18,14 @@ from normattn.errors import InputError
 from normattn.kernels import Problem, Visibility
 from normattn.kernels.problem import PairBias
 from normattn.plain import transformed
-from normattn.score.fold import key_fold, near_from_far, query_fold, scaled
+from normattn.score.fold import (
+    beside,
+    key_fold,
+    near_from_far,
+    query_fold,
+    query_scale,
+    scaled,
+)
 from normattn.score.folded_parts import RotaryPosition
 from normattn.score.normalisation import refuse_future
 from normattn.score.outer_parts import PairBiasPart
@@ -56,7 +63,7 @@ class Score(nn.Module):
         self.position = nn.ParameterDict(angles) if angles else None
         grown = {} if spec.logn is None else spec.logn.learned(heads, spec.train_length)
         self.logn = nn.ParameterDict(grown) if grown else None
-        bias = {} if spec.bias is None else spec.bias.learned(heads)
+        bias = {} if spec.bias is None else spec.bias.learned(heads, head_dim)
         self.bias = nn.ParameterDict(bias) if bias else None
         self.sink = None if spec.sink is None else nn.Parameter(torch.zeros(heads))
 
@@ -99,13 +106,14 @@ class Score(nn.Module):
         """
         spec = self._spec.fixed(block) if self._spec.moves else self._spec
         self._refuse(positions)
-        q_near, q_far = self._queries(spec, q, positions, query_padding)
+        q_near, q_far, pairs = self._queries(spec, q, positions, query_padding)
         first = 0 if positions.regular else None
         fold = key_fold(spec, self.head_dim, positions.key, k.dtype, first)
         norm = partial(self._normed_keys, padding=seen.padding)
         k = k if spec.order else norm(k)
         after = norm if spec.order else None
-        problem = self._problem(q_near, _turned(k, fold.near, after), v, positions, seen, dropout)
+        k_near = _turned(k, fold.near, after)
+        problem = self._problem(q_near, k_near, v, positions, seen, dropout, pairs)
         if q_far is None or spec.regime is None:
             return problem
         far_k = _turned(k, fold.far, after)
@@ -153,13 +161,13 @@ class Score(nn.Module):
         """
         spec = self._spec.fixed(block) if self._spec.moves else self._spec
         self._refuse(positions)
-        q_near, q_far = self._queries(spec, q, positions, query_padding)
+        q_near, q_far, pairs = self._queries(spec, q, positions, query_padding)
         if self._spec.moves:
             whole = 0 if positions.regular else None
             k = self.turn(stored, positions.key, block, whole) if turned is None else turned
-            return self._problem(q_near, k, v, positions, seen, dropout)
+            return self._problem(q_near, k, v, positions, seen, dropout, pairs)
         if q_far is None or spec.regime is None or spec.regime.window is None:
-            return self._problem(q_near, stored, v, positions, seen, dropout)
+            return self._problem(q_near, stored, v, positions, seen, dropout, pairs)
         after = self._normed_keys_alone if spec.order is not None else None
         start = _first_near(q.shape[2], stored.shape[2], spec.regime.window)
         near = positions.key[..., start:]
@@ -167,7 +175,7 @@ class Score(nn.Module):
         turn = near_from_far(spec, self.head_dim, near, stored.dtype, first)
         k = _turned(stored[:, :, start:], turn, after)
         return replace(
-            self._problem(q_near, k, v, positions, seen, dropout),
+            self._problem(q_near, k, v, positions, seen, dropout, pairs),
             far_q=q_far,
             far_k=stored if after is None else after(stored),
             window=spec.regime.window,
@@ -196,22 +204,29 @@ class Score(nn.Module):
 
     def _queries(
         self, spec: ScoreSpec, q: Tensor, positions: Positions, padding: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Queries of the near and the far regime, λ and what is learned folded in."""
+    ) -> tuple[Tensor, Tensor | None, PairBias | None]:
+        """Queries of the near and the far regime, λ and what is learned folded in; their bias."""
         fold = query_fold(spec, self.head_dim, positions, q.dtype)
-        norm = partial(self._normed_queries, padding=padding, n=positions.n)
-        q, after = (norm(q), None) if spec.order is None else (q, norm)
+
+        def norm(q: Tensor) -> Tensor:
+            return q if self.query_norm is None else self.query_norm(q, padding)
+
+        def ready(q: Tensor) -> Tensor:
+            if isinstance(spec.position, RotaryPosition):
+                q = spec.position.query_features(q)
+            return self._weighed(q, positions.n)
+
+        q = norm(q) if spec.order is None else q
+        pairs = self._pairs(spec, q, positions)
+        q, after = (ready(q), None) if spec.order is None else (q, lambda x: ready(norm(x)))
         near = _scaled(_turned(q, fold.near, after), fold.scale)
         if fold.far is None:
-            return near, None
-        return near, _scaled(_turned(q, fold.far, after), fold.scale)
+            return near, None, pairs
+        return near, _scaled(_turned(q, fold.far, after), fold.scale), pairs
 
-    def _normed_queries(self, q: Tensor, padding: Tensor | None, n: Tensor) -> Tensor:
+    def _weighed(self, q: Tensor, n: Tensor) -> Tensor:
+        """q times what is learned of λ."""
         spec = self._spec
-        if self.query_norm is not None:
-            q = self.query_norm(q, padding)
-        if isinstance(spec.position, RotaryPosition):
-            q = spec.position.query_features(q)
         if self.logn is not None and spec.logn is not None:
             n = n.to(_wide(q))
             q = scaled(q, spec.logn.learned_factor(n, dict(self.logn.items()))[..., None])
@@ -237,6 +252,7 @@ class Score(nn.Module):
         positions: Positions,
         seen: Visibility,
         dropout: float,
+        pairs: PairBias | None,
     ) -> Problem:
         """What is left to a kernel: the score's window, bias, cap and sink on folded q and k."""
         window, kept = self._spec.visible
@@ -249,16 +265,20 @@ class Score(nn.Module):
             bias=self._bias(q, positions),
             sink=self.sink,
             cap=None if self._spec.cap is None else self._spec.cap.cap,
-            pairs=self._pairs(q),
+            pairs=pairs,
             normaliser=self._spec.normaliser,
         )
 
-    def _pairs(self, q: Tensor) -> PairBias | None:
-        """The bias that depends on both positions."""
-        part = self._spec.bias
+    def _pairs(self, spec: ScoreSpec, q: Tensor, positions: Positions) -> PairBias | None:
+        """The bias that is no function of the distance alone; q is normalised, not yet turned."""
+        part = spec.bias
         if not isinstance(part, PairBiasPart) or self.bias is None:
             return None
-        return part.pairs(dict(self.bias.items()), _wide(q))
+        query = None
+        if part.reads_queries:
+            scale = beside(query_scale(spec, self.head_dim, positions.n))
+            query = _scaled(self._weighed(q, positions.n), scale)
+        return part.pairs(dict(self.bias.items()), _wide(q), query)
 
     def _bias(self, q: Tensor, positions: Positions) -> Tensor | None:
         """b(h, r) for every distance r that occurs between these positions."""

@@ -63,7 +63,7 @@ class BiasPart(Part):
     slot: ClassVar[Slot] = Slot.BIAS
     when: ClassVar[When] = "trained-in"
 
-    def learned(self, heads: int) -> dict[str, Float[Tensor, "h"]]:
+    def learned(self, heads: int, head_dim: int) -> dict[str, Tensor]:
         """The initial values of what is learned, by name; empty where nothing is."""
         return {}
 
@@ -79,16 +79,21 @@ class BiasPart(Part):
 
 @dataclass(frozen=True)
 class PairBiasPart(BiasPart):
-    """A bias b(h, i, j) that is no function of the distance alone; causal attention only."""
+    """A bias b(h, i, j) that is no function of the distance alone; causal attention only.
+
+    `reads_queries`: it is made of λ(i)·N_q(q_i), not rotated.
+    """
 
     needs_causal: ClassVar[bool] = True
+    reads_queries: ClassVar[bool] = False
 
-    def learned(self, heads: int) -> dict[str, Tensor]:
-        """The initial values of what is learned, by name."""
-        return {}
-
-    def pairs(self, learned: Mapping[str, Tensor], dtype: torch.dtype) -> PairBias:
-        """The bias of all pairs, computed in `dtype`."""
+    def pairs(
+        self,
+        learned: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        query: Float[Tensor, "b h t d"] | None,
+    ) -> PairBias:
+        """The bias of all pairs, computed in `dtype`; `query` is None where none are read."""
         raise InputError(f"{self.name} defines no pairs")
 
 

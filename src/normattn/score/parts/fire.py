@@ -49,7 +49,7 @@ class FIRE(PairBiasPart):
             return dataclasses.replace(self, threshold=max(1, train_length // 4))
         return self
 
-    def learned(self, heads: int) -> dict[str, Tensor]:
+    def learned(self, heads: int, head_dim: int) -> dict[str, Tensor]:
         """c, μ, and weights drawn as torch draws a linear layer's, from its global generator."""
         bound = 1 / math.sqrt(self.width)
         return {
@@ -61,7 +61,9 @@ class FIRE(PairBiasPart):
             "b_out": torch.empty(heads).uniform_(-bound, bound),
         }
 
-    def pairs(self, learned: Mapping[str, Tensor], dtype: torch.dtype) -> Shares:
+    def pairs(
+        self, learned: Mapping[str, Tensor], dtype: torch.dtype, query: Tensor | None
+    ) -> Shares:
         """f of the share of each pair."""
         if self.threshold is None:
             raise InputError("FIRE needs threshold=…, the position from which distances are shares")
@@ -80,7 +82,13 @@ class Shares:
         """The hidden layer and the outputs of a pair."""
         return sum(self.learned["w_out"].shape)
 
-    def values(self, seen: Visibility) -> Float[Tensor, "*b h t s"]:
+    def part(self, rows: slice) -> Shares:
+        """All of it: positions decide."""
+        return self
+
+    def values(
+        self, score: Float[Tensor, "b h t s"], seen: Visibility
+    ) -> Float[Tensor, "*b h t s"]:
         """b(h, i, j); 0 distance for keys after the query, which are hidden."""
         c, mu, w_in, b_in, w_out, b_out = (
             self.learned[name] for name in ("c", "mu", "w_in", "b_in", "w_out", "b_out")

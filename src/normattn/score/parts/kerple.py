@@ -24,7 +24,7 @@ class _Kerple(BiasPart):
     largest: ClassVar[Mapping[str, float | None]] = {"p": None, "a": None}
     drawn: ClassVar[Mapping[str, float]]
 
-    def learned(self, heads: int) -> dict[str, Float[Tensor, "h"]]:
+    def learned(self, heads: int, head_dim: int) -> dict[str, Float[Tensor, "h"]]:
         """p and a, drawn from torch's global generator."""
         first = {name: self.drawn[name] * torch.rand(heads) for name in ("p", "a")}
         return {name: value.clamp(min=_LEAST) for name, value in first.items()}

@@ -39,7 +39,8 @@ class StickBreaking(NormaliserPart):
         every = slice(None)
         if not self.current:
             score = score.masked_fill(seen.distance(every, every) == 0, -float("inf"))
-        order = None if seen.aligned else self._order(seen, score)
+        # What is between two tokens is told by those of one text.
+        order = seen.by_position(score)
         ranked = score if order is None else score.gather(-1, order)
         wide = ranked.float() if ranked.element_size() == 2 else ranked
         left = F.logsigmoid(-wide).flip(-1).cumsum(-1).flip(-1)
@@ -47,8 +48,3 @@ class StickBreaking(NormaliserPart):
         between = F.pad(left[..., 1:], (0, 1))
         weight = (F.logsigmoid(wide) + between).exp().to(score.dtype)
         return weight if order is None else weight.gather(-1, order.argsort(-1))
-
-    def _order(self, seen: Visibility, score: Tensor) -> Tensor:
-        """Columns by position: what is between two tokens is told by those of one text."""
-        order = seen.key.argsort(dim=-1, stable=True)
-        return (order if order.dim() == 1 else order[:, None, None]).expand(score.shape)
