@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from normattn.score.module import Score
     from normattn.score.spec import ScoreSpec
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Attention",
     "CausalLM",
@@ -63,13 +63,14 @@ _HOMES = {
     "verify": "hf.verify",
 }
 
+if not TYPE_CHECKING:  # a type checker that saw it would let every name pass
 
-def __getattr__(name: str) -> object:
-    import importlib
+    def __getattr__(name: str) -> object:
+        import importlib
 
-    if name not in _HOMES:
-        raise AttributeError(f"module 'normattn' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"normattn.{_HOMES[name]}"), name)
+        if name not in _HOMES:
+            raise AttributeError(f"module 'normattn' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"normattn.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -70,9 +70,9 @@ app = Commands(
 
 def _version(wanted: bool) -> bool:
     if wanted:
-        from importlib.metadata import version
+        from normattn import __version__
 
-        print(version("normattn"))
+        print(__version__)
         raise typer.Exit
     return wanted
 
