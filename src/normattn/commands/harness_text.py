@@ -19,6 +19,8 @@ import numpy as np
 from normattn.data.config import DataConfig
 from normattn.data.corpora import Document, parse_corpus
 from normattn.data.evaluation_sets import last_segment_sets
+from normattn.data.in_context import LABELS, prompts
+from normattn.data.relations import PYTHON_IMPORTS, RelationConfig, RelationCorpus, read_corpus
 from normattn.data.retrieval import DEPTHS, retrieval_set
 from normattn.data.splits import split_of
 from normattn.data.token_data import TokenData, TokenSplit
@@ -39,6 +41,8 @@ class TaskSettings:
     - `text`: python-source (default), a file or a folder; a run's own corpus where there is a run.
     - `join`: put the documents together, for texts longer than any of them (default False).
     - `seed`: decides what is drawn (default 0).
+    - `relations`: the labelled texts of many-shot: python-imports (default) or a folder.
+    - `labels`: how many labels these have (default 4).
     - `tokenizer`: whose tokens are counted (default: those of `run` or `pretrained`).
     """
 
@@ -48,6 +52,8 @@ class TaskSettings:
     text: str | None = None
     join: bool = False
     seed: int = 0
+    relations: str = PYTHON_IMPORTS
+    labels: int = LABELS
     tokenizer: str | None = None
 
     @staticmethod
@@ -61,7 +67,7 @@ class TaskSettings:
         given = {name: metadata[name] for name in names if metadata.get(name) is not None}
         if "lengths" in given:
             given["lengths"] = _lengths(given["lengths"])
-        for name, least in (("samples", 1), ("segment", 1), ("seed", 0)):
+        for name, least in (("samples", 1), ("segment", 1), ("seed", 0), ("labels", 2)):
             value = given.get(name, least)
             if not _whole(value) or value < least:
                 raise InputError(
@@ -104,6 +110,32 @@ def retrieval_documents(task: str, metadata: Mapping[str, Any]) -> list[dict[str
                 texts = _pieces(data.tokeniser, window, cuts.tolist())
                 found.append(_document(texts, length, round(100 * depth)))
     return found
+
+
+def many_shot_documents(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Labelled texts and a question, `context`; its answers in `pieces`, `right` says which."""
+    settings = TaskSettings.of(metadata)
+    tokeniser, _ = _tokeniser(metadata, settings)
+    corpus = _relations(settings.relations)
+    found = []
+    for length in settings.lengths:
+        for made in prompts(
+            corpus, tokeniser, length, settings.samples, settings.labels, settings.seed
+        ):
+            cut = [len(made.context)]
+            texts = [
+                _pieces(tokeniser, np.array(made.context + answer), cut) for answer in made.answers
+            ]
+            pieces = [texts[0][0], *(answer for _, answer in texts)]
+            found.append(
+                {**_document(pieces, length, -1), "right": made.right, "shots": made.shots}
+            )
+    return found
+
+
+@lru_cache(maxsize=1)
+def _relations(address: str) -> RelationCorpus:
+    return read_corpus(RelationConfig(corpus=address))
 
 
 def segment_documents(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:

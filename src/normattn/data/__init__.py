@@ -12,6 +12,7 @@ from normattn.data.evaluation_sets import (
     repeated_set,
     train_length_set,
 )
+from normattn.data.in_context import InContextSet, in_context_set
 from normattn.data.masking import MaskedBatches, MaskedSet, Masking, masked_set
 from normattn.data.packing import Tiling, TrainingBatches
 from normattn.data.retrieval import RetrievalSet, retrieval_set
@@ -29,6 +30,7 @@ __all__ = [
     "MaskedBatches",
     "MaskedSet",
     "Masking",
+    "InContextSet",
     "RetrievalSet",
     "Tiling",
     "TokenData",
@@ -43,6 +45,7 @@ __all__ = [
     "parse_corpus",
     "prepare_tokens",
     "repeated_set",
+    "in_context_set",
     "retrieval_set",
     "train_length_set",
     "train_tokeniser",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from normattn.evaluation.cells import AnySet, CellInfo
 from normattn.evaluation.fingerprints import weights_digest
+from normattn.evaluation.in_context import evaluate_in_context
 from normattn.evaluation.protocols import bin_edges, evaluate_cell, rising_edges
 from normattn.evaluation.retrieval import evaluate_retrieval
 from normattn.evaluation.runner import evaluate_run
@@ -15,6 +16,7 @@ __all__ = [
     "TokenScorer",
     "bin_edges",
     "evaluate_cell",
+    "evaluate_in_context",
     "evaluate_retrieval",
     "evaluate_run",
     "from_causal_lm",

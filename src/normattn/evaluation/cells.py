@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from normattn.data.evaluation_sets import EvaluationSet
+from normattn.data.in_context import InContextSet
 from normattn.data.retrieval import RetrievalSet
 from normattn.measure import Identity
 from normattn.measure.frame import Factor
@@ -13,7 +14,7 @@ from normattn.measure.frame import Factor
 Progress = Callable[[int, int], None]
 """Called with the windows done and the windows of the cell."""
 
-AnySet = EvaluationSet | RetrievalSet
+AnySet = EvaluationSet | RetrievalSet | InContextSet
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import polars as pl
 
+from normattn.data.in_context import InContextSet
 from normattn.data.retrieval import RetrievalSet
 from normattn.errors import InputError
 from normattn.evaluation.cells import AnySet, CellInfo, Progress
 from normattn.evaluation.fingerprints import weights_digest
+from normattn.evaluation.in_context import evaluate_in_context
 from normattn.evaluation.protocols import evaluate_cell
 from normattn.evaluation.retrieval import evaluate_retrieval
 from normattn.evaluation.scorers import Precision, TokenScorer, from_causal_lm
@@ -79,10 +82,9 @@ def _evaluate(
     tokens: int,
     progress: Progress | None,
 ) -> pl.DataFrame:
+    how: Any = {"store": store, "tokens_per_batch": tokens, "progress": progress}
     if isinstance(chosen, RetrievalSet):
-        return evaluate_retrieval(
-            scorer, chosen, cell, store=store, tokens_per_batch=tokens, progress=progress
-        )
-    return evaluate_cell(
-        scorer, chosen, cell, store=store, tokens_per_batch=tokens, progress=progress
-    )
+        return evaluate_retrieval(scorer, chosen, cell, **how)
+    if isinstance(chosen, InContextSet):
+        return evaluate_in_context(scorer, chosen, cell, **how)
+    return evaluate_cell(scorer, chosen, cell, **how)

@@ -12,6 +12,7 @@ from normattn.data.relations.prepared import (
     look_for_relations,
     padded,
     prepare_relations,
+    read_corpus,
 )
 from normattn.data.relations.python_imports import PythonImports
 from normattn.data.relations.reading import read_relations
@@ -33,6 +34,7 @@ __all__ = [
     "one_hot",
     "padded",
     "prepare_relations",
+    "read_corpus",
     "read_folder",
     "read_relations",
     "train_word_pieces",

@@ -84,6 +84,11 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
     return _load(folder, config)
 
 
+def read_corpus(config: RelationConfig) -> RelationCorpus:
+    """The documents as text; `InputError` for a corpus that is missing or damaged."""
+    return _source(config).read(config)
+
+
 def look_for_relations(config: RelationConfig) -> None:
     """Raise `InputError` where a corpus's files or its vocabulary are not there; none is read."""
     _source(config).look()
@@ -128,7 +133,7 @@ def _source(config: RelationConfig) -> RelationSource:
 
 
 def _build(target: Path, config: RelationConfig) -> None:
-    corpus = _source(config).read(config)
+    corpus = read_corpus(config)
     for name, documents in corpus.splits.items():
         if not documents:
             raise InputError(f"the {name} split of {config.corpus} holds no document")

@@ -1,0 +1,56 @@
+"""One many-shot set through one scorer: by likelihood and by generation, into one frame."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from normattn.data.in_context import InContextSet
+from normattn.evaluation.answers import count_answers
+from normattn.evaluation.cells import CellInfo, Progress, identity
+from normattn.evaluation.scorers import TokenScorer
+from normattn.measure import MeasurementStore, digest, identified, sums
+
+
+def evaluate_in_context(
+    scorer: TokenScorer,
+    chosen: InContextSet,
+    cell: CellInfo,
+    *,
+    store: MeasurementStore | None = None,
+    tokens_per_batch: int = 16384,
+    progress: Progress | None = None,
+) -> pl.DataFrame:
+    """Measure many-shot classification at one length, or return what `store` has of it.
+
+    Statistics of each sample: `chosen` (by likelihood: whether the right answer is the likeliest of
+    all, by the summed log-likelihood of its tokens; of k equally likely ones each counts 1/k),
+    `exact` (by generation: whether greedy decoding would give the right answer, each of its tokens
+    being the model's first choice), `loss` of the right answer's tokens, and `shots`.
+    `tokens_per_batch` bounds the input tokens scored at once (one window is the least). Raises
+    `NormattnError` when a loss is not finite.
+    """
+    whose = identity(cell, chosen)
+    key = digest(whose.columns())
+    done = store.get(key) if store is not None else None
+    if done is not None:
+        return done
+    flat, scored = (each.reshape(-1, each.shape[-1]) for each in (chosen.windows, chosen.scored))
+    counted = count_answers(
+        scorer, flat, scored, tokens_per_batch, progress, cell.name, "many-shot"
+    )
+    correct, loss = (each.reshape(chosen.windows.shape[:2]) for each in counted)
+    tokens, samples = chosen.scored.sum(axis=2), np.arange(len(chosen))
+    right = (samples, chosen.right)
+    best = loss == loss.min(axis=1, keepdims=True)
+    parts = {
+        "chosen": (best[right] / best.sum(axis=1), np.ones(len(chosen))),
+        "exact": (correct[right] == tokens[right], np.ones(len(chosen))),
+        "loss": (loss[right], tokens[right]),
+        "shots": (chosen.shots, np.ones(len(chosen))),
+    }
+    units = [f"{number:04d} {name}" for number, name in enumerate(chosen.documents)]
+    measured = identified(whose, [sums(name, units, *part) for name, part in parts.items()])
+    if store is not None:
+        store.put(key, measured)
+    return measured
