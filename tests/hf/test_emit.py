@@ -153,6 +153,7 @@ def test_ntk_mixed_is_vllms_alone() -> None:
     [
         ("ReRoPE(window=4)", "it attends in one regime of positions"),
         ("SelfExtend(window=4,group=2)", "it attends in one regime of positions"),
+        ("DualChunk(size=8)", "its dual chunk attention, if it has one, holds far queries one"),
         ("YaRN(factor=4)-logn+", "it has no factor that grows"),
         ("logn+", "it has no factor that grows"),
         ("DynamicNTK", "dynamic NTK there gives one base to a whole text"),

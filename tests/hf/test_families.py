@@ -28,12 +28,14 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("ReRoPE-logn+", {"window": 3}),
     ("YaRN-logn+", {"factor": 4}),
     ("DynamicNTK", {}),
+    ("DualChunk", {}),
 ]
 NOTHING: list[tuple[str, dict[str, Any]]] = [
     ("ReRoPE", {"window": 3 * LENGTH, "train_length": 3 * LENGTH}),
     ("LeakyReRoPE", {"window": 2, "s": 1}),
     ("YaRN-logn+", {"factor": 1, "train_length": 3 * LENGTH}),
     ("DynamicNTK", {"train_length": 3 * LENGTH}),
+    ("DualChunk", {"train_length": 3 * LENGTH}),
 ]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 

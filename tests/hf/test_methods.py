@@ -32,6 +32,15 @@ def _self_extend(i: int, j: int) -> float:
     return i - j if i - j < W else i // 2 - j // 2 + W - W // 2
 
 
+def _dual_chunk(i: int, j: int, size: int = 5, local: int = 3) -> float:
+    behind, last = i // size - j // size, size + local - 1
+    return (i % size, min(i % size + size, last), last)[min(behind, 2)] - j % size
+
+
+def _dual_chunk_of_four(i: int, j: int) -> float:
+    return _dual_chunk(i, j, 4, 2)
+
+
 REGIMES: list[tuple[str, dict[str, Any], Callable[[int, int], float], Callable[[int], float]]] = [
     ("ReRoPE", {"window": W}, lambda i, j: min(i - j, W), _always),
     ("ReRoPE-logn+", {"window": W}, lambda i, j: min(i - j, W), _logn),
@@ -43,6 +52,8 @@ REGIMES: list[tuple[str, dict[str, Any], Callable[[int, int], float], Callable[[
         _logn,
     ),
     ("SelfExtend", {"window": W, "group": 2}, _self_extend, _always),
+    ("DualChunk", {"size": 5, "local": 3}, _dual_chunk, _always),
+    ("DualChunk-logn+", {"size": 4, "local": 2}, _dual_chunk_of_four, _logn),
     ("logn+", {}, lambda i, j: i - j, _logn),
 ]
 

@@ -42,7 +42,7 @@ PLACES = (
 METHODS = (
     *("PI", "ABF", "NTK", "NTKOld", "NTKMixed", "YaRN", "Llama3", "LongRoPE", "DynamicNTK"),
     *("ClippedRoPE", "DroPE"),
-    *("ReRoPE", "LeakyReRoPE", "SelfExtend", "StreamingLLM"),
+    *("ReRoPE", "LeakyReRoPE", "SelfExtend", "StreamingLLM", "DualChunk"),
 )
 SHAPES = ("XPos", "PartialRoPE", "PRoPE", "PoPE")
 BIASES = ("ALiBi", "KERPLELog", "KERPLEPower", "FIRE", "CoPE(positions=4)")
@@ -96,6 +96,7 @@ def additions() -> Iterator[Recipe]:
         yield Recipe("KNA", "logn", "none", bias=bias, sink=True)
         yield Recipe("QKRMSNorm", "logn+", "interleaved", "ReRoPE", bias=bias, cap=1.5)
         yield Recipe("QNA", "", "half", "DynamicNTK", bias=bias, near=None, train_length=4)
+        yield Recipe("KNA", "logn+", "half", "DualChunk", bias=bias, sink=True)
     yield Recipe("Baseline", "", "none", bias="CoPE")
     yield Recipe("QKNorm2020", "SSMax(bias=true)", "half", bias="CoPE", near=4)
     yield Recipe("CosA", "logn", "interleaved", shape="PoPE", bias="CoPE(positions=2)")

@@ -159,7 +159,7 @@ class _Products:
     ) -> None:
         self.recipe, self.q, self.k, self.where = recipe, q, k, where
         self.learned, self.real, self.own = learned, real, own
-        self.known: dict[tuple[int, bool], tuple[Array, Array]] = {}
+        self.known: dict[tuple[int, int], tuple[Array, Array]] = {}
         if not recipe.rotate_first:
             self.q, self.k = self._normalised(q, k)
 
@@ -169,28 +169,27 @@ class _Products:
             normalised(self.recipe, "K", k, self.learned, self.real),
         )
 
-    def _rotated(self, block: int, far: bool) -> tuple[Array, Array]:
-        """All queries and keys turned by their own position and then normalised."""
-        if (block, far) not in self.known:
-            q, k, w = np.array(self.q), np.array(self.k), self.recipe.window
+    def _rotated(self, block: int, rule: int) -> tuple[Array, Array]:
+        """All queries and keys turned by their own position under a rule and then normalised."""
+        if (block, rule) not in self.known:
+            q, k, recipe = np.array(self.q), np.array(self.k), self.recipe
             for b, h, i in np.ndindex(*q.shape[:3]):
                 at = int(self.where[0][b, i])
-                at_far = scalars.rotated_at(self.recipe, at, at - w)[0]
-                q[b, h, i] = turned(q[b, h, i], self.recipe, at_far if far else at, block)
+                by = scalars.rotated_at(recipe, at, scalars.example_of(recipe, rule, i=at))[0]
+                q[b, h, i] = turned(q[b, h, i], recipe, by, block)
             for b, h, j in np.ndindex(*k.shape[:3]):
                 at = int(self.where[1][b, j])
-                at_far = scalars.rotated_at(self.recipe, at + w, at)[1]
-                k[b, h, j] = turned(k[b, h, j], self.recipe, at_far if far else at, block)
-            self.known[block, far] = self._normalised(q, k)
-        return self.known[block, far]
+                by = scalars.rotated_at(recipe, scalars.example_of(recipe, rule, j=at), at)[1]
+                k[b, h, j] = turned(k[b, h, j], recipe, by, block)
+            self.known[block, rule] = self._normalised(q, k)
+        return self.known[block, rule]
 
     def __call__(self, b: int, h: int, i: int, j: int) -> float:
         g = h // (self.q.shape[1] // self.k.shape[1])
         at_q, at_k = int(self.where[0][b, i]), int(self.where[1][b, j])
         block = at_q // self.recipe.train_length
         if self.recipe.rotate_first:
-            far = self.recipe.method in scalars.REGIMES and at_q - at_k >= self.recipe.window
-            q, k = self._rotated(block, far)
+            q, k = self._rotated(block, scalars.rule(self.recipe, at_q, at_k))
             return float(q[b, h, i] @ k[b, g, j])
         query = self.q[b, h, i]
         if self.recipe.shape == "PoPE" and self.recipe.position != "none":

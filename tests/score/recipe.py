@@ -16,7 +16,7 @@ _TEMPERATURES = {
     "Temperature": (0.1, 0, 0),
     "Temperature(beta=0.7,length=2,shift=1)": (0.7, 2, 1),
 }
-REGIMES = ("ReRoPE", "LeakyReRoPE", "SelfExtend", "StreamingLLM")
+REGIMES = ("ReRoPE", "LeakyReRoPE", "SelfExtend", "StreamingLLM", "DualChunk")
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ class Recipe:
             "LeakyReRoPE": {"window": self.window, "s": self.leak},
             "SelfExtend": {"window": self.window, "group": self.group},
             "StreamingLLM": {"window": self.window, "sinks": self.sinks},
+            "DualChunk": {"size": self.window, "local": self.group},
         }
         if self.method == "LongRoPE" and self.factors:
             return {"factor": self.factor, "factors": ":".join(map(str, self.factors))}
@@ -292,9 +293,31 @@ def scale(recipe: Recipe, d: int, n: int, learned: float = 1.0) -> float:
     return value
 
 
+def rule(recipe: Recipe, i: int, j: int) -> int:
+    """Which rule of positions the pair follows: 0 the nearest, then those further away."""
+    if recipe.method not in REGIMES:
+        return 0
+    if recipe.method == "DualChunk":
+        return min(i // recipe.window - j // recipe.window, 2)
+    return int(i - j >= recipe.window)
+
+
+def example_of(recipe: Recipe, rule: int, i: int | None = None, j: int | None = None) -> int:
+    """A key that query i reads by that rule, or a query that reads key j by it."""
+    if i is not None:
+        return i - rule * recipe.window
+    assert j is not None
+    return j + rule * recipe.window
+
+
 def rotated_at(recipe: Recipe, i: int, j: int) -> tuple[float, float]:
     """The positions at which query i and key j are rotated for this pair."""
     w = recipe.window
+    if recipe.method == "DualChunk":
+        chunks, last = i // w - j // w, w + recipe.group - 1
+        if chunks == 0:
+            return i % w, j % w
+        return (min(i % w + w, last) if chunks == 1 else last), j % w
     if i - j < w or recipe.method not in REGIMES:
         return i, j
     if recipe.method == "ReRoPE":

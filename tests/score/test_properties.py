@@ -65,6 +65,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "current": st.booleans(),
     "threshold": st.integers(1, 2**40),
     "width": st.integers(1, 64),
+    "local": st.integers(1, 64),
     "positions": st.integers(2, 64),
 }
 

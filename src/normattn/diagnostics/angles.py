@@ -48,7 +48,9 @@ def unseen_angles(
 def _relative(spec: ScoreSpec, distances: int) -> Float[torch.Tensor, " r"]:
     """ρ(r): r itself, and what a second regime makes of it beyond its window."""
     distance = torch.arange(distances, dtype=torch.float64)
-    regime = spec.regime
+    regime, rules = spec.regime, spec.chunk_rules
+    if rules is not None:
+        return distance.clamp(max=rules.reach - 1)
     if regime is None or regime.window is None:
         return distance
     query, key = regime.far_positions(distance, torch.zeros_like(distance))

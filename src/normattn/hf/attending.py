@@ -182,7 +182,9 @@ def _evened(turning: Turning, q: Tensor) -> Tensor:
     """Rotated queries without the gains that stand in the products of features."""
     if turning.gains is None:
         return q
-    return scaled(q, (turning.gains[0] * turning.gains[1]).reciprocal().to(q.device))
+    even = (turning.gains[0] * turning.gains[1]).reciprocal().to(q.device)
+    # Rules by chunks lay the same features side by side.
+    return scaled(q, even.repeat(q.shape[-1] // even.shape[-1]))
 
 
 def attention_function(

@@ -43,6 +43,8 @@ def _count(spec: ScoreSpec) -> int:
     bounds = [COUNT]
     if spec.regime is not None and spec.regime.window is not None:
         bounds.append(spec.regime.window)
+    if spec.chunk_rules is not None:
+        bounds.append(spec.chunk_rules.reach)
     if spec.train_length is not None:
         bounds.append(spec.train_length)
     return max(2, min(bounds))
@@ -103,7 +105,7 @@ def _compare(
     own = layer.heard.as_is
     if heard is None:
         meant: tuple[Tensor, Tensor] | None = None
-    elif layer.turning is None or not (spec.regime or spec.spectrum):
+    elif layer.turning is None or not (spec.regime or spec.spectrum or spec.moves):
         meant = own.query, own.key
     else:
         source = layer if layer.keys_of is None else layers[layer.keys_of]

@@ -59,7 +59,9 @@ def emit(wanted: Wanted, engine: str) -> str:
     if engine not in ENGINES:
         raise InputError(f"no engine {engine!r} is known, of: {', '.join(ENGINES)}")
     lacks = _lacks(wanted.plan.spec.spectrum, engine)
-    if wanted.plan.spec.regime is not None:
+    if wanted.plan.spec.chunk_rules is not None:
+        lacks = "its dual chunk attention, if it has one, holds far queries one position further"
+    elif wanted.plan.spec.regime is not None:
         lacks = "it attends in one regime of positions, by rotated keys"
     elif wanted.plan.spec.logn is not None:
         lacks = "it has no factor that grows with the logarithm of the position"

@@ -319,7 +319,7 @@ def _refuse_twice(found: Anatomy) -> None:
 def _check(spec: ScoreSpec, layers: tuple[Layer, ...], found: Anatomy) -> None:
     served = [each for each in layers if each.sliding is None]
     turned = [each for each in served if each.turning is not None]
-    positions = spec.spectrum is not None or spec.regime is not None
+    positions = spec.spectrum is not None or spec.regime is not None or spec.moves
     if not served or (positions and not turned):
         why = (
             f"all its layers attend within a window of {layers[0].sliding} tokens"

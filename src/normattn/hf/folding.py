@@ -122,7 +122,7 @@ class Folding:
         def make(places: Tensor) -> Fold:
             spec, turner = self._turner(block)
             scale = query_factor(spec, scaling, places.clamp(min=0) + 1)
-            return turner.queries(spec.regime, places, scale, dtype)
+            return turner.queries(spec, places, scale, dtype)
 
         if self.spec.moves:
             return make(at.query)
@@ -135,11 +135,13 @@ class Folding:
 
         def make(places: Tensor) -> Fold:
             spec, turner = self._turner(block)
-            made = turner.keys(spec.regime, places, dtype)
+            made = turner.keys(spec, places, dtype)
             return replace(made, far=None) if self._still else made
 
         bounds = (start, at.key.shape[-1])
-        return self._counted(at, at.key[..., start:], bounds, ("keys", block, dtype), make)
+        # Rules by chunks turn keys alike for every block, and lay them out for each.
+        name = ("keys", 0 if self.spec.chunk_rules is not None else block, dtype)
+        return self._counted(at, at.key[..., start:], bounds, name, make).read_by(block)
 
     def _turner(self, block: int) -> tuple[ScoreSpec, Turner]:
         """The method as the rows of `block` read it, and how it turns."""

@@ -95,7 +95,8 @@ def said(
 def words(spec: ScoreSpec, turning: Turning | None) -> dict[str, Any]:
     """The rope parameters that say a method; `InputError` where transformers has none."""
     spectrum = spec.spectrum
-    if spec.regime is None and spec.logn is None and turning is not None:
+    still = spec.regime is None and not spec.moves
+    if still and spec.logn is None and turning is not None:
         if isinstance(spectrum, PI):
             return {"rope_type": "linear", "factor": spectrum.stretch}
         if isinstance(spectrum, YaRN):

@@ -178,24 +178,22 @@ def in_chunks(seen: Visibility, size: int, batch: int) -> Visibility:
 def in_blocks(
     spec: ScoreSpec, positions: Positions, part: Callable[[slice, int, int], Tensor]
 ) -> Float[Tensor, "b h t e"]:
-    """All query rows at once, or, where the spectrum moves, those of each block of L positions.
+    """All query rows at once, or, where the score moves, those of each block of positions.
 
-    `part(rows, keys, block)` attends from some rows to the first `keys` keys with the spectrum of
-    `block`. Rows of a batch may reach a block at different times: a row keeps what is its own.
+    `part(rows, keys, block)` attends from some rows to the first `keys` keys as `block` reads
+    them. Rows of a batch may reach a block at different times: a row keeps what is its own.
     """
     queries, keys = positions.query.shape[-1], positions.key.shape[-1]
     if not spec.moves or queries == 0:
         return part(slice(0, queries), keys, 0)
     if torch.compiler.is_compiling():
-        assert spec.spectrum is not None
         raise InputError(
-            f"{spec.spectrum.name} reads rows in blocks that depend on their positions, which a "
+            f"{spec.moving[0]} reads rows in blocks that depend on their positions, which a "
             "compiler does not know: run it uncompiled, or take a spectrum that does not move"
         )
-    assert spec.train_length is not None
     pieces: list[Tensor] = []
     out: Tensor | None = None
-    for number, span, own in _blocks(positions, spec.train_length):
+    for number, span, own in _blocks(positions, spec.moving[1]):
         confine(span, own)
         found = part(span, keys - queries + span.stop if positions.ordered else keys, number)
         if own is None:

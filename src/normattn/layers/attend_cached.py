@@ -171,8 +171,7 @@ def _live_blocks(score: Score, at: Positions) -> set[int]:
     """The blocks that the last rows are in, whose turned keys the next tokens will want."""
     if not score.spec.moves:
         return set()
-    assert score.spec.train_length is not None
-    last = at.query[..., -1] // score.spec.train_length
+    last = at.query[..., -1] // score.spec.moving[1]
     return set(last.reshape(-1).tolist())
 
 

@@ -165,6 +165,7 @@ def _told(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
     carried = spec.carry if scores else None
     left = told(
         spec.regime,
+        spec.chunk_rules,
         carried,
         spec.bias,
         spec.cap,
@@ -175,7 +176,8 @@ def _told(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
         spec.gate,
     )
     if spec.moves:
-        left.append(f"query rows in blocks of {spec.train_length}: the spectrum moves")
+        name, rows = spec.moving
+        left.append(f"query rows in blocks of {rows}: {name} turns keys for each anew")
     return tuple(folded), tuple(left)
 
 

@@ -24,7 +24,7 @@ from normattn.score import Score, ScoreSpec
 from normattn.score.fold import key_fold, query_scale
 from normattn.score.folded_parts import RotaryPosition
 from normattn.score.outer_parts import PairBiasPart
-from normattn.score.rotary import Rotation
+from normattn.score.rotary import ByChunk, Rotation, SideBySide
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,10 @@ def made(score: Score, length: int, q: Tensor) -> OneToken:
     return OneToken(spec, q.dtype, capacity, scales, turn, bias, window=spec.visible[0])
 
 
-def laid_out(rotation: Rotation, q: Tensor) -> Turn:
+def laid_out(rotation: Rotation | SideBySide | ByChunk, q: Tensor) -> Turn:
     """A rotation's tables, a number for each feature."""
+    # Rules by chunks move, and what moves is not foldable.
+    assert isinstance(rotation, Rotation)
     cos, sin, rest = (
         x[: rotation.cos.shape[0]].to(q.dtype) for x in (rotation.cos, rotation.sin, rotation.rest)
     )

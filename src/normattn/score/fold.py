@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from normattn.score.folded_parts import RegimePart, RotaryPosition, rope_frequencies
+from normattn.score.folded_parts import RotaryPosition, rope_frequencies
 from normattn.score.positions import Positions
-from normattn.score.rotary import Rotation, last_position, rotation
+from normattn.score.rotary import ByChunk, Rotation, SideBySide, last_position, rotation
 from normattn.score.spec import ScoreSpec
 
 
@@ -25,20 +25,26 @@ class Fold:
 
     `far` is None where there is one regime, or nothing to do. λ is folded into the rotations of
     queries, or stays outside as `scale`, (T, 1), (B, 1, T, 1) or a number: where nothing turns, and
-    where the normalisation follows the rotation.
+    where the normalisation follows the rotation. Where rules go by chunks `near` has all of them.
     """
 
-    near: Rotation | None = None
+    near: Rotation | SideBySide | ByChunk | None = None
     far: Rotation | None = None
     scale: Tensor | float | None = None
 
     def rows(self, rows: slice) -> Fold:
         """The tables of some of the positions."""
-        near, far = (None if x is None else x.rows(rows) for x in (self.near, self.far))
+        near = None if self.near is None else self.near.rows(rows)
+        far = None if self.far is None else self.far.rows(rows)
         scale = self.scale
         if isinstance(scale, Tensor) and scale.shape[-2] > 1:
             scale = scale[..., rows, :]
         return Fold(near, far, scale)
+
+    def read_by(self, block: int) -> Fold:
+        """The tables of keys as the rows of a block read them."""
+        near = self.near
+        return replace(self, near=replace(near, block=block)) if isinstance(near, ByChunk) else self
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,16 +73,24 @@ class Turner:
         return made if size == 1 else replace(made, cos=made.cos * size, sin=made.sin * size)
 
     def queries(
-        self, regime: RegimePart | None, place: Tensor, scale: Tensor | float, dtype: torch.dtype
+        self, spec: ScoreSpec, place: Tensor, scale: Tensor | float, dtype: torch.dtype
     ) -> Fold:
-        """To the near and far positions of queries."""
-        at = place.double()
+        """To the near and far positions of queries, or to those of all rules by chunks."""
+        at, rules, regime = place.double(), spec.chunk_rules, spec.regime
+        if rules is not None:
+            each = (self.at(own, dtype, scale) for own in rules.query_positions(at))
+            return Fold(SideBySide(tuple(each)))
         far = None if regime is None else regime.far_positions(at, at)[0]
         return Fold(self.at(at, dtype, scale), None if far is None else self.at(far, dtype, scale))
 
-    def keys(self, regime: RegimePart | None, place: Tensor, dtype: torch.dtype) -> Fold:
-        """To the near and far positions of keys."""
-        at = place.double()
+    def keys(self, spec: ScoreSpec, place: Tensor, dtype: torch.dtype) -> Fold:
+        """To the near and far positions of keys, or to those in their chunks."""
+        at, rules, regime = place.double(), spec.chunk_rules, spec.regime
+        if rules is not None:
+            assert rules.size is not None
+            chunk = place.div(rules.size, rounding_mode="floor").long()[..., None]
+            own = self.at(rules.key_positions(at), dtype, sign=-1)
+            return Fold(ByChunk(own, chunk if chunk.dim() == 2 else chunk[:, None]))
         far = None if regime is None else regime.far_positions(at, at)[1]
         near = self.at(at, dtype, sign=-1)
         return Fold(near, None if far is None else self.at(far, dtype, sign=-1))
@@ -125,7 +139,7 @@ def key_fold(
 
     def make(places: Tensor) -> Fold:
         turner = _turner(spec, head_dim)
-        return Fold() if turner is None else turner.keys(spec.regime, places, dtype)
+        return Fold() if turner is None else turner.keys(spec, places, dtype)
 
     return _of_keys("keys", spec, head_dim, places, dtype, first, make)
 
@@ -146,7 +160,9 @@ def near_from_far(
         at = places.double()
         return Fold(turner.at(at - spec.regime.far_positions(at, at)[1], dtype, sign=-1))
 
-    return _of_keys("near from far", spec, head_dim, places, dtype, first, make).near
+    near = _of_keys("near from far", spec, head_dim, places, dtype, first, make).near
+    assert near is None or isinstance(near, Rotation)
+    return near
 
 
 def _of_keys(
@@ -173,8 +189,8 @@ def _query_fold(
     if turner is None:
         return Fold(scale=beside(scale))
     if spec.order is None:
-        return turner.queries(spec.regime, place, scale, dtype)
-    return replace(turner.queries(spec.regime, place, 1.0, dtype), scale=beside(scale))
+        return turner.queries(spec, place, scale, dtype)
+    return replace(turner.queries(spec, place, 1.0, dtype), scale=beside(scale))
 
 
 def _turner(spec: ScoreSpec, head_dim: int) -> Turner | None:

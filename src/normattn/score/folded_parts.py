@@ -189,6 +189,34 @@ class RegimePart(Part):
 
 
 @dataclass(frozen=True)
+class ChunkRulesPart(Part):
+    """Rules of relative position by chunks of `size` tokens: the key's own, the next, further ones.
+
+    A key stands at one place of its own; each rule gives queries another one. Rows of a chunk read
+    together: `ScoreSpec.moves`.
+    """
+
+    slot: ClassVar[Slot] = Slot.REGIME
+    when: ClassVar[When] = "post-hoc"
+    needs_rotary: ClassVar[bool] = True
+    needs_causal: ClassVar[bool] = True
+    size: int | None = None
+
+    @property
+    def reach(self) -> int:
+        """No relative position is as large, and texts of so many tokens are read as they were."""
+        raise InputError(f"{self.name} defines no reach")
+
+    def key_positions(self, key: Float[Tensor, "*b s"]) -> Float[Tensor, "*b s"]:
+        """Where keys are rotated to."""
+        raise InputError(f"{self.name} defines no positions of keys")
+
+    def query_positions(self, query: Float[Tensor, "*b t"]) -> tuple[Float[Tensor, "*b t"], ...]:
+        """Where queries are rotated to for keys of their chunk, of the one before, and further."""
+        raise InputError(f"{self.name} defines no positions of queries")
+
+
+@dataclass(frozen=True)
 class StretchedSpectrum(SpectrumPart):
     """A spectrum that stretches the readable length by `factor` (s ≥ 1)."""
 

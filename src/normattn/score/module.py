@@ -30,7 +30,7 @@ from normattn.score.folded_parts import RotaryPosition
 from normattn.score.normalisation import refuse_future
 from normattn.score.outer_parts import PairBiasPart
 from normattn.score.positions import Positions
-from normattn.score.rotary import Rotation
+from normattn.score.rotary import ByChunk, Rotation, SideBySide
 from normattn.score.spec import ScoreSpec, as_spec
 
 
@@ -101,14 +101,13 @@ class Score(nn.Module):
 
         `seen` is who sees whom but for the score's own window. Statistics over tokens leave out
         the padded ones; without `query_padding` every query is real, also where the keys are padded
-        (cross attention). Where the spectrum moves it is that of query rows block·L …
-        block·L + L − 1.
+        (cross attention). Where the score moves, the rows are those of `block`.
         """
         spec = self._spec.fixed(block) if self._spec.moves else self._spec
         self._refuse(positions)
         q_near, q_far, pairs = self._queries(spec, q, positions, query_padding)
         first = 0 if positions.regular else None
-        fold = key_fold(spec, self.head_dim, positions.key, k.dtype, first)
+        fold = key_fold(spec, self.head_dim, positions.key, k.dtype, first).read_by(block)
         norm = partial(self._normed_keys, padding=seen.padding)
         k = k if spec.order else norm(k)
         after = norm if spec.order else None
@@ -153,7 +152,7 @@ class Score(nn.Module):
         query_padding: Bool[Tensor, "b t"] | None = None,
         block: int = 0,
         dropout: float = 0.0,
-        turned: Float[Tensor, "b g s stored"] | None = None,
+        turned: Float[Tensor, "b g s wide"] | None = None,
     ) -> Problem:
         """`forward` for keys that `store` has made; if causal, the queries are the last of them.
 
@@ -188,10 +187,10 @@ class Score(nn.Module):
         places: Int[Tensor, "*bk s"],
         block: int,
         first: int | None = None,
-    ) -> Float[Tensor, "b g s d"]:
-        """Keys of `store` as rows of `block` read them, where the spectrum moves."""
+    ) -> Float[Tensor, "b g s wide"]:
+        """Keys of `store` as rows of `block` read them, where the score moves."""
         spec = self._spec.fixed(block)
-        fold = key_fold(spec, self.head_dim, places, stored.dtype, first)
+        fold = key_fold(spec, self.head_dim, places, stored.dtype, first).read_by(block)
         after = self._normed_keys_alone if spec.order is not None else None
         return _turned(stored, fold.near, after)
 
@@ -299,8 +298,12 @@ class Score(nn.Module):
 
 
 def _turned(
-    x: Tensor, rotation: Rotation | None, after: Callable[[Tensor], Tensor] | None = None
+    x: Tensor,
+    rotation: Rotation | SideBySide | ByChunk | None,
+    after: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
+    if isinstance(rotation, SideBySide | ByChunk):
+        return rotation.laid(lambda each: _turned(x, each, after))
     x = x if rotation is None else rotation(x)
     return x if after is None else after(x)
 

@@ -54,7 +54,7 @@ _SAYS = {
     Slot.ORDER: "normalise after the rotation, N(P x)",
     Slot.POSITION: "P; RoPE, unnamed, unless it has parameters",
     Slot.SPECTRUM: "other rotary frequencies, after training",
-    Slot.REGIME: "two regimes of relative position, after training",
+    Slot.REGIME: "other relative positions far away, after training",
     Slot.CARRY: "r: what the layers below hand on",
     Slot.BIAS: "b, by distance or by the tokens between",
     Slot.CAP: "cap·tanh(s/cap)",

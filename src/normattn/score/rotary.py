@@ -6,11 +6,12 @@ Legend: B batch, H heads, T tokens, D head dimension, P = D/2 pairs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
@@ -42,6 +43,53 @@ class Rotation:
         """The rotation of some of the positions."""
         cos, sin, rest = (x[..., rows, :] for x in (self.cos, self.sin, self.rest))
         return Rotation(cos, sin, rest, self.interleaved)
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """The same queries turned to the places of several rules, one behind the other."""
+
+    each: tuple[Rotation, ...]
+
+    def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t wide"]:
+        """All of them."""
+        return self.laid(lambda turn: turn(x))
+
+    def laid(self, turned: Callable[[Rotation], Tensor]) -> Float[Tensor, "b h t wide"]:
+        """What `turned` makes of each."""
+        return torch.cat([turned(each) for each in self.each], -1)
+
+    def rows(self, rows: slice) -> SideBySide:
+        """The rotations of some of the positions."""
+        return SideBySide(tuple(each.rows(rows) for each in self.each))
+
+
+@dataclass(frozen=True)
+class ByChunk:
+    """Keys as the rows of chunk `block` read them: at the place of one of three rules, 0 elsewhere.
+
+    `chunk` (S, 1) or (B, 1, S, 1) is that of each key. The rules are those of the rows' own chunk,
+    of the one before and of those further away; the product with `SideBySide` queries is that of
+    the rule.
+    """
+
+    turn: Rotation
+    chunk: Int[Tensor, "*b s 1"]
+    block: int = 0
+
+    def __call__(self, x: Float[Tensor, "b g s d"]) -> Float[Tensor, "b g s wide"]:
+        """Turned and laid out."""
+        return self.laid(lambda turn: turn(x))
+
+    def laid(self, turned: Callable[[Rotation], Tensor]) -> Float[Tensor, "b g s wide"]:
+        """What `turned` makes of them, laid out."""
+        y = turned(self.turn)
+        rule = (self.block - self.chunk).clamp(0, 2)
+        return torch.cat([torch.where(rule == n, y, 0.0) for n in range(3)], -1)
+
+    def rows(self, rows: slice) -> ByChunk:
+        """The tables of some of the positions."""
+        return ByChunk(self.turn.rows(rows), self.chunk[..., rows, :], self.block)
 
 
 def rotation(

@@ -18,6 +18,7 @@ from pydantic_core import core_schema
 
 from normattn.errors import InputError
 from normattn.score.folded_parts import (
+    ChunkRulesPart,
     LogNPart,
     OrderPart,
     PositionPart,
@@ -49,8 +50,8 @@ class ScoreSpec:
 
     Made by `ScoreSpec.parse`. A value that a part takes from the training length or from the
     table's factor may still be open (None); `resolve` fills it and refuses what stays open.
-    `leaks_future`: a normalisation reads across the sequence (refused when causal). `moves`: the
-    spectrum depends on the row that reads.
+    `leaks_future`: a normalisation reads across the sequence (refused when causal). `moves`: how
+    keys are turned depends on the row that reads, by blocks of rows.
     """
 
     parts: tuple[Part, ...]
@@ -68,7 +69,7 @@ class ScoreSpec:
         leaks = any(norm is not None and norm.leaks_future for norm in norms)
         object.__setattr__(self, "leaks_future", leaks)
         moves = self.spectrum is not None and self.spectrum.moving
-        object.__setattr__(self, "moves", moves)
+        object.__setattr__(self, "moves", moves or self.chunk_rules is not None)
         _refuse_nonsense(self)
 
     @classmethod
@@ -120,7 +121,25 @@ class ScoreSpec:
     @property
     def regime(self) -> RegimePart | None:
         """Two regimes of relative position."""
-        return typing.cast(RegimePart | None, self._slot(Slot.REGIME))
+        part = self._slot(Slot.REGIME)
+        return part if isinstance(part, RegimePart) else None
+
+    @property
+    def chunk_rules(self) -> ChunkRulesPart | None:
+        """Rules of relative position by chunks."""
+        part = self._slot(Slot.REGIME)
+        return part if isinstance(part, ChunkRulesPart) else None
+
+    @property
+    def moving(self) -> tuple[str, int]:
+        """The name of what `moves`, and how many rows a block has that reads keys alike."""
+        part = self.chunk_rules
+        if part is not None:
+            assert part.size is not None
+            return part.name, part.size
+        assert self.spectrum is not None
+        assert self.train_length is not None
+        return self.spectrum.name, self.train_length
 
     @property
     def order(self) -> OrderPart | None:
@@ -199,7 +218,7 @@ class ScoreSpec:
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 (specifications are small values)
     def fixed(self, block: int) -> ScoreSpec:
-        """The score of query rows block·L … block·L + L − 1, whose spectrum does not move."""
+        """The score of the rows of a block, whose spectrum does not move."""
         if self.spectrum is None or not self.spectrum.moving:
             return self
         assert self.train_length is not None
@@ -374,9 +393,10 @@ def _refuse_nonsense(spec: ScoreSpec) -> None:
                 f"{part.name} on {spec.layout.name} makes no sense: all but its last layer read "
                 "within a window, and the last has no rotary position and log-n of its own"
             )
-    if spec.regime is not None and spec.spectrum is not None:
+    if Slot.REGIME in slots and spec.spectrum is not None:
+        regime = slots[Slot.REGIME].name
         raise InputError(
-            f"{spec.regime.name} and {spec.spectrum.name} cannot be combined: {spec.regime.name} "
+            f"{regime} and {spec.spectrum.name} cannot be combined: {regime} "
             "keeps every relative position inside the trained range, so nothing is left to stretch"
         )
     if spec.needs_causal and spec.leaks_future:
