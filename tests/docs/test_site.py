@@ -53,7 +53,7 @@ def test_a_study_page_tells_what_the_study_says(site: dict[str, Any]) -> None:
             assert line in page
     assert "[kexue.fm/archives/9859](https://kexue.fm/archives/9859)" in pages["study/mechanism.md"]
     assert (
-        "![cosine ranges](../results/mechanism-laptop/figures/cosine_ranges.png)"
+        "![cosine ranges](../results/mechanism-workstation/figures/cosine_ranges.png)"
         in (pages["study/mechanism.md"])
     )
     assert "- **Presets:** `gpu-base`, `laptop`, `smoke`" in pages["study/realformer.md"]
