@@ -28,9 +28,10 @@ FEW = {
     "keynorm": "Baseline,KNA",
     "mechanism": "Baseline,KNA",
     "qknorm": "Baseline,QKRMSNorm",
+    "reading": "KNA",
     "realformer": "PostLN,RealFormer",
 }
-"""Two rows of the studies that have many: each row goes the same way."""
+"""One or two rows of the studies that have many: each row goes the same way."""
 
 
 def run(campaign: Campaign) -> Iterator[Count]:
