@@ -151,6 +151,21 @@ def _other_shape(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**raw, "num_key_value_heads": 4}))
 
 
+def _fewer_layers(folder: Path) -> None:
+    _weights(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**raw, "num_hidden_layers": 1, "layer_types": raw["layer_types"][:1]})
+    )
+
+
+def _strange_positions(folder: Path) -> None:
+    configuration("Qwen3").save_pretrained(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    strange = {"rope_type": "spiral", "rope_theta": 1e4}
+    (folder / "config.json").write_text(json.dumps({**raw, "rope_parameters": strange}))
+
+
 def _cut(folder: Path) -> None:
     _weights(folder)
     path = folder / "model.safetensors"
@@ -161,9 +176,26 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda folder: None, "holds no config.json of transformers"),
     "unknown kind": (
         lambda folder: (folder / "config.json").write_text('{"model_type": "no_such_kind"}'),
-        "no_such_kind",
+        "config.json: model_type is 'no_such_kind', which is not known to transformers 5",
     ),
-    "no object": (lambda folder: (folder / "config.json").write_text("[]"), "cannot be loaded"),
+    "no kind": (
+        lambda folder: (folder / "config.json").write_text("{}"),
+        "config.json: model_type is None, which is not known to transformers",
+    ),
+    "no object": (
+        lambda folder: (folder / "config.json").write_text("[]"),
+        "config.json is damaged: expected a JSON object, found list",
+    ),
+    "no attention": (
+        lambda folder: transformers.MambaConfig(num_hidden_layers=1).save_pretrained(folder),
+        "a mamba model with num_attention_heads=None has no attention",
+    ),
+    "unknown positions": (_strange_positions, "KeyError: it names 'spiral', which is not known"),
+    "gone": (lambda folder: folder.rmdir(), "does not exist, and is no name on the hub"),
+    "more layers": (
+        _fewer_layers,
+        "holds model.layers.1.input_layernorm.weight, but its configuration describes 1 layer",
+    ),
     "other weights": (_other_shape, "k_proj.weight is (32, 32), but its configuration asks for"),
     "weights cut": (_cut, "is no whole safetensors file"),
 }

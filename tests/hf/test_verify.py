@@ -203,6 +203,25 @@ def test_a_saved_model_and_a_gguf_file(tmp_path: Path) -> None:
     assert "longest text: 64 instead of 128 tokens" in verdict.differences
 
 
+def test_the_first_thing_that_a_process_asks_may_be_this(folder: Path, tmp_path: Path) -> None:
+    """Nothing else need have asked a model before: as in a new process, the probe is unknown."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
+
+    for known in (FUNCTIONS, MASKS):
+        known._global_mapping.pop("normattn_probe", None)
+        assert "normattn_probe" not in known
+    assert normattn.verify(folder, folder / "config.json").equal
+
+
+def test_a_model_without_rotary_positions_is_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="no layer of a gpt2 model turns by its position"):
+        normattn.verify(tmp_path, tmp_path / "config.json")
+
+
 BAD: dict[str, tuple[str, str, str]] = {
     "nothing there": ("", "", "gone.json"),
     "no JSON": ("told.json", "{", "is not valid JSON"),

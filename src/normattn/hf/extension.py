@@ -88,7 +88,6 @@ def plan(model: Any, method: str, train_length: int | None = None, **parameters:
     found = anatomy(model)
     _refuse_twice(found)
     spec, source = _specified(found, method, train_length, parameters)
-    registered(_before(found))
     refuse_vectors(found)
     layers = understand(found, ask(found))
     _check(spec, layers, found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from normattn.hf.attending import attention_function
 from normattn.hf.masks import mask_function
-from normattn.hf.probing import PROBE, probe_function, probe_mask
 
 
 def registered(before: str, pairs: bool = False) -> str:
@@ -16,12 +15,8 @@ def registered(before: str, pairs: bool = False) -> str:
     of that; it holds no "flash", which transformers would read as flash attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
-    AttentionInterface.register(PROBE, probe_function)
-    AttentionMaskInterface.register(
-        PROBE, probe_mask(eager_mask if before == "eager" else sdpa_mask)
-    )
     name = ("normattn_pairs_" if pairs else "normattn_") + before.replace("flash", "fl").replace(
         "/", "_"
     ).replace("|", "_")

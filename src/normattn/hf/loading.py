@@ -10,6 +10,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version as _version
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,10 @@ def _source(model: str | Path, gguf: str | None) -> tuple[str, str | None]:
             ", ".join(sorted(each.name for each in place.glob("*.gguf"))) or "no GGUF file either"
         )
         raise InputError(f"{place} holds no config.json of transformers, and {held}")
+    elif place.is_dir():
+        refuse_kind(place / "config.json")
+    elif place.is_absolute() or str(model).count("/") > 1:
+        raise InputError(f"{model} does not exist, and is no name on the hub (OWNER/NAME)")
     return (str(place) if place.is_dir() else str(model)), gguf
 
 
@@ -97,6 +102,18 @@ def _options(source: str, gguf: str | None) -> dict[str, Any]:
     return found if gguf is None else {**found, "gguf_file": gguf}
 
 
+def refuse_kind(file: Path) -> None:
+    """Refuse a configuration of a kind that transformers has not."""
+    from transformers import CONFIG_MAPPING
+
+    kind = read_object(file).get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise InputError(
+            f"{file}: model_type is {kind!r}, which is not known to transformers "
+            f"{_version('transformers')}"
+        )
+
+
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
     """Whatever transformers raises, the user gets a sentence."""
@@ -105,7 +122,10 @@ def _explained(what: str) -> Iterator[None]:
     except NormattnError:
         raise
     except Exception as error:
-        sentence = " ".join(str(error).split())[:300]
+        whole = " ".join(str(error).split())
+        sentence = re.split(r"(?<=[^.][.])\s+(?=[A-Z])", whole)[0][:300]
+        if isinstance(error, KeyError) and " " not in sentence:
+            sentence = f"it names {sentence}, which is not known there"
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         raise InputError(f"{what} cannot be loaded by transformers: {kind}{sentence}") from error
 
@@ -149,12 +169,36 @@ def _refuse_sizes(shell: Any, header: Header, quantised: bool) -> None:
             )
         if wanted.is_floating_point() and not found.floating:
             raise InputError(f"{header.file}: {name} holds whole numbers, which are no weights")
+    _refuse_more_layers(shell, header)
     wanted_numbers = sum(each.numel() for each in shell.parameters())
     if wanted_numbers > header.numbers:
         raise InputError(
             f"{header.file} holds {header.numbers:,} numbers, but its configuration describes a "
             f"model of {wanted_numbers:,}"
         )
+
+
+def _refuse_more_layers(shell: Any, header: Header) -> None:
+    """Refuse tensors of layers behind the last one that the configuration describes.
+
+    Layers that transformers leaves out by design (those that predict further tokens) may be there.
+    """
+    ignored = [re.compile(each) for each in shell._keys_to_ignore_on_load_unexpected or ()]
+    last: dict[str, int] = {}
+    for name in shell.state_dict():
+        if (found := _LAYER.search(name)) is not None:
+            before = name[: found.start()]
+            last[before] = max(last.get(before, 0), int(found[1]))
+    for name in sorted(header.tensors):
+        found = _LAYER.search(name)
+        most = None if found is None else last.get(name[: found.start()])
+        if found is None or most is None or int(found[1]) <= most:
+            continue
+        if not any(each.search(name) for each in ignored):
+            layers = f"{most + 1} layer{'s' * (most > 0)}"
+            raise InputError(
+                f"{header.file} holds {name}, but its configuration describes {layers}"
+            )
 
 
 def _refuse_differences(model: Any, info: Any, what: str) -> None:

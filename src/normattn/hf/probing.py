@@ -208,9 +208,20 @@ def _uncompiled() -> contextlib.AbstractContextManager[Any]:
     return stance("force_eager")
 
 
+def _register(own: str) -> None:
+    """Make the probe known to transformers, with the kind of masks that the model's `own` wants."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    AttentionInterface.register(PROBE, probe_function)
+    masks = eager_mask if own.endswith("eager") else sdpa_mask
+    AttentionMaskInterface.register(PROBE, probe_mask(masks))
+
+
 @contextlib.contextmanager
 def _listening(found: Anatomy) -> Iterator[None]:
     """Every module of the model has a copy of its configuration that names the probe."""
+    _register(str(found.config._attn_implementation or "eager"))
     copies: dict[int, Any] = {}
     before: list[tuple[nn.Module, Any]] = []
     try:

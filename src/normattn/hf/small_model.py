@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from normattn.errors import InputError
-from normattn.hf.loading import _explained, _options, _source, compare
+from normattn.hf.loading import _explained, _options, _source, compare, refuse_kind
 
 _VOCABULARY = 64
 _LITTLE = {
@@ -42,6 +42,7 @@ def read_configuration(model: str | Path) -> Any:
         raise InputError("reading a model needs transformers: pip install normattn[hf]") from None
     place = Path(model).expanduser()
     if place.is_file() and place.suffix == ".json":
+        refuse_kind(place)
         with _explained(str(place)):
             return AutoConfig.from_pretrained(str(place), trust_remote_code=False)
     source, gguf = _source(model, None)
@@ -84,7 +85,12 @@ def small_model(config: Any) -> Any:
 
 def _make_small(text: Any) -> None:
     """Set the sizes of a text configuration to those of the small model."""
-    heads = int(text.num_attention_heads)
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads < 1:
+        raise InputError(
+            f"a {text.model_type} model with num_attention_heads={heads!r} has no attention whose "
+            "score could be read"
+        )
     groups = int(getattr(text, "num_key_value_heads", None) or heads)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     for name, most in _MOST.items():

@@ -86,6 +86,11 @@ def verify(
         train_length = train_length or record["train_length"]
         delattr(config, FIELD)
     meant, turned = _meant(config, method, train_length)
+    if not turned:
+        raise InputError(
+            f"{folder}: no layer of a {config.get_text_config().model_type} model turns by its "
+            "position, so there is nothing to compare"
+        )
     given = told(against, raw_of(config))
     found = _turns(given.config)
     differences = [
