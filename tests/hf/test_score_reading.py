@@ -188,7 +188,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no attention": (
         lambda folder: transformers.MambaConfig(num_hidden_layers=1).save_pretrained(folder),
-        "a mamba model with num_attention_heads=None has no attention",
+        "of a mamba model names no number of attention heads (num_attention_heads is None)",
     ),
     "unknown positions": (_strange_positions, "KeyError: it names 'spiral', which is not known"),
     "gone": (lambda folder: folder.rmdir(), "does not exist, and is no name on the hub"),

@@ -88,8 +88,8 @@ def _make_small(text: Any) -> None:
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int) or heads < 1:
         raise InputError(
-            f"a {text.model_type} model with num_attention_heads={heads!r} has no attention whose "
-            "score could be read"
+            f"the configuration of a {text.model_type} model names no number of attention heads "
+            f"(num_attention_heads is {heads!r}), so there is no score to read"
         )
     groups = int(getattr(text, "num_key_value_heads", None) or heads)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
