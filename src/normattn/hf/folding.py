@@ -125,7 +125,7 @@ class Folding:
             return turner.queries(spec, places, scale, dtype)
 
         if self.spec.moves:
-            return make(at.query)
+            return make(at.query).read_by(block)
         last = at.key.shape[-1]
         bounds = (last - at.query.shape[-1], last)
         return self._counted(at, at.query, bounds, ("queries", scaling, dtype), make)

@@ -42,9 +42,10 @@ class Fold:
         return Fold(near, far, scale)
 
     def read_by(self, block: int) -> Fold:
-        """The tables of keys as the rows of a block read them."""
-        near = self.near
-        return replace(self, near=replace(near, block=block)) if isinstance(near, ByChunk) else self
+        """The tables as the rows of a block read them."""
+        if not isinstance(self.near, SideBySide | ByChunk):
+            return self
+        return replace(self, near=self.near.read_by(block))
 
 
 @dataclass(frozen=True, eq=False)

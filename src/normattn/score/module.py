@@ -105,7 +105,7 @@ class Score(nn.Module):
         """
         spec = self._spec.fixed(block) if self._spec.moves else self._spec
         self._refuse(positions)
-        q_near, q_far, pairs = self._queries(spec, q, positions, query_padding)
+        q_near, q_far, pairs = self._queries(spec, q, positions, query_padding, block)
         first = 0 if positions.regular else None
         fold = key_fold(spec, self.head_dim, positions.key, k.dtype, first).read_by(block)
         norm = partial(self._normed_keys, padding=seen.padding)
@@ -160,7 +160,7 @@ class Score(nn.Module):
         """
         spec = self._spec.fixed(block) if self._spec.moves else self._spec
         self._refuse(positions)
-        q_near, q_far, pairs = self._queries(spec, q, positions, query_padding)
+        q_near, q_far, pairs = self._queries(spec, q, positions, query_padding, block)
         if self._spec.moves:
             whole = 0 if positions.regular else None
             k = self.turn(stored, positions.key, block, whole) if turned is None else turned
@@ -202,10 +202,15 @@ class Score(nn.Module):
             raise InputError(f"{spec.name} is defined for causal attention only")
 
     def _queries(
-        self, spec: ScoreSpec, q: Tensor, positions: Positions, padding: Tensor | None
+        self,
+        spec: ScoreSpec,
+        q: Tensor,
+        positions: Positions,
+        padding: Tensor | None,
+        block: int,
     ) -> tuple[Tensor, Tensor | None, PairBias | None]:
         """Queries of the near and the far regime, λ and what is learned folded in; their bias."""
-        fold = query_fold(spec, self.head_dim, positions, q.dtype)
+        fold = query_fold(spec, self.head_dim, positions, q.dtype).read_by(block)
 
         def norm(q: Tensor) -> Tensor:
             return q if self.query_norm is None else self.query_norm(q, padding)

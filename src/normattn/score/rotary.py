@@ -47,9 +47,16 @@ class Rotation:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """The same queries turned to the places of several rules, one behind the other."""
+    """Queries turned to the places of several rules, one behind the other, as `ByChunk` has them.
+
+    Rows of the first chunks have no keys of the last rules, and no features for them.
+    """
 
     each: tuple[Rotation, ...]
+
+    def read_by(self, block: int) -> SideBySide:
+        """For the rows of a chunk."""
+        return SideBySide(self.each[: max(block, 0) + 1])
 
     def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t wide"]:
         """All of them."""
@@ -84,8 +91,13 @@ class ByChunk:
     def laid(self, turned: Callable[[Rotation], Tensor]) -> Float[Tensor, "b g s wide"]:
         """What `turned` makes of them, laid out."""
         y = turned(self.turn)
-        rule = (self.block - self.chunk).clamp(0, 2)
-        return torch.cat([torch.where(rule == n, y, 0.0) for n in range(3)], -1)
+        rules = min(max(self.block, 0) + 1, 3)
+        rule = (self.block - self.chunk).clamp(0, rules - 1)
+        return torch.cat([torch.where(rule == n, y, 0.0) for n in range(rules)], -1)
+
+    def read_by(self, block: int) -> ByChunk:
+        """For the rows of a chunk."""
+        return ByChunk(self.turn, self.chunk, block)
 
     def rows(self, rows: slice) -> ByChunk:
         """The tables of some of the positions."""
