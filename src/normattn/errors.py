@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from typing import Any
 
 
 class NormattnError(Exception):
@@ -49,3 +51,11 @@ class DivergedError(NormattnError):
 
 class Interrupted(NormattnError):
     """Work was stopped by a signal after its state was saved; rerun the command to resume."""
+
+
+def library(name: str, lacking: str) -> Any:
+    """The module `name` of an extra; where it is not installed, an `InputError` that says so."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise InputError(lacking) from error

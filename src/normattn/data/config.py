@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from normattn.data.packing import Tiling
+from normattn.data.splits import check_fractions
 from normattn.data.synthetic import CopyTask
 
 
@@ -35,12 +36,7 @@ class DataConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
-        held_out = self.test_fraction + self.validation_fraction
-        if held_out >= 1:
-            raise ValueError(
-                f"test_fraction and validation_fraction leave no training text: they add up to "
-                f"{held_out:g} and must stay below 1"
-            )
+        check_fractions(self.test_fraction, self.validation_fraction, "training text")
         if self.tiled_low > self.tiled_high:
             raise ValueError(
                 f"tiled_low ({self.tiled_low}) must not exceed tiled_high ({self.tiled_high})"

@@ -10,9 +10,8 @@ from typing import overload
 import numpy as np
 from jaxtyping import Int64, UInt16, UInt32
 
-from normattn.data.splits import SplitName
+from normattn.data.splits import SplitName, Splits
 from normattn.data.tokeniser import Tokeniser
-from normattn.errors import InputError
 
 Tokens = UInt16[np.ndarray, "tokens"] | UInt32[np.ndarray, "tokens"]
 
@@ -85,7 +84,7 @@ class TokenSplit:
 
 
 @dataclass(frozen=True)
-class TokenData:
+class TokenData(Splits[TokenSplit]):
     """A corpus as tokens: three splits that share no document, and how they were made.
 
     `vocab_size` is the configured size, the one that a model needs; the tokeniser (None for
@@ -94,18 +93,7 @@ class TokenData:
     text was taken from, each with its version, where the corpus says.
     """
 
-    train: TokenSplit
-    validation: TokenSplit
-    test: TokenSplit
     tokeniser: Tokeniser | None
     vocab_size: int
     fingerprint: str
     sources: Mapping[str, str] = field(default_factory=dict)
-
-    def split(self, name: str) -> TokenSplit:
-        """The split called `name`; `InputError` for another name."""
-        splits = {split.name: split for split in (self.train, self.validation, self.test)}
-        for known, split in splits.items():
-            if known == name:
-                return split
-        raise InputError(f"there is no split {name!r}: expected {', '.join(splits)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,13 @@ from jaxtyping import Bool, Float32
 from torch.nn import functional as F
 
 from normattn.data.relations import RelationData, RelationSplit, one_hot, padded
-from normattn.errors import InputError
+from normattn.errors import library
 from normattn.evaluation.fingerprints import weights_digest
-from normattn.evaluation.scorers import Precision, evaluation_mode
+from normattn.evaluation.scorers import Precision, autocast
 from normattn.measure import Identity, fact, identified, joined, sums
 from normattn.models.accounting import parameter_count
 from normattn.models.classifier import Classifier
+from normattn.models.dropout import without_dropout
 
 THRESHOLDS = np.linspace(0.01, 0.99, 99)
 """What is tried on the development set."""
@@ -58,7 +58,7 @@ def predict(
     probabilities = np.empty((len(split), labels), dtype=np.float32)
     loss = np.empty(len(split), dtype=np.float32)
     done = 0
-    with evaluation_mode(model), _autocast(device, precision):
+    with without_dropout(model), autocast(device, precision):
         for chosen in _groups(split, max_tokens):
             ids, padding = padded([split.tokens[i] for i in chosen], pad)
             given = (torch.from_numpy(part).to(device) for part in (ids, padding))
@@ -209,16 +209,9 @@ def _groups(split: RelationSplit, max_tokens: int) -> Iterator[np.ndarray]:
         start += rows
 
 
-def _autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
-
-
-def _torchmetrics() -> ModuleType:
-    try:
-        from torchmetrics.functional import classification
-    except ImportError as error:
-        raise InputError(
-            "torchmetrics, which computes F1, is not installed; "
-            "`pip install 'normattn[eval]'` brings it"
-        ) from error
-    return classification
+def _torchmetrics() -> Any:
+    return library(
+        "torchmetrics.functional.classification",
+        "torchmetrics, which computes F1, is not installed; "
+        "`pip install 'normattn[eval]'` brings it",
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from normattn.kernels.cross_entropy import TokenScores
 from normattn.models.causal_lm import CausalLM
+from normattn.models.dropout import without_dropout
 
 TokenScorer = Callable[[Tensor], TokenScores]
 """Maps ids (b, T + 1) to the loss (b, T) in nats and the correctness (b, T) of tokens 1 … T."""
@@ -30,7 +31,7 @@ def from_causal_lm(model: CausalLM, precision: Precision = "fp32") -> TokenScore
 
     def score(ids: Int[Tensor, "b t1"]) -> TokenScores:
         device = next(model.parameters()).device
-        with evaluation_mode(model), torch.no_grad(), _autocast(device, precision):
+        with without_dropout(model), torch.no_grad(), autocast(device, precision):
             return model.token_scores(ids.to(device))
 
     return score
@@ -46,9 +47,9 @@ def from_logits(
     """
 
     def score(ids: Int[Tensor, "b t1"]) -> TokenScores:
-        mode = evaluation_mode(logits_of) if isinstance(logits_of, nn.Module) else nullcontext()
+        mode = without_dropout(logits_of) if isinstance(logits_of, nn.Module) else nullcontext()
         device = _device(logits_of, ids)
-        with mode, torch.no_grad(), _autocast(device, precision):
+        with mode, torch.no_grad(), autocast(device, precision):
             rows = [_score_window(logits_of, row.to(device)) for row in torch.split(ids, 1)]
         return TokenScores(
             loss=torch.cat([row.loss for row in rows]),
@@ -68,18 +69,6 @@ def _score_window(logits_of: Callable[[Tensor], Tensor], ids: Int[Tensor, "1 t1"
     return TokenScores(loss=torch.cat(losses)[None], correct=torch.cat(correct)[None])
 
 
-@contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Every submodule in evaluation mode inside, and in its own earlier mode afterwards."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
 def _device(logits_of: Callable[[Tensor], Tensor], ids: Tensor) -> torch.device:
     if isinstance(logits_of, nn.Module):
         first = next(logits_of.parameters(), None)
@@ -88,6 +77,6 @@ def _device(logits_of: Callable[[Tensor], Tensor], ids: Tensor) -> torch.device:
     return ids.device
 
 
-def _autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    enabled = precision == "bf16"
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+def autocast(device: torch.device, precision: Precision) -> torch.autocast:
+    """Half precision inside, where it is asked for."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")

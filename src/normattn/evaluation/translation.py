@@ -14,7 +14,7 @@ from torch import Tensor
 from normattn.data.pairs import PairSplit
 from normattn.data.pairs.config import EOS_ID, PAD_ID
 from normattn.data.tokeniser import Tokeniser
-from normattn.errors import InputError
+from normattn.errors import InputError, library
 from normattn.evaluation.unigram import unigram_nats
 from normattn.models.beam_search import beam_search
 from normattn.models.dropout import without_dropout
@@ -143,7 +143,10 @@ def corpus_counts(translations: Sequence[str], references: Sequence[str]) -> Cor
         raise InputError(
             f"there are {len(translations):,} translations of {len(references):,} sentences"
         )
-    metrics = _sacrebleu()
+    metrics = library(
+        "sacrebleu.metrics",
+        "BLEU and chrF need sacrebleu, which is not installed: pip install 'normattn[translation]'",
+    )
     counts, scores, signatures = [], [], []
     for metric in (metrics.BLEU(), metrics.CHRF()):
         result = metric.corpus_score(list(translations), [list(references)])
@@ -155,17 +158,6 @@ def corpus_counts(translations: Sequence[str], references: Sequence[str]) -> Cor
     return CorpusCounts(
         counts[0], counts[1], (scores[0], scores[1]), (signatures[0], signatures[1])
     )
-
-
-def _sacrebleu() -> Any:
-    try:
-        from sacrebleu import metrics
-    except ImportError as error:
-        raise InputError(
-            "BLEU and chrF need sacrebleu, which is not installed: "
-            "pip install 'normattn[translation]'"
-        ) from error
-    return metrics
 
 
 def _scored(

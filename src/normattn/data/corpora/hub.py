@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from normattn.data.corpora.budget import capped
 from normattn.data.corpora.corpus import CORPORA, Corpus, Document
 from normattn.data.sources import address, take_options
-from normattn.errors import InputError
+from normattn.errors import InputError, library
 
 _PREFIX = "hf:"
 
@@ -68,39 +68,18 @@ class HubCorpus(Corpus):
         )
 
     def _rows(self) -> Iterator[Document]:
-        load = self._loader()
+        lacking = f"corpus {str(self)!r} needs the datasets library: pip install 'normattn[data]'"
+        load = library("datasets", lacking).load_dataset
         field = self.field or "text"
+        named = {"split": self.split or "train", "revision": self.revision}
         try:
-            rows = iter(
-                load(
-                    self.name,
-                    self.config,
-                    split=self.split or "train",
-                    revision=self.revision,
-                    streaming=True,
-                )
-            )
+            rows = load(self.name, self.config, **named, streaming=True)
+            for number, row in enumerate(rows):
+                yield Document(f"{number:09}", self._text(row, number, field))
+        except InputError:
+            raise
         except Exception as error:  # whatever the hub's client raises, the user gets a sentence
             raise self._failed(error) from error
-        number = 0
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:
-                raise self._failed(error) from error
-            yield Document(f"{number:09}", self._text(row, number, field))
-            number += 1
-
-    def _loader(self) -> Any:
-        try:
-            from datasets import load_dataset
-        except ImportError as error:
-            raise InputError(
-                f"corpus {str(self)!r} needs the datasets library: pip install 'normattn[data]'"
-            ) from error
-        return load_dataset
 
     def _failed(self, error: Exception) -> InputError:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from normattn.data.corpora.corpus import Document
 from normattn.data.corpora.formats import FileFormat, register_format
-from normattn.data.corpora.reading import not_utf8, open_bytes
+from normattn.data.corpora.reading import text_lines, without_surrogates
 from normattn.errors import InputError
-from normattn.structured import json_lines, parse_json
+from normattn.structured import parse_json
 
 
 def read_json_lines(path: Path, name: str, field: str) -> Iterator[Document]:
@@ -17,18 +17,8 @@ def read_json_lines(path: Path, name: str, field: str) -> Iterator[Document]:
 
     Raises `InputError` naming file and line where a line is no JSON object with a text `field`.
     """
-    offset = 0
-    with open_bytes(path) as file:
-        for number, raw in json_lines(file, lambda n: f"{path}:{n}"):
-            try:
-                line = raw.decode()
-            except UnicodeDecodeError as error:
-                raise not_utf8(path, offset + error.start, error) from error
-            offset += len(raw)
-            if number == 1:
-                line = line.removeprefix("\ufeff")
-            if line.strip():
-                yield Document(f"{name}:{number}", _text_of(line, f"{path}:{number}", field))
+    for number, line in text_lines(path, lambda n: f"{path}:{n}"):
+        yield Document(f"{name}:{number}", _text_of(line, f"{path}:{number}", field))
 
 
 def _text_of(line: str, where: str, field: str) -> str:
@@ -37,8 +27,7 @@ def _text_of(line: str, where: str, field: str) -> str:
         raise InputError(f"{where} is not a JSON object but a {type(value).__name__}")
     text = value.get(field)
     if isinstance(text, str):
-        # A lone surrogate (\ud800) is legal JSON but no Unicode text.
-        return text.encode("utf-8", "replace").decode()
+        return without_surrogates(text)
     if field in value:
         raise InputError(f"{where}: field {field!r} is not text but a {type(text).__name__}")
     fields = ", ".join(map(repr, value)) or "none"

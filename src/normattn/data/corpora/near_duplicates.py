@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-from normattn.errors import InputError
+from normattn.errors import library
 
 THRESHOLD = 0.7
 PERMUTATIONS = 64
@@ -21,13 +21,10 @@ class NearDuplicates:
     """
 
     def __init__(self) -> None:
-        try:
-            import datasketch
-        except ImportError as error:
-            raise InputError(
-                "near-duplicates are found with the datasketch library: "
-                "pip install 'normattn[data]'"
-            ) from error
+        lacking = (
+            "near-duplicates are found with the datasketch library: pip install 'normattn[data]'"
+        )
+        datasketch = library("datasketch", lacking)
         self._new_hash: Any = datasketch.MinHash
         self._index = datasketch.MinHashLSH(threshold=THRESHOLD, num_perm=PERMUTATIONS)
         self._shown: list[Any] = []

@@ -9,7 +9,7 @@ from typing import Any
 from normattn.data.corpora.corpus import Document
 from normattn.data.corpora.formats import FileFormat, register_format
 from normattn.data.corpora.reading import open_bytes
-from normattn.errors import InputError
+from normattn.errors import InputError, library
 
 _ROWS = 256
 
@@ -20,7 +20,8 @@ def read_parquet(path: Path, name: str, field: str) -> Iterator[Document]:
     Raises `InputError` when pyarrow is missing, the file is damaged, or the column is missing or
     holds something else than text.
     """
-    pyarrow, parquet = _import(path)
+    lacking = f"{path} needs pyarrow to be read: pip install 'normattn[data]'"
+    pyarrow, parquet = (library(name, lacking) for name in ("pyarrow", "pyarrow.parquet"))
     row = 0
     with open_bytes(path) as file:
         try:
@@ -33,17 +34,6 @@ def read_parquet(path: Path, name: str, field: str) -> Iterator[Document]:
         except pyarrow.ArrowException as error:
             first = str(error).splitlines()[0]
             raise InputError(f"{path} is not a whole Parquet file: {first}") from error
-
-
-def _import(path: Path) -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise InputError(
-            f"{path} needs pyarrow to be read: pip install 'normattn[data]'"
-        ) from error
-    return pyarrow, parquet
 
 
 def _check_column(path: Path, schema: Any, field: str) -> None:

@@ -7,13 +7,14 @@ import gzip
 import io
 import tokenize
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from normattn.errors import InputError
 from normattn.files import open_file
+from normattn.structured import json_lines
 
 _CHUNK = 1 << 16
 
@@ -43,6 +44,30 @@ def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> InputError:
         f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset} ({error.reason}); "
         "convert the file to UTF-8 first"
     )
+
+
+def text_lines(path: Path, where: Callable[[int], str]) -> Iterator[tuple[int, str]]:
+    """The number, from 1, and the text of each line of JSON that is not blank.
+
+    `where(n)` names line n. Raises `InputError` for a line without end, or one that is not UTF-8.
+    """
+    offset = 0
+    with open_bytes(path) as file:
+        for number, raw in json_lines(file, where):
+            try:
+                line = raw.decode()
+            except UnicodeDecodeError as error:
+                raise not_utf8(path, offset + error.start, error) from error
+            offset += len(raw)
+            line = line.removeprefix("\ufeff") if number == 1 else line
+            if line.strip():
+                yield number, line
+
+
+def without_surrogates(text: str) -> str:
+    """The text with a question mark for what is no Unicode."""
+    # A lone surrogate (\ud800) is legal JSON but no Unicode text.
+    return text.encode("utf-8", "replace").decode()
 
 
 def decode_python(raw: bytes) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from normattn.data.splits import check_fractions
+
 
 class ImageDataConfig(BaseModel):
     """Which images, and how they are split.
@@ -26,10 +28,5 @@ class ImageDataConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> ImageDataConfig:
-        held_out = self.test_fraction + self.validation_fraction
-        if held_out >= 1:
-            raise ValueError(
-                "test_fraction and validation_fraction leave no image to train on: they add up to "
-                f"{held_out:g} and must stay below 1"
-            )
+        check_fractions(self.test_fraction, self.validation_fraction, "image to train on")
         return self

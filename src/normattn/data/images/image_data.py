@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32, Int64, UInt8
 
-from normattn.data.splits import SplitName
-from normattn.errors import InputError
+from normattn.data.splits import SplitName, Splits
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,12 @@ class ImageShape:
 
 
 @dataclass(frozen=True)
-class ImageData:
+class ImageData(Splits[ImageSplit]):
     """Three splits that share no image; `class_names` in the order of the labels' numbers.
 
     `fingerprint` is a hash of all pixels, labels and splits.
     """
 
-    train: ImageSplit
-    validation: ImageSplit
-    test: ImageSplit
     class_names: tuple[str, ...]
     fingerprint: str
 
@@ -64,11 +60,3 @@ class ImageData:
         """The size of every image, and the number of classes."""
         height, width, channels = self.train.pixels.shape[1:]
         return ImageShape(height, width, channels, len(self.class_names))
-
-    def split(self, name: str) -> ImageSplit:
-        """The split called `name`; `InputError` for another name."""
-        splits = {split.name: split for split in (self.train, self.validation, self.test)}
-        for known, split in splits.items():
-            if known == name:
-                return split
-        raise InputError(f"there is no split {name!r}: expected {', '.join(splits)}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from normattn.data.splits import check_fractions
+
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 LEAST_VOCABULARY = 256 + len(SPECIALS)
@@ -38,12 +40,7 @@ class PairsConfig(BaseModel):
 
     @model_validator(mode="after")
     def _leaves_training_pairs(self) -> PairsConfig:
-        held_out = self.test_fraction + self.validation_fraction
-        if held_out >= 1:
-            raise ValueError(
-                f"test_fraction and validation_fraction leave no training pairs: they add up to "
-                f"{held_out:g} and must stay below 1"
-            )
+        check_fractions(self.test_fraction, self.validation_fraction, "training pairs")
         return self
 
     @property

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from normattn.data.corpora.reading import not_utf8, open_bytes
+from normattn.data.corpora.reading import text_lines, without_surrogates
 from normattn.data.pairs.lines import stamp
 from normattn.data.pairs.source import PAIRS, Languages, Pair, PairSource
 from normattn.data.sources import take_options
 from normattn.data.splits import SPLITS, SplitName
 from normattn.errors import InputError
 from normattn.files import expanded
-from normattn.structured import json_lines, parse_json
+from normattn.structured import parse_json
 
 _ENDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 
@@ -47,16 +47,8 @@ class JsonPairs(PairSource):
 
     def pairs(self) -> Iterator[Pair]:
         """Stream the lines; `InputError` names the line that is no pair."""
-        offset = 0
-        with open_bytes(self.path) as file:
-            for number, raw in json_lines(file, lambda n: f"{self.path}:{n}"):
-                try:
-                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    raise not_utf8(self.path, offset + error.start, error) from error
-                offset += len(raw)
-                if line.strip():
-                    yield self._pair(line, f"{self.path}:{number}")
+        for number, line in text_lines(self.path, lambda n: f"{self.path}:{n}"):
+            yield self._pair(line, f"{self.path}:{number}")
 
     def fingerprint(self) -> str:
         """By name, size and time of the file."""
@@ -67,20 +59,16 @@ class JsonPairs(PairSource):
         inner = value.get("translation", value) if isinstance(value, dict) else value
         if not isinstance(inner, dict):
             raise InputError(f"{where} is not a JSON object of sentences by language")
-        texts = [self._text(inner, name, where) for name in _both(self.languages)]
+        both = (self.languages.source, self.languages.target)
+        texts = [self._text(inner, name, where) for name in both]
         return Pair(texts[0], texts[1], _split(value, where))
 
     def _text(self, fields: Mapping[str, Any], name: str, where: str) -> str:
         text = fields.get(name)
         if isinstance(text, str):
-            # A lone surrogate (\ud800) is legal JSON but no Unicode text.
-            return text.encode("utf-8", "replace").decode()
+            return without_surrogates(text)
         known = ", ".join(map(repr, fields)) or "none"
         raise InputError(f"{where} has no sentence under {name!r} (its fields: {known})")
-
-
-def _both(languages: Languages) -> tuple[str, str]:
-    return languages.source, languages.target
 
 
 def _split(value: Mapping[str, Any], where: str) -> SplitName | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,9 +11,8 @@ import numpy as np
 from jaxtyping import Int64, UInt16
 
 from normattn.data.pairs.config import BOS_ID, EOS_ID
-from normattn.data.splits import SplitName
+from normattn.data.splits import SplitName, Splits
 from normattn.data.tokeniser import Tokeniser
-from normattn.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -82,30 +81,17 @@ class PairSplit:
 
 
 @dataclass(frozen=True)
-class PairData:
+class PairData(Splits[PairSplit]):
     """A corpus of sentence pairs in three splits, its tokenisers, and what was left out.
 
     With a shared vocabulary both tokenisers are one. `left_out` counts pairs with an empty side
     and training pairs that are too long. `fingerprint` is a hash of the tokens and texts.
     """
 
-    train: PairSplit
-    validation: PairSplit
-    test: PairSplit
     source_tokeniser: Tokeniser
     target_tokeniser: Tokeniser
     left_out: Mapping[str, int]
     fingerprint: str
-
-    def __iter__(self) -> Iterator[PairSplit]:
-        return iter((self.train, self.validation, self.test))
-
-    def split(self, name: str) -> PairSplit:
-        """The split called `name`; `InputError` for another name."""
-        for split in self:
-            if split.name == name:
-                return split
-        raise InputError(f"there is no split {name!r}: expected train, validation, test")
 
     def facts(self) -> str:
         """The sizes in one sentence."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from normattn.data.splits import check_fractions
+
 PYTHON_IMPORTS = "python-imports"
 
 
@@ -37,12 +39,7 @@ class RelationConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> RelationConfig:
-        held_out = self.test_fraction + self.validation_fraction
-        if held_out >= 1:
-            raise ValueError(
-                f"test_fraction and validation_fraction leave no training files: they add up to "
-                f"{held_out:g} and must stay below 1"
-            )
+        check_fractions(self.test_fraction, self.validation_fraction, "training files")
         if not self.embedded:
             own = ("modules", "test_fraction", "validation_fraction", "seed", "max_bytes")
             fields = type(self).model_fields

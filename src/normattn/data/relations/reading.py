@@ -7,10 +7,10 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from normattn.data.corpora.reading import not_utf8, open_bytes, read_text
+from normattn.data.corpora.reading import read_text, text_lines, without_surrogates
 from normattn.data.relations.documents import RelationDocument
 from normattn.errors import InputError
-from normattn.structured import json_lines, parse_json
+from normattn.structured import parse_json
 
 _FORM = '{"text": "…", "triple_list": [["subject", "relation", "object"], …]}'
 
@@ -46,19 +46,9 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    offset = 0
-    with open_bytes(path) as file:
-        for number, raw in json_lines(file, lambda n: f"{path}, line {n}"):
-            try:
-                line = raw.decode()
-            except UnicodeDecodeError as error:
-                raise not_utf8(path, offset + error.start, error) from error
-            offset += len(raw)
-            line = line.removeprefix("\ufeff") if number == 1 else line
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            yield where, parse_json(line, where)
+    for number, line in text_lines(path, lambda n: f"{path}, line {n}"):
+        where = f"{path}, line {number}"
+        yield where, parse_json(line, where)
 
 
 def _document(item: Any, where: str) -> RelationDocument:
@@ -74,9 +64,8 @@ def _document(item: Any, where: str) -> RelationDocument:
         raise InputError(f"{where}: field 'text' is {found}; expected some text")
     path, _, place = where.rpartition(", ")
     name = f"{Path(path).name}:{place.rpartition(' ')[2]}"
-    # A lone surrogate (\ud800) is legal JSON but no Unicode text.
-    clean = text.encode("utf-8", "replace").decode()
-    return RelationDocument(name, clean, _labels(item["triple_list"], where))
+    labels = _labels(item["triple_list"], where)
+    return RelationDocument(name, without_surrogates(text), labels)
 
 
 def _labels(triples: Any, where: str) -> tuple[str, ...]:
