@@ -6,6 +6,7 @@ Legend: B batch, H query heads, R chosen queries, S keys.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,6 +35,20 @@ def alpha(problem: Problem, rows: Int[Tensor, " r"] | None = None) -> Float[Tens
     own = None if seen.query_documents is None else seen.query_documents[:, rows]
     seen = replace(seen, query=seen.query[..., rows], aligned=False, query_documents=own)
     return reference(replace(whole, q=problem.q[:, :, rows], visibility=seen))
+
+
+class Watcher:
+    """An observer that whole texts pass in order, and that asks for no functions of distance."""
+
+    def enter(self, owner: Any, q: Tensor, k: Tensor, padding: Any, at: Any) -> None:
+        """A layer begins."""
+
+    def confine(self, rows: slice, own: Tensor | None) -> None:
+        """The next problem is that of some rows."""
+
+    def functions(self, problem: Problem) -> Tensor | None:
+        """None are wanted."""
+        return None
 
 
 class Summed:

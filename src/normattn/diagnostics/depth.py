@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
 from normattn.data.masking import MaskedSet
-from normattn.diagnostics.alpha import Summed, alpha
+from normattn.diagnostics.alpha import Summed, Watcher, alpha
 from normattn.kernels import Problem
 from normattn.kernels.observe import Observation, observing
 from normattn.models.dropout import without_dropout
@@ -111,7 +111,7 @@ def layer_gradients(
     return found
 
 
-class _Eyes:
+class _Eyes(Watcher):
     """Sees the problem of each layer of one forward: entropy of all queries, agreement of some."""
 
     def __init__(self) -> None:
@@ -120,23 +120,6 @@ class _Eyes:
         self.agreement_mean: list[Tensor] = []
         self._summed = Summed()
         self._below: Tensor | None = None
-
-    def enter(
-        self,
-        owner: object,
-        q: Float[Tensor, "b h t d"],
-        k: Float[Tensor, "b g s d"],
-        padding: tuple[Bool[Tensor, "b t"] | None, Bool[Tensor, "b s"] | None],
-        at: tuple[Int[Tensor, "*bq t"], Int[Tensor, "*bk s"]],
-    ) -> None:
-        """A layer begins."""
-
-    def confine(self, rows: slice, own: Bool[Tensor, "*b t"] | None) -> None:
-        """Whole texts are read at once."""
-
-    def functions(self, problem: Problem) -> None:
-        """Distances are not asked for."""
-        return
 
     def see(self, problem: Problem, observation: Observation) -> None:
         """A layer's attention is done."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -19,6 +21,7 @@ from normattn.diagnostics.watching import Seen, watching
 from normattn.kernels.cosines import BINS
 from normattn.measure import Identity, identified, joined, sums
 from normattn.models import CausalLM
+from normattn.models.dropout import without_dropout
 
 Array = NDArray[np.float64]
 DENSITY = (np.linspace(-1.5, 1.5, 42), np.linspace(-6.0, 6.0, 42))
@@ -49,22 +52,15 @@ def measure_mechanism(
     counts = _Counts(model, texts)
     rows = max(1, tokens_per_batch // texts.length)
     device = next(model.parameters()).device
-    # No dropout, and every module as it was afterwards.
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with without_dropout(model), torch.no_grad():
         for first in range(0, len(texts), rows):
             part = slice(first, min(first + rows, len(texts)))
             ids = torch.from_numpy(np.array(texts.windows[part], dtype=np.int64)).to(device)
-            with torch.no_grad():
-                with watching(model, counts.near(part)):
-                    model.hidden(ids[:, : texts.train_length])
-                with watching(model, counts.far(part)):
-                    model.hidden(ids[:, : texts.length])
+            with watching(model, counts.near(part)):
+                model.hidden(ids[:, : texts.train_length])
+            with watching(model, counts.far(part)):
+                model.hidden(ids[:, : texts.length])
             progress(part.stop, len(texts))
-    finally:
-        for module, training in modes:
-            module.training = training
     return counts.measured(seed, weights)
 
 
@@ -130,14 +126,9 @@ class _Counts:
     def measured(self, seed: int, weights: str) -> pl.DataFrame:
         """The sums as rows of the frame."""
         near = [
-            *(
-                self._by_head(name, self.sums[name], below)
-                for name, below in (
-                    ("correlation", self.sums["varied"]),
-                    ("raw_correlation", self.windows),
-                    ("spread", self.windows),
-                )
-            ),
+            self._by_head("correlation", self.sums["correlation"], self.sums["varied"]),
+            self._by_head("raw_correlation", self.sums["raw_correlation"], self.windows),
+            self._by_head("spread", self.sums["spread"], self.windows),
             *self._cosine_rows("near"),
         ]
         whose = self._identity(seed, weights, self.texts.train_length)
@@ -169,41 +160,20 @@ class _Counts:
         counted = np.bincount(self.place, minlength=len(self.documents))
         return counted.astype(float)[:, None, None]
 
-    def _by_head(self, name: str, above: Array, below: Array) -> pl.DataFrame:
+    def _by_head(self, name: str, above: Array, below: Array, **axis: Any) -> pl.DataFrame:
+        """(documents, layers, heads, bins of an axis if there is one)."""
         below = np.broadcast_to(below, above.shape)
         return pl.concat(
-            sums(
-                name,
-                self.documents,
-                above[:, layer, head],
-                below[:, layer, head],
-                layer=layer,
-                head=head,
-            )
-            for layer in range(self.layers)
-            for head in range(self.heads)
+            sums(name, self.documents, above[at], below[at], layer=at[1], head=at[2], **axis)
+            for at in product((slice(None),), range(self.layers), range(self.heads))
         )
 
     def _cosine_rows(self, name: str) -> list[pl.DataFrame]:
-        counts, edges = self.cosines[name], np.linspace(-1.0, 1.0, BINS + 1)
-        histograms = [
-            sums(
-                "cosine",
-                self.documents,
-                counts[:, layer, head],
-                1.0 * counts[:, layer, head],
-                axis="cosine",
-                edges=edges.tolist(),
-                layer=layer,
-                head=head,
-            )
-            for layer in range(self.layers)
-            for head in range(self.heads)
-        ]
+        counts, edges = self.cosines[name].astype(np.float64), np.linspace(-1.0, 1.0, BINS + 1)
         ends = self.ends[name]
         ones = np.ones(len(ends))
         return [
-            *histograms,
+            self._by_head("cosine", counts, counts, axis="cosine", edges=edges.tolist()),
             sums("least_cosine", self.documents, ends[:, 0], ones),
             sums("largest_cosine", self.documents, ends[:, 1], ones),
         ]

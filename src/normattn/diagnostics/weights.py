@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from normattn.diagnostics.alpha import Summed, alpha
+from normattn.diagnostics.alpha import Summed, Watcher, alpha
 from normattn.diagnostics.collecting import layer_names
 from normattn.errors import InputError
 from normattn.kernels import Problem
@@ -54,7 +54,7 @@ def attention_weights(
     return keep.whole()
 
 
-class _Keep:
+class _Keep(Watcher):
     """Keeps the weights of every layer, as rows that belong together."""
 
     def __init__(self, names: Mapping[Any, Sequence[str]]) -> None:
@@ -65,17 +65,10 @@ class _Keep:
         self._name = ""
         self._summed = Summed()
 
-    def enter(self, owner: object, q: Tensor, k: Tensor, padding: Any, at: Any) -> None:
+    def enter(self, owner: Any, q: Tensor, k: Tensor, padding: Any, at: Any) -> None:
         """A layer begins."""
         self._name = next(self._turns[owner])
         self.parts[self._name] = []
-
-    def confine(self, rows: slice, own: Tensor | None) -> None:
-        """Rows of one text come in order."""
-
-    def functions(self, problem: Problem) -> Tensor | None:
-        """Distances are not asked for."""
-        return None
 
     def see(self, problem: Problem, observation: Observation) -> None:
         """Compute a layer's weights once more."""

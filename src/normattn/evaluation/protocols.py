@@ -42,14 +42,12 @@ def evaluate_cell(
     edges = _edges(evaluation_set)
     whose = identity(cell, evaluation_set)
     key = digest(whose.columns(), edges)
-    done = store.get(key) if store is not None else None
-    if done is not None:
-        return done
-    counts = _count(scorer, evaluation_set, edges, tokens_per_batch, progress, cell.name)
-    measured = identified(whose, counts.rows(evaluation_set.documents, edges))
-    if store is not None:
-        store.put(key, measured)
-    return measured
+
+    def measure() -> pl.DataFrame:
+        counts = _count(scorer, evaluation_set, edges, tokens_per_batch, progress, cell.name)
+        return identified(whose, counts.rows(evaluation_set.documents, edges))
+
+    return measure() if store is None else store.once(key, measure)
 
 
 @dataclass(frozen=True)

@@ -32,26 +32,24 @@ def evaluate_retrieval(
     """
     whose = identity(cell, retrieval, task=retrieval.task)
     key = digest(whose.columns())
-    done = store.get(key) if store is not None else None
-    if done is not None:
-        return done
-    samples, depths, width = retrieval.windows.shape
-    scored = np.repeat(retrieval.scored, depths, axis=0)
-    flat = retrieval.windows.reshape(-1, width)
-    task = retrieval.task
-    counted = count_answers(scorer, flat, scored, tokens_per_batch, progress, cell.name, task)
-    correct, loss = (each.reshape(samples, depths) for each in counted)
-    tokens = np.tile(retrieval.scored.sum(axis=1)[:, None], (1, len(retrieval.depths)))
-    parts = {"exact": (correct == tokens, 1.0 * (tokens > 0)), "accuracy": (correct, tokens)}
-    parts["loss"] = (loss, tokens)
-    rows = [
-        sums(name, _samples(retrieval), above, of, axis="depth", edges=retrieval.depths)
-        for name, (above, of) in parts.items()
-    ]
-    measured = identified(whose, rows)
-    if store is not None:
-        store.put(key, measured)
-    return measured
+
+    def measure() -> pl.DataFrame:
+        samples, depths, width = retrieval.windows.shape
+        scored = np.repeat(retrieval.scored, depths, axis=0)
+        flat = retrieval.windows.reshape(-1, width)
+        task = retrieval.task
+        counted = count_answers(scorer, flat, scored, tokens_per_batch, progress, cell.name, task)
+        correct, loss = (each.reshape(samples, depths) for each in counted)
+        tokens = np.tile(retrieval.scored.sum(axis=1)[:, None], (1, len(retrieval.depths)))
+        parts = {"exact": (correct == tokens, 1.0 * (tokens > 0)), "accuracy": (correct, tokens)}
+        parts["loss"] = (loss, tokens)
+        rows = [
+            sums(name, _samples(retrieval), above, of, axis="depth", edges=retrieval.depths)
+            for name, (above, of) in parts.items()
+        ]
+        return identified(whose, rows)
+
+    return measure() if store is None else store.once(key, measure)
 
 
 def _samples(retrieval: RetrievalSet) -> list[str]:

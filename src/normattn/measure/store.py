@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
@@ -48,6 +49,15 @@ class MeasurementStore:
     def put(self, key: str, measured: pl.DataFrame) -> None:
         """Keep a frame under its key, whole or not at all."""
         frame.write(self.path(key), measured, key)
+
+    def once(self, key: str, measure: Callable[[], pl.DataFrame]) -> pl.DataFrame:
+        """The frame of an evaluation, made by `measure` and kept unless it was done already."""
+        done = self.get(key)
+        if done is not None:
+            return done
+        measured = measure()
+        self.put(key, measured)
+        return measured
 
     def __len__(self) -> int:
         return len(self._paths())
