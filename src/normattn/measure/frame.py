@@ -87,8 +87,8 @@ class Identity:
     score: str
     seed: int
     protocol: str
-    length: int
-    train_length: int
+    length: int = 0
+    train_length: int = 0
     method: str = ""
     split: str = "test"
     data: str = ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from normattn.measure import Estimate, Statistic, holm
+from normattn.measure.gather import Where
 from normattn.report.table import shown
 from normattn.report.view import Term, View
 
@@ -47,6 +48,20 @@ class Claim:
             return self.test(view)
         assert self.statistic is not None
         return view.contrast(self.statistic, self.terms)
+
+
+def difference(
+    sentence: str,
+    source: str,
+    measured: str,
+    statistic: Statistic,
+    ours: Where,
+    theirs: Where,
+    *,
+    sign: int = 1,
+) -> Claim:
+    """The claim that a statistic is higher in `ours` than in `theirs` (`sign` −1: lower)."""
+    return Claim(sentence, source, measured, statistic, (Term(1.0, ours), Term(-1.0, theirs)), sign)
 
 
 @dataclass(frozen=True)

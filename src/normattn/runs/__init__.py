@@ -4,7 +4,7 @@ from normattn.runs.checkpoints import Checkpoint, Checkpoints
 from normattn.runs.directory import RunDirectory
 from normattn.runs.environment import describe_environment, record_environment
 from normattn.runs.metrics import MetricsLog, read_metrics
-from normattn.runs.status import RunStatus, read_status, unchanged
+from normattn.runs.status import RunStatus, read_status, require_finished, unchanged
 
 __all__ = [
     "Checkpoint",
@@ -16,5 +16,6 @@ __all__ = [
     "read_metrics",
     "read_status",
     "record_environment",
+    "require_finished",
     "unchanged",
 ]

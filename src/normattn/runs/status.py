@@ -70,6 +70,14 @@ def _status_problem(stored: dict[str, Any]) -> str | None:
     return None
 
 
+def require_finished(run: Path, use: str) -> None:
+    """Raise `InputError` where the run in `run` has not finished; `use` is what it is asked for."""
+    status = read_status(run)
+    if status is None or status.state != "finished":
+        state = f"is {status.state} at step {status.step}" if status else "has not begun"
+        raise InputError(f"the run in {run} {state}; only a finished run can {use}")
+
+
 def digests_of_files(run: Path) -> dict[str, str]:
     """The digest of each file that a run leaves, by name."""
     found = (file for file in sorted(run.iterdir()) if file.is_file() and file.name[0] != ".")

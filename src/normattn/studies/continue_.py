@@ -15,12 +15,12 @@ import polars as pl
 from normattn.data import TokenData
 from normattn.data.evaluation_sets import EvaluationSet, non_repeated_set, train_length_set
 from normattn.errors import InputError
-from normattn.report.claim import Claim
+from normattn.report.claim import Claim, difference
 from normattn.report.figure import Curves, Figure, Line, Panel
 from normattn.report.page import Page
 from normattn.report.points import points
 from normattn.report.table import Cell, Column, Row, Table
-from normattn.report.view import Term, View
+from normattn.report.view import View
 from normattn.score import ScoreSpec
 from normattn.studies._reading import ACCURACY, LOSS, VARIANT_ORDER, label, ranked
 from normattn.sweep.collect import measured_below
@@ -28,23 +28,16 @@ from normattn.sweep.language import (
     CausalCell,
     TextConfig,
     check_trainable,
-    described,
     opened,
     shared_training,
+    text_sweep,
 )
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.merging import merged
 from normattn.sweep.reading import KeptStage
 from normattn.sweep.settings import ContinueSettings, EvaluationSettings
 from normattn.sweep.stages import UNKNOWN, Stage, TrainStage
-from normattn.sweep.study import (
-    Request,
-    Study,
-    Sweep,
-    place_of,
-    refuse_choices,
-    seeds_of,
-)
+from normattn.sweep.study import Request, Study, Sweep, cells_of, refuse_choices, seeds_of
 from normattn.training import TrainingConfig
 
 KIND = "continue"
@@ -114,44 +107,17 @@ def resolve(request: Request) -> Sweep:
     """The study that a request asks for; raises `InputError` as `keynorm.resolve` does."""
     preset = opened(request, KIND, group=GROUP, unread=("multiples", "protocols"))
     refuse_choices(request, KIND, variants=False)
-    training = shared_training(preset)
-    continued = _with_batch_size(preset.continued, training["batch_size"])
-    config = ContinueConfig(
-        preset=preset.name,
-        training=training,
-        evaluation=preset.evaluation.model_copy(
-            update={"multiples": continued.read, "protocols": ("train_length", "non_repeated")}
-        ),
-        continued=continued,
-    )
+    continued = _with_batch_size(preset.continued, shared_training(preset)["batch_size"])
+    read = {"multiples": continued.read, "protocols": ("train_length", "non_repeated")}
+    config = ContinueConfig.of(preset, read, continued=continued)
     for variant in VARIANTS:
         check_trainable(variant, config)
-    cells = tuple(
-        ContinueCell(
-            variant=variant,
-            seed=seed,
-            methods=_methods(variant, continued.multiple),
-            training=training,
-            evaluation=config.evaluation,
-            continued=continued,
-        )
-        for seed in seeds_of(request, preset)
-        for variant in VARIANTS
-    )
-    out = place_of(request, KIND, preset)
-    for stage in cells[0].stages(CellPaths.of(out, cells[0].variant, cells[0].seed)):
+    methods = {each: {"methods": _methods(each, continued.multiple)} for each in VARIANTS}
+    cells = cells_of(ContinueCell, config, seeds_of(request, preset), methods)
+    sweep = text_sweep(request, KIND, config, cells, evaluation_sets)
+    for stage in sweep.stages(cells[0]):
         _ = stage.cost  # Settings that cannot be are refused now, not after the first training.
-    return Sweep(
-        study=KIND,
-        config=config,
-        cells=cells,
-        skipped=(),
-        out=out,
-        describe=described(
-            lambda data: evaluation_sets(data, config.train_length, config.evaluation)
-        ),
-        facts=config.facts,
-    )
+    return sweep
 
 
 def _with_batch_size(settings: ContinueSettings, before: int) -> ContinueSettings:
@@ -250,25 +216,22 @@ def _change_columns(view: View) -> Sequence[Column]:
 
 def claims(view: View) -> list[Claim]:
     """The scores with a norm, unchanged, against Baseline and its remedies after the last step."""
-    branches, found = _branches(view), []
-    for base, remedy in [branch for branch in branches if branch[0].startswith("Baseline")]:
-        for row, method in [branch for branch in branches if not branch[0].startswith("Baseline")]:
-            for length in _lengths(view)[1:]:
-                ends = [
-                    {"row": a, "method": b, STEP: _steps(view, a, b)[-1], "length": length}
-                    for a, b in ((row, method), (base, remedy))
-                ]
-                found.append(
-                    Claim(
-                        f"{row}, unchanged, ends with a lower loss than {label(base, remedy)}",
-                        "kexue 9859",
-                        f"loss at {length:,}, nats",
-                        LOSS,
-                        (Term(1.0, ends[0]), Term(-1.0, ends[1])),
-                        sign=-1,
-                    )
-                )
-    return found
+    last = _last_rows(view)
+    return [
+        difference(
+            f"{normed.where['row']}, unchanged, ends with a lower loss than {base.label}",
+            "kexue 9859",
+            f"loss at {length:,}, nats",
+            LOSS,
+            *({**row.where, "length": length} for row in (normed, base)),
+            sign=-1,
+        )
+        for base in last
+        if base.where["row"].startswith("Baseline")
+        for normed in last
+        if not normed.where["row"].startswith("Baseline")
+        for length in _lengths(view)[1:]
+    ]
 
 
 def figures(view: View) -> list[Figure]:

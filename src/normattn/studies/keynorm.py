@@ -8,10 +8,11 @@ Baseline, KNA and CosA.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from normattn.errors import InputError
-from normattn.report.claim import Claim
+from normattn.measure.gather import Where
+from normattn.report.claim import Claim, difference
 from normattn.report.figure import Figure
 from normattn.report.page import Page
 from normattn.report.table import Cell, Column, Row, Table
@@ -37,13 +38,11 @@ from normattn.sweep.language import (
     checked_methods,
     opened,
     read_sweep,
-    shared_training,
-    usable_methods,
+    usable,
 )
 from normattn.sweep.omissions import Omission
 from normattn.sweep.reading import AS_IS
 from normattn.sweep.selections import ALL, candidates
-from normattn.sweep.settings import Preset
 from normattn.sweep.study import Request, Study, Sweep
 
 KIND = "keynorm"
@@ -61,21 +60,11 @@ def resolve(request: Request) -> Sweep:
     so does a part that a row of the extended table cannot have.
     """
     preset = opened(request, KIND)
-    config = sweep_config(preset)
-    variants, skipped = _variants(request, config)
-    methods = None if request.methods == (ALL,) else _methods(request, config)
-    usable = {}
-    for variant in variants:
-        usable[variant], omissions = _usable(variant, methods, config)
-        skipped += [each for each in omissions if each not in skipped]
-    return read_sweep(request, KIND, preset, config, usable, skipped)
-
-
-def sweep_config(preset: Preset) -> TextConfig:
-    """What all rows share."""
-    return TextConfig(
-        preset=preset.name, training=shared_training(preset), evaluation=preset.evaluation
-    )
+    config = TextConfig.of(preset)
+    variants, untrained = _variants(request, config)
+    asked = None if request.methods == (ALL,) else _methods(request, config)
+    methods, unread = usable({each: asked or _every_method(each) for each in variants}, config)
+    return read_sweep(request, KIND, preset, config, methods, [*untrained, *unread])
 
 
 def _variants(request: Request, config: TextConfig) -> tuple[tuple[str, ...], list[Omission]]:
@@ -103,21 +92,19 @@ def _listed(names: tuple[str, ...] | None, option: str) -> tuple[str, ...] | Non
     return names
 
 
-def _usable(
-    variant: str, methods: tuple[str, ...] | None, config: TextConfig
-) -> tuple[tuple[str, ...], list[Omission]]:
-    """The methods of one row, None standing for all, and why each of the others cannot be.
-
-    All methods are read on the scores of the table; a row that shows another part is read as it is
-    and with two methods.
+def _every_method(variant: str) -> tuple[str, ...]:
+    """What `all` stands for: every method on the scores of the table; a row that shows another part
+    is read as it is and with two methods.
     """
-    if methods is None:
-        whole = variant in (*BASES, *VARIANTS)
-        methods = (AS_IS, *(candidates() if whole else READ_WITH))
-    return usable_methods(variant, methods, config)
+    return (AS_IS, *(candidates() if variant in (*BASES, *VARIANTS) else READ_WITH))
 
 
 SOURCE = "kexue 9859"
+PAST = (
+    ("non_repeated", "natural text past L"),
+    ("repeated", "tiled text past L"),
+    ("last_segment", "the last segment after the longest context"),
+)
 
 
 def claims(view: View) -> list[Claim]:
@@ -125,120 +112,79 @@ def claims(view: View) -> list[Claim]:
     return [*_against_baseline(view), *_within(view)]
 
 
-def _against_baseline(view: View) -> list[Claim]:
+def _claim(sentence: str, measured: str, ours: Where, theirs: Where, *, sign: int = 1) -> Claim:
+    return difference(sentence, SOURCE, measured, POINTS, ours, theirs, sign=sign)
+
+
+def _against_baseline(view: View) -> Iterator[Claim]:
     """Scores as they are against Baseline as it is, and at the training length."""
-    plain = _length(view, "non_repeated")
-    found = []
     for row in ("KNA", "CosA", "KNA-logn", "CosA-logn"):
-        for protocol, words in (
-            ("non_repeated", "natural text past L"),
-            ("repeated", "tiled text past L"),
-            ("last_segment", "the last segment after the longest context"),
-        ):
-            found.append(
-                Claim(
-                    f"{row} reads better than Baseline: {words}",
-                    SOURCE,
-                    f"{row} − Baseline, accuracy",
-                    POINTS,
-                    (_as_is(view, row, protocol, 1.0), _as_is(view, "Baseline", protocol, -1.0)),
-                )
+        for protocol, words in PAST:
+            yield _claim(
+                f"{row} reads better than Baseline: {words}",
+                f"{row} − Baseline, accuracy",
+                *(_as_is(view, each, protocol) for each in (row, "Baseline")),
             )
     for row in ("KNA", "CosA"):
         at = {"protocol": "train_length", "method": ""}
-        found.append(
-            Claim(
-                f"{row} is slightly better at the training length",
-                SOURCE,
-                f"{row} − Baseline at L, accuracy",
-                POINTS,
-                (Term(1.0, {"row": row, **at}), Term(-1.0, {"row": "Baseline", **at})),
-            )
+        yield _claim(
+            f"{row} is slightly better at the training length",
+            f"{row} − Baseline at L, accuracy",
+            *({"row": each, **at} for each in (row, "Baseline")),
         )
-    found.append(
-        Claim(
-            "normalising the queries alone does not help: KNA is above QNA on natural text",
-            SOURCE,
-            "KNA − QNA, accuracy",
-            POINTS,
-            (_as_is(view, "KNA", "non_repeated", 1.0), _as_is(view, "QNA", "non_repeated", -1.0)),
-        )
+    natural = {row: _as_is(view, row, "non_repeated") for row in ("KNA", "QNA", "Baseline")}
+    yield _claim(
+        "normalising the queries alone does not help: KNA is above QNA on natural text",
+        "KNA − QNA, accuracy",
+        *(natural["KNA"], natural["QNA"]),
     )
     for method in ("YaRN", "ReRoPE"):
-        there = {"row": "Baseline", "method": method, "protocol": "non_repeated", **plain}
-        found.append(
-            Claim(
-                f"KNA as it is reads natural text as well as Baseline with {method} "
-                "(at least no worse: the difference is not below 0)",
-                SOURCE,
-                f"KNA − Baseline-{method}, accuracy",
-                POINTS,
-                (_as_is(view, "KNA", "non_repeated", 1.0), Term(-1.0, there)),
-            )
+        yield _claim(
+            f"KNA as it is reads natural text as well as Baseline with {method} "
+            "(at least no worse: the difference is not below 0)",
+            f"KNA − Baseline-{method}, accuracy",
+            *(natural["KNA"], {**natural["Baseline"], "method": method}),
         )
-    return found
 
 
-def _within(view: View) -> list[Claim]:
+def _within(view: View) -> Iterator[Claim]:
     """What becomes of one score with longer contexts and with methods."""
-    plain, lengths = _length(view, "non_repeated"), _last_lengths(view)
-    found = []
+    natural = _as_is(view, "KNA", "non_repeated")
     for method in ("NTK", "YaRN"):
-        there = {"row": "KNA", "method": method, "protocol": "non_repeated", **plain}
-        found.append(
-            Claim(
-                f"KNA gains nothing from {method} on natural text",
-                SOURCE,
-                f"KNA-{method} − KNA, accuracy",
-                POINTS,
-                (Term(1.0, there), _as_is(view, "KNA", "non_repeated", -1.0)),
-                sign=-1,
-            )
-        )
-    if len(lengths) > 1:
-        for row in ("KNA", "CosA"):
-            terms = tuple(
+        said = f"KNA gains nothing from {method} on natural text"
+        there = {**natural, "method": method}
+        yield _claim(said, f"KNA-{method} − KNA, accuracy", there, natural, sign=-1)
+    lengths = sorted(view.values("length", {"protocol": "last_segment"}))
+    if len(lengths) < 2:
+        return
+    near, far = lengths[0], lengths[-1]
+    for row in ("KNA", "CosA"):
+        yield Claim(
+            f"{row} loses less than Baseline from L to the longest context",
+            SOURCE,
+            f"change of {row} − change of Baseline, last segment",
+            POINTS,
+            tuple(
                 Term(factor, _last(name, length))
                 for name, sign in ((row, 1.0), ("Baseline", -1.0))
-                for length, factor in ((lengths[-1], sign), (lengths[0], -sign))
-            )
-            found.append(
-                Claim(
-                    f"{row} loses less than Baseline from L to the longest context",
-                    SOURCE,
-                    f"change of {row} − change of Baseline, last segment",
-                    POINTS,
-                    terms,
-                )
-            )
-            found.append(
-                Claim(
-                    f"{row} needs no change at all: longer contexts do not hurt it",
-                    SOURCE,
-                    f"{row}, last segment: after {lengths[-1]:,} − after {lengths[0]:,}",
-                    POINTS,
-                    (Term(1.0, _last(row, lengths[-1])), Term(-1.0, _last(row, lengths[0]))),
-                )
-            )
-    return found
-
-
-def _length(view: View, protocol: str) -> dict[str, int]:
-    found = longest(view, protocol)
-    return {} if found is None else {"length": found}
-
-
-def _last_lengths(view: View) -> list[int]:
-    return sorted(view.values("length", {"protocol": "last_segment"}))
+                for length, factor in ((far, sign), (near, -sign))
+            ),
+        )
+        yield _claim(
+            f"{row} needs no change at all: longer contexts do not hurt it",
+            f"{row}, last segment: after {far:,} − after {near:,}",
+            *(_last(row, far), _last(row, near)),
+        )
 
 
 def _last(row: str, length: int) -> dict[str, str | int]:
     return {"row": row, "method": "", "protocol": "last_segment", "length": length}
 
 
-def _as_is(view: View, row: str, protocol: str, factor: float) -> Term:
-    where = {"row": row, "method": "", "protocol": protocol, **_length(view, protocol)}
-    return Term(factor, where)
+def _as_is(view: View, row: str, protocol: str) -> dict[str, str | int]:
+    length = longest(view, protocol)
+    known = {} if length is None else {"length": length}
+    return {"row": row, "method": "", "protocol": protocol, **known}
 
 
 def figures(view: View) -> list[Figure]:

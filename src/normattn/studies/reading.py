@@ -43,10 +43,8 @@ from normattn.sweep.language import (
     checked_methods,
     opened,
     read_sweep,
-    shared_training,
-    usable_methods,
+    usable,
 )
-from normattn.sweep.omissions import Omission
 from normattn.sweep.reading import AS_IS
 from normattn.sweep.selections import ALL, candidates
 from normattn.sweep.settings import EvaluationSettings, validated
@@ -73,14 +71,12 @@ def resolve(request: Request) -> Sweep:
     settings = validated(
         EvaluationSettings, {**preset.evaluation.model_dump(), **read}, "reading.multiples"
     )
-    config = TextConfig(preset=preset.name, training=shared_training(preset), evaluation=settings)
+    config = TextConfig.of(preset, dict(settings))
     asked = None if request.methods in (None, (ALL,)) else request.methods
     methods = (AS_IS, *candidates()) if asked is None else checked_methods(asked, config)
-    usable, skipped = {}, list[Omission]()
-    for variant in canonical(request.variants or VARIANTS, config):
-        usable[variant], omissions = usable_methods(variant, methods, config)
-        skipped += [each for each in omissions if each not in skipped]
-    return read_sweep(request, KIND, preset, config, usable, skipped)
+    variants = canonical(request.variants or VARIANTS, config)
+    read, skipped = usable(dict.fromkeys(variants, methods), config)
+    return read_sweep(request, KIND, preset, config, read, skipped)
 
 
 def _rows_of(protocol: str) -> Any:

@@ -14,20 +14,21 @@ import polars as pl
 
 from normattn.data import TokenData
 from normattn.data.evaluation_sets import EvaluationSet, last_segment_sets, train_length_set
-from normattn.report.claim import Claim
-from normattn.report.figure import Curves, Figure, Line, Panel, Point
+from normattn.report.claim import Claim, difference
+from normattn.report.figure import Curves, Figure, Line, Panel
 from normattn.report.page import Page
+from normattn.report.points import points
 from normattn.report.table import Cell, Column, Row, Table
 from normattn.report.view import Term, View
 from normattn.studies._reading import ACCURACY, LOSS, POINTS
 from normattn.sweep.collect import measured_below
-from normattn.sweep.language import CausalCell, TextConfig, described, opened, shared_training
+from normattn.sweep.language import CausalCell, TextConfig, opened, text_sweep
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.merging import merged
 from normattn.sweep.reading import KeptStage
 from normattn.sweep.settings import ContinueSettings, EvaluationSettings
 from normattn.sweep.stages import UNKNOWN, Stage, TrainStage
-from normattn.sweep.study import Request, Study, Sweep, place_of, refuse_choices, seeds_of
+from normattn.sweep.study import Request, Study, Sweep, cells_of, refuse_choices, seeds_of
 from normattn.training import TrainingConfig
 
 NAME = "retrofit"
@@ -97,38 +98,14 @@ def resolve(request: Request) -> Sweep:
     refuse_choices(request, NAME)
     preset = opened(request, NAME, group="continued")
     ends = preset.evaluation.multiples[:: max(1, len(preset.evaluation.multiples) - 1)]
-    config = RetrofitConfig(
-        preset=preset.name,
-        training=shared_training(preset),
-        evaluation=preset.evaluation.model_copy(update={"multiples": ends}),
-        continued=preset.continued,
-    )
+    config = RetrofitConfig.of(preset, {"multiples": ends})
     scores = tuple(dict.fromkeys((BASE, *(request.variants or SCORES))))
-    cells = tuple(
-        RetrofitCell(
-            variant=BASE,
-            seed=seed,
-            scores=scores,
-            training=config.training,
-            evaluation=config.evaluation,
-            continued=config.continued,
-        )
-        for seed in seeds_of(request, preset)
-    )
-    out = place_of(request, NAME, preset)
-    for stage in cells[0].stages(CellPaths.of(out, BASE, cells[0].seed)):
+    seeds = seeds_of(request, preset)
+    cells = cells_of(RetrofitCell, config, seeds, {BASE: {"scores": scores}})
+    sweep = text_sweep(request, NAME, config, cells, evaluation_sets)
+    for stage in sweep.stages(cells[0]):
         _ = stage.cost  # Settings that cannot be are refused now, not after the first training.
-    return Sweep(
-        study=NAME,
-        config=config,
-        cells=cells,
-        skipped=(),
-        out=out,
-        describe=described(
-            lambda data: evaluation_sets(data, config.train_length, config.evaluation)
-        ),
-        facts=config.facts,
-    )
+    return sweep
 
 
 def evaluation_sets(
@@ -201,15 +178,12 @@ def claims(view: View) -> list[Claim]:
                     for at, factor in ((far, 1.0), (near, -1.0))
                 ),
             ),
-            Claim(
+            difference(
                 f"it costs accuracy at L to continue as {branch}",
                 "asked here",
                 f"as {branch} − as Baseline at L, accuracy",
                 POINTS,
-                (
-                    Term(1.0, {**ours, "protocol": "train_length"}),
-                    Term(-1.0, {**control, "protocol": "train_length"}),
-                ),
+                *({**each, "protocol": "train_length"} for each in (ours, control)),
                 sign=-1,
             ),
         ]
@@ -227,12 +201,8 @@ def figures(view: View) -> list[Figure]:
     ):
         lines = []
         for branch in branches(view):
-            points = tuple(
-                Point.of(float(step), value)
-                for step in steps(view, branch)
-                if (value := view.estimate(ACCURACY, {**where, BRANCH: branch, STEP: step}))
-            )
-            lines.append(Line(f"as {branch}", points, branch))
+            at = ((n, {**where, BRANCH: branch, STEP: n}) for n in steps(view, branch))
+            lines.append(Line(f"as {branch}", points(view, ACCURACY, at), branch))
         panels.append(Panel(title, tuple(lines), "further steps", "accuracy (%)"))
     return [Curves("retrofit", "A trained Baseline with another score from step 0", tuple(panels))]
 

@@ -7,17 +7,19 @@ the first one with log-n† (switched on after training) too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.report.claim import Claim
+from normattn.report.claim import Claim, difference
 from normattn.report.figure import Curves, Figure, Line, Panel, Point
 from normattn.report.page import Page
+from normattn.report.points import points
 from normattn.report.table import Cell, Column, Row, Table
-from normattn.report.view import Term, View
+from normattn.report.view import View
 from normattn.score import ScoreSpec
 from normattn.studies._reading import ACCURACY, LEGEND, POINTS, longest, reading_columns
 from normattn.sweep.collect import measured_below
@@ -28,16 +30,10 @@ from normattn.sweep.language import (
     checked_methods,
     opened,
     read_sweep,
-    shared_training,
 )
 from normattn.sweep.reading import AS_IS
 from normattn.sweep.settings import WindowSettings
-from normattn.sweep.study import (
-    Request,
-    Study,
-    Sweep,
-    refuse_choices,
-)
+from normattn.sweep.study import Request, Study, Sweep, refuse_choices
 
 KIND = "window"
 VARIANTS = ("Baseline", "Baseline-logn")
@@ -57,13 +53,7 @@ def resolve(request: Request) -> Sweep:
     """
     preset = opened(request, KIND, group=KIND)
     refuse_choices(request, KIND, variants=False)
-    longest = preset.evaluation.model_copy(update={"multiples": preset.evaluation.multiples[-1:]})
-    config = WindowConfig(
-        preset=preset.name,
-        training=shared_training(preset),
-        evaluation=longest,
-        window=preset.window,
-    )
+    config = WindowConfig.of(preset, {"multiples": preset.evaluation.multiples[-1:]})
     methods = {variant: _methods(variant, config) for variant in canonical(VARIANTS, config)}
     return read_sweep(request, KIND, preset, config, methods)
 
@@ -124,15 +114,12 @@ def columns(view: View) -> Sequence[Column]:
     kept = ("repeated", "repeated_seen", "non_repeated", "last_", "cost")
     return [
         Column("share", "w / L", plain=_share),
-        Column("window", "w", plain=lambda view, row: Cell(_text(row.where[WINDOW]))),
-        *(c for c in _reading_columns(view) if c.key.startswith(kept)),
-    ]
-
-
-def _reading_columns(view: View) -> list[Column]:
-    return [
-        Column(**{**vars(column), "plain": _cost}) if column.key == "cost" else column
-        for column in reading_columns(view)
+        Column("window", "w", plain=lambda view, row: Cell(str(row.where[WINDOW] or "–"))),
+        *(
+            replace(column, plain=_cost) if column.key == "cost" else column
+            for column in reading_columns(view)
+            if column.key.startswith(kept)
+        ),
     ]
 
 
@@ -158,10 +145,6 @@ def _train_length(view: View) -> int:
     return int(max(view.values("train_length")))
 
 
-def _text(window: int | None) -> str:
-    return "–" if window is None else str(window)
-
-
 def _gains(view: View) -> list[Row]:
     """Every row that has a form of log-n, beside none at the same window."""
     return [row for row in rows(view) if row.where[FORM] != PLAIN]
@@ -183,21 +166,18 @@ def claims(view: View) -> list[Claim]:
     """log-n† helps ReRoPE at every window: the mean over windows would hide which."""
     length = longest(view, "non_repeated")
     windows = [row.where[WINDOW] for row in rows(view) if row.where[FORM] == PLAIN]
-    found = []
-    for window in windows:
-        if window is None or length is None:
-            continue
-        at = {"protocol": "non_repeated", "length": length, WINDOW: window}
-        found.append(
-            Claim(
-                f"log-n† improves ReRoPE with w = {window}",
-                "kexue 9708",
-                "log-n† − no log-n, non-repeated accuracy",
-                POINTS,
-                (Term(1.0, {**at, FORM: POST_HOC}), Term(-1.0, {**at, FORM: PLAIN})),
-            )
+    at = {"protocol": "non_repeated", "length": length}
+    return [
+        difference(
+            f"log-n† improves ReRoPE with w = {window}",
+            "kexue 9708",
+            "log-n† − no log-n, non-repeated accuracy",
+            POINTS,
+            *({**at, WINDOW: window, FORM: form} for form in (POST_HOC, PLAIN)),
         )
-    return found
+        for window in windows
+        if window is not None and length is not None
+    ]
 
 
 def figures(view: View) -> list[Figure]:
@@ -210,18 +190,18 @@ def figures(view: View) -> list[Figure]:
         lines = []
         for form in FORMS:
             at = {"protocol": protocol, "length": length, FORM: form}
-            shares, level = [], view.estimate(ACCURACY, {**at, WINDOW: None})
-            for row in rows(view):
-                window = row.where[WINDOW]
-                if row.where[FORM] == form and window is not None:
-                    value = view.estimate(ACCURACY, {**at, WINDOW: window})
-                    if value is not None:
-                        shares.append(Point.of(window / _train_length(view), value))
+            level = view.estimate(ACCURACY, {**at, WINDOW: None})
+            windows = [row.where[WINDOW] for row in rows(view) if row.where[FORM] == form]
+            places = (
+                (window / _train_length(view), {**at, WINDOW: window})
+                for window in windows
+                if window is not None
+            )
+            shares = points(view, ACCURACY, places)
             if shares:
-                lines.append(Line(form, tuple(shares), form))
+                lines.append(Line(form, shares, form))
             if level is not None and shares:
-                ends = (shares[0].x, shares[-1].x)
-                flat = tuple(Point.of(x, level) for x in ends)
+                flat = tuple(Point.of(x, level) for x in (shares[0].x, shares[-1].x))
                 lines.append(Line(f"{form}, no ReRoPE", flat, form, dashed=True))
         title = f"{protocol.replace('_', ' ')} ({length:,})"
         panels.append(Panel(title, tuple(lines), "w / L", "accuracy (%)"))

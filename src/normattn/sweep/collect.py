@@ -75,8 +75,6 @@ def history(
         score=row,
         seed=seed,
         protocol="training",
-        length=0,
-        train_length=0,
         split="train",
         factors=factors or {},
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -22,11 +22,21 @@ from normattn.sweep.omissions import Omission
 from normattn.sweep.reading import AS_IS, ReadStage
 from normattn.sweep.settings import EvaluationSettings, Preset, validated
 from normattn.sweep.stages import Stage, TrainStage
-from normattn.sweep.study import Cell, Request, Sweep, SweepConfig, place_of, seeds_of
+from normattn.sweep.study import (
+    Cell,
+    Request,
+    Sweep,
+    SweepConfig,
+    cells_of,
+    seeds_of,
+    sweep_of,
+)
 from normattn.training import TrainingConfig
 from normattn.training.causal import CausalWorkload
 from normattn.training.distribution import choose_device
 from normattn.training.optimisers import make_optimiser
+
+Own = TypeVar("Own", bound="TextConfig")
 
 
 class TextConfig(SweepConfig):
@@ -37,6 +47,19 @@ class TextConfig(SweepConfig):
 
     training: dict[str, Any]
     evaluation: EvaluationSettings
+
+    @classmethod
+    def of(
+        cls: type[Own], preset: Preset, evaluation: Mapping[str, Any] | None = None, **own: Any
+    ) -> Own:
+        """What the cells take from a preset, but for some settings of `evaluation` and `own`."""
+        taken = {name: getattr(preset, name) for name in cls.model_fields if hasattr(preset, name)}
+        whole = {
+            "preset": preset.name,
+            "training": shared_training(preset),
+            "evaluation": preset.evaluation.model_copy(update=evaluation),
+        }
+        return cls(**{**taken, **whole, **own})
 
     @property
     def train_length(self) -> int:
@@ -109,28 +132,35 @@ def read_sweep(
     skipped: Sequence[Omission] = (),
 ) -> Sweep:
     """A training of each score and seed, read in the ways that `methods` name for the score."""
-    cells = tuple(
-        ReadCell(
-            variant=variant,
-            seed=seed,
-            methods=read,
-            training=config.training,
-            evaluation=config.evaluation,
-        )
-        for seed in seeds_of(request, preset)
-        for variant, read in methods.items()
-    )
-    return Sweep(
-        study=study,
-        config=config,
-        cells=cells,
-        skipped=tuple(skipped),
-        out=place_of(request, study, preset),
-        describe=described(
-            lambda data: evaluation_sets(data, config.train_length, config.evaluation)
-        ),
-        facts=config.facts,
-    )
+    read = {variant: {"methods": own} for variant, own in methods.items()}
+    cells = cells_of(ReadCell, config, seeds_of(request, preset), read)
+    return text_sweep(request, study, config, cells, evaluation_sets, skipped)
+
+
+def text_sweep(
+    request: Request,
+    study: str,
+    config: TextConfig,
+    cells: Sequence[CausalCell],
+    sets: Callable[[TokenData, int, EvaluationSettings], Sequence[AnySet]],
+    skipped: Sequence[Omission] = (),
+) -> Sweep:
+    """The sweep of these cells; `sets` makes the texts that each reads, of the training length and
+    the settings of evaluation.
+    """
+    describe = described(lambda data: sets(data, config.train_length, config.evaluation))
+    return sweep_of(request, study, config, cells, describe, config.facts, skipped)
+
+
+def usable(
+    methods: Mapping[str, Sequence[str]], config: TextConfig
+) -> tuple[dict[str, tuple[str, ...]], list[Omission]]:
+    """Of each score the methods that can be applied to it, and why each of the others cannot."""
+    found, skipped = {}, list[Omission]()
+    for variant, asked in methods.items():
+        found[variant], omissions = usable_methods(variant, asked, config)
+        skipped += [each for each in omissions if each not in skipped]
+    return found, skipped
 
 
 def described(
@@ -203,13 +233,8 @@ def canonical(variants: Sequence[str], config: TextConfig) -> tuple[str, ...]:
 
 def check_trainable(variant: str, config: TextConfig) -> None:
     """Raise `InputError` when a model of these settings cannot be trained with the score."""
-    _ = ReadCell(
-        variant=variant,
-        seed=0,
-        methods=(),
-        training=config.training,
-        evaluation=config.evaluation,
-    ).training_config
+    (cell,) = cells_of(ReadCell, config, (0,), {variant: {"methods": ()}})
+    _ = cell.training_config
 
 
 def checked_methods(methods: Sequence[str], config: TextConfig) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from normattn.evaluation import AnySet, evaluate_run
 from normattn.measure import MeasurementStore, joined
 from normattn.measure.frame import Factor
 from normattn.models.pretrained import load_model
-from normattn.runs import read_status
+from normattn.runs import require_finished
 from normattn.sweep.settings import EvaluationSettings
 from normattn.training import TrainingConfig
 from normattn.training.distribution import choose_device
@@ -112,10 +112,7 @@ def evaluate_trained(
     `factors` are what else the study varies; `on_done` is told how many evaluations are done.
     Raises `InputError` for a run that has not finished and for a method that cannot be applied.
     """
-    status = read_status(run)
-    if status is None or status.state != "finished":
-        state = f"is {status.state} at step {status.step}" if status else "has not begun"
-        raise InputError(f"the run in {run} {state}; only a finished run can be evaluated")
+    require_finished(run, "be evaluated")
     model = load_model(run / MODEL, config.model).to(choose_device(config.device))
     done = 0
 

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import polars as pl
+
 from normattn.errors import DivergedError
+from normattn.measure import MeasurementStore
 from normattn.runs import read_status
+from normattn.sweep.measuring import EVALUATIONS
 from normattn.sweep.probes import diagnostics_probes
 from normattn.training import LoopConfig, StepReport, TrainingConfig
 from normattn.training.continuation import Continuation
@@ -92,6 +96,30 @@ class TrainStage(Stage):
         except DivergedError:
             if self.essential:
                 raise
+
+
+@dataclass(frozen=True)
+class MeasureStage(Stage):
+    """Measure the run in `place` once; `frame` is the file's name among its evaluations."""
+
+    place: Path
+    frame: ClassVar[str]
+
+    def is_done(self) -> bool:
+        """Whether the measurements are there."""
+        return self._store.path(self.frame).is_file()
+
+    def run(self, data: Any, note: Note) -> None:
+        """Measure, unless it was done."""
+        self._store.once(self.frame, lambda: self.measured(data, note))
+
+    @abstractmethod
+    def measured(self, data: Any, note: Note) -> pl.DataFrame:
+        """The measurements."""
+
+    @property
+    def _store(self) -> MeasurementStore:
+        return MeasurementStore(self.place / EVALUATIONS)
 
 
 def divergence(run: Path) -> DivergedError | None:

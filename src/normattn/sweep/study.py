@@ -35,6 +35,7 @@ CHANGEABLE = (
     "mechanism.max_tokens",
 )
 OwnPreset = TypeVar("OwnPreset", bound=StudyPreset)
+OwnCell = TypeVar("OwnCell", bound="Cell")
 
 
 class SweepConfig(Settings):
@@ -85,8 +86,6 @@ class Cell(Settings, ABC):
             score=self.variant,
             seed=self.seed,
             protocol=protocol,
-            length=0,
-            train_length=0,
             factors=factors,
         )
 
@@ -238,6 +237,36 @@ def opened_as(request: Request, study: str, kind: type[OwnPreset]) -> OwnPreset:
     return validated(kind, changed, f"preset {name} of {study}")
 
 
+def cells_of(
+    kind: type[OwnCell],
+    config: SweepConfig,
+    seeds: Sequence[int],
+    variants: Mapping[str, Mapping[str, Any]],
+) -> tuple[OwnCell, ...]:
+    """Each of `variants` with each seed: its own fields, and all that `config` shares with them."""
+    known = kind.model_fields.keys() & type(config).model_fields.keys()
+    shared = {name: getattr(config, name) for name in known}
+    return tuple(
+        kind(**{**shared, "variant": variant, "seed": seed, **own})
+        for seed in seeds
+        for variant, own in variants.items()
+    )
+
+
+def sweep_of(
+    request: Request,
+    study: str,
+    config: SweepConfig,
+    cells: Sequence[Cell],
+    describe: Callable[[Cell, Any], Sequence[str]],
+    facts: tuple[tuple[str, str], ...] = (),
+    skipped: Sequence[Omission] = (),
+) -> Sweep:
+    """The sweep of these cells, where the request or the preset wants it."""
+    out = _place(request, study, config.preset)
+    return Sweep(study, config, tuple(cells), tuple(skipped), out, describe, facts)
+
+
 def refuse_choices(
     request: Request, study: str, *, variants: bool = True, methods: bool = False
 ) -> None:
@@ -257,4 +286,8 @@ def seeds_of(request: Request, preset: StudyPreset) -> tuple[int, ...]:
 
 def place_of(request: Request, study: str, preset: StudyPreset) -> Path:
     """Where the study goes: what was asked for, or runs/STUDY-PRESET."""
-    return request.out or Path("runs") / f"{study}-{preset.name}"
+    return _place(request, study, preset.name)
+
+
+def _place(request: Request, study: str, preset: str) -> Path:
+    return request.out or Path("runs") / f"{study}-{preset}"

@@ -20,7 +20,7 @@ from normattn.errors import InputError
 from normattn.studies.factors.changes import AS_PRESET, CHANGES, ENGLISH, parts
 from normattn.studies.factors.page import PAGE, SCORES
 from normattn.sweep.collect import measured_below
-from normattn.sweep.language import CausalCell, TextConfig, described, opened, shared_training
+from normattn.sweep.language import CausalCell, TextConfig, described, opened
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.measuring import evaluation_sets
 from normattn.sweep.merging import merged
@@ -28,7 +28,7 @@ from normattn.sweep.omissions import Omission
 from normattn.sweep.reading import AS_IS, ReadStage
 from normattn.sweep.stages import Stage
 from normattn.sweep.study import Cell as AnyCell
-from normattn.sweep.study import Request, Study, Sweep, place_of, refuse_choices, seeds_of
+from normattn.sweep.study import Request, Study, Sweep, refuse_choices, seeds_of, sweep_of
 from normattn.training import TrainingConfig
 
 NAME = "factors"
@@ -75,12 +75,7 @@ def resolve(request: Request) -> Sweep:
     plain = Request(**{**vars(request), "changes": own})
     preset = opened(plain, NAME)
     ends = preset.evaluation.multiples[:: max(1, len(preset.evaluation.multiples) - 1)]
-    config = FactorsConfig(
-        preset=preset.name,
-        training=shared_training(preset),
-        evaluation=preset.evaluation.model_copy(update={"multiples": ends}),
-        english=english,
-    )
+    config = FactorsConfig.of(preset, {"multiples": ends}, english=english)
     changes, skipped = _changes(request, config)
     cells = [
         _cell(change, score, seed, config)
@@ -88,15 +83,7 @@ def resolve(request: Request) -> Sweep:
         for change in changes
         for score in SCORES
     ]
-    return Sweep(
-        study=NAME,
-        config=config,
-        cells=tuple(cells),
-        skipped=skipped,
-        out=place_of(request, NAME, preset),
-        describe=_describe,
-        facts=config.facts,
-    )
+    return sweep_of(request, NAME, config, cells, _describe, config.facts, skipped)
 
 
 NO_ENGLISH = "no corpus of English text was named (--set factors.english=FOLDER)"

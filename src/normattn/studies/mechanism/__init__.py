@@ -8,9 +8,10 @@ models with and without norms.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from normattn.data import TokenData
 from normattn.data.evaluation_sets import EvaluationSet, non_repeated_set
@@ -21,26 +22,12 @@ from normattn.models.accounting import flops_per_token
 from normattn.models.pretrained import load_model
 from normattn.studies.mechanism.page import PAGE
 from normattn.sweep.collect import measured_below
-from normattn.sweep.language import (
-    CausalCell,
-    TextConfig,
-    canonical,
-    described,
-    opened,
-    shared_training,
-)
+from normattn.sweep.language import CausalCell, TextConfig, canonical, opened, text_sweep
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.measuring import EVALUATIONS, MODEL
 from normattn.sweep.settings import EvaluationSettings, MechanismSettings
 from normattn.sweep.stages import Note, Stage
-from normattn.sweep.study import (
-    Request,
-    Study,
-    Sweep,
-    place_of,
-    refuse_choices,
-    seeds_of,
-)
+from normattn.sweep.study import Request, Study, Sweep, cells_of, refuse_choices, seeds_of
 from normattn.training import TrainingConfig
 from normattn.training.cost import Cost
 from normattn.training.distribution import choose_device
@@ -118,39 +105,16 @@ def resolve(request: Request) -> Sweep:
     """The study that a request asks for; raises `InputError` as `keynorm.resolve` does."""
     preset = opened(request, KIND, group=KIND, unread=("multiples", "protocols"))
     refuse_choices(request, KIND)
-    config = MechanismConfig(
-        preset=preset.name,
-        training=shared_training(preset),
-        evaluation=preset.evaluation.model_copy(
-            update={"multiples": (1, preset.mechanism.multiple)}
-        ),
-        mechanism=preset.mechanism,
-    )
-    variants = canonical(request.variants or VARIANTS, config)
-    cells = tuple(
-        MechanismCell(
-            variant=variant,
-            seed=seed,
-            training=config.training,
-            evaluation=config.evaluation,
-            mechanism=config.mechanism,
-        )
-        for seed in seeds_of(request, preset)
-        for variant in variants
-    )
-    return Sweep(
-        study=KIND,
-        config=config,
-        cells=cells,
-        skipped=(),
-        out=place_of(request, KIND, preset),
-        describe=described(
-            lambda data: [
-                evaluation_set(data, config.train_length, config.mechanism, config.evaluation)
-            ]
-        ),
-        facts=config.facts,
-    )
+    looked = preset.mechanism
+    config = MechanismConfig.of(preset, {"multiples": (1, looked.multiple)})
+    own: Mapping[str, Any] = {}
+    variants = dict.fromkeys(canonical(request.variants or VARIANTS, config), own)
+    cells = cells_of(MechanismCell, config, seeds_of(request, preset), variants)
+
+    def sets(data: TokenData, length: int, settings: EvaluationSettings) -> list[EvaluationSet]:
+        return [evaluation_set(data, length, looked, settings)]
+
+    return text_sweep(request, KIND, config, cells, sets)
 
 
 def evaluation_set(

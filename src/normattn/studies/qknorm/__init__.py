@@ -41,9 +41,9 @@ from normattn.sweep.study import (
     Sweep,
     SweepConfig,
     opened_as,
-    place_of,
     refuse_choices,
     seeds_of,
+    sweep_of,
 )
 from normattn.training.translation import TranslationConfig, epochs
 
@@ -90,15 +90,7 @@ def resolve(request: Request) -> Sweep:
     for cell in cells:
         if cell.seed == seeds[0]:
             _ = cell.training_config  # What cannot be trained is refused now.
-    return Sweep(
-        study=KIND,
-        config=config,
-        cells=tuple(cells),
-        skipped=(),
-        out=place_of(request, KIND, preset),
-        describe=_describe,
-        facts=_facts(training),
-    )
+    return sweep_of(request, KIND, config, cells, _describe, _facts(training))
 
 
 def _all_cells(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from normattn.measure import Estimate, sign_test
 from normattn.measure.statistic import BLEU, Statistic
-from normattn.report.claim import SEEDS, Claim
-from normattn.report.view import Term, View
+from normattn.report.claim import SEEDS, Claim, difference
+from normattn.report.view import View
 from normattn.studies.qknorm.images import IMAGES
 from normattn.studies.qknorm.measured import (
     BASE,
@@ -58,9 +58,9 @@ def _against(
 ) -> Claim:
     """A score minus Baseline in the same experiment, at the same learning rate."""
     at = "" if rate is None else f" at {as_multiple(rate)}"
-    terms = Term(1.0, place(experiment, score, rate)), Term(-1.0, place(experiment, BASE, rate))
     measured = f"{score} − {BASE}{at}, {statistic.title}"
-    return Claim(f"{score} {says} {BASE}", source, measured, statistic, terms, sign)
+    places = (place(experiment, each, rate) for each in (score, BASE))
+    return difference(f"{score} {says} {BASE}", source, measured, statistic, *places, sign=sign)
 
 
 def _fails_less(score: str) -> Claim:

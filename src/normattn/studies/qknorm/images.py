@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import polars as pl
 from pydantic import Field
 
 from normattn.data.images import ImageData
 from normattn.errors import InputError
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.images import score_images
-from normattn.measure import Identity, MeasurementStore, fact, identified, joined, sums
+from normattn.measure import Identity, fact, identified, joined, sums
 from normattn.measure.frame import Factor
 from normattn.models.accounting import parameter_count
 from normattn.models.pretrained import load_as
@@ -24,9 +24,9 @@ from normattn.score.folded_parts import RotaryPosition
 from normattn.score.grammar import read
 from normattn.score.part import Slot
 from normattn.sweep.layout import CellPaths
-from normattn.sweep.measuring import EVALUATIONS, MODEL
+from normattn.sweep.measuring import MODEL
 from normattn.sweep.merging import merged
-from normattn.sweep.stages import Note, Stage, TrainStage
+from normattn.sweep.stages import MeasureStage, Note, Stage, TrainStage
 from normattn.sweep.study import Cell
 from normattn.training.cost import Cost
 from normattn.training.distribution import choose_device
@@ -93,16 +93,16 @@ class VisionCell(Cell):
             split=self.split,
         )
         trained = TrainStage(self.workload, config, paths.run)
-        return [trained, ImageStage(config, paths.run, tested)]
+        return [trained, ImageStage(paths.run, config, tested)]
 
 
 @dataclass(frozen=True)
-class ImageStage(Stage):
+class ImageStage(MeasureStage):
     """Test the model in `place` on every image of the split that `identity` names."""
 
     phase = "evaluation"
+    frame = IMAGES
     config: VisionTrainingConfig
-    place: Path
     identity: Identity
 
     @property
@@ -112,19 +112,8 @@ class ImageStage(Stage):
         flops = _GUESSED_IMAGES * flops_per_image(model).forward
         return Cost(scored=_GUESSED_IMAGES * model.tokens, flops=flops)
 
-    @property
-    def store(self) -> MeasurementStore:
-        """Where the measurements are."""
-        return MeasurementStore(self.place / EVALUATIONS)
-
-    def is_done(self) -> bool:
-        """Whether the measurements are there."""
-        return self.store.path(IMAGES).is_file()
-
-    def run(self, data: ImageData, note: Note) -> None:
-        """Test, unless it is measured."""
-        if self.store.get(IMAGES) is not None:
-            return
+    def measured(self, data: ImageData, note: Note) -> pl.DataFrame:
+        """Every image, and what the model is."""
         model = load_as(VisionTransformer, self.place / MODEL, self.config.model).to(
             choose_device(self.config.device)
         )
@@ -141,11 +130,8 @@ class ImageStage(Stage):
             fact("parameters", parameter_count(model)),
             fact("classes", model.config.classes),
         )
-        measured = [
-            identified(tested, results),
-            identified(replace(tested, protocol="training"), facts),
-        ]
-        self.store.put(IMAGES, joined(measured))
+        trained = replace(tested, protocol="training")
+        return joined([identified(tested, results), identified(trained, facts)])
 
 
 def vision_score(score: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -21,7 +20,7 @@ from normattn.evaluation.translation import (
     translate,
     unigram_loss,
 )
-from normattn.measure import Identity, MeasurementStore, identified, sums
+from normattn.measure import Identity, identified, sums
 from normattn.measure.frame import Factor
 from normattn.models.pretrained import load_as
 from normattn.models.translator import Translator
@@ -34,7 +33,7 @@ from normattn.sweep.layout import CellPaths
 from normattn.sweep.measuring import EVALUATIONS, MODEL
 from normattn.sweep.merging import merged
 from normattn.sweep.settings import Settings
-from normattn.sweep.stages import Note, Stage, TrainStage
+from normattn.sweep.stages import MeasureStage, Note, Stage, TrainStage
 from normattn.sweep.study import Cell
 from normattn.training.cost import Cost
 from normattn.training.distribution import choose_device
@@ -42,7 +41,6 @@ from normattn.training.translation import TranslationConfig, TranslationWorkload
 
 TRANSLATION, RATES = "translation", "rates"
 """The experiments with translation models: the table of scores, the learning-rate sweep."""
-MEASURED = "translation"
 TEXTS = "translations.json"
 
 
@@ -143,7 +141,7 @@ class TranslationCell(Cell):
         config = self.training_config
         identity = replace(self.identity(self.experiment), score=str(config.model.score))
         trained = TrainStage(self.workload, config, paths.run)
-        tested = TranslateStage(config, paths.run, identity, self.evaluation, self.translated)
+        tested = TranslateStage(paths.run, config, identity, self.evaluation, self.translated)
         return [trained, tested]
 
 
@@ -193,15 +191,15 @@ def rate_cells(
 
 
 @dataclass(frozen=True)
-class TranslateStage(Stage):
+class TranslateStage(MeasureStage):
     """Read the test set with the model in `place`: score its references, and translate it.
 
     The translations themselves are kept beside what was measured.
     """
 
     phase = "evaluation"
+    frame = TRANSLATION
     config: TranslationConfig
-    place: Path
     identity: Identity
     settings: TranslationSettings
     translated: bool
@@ -212,19 +210,8 @@ class TranslateStage(Stage):
         sentences = self.settings.max_sentences or 1000
         return Cost(scored=16 * sentences * (1 + self.settings.beam * self.translated))
 
-    @property
-    def store(self) -> MeasurementStore:
-        """Where the measurements are."""
-        return MeasurementStore(self.place / EVALUATIONS)
-
-    def is_done(self) -> bool:
-        """Whether the measurements are there."""
-        return self.store.path(MEASURED).is_file()
-
-    def run(self, data: PairData, note: Note) -> None:
-        """Translate and score, unless it is measured."""
-        if self.store.get(MEASURED) is not None:
-            return
+    def measured(self, data: PairData, note: Note) -> pl.DataFrame:
+        """Every sentence, by its reference and, where it is asked for, by its translation."""
         model = load_as(Translator, self.place / MODEL, self.config.model).to(
             choose_device(self.config.device)
         )
@@ -241,7 +228,7 @@ class TranslateStage(Stage):
             weights=weights_digest(model),
             settings=settings,
         )
-        self.store.put(MEASURED, identified(tested, parts))
+        return identified(tested, parts)
 
     def _references(
         self, model: Translator, data: PairData, split: PairSplit, note: Note

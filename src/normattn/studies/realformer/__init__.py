@@ -8,6 +8,7 @@ and in the learning rates and dropouts that they tolerate, with and without warm
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -39,9 +40,9 @@ from normattn.sweep.study import (
     Sweep,
     SweepConfig,
     opened_as,
-    place_of,
     refuse_choices,
     seeds_of,
+    sweep_of,
 )
 from normattn.training.masked import MaskedConfig, MaskedWorkload
 
@@ -79,23 +80,15 @@ class EncoderCell(Cell):
 
     def identity(self, protocol: str, **factors: Factor) -> Identity:
         """The row of the table, at this size."""
-        return Identity(
-            study="",
-            row=self.row,
-            score=str(self.training_config.model.score),
-            seed=self.seed,
-            protocol=protocol,
-            length=0,
-            train_length=0,
-            factors={"size": self.size, **factors},
-        )
+        whose = super().identity(protocol, size=self.size, **factors)
+        return replace(whose, row=self.row, score=str(self.training_config.model.score))
 
     def stages(self, paths: CellPaths) -> list[Stage]:
         """Train, then score."""
         config = self.training_config
         return [
             TrainStage(self.workload, config, paths.run),
-            ScoreStage(self, config, paths.run, self.evaluation),
+            ScoreStage(paths.run, self, config, self.evaluation),
         ]
 
 
@@ -122,7 +115,7 @@ class GridCell(EncoderCell):
             name = "rate{learning_rate:g}-dropout{dropout:g}-warmup{warmup}".format_map(factors)
             place = paths.continued / name
             found.append(TrainStage(self.workload, config, place, essential=False))
-            found.append(ScoreStage(self, config, place, self.evaluation, factors))
+            found.append(ScoreStage(place, self, config, self.evaluation, factors))
         return found
 
     def _configs(self) -> Iterator[tuple[dict[str, float | int], MaskedConfig]]:
@@ -171,15 +164,7 @@ def resolve(request: Request) -> Sweep:
         flops[cell.variant] = sum(stage.cost.flops for stage in cell.stages(_NOWHERE))
     # The longest first, so that no core waits for them at the end.
     cells.sort(key=lambda cell: -flops[cell.variant])
-    return Sweep(
-        study=KIND,
-        config=config,
-        cells=tuple(cells),
-        skipped=(),
-        out=place_of(request, KIND, preset),
-        describe=_describe,
-        facts=_facts(config, cells),
-    )
+    return sweep_of(request, KIND, config, cells, _describe, _facts(config, cells))
 
 
 _NOWHERE = CellPaths.of(Path("nowhere"), "none", 0)

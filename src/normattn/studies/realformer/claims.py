@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from normattn.measure import Estimate, sign_test
 from normattn.measure.statistic import mean_of_bins
-from normattn.report.claim import Claim
+from normattn.report.claim import Claim, difference
 from normattn.report.view import Term, View
 from normattn.studies.realformer.reading import (
     BY_LAYER,
@@ -63,12 +63,11 @@ def claims(view: View) -> list[Claim]:
     """Every claim that the table, the layers and the grid can test, in the order of the page."""
     every = sizes(view)
     found = [
-        Claim(
+        difference(
             sentence,
             source,
             f"{size}: {a} − {b}, accuracy in points",
-            POINTS,
-            (Term(1.0, masked(a, size)), Term(-1.0, masked(b, size))),
+            *(POINTS, masked(a, size), masked(b, size)),
         )
         for sentence, source, a, b in COMPARED
         for size in every

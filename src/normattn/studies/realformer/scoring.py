@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -16,28 +15,26 @@ from normattn.data.masking import MaskedSet, masked_set
 from normattn.diagnostics.depth import layer_gradients, measure_depth
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.masked import documents_of, score_masked, unigram_loss
-from normattn.measure import Identity, MeasurementStore, fact, identified, joined, sums
+from normattn.measure import Identity, fact, identified, joined, sums
 from normattn.measure.frame import Factor
 from normattn.models.accounting import planned_parameters, stack_flops
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_as
 from normattn.studies.realformer.settings import LookSettings
-from normattn.sweep.measuring import EVALUATIONS, MODEL
-from normattn.sweep.stages import Note, Stage, divergence
+from normattn.sweep.measuring import MODEL
+from normattn.sweep.stages import MeasureStage, Note, divergence
 from normattn.sweep.study import Cell, diverged
 from normattn.training.cost import Cost
 from normattn.training.distribution import choose_device
 from normattn.training.masked import MaskedConfig
 from normattn.training.seeds import derive_seed
 
-SCORES = "scores"
-"""The name of the frame that the stage leaves among the run's evaluations."""
 # Reading while attention is observed, twice a loss with its gradients, and scoring.
 _PASSES = 9
 
 
 @dataclass(frozen=True)
-class ScoreStage(Stage):
+class ScoreStage(MeasureStage):
     """Score the model in `place`; a row of the table (no `factors`) also layer by layer.
 
     `factors` are the settings of a run of the robustness grid; one that diverged is measured as
@@ -45,9 +42,9 @@ class ScoreStage(Stage):
     """
 
     phase = "diagnostics"
+    frame = "scores"
     cell: Cell
     config: MaskedConfig
-    place: Path
     settings: LookSettings
     factors: Mapping[str, Factor] = field(default_factory=dict)
 
@@ -58,26 +55,11 @@ class ScoreStage(Stage):
         tokens = self.settings.max_windows * length * (1 if self.factors else _PASSES)
         return Cost(scored=tokens, flops=tokens * stack_flops(self.config.model, length).forward)
 
-    @property
-    def _store(self) -> MeasurementStore:
-        return MeasurementStore(self.place / EVALUATIONS)
-
-    def is_done(self) -> bool:
-        """Whether the model, or its divergence, was measured."""
-        return self._store.path(SCORES).is_file()
-
-    def run(self, data: TokenData, note: Note) -> None:
-        """Measure, unless it was done."""
-        if self._store.get(SCORES) is not None:
-            return
+    def measured(self, data: TokenData, note: Note) -> pl.DataFrame:
+        """The model, or its divergence."""
         lost = divergence(self.place)
-        if lost is None:
-            found = self._measured(data, note)
-        else:
-            found = diverged(self.cell, lost.step, lost.where, **self.factors)
-        self._store.put(SCORES, found)
-
-    def _measured(self, data: TokenData, note: Note) -> pl.DataFrame:
+        if lost is not None:
+            return diverged(self.cell, lost.step, lost.where, **self.factors)
         model = load_as(MaskedLM, self.place / MODEL, self.config.model).to(
             choose_device(self.config.device)
         )

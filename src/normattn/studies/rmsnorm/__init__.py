@@ -41,10 +41,11 @@ from normattn.sweep.study import (
     Study,
     Sweep,
     SweepConfig,
+    cells_of,
     opened_as,
-    place_of,
     refuse_choices,
     seeds_of,
+    sweep_of,
 )
 from normattn.training.classification import ClassificationConfig, ClassificationWorkload
 
@@ -108,7 +109,7 @@ class NormCell(Cell):
 
         return [
             TrainStage(self.workload, config, paths.run, probes=probes),
-            ClassifyStage(config, paths.run, self.identity(CLASSIFIED), self.evaluation),
+            ClassifyStage(paths.run, config, self.identity(CLASSIFIED), self.evaluation),
         ]
 
 
@@ -134,7 +135,7 @@ class TimeCell(NormCell):
         configs = {norm: _config(self.training, norm, self.seed) for norm in self.norms}
         timed = self.identity(STEP_TIME)
         identities = {norm: replace(timed, row=norm, score=norm) for norm in self.norms}
-        return [TimeStage(configs, identities, paths.run, self.timing)]
+        return [TimeStage(paths.run, configs, identities, self.timing)]
 
 
 def _config(training: dict[str, Any], norm: str, seed: int) -> ClassificationConfig:
@@ -158,37 +159,17 @@ def resolve(request: Request) -> Sweep:
         timing=preset.timing,
     )
     norms, seeds = _norms(request.variants), seeds_of(request, preset)
-    cells: list[NormCell] = [
-        NormCell(variant=norm, seed=seed, training=config.training, evaluation=config.evaluation)
-        for seed in seeds
-        for norm in norms
-    ]
+    cells = [*cells_of(NormCell, config, seeds, {norm: {} for norm in norms})]
     if len(norms) > 1:
-        cells.append(
-            TimeCell(
-                variant=TIMED,
-                seed=0,
-                training=config.training,
-                evaluation=config.evaluation,
-                norms=norms,
-                timing=config.timing,
-            )
-        )
+        cells += cells_of(TimeCell, config, (0,), {TIMED: {"norms": norms}})
     for cell in {cell.variant: cell for cell in cells}.values():
         _ = cell.training_config  # Settings that cannot be are refused now.
     model = cells[0].training_config.model
-    return Sweep(
-        study=KIND,
-        config=config,
-        cells=tuple(cells),
-        skipped=(),
-        out=place_of(request, KIND, preset),
-        describe=_describe,
-        facts=(
-            ("model", f"{model.layers} layers of width {model.dim}, {model.labels} labels"),
-            ("norms", f"{', '.join(norms)}; seeds {', '.join(map(str, seeds))}"),
-        ),
+    facts = (
+        ("model", f"{model.layers} layers of width {model.dim}, {model.labels} labels"),
+        ("norms", f"{', '.join(norms)}; seeds {', '.join(map(str, seeds))}"),
     )
+    return sweep_of(request, KIND, config, cells, _describe, facts)
 
 
 def _norms(asked: Sequence[str] | None) -> tuple[str, ...]:

@@ -13,16 +13,15 @@ from pydantic import Field
 
 from normattn.data.relations import RelationData
 from normattn.evaluation.classification import evaluate_classifier
-from normattn.measure import Identity, MeasurementStore, fact, identified, joined, sums
+from normattn.measure import Identity, fact, identified, joined, sums
 from normattn.models.accounting import stack_flops
 from normattn.models.classifier import Classifier
 from normattn.models.pretrained import load_as
 from normattn.runs import read_metrics
 from normattn.runs.timing import interleave, threads
 from normattn.sweep.collect import history
-from normattn.sweep.measuring import EVALUATIONS
 from normattn.sweep.settings import Settings
-from normattn.sweep.stages import Note, Stage
+from normattn.sweep.stages import MeasureStage, Note
 from normattn.training.classification import (
     NOMINAL_LENGTH,
     ClassificationConfig,
@@ -60,12 +59,12 @@ class TimingSettings(Settings):
 
 
 @dataclass(frozen=True)
-class ClassifyStage(Stage):
+class ClassifyStage(MeasureStage):
     """Tune the threshold of the model in `place` on the development set, classify the test set."""
 
     phase = "evaluation"
+    frame = CLASSIFIED
     config: ClassificationConfig
-    place: Path
     identity: Identity
     settings: ClassifySettings
 
@@ -76,22 +75,12 @@ class ClassifyStage(Stage):
         flops = tokens * stack_flops(self.config.model, NOMINAL_LENGTH).forward
         return Cost(scored=tokens, flops=flops)
 
-    def is_done(self) -> bool:
-        """Whether the measurements are there."""
-        return self._store.path(CLASSIFIED).is_file()
-
-    @property
-    def _store(self) -> MeasurementStore:
-        return MeasurementStore(self.place / EVALUATIONS)
-
-    def run(self, data: RelationData, note: Note) -> None:
-        """Classify, unless it is measured."""
-        if self._store.get(CLASSIFIED) is not None:
-            return
+    def measured(self, data: RelationData, note: Note) -> pl.DataFrame:
+        """Every document of the test set."""
         model = load_as(Classifier, self.place / MODEL, self.config.model).to(
             choose_device(self.config.device)
         )
-        measured = evaluate_classifier(
+        return evaluate_classifier(
             model,
             data,
             self.identity,
@@ -99,11 +88,10 @@ class ClassifyStage(Stage):
             max_tokens=self.settings.max_tokens,
             progress=lambda done, total: note(done, total, "documents"),
         )
-        self._store.put(CLASSIFIED, measured)
 
 
 @dataclass(frozen=True)
-class TimeStage(Stage):
+class TimeStage(MeasureStage):
     """Time optimiser steps of models with different norms in turn, on the same batches.
 
     A round is a unit: its steps are of one batch, one after the other in one process, so that
@@ -111,9 +99,9 @@ class TimeStage(Stage):
     """
 
     phase = "timing"
+    frame = STEP_TIME
     configs: Mapping[str, ClassificationConfig]
     identities: Mapping[str, Identity]
-    place: Path
     settings: TimingSettings
 
     @property
@@ -125,18 +113,8 @@ class TimeStage(Stage):
         tokens = sum(c.trained / g.steps for c, g in zip(each, self.configs.values(), strict=True))
         return Cost(scored=round(3 * steps * tokens), flops=steps * flops)
 
-    def is_done(self) -> bool:
-        """Whether the times are there."""
-        return self._store.path(STEP_TIME).is_file()
-
-    @property
-    def _store(self) -> MeasurementStore:
-        return MeasurementStore(self.place / EVALUATIONS)
-
-    def run(self, data: RelationData, note: Note) -> None:
-        """Time them, unless it is done."""
-        if self._store.get(STEP_TIME) is not None:
-            return
+    def measured(self, data: RelationData, note: Note) -> pl.DataFrame:
+        """Every round."""
         first = next(iter(self.configs.values()))
         rounds = self.settings.rounds
         with world(first.device) as place, threads(first.threads):
@@ -151,12 +129,9 @@ class TimeStage(Stage):
             )
         count = f"{first.threads} thread{'s' * (first.threads > 1)}"
         said = f"{first.batch_size} documents, {first.precision}, {place.device.type}, {count}"
-        self._store.put(
-            STEP_TIME,
-            joined(
-                timed(replace(self.identities[norm], settings=said), timing.rounds)
-                for norm, timing in timings.items()
-            ),
+        return joined(
+            timed(replace(self.identities[norm], settings=said), timing.rounds)
+            for norm, timing in timings.items()
         )
 
 

@@ -12,11 +12,11 @@ import polars as pl
 
 from normattn.measure import Estimate, Statistic, contrast, estimate, of_seeds, select
 from normattn.measure.statistic import MACRO_F1, MICRO_F1, mean, median, ratio
-from normattn.report.claim import SEEDS, Claim
+from normattn.report.claim import SEEDS, Claim, difference
 from normattn.report.figure import Curves, Figure, Line, Panel, Point
 from normattn.report.page import Page
 from normattn.report.table import NOTHING, Cell, Column, Row, Table, shown
-from normattn.report.view import Term, View
+from normattn.report.view import View
 from normattn.studies._reading import ranked, step_points
 from normattn.studies.rmsnorm.measuring import CLASSIFIED, DEVELOPMENT, STEP_TIME
 
@@ -153,10 +153,9 @@ def _tested(
     sentence: str, source: str, statistic: Statistic, what: str, sign: int, matters: float | None
 ) -> Claim:
     """RMSNorm − LayerNorm on the test set, paired over documents and seeds."""
-    terms = tuple(
-        Term(factor, {"row": row, **TESTED}) for row, factor in ((RMS, 1.0), (LAYER, -1.0))
-    )
-    return Claim(sentence, source, f"{RMS} − {LAYER}, {what}", statistic, terms, sign, matters)
+    places = ({"row": row, **TESTED} for row in (RMS, LAYER))
+    claim = difference(sentence, source, f"{RMS} − {LAYER}, {what}", statistic, *places, sign=sign)
+    return replace(claim, matters=matters)
 
 
 def step_change(view: View) -> Estimate | None:
