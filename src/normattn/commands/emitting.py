@@ -15,10 +15,10 @@ from normattn.commands.extension_settings import (
     parse_lengths,
     parse_methods,
     refuse_unused,
+    trained_length,
 )
 from normattn.errors import InputError
 from normattn.files import expanded
-from normattn.hf.anatomy import anatomy, known_length
 from normattn.hf.emit import ENGINES, Wanted, emit, gguf_values
 from normattn.hf.extension import plan
 from normattn.hf.gguf_values import architecture_of, read_values, refuse_scaled, write_gguf
@@ -74,7 +74,7 @@ def _wanted(
 ) -> Wanted:
     config = read_configuration(model if place == expanded(model) else place)
     small = small_model(config)
-    length = train_length or _known_length(small)
+    length = train_length or trained_length(small)
     longest = (parse_lengths(lengths) if lengths else default_lengths(length))[-1]
     given: dict[str, Any] = {}
     if "factor" in open_parameters(method):
@@ -92,13 +92,6 @@ def _wanted(
     return Wanted(
         str(place if place.exists() else model), planned, longest, architecture, _inside(config)
     )
-
-
-def _known_length(small: Any) -> int:
-    try:
-        return known_length(anatomy(small))[0]
-    except InputError as error:
-        raise InputError(str(error).replace("say train_length=…", "say --train-length")) from error
 
 
 def _inside(config: Any) -> str | None:

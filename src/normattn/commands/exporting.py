@@ -18,7 +18,7 @@ from normattn.errors import InputError
 from normattn.models.pretrained import load_any
 from normattn.report.plots import draw
 from normattn.report.view import View
-from normattn.runs import RunDirectory, unchanged
+from normattn.runs import RunDirectory, require_finished, unchanged
 from normattn.structured import read_object
 from normattn.studies import find
 from normattn.studies._reading import history_figure
@@ -106,10 +106,7 @@ def _opened(run: Path) -> tuple[RunDirectory, _Kind]:
     if kind is None:
         reason = _REFUSED.get(stored.kind, "transformers has no counterpart of its model")
         raise InputError(f"{run} holds a run of kind {stored.kind!r}: {reason}")
-    status = stored.status
-    if status is None or status.state != "finished":
-        state = f"is {status.state} at step {status.step}" if status else "has not begun"
-        raise InputError(f"the run in {run} {state}; only a finished run can be exported")
+    require_finished(run, "be exported")
     return stored, kind
 
 

@@ -26,12 +26,12 @@ from normattn.commands.extension_settings import (
     parse_lengths,
     parse_methods,
     refuse_unused,
+    trained_length,
 )
 from normattn.commands.extension_texts import DEFAULT_TEXT, Texts, prepare_texts
 from normattn.errors import InputError, NormattnError
 from normattn.evaluation import CellInfo, weights_digest
 from normattn.hf import extend, load, token_scorer
-from normattn.hf.anatomy import anatomy, known_length
 from normattn.measure import MeasurementStore
 from normattn.report.view import View
 from normattn.runs import RunDirectory
@@ -97,7 +97,7 @@ def _resolve(
     asked: Asked, model: Any, tokeniser: Any, lengths: tuple[int, ...] | None
 ) -> tuple[ExtensionSettings, Texts, tuple[str, ...]]:
     """The settings with every value, the windows, and sentences on what had no room in the text."""
-    train_length = asked.train_length or _known_length(model)
+    train_length = asked.train_length or trained_length(model)
     lengths = lengths or default_lengths(train_length)
     window = chosen_window(asked.window, train_length)
     chosen_factor(asked.factor, lengths[-1], train_length)
@@ -124,13 +124,6 @@ def _resolve(
         weights=weights_digest(model),
     )
     return settings, texts, notes
-
-
-def _known_length(model: Any) -> int:
-    try:
-        return known_length(anatomy(model))[0]
-    except InputError as error:
-        raise InputError(str(error).replace("say train_length=…", "say --train-length")) from error
 
 
 def _segment(segment: int | None, shortest: int, prefix: int) -> int:

@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from normattn.commands.extension_texts import Texts, passkey_set
 from normattn.data.retrieval import RetrievalSet
 from normattn.errors import NormattnError
 from normattn.evaluation import CellInfo, TokenScorer, evaluate_cell, evaluate_retrieval
+from normattn.evaluation.cells import identity
 from normattn.hf.anatomy import anatomy
-from normattn.measure import Identity, digest, fact, identified, joined
+from normattn.measure import digest, fact, identified, joined
 from normattn.studies.extend import KIND, PEAK, PREFILL, SECONDS
 
 _RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
@@ -84,20 +85,8 @@ class Reader:
         unit = sets[0].documents[0]
         costs = [fact(SECONDS, seconds[0], unit=unit)]
         costs += [fact(PEAK, most, unit=unit) for most in grown]
-        whose = Identity(
-            study=KIND,
-            row=cell.variant,
-            score=cell.spec,
-            method=cell.method,
-            seed=cell.seed,
-            protocol=PREFILL,
-            length=place.length,
-            train_length=settings.train_length,
-            split=cell.split,
-            weights=cell.weights,
-            settings=cell.precision,
-            factors={"device": str(device), "threads": torch.get_num_threads()},
-        )
+        on: dict[str, str | int] = {"device": str(device), "threads": torch.get_num_threads()}
+        whose = replace(identity(cell, sets[0], **on), protocol=PREFILL)
         return joined([*found, identified(whose, costs)])
 
     def _key(self, place: Place, cell: CellInfo) -> pl.DataFrame:

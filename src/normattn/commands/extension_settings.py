@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from normattn.errors import InputError
+from normattn.hf.anatomy import anatomy, known_length
 from normattn.score.folded_parts import SpectrumPart
 from normattn.score.grammar import read
 
@@ -153,3 +154,11 @@ def refuse_unused(methods: Sequence[str], factor: float | None, window: int | No
     for name, value in (("factor", factor), ("window", window)):
         if value is not None and name not in taken:
             raise InputError(f"--{name} is given, but none of --methods takes a {name}")
+
+
+def trained_length(model: Any) -> int:
+    """How far a model of transformers was trained to read; `InputError` where it does not say."""
+    try:
+        return known_length(anatomy(model))[0]
+    except InputError as error:
+        raise InputError(str(error).replace("say train_length=…", "say --train-length")) from error

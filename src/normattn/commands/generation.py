@@ -12,7 +12,7 @@ from normattn.data.corpora.reading import read_text
 from normattn.data.tokeniser import SEPARATOR_ID, Tokeniser
 from normattn.errors import InputError
 from normattn.models import Sampling, generate, load_model
-from normattn.runs import RunDirectory, read_status, unchanged
+from normattn.runs import RunDirectory, require_finished, unchanged
 from normattn.score import ScoreSpec
 from normattn.training import TrainingConfig
 from normattn.training.causal import CausalWorkload
@@ -130,10 +130,7 @@ def opened(run: Path) -> tuple[TrainingConfig, Tokeniser]:
     """The settings and the tokeniser of a finished run; `InputError` where it has none."""
     stored = RunDirectory.existing(run, CausalWorkload.kind)
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
-    status = read_status(run)
-    if status is None or status.state != "finished":
-        state = f"is {status.state} at step {status.step}" if status else "has not begun"
-        raise InputError(f"the run in {run} {state}; only a finished run can generate")
+    require_finished(run, "generate")
     if config.data.synthetic:
         raise InputError(
             f"the run in {run} was trained on the generated tokens of {config.data.corpus}: it has "

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from normattn.atomic import write_json
 from normattn.commands.inspection_inputs import Asked, Inputs, inputs_of
-from normattn.diagnostics import inspect_model
-from normattn.diagnostics.inspection import by_head
+from normattn.diagnostics import collecting, inspect_model
+from normattn.diagnostics.inspection import Collecting, by_head
 from normattn.diagnostics.lines import read_diagnostics
 from normattn.diagnostics.weights import MOST_TOKENS, attention_weights
 from normattn.errors import InputError
@@ -32,7 +32,7 @@ from normattn.models.stack_config import StackConfig
 from normattn.models.translator_config import TranslatorConfig, placeless
 from normattn.report.terminal import print_table
 from normattn.report.view import View
-from normattn.runs import RunDirectory, read_status
+from normattn.runs import RunDirectory, require_finished
 from normattn.structured import read_object
 from normattn.studies.inspect import STUDY
 from normattn.studies.inspect.measured import DRAWN, KEY, KIND, QUERY, TRAINING
@@ -127,7 +127,7 @@ def inspect_run(asked: Shown) -> None:
     folder = folder_of(run / FOLDER if asked.out is None else asked.out)
     whose = _identity(model, config, inputs, asked)
     with _using(model, method, config, inputs.length):
-        found = _look(model, inputs, asked)
+        found = look(model, inputs, asked)
         heads = drawn(inputs, chosen, found, lambda: _weights_of(model, inputs))
     trained = replace(whose, protocol=TRAINING, method="", split="train", data="")
     write_page(whose, found, heads, inputs, folder, asked, identified(trained, [_training(run)]))
@@ -189,10 +189,7 @@ def _opened(run: Path) -> LoopConfig:
         raise InputError(
             f"{run} holds a run of kind {stored.kind!r}; inspect looks into one of kind {known}"
         )
-    status = read_status(run)
-    if status is None or status.state != "finished":
-        state = f"is {status.state} at step {status.step}" if status else "has not begun"
-        raise InputError(f"the run in {run} {state}; only a finished run can be looked into")
+    require_finished(run, "be looked into")
     return KINDS[stored.kind].parse(stored.config, str(run / "config.json"))
 
 
@@ -265,23 +262,42 @@ def _score_names(model: StackConfig) -> str:
 def _identity(model: nn.Module, config: LoopConfig, inputs: Inputs, asked: Shown) -> Identity:
     """Whose attention it is, to which texts."""
     shape = _model(config)
+    split = "held-out" if asked.text is None else "given"
+    names = (_score_names(shape), str(shape.score))
+    return whose_attention(model, inputs, asked, *names, config.seed, shape.train_length, split)
+
+
+def whose_attention(
+    model: nn.Module,
+    inputs: Inputs,
+    asked: Shown,
+    row: str,
+    score: str,
+    seed: int,
+    train_length: int,
+    split: str,
+) -> Identity:
+    """The identity of an inspection: of which model, under which method, of which texts."""
     rows = inputs.rows.contiguous().numpy().tobytes()
     return Identity(
         study=KIND,
-        row=_score_names(shape),
-        score=str(shape.score),
+        row=row,
+        score=score,
         method="" if asked.method == "as is" else asked.method,
-        seed=config.seed,
+        seed=seed,
         protocol=KIND,
         length=inputs.length,
-        train_length=shape.train_length,
-        split="held-out" if asked.text is None else "given",
+        train_length=train_length,
+        split=split,
         data=hashlib.sha256(rows).hexdigest(),
         weights=weights_digest(model),
     )
 
 
-def _look(model: nn.Module, inputs: Inputs, asked: Shown) -> pl.DataFrame:
+def look(
+    model: nn.Module, inputs: Inputs, asked: Shown, collect: Collecting = collecting
+) -> pl.DataFrame:
+    """What every layer does with the texts; `collect` is who collects."""
     rows = inputs.rows.to(next(model.parameters()).device)
     with Console(file=sys.stderr).status("looking") as status:
         return inspect_model(
@@ -293,6 +309,7 @@ def _look(model: nn.Module, inputs: Inputs, asked: Shown) -> pl.DataFrame:
             read=inputs.read,
             length=inputs.length,
             progress=lambda done, total: status.update(f"looking: text {done} of {total}"),
+            collect=collect,
         )
 
 

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from normattn.commands.extension_texts import DEFAULT_TEXT, prepare_texts
-from normattn.commands.inspection import Shown, chosen_head, drawn, folder_of, write_page
+from normattn.commands.inspection import (
+    Shown,
+    chosen_head,
+    drawn,
+    folder_of,
+    look,
+    whose_attention,
+    write_page,
+)
 from normattn.commands.inspection_inputs import DRAWN_TOKENS, Inputs
-from normattn.diagnostics import inspect_model
 from normattn.diagnostics.weights import attention_weights
 from normattn.errors import InputError
-from normattn.evaluation.fingerprints import weights_digest
 from normattn.files import expanded
 from normattn.hf import extend, load
 from normattn.hf.anatomy import anatomy, known_length
 from normattn.hf.looking import looking, paths, told_aside
-from normattn.measure import Identity
-from normattn.studies.inspect.measured import KIND
 from normattn.training.distribution import choose_device
 
 LENGTH, WINDOWS = 512, 4
@@ -46,11 +47,13 @@ def inspect_foreign(asked: Shown) -> None:
     inputs = _inputs(model, tokeniser, asked)
     folder = folder_of(asked.out or Path("runs") / f"inspect-{place.name.removesuffix('.gguf')}")
     with _using(model, asked.method):
-        found = _look(model, inputs, asked)
+        found = look(model, inputs, asked, looking)
         sizes = [int(found[each].max()) + 1 for each in ("layer", "head")]  # type: ignore[arg-type]
         chosen = chosen_head(asked.attention, *sizes)
         heads = drawn(inputs, chosen, found, lambda: _weights(model, inputs))
-    whose = _identity(model, place.name, inputs, asked)
+    names = (place.name.removesuffix(".gguf"), type(model).__name__)
+    length = _trained(model, inputs)
+    whose = whose_attention(model, inputs, asked, *names, asked.seed, length, "given")
     write_page(whose, found, heads, inputs, folder, asked)
 
 
@@ -80,42 +83,15 @@ def _inputs(model: Any, tokeniser: Any, asked: Shown) -> Inputs:
     return Inputs(rows, source, length, read, first, len(first), lambda name: (words, words))
 
 
-def _look(model: Any, inputs: Inputs, asked: Shown) -> pl.DataFrame:
-    with Console(file=sys.stderr).status("looking") as status:
-        return inspect_model(
-            model,
-            inputs.rows.to(model.device),
-            bins=asked.bins,
-            cosines=asked.cosines,
-            tokens_per_batch=asked.max_tokens,
-            read=inputs.read,
-            progress=lambda done, total: status.update(f"looking: text {done} of {total}"),
-            collect=looking,
-        )
-
-
 def _weights(model: Any, inputs: Inputs) -> dict[str, Tensor]:
     with told_aside(model):
         row = inputs.drawn.to(model.device)
         return attention_weights(model, row, inputs.read, inputs.drawn_length, paths(model))
 
 
-def _identity(model: Any, name: str, inputs: Inputs, asked: Shown) -> Identity:
+def _trained(model: Any, inputs: Inputs) -> int:
+    """How far the model was trained to read, or how far it reads here."""
     try:
-        length = known_length(anatomy(model))[0]
+        return known_length(anatomy(model))[0]
     except InputError:
-        length = inputs.length
-    rows = inputs.rows.contiguous().numpy().tobytes()
-    return Identity(
-        study=KIND,
-        row=name.removesuffix(".gguf"),
-        score=type(model).__name__,
-        method="" if asked.method == "as is" else asked.method,
-        seed=asked.seed,
-        protocol=KIND,
-        length=inputs.length,
-        train_length=length,
-        split="given",
-        data=hashlib.sha256(rows).hexdigest(),
-        weights=weights_digest(model),
-    )
+        return inputs.length

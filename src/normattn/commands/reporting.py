@@ -101,7 +101,7 @@ def _training(run: Path) -> list[pl.DataFrame]:
     found = [history(run, name, config.seed)]
     status = read_status(run)
     if status is not None and status.state == "diverged":
-        whose = frame.Identity("", name, str(config.model.score), config.seed, "training", 0, 0)
+        whose = frame.Identity("", name, str(config.model.score), config.seed, "training")
         edges = [float(status.step)]
         rows = frame.sums("diverged", [status.where], [[1.0]], [[1.0]], axis="step", edges=edges)
         found.append(frame.identified(whose, [rows]))
