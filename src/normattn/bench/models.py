@@ -67,13 +67,16 @@ class TrainingStep:
 
     def build(self) -> Step:
         """The step; weights are drawn from seed 0 and tokens from seed 1."""
-        model = self.model().to(self.device)
+        return self.step_of(self.model().to(self.device), self.ids())
+
+    def ids(self) -> Tensor:
+        """The batch (B, N + 1)."""
+        shape, generator = (self.size.batch, self.size.length + 1), torch.Generator().manual_seed(1)
+        return torch.randint(self.size.vocabulary, shape, generator=generator).to(self.device)
+
+    def step_of(self, model: nn.Module, ids: Tensor) -> Step:
+        """The step of a module that gives the mean loss."""
         optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        shape = (self.size.batch, self.size.length + 1)
-        drawn = torch.randint(
-            self.size.vocabulary, shape, generator=torch.Generator().manual_seed(1)
-        )
-        ids = drawn.to(self.device)
 
         def step() -> object:
             with torch.autocast(self.device, torch.bfloat16, enabled=self.half):
@@ -89,7 +92,7 @@ class TrainingStep:
         """A module from ids (B, N + 1) to the mean loss."""
         torch.manual_seed(0)
         if self.family == "normattn":
-            return _Ours(CausalLM(self.size.config(self.score)))
+            return Ours(CausalLM(self.size.config(self.score)))
         build: Callable[[ModelSize, str], nn.Module] = _x_transformers
         if self.family == LLAMA:
             build = _llama
@@ -112,12 +115,15 @@ class TrainingStep:
         return dataclasses.replace(self, size=SMALL)
 
 
-class _Ours(nn.Module):
+class Ours(nn.Module):
+    """Our decoder, as a module that gives the mean loss."""
+
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, ids: Tensor) -> Tensor:
+        """The loss of ids (B, N + 1)."""
         return self.model.loss(ids).loss
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from normattn.atomic import explain_os_errors, write_json
 from normattn.bench.attending import KernelAlone, Scored
 from normattn.bench.case import Case, Suite
-from normattn.bench.judge import Verdict, judge, roofline, why_missed
+from normattn.bench.judge import judge, roofline, why_missed
 from normattn.bench.machine import provenance, source_digest
 from normattn.bench.measure import Measurement
 from normattn.bench.settings import Settings
@@ -85,7 +85,7 @@ class Record:
             "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
             "stamp": self._stamp(),
             "settings": self.settings.summary(),
-            "goals": [_goal(verdict, lines, found) for verdict in verdicts],
+            "goals": [{**asdict(each), "why": why_missed(each, lines, found)} for each in verdicts],
             **found.summary(),
             "kernels": kernels(case),
             "roofline": lines,
@@ -107,19 +107,6 @@ def kernels(case: Case) -> dict[str, str]:
     """The kernel that each of our entries ran, where the dispatcher chose one."""
     ours = (Scored, KernelAlone)
     return {name: e.kernel() for name, e in case.entries.items() if isinstance(e, ours)}
-
-
-def _goal(verdict: Verdict, lines: dict[str, dict[str, float]], found: Measurement) -> Row:
-    return {
-        "ours": verdict.ours,
-        "peer": verdict.peer,
-        "of": verdict.of,
-        "goal": verdict.goal,
-        "limit": verdict.limit,
-        "ratio": vars(verdict.ratio),
-        "met": verdict.met,
-        "why": why_missed(verdict, lines, found),
-    }
 
 
 def _whole(row: Any) -> bool:

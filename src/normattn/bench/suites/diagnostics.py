@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from normattn.bench.case import Case, Entry, Goal, Suite, Work
-from normattn.bench.models import SMALL, ModelSize, TrainingStep
+from normattn.bench.models import SMALL, ModelSize, Ours, TrainingStep
 from normattn.bench.settings import Settings
 from normattn.diagnostics import collecting
 from normattn.models.causal_lm import CausalLM
@@ -32,27 +32,16 @@ class Looked:
 
     def build(self) -> Step:
         """The step, with the probe's collector around it where it is on."""
-        size, device = self.step.size, self.step.device
+        device, half = self.step.device, self.step.half
         torch.manual_seed(0)
-        model = CausalLM(size.config(self.step.score)).to(device)
-        optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        shape = (size.batch, size.length + 1)
-        drawn = torch.randint(size.vocabulary, shape, generator=torch.Generator().manual_seed(1))
-        ids = drawn.to(device)
+        model = CausalLM(self.step.size.config(self.step.score)).to(device)
+        ids = self.step.ids()
 
         def forward() -> object:
-            with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=self.step.half):
+            with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=half):
                 return model(ids)
 
-        def train() -> object:
-            with torch.autocast(device, torch.bfloat16, enabled=self.step.half):
-                loss = model.loss(ids).loss
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-            return loss.detach()
-
-        plain = train if self.training else forward
+        plain = self.step.step_of(Ours(model), ids) if self.training else forward
 
         def observed() -> object:
             with collecting(model) as collector:
