@@ -75,8 +75,8 @@ def resolve(request: Request) -> Sweep:
     asked = None if request.methods in (None, (ALL,)) else request.methods
     methods = (AS_IS, *candidates()) if asked is None else checked_methods(asked, config)
     variants = canonical(request.variants or VARIANTS, config)
-    read, skipped = usable(dict.fromkeys(variants, methods), config)
-    return read_sweep(request, KIND, preset, config, read, skipped)
+    ways, skipped = usable(dict.fromkeys(variants, methods), config)
+    return read_sweep(request, KIND, preset, config, ways, skipped)
 
 
 def _rows_of(protocol: str) -> Any:
