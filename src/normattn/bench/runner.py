@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import TaskID, TimeRemainingColumn
 
 from normattn.bench.case import Case, Suite
 from normattn.bench.machine import require_packages
@@ -20,7 +18,7 @@ from normattn.bench.settings import Settings
 from normattn.bench.suites import SUITES, chosen
 from normattn.errors import InputError
 from normattn.report.page import write_files
-from normattn.report.terminal import print_table, say
+from normattn.report.terminal import Bar, print_table, say
 
 
 def run_bench(
@@ -68,37 +66,21 @@ def _report(out: Path, suites: Sequence[Suite], settings: Settings) -> None:
     say(out, figures)
 
 
-class _Bar:
+class _Bar(Bar):
     """A bar over all cases that are still to be measured, weighted by their work."""
 
     def __init__(self, work: Sequence[tuple[Record, Case]], settings: Settings) -> None:
+        super().__init__(TimeRemainingColumn())
         self._settings = settings
         self._found = {id(case): record.find(case) for record, case in work}
         open_cases = [case for _, case in work if self._found[id(case)] is None]
-        console = Console(file=sys.stderr, highlight=False)
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._console = console
         self._count, self._done = len(work), 0
         total = sum(map(self._cost, open_cases))
-        self._task: TaskID = self._progress.add_task("benchmarks", total=total)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self._task: TaskID = self.progress.add_task("benchmarks", total=total)
 
     def run(self, record: Record, case: Case, profile: bool) -> Row:
         """The row of a case: the one on record, or a new one."""
-        self._progress.update(self._task, description=case.name)
+        self.progress.update(self._task, description=case.name)
         row = self._found[id(case)]
         said = "on record"
         if row is None:
@@ -107,20 +89,19 @@ class _Bar:
             row = record.add(case, Measurement.read(_stored(row)), profiles)
             said += " and profiled"
         self._done += 1
-        line = f"{case.name}: {said} ({self._done} of {self._count})"
-        self._console.print(line, markup=False, soft_wrap=True)
+        self.say(f"{case.name}: {said} ({self._done} of {self._count})")
         return row
 
     def _measure(self, case: Case) -> Measurement:
         """Measure, moving the bar with every round."""
         each = self._cost(case) / (self._settings.rounds + WARM)
-        before = self._progress.tasks[0].completed
+        before = self.progress.tasks[0].completed
 
         def moved(done: int) -> None:
-            self._progress.update(self._task, completed=before + each * (WARM + done))
+            self.progress.update(self._task, completed=before + each * (WARM + done))
 
         found = measure(case, self._settings, moved)
-        self._progress.update(self._task, completed=before + self._cost(case))
+        self.progress.update(self._task, completed=before + self._cost(case))
         return found
 
     def _cost(self, case: Case) -> float:

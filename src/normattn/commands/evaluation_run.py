@@ -15,6 +15,7 @@ from rich.table import Column, Table
 
 from normattn.data.tokens import prepare_tokens
 from normattn.errors import InputError
+from normattn.report.terminal import tell
 from normattn.runs import RunDirectory
 from normattn.score import ScoreSpec
 from normattn.studies._reading import label
@@ -60,7 +61,7 @@ def evaluate_run(
     for method in methods:
         score.with_method(method).resolve(factor=settings.factor)
     for sentence in sentences:
-        Console(highlight=False).print(sentence, markup=False, soft_wrap=True)
+        tell(sentence)
     torch.set_num_threads(threads)
     total = count_evaluations(settings) * len(methods)
     with Console(file=sys.stderr).status("evaluating") as status:

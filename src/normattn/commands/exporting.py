@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from torch import nn
 
 from normattn import atomic
@@ -17,6 +16,7 @@ from normattn.commands.reporting import of_runs
 from normattn.errors import InputError
 from normattn.models.pretrained import load_any
 from normattn.report.plots import draw
+from normattn.report.terminal import tell
 from normattn.report.view import View
 from normattn.runs import RunDirectory, require_finished, unchanged
 from normattn.structured import read_object
@@ -91,13 +91,8 @@ def export_run(run: Path, out: Path, licence: str | None = None) -> None:
         (folder / CARD).write_text(card.text(model), encoding="utf-8")
 
     atomic.write_directory(out, fill)
-    told = Console(highlight=False)
-    told.print(f"model, tokeniser and card: {out}", markup=False, soft_wrap=True)
-    told.print(
-        f"load it: import normattn.hf; transformers.{kind.auto}.from_pretrained({str(out)!r})",
-        markup=False,
-        soft_wrap=True,
-    )
+    tell(f"model, tokeniser and card: {out}")
+    tell(f"load it: import normattn.hf; transformers.{kind.auto}.from_pretrained({str(out)!r})")
 
 
 def _opened(run: Path) -> tuple[RunDirectory, _Kind]:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from normattn.models.accounting import flops_per_token, parameter_count
+from normattn.report.terminal import tell
 from normattn.sweep.probes import diagnostics_probes
 from normattn.training import TrainingConfig, train_causal
 from normattn.training.causal import CausalWorkload
@@ -45,10 +46,7 @@ def train_run(config: TrainingConfig, out: Path) -> None:
     """Train one run into `out`, or resume it, and say how it ended."""
     # Under torchrun every process comes here; the first one speaks.
     console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
-    console.print(describe(config), markup=False, soft_wrap=True)
+    tell(describe(config), console)
     result = train_causal(config, out, probes=diagnostics_probes(config, out))
-    console.print(
-        f"loss {result.loss:.4f} after {result.steps:,} steps; the model is in {out / 'model'}",
-        markup=False,
-        soft_wrap=True,
-    )
+    said = f"loss {result.loss:.4f} after {result.steps:,} steps; the model is in {out / 'model'}"
+    tell(said, console)

@@ -1,12 +1,15 @@
-"""What the terminal shows of a page: a table without lines, and where the files are."""
+"""What the terminal shows: a page's table without lines, where its files are, a bar of progress."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from normattn.report.table import Filled
@@ -32,7 +35,45 @@ def print_table(table: Filled, title: str = "") -> None:
 
 def say(out: Path, figures: Sequence[Path]) -> None:
     """Print where a page and its figures are."""
-    said = Console(highlight=False)
-    said.print(f"table: {out / 'table.md'}", markup=False, soft_wrap=True)
-    said.print(f"page: {out / 'report.html'}", markup=False, soft_wrap=True)
-    said.print(f"figures: {out / 'figures'} ({len(figures)} files)", markup=False, soft_wrap=True)
+    tell(f"table: {out / 'table.md'}")
+    tell(f"page: {out / 'report.html'}")
+    tell(f"figures: {out / 'figures'} ({len(figures)} files)")
+
+
+def tell(sentence: str, console: Console | None = None) -> None:
+    """A line as it is, however long."""
+    found = console or Console(highlight=False)
+    found.print(sentence, markup=False, soft_wrap=True)
+
+
+OwnBar = TypeVar("OwnBar", bound="Bar")
+
+
+class Bar:
+    """A bar of progress on stderr; where that is no terminal, nothing but the lines that stay.
+
+    `more` are what stands behind the percentage.
+    """
+
+    def __init__(self, *more: Any, **options: Any) -> None:
+        self.console = Console(file=sys.stderr, highlight=False)
+        self.progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+            *more,
+            console=self.console,
+            disable=not self.console.is_terminal,
+            **options,
+        )
+
+    def __enter__(self: OwnBar) -> OwnBar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def say(self, sentence: str) -> None:
+        """A line that stays."""
+        tell(sentence, self.console)

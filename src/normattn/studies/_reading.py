@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import polars as pl
+
 from normattn.measure import select
 from normattn.measure.gather import Where
 from normattn.measure.statistic import Statistic, accuracy, loss
@@ -55,15 +57,28 @@ def ranked(names: Iterable[str], order: Sequence[str]) -> list[str]:
 
 def reading_rows(view: View) -> list[Row]:
     """A row for every trained score and method, as they are first; diverged ones too."""
-    found: list[Row] = []
     measured = view.frame.filter(view.frame["protocol"] != "training")
-    pairs = set(measured.select("row", "method").rows())
-    methods = {method for _, method in pairs} or {""}
+    methods = {method for _, method in pairs_of(measured)} or {""}
+    found = []
     for row in ranked(view.values("row"), VARIANT_ORDER):
-        own = {method for name, method in pairs if name == row} or methods
-        for method in ranked(own, METHOD_ORDER):
-            found.append(Row(label(row, method), {"row": row, "method": method}))
-    return found
+        own = {method for name, method in pairs_of(measured) if name == row}
+        found += [(row, method) for method in ranked(own or methods, METHOD_ORDER)]
+    return [row_of(*pair) for pair in found]
+
+
+def pairs_of(frame: pl.DataFrame) -> list[tuple[str, str]]:
+    """Every trained score and method of a frame, in the order of a table."""
+    pairs = set(frame.select("row", "method").rows())
+    return [
+        (row, method)
+        for row in ranked({row for row, _ in pairs}, VARIANT_ORDER)
+        for method in ranked({method for name, method in pairs if name == row}, METHOD_ORDER)
+    ]
+
+
+def row_of(row: str, method: str) -> Row:
+    """The row of a trained score under a method."""
+    return Row(label(row, method), {"row": row, "method": method})
 
 
 def label(row: str, method: str) -> str:

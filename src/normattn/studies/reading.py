@@ -13,7 +13,6 @@ from typing import Any
 import polars as pl
 
 from normattn.measure.statistic import Statistic, accuracy
-from normattn.report.claim import Claim
 from normattn.report.figure import Curves, Figure, Grid, Line, Mark, Panel
 from normattn.report.page import Page
 from normattn.report.points import bin_points, octaves
@@ -24,15 +23,15 @@ from normattn.studies._reading import (
     LEGEND,
     LOSS,
     METHOD_ORDER,
-    VARIANT_ORDER,
     history_figure,
-    label,
     length_figure,
     longest,
+    pairs_of,
     position_figures,
     ranked,
     reading_columns,
     reading_rows,
+    row_of,
     table_figure,
 )
 from normattn.sweep.collect import measured_below
@@ -83,13 +82,7 @@ def _rows_of(protocol: str) -> Any:
     """Rows that were read by one protocol."""
 
     def rows(view: View) -> list[Row]:
-        chosen = view.frame.filter(pl.col("protocol") == protocol)
-        pairs = set(chosen.select("row", "method").rows())
-        return [
-            Row(label(row, method), {"row": row, "method": method})
-            for row in ranked({row for row, _ in pairs}, VARIANT_ORDER)
-            for method in ranked({m for r, m in pairs if r == row}, METHOD_ORDER)
-        ]
+        return [row_of(*pair) for pair in pairs_of(view.frame.filter(protocol=protocol))]
 
     return rows
 
@@ -110,19 +103,17 @@ def _octave_columns(statistic: Statistic) -> Any:
     return columns
 
 
+_ASKED = (("exact", EXACT, "answers"), ("token", ACCURACY, "tokens"))
+
+
 def _retrieval_columns(view: View) -> Sequence[Column]:
-    found = []
+    found: list[Column] = []
+    if TASK not in view.frame.columns:
+        return found
     for task, title in TASKS.items():
-        for length in sorted(
-            view.values("length", {"protocol": RETRIEVAL, TASK: task})
-            if TASK in view.frame.columns
-            else []
-        ):
+        for length in sorted(view.values("length", {"protocol": RETRIEVAL, TASK: task})):
             at = ((1.0, {"protocol": RETRIEVAL, TASK: task, "length": length}),)
-            for key, statistic, what in (
-                ("exact", EXACT, "answers"),
-                ("token", ACCURACY, "tokens"),
-            ):
+            for key, statistic, what in _ASKED:
                 name = f"{task}_{key}_{length}"
                 found.append(Column(name, f"{title}, {what}, {length:,}", statistic, at))
     return found
@@ -202,11 +193,6 @@ def _by_depth(view: View) -> list[Figure]:
     return found
 
 
-def no_claims(view: View) -> list[Claim]:
-    """This page compares; it tests nobody's sentence."""
-    return []
-
-
 PAGE = Page(
     title="Reading past the training length",
     question="How far does each score, and each post-hoc method, let a model read past the length "
@@ -242,7 +228,6 @@ PAGE = Page(
             ),
         ),
     ),
-    claims=no_claims,
     figures=figures,
 )
 

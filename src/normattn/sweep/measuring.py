@@ -39,34 +39,24 @@ def evaluation_sets(
     Raises `InputError` when no test document is long enough, naming the longest, and when a length
     is too short for what retrieval states and asks.
     """
-    split, windows, seed = data.split(settings.split), settings.max_windows, settings.seed
+    at, drawn = (data.split(settings.split), train_length), (settings.max_windows, settings.seed)
     longest = _beyond(settings)
     sets: list[AnySet] = []
     if "train_length" in settings.protocols:
-        sets.append(train_length_set(split, train_length, max_windows=windows, seed=seed))
+        sets.append(train_length_set(*at, *drawn))
     if "non_repeated" in settings.protocols:
-        sets += [
-            non_repeated_set(split, train_length, k, max_windows=windows, seed=seed)
-            for k in longest
-        ]
+        sets += [non_repeated_set(*at, multiple, *drawn) for multiple in longest]
     if "repeated" in settings.protocols:
-        sets += [
-            repeated_set(split, train_length, k, max_windows=windows, seed=seed) for k in longest
-        ]
+        sets += [repeated_set(*at, multiple, *drawn) for multiple in longest]
     if "last_segment" in settings.protocols:
-        sets += last_segment_sets(
-            split, train_length, settings.multiples, max_windows=windows, seed=seed
-        )
+        sets += last_segment_sets(*at, settings.multiples, *drawn)
     if "by_position" in settings.protocols:
-        longest_multiple = settings.multiples[-1]
-        sets.append(
-            by_position_set(split, train_length, longest_multiple, max_windows=windows, seed=seed)
-        )
+        sets.append(by_position_set(*at, settings.multiples[-1], *drawn))
     if "retrieval" in settings.protocols:
         sets += [
-            retrieval_set(data, task, train_length, k, windows, seed, settings.split)
+            retrieval_set(data, task, train_length, multiple, *drawn, settings.split)
             for task in TASKS
-            for k in settings.multiples
+            for multiple in settings.multiples
         ]
     if not sets:
         raise InputError("nothing to evaluate: non-repeated and repeated need a multiple above 1")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from normattn.atomic import write_text
-from normattn.report.terminal import say
+from normattn.report.terminal import say, tell
 from normattn.runs import RunDirectory
 from normattn.sweep import taking
 from normattn.sweep.headlines import headlines
@@ -60,7 +60,7 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
         cell.workload.look(cell.training_config)
     _print_plan(console, sweep, launcher, every=only_plan)
     for line in found.lines() if found else ():
-        console.print(line, markup=False, soft_wrap=True)
+        tell(line, console)
     if only_plan:
         _print_estimate(console, study, sweep, launcher, at_once)
         return []
@@ -117,7 +117,7 @@ def _print_plan(console: Console, sweep: Sweep, launcher: Launcher, every: bool)
     sentences = grouped(sweep.skipped)
     if every or len(sentences) <= SHOWN_SENTENCES:
         for sentence in sentences:
-            console.print(sentence, markup=False, soft_wrap=True)
+            tell(sentence, console)
     else:
         counted = f"{len(sweep.skipped)} rows make no sense and are left out"
         console.print(f"{counted}; {sweep.out / LEFT_OUT} says why", soft_wrap=True)
@@ -157,7 +157,7 @@ def _prepare(console: Console, sweep: Sweep) -> None:
         with console.status("preparing the data"):
             lines = sweep.describe(cell, cell.prepare())
         for line in lines:
-            console.print(line, markup=False, soft_wrap=True)
+            tell(line, console)
 
 
 def _run_cells(

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import TaskID, TextColumn, TimeRemainingColumn
 
+from normattn.report.terminal import Bar
 from normattn.sweep.launch.seam import DIVERGED, Job, Outcome
 from normattn.sweep.layout import peek
 from normattn.sweep.plan import duration
 
 
-class SweepProgress:
+class SweepProgress(Bar):
     """Shows the whole sweep and each running cell; made for `run_jobs`' `observe`.
 
     `shares` says of each job what part of its time each of its stages takes; `rows` is asked for
@@ -27,42 +26,27 @@ class SweepProgress:
         shares: Mapping[str, Sequence[float]],
         rows: Callable[[str], Sequence[str]] = lambda name: (),
     ) -> None:
+        super().__init__(
+            TimeRemainingColumn(), TextColumn("{task.fields[text]}"), refresh_per_second=4
+        )
         self._jobs = jobs
         self._shares = shares
         self._rows = rows
-        self._console = Console(file=sys.stderr, highlight=False)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            refresh_per_second=4,
-        )
-        self._whole = self._progress.add_task("all cells", total=len(jobs), text="")
+        self._whole = self.progress.add_task("all cells", total=len(jobs), text="")
         self._shown: dict[str, TaskID] = {}
         self._ended = 0
-
-    def __enter__(self) -> SweepProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
 
     def __call__(self, running: Sequence[Job], ended: Sequence[Outcome]) -> None:
         """Look at the notes of the running children, and tell of those that have ended."""
         parts = [self._look(job) for job in running]
-        self._progress.update(self._whole, completed=len(ended) + sum(parts))
+        self.progress.update(self._whole, completed=len(ended) + sum(parts))
         for outcome in ended[self._ended :]:
             self._tell(outcome)
 
     def _look(self, job: Job) -> float:
         """The share of a running job that is done."""
         if job.name not in self._shown:
-            self._shown[job.name] = self._progress.add_task(job.name, total=1.0, text="starting")
+            self._shown[job.name] = self.progress.add_task(job.name, total=1.0, text="starting")
         note = peek(job.log.with_name("progress.json"))
         if not note:
             return 0.0
@@ -72,12 +56,12 @@ class SweepProgress:
         text = f"{note['phase']} {note['done']}/{note['total']} {note['text']}"
         if note["host"] != platform.node():
             text += f" on {note['host']}"
-        self._progress.update(self._shown[job.name], completed=part, text=text)
+        self.progress.update(self._shown[job.name], completed=part, text=text)
         return float(part)
 
     def _tell(self, outcome: Outcome) -> None:
         if outcome.job.name in self._shown:
-            self._progress.remove_task(self._shown.pop(outcome.job.name))
+            self.progress.remove_task(self._shown.pop(outcome.job.name))
         self._ended += 1
         place = f"({self._ended} of {len(self._jobs)})"
         if outcome.failed:
@@ -86,7 +70,7 @@ class SweepProgress:
             said = f"diverged: {outcome.message.removeprefix('normattn: ')}"
         else:
             said = f"done in {duration(outcome.seconds)}"
-        self._console.print(f"{outcome.job.name} {said} {place}", markup=False, soft_wrap=True)
+        self.say(f"{outcome.job.name} {said} {place}")
         if outcome.code == 0:
             for line in self._rows(outcome.job.name):
-                self._console.print(line, markup=False, soft_wrap=True)
+                self.say(line)

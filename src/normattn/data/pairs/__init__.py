@@ -8,12 +8,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from normattn.data.pairs.source import PAIRS, Languages, Pair, PairSource
+from normattn.data.pairs.source import PAIRS, Languages, Pair, PairSource, parse_pairs
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-from normattn.data.pairs.address import parse_pairs  # noqa: E402
 from normattn.data.pairs.batches import PairBatch, PairBatches  # noqa: E402
 from normattn.data.pairs.config import PairsConfig  # noqa: E402
 from normattn.data.pairs.pair_data import PairData, PairSplit  # noqa: E402

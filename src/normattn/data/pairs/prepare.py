@@ -15,10 +15,9 @@ import tokenizers
 
 from normattn import atomic
 from normattn.data import cache
-from normattn.data.pairs.address import parse_pairs
 from normattn.data.pairs.config import SPECIALS, PairsConfig
 from normattn.data.pairs.pair_data import PairData, PairSplit, Side
-from normattn.data.pairs.source import Languages, Pair, PairSource
+from normattn.data.pairs.source import Languages, Pair, PairSource, parse_pairs
 from normattn.data.splits import SPLITS, SplitName, split_of
 from normattn.data.tokeniser import SAMPLE_BYTES, Tokeniser, train_tokeniser
 from normattn.errors import InputError
