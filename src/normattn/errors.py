@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -59,3 +61,11 @@ def library(name: str, lacking: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise InputError(lacking) from error
+
+
+def unknown(what: str, name: str, known: Iterable[str], more: str = "") -> InputError:
+    """The error for a name that is none of `known`, with the nearest; `more` ends the sentence."""
+    names = list(known)
+    near = get_close_matches(name, names, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return InputError(f"no {what} is called {name!r}: {hint}there are {', '.join(names)}{more}")

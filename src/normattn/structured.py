@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from pydantic import BaseModel, ConfigDict
+
 from normattn.errors import InputError
 from normattn.files import read_bytes
 
@@ -21,6 +23,12 @@ MOST_TOML_BYTES = 1 << 20
 MOST_DEPTH = 64
 MOST_DIGITS = 64
 """Of a whole number; the state of a random generator has 39."""
+
+
+class Settings(BaseModel):
+    """Base of every group of settings: frozen, and an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:

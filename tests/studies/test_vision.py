@@ -10,9 +10,9 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.measure import frame, select
+from normattn.structured import Settings
 from normattn.studies.qknorm import STUDY, collect
 from normattn.studies.qknorm.images import SCORES, VisionCell, vision_cells, vision_score
-from normattn.sweep.settings import Settings
 from normattn.sweep.study import Sweep, SweepConfig
 from studies.inprocess import PAGE, files, run, run_killed, write
 

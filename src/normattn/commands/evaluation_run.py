@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from normattn.data.tokens import prepare_tokens
-from normattn.errors import InputError
+from normattn.errors import InputError, unknown
 from normattn.report.terminal import tell
 from normattn.runs import RunDirectory
 from normattn.score import ScoreSpec
@@ -88,12 +87,9 @@ def _methods(
 
 def _protocol(name: str) -> str:
     plain, protocols = name.replace("-", "_"), get_args(Protocol)
-    if plain in protocols:
-        return plain
-    near = get_close_matches(plain, protocols, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0].replace('_', '-')}? " if near else ""
-    known = ", ".join(each.replace("_", "-") for each in protocols)
-    raise InputError(f"no protocol is called {name!r}: {hint}there are {known}")
+    if plain not in protocols:
+        raise unknown("protocol", name, (each.replace("_", "-") for each in protocols))
+    return plain
 
 
 def _multiples(

@@ -7,12 +7,13 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from normattn.errors import InputError
 from normattn.hf.anatomy import anatomy, known_length
 from normattn.score.folded_parts import SpectrumPart
 from normattn.score.grammar import read
+from normattn.structured import Settings
 
 ALL, AS_IS = "all", "as is"
 _SPECTRA = ("PI", "ABF", "NTK", "NTK-mixed", "DynamicNTK", "YaRN")
@@ -24,7 +25,7 @@ _LENGTH = re.compile(r"(?P<count>[0-9]{1,9})(?P<thousands>[kK]?)")
 _STRETCHED = {"factor", "s", "group"}
 
 
-class ExtensionSettings(BaseModel):
+class ExtensionSettings(Settings):
     """The resolved settings of one run directory; what is read by any method depends on all.
 
     lengths: tokens of the tested contexts, ascending. windows: stretches of text. segment: how many
@@ -32,8 +33,6 @@ class ExtensionSettings(BaseModel):
     the near window of ReRoPE and its like. text: where the windows are from, tokens: their digest.
     weights: the digest of the model's.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str
     gguf: str | None

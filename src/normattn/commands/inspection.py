@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -33,7 +33,7 @@ from normattn.models.translator_config import TranslatorConfig, placeless
 from normattn.report.terminal import print_table
 from normattn.report.view import View
 from normattn.runs import RunDirectory, require_finished
-from normattn.structured import read_object
+from normattn.structured import Settings, read_object
 from normattn.studies.inspect import STUDY
 from normattn.studies.inspect.measured import DRAWN, KEY, KIND, QUERY, TRAINING
 from normattn.training import (
@@ -61,15 +61,13 @@ FOLDER, CONFIG = "inspection", "config.json"
 DRAWN_HEADS, WINDOWS = 64, 16
 
 
-class InspectionSettings(BaseModel):
+class InspectionSettings(Settings):
     """What is looked at; the resolved whole is written beside what was found.
 
     text: a file, or None for the run's own held-out data. length: tokens of a window, or of the
     longest text. windows: how many windows, texts, pairs or images, at most. attention: "sharpest",
     "all", or LAYER,HEAD, each counted from 0.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     run: str
     text: str | None = None

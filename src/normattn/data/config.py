@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from normattn.data.packing import Tiling
 from normattn.data.splits import check_fractions
 from normattn.data.synthetic import CopyTask
+from normattn.structured import Settings
 
 
-class DataConfig(BaseModel):
+class DataConfig(Settings):
     """Which text, how it becomes tokens, how it is split, and how much of it is tiled.
 
     - `corpus`: "python-source" (default), "python-packages", a path, "hf:NAME" or
@@ -21,8 +22,6 @@ class DataConfig(BaseModel):
       `tiled_low` … `tiled_high` tokens repeated to the full length (default 0, 8, 32).
     - `max_bytes`: read at most this much text (default: all).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     corpus: str = "python-source"
     vocab_size: int = Field(default=1024, ge=2, le=1 << 20)

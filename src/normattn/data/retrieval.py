@@ -20,7 +20,7 @@ from normattn.data.evaluation_sets import choose_places, window_length
 from normattn.data.retrieval_facts import FACTS, TASKS, Facts
 from normattn.data.retrieval_statements import Ids, Statements, statements_for
 from normattn.data.token_data import TokenData
-from normattn.errors import InputError
+from normattn.errors import InputError, unknown
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _TRIES = 100
@@ -78,7 +78,7 @@ def retrieval_set(
     the split is as long as a window, and where a window is too short for the statements.
     """
     if task not in FACTS:
-        raise InputError(f"no retrieval task is called {task!r}: there are {', '.join(TASKS)}")
+        raise unknown("retrieval task", task, TASKS)
     length, count = window_length(train_length, multiple), max(1, max_windows // len(DEPTHS))
     if max_windows < 1:
         raise InputError(f"an evaluation set needs at least 1 window, got {max_windows}")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from normattn.errors import InputError
 from normattn.files import open_file
 from normattn.runs import unchanged
-from normattn.structured import json_lines, parse_json
+from normattn.structured import Settings, json_lines, parse_json
 
 FILE = "diagnostics.jsonl"
 Heads = tuple[float | None, ...]
 
 
-class LayerLine(BaseModel):
+class LayerLine(Settings):
     """One layer at one step, a number per query head (norms of keys: per key head).
 
     `entropy` is the mean over queries of H = lse − E[s], in nats, `entropy_share` that of H / ln n
@@ -25,8 +25,6 @@ class LayerLine(BaseModel):
     give them, `q_normed` and `k_normed` after the score's own normalisation. None where there is
     no such thing.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     entropy: Heads
     entropy_share: Heads
@@ -39,10 +37,8 @@ class LayerLine(BaseModel):
     k_normed: Heads | None = None
 
 
-class DiagnosticsLine(BaseModel):
+class DiagnosticsLine(Settings):
     """A probed step: every layer by its name, bottom first."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     step: int
     layers: dict[str, LayerLine]

@@ -159,23 +159,20 @@ def pair(terms: Sequence[Term]) -> list[Term]:
 
 def _values(sums: Sums, statistic: Statistic) -> Array:
     """The value of all seeds together, then of each seed: (1 + seeds,)."""
-    above, below = sums.sum.sum(1), sums.of.sum(1)
-    above = np.concatenate([above.sum(0, keepdims=True), above])
-    below = np.concatenate([below.sum(0, keepdims=True), below])
+    above, below = _with_all(sums.sum.sum(1)), _with_all(sums.of.sum(1))
     return statistic.value(above, below, above, below)
 
 
 def _resampled(sums: Sums, statistic: Statistic, bootstrap: Bootstrap) -> Array:
     """The same under every resample of the units: (resamples, 1 + seeds)."""
-    above, below = bootstrap.sums(sums.sum), bootstrap.sums(sums.of)
-    above, below = (
-        np.concatenate([each.sum(1, keepdims=True), each], axis=1) for each in (above, below)
-    )
-    whole_above, whole_below = sums.sum.sum(1), sums.of.sum(1)
-    whole = (
-        np.concatenate([each.sum(0, keepdims=True), each]) for each in (whole_above, whole_below)
-    )
-    return statistic.value(above, below, *whole)
+    drawn = (_with_all(bootstrap.sums(each)) for each in (sums.sum, sums.of))
+    whole = (_with_all(each.sum(1)) for each in (sums.sum, sums.of))
+    return statistic.value(*drawn, *whole)
+
+
+def _with_all(each: Array) -> Array:
+    """Sums of seeds (…, seeds, bins) with those of all of them before."""
+    return np.concatenate([each.sum(-2, keepdims=True), each], axis=-2)
 
 
 def _estimate(values: Array, resampled: Array, sums: Sums, bootstrap: Bootstrap) -> Estimate:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from normattn.atomic import explain_os_errors
 from normattn.errors import InputError
@@ -43,11 +43,8 @@ class MetricsLog:
             return 0
         with explain_os_errors(self.path), self.path.open("r+b") as file:
             end = 0
-            for number, line in json_lines(file, lambda n: f"{self.path}, line {n},"):
-                record = _parsed(line)
-                if record is None and line.endswith(b"\n"):
-                    raise InputError(f"{self.path} is damaged: line {number} is not a metrics line")
-                if record is None or record["step"] > step:
+            for record, line in _records(file, self.path):
+                if record["step"] > step:
                     break
                 end += len(line)
                 self.lines += 1
@@ -90,15 +87,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     if not unchanged(path).exists():
         return []
-    records = []
     with open_file(path) as file:
-        for number, line in json_lines(file, lambda n: f"{path}, line {n},"):
-            record = _parsed(line)
-            if record is not None:
-                records.append(record)
-            elif line.endswith(b"\n"):
-                raise InputError(f"{path} is damaged: line {number} is not a metrics line")
-    return records
+        return [record for record, _ in _records(file, path)]
+
+
+def _records(file: BinaryIO, path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Every whole line, read and as it stands; of a damaged one only the last may be left out."""
+    for number, line in json_lines(file, lambda n: f"{path}, line {n},"):
+        record = _parsed(line)
+        if record is not None:
+            yield record, line
+        elif line.endswith(b"\n"):
+            raise InputError(f"{path} is damaged: line {number} is not a metrics line")
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

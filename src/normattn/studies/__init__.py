@@ -10,11 +10,10 @@ import ast
 import importlib
 import importlib.util
 import pkgutil
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from normattn.errors import InputError
+from normattn.errors import InputError, unknown
 
 if TYPE_CHECKING:
     from normattn.sweep.study import Study
@@ -47,12 +46,8 @@ def find(name: str) -> Study:
     if name.endswith(".py"):
         return _of_file(Path(name))
     if name not in (*names(), *OF_COMMANDS):
-        near = get_close_matches(name, names(), n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(
-            f"no study is called {name!r}: {hint}there are {', '.join(names())}, "
-            "and a file of your own by its path, ending in .py"
-        )
+        own = ", and a file of your own by its path, ending in .py"
+        raise unknown("study", name, names(), own)
     module = importlib.import_module(f"{__name__}.{_module(name)}")
     return cast("Study", module.STUDY)
 

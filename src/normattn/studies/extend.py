@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
 
 from normattn.measure import Estimate, MeasurementStore, Statistic
-from normattn.measure.gather import Where
+from normattn.measure.gather import Array, Where
 from normattn.measure.statistic import accuracy, loss
 from normattn.report.figure import Curves, Figure, Line, Mark, Panel, Point
 from normattn.report.page import Page
@@ -116,31 +117,25 @@ def _prefill(view: View) -> list[Column]:
         at = {"protocol": PREFILL, "length": length}
         name = spoken(length)
         found += [
-            Column(f"seconds_{length}", f"{name}: s", plain=_seconds(at)),
-            Column(f"bytes_{length}", f"{name}: MiB", plain=_memory(at)),
+            Column(f"seconds_{length}", f"{name}: s", plain=_of_windows(SECONDS, at, np.median)),
+            Column(f"bytes_{length}", f"{name}: MiB", plain=_of_windows(PEAK, at, np.max)),
             Column(f"keys_{length}", f"{name}: pass keys", plain=_keys(length)),
         ]
     return found
 
 
-def _seconds(at: Where) -> Callable[[View, Row], Cell]:
+def _of_windows(
+    statistic: str, at: Where, combined: Callable[[Array], Any]
+) -> Callable[[View, Row], Cell]:
+    """One number of all windows: seconds, or bytes shown in MiB."""
+
     def cell(view: View, row: Row) -> Cell:
-        sums = view.sums(SECONDS, {**row.where, **at})
+        sums = view.sums(statistic, {**row.where, **at})
         if sums is None:
             return NOTHING
-        median = float(np.median(sums.sum))
-        return Cell(f"{median:.1f}", Estimate(median, units=len(sums.units)))
-
-    return cell
-
-
-def _memory(at: Where) -> Callable[[View, Row], Cell]:
-    def cell(view: View, row: Row) -> Cell:
-        sums = view.sums(PEAK, {**row.where, **at})
-        if sums is None:
-            return NOTHING
-        most = float(sums.sum.max())
-        return Cell(f"{most / 2**20:,.0f}", Estimate(most, units=len(sums.units)))
+        value = float(combined(sums.sum))
+        text = f"{value:.1f}" if statistic == SECONDS else f"{value / 2**20:,.0f}"
+        return Cell(text, Estimate(value, units=len(sums.units)))
 
     return cell
 
@@ -228,64 +223,57 @@ def _line(method: str, found: tuple[Point, ...]) -> Line:
     return Line(method or "as is", found, family, dashed=method != family and bool(method))
 
 
+def _table(
+    key: str,
+    title: str,
+    columns: tuple[Column, ...] | Callable[[View], Sequence[Column]],
+    notes: Callable[[View], Sequence[str]] | tuple[str, ...] = (),
+) -> Table:
+    """A table with a row for each method."""
+    return Table(key, title, _rows, columns, notes=notes, head="method")
+
+
 PAGE = Page(
     title="Reading past the training length, without training",
     question="How far does this model read this text, by which method, and at what cost?",
     sources=("kexue.fm/archives/9708", "arXiv:2309.00071", "arXiv:2401.01325"),
     tables=(
-        Table(
+        _table(
             "table",
             "Loss on the same last tokens, by length of the context (nats)",
-            _rows,
             _by_length("loss", LOSS),
-            notes=_advice,
-            head="method",
+            _advice,
         ),
-        Table(
+        _table(
             "difference",
             "Its difference from the model as it is (nats, paired over windows; below 0 is better)",
-            _rows,
             _by_length("difference", LOSS, against=True),
-            head="method",
         ),
-        Table(
-            "accuracy",
-            "Accuracy on the same last tokens (%)",
-            _rows,
-            _by_length("accuracy", ACCURACY),
-            head="method",
+        _table(
+            *("accuracy", "Accuracy on the same last tokens (%)"), _by_length("accuracy", ACCURACY)
         ),
-        Table(
+        _table(
             "loss_by_position",
             "Loss by position at the longest length (nats)",
-            _rows,
             _octaves(POSITION_LOSS),
-            head="method",
         ),
-        Table(
+        _table(
             "accuracy_by_position",
             "Accuracy by position at the longest length (%)",
-            _rows,
             _octaves(ACCURACY),
-            head="method",
         ),
-        Table(
+        _table(
             "cost",
             "What it costs at the training length",
-            _rows,
             (
                 Column("loss", "loss, nats", LOSS, ((1.0, {"protocol": TRAIN}),)),
                 Column("change", "more than as it is, %", plain=_change),
             ),
-            head="method",
         ),
-        Table(
+        _table(
             "prefill",
             "Seconds of a prefill, peak memory, pass keys found",
-            _rows,
-            _prefill,
-            notes=_measured_notes,
-            head="method",
+            *(_prefill, _measured_notes),
         ),
     ),
     figures=figures,

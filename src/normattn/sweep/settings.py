@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from normattn.errors import InputError
-from normattn.structured import refuse_beyond
+from normattn.structured import Settings, refuse_beyond
 
 Model = TypeVar("Model", bound=BaseModel)
 Protocol = Literal[
@@ -18,12 +18,6 @@ Protocol = Literal[
 MOST_MULTIPLES = 1 << 20
 PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "last_segment")
 """What is measured unless said: what the columns of the table hold."""
-
-
-class Settings(BaseModel):
-    """Base of every group of settings: frozen, and an unknown field is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class EvaluationSettings(Settings):

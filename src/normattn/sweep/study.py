@@ -14,13 +14,14 @@ from normattn.errors import InputError
 from normattn.measure import Identity, collected, identified, sums
 from normattn.measure.frame import Factor
 from normattn.report.page import Page, context, write_page
+from normattn.structured import Settings
 from normattn.sweep import presets
 from normattn.sweep.launch.local import Local
 from normattn.sweep.launch.seam import Launcher
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.merging import merged
 from normattn.sweep.omissions import Omission
-from normattn.sweep.settings import Settings, StudyPreset, validated
+from normattn.sweep.settings import StudyPreset, validated
 from normattn.sweep.stages import Stage
 from normattn.training import LoopConfig
 from normattn.training.workload import Workload

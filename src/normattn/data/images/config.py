@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from normattn.data.splits import check_fractions
+from normattn.structured import Settings
 
 
-class ImageDataConfig(BaseModel):
+class ImageDataConfig(Settings):
     """Which images, and how they are split.
 
     - `source`: "mnist5k" (default: 5,000 digits of 28 × 28), "digits" (1,797 of 8 × 8), or a path:
@@ -17,8 +18,6 @@ class ImageDataConfig(BaseModel):
     - `seed`: decides the split (default 0).
     - `max_images`: of each split take only the first so many (default: all).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     source: str = "mnist5k"
     test_fraction: float = Field(default=0.2, ge=0, lt=1)

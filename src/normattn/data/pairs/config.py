@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from normattn.data.splits import check_fractions
+from normattn.structured import Settings
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 LEAST_VOCABULARY = 256 + len(SPECIALS)
 
 
-class PairsConfig(BaseModel):
+class PairsConfig(Settings):
     """The sentence pairs of a translation model.
 
     - `corpus`: "catalogues" (default), a folder of train/val/test files by language, two aligned
@@ -24,8 +25,6 @@ class PairsConfig(BaseModel):
     - `max_length`: training pairs with more tokens on a side (its end included) are left out.
     - `max_pairs`: train on the first so many pairs (default: all).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     corpus: str = "catalogues"
     source: str = "en"

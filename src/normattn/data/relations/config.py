@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from normattn.data.splits import check_fractions
+from normattn.structured import Settings
 
 PYTHON_IMPORTS = "python-imports"
 
 
-class RelationConfig(BaseModel):
+class RelationConfig(Settings):
     """Which documents, how they become word pieces, and how they are split.
 
     - `corpus`: "python-imports" (default: the standard library's own code, see
@@ -23,8 +24,6 @@ class RelationConfig(BaseModel):
       `validation_fraction` of the files (default 0.15 each); `seed` of that split; `max_bytes`,
       the most text that is read (default: all).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     corpus: str = PYTHON_IMPORTS
     vocabulary: str | None = None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
-from normattn.errors import InputError
+from normattn.errors import unknown
 from normattn.models.block_settings import without_foreign
 from normattn.sweep.merging import merged
 
@@ -87,12 +86,7 @@ def parts(change: str) -> list[Change]:
     """The single changes that a name joins; `InputError` names the nearest known one."""
     for name in change.split("+"):
         if name not in CHANGES:
-            near = get_close_matches(name, CHANGES, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise InputError(
-                f"no change is called {name!r}: {hint}there are {', '.join(CHANGES)}, "
-                "and several of them joined by +"
-            )
+            raise unknown("change", name, CHANGES, ", and several of them joined by +")
     return [CHANGES[name] for name in change.split("+")]
 
 

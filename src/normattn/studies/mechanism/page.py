@@ -1,13 +1,13 @@
-"""The page of the mechanism study."""
+"""The page of the mechanism study: its table, and what the source says of norms and cosines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from normattn.report.claim import Claim, difference
 from normattn.report.page import Page
 from normattn.report.table import NOTHING, Cell, Column, Row, Table, shown
-from normattn.report.view import View
-from normattn.studies.mechanism.claims import claims
+from normattn.report.view import Term, View
 from normattn.studies.mechanism.figures import figures
 from normattn.studies.mechanism.measured import (
     CORRELATION,
@@ -15,11 +15,14 @@ from normattn.studies.mechanism.measured import (
     SPREAD,
     TAIL,
     cosine_columns,
+    cosine_quantile,
     lengths,
     outside,
     rows,
     where,
 )
+
+SOURCE = "kexue 9859"
 
 
 def columns(view: View) -> Sequence[Column]:
@@ -82,6 +85,39 @@ def _outside(view: View, row: Row) -> Cell:
     statistic = outside(near)
     found = view.estimate(statistic, {**row.where, **where(view, length=lengths(view)[1])})
     return Cell(shown(found, 2), found)
+
+
+WIDENED = " (KeyNorm widens what is trained, so they should not)"
+
+
+def claims(view: View) -> list[Claim]:
+    """The source's explanation, sentence by sentence."""
+    near, far = lengths(view)
+    highest, baseline = cosine_quantile(1 - TAIL), where(view, row="Baseline")
+    decides = Claim(
+        "without a norm a key's size decides how much attention it receives",
+        SOURCE,
+        "Baseline: rank correlation of ‖k‖ and attention received",
+        CORRELATION,
+        (Term(1.0, baseline),),
+    )
+    further = [
+        difference(
+            f"on longer text {row}'s cosines reach further{remark}",
+            SOURCE,
+            f"{row}: {1 - TAIL:.1%} quantile of cos(q, k), at {far:,} − at {near:,}",
+            highest,
+            *(where(view, row=row, length=length) for length in (far, near)),
+        )
+        for row, remark in (("Baseline", ""), ("KNA", WIDENED), ("KNA-NoPE", WIDENED))
+    ]
+    widens = difference(
+        "KeyNorm widens the range of cosines that training reaches",
+        SOURCE,
+        f"{1 - TAIL:.1%} quantile at {near:,}: KNA − Baseline",
+        *(highest, where(view, row="KNA"), baseline),
+    )
+    return [decides, *further, widens]
 
 
 PAGE = Page(

@@ -8,14 +8,12 @@ from typing import Any, Literal
 
 import numpy as np
 import polars as pl
-from pydantic import Field
 
 from normattn.data.images import ImageData
 from normattn.errors import InputError
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.images import score_images
 from normattn.measure import Identity, fact, identified, joined, sums
-from normattn.measure.frame import Factor
 from normattn.models.accounting import parameter_count
 from normattn.models.pretrained import load_as
 from normattn.models.vision_transformer import VisionTransformer, flops_per_image
@@ -23,11 +21,10 @@ from normattn.score import ScoreSpec
 from normattn.score.folded_parts import RotaryPosition
 from normattn.score.grammar import read
 from normattn.score.part import Slot
+from normattn.studies.qknorm.rated import RatedCell
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.measuring import MODEL
-from normattn.sweep.merging import merged
 from normattn.sweep.stages import MeasureStage, Note, Stage, TrainStage
-from normattn.sweep.study import Cell
 from normattn.training.cost import Cost
 from normattn.training.distribution import choose_device
 from normattn.training.vision import VisionTrainingConfig, VisionWorkload
@@ -43,7 +40,7 @@ SCORES = (
 _GUESSED_IMAGES = 1000
 
 
-class VisionCell(Cell):
+class VisionCell(RatedCell):
     """A Vision Transformer with `score`, at `rate` times the learning rate of `training`.
 
     `training` is a `VisionTrainingConfig` less score and seed; `split` the images that are tested
@@ -52,9 +49,8 @@ class VisionCell(Cell):
     """
 
     kind: Literal["vision"] = "vision"
+    experiment = IMAGES
     score: str
-    rate: float = Field(default=1.0, gt=0)
-    training: dict[str, Any]
     split: Literal["test", "validation"] = "test"
 
     @property
@@ -65,22 +61,12 @@ class VisionCell(Cell):
     @property
     def training_config(self) -> VisionTrainingConfig:
         """The settings of this cell's training run."""
-        varied = {"seed": self.seed, "model.score": vision_score(self.score)}
-        what = f"the settings of {self.name}"
-        config = VisionTrainingConfig.parse(merged(self.training, varied), what)
-        rate = {"optimiser.lr": config.optimiser.lr * self.rate}
-        return VisionTrainingConfig.parse(merged(self.training, varied, rate), what)
+        return self.rated(VisionTrainingConfig, {"model.score": vision_score(self.score)})
 
-    def identity(self, protocol: str, **factors: Factor) -> Identity:
-        """Whose measurement it is: the experiment and the learning rate beside row and seed."""
-        rate = self.training_config.optimiser.lr
-        own: dict[str, Factor] = {
-            "experiment": IMAGES,
-            "rate": self.rate,
-            "learning_rate": rate,
-        }
-        identity = super().identity(protocol, **own, **factors)
-        return replace(identity, row=self.score, score=self.score)
+    @property
+    def row(self) -> str:
+        """The score."""
+        return self.score
 
     def stages(self, paths: CellPaths) -> list[Stage]:
         """Train, then test."""

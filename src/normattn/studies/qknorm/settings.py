@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
+from normattn.structured import Settings
 from normattn.studies.qknorm.images import SCORES as IMAGE_SCORES
 from normattn.studies.qknorm.translation import TranslationSettings
-from normattn.sweep.settings import Settings, StudyPreset
+from normattn.sweep.settings import StudyPreset
 
 SCORES = (
     *("Baseline", "QKLayerNorm", "QKRMSNorm", "QLayerNorm", "QRMSNorm", "KLayerNorm", "KRMSNorm"),

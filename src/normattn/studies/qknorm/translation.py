@@ -21,7 +21,6 @@ from normattn.evaluation.translation import (
     unigram_loss,
 )
 from normattn.measure import Identity, identified, sums
-from normattn.measure.frame import Factor
 from normattn.models.pretrained import load_as
 from normattn.models.translator import Translator
 from normattn.models.translator_config import placeless
@@ -29,12 +28,11 @@ from normattn.score import ScoreSpec
 from normattn.score.part import Part
 from normattn.score.registry import find
 from normattn.score.sided import SidedNorm
+from normattn.structured import Settings
+from normattn.studies.qknorm.rated import RatedCell
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.measuring import EVALUATIONS, MODEL
-from normattn.sweep.merging import merged
-from normattn.sweep.settings import Settings
 from normattn.sweep.stages import MeasureStage, Note, Stage, TrainStage
-from normattn.sweep.study import Cell
 from normattn.training.cost import Cost
 from normattn.training.distribution import choose_device
 from normattn.training.translation import TranslationConfig, TranslationWorkload
@@ -96,16 +94,13 @@ def _with_variant(spec: ScoreSpec, variant: Part) -> ScoreSpec:
     return ScoreSpec(tuple(variant if part is spec.variant else part for part in spec.parts))
 
 
-class TranslationCell(Cell):
+class TranslationCell(RatedCell):
     """A translation model at `rate` times the learning rate of `training`.
 
     `training` is a `TranslationConfig` less scores and seed.
     """
 
-    experiment: ClassVar[str]
     translated: ClassVar[bool]
-    rate: float = Field(default=1.0, gt=0)
-    training: dict[str, Any]
     evaluation: TranslationSettings
 
     @property
@@ -116,25 +111,7 @@ class TranslationCell(Cell):
     @property
     def training_config(self) -> TranslationConfig:
         """The settings of this cell's training run."""
-        what = f"the settings of {self.name}"
-        varied = merged(self.training, {"seed": self.seed, **scores_of(self.row)})
-        config = TranslationConfig.parse(varied, what)
-        rate = {"optimiser.lr": config.optimiser.lr * self.rate}
-        return TranslationConfig.parse(merged(varied, rate), what)
-
-    def identity(self, protocol: str, **factors: Factor) -> Identity:
-        """Whose measurement it is: the experiment and the learning rate beside row and seed."""
-        own: dict[str, Factor] = {
-            "experiment": self.experiment,
-            "rate": self.rate,
-            "learning_rate": self.training_config.optimiser.lr,
-        }
-        return replace(super().identity(protocol, **own, **factors), row=self.row, score=self.row)
-
-    @property
-    def row(self) -> str:
-        """The score, as the tables call it."""
-        return self.variant
+        return self.rated(TranslationConfig, scores_of(self.row))
 
     def stages(self, paths: CellPaths) -> list[Stage]:
         """Train, then score the references, and translate where the table shows translations."""

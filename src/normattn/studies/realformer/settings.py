@@ -9,8 +9,9 @@ from pydantic import Field, field_validator
 
 from normattn.errors import InputError
 from normattn.models.stack_config import NORMLESS, Placement
+from normattn.structured import Settings
 from normattn.sweep.merging import merged
-from normattn.sweep.settings import Settings, StudyPreset
+from normattn.sweep.settings import StudyPreset
 from normattn.training.masked import MaskedConfig
 
 

@@ -19,8 +19,8 @@ from normattn.models.classifier import Classifier
 from normattn.models.pretrained import load_as
 from normattn.runs import read_metrics
 from normattn.runs.timing import interleave, threads
+from normattn.structured import Settings
 from normattn.sweep.collect import history
-from normattn.sweep.settings import Settings
 from normattn.sweep.stages import MeasureStage, Note
 from normattn.training.classification import (
     NOMINAL_LENGTH,

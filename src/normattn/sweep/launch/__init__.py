@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
-from normattn.errors import InputError
+from normattn.errors import unknown
 from normattn.sweep.launch.local import Local
 from normattn.sweep.launch.ray_tasks import Ray
 from normattn.sweep.launch.seam import Launcher
@@ -20,9 +19,7 @@ PREFIX = "launcher."
 def launcher(name: str, settings: Mapping[str, Any]) -> Launcher:
     """The launcher called `name` with these settings; `InputError` names what it does not have."""
     if name not in LAUNCHERS:
-        near = get_close_matches(name, LAUNCHERS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"no launcher is called {name!r}: {hint}there are {', '.join(LAUNCHERS)}")
+        raise unknown("launcher", name, LAUNCHERS)
     return validated(LAUNCHERS[name], settings, f"the {name} launcher")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from normattn.sweep.settings import Settings
+from normattn.structured import Settings
 
 FINISHED, DIVERGED = 0, 3
 

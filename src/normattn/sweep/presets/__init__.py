@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from difflib import get_close_matches
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from normattn.errors import InputError
+from normattn.errors import InputError, unknown
 from normattn.structured import read_toml
 from normattn.sweep.settings import Preset, validated
 
@@ -40,12 +39,7 @@ def fields(name: str, study: str | None = None) -> tuple[str, dict[str, Any]]:
         return name, tomllib.loads(packaged.read_text("utf-8"))
     if name.endswith(".toml"):
         return Path(name).stem, _read(Path(name))
-    near = get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise InputError(
-        f"no preset is called {name!r}: {hint}there are {', '.join(known)}, "
-        "and a file of your own by its path, ending in .toml"
-    )
+    raise unknown("preset", name, known, ", and a file of your own by its path, ending in .toml")
 
 
 def _folder(study: str | None) -> Traversable:
