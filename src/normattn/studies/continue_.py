@@ -109,7 +109,7 @@ def resolve(request: Request) -> Sweep:
     refuse_choices(request, KIND, variants=False)
     continued = _with_batch_size(preset.continued, shared_training(preset)["batch_size"])
     read = {"multiples": continued.read, "protocols": ("train_length", "non_repeated")}
-    config = ContinueConfig.of(preset, read, continued=continued)
+    config = ContinueConfig.of_text(preset, read, continued=continued)
     for variant in VARIANTS:
         check_trainable(variant, config)
     methods = {each: {"methods": _methods(each, continued.multiple)} for each in VARIANTS}

@@ -60,7 +60,7 @@ def resolve(request: Request) -> Sweep:
     so does a part that a row of the extended table cannot have.
     """
     preset = opened(request, KIND)
-    config = TextConfig.of(preset)
+    config = TextConfig.of_text(preset)
     variants, untrained = _variants(request, config)
     asked = None if request.methods == (ALL,) else _methods(request, config)
     methods, unread = usable({each: asked or _every_method(each) for each in variants}, config)

@@ -70,7 +70,7 @@ def resolve(request: Request) -> Sweep:
     settings = validated(
         EvaluationSettings, {**preset.evaluation.model_dump(), **read}, "reading.multiples"
     )
-    config = TextConfig.of(preset, dict(settings))
+    config = TextConfig.of_text(preset, dict(settings))
     asked = None if request.methods in (None, (ALL,)) else request.methods
     methods = (AS_IS, *candidates()) if asked is None else checked_methods(asked, config)
     variants = canonical(request.variants or VARIANTS, config)

@@ -98,7 +98,7 @@ def resolve(request: Request) -> Sweep:
     refuse_choices(request, NAME)
     preset = opened(request, NAME, group="continued")
     ends = preset.evaluation.multiples[:: max(1, len(preset.evaluation.multiples) - 1)]
-    config = RetrofitConfig.of(preset, {"multiples": ends})
+    config = RetrofitConfig.of_text(preset, {"multiples": ends})
     scores = tuple(dict.fromkeys((BASE, *(request.variants or SCORES))))
     seeds = seeds_of(request, preset)
     cells = cells_of(RetrofitCell, config, seeds, {BASE: {"scores": scores}})

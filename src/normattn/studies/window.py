@@ -53,7 +53,7 @@ def resolve(request: Request) -> Sweep:
     """
     preset = opened(request, KIND, group=KIND)
     refuse_choices(request, KIND, variants=False)
-    config = WindowConfig.of(preset, {"multiples": preset.evaluation.multiples[-1:]})
+    config = WindowConfig.of_text(preset, {"multiples": preset.evaluation.multiples[-1:]})
     methods = {variant: _methods(variant, config) for variant in canonical(VARIANTS, config)}
     return read_sweep(request, KIND, preset, config, methods)
 

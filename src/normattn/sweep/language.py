@@ -49,17 +49,12 @@ class TextConfig(SweepConfig):
     evaluation: EvaluationSettings
 
     @classmethod
-    def of(
-        cls: type[Own], preset: Preset, evaluation: Mapping[str, Any] | None = None, **own: Any
+    def of_text(
+        cls: type[Own], preset: Preset, read: Mapping[str, Any] | None = None, **own: Any
     ) -> Own:
-        """What the cells take from a preset, but for some settings of `evaluation` and `own`."""
-        taken = {name: getattr(preset, name) for name in cls.model_fields if hasattr(preset, name)}
-        whole = {
-            "preset": preset.name,
-            "training": shared_training(preset),
-            "evaluation": preset.evaluation.model_copy(update=evaluation),
-        }
-        return cls(**{**taken, **whole, **own})
+        """What a preset says of it, but for what the study reads: settings of `evaluation`."""
+        evaluation = preset.evaluation.model_copy(update=read)
+        return cls.of(preset, training=shared_training(preset), evaluation=evaluation, **own)
 
     @property
     def train_length(self) -> int:

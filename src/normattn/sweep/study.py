@@ -37,12 +37,19 @@ CHANGEABLE = (
 )
 OwnPreset = TypeVar("OwnPreset", bound=StudyPreset)
 OwnCell = TypeVar("OwnCell", bound="Cell")
+OwnConfig = TypeVar("OwnConfig", bound="SweepConfig")
 
 
 class SweepConfig(Settings):
     """What every cell of one study shares; cells may be added, but this may not change."""
 
     preset: str
+
+    @classmethod
+    def of(cls: type[OwnConfig], preset: StudyPreset, **own: Any) -> OwnConfig:
+        """What a preset says of it, and what it does not (`own`)."""
+        taken = {name: getattr(preset, name) for name in cls.model_fields if hasattr(preset, name)}
+        return cls(**{**taken, "preset": preset.name, **own})
 
 
 class Cell(Settings, ABC):

@@ -75,7 +75,7 @@ def resolve(request: Request) -> Sweep:
     plain = Request(**{**vars(request), "changes": own})
     preset = opened(plain, NAME)
     ends = preset.evaluation.multiples[:: max(1, len(preset.evaluation.multiples) - 1)]
-    config = FactorsConfig.of(preset, {"multiples": ends}, english=english)
+    config = FactorsConfig.of_text(preset, {"multiples": ends}, english=english)
     changes, skipped = _changes(request, config)
     cells = [
         _cell(change, score, seed, config)

@@ -106,7 +106,7 @@ def resolve(request: Request) -> Sweep:
     preset = opened(request, KIND, group=KIND, unread=("multiples", "protocols"))
     refuse_choices(request, KIND)
     looked = preset.mechanism
-    config = MechanismConfig.of(preset, {"multiples": (1, looked.multiple)})
+    config = MechanismConfig.of_text(preset, {"multiples": (1, looked.multiple)})
     own: Mapping[str, Any] = {}
     variants = dict.fromkeys(canonical(request.variants or VARIANTS, config), own)
     cells = cells_of(MechanismCell, config, seeds_of(request, preset), variants)

@@ -40,6 +40,7 @@ from normattn.sweep.study import (
     Study,
     Sweep,
     SweepConfig,
+    cells_of,
     opened_as,
     refuse_choices,
     seeds_of,
@@ -73,20 +74,15 @@ def resolve(request: Request) -> Sweep:
     if preset.rates is not None:
         over = merged(preset.training, preset.rates.training)
         rates = _whole(over, f"preset {preset.name}, rates.training")
-    config = QKNormConfig(
-        preset=preset.name,
-        training=training,
-        evaluation=preset.evaluation,
-        rates=rates,
-        vision=preset.vision.training if preset.vision else None,
-    )
+    images = preset.vision.training if preset.vision else None
+    config = QKNormConfig.of(preset, training=training, rates=rates, vision=images)
     seeds = seeds_of(request, preset)
     scores = _canonical(request.variants or preset.scores)
-    images = seeds
+    of_images = seeds
     if preset.vision is not None and preset.vision.seeds and not request.seeds:
-        images = tuple(range(preset.vision.seeds))
+        of_images = tuple(range(preset.vision.seeds))
     chosen = request.variants is not None
-    cells = [*_all_cells(preset, config, scores, seeds, images, chosen)]
+    cells = [*_all_cells(preset, config, scores, seeds, of_images, chosen)]
     for cell in cells:
         if cell.seed == seeds[0]:
             _ = cell.training_config  # What cannot be trained is refused now.
@@ -109,18 +105,13 @@ def _all_cells(
     def among(own: Sequence[str]) -> list[str]:
         return [name for name in _canonical(own) if not chosen or name in scores]
 
-    evaluation = preset.evaluation
-    for seed in seeds:
-        for score in scores:
-            yield TranslateCell(
-                variant=score, seed=seed, training=config.training, evaluation=evaluation
-            )
+    yield from cells_of(TranslateCell, config, seeds, {score: {} for score in scores})
     if preset.vision is not None:
         training, rates = preset.vision.training, preset.vision.rates
         yield from vision_cells(training, among(preset.vision.scores), images)
         yield from vision_cells(training, among(rates.scores), seeds, rates.multiples)
     if preset.rates is not None and config.rates is not None:
-        fewer = evaluation.model_copy(update={"max_sentences": preset.rates.max_sentences})
+        fewer = preset.evaluation.model_copy(update={"max_sentences": preset.rates.max_sentences})
         own = among(preset.rates.scores)
         yield from rate_cells(own, preset.rates.multiples, seeds, config.rates, fewer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from normattn.evaluation.unigram import MARGIN
+from normattn.measure import Statistic
 from normattn.measure.gather import Where
 from normattn.measure.statistic import BLEU, CHRF
 from normattn.report.page import Page
@@ -102,35 +103,21 @@ INNER = (
     Column("last_entropy_share", "last entropy / ln n", plain=_entropy),
 )
 
-TRANSLATION_COLUMNS = (
-    *(Column(s.name, s.title, s) for s in (BLEU, CHRF, LOSS, ACCURACY)),
-    *(
-        Column(f"change_{s.name}", f"Δ {s.title}", s, TO_BASE, signed=True)
-        for s in (BLEU, CHRF, LOSS, ACCURACY)
-    ),
-    SEEDS,
-    DIVERGED,
-)
-RATE_COLUMNS = (
-    Column("learning_rate", "learning rate", plain=_rate),
-    Column("loss", "loss", LOSS),
-    Column("change_loss", "Δ loss", LOSS, TO_BASE, signed=True),
-    Column("failed", "failed", plain=_failed),
-    *INNER,
-    SEEDS,
-    DIVERGED,
-)
-IMAGE_COLUMNS = (
-    Column("learning_rate", "learning rate", plain=_rate),
-    *(Column(s.name, s.title, s) for s in (IMAGE_ACCURACY, IMAGE_LOSS)),
-    *(
-        Column(f"change_{s.name}", f"Δ {s.title}", s, TO_BASE, signed=True)
-        for s in (IMAGE_ACCURACY, IMAGE_LOSS)
-    ),
-    *INNER,
-    SEEDS,
-    DIVERGED,
-)
+RATE = Column("learning_rate", "learning rate", plain=_rate)
+FAILED = Column("failed", "failed", plain=_failed)
+
+
+def _results(*statistics: Statistic) -> tuple[Column, ...]:
+    """Each of them, then each one's difference to Baseline."""
+    changes = (
+        Column(f"change_{s.name}", f"Δ {s.title}", s, TO_BASE, signed=True) for s in statistics
+    )
+    return (*(Column(s.name, s.title, s) for s in statistics), *changes)
+
+
+TRANSLATION_COLUMNS = (*_results(BLEU, CHRF, LOSS, ACCURACY), SEEDS, DIVERGED)
+RATE_COLUMNS = (RATE, *_results(LOSS), FAILED, *INNER, SEEDS, DIVERGED)
+IMAGE_COLUMNS = (RATE, *_results(IMAGE_ACCURACY, IMAGE_LOSS), *INNER, SEEDS, DIVERGED)
 
 
 def _tolerated(view: View, row: Row) -> Cell:

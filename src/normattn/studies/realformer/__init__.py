@@ -148,13 +148,7 @@ def resolve(request: Request) -> Sweep:
     training = {size: whole_training(preset, size) for size in preset.sizes}
     if preset.grid.size not in training:
         raise InputError(f"grid.size is {preset.grid.size}; there are {', '.join(training)}")
-    config = RealFormerConfig(
-        preset=preset.name,
-        training=training,
-        sizes=preset.sizes,
-        grid=preset.grid,
-        evaluation=preset.evaluation,
-    )
+    config = RealFormerConfig.of(preset, training=training)
     cells = [*_table(request, preset, config), *_grid(request, config)]
     if not cells:
         raise InputError("none of the rows that were asked for is trained at any size")

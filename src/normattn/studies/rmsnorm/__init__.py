@@ -152,12 +152,7 @@ def resolve(request: Request) -> Sweep:
     preset = opened_as(request, KIND, RMSNormPreset)
     refuse_choices(request, KIND)
     check_metrics()
-    config = RMSNormConfig(
-        preset=preset.name,
-        training=_shared(preset),
-        evaluation=preset.evaluation,
-        timing=preset.timing,
-    )
+    config = RMSNormConfig.of(preset, training=_shared(preset))
     norms, seeds = _norms(request.variants), seeds_of(request, preset)
     cells = [*cells_of(NormCell, config, seeds, {norm: {} for norm in norms})]
     if len(norms) > 1:
