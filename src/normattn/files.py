@@ -61,6 +61,14 @@ def refuse_irregular(path: Path, mode: int) -> None:
     raise InputError(f"{path} cannot be read: it is {kind}, and a file was expected")
 
 
+def stat_of(path: Path) -> os.stat_result:
+    """What the system says of a file; `InputError` where it says nothing."""
+    try:
+        return path.stat()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+
+
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -134,39 +134,33 @@ def _totals(measured: pl.DataFrame, *places: str) -> list[dict[str, Any]]:
 
 
 def _reading_table(counted: pl.DataFrame) -> Table:
-    lines = _totals(counted, "protocol")
-    rest = ("protocol", "length", "tokens", "accuracy, %", "loss, nats")
-    table = Table(_names(lines), *rest)
-    for line in lines:
+    def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
         (correct, tokens), (nats, _) = line["accuracy"], line["loss"]
-        table.add_row(
-            label(line["row"], line["method"]),
-            line["protocol"],
-            str(line["length"]),
-            f"{tokens:,.0f}",
-            f"{100 * correct / tokens:.2f}",
-            f"{nats / tokens:.4f}",
-        )
-    return table
+        shares = (f"{100 * correct / tokens:.2f}", f"{nats / tokens:.4f}")
+        return (line["protocol"], str(line["length"]), f"{tokens:,.0f}", *shares)
 
-
-def _names(lines: Sequence[Mapping[str, Any]]) -> Column:
-    """A column as wide as the longest name: scores differ at their ends."""
-    width = max(len(label(line["row"], line["method"])) for line in lines)
-    return Column("score", min_width=width)
+    head = ("protocol", "length", "tokens", "accuracy, %", "loss, nats")
+    return _table(_totals(counted, "protocol"), head, cells)
 
 
 def _retrieval_table(asked: pl.DataFrame) -> Table:
-    lines = _totals(asked, "factor.task")
-    table = Table(_names(lines), "task", "length", "answers", "right, %", "tokens, %")
-    for line in lines:
+    def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
         (right, answers), (correct, tokens) = line["exact"], line["accuracy"]
-        table.add_row(
-            label(line["row"], line["method"]),
-            TASKS[line["factor.task"]],
-            str(line["length"]),
-            f"{answers:.0f}",
-            f"{100 * right / answers:.1f}",
-            f"{100 * correct / tokens:.1f}",
-        )
+        shares = (f"{100 * right / answers:.1f}", f"{100 * correct / tokens:.1f}")
+        return (TASKS[line["factor.task"]], str(line["length"]), f"{answers:.0f}", *shares)
+
+    head = ("task", "length", "answers", "right, %", "tokens, %")
+    return _table(_totals(asked, "factor.task"), head, cells)
+
+
+def _table(
+    lines: Sequence[Mapping[str, Any]],
+    head: Sequence[str],
+    cells: Callable[[Mapping[str, Any]], Sequence[str]],
+) -> Table:
+    """A line for each row of the page; the names in full, for scores differ at their ends."""
+    names = [label(line["row"], line["method"]) for line in lines]
+    table = Table(Column("score", min_width=max(map(len, names))), *head)
+    for name, line in zip(names, lines, strict=True):
+        table.add_row(name, *cells(line))
     return table

@@ -59,6 +59,7 @@ KINDS: dict[str, type[LoopConfig]] = {
 }
 FOLDER, CONFIG = "inspection", "config.json"
 DRAWN_HEADS, WINDOWS = 64, 16
+_AS_ASKED = ("method", "bins", "cosines", "attention", "max_tokens", "seed")
 
 
 class InspectionSettings(Settings):
@@ -166,17 +167,13 @@ def write_page(
 
 
 def _settings(asked: Shown, inputs: Inputs, length: int) -> InspectionSettings:
+    said = {name: each for name, each in vars(asked).items() if name in _AS_ASKED}
     return InspectionSettings(
+        **said,
         run=str(asked.model),
         text=None if asked.text is None else str(asked.text),
-        method=asked.method,
         length=length,
         windows=WINDOWS if asked.windows is None else asked.windows,
-        bins=asked.bins,
-        cosines=asked.cosines,
-        attention=asked.attention,
-        max_tokens=asked.max_tokens,
-        seed=asked.seed,
     )
 
 

@@ -47,10 +47,9 @@ class ReadStage(Stage):
     @property
     def cost(self) -> Cost:
         """Every token that passes through the model, at most."""
-        model, rows = self.config.model, self.settings.max_windows * len(self.methods)
-        lengths = [length * model.train_length for length in set_lengths(self.settings)]
-        flops = sum(flops_per_token(model, length).forward * length for length in lengths)
-        return Cost(scored=sum(lengths) * rows, flops=flops * rows)
+        length = self.config.model.train_length
+        lengths = [length * multiple for multiple in set_lengths(self.settings)]
+        return cost_of(self.config, lengths, self.settings.max_windows * len(self.methods))
 
     @property
     def wanted(self) -> int:
@@ -93,10 +92,7 @@ class KeptStage(Stage):
     @property
     def cost(self) -> Cost:
         """Every token that passes through a model, at most."""
-        rows = self.settings.max_windows * len(self.steps)
-        model = self.config.model
-        flops = sum(flops_per_token(model, length).forward * length for length in self.lengths)
-        return Cost(scored=sum(self.lengths) * rows, flops=flops * rows)
+        return cost_of(self.config, self.lengths, self.settings.max_windows * len(self.steps))
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -144,6 +140,12 @@ class KeptStage(Stage):
 
     def _model(self, step: int) -> Path:
         return kept_model(self.place, step) if step else Path(self._continued.start)
+
+
+def cost_of(config: TrainingConfig, lengths: Sequence[int], rows: int) -> Cost:
+    """What it takes to read so many rows of texts of these lengths."""
+    forward = (flops_per_token(config.model, length).forward * length for length in lengths)
+    return Cost(scored=sum(lengths) * rows, flops=sum(forward) * rows)
 
 
 def records_of(place: Path, step: int) -> Path:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from normattn.data.corpora.corpus import Document
+
+File = TypeVar("File")
 
 
 def spread(sizes: Sequence[int], limit: int | None) -> list[bool]:
@@ -28,6 +31,11 @@ def spread(sizes: Sequence[int], limit: int | None) -> list[bool]:
     if keep and not any(keep):
         keep[0] = True
     return keep
+
+
+def evenly(files: Sequence[File], sizes: Sequence[int], limit: int | None) -> list[File]:
+    """The files that `spread` keeps of those of these sizes."""
+    return [file for file, kept in zip(files, spread(sizes, limit), strict=True) if kept]
 
 
 def capped(documents: Iterable[Document], limit: int | None) -> Iterator[Document]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from normattn.data.corpora.budget import spread
+from normattn.data.corpora.budget import evenly
 from normattn.data.corpora.reading import decode_python, open_bytes
 from normattn.data.installed import files_of
 
@@ -122,8 +122,7 @@ def is_wanted(path: PurePath) -> bool:
 
 def _files(package: str, distribution: importlib.metadata.Distribution) -> tuple[PackageFile, ...]:
     candidates = sorted(_listed(package, distribution), key=lambda file: file.name)
-    keep = spread([file.size for file in candidates], PACKAGE_BYTES)
-    return tuple(file for file, kept in zip(candidates, keep, strict=True) if kept)
+    return tuple(evenly(candidates, [file.size for file in candidates], PACKAGE_BYTES))
 
 
 def _listed(package: str, distribution: importlib.metadata.Distribution) -> Iterator[PackageFile]:

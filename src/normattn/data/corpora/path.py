@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from normattn.data.corpora.budget import capped, spread
+from normattn.data.corpora.budget import capped, evenly
 from normattn.data.corpora.corpus import CORPORA, Corpus, Document
 from normattn.data.corpora.formats import DEFAULT_FIELD, FileFormat, format_of, formats
 from normattn.data.corpora.text_file import PIECE_CHARACTERS, TEXT
 from normattn.data.sources import address, take_options
 from normattn.errors import InputError
-from normattn.files import expanded, refuse_irregular
+from normattn.files import expanded, refuse_irregular, stat_of
 
 WHOLE_BYTES = 1 << 20
 """A text file in a folder is one document up to this size, and cut like a single file beyond."""
@@ -60,8 +60,7 @@ class PathCorpus(Corpus):
     def documents(self, limit: int | None = None) -> Iterator[Document]:
         """Stream the documents; a limit takes evenly from the files of a folder."""
         files = self._files()
-        keep = spread([file.size for file in files], limit)
-        kept = [file for file, chosen in zip(files, keep, strict=True) if chosen]
+        kept = evenly(files, [file.size for file in files], limit)
         return capped((doc for file in kept for doc in self._read(file)), limit)
 
     def fingerprint(self) -> str:
@@ -69,8 +68,7 @@ class PathCorpus(Corpus):
         rules = (self.kind, self.field, WHOLE_BYTES, PIECE_CHARACTERS)
         digest = hashlib.sha256(repr(rules).encode())
         for file in self._files():
-            with _readable(file.path):
-                stat = file.path.stat()
+            stat = stat_of(file.path)
             digest.update(repr((file.name, stat.st_size, stat.st_mtime_ns)).encode())
         return digest.hexdigest()
 
@@ -136,21 +134,6 @@ def _walk(root: Path) -> Iterator[Path]:
 
 def _size(path: Path) -> int:
     """The size of a regular file; a pipe or a device among the files is named, not passed over."""
-    with _readable(path):
-        found = path.stat()
+    found = stat_of(path)
     refuse_irregular(path, found.st_mode)
     return found.st_size
-
-
-class _readable:
-    """Turn a failing `stat` into an `InputError` that names the file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise InputError(f"{self.path} cannot be read: {error.strerror}") from error

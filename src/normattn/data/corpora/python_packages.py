@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from normattn.data.corpora.budget import capped, spread
+from normattn.data.corpora.budget import capped, evenly
 from normattn.data.corpora.corpus import CORPORA, Corpus, Document
 from normattn.data.corpora.near_duplicates import PERMUTATIONS, THRESHOLD, NearDuplicates
 from normattn.data.corpora.package_files import (
@@ -94,8 +94,7 @@ def _packages() -> list[Package]:
 
 def _candidates(limit: int | None) -> list[PackageFile]:
     files = [file for package in _packages() for file in package.files]
-    keep = spread([file.size for file in files], limit)
-    return [file for file, kept in zip(files, keep, strict=True) if kept]
+    return evenly(files, [file.size for file in files], limit)
 
 
 @lru_cache(maxsize=4)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from normattn.data.corpora.budget import capped, spread
+from normattn.data.corpora.budget import capped, evenly
 from normattn.data.corpora.corpus import CORPORA, Corpus, Document
 from normattn.data.corpora.reading import decode_python, open_bytes
 from normattn.data.sources import take_options
@@ -47,8 +47,7 @@ class PythonSource(Corpus):
     def documents(self, limit: int | None = None) -> Iterator[Document]:
         """Stream the files; a limit takes evenly from the whole library."""
         files = _files()
-        keep = spread([path.stat().st_size for _, path in files], limit)
-        chosen = [file for file, kept in zip(files, keep, strict=True) if kept]
+        chosen = evenly(files, [path.stat().st_size for _, path in files], limit)
         return capped(_unique(chosen), limit)
 
     def fingerprint(self) -> str:

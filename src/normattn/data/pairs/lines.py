@@ -9,6 +9,7 @@ from pathlib import Path
 
 from normattn.data.corpora.reading import not_utf8, open_bytes
 from normattn.errors import InputError
+from normattn.files import stat_of
 
 
 def aligned_lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
@@ -34,10 +35,7 @@ def stamp(paths: Iterable[Path]) -> str:
     """Hash of the files' names, sizes and modification times."""
     digest = hashlib.sha256()
     for path in paths:
-        try:
-            stat = path.stat()
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        stat = stat_of(path)
         digest.update(repr((path.name, stat.st_size, stat.st_mtime_ns)).encode())
     return digest.hexdigest()
 

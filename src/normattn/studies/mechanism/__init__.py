@@ -18,13 +18,13 @@ from normattn.data.evaluation_sets import EvaluationSet, non_repeated_set
 from normattn.diagnostics import measure_mechanism
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.measure import frame
-from normattn.models.accounting import flops_per_token
 from normattn.models.pretrained import load_model
 from normattn.studies.mechanism.page import PAGE
 from normattn.sweep.collect import measured_below
 from normattn.sweep.language import CausalCell, TextConfig, canonical, opened, text_sweep
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.measuring import EVALUATIONS, MODEL
+from normattn.sweep.reading import cost_of
 from normattn.sweep.settings import EvaluationSettings, MechanismSettings
 from normattn.sweep.stages import Note, Stage
 from normattn.sweep.study import Request, Study, Sweep, cells_of, refuse_choices, seeds_of
@@ -73,10 +73,8 @@ class LookStage(Stage):
     @property
     def cost(self) -> Cost:
         """Every token that is read, counted as often as looking costs more than reading."""
-        model = self.config.model
-        length = model.train_length * self.settings.multiple
-        tokens = WEIGHT * self.settings.max_windows * length
-        return Cost(scored=tokens, flops=tokens * flops_per_token(model, length).forward)
+        length = self.config.model.train_length * self.settings.multiple
+        return cost_of(self.config, (length,), WEIGHT * self.settings.max_windows)
 
     def is_done(self) -> bool:
         """Whether it was measured."""

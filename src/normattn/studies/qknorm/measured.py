@@ -51,11 +51,6 @@ def as_multiple(rate: float) -> str:
     return f"×{rate:g}"
 
 
-def trained_seeds(view: View, where: Where) -> list[int]:
-    """The seeds whose models were tested."""
-    return sorted(view.values("seed", where))
-
-
 def diverged(view: View, where: Where) -> list[tuple[int, int]]:
     """(seed, step) of each training of these models that ended in NaN."""
     rows = select(view.frame, {**training(where), "statistic": "diverged"})

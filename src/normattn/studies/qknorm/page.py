@@ -30,7 +30,6 @@ from normattn.studies.qknorm.measured import (
     place,
     scores,
     tolerated,
-    trained_seeds,
     training,
     unigram,
 )
@@ -73,7 +72,7 @@ def _rate(view: View, row: Row) -> Cell:
 
 
 def _seeds(view: View, row: Row) -> Cell:
-    return Cell(" ".join(map(str, trained_seeds(view, row.where))))
+    return Cell(" ".join(map(str, sorted(view.values("seed", row.where)))))
 
 
 def _diverged(view: View, row: Row) -> Cell:
