@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 import normattn
-from normattn import ScoreSpec
+from normattn import InputError, ScoreSpec
 from normattn.score.folded_parts import rope_frequencies
 
 from .families import LENGTH, build, logits, model_of, tokens
 from .oracle import llama
+from .tiny import build as tiny
 
 W, S, COUNT = 3, 2.5, 2 * LENGTH + 3
 
@@ -249,3 +250,9 @@ def test_a_step_of_no_token_in_a_row() -> None:
         alone = logits(model, ids[:1, LENGTH + 2 :])
     assert out.logits.isfinite().all()
     torch.testing.assert_close(rest[:1, 2:], alone, rtol=0, atol=1e-4)
+
+
+def test_chunks_are_refused_where_scores_know_more_than_distances() -> None:
+    """A gain after the rotation: queries and keys moved together would score otherwise."""
+    with pytest.raises(InputError, match="gains of their own, so its scores depend on where"):
+        normattn.extend(tiny("hunyuan_v1_dense"), "DualChunk", train_length=LENGTH)

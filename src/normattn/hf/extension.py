@@ -329,6 +329,13 @@ def _check(spec: ScoreSpec, layers: tuple[Layer, ...], found: Anatomy) -> None:
             f"{found.name} cannot be extended: {why}, so there is no position to extend"
         )
     refuse_moving(found, [each.module for each in turned])
+    gained = any(each.turning is not None and each.turning.gains is not None for each in turned)
+    if spec.chunk_rules is not None and gained:
+        raise InputError(
+            f"{found.name} gives rotated features gains of their own, so its scores depend on where"
+            f" a query and a key stand, not on their distance alone: {spec.chunk_rules.name} would "
+            "change short texts too"
+        )
     if spec.regime is not None or spec.moves or spec.logn is not None:
         _check_attention(served, found)
     if spec.spectrum is None or isinstance(spec.spectrum, PI):

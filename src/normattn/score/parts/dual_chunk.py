@@ -24,7 +24,8 @@ class DualChunk(ChunkRulesPart):
     before, or further away. c = s + w: in the chunk before the distance of keys that are fewer than
     w tokens away is what it was, so a text of c tokens is read as it was. `size` s defaults to
     3·L // 4 and `local` w to L − s, so that c is the training length L. Causal only. (The authors'
-    code holds far queries at c.)
+    code holds far queries at c. Where a gain follows the rotation, scores know more than distances,
+    and short texts change past their first chunk.)
     """
 
     name: ClassVar[str] = "DualChunk"
