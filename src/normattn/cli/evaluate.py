@@ -35,7 +35,7 @@ def command(
         str | None,
         typer.Option(
             help="train-length, non-repeated, repeated, last-segment (the default), "
-            "by-position, retrieval."
+            "by-position, retrieval, in-context."
         ),
     ] = None,
     multiples: Annotated[
@@ -55,10 +55,10 @@ def command(
 ) -> None:
     """Measure a trained run past its training length, with and without stretching methods.
 
-    The last segment is read after every tested length and retrieval asked at each; repeated,
-    non-repeated and by-position text is read at the longest, which over L is also the factor that
-    NTK, YaRN and PI stretch by. Records go to RUN/evaluations; `normattn report` makes tables and
-    figures of them.
+    The last segment is read after every tested length, retrieval and labels in context are asked
+    at each; repeated, non-repeated and by-position text is read at the longest, which over L is
+    also the factor that NTK, YaRN and PI stretch by. Records go to RUN/evaluations; `normattn
+    report` makes tables and figures of them.
     """
     from normattn.commands.evaluation_run import evaluate_run
 

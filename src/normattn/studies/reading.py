@@ -12,7 +12,7 @@ from typing import Any
 
 import polars as pl
 
-from normattn.measure.statistic import Statistic, accuracy
+from normattn.measure.statistic import Statistic, accuracy, ratio
 from normattn.report.figure import Curves, Figure, Grid, Line, Mark, Panel
 from normattn.report.page import Page
 from normattn.report.points import bin_points, octaves
@@ -51,7 +51,8 @@ from normattn.sweep.study import Request, Study, Sweep
 
 KIND = "reading"
 VARIANTS = ("Baseline", "KNA", "CosA-logn")
-POSITION, RETRIEVAL = "by_position", "retrieval"
+POSITION, RETRIEVAL, IN_CONTEXT = "by_position", "retrieval", "in_context"
+_OWN_TABLES = (POSITION, RETRIEVAL, IN_CONTEXT)
 TASK = "factor.task"
 TASKS = {
     "passkey": "passkey",
@@ -88,7 +89,7 @@ def _rows_of(protocol: str) -> Any:
 
 
 def _standard_rows(view: View) -> list[Row]:
-    read = view.frame.filter(~pl.col("protocol").is_in([POSITION, RETRIEVAL, "training"]))
+    read = view.frame.filter(~pl.col("protocol").is_in([*_OWN_TABLES, "training"]))
     return reading_rows(View(read, view.bootstrap)) if read.height else []
 
 
@@ -119,10 +120,30 @@ def _retrieval_columns(view: View) -> Sequence[Column]:
     return found
 
 
+_LABELLED = (
+    (accuracy("right by likelihood", "chosen"), "likelihood"),
+    (accuracy("right by generation", "exact"), "generation"),
+    (Statistic("shots", "shots", ratio(), higher=None), "shots"),
+)
+
+
+def _in_context_columns(view: View) -> Sequence[Column]:
+    return [
+        Column(
+            f"{statistic.name}_{length}",
+            f"{what}, {length:,}",
+            statistic,
+            ((1.0, {"protocol": IN_CONTEXT, "length": length}),),
+        )
+        for length in sorted(view.values("length", {"protocol": IN_CONTEXT}))
+        for statistic, what in _LABELLED
+    ]
+
+
 def figures(view: View) -> list[Figure]:
     """Accuracy and loss by position, retrieval by depth, and what the standard protocols give."""
     found: list[Figure] = []
-    standard = view.frame.filter(~pl.col("protocol").is_in([POSITION, RETRIEVAL]))
+    standard = view.frame.filter(~pl.col("protocol").is_in(_OWN_TABLES))
     if standard.filter(pl.col("protocol") != "training").height:
         plain = View(standard, view.bootstrap)
         found += [*position_figures(plain), length_figure(plain), table_figure(plain)]
@@ -225,6 +246,17 @@ PAGE = Page(
             notes=(
                 "answers: right as a whole, as greedy decoding would give them; tokens: of "
                 "the answers.",
+            ),
+        ),
+        Table(
+            "in_context",
+            "Labels asked for behind labelled texts, %",
+            _rows_of(IN_CONTEXT),
+            _in_context_columns,
+            notes=(
+                "likelihood: the right label is the likeliest of the four (25 by chance); "
+                "generation: greedy decoding would give it; shots: labelled texts before the "
+                "question, in the mean.",
             ),
         ),
     ),

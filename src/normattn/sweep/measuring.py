@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import polars as pl
@@ -15,6 +16,8 @@ from normattn.data.evaluation_sets import (
     repeated_set,
     train_length_set,
 )
+from normattn.data.in_context import LABELS, in_context_set
+from normattn.data.relations import RelationConfig, RelationCorpus, read_corpus
 from normattn.data.retrieval import retrieval_set
 from normattn.data.retrieval_facts import TASKS
 from normattn.errors import InputError
@@ -37,7 +40,7 @@ def evaluation_sets(
     """The windows of held-out text that `settings` ask for, of documents never trained on.
 
     Raises `InputError` when no test document is long enough, naming the longest, and when a length
-    is too short for what retrieval states and asks.
+    is too short for what retrieval states and asks, or for a text of every label and a question.
     """
     at, drawn = (data.split(settings.split), train_length), (settings.max_windows, settings.seed)
     longest = _beyond(settings)
@@ -58,9 +61,23 @@ def evaluation_sets(
             for task in TASKS
             for multiple in settings.multiples
         ]
+    if "in_context" in settings.protocols:
+        if data.tokeniser is None:
+            raise InputError("in-context reads texts, and this corpus is generated tokens")
+        asked = (max(1, settings.max_windows // LABELS), LABELS, settings.seed, settings.split)
+        sets += [
+            in_context_set(_labelled(), data.tokeniser, train_length, multiple, *asked)
+            for multiple in settings.multiples
+        ]
     if not sets:
         raise InputError("nothing to evaluate: non-repeated and repeated need a multiple above 1")
     return sets
+
+
+@lru_cache(maxsize=1)
+def _labelled() -> RelationCorpus:
+    """Labelled texts that need no download."""
+    return read_corpus(RelationConfig())
 
 
 def _beyond(settings: EvaluationSettings) -> list[int]:
@@ -78,6 +95,7 @@ def set_lengths(settings: EvaluationSettings) -> list[int]:
         "last_segment": list(settings.multiples),
         "by_position": list(settings.multiples[-1:]),
         "retrieval": len(TASKS) * list(settings.multiples),
+        "in_context": list(settings.multiples),
     }
     return [length for protocol in settings.protocols for length in lengths[protocol]]
 

@@ -13,7 +13,13 @@ from normattn.structured import Settings, refuse_beyond
 
 Model = TypeVar("Model", bound=BaseModel)
 Protocol = Literal[
-    "train_length", "non_repeated", "repeated", "last_segment", "by_position", "retrieval"
+    "train_length",
+    "non_repeated",
+    "repeated",
+    "last_segment",
+    "by_position",
+    "retrieval",
+    "in_context",
 ]
 MOST_MULTIPLES = 1 << 20
 PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "last_segment")
@@ -24,9 +30,9 @@ class EvaluationSettings(Settings):
     """How a trained run is measured.
 
     `multiples` are the tested lengths in units of the training length L: the last segment is read
-    after each and retrieval asked at each, repeated, non-repeated and by-position text read at the
-    longest one (its shorter readings are its positions), which also sets the `factor` of every
-    stretching method, for the whole table.
+    after each, retrieval and labels in context are asked at each, repeated, non-repeated and
+    by-position text read at the longest one (its shorter readings are its positions), which also
+    sets the `factor` of every stretching method, for the whole table.
     `max_windows` bounds each set of windows, `max_tokens` the tokens a batch of them holds (memory,
     never a result). `precision` "bf16" scores under autocast. `split` is the documents: settings
     are chosen on "validation", tables made on "test".
