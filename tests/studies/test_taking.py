@@ -50,6 +50,7 @@ def test_what_is_taken_over_gives_what_training_gives(
     assert not found.others
     taking.take(sweep, found)
     assert make_plan(sweep).finished == 2
+    assert taking.find(sweep, trained).lines() == []
     place = sweep.out / "cells" / "KNA" / "seed0"
     assert not (place / "evaluations").exists()
     before = (place / "timing.jsonl").read_bytes()

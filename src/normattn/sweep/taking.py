@@ -36,8 +36,10 @@ class Found:
 
     def lines(self) -> list[str]:
         """What is taken, and what is not and why."""
-        said = [f"taken over from {self.folder}, trained there: {', '.join(self.runs)}"]
-        return said + [f"trained here: {name}, as {why}" for name, why in self.others.items()]
+        said = [f"trained here: {name}, as {why}" for name, why in self.others.items()]
+        if self.runs:
+            said.insert(0, f"taken over from {self.folder}, trained there: {', '.join(self.runs)}")
+        return said
 
 
 def find(sweep: Sweep, folder: Path) -> Found:
