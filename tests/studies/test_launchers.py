@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -68,6 +69,34 @@ def elsewhere(request: pytest.FixtureRequest) -> Launcher:
     if request.param == "slurm":
         return Slurm(cluster="local")
     return Ray(address=request.getfixturevalue("cluster").address)
+
+
+INTERRUPTED = """
+import _thread, sys, threading, time
+from pathlib import Path
+from normattn.sweep.launch.child import Errand
+from normattn.sweep.launch.seam import Job
+place = Path(sys.argv[1])
+job = Job("one", ("-c", sys.argv[2]), place / "log.txt")
+
+def interrupt():
+    while not (place / "log.txt").exists() or "ready" not in (place / "log.txt").read_text():
+        time.sleep(0.01)
+    for _ in range(2000):
+        _thread.interrupt_main()
+
+place.mkdir()
+threading.Thread(target=interrupt, daemon=True).start()
+sys.exit(Errand(job)().code)
+"""
+
+
+def test_an_errand_interrupted_over_and_over_has_its_child_save(tmp_path: Path) -> None:
+    saved = tmp_path / "state"
+    line = (INTERRUPTED, str(tmp_path / "job"), SAVES.format(path=str(saved)))
+    done = subprocess.run([sys.executable, "-c", *line], timeout=SECONDS, check=False)
+    assert done.returncode == 130
+    assert saved.read_text() == "saved"
 
 
 def job(folder: Path, name: str, script: str) -> Job:

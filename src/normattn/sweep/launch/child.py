@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -111,24 +111,37 @@ class Errand:
                     f"{platform.node()} has no folder {folder}: the hosts of a sweep see the same "
                     "folders"
                 )
-        self.child = Child(self.job, self.environment, self.folder)
-        try:
-            while not self.child.done():
-                time.sleep(POLL_SECONDS)
-        finally:
-            self.save()
-        return self.child.outcome()
+        with _interruptions() as heard:
+            self.child = Child(self.job, self.environment, self.folder)
+            try:
+                while not self.child.done() and not heard:
+                    time.sleep(POLL_SECONDS)
+            finally:
+                self.save()
+            return self.child.outcome()
 
     def save(self) -> None:
-        """Have the child, if there is one at work, save its state and end.
+        """Have the child, if there is one at work, save its state and end."""
+        if self.child is not None:
+            self.child.terminate()
+            self.child.process.wait()
 
-        A scheduler's library that interrupts once more meanwhile is not heard: the state comes
-        first.
-        """
-        while self.child is not None and not self.child.done():
-            with suppress(KeyboardInterrupt):
-                self.child.terminate()
-                self.child.process.wait()
+
+@contextmanager
+def _interruptions() -> Iterator[list[int]]:
+    """The interruptions of this process, taken note of instead of raised.
+
+    A KeyboardInterrupt that comes twice may be raised where nothing has told the child yet.
+    """
+    heard: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield heard
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        yield heard
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def watch_parent(parent: int, poll: float = 0.5) -> None:
