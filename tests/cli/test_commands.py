@@ -69,18 +69,21 @@ def test_train_evaluate_report(command: Command, trained: Path, tmp_path: Path) 
     assert {"config.json", "metrics.jsonl", "model", "status.json", "tokeniser.json"} <= {
         path.name for path in trained.iterdir()
     }
-    said = command("evaluate", trained, "--methods", "as is,YaRN", "--multiples", "1,4")
+    # Other tests measure the run that all of them share.
+    run = tmp_path / "run"
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluations"))
+    said = command("evaluate", run, "--methods", "as is,YaRN", "--multiples", "1,4")
     assert said.code == 0, said.err
     assert "KNA-YaRN" in said.out
-    records = {path: path.stat().st_mtime_ns for path in trained.glob("evaluations/*.parquet")}
+    records = {path: path.stat().st_mtime_ns for path in run.glob("evaluations/*.parquet")}
     assert len(records) == 2 * 5
-    again = command("evaluate", trained, "--methods", "as is,YaRN", "--multiples", "1,4")
+    again = command("evaluate", run, "--methods", "as is,YaRN", "--multiples", "1,4")
     assert again.out == said.out
-    after = {path: path.stat().st_mtime_ns for path in trained.glob("evaluations/*.parquet")}
+    after = {path: path.stat().st_mtime_ns for path in run.glob("evaluations/*.parquet")}
     assert after == records
 
     out = tmp_path / "report"
-    assert command("report", trained, "--out", out).code == 0
+    assert command("report", run, "--out", out).code == 0
     rows = json.loads((out / "table.json").read_text())["tables"]["table"]
     assert [row["row"] for row in rows] == ["KNA", "KNA-YaRN"]
     assert {"value", "low", "high", "units", "seeds"} <= rows[1]["non_repeated"].keys()
