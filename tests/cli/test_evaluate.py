@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import shutil
-from functools import lru_cache
 from pathlib import Path
 
 import polars as pl
@@ -14,7 +13,6 @@ from cli.conftest import Command
 from normattn.data.relations.documents import RelationCorpus, RelationDocument
 from normattn.data.retrieval_facts import TASKS
 from normattn.score import ScoreSpec
-from normattn.sweep import measuring
 from normattn.sweep.selections import left_out, post_hoc_methods
 
 
@@ -123,10 +121,7 @@ def test_labels_in_context(
         )
 
     corpus = RelationCorpus({"train": some("train", 40), "test": some("test", 5)}, labels)
-    monkeypatch.setattr("normattn.sweep.measuring.read_corpus", lambda config: corpus)
-    monkeypatch.setattr(
-        "normattn.sweep.measuring._labelled", lru_cache(measuring._labelled.__wrapped__)
-    )
+    monkeypatch.setattr("normattn.sweep.measuring.labelled_texts", lambda: corpus)
     arguments = ("evaluate", run, "--protocols", "in-context", "--max-windows", 20)
     said = command(*arguments, "--lengths", "128,256", "--methods", "as is,YaRN")
     assert said.code == 0, said.err

@@ -53,5 +53,7 @@ def test_stopped_anywhere_it_is_the_same(
 def test_bad_input(tiny: Path) -> None:
     with pytest.raises(InputError, match="chooses its own methods"):
         resolve(Request(str(tiny), methods=("YaRN",)))
+    with pytest.raises(InputError, match=r"reads mechanism\.multiple instead"):
+        resolve(Request(str(tiny), changes={"evaluation.multiples": [1, 2]}))
     with pytest.raises(InputError, match="multiple"):
         resolve(Request(str(tiny), changes={"mechanism.multiple": 1}))

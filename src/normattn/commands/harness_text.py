@@ -19,8 +19,8 @@ import numpy as np
 from normattn.data.config import DataConfig
 from normattn.data.corpora import Document, parse_corpus
 from normattn.data.evaluation_sets import last_segment_sets
-from normattn.data.in_context import LABELS, prompts
-from normattn.data.relations import PYTHON_IMPORTS, RelationConfig, RelationCorpus, read_corpus
+from normattn.data.in_context import LABELS, labelled_texts, prompts
+from normattn.data.relations import PYTHON_IMPORTS
 from normattn.data.retrieval import DEPTHS, retrieval_set
 from normattn.data.splits import split_of
 from normattn.data.token_data import TokenData, TokenSplit
@@ -116,7 +116,7 @@ def many_shot_documents(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Labelled texts and a question, `context`; its answers in `pieces`, `right` says which."""
     settings = TaskSettings.of(metadata)
     tokeniser, _ = _tokeniser(metadata, settings)
-    corpus = _relations(settings.relations)
+    corpus = labelled_texts(settings.relations)
     found = []
     for length in settings.lengths:
         for made in prompts(
@@ -131,11 +131,6 @@ def many_shot_documents(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
                 {**_document(pieces, length, -1), "right": made.right, "shots": made.shots}
             )
     return found
-
-
-@lru_cache(maxsize=1)
-def _relations(address: str) -> RelationCorpus:
-    return read_corpus(RelationConfig(corpus=address))
 
 
 def segment_documents(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from normattn.atomic import write_json
-from normattn.commands.inspection_inputs import Asked, Inputs, inputs_of
+from normattn.commands.inspection_inputs import Asked, Inputs, folder_of, inputs_of
 from normattn.diagnostics import collecting, inspect_model
 from normattn.diagnostics.inspection import Collecting, by_head
 from normattn.diagnostics.lines import read_diagnostics
@@ -389,14 +389,3 @@ def _training(run: Path) -> pl.DataFrame:
         (pl.col("bin") + 1).alias("bin_end"),
         pl.lit(1.0).alias("of"),
     )
-
-
-def folder_of(place: Path) -> Path:
-    """The directory, made before anything is read; `InputError` where it cannot be."""
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise InputError(f"{place} is a file; --out names a directory") from error
-    except OSError as error:
-        raise InputError(f"{place} cannot be made: {error.strerror}") from error
-    return place

@@ -16,12 +16,11 @@ from normattn.commands.inspection import (
     Shown,
     chosen_head,
     drawn,
-    folder_of,
     look,
     whose_attention,
     write_page,
 )
-from normattn.commands.inspection_inputs import DRAWN_TOKENS, Inputs
+from normattn.commands.inspection_inputs import DRAWN_TOKENS, Inputs, folder_of
 from normattn.diagnostics.weights import attention_weights
 from normattn.errors import InputError
 from normattn.files import expanded

@@ -234,3 +234,14 @@ def _chosen(count: int, asked: Asked) -> list[int]:
 def _filled(rows: Sequence[Sequence[int]]) -> Tensor:
     """Sentences as one matrix, padded on the right."""
     return torch.from_numpy(padded(rows, PAD_ID)[0])
+
+
+def folder_of(place: Path) -> Path:
+    """The directory, made before anything is read; `InputError` where it cannot be."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise InputError(f"{place} is a file; --out names a directory") from error
+    except OSError as error:
+        raise InputError(f"{place} cannot be made: {error.strerror}") from error
+    return place

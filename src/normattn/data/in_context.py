@@ -12,13 +12,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
 from normattn.data.evaluation_sets import window_length
+from normattn.data.relations import PYTHON_IMPORTS, RelationConfig, read_corpus
 from normattn.data.relations.documents import RelationCorpus, RelationDocument
 from normattn.data.splits import SplitName
 from normattn.data.tokeniser import SEPARATOR_ID, Tokeniser
@@ -26,6 +27,12 @@ from normattn.errors import InputError
 
 Ids = tuple[int, ...]
 LABELS = 4
+
+
+@lru_cache(maxsize=1)
+def labelled_texts(address: str = PYTHON_IMPORTS) -> RelationCorpus:
+    """The texts of a relation corpus, read once a process; the default needs no download."""
+    return read_corpus(RelationConfig(corpus=address))
 
 
 @dataclass(frozen=True)

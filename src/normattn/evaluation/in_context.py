@@ -32,13 +32,23 @@ def evaluate_in_context(
     """
     whose = identity(cell, chosen)
     key = digest(whose.columns())
-    done = store.get(key) if store is not None else None
-    if done is not None:
-        return done
+
+    def measure() -> pl.DataFrame:
+        return identified(whose, _counted(scorer, chosen, tokens_per_batch, progress, cell.name))
+
+    return measure() if store is None else store.once(key, measure)
+
+
+def _counted(
+    scorer: TokenScorer,
+    chosen: InContextSet,
+    tokens_per_batch: int,
+    progress: Progress | None,
+    name: str,
+) -> list[pl.DataFrame]:
+    """The statistics of each sample."""
     flat, scored = (each.reshape(-1, each.shape[-1]) for each in (chosen.windows, chosen.scored))
-    counted = count_answers(
-        scorer, flat, scored, tokens_per_batch, progress, cell.name, "many-shot"
-    )
+    counted = count_answers(scorer, flat, scored, tokens_per_batch, progress, name, "many-shot")
     correct, loss = (each.reshape(chosen.windows.shape[:2]) for each in counted)
     tokens, samples = chosen.scored.sum(axis=2), np.arange(len(chosen))
     right = (samples, chosen.right)
@@ -50,7 +60,4 @@ def evaluate_in_context(
         "shots": (chosen.shots, np.ones(len(chosen))),
     }
     units = [f"{number:04d} {name}" for number, name in enumerate(chosen.documents)]
-    measured = identified(whose, [sums(name, units, *part) for name, part in parts.items()])
-    if store is not None:
-        store.put(key, measured)
-    return measured
+    return [sums(name, units, *part) for name, part in parts.items()]

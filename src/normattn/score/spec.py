@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from normattn.errors import InputError
+from normattn.score.arranging import arrange, unasked_position
 from normattn.score.folded_parts import (
     ChunkRulesPart,
     LogNPart,
@@ -41,7 +41,6 @@ from normattn.score.outer_parts import (
     VisiblePart,
 )
 from normattn.score.part import Part, Slot
-from normattn.score.registry import find
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class ScoreSpec:
     def __post_init__(self) -> None:
         if self.train_length is not None:
             object.__setattr__(self, "train_length", training_length(self.train_length))
-        object.__setattr__(self, "parts", _arrange(self.parts))
+        object.__setattr__(self, "parts", arrange(self.parts))
         filled = tuple(part.resolved(self.train_length, None) for part in self.parts)
         object.__setattr__(self, "parts", filled)
         norms = (self.variant.query_norm(), self.variant.key_norm())
@@ -329,7 +328,7 @@ class ScoreSpec:
     @property
     def _shown(self) -> tuple[Part, ...]:
         """The parts that a name spells: all but the position that stands there unasked."""
-        silent = _unasked_position({part.slot for part in self.parts})
+        silent = unasked_position({part.slot for part in self.parts})
         return tuple(part for part in self.parts if part != silent)
 
     def _slot(self, slot: Slot) -> Part | None:
@@ -354,27 +353,6 @@ def _validate(value: Any) -> ScoreSpec:
     if not isinstance(value, ScoreSpec | str):
         raise InputError(f"a score is a ScoreSpec or its name, but {value!r} was given")
     return as_spec(value)
-
-
-def _unasked_position(slots: Container[Slot]) -> Part:
-    """RoPE by default, NoPE beside a bias, which is a position of its own."""
-    return find("NoPE" if Slot.BIAS in slots else "RoPE")()
-
-
-def _arrange(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """One part per slot, in the order of slots, RoPE where no position is named."""
-    slots: dict[Slot, Part] = {}
-    for part in parts:
-        if part.slot in slots:
-            first = slots[part.slot].name
-            raise InputError(
-                f"{first} and {part.name} cannot be combined: both choose the {part.slot}"
-            )
-        slots[part.slot] = part
-    if Slot.VARIANT not in slots:
-        raise InputError("a score needs a variant first, e.g. Baseline, KNA or CosA")
-    slots.setdefault(Slot.POSITION, _unasked_position(slots))
-    return tuple(slots[slot] for slot in Slot if slot in slots)
 
 
 def _refuse_nonsense(spec: ScoreSpec) -> None:

@@ -46,6 +46,8 @@ VARIANTS = ("Baseline", "KNA", "KNA-logn", "CosA")
 REMEDIES = ("PI", "ABF")
 UNCHANGED = "as it is"
 
+INSTEAD = {"multiples": "continued.read", "protocols": "the protocols of its question"}
+
 
 class ContinueConfig(TextConfig):
     """What the study's cells share: also how training goes on."""
@@ -105,7 +107,7 @@ class ContinueCell(CausalCell):
 
 def resolve(request: Request) -> Sweep:
     """The study that a request asks for; raises `InputError` as `keynorm.resolve` does."""
-    preset = opened(request, KIND, group=GROUP, unread=("multiples", "protocols"))
+    preset = opened(request, KIND, group=GROUP, instead=INSTEAD)
     refuse_choices(request, KIND, variants=False)
     continued = _with_batch_size(preset.continued, shared_training(preset)["batch_size"])
     read = {"multiples": continued.read, "protocols": ("train_length", "non_repeated")}

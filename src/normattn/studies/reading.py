@@ -63,10 +63,12 @@ TASKS = {
 }
 EXACT = accuracy("answers right", "exact")
 
+INSTEAD = {"multiples": "reading.multiples", "protocols": "the protocols of its question"}
+
 
 def resolve(request: Request) -> Sweep:
     """Every choice made and checked, as `keynorm.resolve` does."""
-    preset = opened(request, KIND, group=KIND, unread=("multiples", "protocols"))
+    preset = opened(request, KIND, group=KIND, instead=INSTEAD)
     read = {"multiples": preset.reading.multiples, "protocols": (POSITION, RETRIEVAL)}
     settings = validated(
         EvaluationSettings, {**preset.evaluation.model_dump(), **read}, "reading.multiples"

@@ -96,7 +96,7 @@ def resolve(request: Request) -> Sweep:
     Raises `InputError` for an unknown score and for one whose weights have no place for Baseline's.
     """
     refuse_choices(request, NAME)
-    preset = opened(request, NAME, group="continued")
+    preset = opened(request, NAME, "continued", {"protocols": "the protocols of its question"})
     ends = preset.evaluation.multiples[:: max(1, len(preset.evaluation.multiples) - 1)]
     config = RetrofitConfig.of_text(preset, {"multiples": ends})
     scores = tuple(dict.fromkeys((BASE, *(request.variants or SCORES))))

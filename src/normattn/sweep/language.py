@@ -180,12 +180,12 @@ def described(
 
 
 def opened(
-    request: Request, study: str, group: str | None = None, unread: Sequence[str] = ()
+    request: Request, study: str, group: str | None = None, instead: Mapping[str, str] | None = None
 ) -> Preset:
     """The preset with the request's changes; `group` is what this study alone reads of it.
 
-    `unread` are settings of `evaluation` in whose place the study has its own. Raises `InputError`
-    for a change of a setting that this study does not read.
+    `instead` are settings of `evaluation` that it does not read, and what decides in their place.
+    Raises `InputError` for a change of a setting that this study does not read.
     """
     preset = presets.load(request.preset)
     read = {"training", "evaluation", "seeds", "summary", group}
@@ -193,8 +193,9 @@ def opened(
         top = name.partition(".")[0]
         if top in Preset.model_fields and top not in read:
             raise InputError(f"--set {name}: reproduce {study} reads no {top} settings")
-        if top == "evaluation" and name.partition(".")[2] in unread:
-            raise InputError(f"--set {name}: reproduce {study} has its own, see --help")
+        own = (instead or {}).get(name.removeprefix("evaluation."))
+        if top == "evaluation" and own:
+            raise InputError(f"--set {name}: reproduce {study} reads {own} instead")
     return validated(Preset, merged(preset.model_dump(), request.changes), f"preset {preset.name}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import polars as pl
@@ -16,8 +15,7 @@ from normattn.data.evaluation_sets import (
     repeated_set,
     train_length_set,
 )
-from normattn.data.in_context import LABELS, in_context_set
-from normattn.data.relations import RelationConfig, RelationCorpus, read_corpus
+from normattn.data.in_context import LABELS, in_context_set, labelled_texts
 from normattn.data.retrieval import retrieval_set
 from normattn.data.retrieval_facts import TASKS
 from normattn.errors import InputError
@@ -66,18 +64,12 @@ def evaluation_sets(
             raise InputError("in-context reads texts, and this corpus is generated tokens")
         asked = (max(1, settings.max_windows // LABELS), LABELS, settings.seed, settings.split)
         sets += [
-            in_context_set(_labelled(), data.tokeniser, train_length, multiple, *asked)
+            in_context_set(labelled_texts(), data.tokeniser, train_length, multiple, *asked)
             for multiple in settings.multiples
         ]
     if not sets:
         raise InputError("nothing to evaluate: non-repeated and repeated need a multiple above 1")
     return sets
-
-
-@lru_cache(maxsize=1)
-def _labelled() -> RelationCorpus:
-    """Labelled texts that need no download."""
-    return read_corpus(RelationConfig())
 
 
 def _beyond(settings: EvaluationSettings) -> list[int]:

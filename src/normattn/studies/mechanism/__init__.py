@@ -41,6 +41,8 @@ RECORD = "mechanism.parquet"
 # Scores are computed a second time, in blocks and in float64, beside the model's own.
 WEIGHT = 8
 
+INSTEAD = {"multiples": "mechanism.multiple", "protocols": "the protocols of its question"}
+
 
 class MechanismConfig(TextConfig):
     """What the study's cells share: also what is looked at."""
@@ -101,7 +103,7 @@ class LookStage(Stage):
 
 def resolve(request: Request) -> Sweep:
     """The study that a request asks for; raises `InputError` as `keynorm.resolve` does."""
-    preset = opened(request, KIND, group=KIND, unread=("multiples", "protocols"))
+    preset = opened(request, KIND, group=KIND, instead=INSTEAD)
     refuse_choices(request, KIND)
     looked = preset.mechanism
     config = MechanismConfig.of_text(preset, {"multiples": (1, looked.multiple)})
