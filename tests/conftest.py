@@ -10,14 +10,6 @@ import shape_checks
 
 shape_checks.install()
 
-LONGEST = ("studies/test_sweep.py", "faults/test_campaign.py", "studies/test_gpu_script.py")
-"""Files of tests that take a minute each: begun first, so that no worker ends alone with them."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; all else in its order."""
-    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
