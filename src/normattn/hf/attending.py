@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.hf.folding import Folding, Turning, query_factor
 from normattn.hf.masks import Placing, placing
-from normattn.kernels import Problem, attend
-from normattn.kernels.capabilities import why_not
+from normattn.kernels import Problem, attend, unrounded
 from normattn.layers.attend import in_blocks
 from normattn.score import ScoreSpec
 from normattn.score.fold import Fold, beside, scaled
@@ -111,7 +110,8 @@ class ExtendedLayer:
                 problem = self._turned(own, k_own, v[:, :, :keys], place, rows, block, asked)
                 problem = replace(problem, visibility=seen)
             problem = replace(problem, dropout=asked.dropout, cap=asked.softcap, sink=asked.sink)
-            return attend(problem, _unrounded(problem))
+            # As the attention that the model was trained with keeps its scores.
+            return attend(problem, unrounded(problem))
 
         if self.folding is None:
             return part(slice(0, q.shape[2]), place.keys, 0)
@@ -171,23 +171,6 @@ class ExtendedLayer:
             found = placing(mask, *sizes, position_ids, counted, before)
             self.memory.keep("placing", given, found)
         return found
-
-
-def _unrounded(problem: Problem) -> str:
-    """The kernel that leaves scores in float32, as the attention that the model was trained with.
-
-    On a CPU tiles round each score to the tensors' type: of SmolLM2 in bfloat16, whose logits are
-    large, little is left after thirty layers. The stock kernel is quick in half precision where
-    the processor multiplies it.
-    """
-    if problem.q.device.type != "cpu" or problem.q.element_size() != 2:
-        return "auto"
-    if why_not("fused", problem) is None:
-        return "fused"
-    quick = problem.q.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    if quick and problem.q.shape[2] > 1 and why_not("two-regime", problem) is None:
-        return "two-regime"
-    return "precise"
 
 
 def _arranged(turning: Turning, x: Tensor, side: int) -> Tensor:

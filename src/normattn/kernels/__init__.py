@@ -7,7 +7,7 @@ from normattn.kernels.cross_entropy import (
     linear_cross_entropy,
     token_scores,
 )
-from normattn.kernels.dispatch import BACKENDS, Decision, attend, choose, reasons
+from normattn.kernels.dispatch import BACKENDS, Decision, attend, choose, reasons, unrounded
 from normattn.kernels.problem import Problem
 from normattn.kernels.visibility import Visibility
 
@@ -25,4 +25,5 @@ __all__ = [
     "linear_cross_entropy",
     "reasons",
     "token_scores",
+    "unrounded",
 ]

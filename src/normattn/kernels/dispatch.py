@@ -193,6 +193,24 @@ def choose(problem: Problem, backend: str = "auto") -> Kernel:
     return kernel
 
 
+def unrounded(problem: Problem) -> str:
+    """The backend that rounds no score, as the stock kernel does not; "auto" in full precision.
+
+    On a CPU `auto` gives half precision to tiles, which round each score to the tensors' type. The
+    stock kernel keeps scores in float32, and so does the far part of two regimes, which is quick
+    where the processor multiplies the type; all else is widened.
+    """
+    q = problem.q
+    if q.device.type != "cpu" or q.element_size() != 2:
+        return "auto"
+    if why_not("fused", problem) is None:
+        return "fused"
+    quick = q.dtype == torch.bfloat16 and q.shape[2] > 1 and not torch.compiler.is_compiling()
+    if quick and torch.cpu._is_amx_tile_supported() and why_not("two-regime", problem) is None:
+        return "two-regime"
+    return "precise"
+
+
 _NAMED: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
 # Kernels that show their tiles to an eye, and those that give way to tiles for it.
 _SEEN_INTO: Mapping[str, Callable[[Problem, Eye], Tensor]] = {
