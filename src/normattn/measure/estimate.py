@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from normattn.errors import InputError
 from normattn.measure.bootstrap import Bootstrap
@@ -133,9 +132,7 @@ def of_seeds(each: Mapping[int, float], level: float = Bootstrap.level) -> Estim
     error = float(values.std(ddof=1)) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
     if not error:
         return Estimate(**known)  # type: ignore[arg-type]
-    freedom = len(seeds) - 1.0
-    half = float(special.stdtrit(freedom, 0.5 + level / 2)) * error
-    p = float(2 * special.stdtr(freedom, -abs(value) / error))
+    half, p = _student(len(seeds) - 1.0, value, error, level)
     return Estimate(**known, low=_clean(value - half), high=_clean(value + half), p=p)  # type: ignore[arg-type]
 
 
@@ -191,10 +188,22 @@ def _estimate(values: Array, resampled: Array, sums: Sums, bootstrap: Bootstrap)
     if not error and values[0]:
         # No unit and no seed differs: nothing says how far others would.
         return Estimate(**known)  # type: ignore[arg-type]
-    half = float(special.stdtrit(freedom, 0.5 + bootstrap.level / 2)) * error if error else 0.0
-    p = float(2 * special.stdtr(freedom, -abs(values[0]) / error)) if error else None
+    half, p = _student(freedom, float(values[0]), error, bootstrap.level)
     ends = (_clean(values[0] - half), _clean(values[0] + half))
     return Estimate(**known, low=ends[0], high=ends[1], p=p)  # type: ignore[arg-type]
+
+
+def _student(
+    freedom: float, value: float, error: float, level: float
+) -> tuple[float, float | None]:
+    """Half of Student's interval, and the two-sided p of no difference; (0, None) without error."""
+    if not error:
+        return 0.0, None
+    # Slow to import, and asked for by pages alone: a cell does without.
+    from scipy import special
+
+    half = float(special.stdtrit(freedom, 0.5 + level / 2)) * error
+    return half, float(2 * special.stdtr(freedom, -abs(value) / error))
 
 
 def _spread(each: Array, of_units: float, of_one: float, units: int) -> tuple[float, float]:
