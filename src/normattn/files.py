@@ -50,6 +50,15 @@ def expanded(path: str | Path) -> Path:
     return found
 
 
+def default_cache_dir() -> Path:
+    """$NORMATTN_CACHE, else $XDG_CACHE_HOME/normattn, else ~/.cache/normattn."""
+    own = os.environ.get("NORMATTN_CACHE")
+    if own:
+        return expanded(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "normattn"
+
+
 def refuse_irregular(path: Path, mode: int) -> None:
     """Raise `InputError` where `mode`, of a `stat`, is not that of a regular file.
 

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from normattn import atomic
 from normattn.data import Corpus, DataConfig, Document, TokenData, prepare_tokens, tokens
 from normattn.data import cache as cache_module
-from normattn.data.cache import default_cache_dir
 from normattn.errors import InputError
+from normattn.files import default_cache_dir
 
 from .helpers import write_folder
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from normattn.bench.case import Work
 from normattn.kernels import Problem, Visibility, attend, choose
+from normattn.kernels.calibration import Way, using, way
 from normattn.layers.attend import attention, regular_positions
 from normattn.runs.timing import Step
 from normattn.score import Score, ScoreSpec
@@ -95,20 +96,27 @@ class Scored(OfCausal):
     """`normattn.attention` with a score: what a user calls, dispatcher and all."""
 
     spec: str
+    kernels: Way | None = None
 
     def build(self) -> Step:
         """The call on fixed queries, keys and values."""
         q, k, v = self.call.tensors(3)
         score = self._score()
         inputs = [q, k, v, *score.parameters()]
-        return self.call.step(lambda: attention(q, k, v, score), inputs)
+        chosen = self.kernels or way()
+
+        def attended() -> Tensor:
+            with using(chosen):
+                return attention(q, k, v, score)
+
+        return self.call.step(attended, inputs)
 
     def kernel(self) -> str:
         """The kernel that the dispatcher takes."""
         q, k, v = self.call.tensors(3)
         at = regular_positions(self.call.length, self.call.length, q.device)
         seen = Visibility(True, at.query, at.key, at.regular)
-        with torch.set_grad_enabled(self.call.backward):
+        with torch.set_grad_enabled(self.call.backward), using(self.kernels or way()):
             return choose(self._score()(q, k, v, at, seen)).name
 
     def _score(self) -> Score:

@@ -18,6 +18,8 @@ EPILOG = """
 
 `normattn bench two-regime --lengths 4096 --profile` – and where the time of missed goals goes
 
+`normattn bench --calibration` – which kernels are fastest on this machine, and where that is kept
+
 `normattn bench --quick` – seconds, small sizes: shows that everything runs, claims nothing
 
 Peers come with `pip install 'normattn[bench]'`.
@@ -51,6 +53,12 @@ def command(
     listed: Annotated[
         bool, typer.Option("--list", help="List suites and goals, and exit.")
     ] = False,
+    calibration: Annotated[
+        bool,
+        typer.Option(
+            "--calibration", help="Show the times by which kernels are chosen here, and exit."
+        ),
+    ] = False,
 ) -> None:
     """Measure speed and memory beside the peers and compare them with the goals.
 
@@ -69,6 +77,11 @@ def command(
         from normattn.bench.suites import chosen
 
         show(chosen(suites or ()), settings)
+        return
+    if calibration:
+        from normattn.bench.calibrating import calibrate
+
+        calibrate(settings)
         return
     place = out or Path("runs") / ("bench-quick" if quick else "bench")
     run_bench(suites or (), settings, place, profile)

@@ -38,8 +38,8 @@ def command(
     """List the parts of a score; of one that is named, all that is known.
 
     Names are joined by hyphens into a score: `KNA-logn` is trained, `KNA-logn-YaRN` is that model
-    stretched afterwards. What goes together is found by trying, and kernels by asking the
-    dispatcher about 2048 tokens.
+    stretched afterwards. What goes together is found by trying, and portable kernels by asking
+    the dispatcher about 2048 tokens.
     """
     from normattn.score import grammar, registry
 
@@ -93,22 +93,24 @@ def _kernels(name: str) -> dict[str, str]:
     """The kernels that serve the smallest score with this part, of all layers where they differ."""
     import torch
 
+    from normattn.kernels.calibration import using
     from normattn.layers.explain import explain
     from normattn.score.combining import example
 
     spec, shape, found = example(name), (1, HEADS, TOKENS, HEAD_DIM), {}
     layers = dict.fromkeys(spec.layer(layer, LAYERS) for layer in range(LAYERS))
     for device, dtype in PLACES:
-        asked = {
-            explain(
-                layer,
-                shape,
-                dtype=getattr(torch, dtype),
-                device=device,
-                causal=not layer.leaks_future,
-            ).kernel: None
-            for layer in layers
-        }
+        with using("portable"):
+            asked = {
+                explain(
+                    layer,
+                    shape,
+                    dtype=getattr(torch, dtype),
+                    device=device,
+                    causal=not layer.leaks_future,
+                ).kernel: None
+                for layer in layers
+            }
         found[f"{device} {dtype}"] = ", ".join(asked)
     return found
 

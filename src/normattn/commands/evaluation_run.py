@@ -16,6 +16,7 @@ from normattn.data.tokens import prepare_tokens
 from normattn.errors import InputError, unknown
 from normattn.evaluation import from_causal_lm
 from normattn.evaluation.scorers import Scoring
+from normattn.kernels.calibration import using
 from normattn.models import CausalLM
 from normattn.report.terminal import tell
 from normattn.runs import RunDirectory, require_finished
@@ -82,7 +83,7 @@ def evaluate_run(
             )
 
     require_finished(run, "be evaluated")
-    with world(config.device) as place:
+    with using(config.kernels), world(config.device) as place:
         if place.size == 1:
             _show(measured(from_causal_lm))
         else:

@@ -14,7 +14,7 @@ from typing import Any
 
 from normattn import atomic
 from normattn.errors import InputError
-from normattn.files import expanded
+from normattn.files import default_cache_dir
 from normattn.locks import locked
 from normattn.structured import read_object
 
@@ -22,15 +22,6 @@ MANIFEST = "manifest.json"
 HASHED_BYTES = 256 << 20
 """A folder up to this size is read whole whenever it is opened; of a larger one only those files
 that were written to since they were last read whole."""
-
-
-def default_cache_dir() -> Path:
-    """$NORMATTN_CACHE, else $XDG_CACHE_HOME/normattn, else ~/.cache/normattn."""
-    own = os.environ.get("NORMATTN_CACHE")
-    if own:
-        return expanded(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "normattn"
 
 
 def prepared(

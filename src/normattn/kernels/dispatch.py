@@ -11,6 +11,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels.bias import bias_attention
+from normattn.kernels.calibration import Quicker, calibrated, calibration, can_measure
 from normattn.kernels.capabilities import why_not
 from normattn.kernels.carried import carried
 from normattn.kernels.chunked import chunked
@@ -89,13 +90,45 @@ _TILES_WIN = range(256, 1025)
 _FEW_FEATURES, _MANY_KEYS = 32, 2048
 
 
-def _fastest_first(problem: Problem) -> Iterator[tuple[str, str]]:
-    """Names of kernels and why each stands where it does.
+def _in_order(problem: Problem) -> Iterator[tuple[str, str]]:
+    """Names of kernels and why each stands where it does: what was measured here, then the rest."""
+    first = _quicker(problem, *_rivals(problem))
+    if first is not None:
+        yield first.kernel, first.why
+    yield from _portable(problem)
 
-    On a CPU tiles are faster than the stock kernel in half precision, and at middle lengths in
-    float32; for two regimes in float32 the stock kernel takes the far part. It comes first for a
-    single query of few keys and on a GPU. Hand-written loops are unrolled by a compiler, but for
-    the tiles, which are one node of its graph.
+
+def _rivals(problem: Problem) -> tuple[str, str]:
+    """The kernel made for such a problem, and the tiles that serve it as well."""
+    own = "two-regime" if problem.two_regimes else "fused" if problem.bias is None else "bias"
+    return own, "chunked"
+
+
+def _quicker(problem: Problem, *rivals: str) -> Quicker | None:
+    """Which of these kernels takes the least time on this machine, for such a problem.
+
+    None where the portable choice was asked for, and where nothing is measured and nothing can be
+    now: all of them must serve it.
+    """
+    bucket = calibrated(problem)
+    if bucket is None:
+        return None
+    times = calibration()
+    first = times.known(bucket, rivals)
+    if first is not None or any(why_not(name, problem) for name in rivals):
+        return first
+    if not can_measure(problem):
+        return None
+    return times.quicker(bucket, {name: _NAMED[name].run for name in rivals})
+
+
+def _portable(problem: Problem) -> Iterator[tuple[str, str]]:
+    """The order that is the same on every machine, and why each stands where it does.
+
+    It is the fastest on one kind of AMD core: there tiles beat the stock kernel in half precision,
+    and at middle lengths in float32; for two regimes in float32 the stock kernel takes the far
+    part. It comes first for a single query of few keys and on a GPU. Hand-written loops are
+    unrolled by a compiler, but for the tiles, which are one node of its graph.
     """
     if problem.carry is not None:
         yield from _carrying(problem)
@@ -164,13 +197,22 @@ def reasons(problem: Problem, backend: str = "auto") -> Decision:
     if backend != "auto":
         kernel, why = choose(problem, backend).name, "it was asked for by name"
     else:
-        kernel, why = next((k, w) for k, w in _fastest_first(problem) if found[k] is None)
+        kernel, why = next((k, w) for k, w in _in_order(problem) if found[k] is None)
+        why += _waiting(problem)
     refused = {
         name: reason or f"it could, but {kernel} {_preferred(backend)}"
         for name, reason in found.items()
         if name != kernel
     }
     return Decision(kernel, why, refused)
+
+
+def _waiting(problem: Problem) -> str:
+    """What to add where the choice is one of this machine's, which nothing is known of yet."""
+    rivals = _rivals(problem)
+    chosen = any(why_not(name, problem) for name in rivals) or calibrated(problem) is None
+    known = chosen or _quicker(problem, *rivals) is not None
+    return "" if known else "; not yet measured on this machine"
 
 
 def _preferred(backend: str) -> str:
@@ -183,7 +225,7 @@ def choose(problem: Problem, backend: str = "auto") -> Kernel:
     Raises `InputError` for an unknown name and for a kernel that cannot serve the problem.
     """
     if backend == "auto":
-        able = (_NAMED[name] for name, _ in _fastest_first(problem))
+        able = (_NAMED[name] for name, _ in _in_order(problem))
         return next(kernel for kernel in able if kernel.why_not(problem) is None)
     if backend not in _NAMED:
         raise InputError(f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}")
@@ -203,6 +245,9 @@ def unrounded(problem: Problem) -> str:
     q = problem.q
     if q.device.type != "cpu" or q.element_size() != 2:
         return "auto"
+    first = _quicker(problem, "two-regime" if problem.two_regimes else "fused", "precise")
+    if first is not None and why_not(first.kernel, problem) is None:
+        return first.kernel
     if why_not("fused", problem) is None:
         return "fused"
     quick = q.dtype == torch.bfloat16 and q.shape[2] > 1 and not torch.compiler.is_compiling()

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from normattn.errors import DivergedError, InputError
+from normattn.kernels.calibration import using
 from normattn.locks import InUseError, locked
 from normattn.measure import frame
 from normattn.structured import read_object
@@ -36,7 +37,7 @@ def run_cell(job: Path, find: Find, parent: int = 0) -> int:
         watch_parent(parent)
     paths = CellPaths.of_job(job)
     cell = read_cell(paths.settings, find)
-    with _only_one(paths.lock):
+    with _only_one(paths.lock), using(cell.training_config.kernels):
         data = cell.prepare()
         for number, stage in enumerate(cell.stages(paths)):
             try:

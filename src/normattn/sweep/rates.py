@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from normattn.kernels.calibration import using
 from normattn.sweep.cell import Find, read_cell
 from normattn.sweep.launch.child import watch_parent
 from normattn.sweep.layout import CellPaths
@@ -27,7 +28,9 @@ def measure_cell(job: Path, find: Find, parent: int = 0) -> None:
     """
     if parent:
         watch_parent(parent)
-    print(json.dumps(rates(read_cell(CellPaths.of_job(job).settings, find))))
+    cell = read_cell(CellPaths.of_job(job).settings, find)
+    with using(cell.training_config.kernels):
+        print(json.dumps(rates(cell)))
 
 
 def rates(cell: Cell) -> dict[str, float]:

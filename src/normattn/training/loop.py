@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from normattn.errors import DivergedError, InputError, Interrupted
+from normattn.kernels.calibration import using
 from normattn.runs import (
     MetricsLog,
     RunDirectory,
@@ -68,6 +69,7 @@ def train(
     with ExitStack() as stack:
         place = stack.enter_context(world(config.device))
         stack.enter_context(_threads(config.threads))
+        stack.enter_context(using(config.kernels))
         followers = list(callbacks)
         # Before anything is written: a tracker that is not installed leaves no run behind.
         place.on_main(lambda: followers.extend(_trackers(config, run)))

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from normattn.errors import InputError
+from normattn.kernels.calibration import Way
 from normattn.score import ScoreSpec
 from normattn.structured import refuse_beyond
 from normattn.training.config_files import explain, read_settings, refuse_unknown
@@ -38,7 +39,8 @@ class LoopConfig(BaseModel):
     process of torchrun holds: the whole model (ddp), or 1/N of every weight, gradient and moment
     (fsdp); the batch is divided either way, and one process alone holds everything. qk_clip: the
     largest logit that weights are left with (QK-Clip), None for no bound. track: where the
-    curves go as well, tensorboard, trackio or wandb (`normattn.training.trackers`).
+    curves go as well, tensorboard, trackio or wandb (`normattn.training.trackers`). kernels: one
+    choice on every machine (portable), or what is quickest on this one (fastest).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -63,6 +65,7 @@ class LoopConfig(BaseModel):
     qk_clip: Annotated[
         float | None, Field(gt=0.0, le=1e6, exclude_if=lambda threshold: threshold is None)
     ] = None
+    kernels: Annotated[Way, Field(exclude_if=lambda way: way == "portable")] = "portable"
     optimiser: OptimiserConfig = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
 

@@ -10,7 +10,7 @@ from normattn.bench.case import Suite
 from normattn.errors import InputError
 
 _NAMES = (
-    *("folded", "two_regime", "plain", "tiles", "bias", "decode", "cross_entropy"),
+    *("folded", "two_regime", "plain", "tiles", "choice", "bias", "decode", "cross_entropy"),
     *("norms", "train_step", "realformer", "diagnostics", "extend", "memory"),
 )
 """The modules beside this one, in the order in which they are measured."""
