@@ -104,6 +104,7 @@ def test_commands_are_understood(
         "commands.score_reading.read_score",
         "sweep.run.reproduce",
         "bench.runner.run_bench",
+        "bench.calibrating.calibrate",
     ):
         monkeypatch.setattr(f"normattn.{place}", work(place))
     with pytest.raises(SystemExit) as ended:
