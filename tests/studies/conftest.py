@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+TESTS = str(Path(__file__).parents[1])
 TINY = """
 summary = "for tests"
 
@@ -58,16 +59,21 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start `normattn ARGUMENTS…` as a process of its own; it is gone when the test ends."""
-    started: list[subprocess.Popen[str]] = []
+    """Start `normattn ARGUMENTS…` as a process of its own; it is gone when the test ends.
 
-    def begin(*arguments: object) -> subprocess.Popen[str]:
+    With `cells_here` its cells are no processes of their own: see here.py.
+    """
+    started: list[subprocess.Popen[str]] = []
+    path = os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
+
+    def begin(*arguments: object, cells_here: bool = False) -> subprocess.Popen[str]:
+        program = "studies.here" if cells_here else "normattn"
         process = subprocess.Popen(
-            [sys.executable, "-m", "normattn", *map(str, arguments)],
+            [sys.executable, "-m", program, *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": path},
         )
         started.append(process)
         return process

@@ -118,7 +118,7 @@ def test_killed_in_the_middle_the_table_is_the_same(
 def test_refused_and_widened(tiny: Path, tmp_path: Path, start: Start) -> None:
     out = tmp_path / "out"
     sweep = ("reproduce", "keynorm", "--preset", tiny, "--set", "training.steps=5", "--out", out)
-    process = start(*sweep, "--variants", "KNA", "--methods", "as is")
+    process = start(*sweep, "--variants", "KNA", "--methods", "as is", cells_here=True)
     wait_for_lock(out)
     process.send_signal(signal.SIGSTOP)  # So that it cannot be done before the other one looks.
     code, said = finish(start(*sweep, "--variants", "KNA"))
@@ -133,7 +133,8 @@ def test_refused_and_widened(tiny: Path, tmp_path: Path, start: Start) -> None:
     assert code == 2
     assert "training.steps is 5 there and 6 here" in said
 
-    code, said = finish(start(*sweep, "--variants", "KNA,QNA", "--methods", "NTK", "--seeds", 2))
+    wider = ("--variants", "KNA,QNA", "--methods", "NTK", "--seeds", 2)
+    code, said = finish(start(*sweep, *wider, cells_here=True))
     assert code == 0, said
     assert [row["row"] for row in rows(out)] == ["QNA-NTK", "KNA", "KNA-NTK"]
     assert [row["non_repeated"]["seeds"] for row in rows(out)] == [[0, 1], [0], [0, 1]]
@@ -182,7 +183,8 @@ def test_a_failed_cell_is_named_and_the_others_are_done(
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="takes two minutes on one core")
 def test_smoke_gives_all_32_rows(tmp_path: Path, start: Start) -> None:
-    process = start("reproduce", "keynorm", "--preset", "smoke", "--out", tmp_path / "smoke")
+    words = ("reproduce", "keynorm", "--preset", "smoke", "--out", tmp_path / "smoke")
+    process = start(*words, cells_here=True)
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, out + err
     assert "32" in out
