@@ -6,12 +6,9 @@ not have those, so it is the library's own sentence that must appear.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from layers.written_out import of_program
 
 # name, the call, what its refusal must say
 CASES = [
@@ -79,16 +76,7 @@ json.dump(said, sys.stdout)
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=json.dumps([(name, call) for name, call, _ in CASES]),
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    answers: dict[str, str] = json.loads(done.stdout)
-    return answers
+    return of_program(PROGRAM, [(name, call) for name, call, _ in CASES])
 
 
 @pytest.mark.parametrize(("name", "call", "reason"), CASES, ids=[name for name, _, _ in CASES])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
+
+import apart
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -25,13 +24,7 @@ def rotate(x: Tensor) -> Tensor:
 
 def of_program(program: str, cases: object) -> dict[str, Any]:
     """What a Python program makes of `cases`, given as JSON, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    done = apart.run(program, told=json.dumps(cases))
+    assert done.code == 0, done.err[-2000:]
+    found: dict[str, Any] = json.loads(done.out)
     return found

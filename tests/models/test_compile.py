@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import apart
 
 # A process of its own, because the checker of shapes in the tests is not made to be traced.
 PROGRAM = """
@@ -31,5 +30,5 @@ for block in ({"heads": 2}, {"block": "gau", "key_size": 8}):
 
 
 def test_compiled_logits_and_gradients_are_the_same() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = apart.run(PROGRAM)
+    assert done.code == 0, done.err[-3000:]

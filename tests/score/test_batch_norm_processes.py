@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
+import apart
 from normattn.score.normalisation import BatchScoreNorm
 
 from .cases import tensors
@@ -35,13 +33,13 @@ def test_two_processes_are_one_batch(tmp_path: Path) -> None:
     (x,) = tensors((5, 2, 6, 4))
     padding = torch.arange(6)[None] < torch.tensor([[4], [0], [1], [0], [3]])
     parts = (slice(0, 1), slice(1, 5))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     children = []
     for rank, part in enumerate(parts):
         torch.save((x.detach()[part].clone(), padding[part]), tmp_path / f"in{rank}")
-        command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(rank)]
-        children.append(subprocess.Popen(command, env=environment))
-    assert [child.wait(120) for child in children] == [0, 0]
+        children.append(apart.Program(PROGRAM, tmp_path, rank))
+    for child in children:
+        done = child.end()
+        assert done.code == 0, done.err[-2000:]
 
     norm = BatchScoreNorm(2, 4, 1e-5, gain=True).double()
     y = norm(x, padding)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing as mp
 import resource
 import tempfile
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import apart
 from normattn.errors import NormattnError
 from normattn.training import TrainingResult, train_causal
 from normattn.training.causal import CausalWorkload
@@ -43,8 +43,7 @@ def together(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
 
     An error of ours comes back as its class and what it says.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "normattn.training.sharded", "training.group"])
+    context = apart.context()
     with tempfile.TemporaryDirectory() as folder:
         ends, children = [], []
         for rank in range(size):

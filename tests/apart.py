@@ -1,0 +1,74 @@
+"""Programs in processes of their own, without the tests' checks of types, which torch cannot trace.
+
+They are forked from a server that has imported torch, its compiler and the library once: each
+would take seconds to import them anew. What is about imports themselves takes a new interpreter.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import types
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+SECONDS = 1800  # far beyond what any takes: speed is not tested here
+
+
+def context() -> ForkServerContext:
+    """Where processes are begun."""
+    found = mp.get_context("forkserver")
+    found.set_forkserver_preload(["torch._dynamo", "normattn.training.sharded", "training.group"])
+    return found
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Program:
+    """The text of a program at work, as by `python -c TEXT ARGUMENTS…` with `told` on its stdin."""
+
+    def __init__(self, text: str, *arguments: object, told: str = "") -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        given = (text, [str(each) for each in arguments], told, self._folder.name)
+        self._process = context().Process(target=_become, args=given)
+        self._process.start()
+
+    def end(self) -> Ended:
+        """Wait for it."""
+        with self._folder as folder:
+            self._process.join(SECONDS)
+            code = self._process.exitcode
+            self._process.kill()
+            out, err = (Path(folder, name).read_text() for name in ("out", "err"))
+        assert code is not None, f"no end within {SECONDS} s: {err[-2000:]}"
+        return Ended(code, out, err)
+
+
+def run(text: str, *arguments: object, told: str = "") -> Ended:
+    """Run the text of a program to its end."""
+    return Program(text, *arguments, told=told).end()
+
+
+def _become(text: str, arguments: list[str], told: str, folder: str) -> None:
+    for descriptor, name in ((1, "out"), (2, "err")):
+        file = os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, descriptor)
+    import torch
+
+    torch.set_num_threads(1)
+    sys.stdin, sys.argv = io.StringIO(told), ["-c", *arguments]
+    # The compiler looks for a function's globals in the module of that name.
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    exec(compile(text, "<string>", "exec", dont_inherit=True), main.__dict__)
