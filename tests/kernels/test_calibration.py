@@ -309,3 +309,40 @@ def test_a_large_problem_is_measured_by_a_small_one(shape: tuple[int, ...]) -> N
     assert max(small.q.numel(), small.k.numel()) <= 1 << 20
     if rows == 1:
         assert small.k.shape[2] == LONGEST
+
+
+def test_two_regimes_are_measured_where_the_far_part_counts() -> None:
+    x, at = torch.zeros(1).expand(1, 4, 9000, 64), torch.zeros(1, dtype=torch.int64)
+    problem = Problem(x, x, x, Visibility(True, at, at, aligned=True))
+    plain = Bucket.of(problem)
+    two = Bucket.of(replace(problem, far_q=x, far_k=x, window=512))
+    assert plain is not None
+    assert two is not None
+    assert (plain.rows, plain.keys, two.rows, two.keys) == (LONGEST,) * 2 + (2 * LONGEST,) * 2
+
+
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("rows", [1, 4, 12])
+def test_a_bucket_of_some_rows_is_measured(kind: str, rows: int) -> None:
+    """The last rows on grouped keys, of which the near ones are there from the first needed on."""
+    whole, start = _problem(kind), 0
+    own = replace(whole.visibility, query=whole.visibility.query[12 - rows :])
+    far_q, far_k = whole.far_q, whole.far_k
+    if far_q is not None and far_k is not None:
+        far_q, far_k, start = far_q[:, :, 12 - rows :], far_k[:, :2], max(0, 12 - rows - 4 + 1)
+    problem = replace(
+        whole,
+        q=whole.q[:, :, 12 - rows :],
+        k=whole.k[:, :2, start:],
+        v=whole.v[:, :2],
+        far_q=far_q,
+        far_k=far_k,
+        near_start=start,
+        visibility=own,
+    )
+    table = Calibration({}, clock=itertools.count(0.0).__next__)
+    with using("fastest", table):
+        assert choose(problem).why_not(problem) is None
+    # The stock kernel's causal mask needs as many queries as keys, or one.
+    measured_at_all = kind != "plain" or rows in (1, 12)
+    assert len(table.seconds) == measured_at_all

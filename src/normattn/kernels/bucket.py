@@ -15,7 +15,7 @@ from normattn.kernels.problem import Problem
 from normattn.kernels.visibility import Visibility
 
 LONGEST = 2048
-"""Tokens from which on a choice is that of so many."""
+"""Tokens from which on a choice is that of so many: twice that, where the far part must count."""
 _PAIRS, _NUMBERS = 1 << 22, 1 << 20
 _TYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -55,7 +55,8 @@ class Bucket(NamedTuple):
         if not all(isinstance(size, int) and size > 0 for size in sizes):
             return None
         batch, heads, rows, size, key_heads, keys = sizes
-        rows, keys = _power(rows), _power(keys)
+        longest = LONGEST if problem.window is None else 2 * LONGEST
+        rows, keys = (min(_power(tokens), longest) for tokens in (rows, keys))
         room = min(_PAIRS // (rows * keys), _NUMBERS // (keys * size))
         room = max(torch.get_num_threads(), room)
         groups = heads // key_heads
@@ -135,5 +136,5 @@ def _without_choice(problem: Problem) -> bool:
 
 
 def _power(count: int) -> int:
-    """The nearest power of two, of which the longest stands for all beyond."""
-    return min(LONGEST, 1 << round(math.log2(count)))
+    """The nearest power of two."""
+    return 1 << round(math.log2(count))
