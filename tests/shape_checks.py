@@ -4,8 +4,7 @@
 the parameters twice and binds the arguments by hand at each call, and makes the checks of a nested
 function anew in each call of the outer one: most of the time of a test. `jaxtyped` below checks
 the same annotations by the same beartype, in the same scope of dimensions, once a call; a nested
-function's checks are made once for all its definitions. Whether tensors
-of a class and dtype are of an annotation is asked once; their sizes are compared each time.
+function's checks are made once for all its definitions.
 """
 
 from __future__ import annotations
@@ -18,23 +17,13 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import jaxtyping
-import torch
 from beartype import BeartypeConf, beartype
 from jaxtyping import AbstractArray, TypeCheckError, config
 from jaxtyping._decorator import _destring_annotation
-from jaxtyping._storage import (
-    get_shape_memo,
-    get_treeflatten_memo,
-    pop_shape_memo,
-    push_shape_memo,
-    set_shape_memo,
-    shape_str,
-)
+from jaxtyping._storage import pop_shape_memo, push_shape_memo, shape_str
 
 Function = Callable[..., Any]
 _whole: Function = jaxtyping.jaxtyped
-_arrays: Any = type(AbstractArray)
-_whole_instance_check: Function = _arrays.__instancecheck_str__
 _check: Any = beartype(conf=BeartypeConf(violation_type=TypeCheckError))
 
 
@@ -59,7 +48,6 @@ _made: dict[_Place, tuple[FunctionType, str, bool]] = {}
 def install() -> None:
     """What the hook wraps from now on is wrapped by `jaxtyped`."""
     vars(jaxtyping)["jaxtyped"] = jaxtyped
-    _arrays.__instancecheck_str__ = _instance_check
 
 
 def jaxtyped(fn: Any = None, *, typechecker: Any) -> Any:
@@ -112,35 +100,6 @@ def _calling(checks: FunctionType, name: str, fn: FunctionType | None) -> Functi
     copy = FunctionType(code, names, checks.__name__, checks.__defaults__, checks.__closure__)
     copy.__kwdefaults__ = {**(checks.__kwdefaults__ or {}), name: fn}
     return copy
-
-
-_right: set[tuple[type, type, torch.dtype]] = set()
-"""Annotations with the classes and dtypes of tensors that were seen to be of them."""
-
-
-def _instance_check(cls: Any, obj: Any) -> str:
-    """What is wrong with an array, or nothing; jaxtyping's own, but for tensors known by `_right`.
-
-    That one copies four dictionaries and writes out the dtype for every tensor.
-    """
-    if not isinstance(obj, torch.Tensor) or cls.array_type is not torch.Tensor:
-        return str(_whole_instance_check(cls, obj))
-    kind = (cls, type(obj), obj.dtype)
-    if kind not in _right or get_treeflatten_memo():  # type: ignore[no-untyped-call]
-        wrong = str(_whole_instance_check(cls, obj))
-        if not wrong:
-            _right.add(kind)
-        return wrong
-    single, variadic, trees, arguments = get_shape_memo()  # type: ignore[no-untyped-call]
-    before = single.copy(), variadic.copy()
-    try:
-        wrong = str(cls._check_shape(obj, single, variadic, arguments))
-    except Exception:
-        set_shape_memo(*before, trees, arguments)
-        raise
-    if wrong:
-        set_shape_memo(*before, trees, arguments)
-    return wrong
 
 
 def _has_shape(annotation: Any) -> bool:

@@ -142,26 +142,6 @@ def test_dimensions_are_those_of_one_call() -> None:
     assert wrapped(outer)(torch.zeros(3)).shape == (3,)
 
 
-def test_a_tensor_that_is_known_by_its_kind_is_still_measured() -> None:
-    annotation: Any = Float[Tensor, "a a"]
-    kind = (annotation, Tensor, torch.float32)
-    for _ in range(3):
-        assert isinstance(SQUARE, annotation)
-        assert kind in shape_checks._right
-        assert not isinstance(WIDE, annotation)
-        assert not isinstance(SQUARE.int(), annotation)
-        assert not isinstance(SQUARE.numpy(), annotation)
-    assert (annotation, Tensor, torch.int32) not in shape_checks._right
-
-    def either(x: Float[Tensor, "a a"] | Float[Tensor, "a b"], y: Float[Tensor, "a"]) -> None:
-        """What the first choice noted of x before it failed is forgotten."""
-
-    for _ in range(3):
-        wrapped(either)(WIDE, WIDE[:, 0])
-        with pytest.raises(TypeCheckError):
-            wrapped(either)(WIDE, WIDE[0])
-
-
 def test_switched_off_nothing_is_checked() -> None:
     config.update("jaxtyping_disable", True)
     try:
