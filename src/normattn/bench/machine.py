@@ -19,6 +19,7 @@ import torch
 
 import normattn
 from normattn.errors import InputError
+from normattn.kernels.calibration import machine
 from normattn.runs.environment import describe_environment
 from normattn.runs.timing import Step, Timing
 
@@ -91,6 +92,7 @@ def provenance(packages: Iterable[str], threads: int, device: str = "cpu") -> di
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "processor": environment["cpu"],
         "capability": environment["cpu_capability"],
+        "features": machine()["features"],
         "threads": threads,
         "python": environment["python"],
         "versions": {name: importlib.metadata.version(name) for name in packages},
