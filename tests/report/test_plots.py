@@ -19,6 +19,7 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 from normattn.report.figure import Curves, Figure, Line, Panel, Point
+from normattn.report.palette import LINES, line_colour
 from normattn.report.plots import Format, curves, density, draw, grid, intervals
 from normattn.report.plots.labels import spread
 from normattn.report.plots.style import house_style
@@ -166,3 +167,10 @@ def test_a_band_wider_than_all_others_does_not_flatten_the_lines() -> None:
     wide = limits(80.0, 80.0, 2.0)
     assert wide[0] < -60
     assert wide[1] > 100
+
+
+def test_the_first_familys_colour_is_its_own() -> None:
+    colours = [line_colour(place) for place in range(40)]
+    assert len(set(colours[: len(LINES)])) == len(LINES)
+    assert colours.count(LINES[0]) == 1
+    assert all(one != other for one, other in pairwise(colours))
