@@ -82,7 +82,7 @@ def test_the_table_chooses_and_any_choice_is_right(kind: str, dtype: torch.dtype
             decision = reasons(problem)
             assert decision.kernel == quick
             assert "as measured on this machine" in decision.why
-            assert decision.refused[slow] == f"it could, but {quick} is faster here"
+            assert decision.refused[slow] == f"it could, but {quick} comes first"
             out = attend(problem)
         tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-6
         torch.testing.assert_close(out, expected.to(dtype), atol=tolerance, rtol=tolerance)
@@ -178,6 +178,7 @@ def test_a_file_that_is_damaged_or_foreign_is_replaced(
     stored = json.loads(path.read_text())
     assert stored["machine"] == {"cpu": 1}
     assert len(stored["seconds"]) == 1
+    assert not capsys.readouterr().err
 
 
 def test_processes_that_measure_at_once_come_to_one_answer(tmp_path: Path) -> None:

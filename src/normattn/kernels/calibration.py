@@ -111,13 +111,16 @@ class Calibration:
         return made
 
     def read(self) -> None:
-        """Take over what is on file; a file that is damaged or another machine's is not used."""
-        if self.path is None or not self.path.exists():
-            return
+        """Take over what is on file; of a file that is damaged or another machine's, warn."""
         try:
-            self.seconds = _checked(read_object(self.path), self.machine, self.path)
+            self.seconds = self._on_file()
         except InputError as error:
             print(f"warning: {error}; kernels are measured again", file=sys.stderr)
+
+    def _on_file(self) -> dict[str, dict[str, float]]:
+        if self.path is None or not self.path.exists():
+            return {}
+        return _checked(read_object(self.path), self.machine, self.path)
 
     def quicker(self, bucket: Bucket, rivals: Mapping[str, Run]) -> Quicker:
         """The rival that takes the least time, measured now where that is not known."""
@@ -145,8 +148,8 @@ class Calibration:
         if self.path is None:
             return
         with suppress(InputError), locked(self.path.with_suffix(".lock"), _LOCK_SECONDS):
-            self.read()
-            self.seconds = {**mine, **self.seconds}
+            with suppress(InputError):  # `read` has said what is wrong with the file.
+                self.seconds = {**mine, **self._on_file()}
             write_json(self.path, {"machine": self.machine, "seconds": self.seconds})
 
 

@@ -141,11 +141,11 @@ def _portable(problem: Problem) -> Iterator[tuple[str, str]]:
         if problem.window is not None and problem.v.shape[2] > problem.window and not half:
             yield "two-regime", "the far part goes to the stock flash kernel, the band by tiles"
     if cpu and rows == 1 and _step_by_tiles(problem):
-        yield "chunked", "for one query over many keys on a CPU plain products are faster"
+        yield "chunked", "for one query over many keys on a CPU plain products stand first"
     if cpu and rows > 1 and half:
-        yield "chunked", "in half precision on a CPU tiles are faster than the stock kernel"
+        yield "chunked", "in half precision on a CPU tiles stand before the stock kernel"
     if cpu and not torch.compiler.is_compiling() and rows in _TILES_WIN:
-        yield "chunked", "at these lengths on a CPU tiles are faster than the stock kernel"
+        yield "chunked", "at these lengths on a CPU tiles stand before the stock kernel"
     yield "fused", "everything is folded into queries and keys: the stock kernel does the rest"
     if not cpu and not torch.compiler.is_compiling():
         yield "triton", "both regimes in one pass on the device"
@@ -216,7 +216,7 @@ def _waiting(problem: Problem) -> str:
 
 
 def _preferred(backend: str) -> str:
-    return "is faster here" if backend == "auto" else "was asked for"
+    return "comes first" if backend == "auto" else "was asked for"
 
 
 def choose(problem: Problem, backend: str = "auto") -> Kernel:

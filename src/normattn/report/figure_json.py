@@ -7,7 +7,7 @@ from typing import Any
 
 from normattn.measure import Estimate
 from normattn.report.figure import Curves, Density, Figure, Grid, Intervals, Panel
-from normattn.report.palette import ranked
+from normattn.report.palette import line_colour, ranked
 
 DIGITS = 6
 """Significant digits of a number: more than a picture or a tooltip shows."""
@@ -76,7 +76,7 @@ def _panel(panel: Panel, places: dict[str, int]) -> dict[str, Any]:
         "lines": [
             {
                 "label": line.label,
-                "colour": places[line.family or line.label],
+                "colour": line_colour(places[line.family or line.label]),
                 "dashed": line.dashed,
                 "points": [
                     [_number(value) for value in (point.x, point.value, point.low, point.high)]

@@ -27,15 +27,15 @@ CELLS = (
 """Evenly spaced colours from the lowest value to the highest."""
 
 
-def line_colour(place: int) -> str:
-    """The colour of the family at this place; when they begin again, the first stays its own.
+def line_colour(place: int) -> int:
+    """Which of `LINES` the family at this place has; when they begin again, the first is left out.
 
     The first is what all others are held against, such as the model as it is.
     """
     count = len(LINES)
-    return LINES[place if place < count else 1 + (place - count) % (count - 1)]
+    return place if place < count else 1 + (place - count) % (count - 1)
 
 
 def ranked(families: Iterable[str]) -> dict[str, int]:
-    """Each family's place among the colours; more families than colours begin again."""
+    """Each family's place, in the order in which they are first named."""
     return {name: place for place, name in enumerate(dict.fromkeys(families))}

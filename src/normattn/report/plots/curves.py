@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from normattn.report.figure import Curves, Line, Panel, Point
-from normattn.report.palette import line_colour, ranked
+from normattn.report.palette import LINES, line_colour, ranked
 from normattn.report.plots import style
 from normattn.report.plots.labels import spread
 
@@ -70,7 +70,7 @@ def _panel(
 
 
 def _line(axis: Axes, panel: Panel, line: Line, place: int) -> None:
-    colour, marker = line_colour(place), _MARKERS[place % len(_MARKERS)]
+    colour, marker = LINES[line_colour(place)], _MARKERS[place % len(_MARKERS)]
     x, y = [p.x for p in line.points], [p.value for p in line.points]
     lower = [_low(point) for point in line.points]
     upper = [_high(point) for point in line.points]
@@ -104,7 +104,7 @@ def _name_ends(axis: Axes, lines: Sequence[Line], places: dict[str, int], height
     heights = spread(ends, _LABEL / height, 0.0, 1.0)
     for line, at in zip(lines, heights, strict=True):
         end = _last(line)
-        colour = line_colour(places[line.family or line.label])
+        colour = LINES[line_colour(places[line.family or line.label])]
         axis.annotate(
             line.label,
             xy=(end.x, end.value),

@@ -20,7 +20,7 @@ function html(parent, name, className, text) {
 
 const isNumber = (value) => typeof value === "number";
 const longest = (texts) => LETTER * Math.max(0, ...texts.map((text) => text.length));
-const colour = (place) => `var(--c${place < 12 ? place : 1 + ((place - 12) % 11)})`;
+const colour = (index) => `var(--c${index})`;
 
 function show(value) {
   if (!isNumber(value)) return "–";
