@@ -90,8 +90,7 @@ def _save(folder: Path, **changed: object) -> None:
 def _value(out: Path, asked: str, table: str, column: str) -> float:
     """A number of a page's table."""
     stored = json.loads((out / "table.json").read_text())["tables"]
-    names = {line["row"]: line["asked"] for line in stored["table"]}
-    found = [line[column] for line in stored[table] if names[line["row"]] == asked]
+    found = [line[column] for line in stored[table] if line["row"] == asked]
     assert len(found) == 1, (asked, table, column)
     return float(found[0]["value"])
 

@@ -79,8 +79,13 @@ def lengths_of(view: View) -> list[int]:
     return sorted(view.values("length", {"protocol": LAST}))
 
 
-def name_of(view: View, method: str) -> str:
-    """The method with its parameters, as it can be typed."""
+def name_of(method: str) -> str:
+    """The method as it was typed."""
+    return method or "as is"
+
+
+def resolved(view: View, method: str) -> str:
+    """The method with all its parameters, which can be typed as well."""
     return str(view.one("score", {"method": method}) or method)
 
 
@@ -140,7 +145,9 @@ def _headline(view: View, found: Sequence[_Best]) -> str:
             f"No method is clearly better than the model as it is at {spoken(last.length)} tokens."
         )
     span = _span(found, _train_length(view))
-    return f"{name_of(view, last.method)}: {span} tokens; {_spoken_cost(view, last.method)}."
+    name, whole = name_of(last.method), resolved(view, last.method)
+    name += f", that is {whole}" if whole != name else ""
+    return f"{name}: {span} tokens; {_spoken_cost(view, last.method)}."
 
 
 def _span(found: Sequence[_Best], train_length: int) -> str:
@@ -178,7 +185,7 @@ def _sentence(view: View, best: _Best) -> str:
     own = _loss(view, "", best.length)
     if own is None:
         return (
-            f"{start}the model as it is was not read; lowest: {name_of(view, best.method)}, "
+            f"{start}the model as it is was not read; lowest: {name_of(best.method)}, "
             f"{shown(best.loss, digits=3)} nats."
         )
     if best.gain is None:
@@ -187,11 +194,11 @@ def _sentence(view: View, best: _Best) -> str:
         f"{shown(best.loss, digits=3)} nats against {shown(own, digits=3)} as it is, "
         f"difference {shown(best.gain, signed=True, digits=3)}"
     )
-    name = name_of(view, best.method)
+    name = name_of(best.method)
     if not best.better:
         why = f"by less than {LEAST_GAIN:g} nats" if best.sure else "but not surely lower"
         return f"{start}the lowest loss is {name}'s, {why}: {numbers}."
-    others = [name_of(view, method) for method in best.rivals if method]
+    others = [name_of(method) for method in best.rivals if method]
     tied = f" Not told apart from it: {', '.join(others)}." if others else ""
     return f"{start}{name} is best: {numbers}.{tied}"
 

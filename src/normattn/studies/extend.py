@@ -30,6 +30,7 @@ from normattn.studies._advice import (
     lengths_of,
     methods_of,
     name_of,
+    resolved,
     spoken,
 )
 from normattn.sweep.study import Study, measured_by
@@ -66,12 +67,12 @@ def collect(out: Path) -> pl.DataFrame:
 
 
 def _rows(view: View) -> list[Row]:
-    return [Row(name_of(view, method), {"method": method}) for method in methods_of(view)]
+    return [Row(name_of(method), {"method": method}) for method in methods_of(view)]
 
 
-def _asked(view: View, row: Row) -> Cell:
-    """The method as it was typed."""
-    return Cell(str(row.where["method"]) or "as is")
+def _with_parameters(view: View, row: Row) -> Cell:
+    method = str(row.where["method"])
+    return Cell(resolved(view, method)) if method else NOTHING
 
 
 def _by_length(
@@ -80,7 +81,8 @@ def _by_length(
     """A column for every length, of the last tokens; `against` the model as it is."""
 
     def columns(view: View) -> list[Column]:
-        found = [Column("asked", "asked for", plain=_asked)] if key == "loss" else []
+        whole = Column("parameters", "with its parameters", plain=_with_parameters)
+        found = [whole] if key == "loss" else []
         for length in lengths_of(view):
             at = {"protocol": LAST, "length": length}
             terms = ((1.0, at), (-1.0, {**at, "method": ""})) if against else ((1.0, at),)
@@ -220,7 +222,7 @@ def _position_lines(view: View, statistic: Statistic) -> tuple[Line, ...]:
 def _line(method: str, found: tuple[Point, ...]) -> Line:
     """Methods that differ in log-n alone share a colour."""
     family = method.removesuffix("-logn+") or "as is"
-    return Line(method or "as is", found, family, dashed=method != family and bool(method))
+    return Line(name_of(method), found, family, dashed=method != family and bool(method))
 
 
 def _table(
