@@ -34,7 +34,7 @@ def made(folder: Path) -> PageContext:
     measured = frame.read(folder / frame.FILE)
     study = find(measured["study"][0])
     config = json.loads((folder / "config.json").read_text())["config"]
-    return context(study.page, measured, command=study.command(config.get("preset", "laptop")))
+    return context(study.page, measured, command=study.command(config))
 
 
 def test_every_number_is_the_published_one(folder: Path, made: PageContext) -> None:

@@ -13,6 +13,7 @@ from normattn.cli.app import main
 from normattn.errors import InputError
 from normattn.studies import find, names, summary
 from normattn.sweep.launch.local import Local
+from normattn.sweep.study import CORPUS
 from studies import here
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-study.md"
@@ -45,6 +46,8 @@ def test_a_study_of_ones_own_is_run_and_reported_again(
     assert [row["row"] for row in table["tables"]["table"]] == ["Baseline", "KNA"]
     assert table["tables"]["table"][1]["gap"]["seeds"] == [0, 1, 2]
     assert table["claims"][0]["verdict"] in ("found", "the opposite", "not found")
+    made_by = "reproduce ./my_study.py --preset tiny --set training.steps=5`"
+    assert made_by in (out / "table.md").read_text()
     assert (out / "report.html").is_file()
     assert (out / "figures" / "at_2l.png").is_file()
     # Once is enough: drawing takes most of the time of a page.
@@ -70,6 +73,16 @@ def test_the_studies_of_the_library_are_found_by_their_files() -> None:
         assert study.name == name
         assert study.page.question
         assert study.help
+
+
+def test_the_command_of_a_page_can_be_typed() -> None:
+    asked = {CORPUS: "my texts", "training.steps": 5, "continued.keep": [1, 4]}
+    assert find("continue").command({"preset": "laptop", "changed": asked}) == (
+        "normattn reproduce continue --preset laptop --corpus 'my texts' "
+        "--set training.steps=5 --set 'continued.keep=[1, 4]'"
+    )
+    assert find("keynorm").command({}) == "normattn reproduce keynorm --preset laptop"
+    assert find("extend").command({}) == "normattn extend MODEL"
 
 
 def test_what_is_no_study_is_refused(tmp_path: Path) -> None:

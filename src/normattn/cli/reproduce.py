@@ -121,7 +121,7 @@ def _command(study: Study) -> Any:
     ) -> None:
         from normattn.sweep import launch
         from normattn.sweep.run import reproduce
-        from normattn.sweep.study import Request
+        from normattn.sweep.study import CORPUS, Request
 
         own, assigned = launch.apart(values.assignments(changes or []))
         request = Request(
@@ -133,7 +133,7 @@ def _command(study: Study) -> Any:
             launcher=launch.launcher(launcher, own),
             out=out,
             models=models,
-            changes={**({"training.data.corpus": corpus} if corpus else {}), **assigned},
+            changes={**({CORPUS: corpus} if corpus else {}), **assigned},
         )
         if reproduce(study, request, only_plan=plan):
             raise typer.Exit(2)

@@ -49,6 +49,8 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
     otherwise is named in the answer, after all others are done.
     """
     sweep = study.resolve(request)
+    asked = sweep.config.model_copy(update={"changed": dict(request.changes)})
+    sweep = replace(sweep, config=asked)
     found = taking.find(sweep, request.models) if request.models else None
     if found:
         sweep = replace(sweep, taken=frozenset(found.runs))
@@ -85,7 +87,7 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
         for sentence in failed:
             print(f"normattn: {sentence}", file=sys.stderr)
         if len(failed) < len(sweep.cells):
-            report(study, sweep.out, sweep.config.model_dump(mode="json"))
+            report(study, sweep.out, RunDirectory.existing(sweep.out).config)
     return failed
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import polars as pl
+from pydantic import Field
 
 from normattn.errors import InputError
 from normattn.measure import Identity, collected, identified, sums
@@ -26,6 +29,8 @@ from normattn.sweep.stages import Stage
 from normattn.training import LoopConfig
 from normattn.training.workload import Workload
 
+CORPUS = "training.data.corpus"
+
 # Settings that no digit of a table depends on.
 CHANGEABLE = (
     "training.checkpoint_seconds",
@@ -34,6 +39,7 @@ CHANGEABLE = (
     "training.parallel",
     "evaluation.max_tokens",
     "mechanism.max_tokens",
+    "changed",  # what follows from it is compared
 )
 OwnPreset = TypeVar("OwnPreset", bound=StudyPreset)
 OwnCell = TypeVar("OwnCell", bound="Cell")
@@ -44,6 +50,8 @@ class SweepConfig(Settings):
     """What every cell of one study shares; cells may be added, but this may not change."""
 
     preset: str
+    changed: dict[str, Any] = Field(default_factory=dict)
+    """What was asked for beside the preset, by dotted name."""
 
     @classmethod
     def of(cls: type[OwnConfig], preset: StudyPreset, **own: Any) -> OwnConfig:
@@ -187,13 +195,17 @@ class Study:
         """Everything that was measured below `out`, under this study's name."""
         return self.collect(out).with_columns(pl.lit(self.name).alias("study"))
 
-    def command(self, preset: str) -> str:
-        """The command line that makes the study from nothing."""
+    def command(self, config: Mapping[str, Any]) -> str:
+        """The command line that makes the study of these settings from nothing."""
         if self.made_by:
             return self.made_by
         # Of one's own, without its folder: a page is the same wherever it is made.
         name = f"./{self.source.name}" if self.source else self.name
-        return f"normattn reproduce {name} --preset {preset}"
+        words = ["normattn", "reproduce", name, "--preset", str(config.get("preset", "laptop"))]
+        for setting, value in config.get("changed", {}).items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            words += ["--corpus", text] if setting == CORPUS else ["--set", f"{setting}={text}"]
+        return shlex.join(words)
 
     def report(self, measured: pl.DataFrame, out: Path, config: Mapping[str, Any]) -> list[Path]:
         """Write the page of these measurements into `out`; return the figures' files.
@@ -203,8 +215,8 @@ class Study:
         made = context(
             self.page,
             measured,
-            settings=flat(config),
-            command=self.command(str(config.get("preset", "laptop"))),
+            settings=flat({name: config[name] for name in config if name != "changed"}),
+            command=self.command(config),
         )
         return write_page(made, measured, out)
 
