@@ -15,6 +15,8 @@ EPILOG = """
 `normattn report runs/keynorm-laptop` – tabulate a sweep again, into its own directory
 
 `normattn report results/keynorm-workstation --out again` – every page again, from its frame alone
+
+`normattn report runs/extend-a runs/extend-b --out gallery` – models and texts of `normattn extend`
 """
 
 

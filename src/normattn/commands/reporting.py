@@ -14,7 +14,8 @@ from normattn.measure.gather import on_common_sets
 from normattn.report.terminal import say
 from normattn.runs import RunDirectory, read_status
 from normattn.structured import read_object
-from normattn.studies import OF_COMMANDS, find
+from normattn.studies import OF_COMMANDS, find, gallery
+from normattn.studies.extend import KIND as EXTEND
 from normattn.sweep.cell import study_of
 from normattn.sweep.collect import history
 from normattn.sweep.layout import CellPaths
@@ -27,7 +28,8 @@ READING = "reading"
 def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
     """Write the page of `places` into `out`.
 
-    A sweep's directory is collected again; runs are gathered into one page; one folder without
+    A sweep's directory is collected again; runs are gathered into one page, and so are several
+    folders of `extend`; one folder without
     either that holds measurements.parquet is recomputed from it alone, by the study that the frame
     names, or the one `named`. Raises `InputError` where there is nothing to report.
     """
@@ -48,6 +50,13 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
             study = find(named or _study_of(measured, place / frame.FILE))
             say(out, study.report(measured, out, config))
             return
+    if len(places) > 1 and all(_configuration(place)[1] == EXTEND for place in places):
+        if out.resolve() in {place.resolve() for place in places}:
+            raise InputError(
+                f"{out} holds one model on one text: give the page of all its own --out"
+            )
+        say(out, gallery.STUDY.report(gallery.gathered(places), out, {}))
+        return
     measured = of_runs(places)
     say(out, find(named or READING).report(measured, out, {}))
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from normattn.sweep.study import Study
 
 _NOT_STUDIES = "_"
-OF_COMMANDS = ("extend", "inspect")
+OF_COMMANDS = ("extend", "gallery", "inspect")
 """Measured by commands of these names; here they are pages only, found but not listed."""
 
 
