@@ -7,6 +7,7 @@ import io
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,10 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(lines: int) -> None:
             assert not any(box.overlaps(other.bbox) for box in boxes for other in others)
 
 
-@pytest.mark.parametrize("figure", KINDS)
+WIDE = replace(examples.intervals(), rows=("Baseline+Muon+QK-Clip", 20 * "W", *examples.ROWS[2:]))
+
+
+@pytest.mark.parametrize("figure", [*KINDS, pytest.param(WIDE, id="wide letters")])
 def test_no_text_is_cut_off(figure: Figure) -> None:
     modules: dict[str, Any] = {
         "Curves": curves,

@@ -15,6 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 
 _SETTINGS: dict[str, Any] = {
     "font.family": "DejaVu Sans",
@@ -105,7 +107,13 @@ def wrapped(text: str, inches: float) -> str:
 
 def inches(texts: list[str]) -> float:
     """The room that the longest of some labels takes."""
-    return LETTER * max((len(text) for text in texts), default=0)
+    return max((max(LETTER * len(text), _width(text)) for text in texts), default=0.0)
+
+
+def _width(text: str) -> float:
+    """The room of a label in the font and size of the axes' names."""
+    font = FontProperties(family=_SETTINGS["font.family"], size=_SETTINGS["font.size"])
+    return float(TextPath((0, 0), text, prop=font).get_extents().width) / 72
 
 
 def octaves(low: float, high: float, most: int = 8) -> list[float]:
