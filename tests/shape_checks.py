@@ -4,7 +4,8 @@
 the parameters twice and binds the arguments by hand at each call, and makes the checks of a nested
 function anew in each call of the outer one: most of the time of a test. `jaxtyped` below checks
 the same annotations by the same beartype, in the same scope of dimensions, once a call; a nested
-function's checks are made once for all its definitions.
+function's checks are made once for all its definitions. And where a tensor is of an annotation's
+type and shape, `_is_instance` sees it at once; what it does not, jaxtyping's own check judges.
 """
 
 from __future__ import annotations
@@ -19,11 +20,22 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import jaxtyping
 from beartype import BeartypeConf, beartype
 from jaxtyping import AbstractArray, TypeCheckError, config
+from jaxtyping._array_types import _anonymous_dim, _any_dtype, _FixedDim, _NamedDim
 from jaxtyping._decorator import _destring_annotation
-from jaxtyping._storage import pop_shape_memo, push_shape_memo, shape_str
+from jaxtyping._storage import (
+    get_shape_memo,
+    get_treeflatten_memo,
+    pop_shape_memo,
+    push_shape_memo,
+    shape_str,
+)
+from torch import Tensor
+from torch.nn import Parameter
 
 Function = Callable[..., Any]
 _whole: Function = jaxtyping.jaxtyped
+_annotation: Any = type(AbstractArray)
+_whole_check: Callable[[Any, Any], bool] = _annotation.__instancecheck__
 _check: Any = beartype(conf=BeartypeConf(violation_type=TypeCheckError))
 
 
@@ -45,9 +57,61 @@ _made: dict[_Place, tuple[FunctionType, str, bool]] = {}
 """Of nested functions: the checks, the name under which they keep what they call, any shapes."""
 
 
+_axes: dict[Any, tuple[str | int | None, ...] | None] = {}
+"""Of annotations: the name, the size or nothing of each axis; none where they say more."""
+_typed: dict[tuple[Any, Any], bool] = {}
+"""Whether an annotation allows a dtype, of pairs that were seen."""
+
+
 def install() -> None:
     """What the hook wraps from now on is wrapped by `jaxtyped`."""
     vars(jaxtyping)["jaxtyped"] = jaxtyped
+    _annotation.__instancecheck__ = _is_instance
+
+
+def _is_instance(annotation: Any, value: Any) -> bool:
+    """As jaxtyping's own, which judges all that is not plainly an instance."""
+    if type(value) is not Tensor and type(value) is not Parameter:
+        return _whole_check(annotation, value)
+    if annotation not in _axes:
+        _axes[annotation] = _plain_axes(annotation)
+    axes, shape, dtype = _axes[annotation], value.shape, value.dtype
+    if axes is None or len(axes) != len(shape) or get_treeflatten_memo():
+        return _whole_check(annotation, value)
+    if (annotation, dtype) not in _typed:
+        names: Any = annotation.dtypes
+        _typed[annotation, dtype] = names is _any_dtype or str(dtype).rpartition(".")[2] in names
+    bound, new = get_shape_memo()[0], {}
+    for axis, size in zip(axes, shape, strict=True):
+        if type(axis) is str:
+            known = bound.get(axis)
+            if (new.setdefault(axis, size) if known is None else known) != size:
+                return _whole_check(annotation, value)
+        elif axis is not None and axis != size:
+            return _whole_check(annotation, value)
+    if not _typed[annotation, dtype]:
+        return _whole_check(annotation, value)
+    bound.update(new)
+    return True
+
+
+def _plain_axes(annotation: Any) -> tuple[str | int | None, ...] | None:
+    """Of an annotation of torch tensors by names, sizes and `_` alone."""
+    if annotation is AbstractArray or annotation.array_type is not Tensor:
+        return None
+    if annotation.index_variadic is not None or annotation._skip_instancecheck:
+        return None
+    found: list[str | int | None] = []
+    for each in annotation.dims:
+        if each is _anonymous_dim:
+            found.append(None)
+        elif type(each) is _NamedDim and not each.treepath and not each.broadcastable:
+            found.append(each.name)
+        elif type(each) is _FixedDim and not each.broadcastable:
+            found.append(each.size)
+        else:
+            return None
+    return tuple(found)
 
 
 def jaxtyped(fn: Any = None, *, typechecker: Any) -> Any:
