@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import multiprocessing as mp
 import os
+import signal
 import sys
 import tempfile
 import types
@@ -17,12 +18,16 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 SECONDS = 1800  # far beyond what any takes: speed is not tested here
+PRELOADED = (
+    *("torch._dynamo", "normattn.training.sharded", "training.group"),
+    *("normattn.cli.app", "normattn.cli.reproduce", "normattn.sweep.cell"),
+)
 
 
 def context() -> ForkServerContext:
     """Where processes are begun."""
     found = mp.get_context("forkserver")
-    found.set_forkserver_preload(["torch._dynamo", "normattn.training.sharded", "training.group"])
+    found.set_forkserver_preload(list(PRELOADED))
     return found
 
 
@@ -43,6 +48,24 @@ class Program:
         given = (text, [str(each) for each in arguments], told, self._folder.name)
         self._process = context().Process(target=_become, args=given)
         self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal; of SIGKILL it is gone on return."""
+        os.kill(self.pid, number)
+        if number == signal.SIGKILL:
+            self._process.join(SECONDS)
+
+    def clear(self) -> None:
+        """Nothing is left of it, whether it ended or not."""
+        if self._process.exitcode is None:
+            self.send(signal.SIGKILL)
+        self._folder.cleanup()
 
     def end(self) -> Ended:
         """Wait for it."""

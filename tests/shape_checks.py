@@ -35,6 +35,8 @@ from torch.nn import Parameter
 Function = Callable[..., Any]
 _whole: Function = jaxtyping.jaxtyped
 _annotation: Any = type(AbstractArray)
+_flattens: Function = get_treeflatten_memo
+_memos: Function = get_shape_memo
 _whole_check: Callable[[Any, Any], bool] = _annotation.__instancecheck__
 _check: Any = beartype(conf=BeartypeConf(violation_type=TypeCheckError))
 
@@ -76,12 +78,13 @@ def _is_instance(annotation: Any, value: Any) -> bool:
     if annotation not in _axes:
         _axes[annotation] = _plain_axes(annotation)
     axes, shape, dtype = _axes[annotation], value.shape, value.dtype
-    if axes is None or len(axes) != len(shape) or get_treeflatten_memo():
+    if axes is None or len(axes) != len(shape) or _flattens():
         return _whole_check(annotation, value)
     if (annotation, dtype) not in _typed:
         names: Any = annotation.dtypes
         _typed[annotation, dtype] = names is _any_dtype or str(dtype).rpartition(".")[2] in names
-    bound, new = get_shape_memo()[0], {}
+    bound: dict[str, int] = _memos()[0]
+    new: dict[str, int] = {}
     for axis, size in zip(axes, shape, strict=True):
         if type(axis) is str:
             known = bound.get(axis)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
-TESTS = str(Path(__file__).parents[1])
+import apart
+
 TINY = """
 summary = "for tests"
 
@@ -54,7 +53,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-Start = Callable[..., "subprocess.Popen[str]"]
+COMMAND = """
+import os
+os.environ.update(OMP_NUM_THREADS="1", COLUMNS="200")
+from {module} import main
+main()
+"""
+
+
+class Start(Protocol):
+    """See `start`."""
+
+    def __call__(self, *arguments: object, cells_here: bool = False) -> apart.Program:
+        """Begin."""
 
 
 @pytest.fixture
@@ -63,23 +74,13 @@ def start() -> Iterator[Start]:
 
     With `cells_here` its cells are no processes of their own: see here.py.
     """
-    started: list[subprocess.Popen[str]] = []
-    path = os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
+    started: list[apart.Program] = []
 
-    def begin(*arguments: object, cells_here: bool = False) -> subprocess.Popen[str]:
-        program = "studies.here" if cells_here else "normattn"
-        process = subprocess.Popen(
-            [sys.executable, "-m", program, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": path},
-        )
-        started.append(process)
-        return process
+    def begin(*arguments: object, cells_here: bool = False) -> apart.Program:
+        module = "studies.here" if cells_here else "normattn.__main__"
+        started.append(apart.Program(COMMAND.format(module=module), *arguments))
+        return started[-1]
 
     yield begin
     for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+        process.clear()

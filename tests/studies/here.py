@@ -2,7 +2,7 @@
 
 That a cell is a process of its own, with a log, signals and an end, is tested with real ones: the
 kills and failures of test_sweep.py, test_jobs.py and test_launchers.py.
-`python -m studies.here WORDS…` is `normattn WORDS…` with such cells.
+`main` is `normattn WORDS…` with such cells.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import ClassVar
 import pytest
 
 from normattn import __main__
-from normattn.cli.app import main
+from normattn.cli import app
 from normattn.sweep.launch.local import Local
 from normattn.sweep.launch.seam import FINISHED, Job, Needs, Outcome, Session
 
@@ -61,7 +61,7 @@ def run(job: Job) -> Outcome:
         redirect_stderr(log),
         pytest.raises(SystemExit) as ended,
     ):
-        main(job.arguments[2:])
+        app.main(job.arguments[2:])
     code = ended.value.code
     assert isinstance(code, int)
     message = "" if code == FINISHED else job.log.read_text().splitlines()[-1]
@@ -75,7 +75,8 @@ def session(
     return nullcontext(OneByOne(jobs))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """As `normattn WORDS…`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Local, "session", session)
         __main__.main()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,16 @@ from typing import Any
 import psutil
 import pytest
 
+import apart
 from studies.conftest import Start
 
 ROWS = ("--variants", "Baseline,KNA-logn", "--methods", "as is,YaRN")
 SECONDS = 300  # far beyond what it takes alone: speed is not tested here
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, err = process.communicate(timeout=SECONDS)
-    return process.returncode, out + err
+def finish(process: apart.Program) -> tuple[int, str]:
+    ended = process.end()
+    return ended.code, ended.out + ended.err
 
 
 def wait_for_training(out: Path, steps: int) -> None:
@@ -67,7 +67,7 @@ def test_killed_in_the_middle_the_table_is_the_same(
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     sweep = ("reproduce", "keynorm", "--preset", tiny, *ROWS)
-    code, said = finish(start(*sweep, "--out", whole, "--jobs", 1))
+    code, said = finish(start(*sweep, "--out", whole, "--jobs", 1, cells_here=True))
     assert code == 0, said
     for row in rows(whole):
         # Said as soon as its cell ended, and of one seed the same as the table says.
@@ -77,20 +77,19 @@ def test_killed_in_the_middle_the_table_is_the_same(
     # children wait for them.
     process = start(*sweep, "--out", broken, "--jobs", 2)
     wait_for_training(broken, steps=1)
-    process.kill()
+    process.send(signal.SIGKILL)
     forget_progress(broken)
     # Then everything at once, as when the power goes.
     process = start(*sweep, "--out", broken, "--jobs", 2)
     wait_for_training(broken, steps=100)
     for child in psutil.Process(process.pid).children():
         child.kill()
-    process.kill()
-    process.wait()
+    process.send(signal.SIGKILL)
     forget_progress(broken)
     # Then the polite way.
     process = start(*sweep, "--out", broken, "--jobs", 2)
     wait_for_training(broken, steps=150)
-    process.send_signal(signal.SIGINT)
+    process.send(signal.SIGINT)
     code, said = finish(process)
     assert code == 130, said
     assert "rerun the command to resume" in said
@@ -120,9 +119,9 @@ def test_refused_and_widened(tiny: Path, tmp_path: Path, start: Start) -> None:
     sweep = ("reproduce", "keynorm", "--preset", tiny, "--set", "training.steps=5", "--out", out)
     process = start(*sweep, "--variants", "KNA", "--methods", "as is", cells_here=True)
     wait_for_lock(out)
-    process.send_signal(signal.SIGSTOP)  # So that it cannot be done before the other one looks.
+    process.send(signal.SIGSTOP)  # So that it cannot be done before the other one looks.
     code, said = finish(start(*sweep, "--variants", "KNA"))
-    process.send_signal(signal.SIGCONT)
+    process.send(signal.SIGCONT)
     assert code == 2
     assert "is in use by process" in said
     code, said = finish(process)
@@ -152,7 +151,7 @@ def test_a_diverged_cell_is_a_result(tiny: Path, tmp_path: Path, start: Start) -
     poison = ("training.optimiser.name=tiger", "training.optimiser.lr=10")
     changes = [word for setting in poison for word in ("--set", setting)]
     sweep = ("reproduce", "keynorm", "--preset", tiny, *changes, "--out", out, *ROWS)
-    code, said = finish(start(*sweep))
+    code, said = finish(start(*sweep, cells_here=True))
     assert code == 0, said
     assert "diverged" in said
     page = (out / "table.md").read_text()
@@ -170,7 +169,8 @@ def test_a_failed_cell_is_named_and_the_others_are_done(
 ) -> None:
     out = tmp_path / "out"
     sweep = ("reproduce", "keynorm", "--preset", tiny, "--set", "training.steps=5", "--out", out)
-    assert finish(start(*sweep, "--variants", "KNA", "--methods", "as is"))[0] == 0
+    done = start(*sweep, "--variants", "KNA", "--methods", "as is", cells_here=True)
+    assert finish(done)[0] == 0
     (out / "cells" / "QNA" / "seed0").mkdir(parents=True)
     (out / "cells" / "QNA" / "seed0" / "notes.txt").write_text("not ours")
     code, said = finish(start(*sweep, "--variants", "QNA,Baseline", "--methods", "as is"))
@@ -184,10 +184,9 @@ def test_a_failed_cell_is_named_and_the_others_are_done(
 @pytest.mark.skipif(os.cpu_count() == 1, reason="takes two minutes on one core")
 def test_smoke_gives_all_32_rows(tmp_path: Path, start: Start) -> None:
     words = ("reproduce", "keynorm", "--preset", "smoke", "--out", tmp_path / "smoke")
-    process = start(*words, cells_here=True)
-    out, err = process.communicate(timeout=400)
-    assert process.returncode == 0, out + err
-    assert "32" in out
+    ended = start(*words, cells_here=True).end()
+    assert ended.code == 0, ended.out + ended.err
+    assert "32" in ended.out
     found = rows(tmp_path / "smoke")
     assert len(found) == 32
     assert len({row["row"] for row in found}) == 32

@@ -32,13 +32,20 @@ class View:
 
     frame: pl.DataFrame
     bootstrap: Bootstrap = field(default_factory=Bootstrap)
+    _values: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict, repr=False)
+    _parts: dict[tuple[Any, ...], pl.DataFrame] = field(default_factory=dict, repr=False)
     _sums: dict[tuple[Any, ...], Sums | None] = field(default_factory=dict, repr=False)
     _found: dict[tuple[Any, ...], Estimate | None] = field(default_factory=dict, repr=False)
 
     def values(self, column: str, where: Where | None = None) -> list[Any]:
         """What a column of the frame holds in some rows, in the order of its appearance."""
-        found = select(self.frame, where or {})
-        return found[column].unique(maintain_order=True).to_list()
+        key = (column, *sorted((where or {}).items()))
+        if key not in self._values:
+            asked = {column, *(where or {})}
+            narrow = self.frame.select(name for name in self.frame.columns if name in asked)
+            found = select(narrow, where or {})
+            self._values[key] = found[column].unique(maintain_order=True).to_list()
+        return list(self._values[key])
 
     def one(self, column: str, where: Where | None = None) -> Any:
         """The one value that a column has in some rows; None where there are none or several."""
@@ -49,8 +56,14 @@ class View:
         """The sums of a statistic; None where nothing was measured."""
         key = (statistic, *sorted(where.items()))
         if key not in self._sums:
-            self._sums[key] = gathered(self.frame, statistic, where)
+            self._sums[key] = gathered(self._part(statistic), statistic, where)
         return self._sums[key]
+
+    def _part(self, statistic: str) -> pl.DataFrame:
+        """The frame's rows of a statistic, set apart once: a page asks each for many rows."""
+        if not self._parts:
+            self._parts = self.frame.partition_by("statistic", as_dict=True)
+        return self._parts.get((statistic,), self.frame.clear())
 
     def contrast(self, statistic: Statistic, terms: Sequence[Term]) -> Estimate | None:
         """Σ factor · statistic over the terms; None where one was not measured."""

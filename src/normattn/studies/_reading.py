@@ -58,17 +58,18 @@ def ranked(names: Iterable[str], order: Sequence[str]) -> list[str]:
 def reading_rows(view: View) -> list[Row]:
     """A row for every trained score and method, as they are first; diverged ones too."""
     measured = view.frame.filter(view.frame["protocol"] != "training")
-    methods = {method for _, method in pairs_of(measured)} or {""}
+    pairs = pairs_of(measured)
+    methods = {method for _, method in pairs} or {""}
     found = []
     for row in ranked(view.values("row"), VARIANT_ORDER):
-        own = {method for name, method in pairs_of(measured) if name == row}
+        own = {method for name, method in pairs if name == row}
         found += [(row, method) for method in ranked(own or methods, METHOD_ORDER)]
     return [row_of(*pair) for pair in found]
 
 
 def pairs_of(frame: pl.DataFrame) -> list[tuple[str, str]]:
     """Every trained score and method of a frame, in the order of a table."""
-    pairs = set(frame.select("row", "method").rows())
+    pairs = set(frame.select("row", "method").unique().rows())
     return [
         (row, method)
         for row in ranked({row for row, _ in pairs}, VARIANT_ORDER)

@@ -163,7 +163,7 @@ def _read(view: View) -> pl.DataFrame:
 
 def _branches(view: View) -> list[tuple[str, str]]:
     """Every (row, method) that training continued with."""
-    pairs = set(_read(view).select("row", "method").rows())
+    pairs = set(_read(view).select("row", "method").unique().rows())
     return [
         (row, method)
         for row in ranked({row for row, _ in pairs}, VARIANT_ORDER)
