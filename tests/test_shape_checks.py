@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import jaxtyping
 import pytest
 import torch
 from beartype import beartype
-from jaxtyping import Float, TypeCheckError, config
+from jaxtyping import Bool, Float, Float32, Int, Num, Shaped, TypeCheckError, config
+from jaxtyping._storage import get_shape_memo, pop_shape_memo, push_shape_memo
 from torch import Tensor
+from torch.nn import Parameter
 
 import shape_checks
 from normattn.layers.norms import RMSNorm
@@ -75,6 +78,44 @@ def test_what_is_refused(case: str, by: Any) -> None:
     else:
         with pytest.raises(TypeCheckError):
             checked(*given)
+
+
+ANNOTATIONS: tuple[Any, ...] = (
+    *(Float[Tensor, "a b"], Float[Tensor, "a a"], Float[Tensor, "b a"], Float[Tensor, "a"]),
+    *(Float[Tensor, "2 b"], Float[Tensor, "_ a"], Float[Tensor, ""], Float[Tensor, "*a b"]),
+    *(Float[Tensor, "#a b"], Float[Tensor, "a a+1"], Float32[Tensor, "a b"]),
+    *(Int[Tensor, "a b"], Bool[Tensor, "b a"], Shaped[Tensor, "a b"], Num[Tensor, "a b"]),
+)
+VALUES = (
+    *(SQUARE, WIDE, WIDE.T, SQUARE[0], SQUARE[0, 0], torch.zeros(1, 2), torch.zeros(2, 2, 2)),
+    *(SQUARE.double(), WIDE.int(), SQUARE.bool(), WIDE.bfloat16(), Parameter(WIDE)),
+    *(SQUARE.numpy(), 1.0, None),
+)
+
+
+@pytest.mark.parametrize("first", ANNOTATIONS, ids=repr)
+def test_an_instance_is_what_theirs_calls_one_and_binds_the_same(first: Any) -> None:
+    """One value after another, as in a call: the second meets the sizes that the first bound."""
+    judged = set()
+    for one, second, two in itertools.product(VALUES, ANNOTATIONS, VALUES):
+        found = []
+        for check in (shape_checks._is_instance, shape_checks._whole_check):
+            push_shape_memo({})
+            try:
+                said = (_said(check, first, one), _said(check, second, two))
+                found.append((said, dict(get_shape_memo()[0])))
+            finally:
+                pop_shape_memo()
+        assert found[0] == found[1], (first, one, second, two)
+        judged.add(found[0][0])
+    assert len(judged) >= 3
+
+
+def _said(check: Wrapped, annotation: Any, value: object) -> object:
+    try:
+        return check(annotation, value)
+    except Exception as error:
+        return type(error)
 
 
 def test_the_hook_wraps_by_it() -> None:
