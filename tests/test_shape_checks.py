@@ -14,7 +14,7 @@ import pytest
 import torch
 from beartype import beartype
 from jaxtyping import Bool, Float, Float32, Int, Num, Shaped, TypeCheckError, config
-from jaxtyping._storage import get_shape_memo, pop_shape_memo, push_shape_memo
+from jaxtyping._storage import pop_shape_memo, push_shape_memo
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -103,7 +103,7 @@ def test_an_instance_is_what_theirs_calls_one_and_binds_the_same(first: Any) -> 
             push_shape_memo({})
             try:
                 said = (_said(check, first, one), _said(check, second, two))
-                found.append((said, dict(get_shape_memo()[0])))
+                found.append((said, dict(shape_checks._memos()[0])))
             finally:
                 pop_shape_memo()
         assert found[0] == found[1], (first, one, second, two)
