@@ -30,6 +30,7 @@ from torch import Tensor
 
 from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.observe import Eye, Looked
+from normattn.kernels.place import on_cpu
 from normattn.kernels.problem import Problem
 from normattn.kernels.visibility import Visibility
 
@@ -99,7 +100,7 @@ class _Layout:
         """By the shapes, and on a CPU by how far each head's weights are not 0."""
         keys = k.shape[2]
         batch, heads, queries, _ = q.shape
-        near = q.device.type == "cpu"
+        near = on_cpu(q)
         rows, size = (ROWS, TILE_BYTES) if near else (DEVICE_ROWS, DEVICE_TILE_BYTES)
         return _Layout(
             batch,
@@ -167,7 +168,7 @@ def _reach(q: Tensor, k: Tensor, bias: Tensor) -> tuple[int, ...]:
     keys = k.shape[2]
     everything = (keys,) * q.shape[1]
     # Elsewhere the host would have to wait for the answer; a few rows are not worth the question.
-    if q.device.type != "cpu" or torch.compiler.is_compiling() or keys < REACH_FROM:
+    if not on_cpu(q) or torch.compiler.is_compiling() or keys < REACH_FROM:
         return everything
     type_ = torch.finfo(q.dtype)
     least = math.log(type_.smallest_normal * type_.eps)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from normattn.errors import InputError
+from normattn.kernels.place import on_cpu
 from normattn.kernels.problem import Problem
 from normattn.plain import transformed
 
@@ -116,7 +117,8 @@ FEATURES: Mapping[str, Feature] = {
         "it runs on a CUDA device, not on a CPU",
     ),
     "CUDA": Feature(
-        lambda p: p.q.device.type == "cuda", "it stands on operations that only a CPU has"
+        lambda p: p.q.device.type == "cuda" or not on_cpu(p.q),
+        "it stands on operations that only a CPU has",
     ),
     "no triton": Feature(
         lambda p: importlib.util.find_spec("triton") is None,

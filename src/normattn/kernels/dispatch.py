@@ -21,6 +21,7 @@ from normattn.kernels.fused import fused
 from normattn.kernels.infinities import showing_divergence
 from normattn.kernels.observe import Eye, observer
 from normattn.kernels.observe_tiles import look_over
+from normattn.kernels.place import on_cpu
 from normattn.kernels.problem import Problem
 from normattn.kernels.reference import reference
 from normattn.kernels.strips import strips
@@ -133,7 +134,7 @@ def _portable(problem: Problem) -> Iterator[tuple[str, str]]:
     if problem.carry is not None:
         yield from _carrying(problem)
         return
-    rows, cpu = problem.q.shape[2], problem.q.device.type == "cpu"
+    rows, cpu = problem.q.shape[2], on_cpu(problem.q)
     half = problem.q.element_size() == 2
     if cpu and rows > 1 and not torch.compiler.is_compiling():
         if problem.bias is not None:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from normattn.kernels.place import on_cpu
 from normattn.kernels.problem import Problem
 
 
@@ -51,7 +52,7 @@ def certainly_finite(*tensors: Tensor) -> bool:
 
 def readable(x: Float[Tensor, "*n"]) -> bool:
     """Whether the host may look at a number: on a CPU, outside of a compiler and torch.func."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
+    if torch.compiler.is_compiling() or not on_cpu(x):
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 

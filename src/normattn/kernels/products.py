@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from normattn.kernels.operands import Operands
+from normattn.kernels.place import on_cpu
 from normattn.kernels.tiles import Tile
 
 # Rows of a product below which a strided operand costs more than a copy of it.
@@ -89,7 +90,7 @@ class Products:
     def _turned(self, name: str, x: Tensor) -> Tensor:
         """xᵀ; in half precision a copy, if many tiles use it: its products are then faster."""
         few = len(self.operands.plan.tiles) < 4
-        if x.device.type != "cpu" or x.element_size() != 2 or few:
+        if not on_cpu(x) or x.element_size() != 2 or few:
             return x.transpose(1, 2)
         if name not in self._across:
             self._across[name] = x.transpose(1, 2).contiguous()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from normattn.kernels.observe import Eye
+from normattn.kernels.place import on_cpu
 from normattn.kernels.problem import Problem
 from normattn.kernels.reference import reference
 
@@ -27,7 +28,7 @@ def strip_rows(problem: Problem) -> int:
     """How many query rows a strip has."""
     q = problem.q
     numbers = q.shape[0] * q.shape[1] + (0 if problem.pairs is None else problem.pairs.width)
-    size = STRIP_BYTES if q.device.type == "cpu" else DEVICE_STRIP_BYTES
+    size = STRIP_BYTES if on_cpu(q) else DEVICE_STRIP_BYTES
     row = max(1, numbers * problem.v.shape[2] * q.element_size())
     return max(1, min(q.shape[2], size // row))
 

@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from normattn.kernels.place import on_cpu
 from normattn.kernels.problem import Problem
 from normattn.kernels.visibility import Visibility
 
@@ -106,7 +107,7 @@ class Plan:
     def groups(self, q: Tensor) -> Iterator[Group]:
         """Whole batch rows while they fit into a tile, else heads of one row."""
         batch, heads = q.shape[0], q.shape[1] // self.repeat
-        budget = TILE_BYTES if q.device.type == "cpu" else DEVICE_TILE_BYTES
+        budget = TILE_BYTES if on_cpu(q) else DEVICE_TILE_BYTES
         rows = min(self.rows, self.queries) * self.repeat
         width = max((tile.width for tile in self.tiles), default=0)
         many = max(1, budget // max(1, rows * width * q.element_size()))
@@ -180,7 +181,7 @@ class Plan:
 
 
 def _rows(q: Tensor, near_only: bool) -> int:
-    if q.device.type != "cpu":
+    if not on_cpu(q):
         return DEVICE_ROWS
     if q.element_size() == 2:
         return HALF_ROWS
@@ -250,3 +251,8 @@ def _corner(shape: tuple[int, int], diagonal: int, upper: bool, device: torch.de
     with torch.inference_mode(False):
         ones = torch.ones(shape, dtype=torch.bool, device=device)
         return ones.triu(diagonal) if upper else ones.tril(diagonal)
+
+
+def forget_corners() -> None:
+    """Make them anew when they are next asked for."""
+    _corner.cache_clear()

@@ -249,6 +249,11 @@ def _counted(capacity: int, device: torch.device) -> Positions:
         return Positions.of(capacity, capacity, True, device)
 
 
+def forget_positions() -> None:
+    """Make them anew when they are next asked for."""
+    _counted.cache_clear()
+
+
 @lru_cache(maxsize=64)
 def _built(spec: ScoreSpec, heads: int, head_dim: int, kv_heads: int) -> Score:
     module = Score(spec, heads, head_dim, kv_heads)

@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 @contextmanager
 def on_meta() -> Iterator[None]:
     """Modules made inside have parameters with shapes and dtypes, but take no memory."""
-    with torch.device("meta"), _Undrawn():
+    with torch.device("meta"), Undrawn():
         yield
 
 
-class _Undrawn(TorchFunctionMode):
+class Undrawn(TorchFunctionMode):
     """Normal numbers are not drawn: torch would load its compiler for them, which takes seconds."""
 
     def __torch_function__(

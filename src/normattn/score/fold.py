@@ -272,6 +272,11 @@ class Kept(OrderedDict[tuple[object, ...], Fold]):
 _KEPT = Kept(32)
 
 
+def forget_tables() -> None:
+    """Make them anew when they are next asked for."""
+    _KEPT.clear()
+
+
 def scaled(q: Float[Tensor, "b h t d"], scale: Tensor | float) -> Float[Tensor, "b h t d"]:
     """q · scale, half precision rounded once: a rounded scale would be off for the whole row."""
     if not isinstance(scale, Tensor):

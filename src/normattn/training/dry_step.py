@@ -1,0 +1,99 @@
+"""One optimiser step of a training without its numbers: the real step on tensors of no storage.
+
+Model, loss, backward pass, clipping and optimiser are those that train, run once through torch's
+FakeTensorMode, which knows shapes, types and lifetimes, and nothing else: a model of any size takes
+megabytes. So whatever changes what a step keeps (length, heads, score, precision, accumulate) is
+counted as it is. Kernels are chosen as they are on a CPU or, asked for, as on a GPU, except for the
+hand-written one (Triton).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from normattn.kernels.place import as_on_gpu
+from normattn.kernels.tiles import forget_corners
+from normattn.layers.attend import forget_positions
+from normattn.models import CausalLM
+from normattn.models.meta import Undrawn
+from normattn.models.stack import Blocks
+from normattn.score.fold import forget_tables
+from normattn.training.config import TrainingConfig
+from normattn.training.counting import Counted, Counting
+from normattn.training.distribution import World
+from normattn.training.step import Stepper
+from normattn.training.workload import rows_per_share
+
+
+class _Dry:
+    """Next-token prediction on tokens that are all one."""
+
+    def __init__(self, config: TrainingConfig, rows: int) -> None:
+        self.model = CausalLM(config.model)
+        if config.continued is not None:
+            self.model.using(config.continued.method)
+        self._shape = rows, config.sequence_length + 1
+        self.tokens_per_step = config.batch_size * config.sequence_length
+
+    def batch(self, step: int, share: int, shares: int) -> Tensor:
+        return torch.zeros(self._shape, dtype=torch.int64)
+
+    def loss(self, batch: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        result = self.model.loss(batch)
+        return result.loss, {"accuracy": result.correct / batch[:, 1:].numel()}
+
+
+def dry_step(
+    config: TrainingConfig, processes: int = 1, gpu: bool = False, gathered: bool = False
+) -> Counted:
+    """A step of one of `processes`, after another: with moments, and gradients to be let go.
+
+    The process holds the whole model and sends nothing. `gathered`: the blocks' weights have come
+    in the type of the products, and each gradient goes as soon as it is made, as under fsdp; what
+    lasts is then not the state. Raises `InputError` where the batch does not divide.
+    """
+    rows = rows_per_share(config.batch_size, processes * config.accumulate)
+    alone = config.model_copy(update={"compile": False})
+    with _nothing_kept(), as_on_gpu(gpu), FakeTensorMode(), Counting() as counting, Undrawn():
+        task = _Dry(config, rows)
+        if gathered:
+            _let_go(task.model, config.precision == "bf16")
+        stepper = Stepper(task, alone, World(0, 1, torch.device("cpu")), lambda: False)
+        for parameter in task.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        stepper.optimiser.step()
+        counting.begin()
+        stepper.step(1)
+        return counting.found
+
+
+def _let_go(model: nn.Module, half: bool) -> None:
+    """Gradients of blocks are let go when they are made, their weights half precise if `half`."""
+    for blocks in model.modules():
+        if isinstance(blocks, Blocks):
+            if half:
+                blocks.to(torch.bfloat16)
+            for parameter in blocks.parameters():
+                parameter.register_post_accumulate_grad_hook(_forget)
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@contextmanager
+def _nothing_kept() -> Iterator[None]:
+    """Tables that are kept between calls are neither taken from others here nor left to them."""
+    for forget in (forget_tables, forget_corners, forget_positions):
+        forget()
+    try:
+        yield
+    finally:
+        for forget in (forget_tables, forget_corners, forget_positions):
+            forget()

@@ -1,0 +1,95 @@
+"""What a step of a training takes on this machine: its peak of memory and its seconds.
+
+Memory is what torch's allocator for a CPU has given out and not got back, as torch's profiler
+records it: workspaces of operations included, what the C library keeps for itself not.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from normattn.kernels.calibration import using
+from normattn.training.causal import CausalTask
+from normattn.training.config import TrainingConfig
+from normattn.training.distribution import World
+from normattn.training.step import Stepper
+from normattn.training.workload import rows_per_share
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes at the peak, and seconds: the median of the steps, and of processor time."""
+
+    peak: int
+    seconds: float
+    processor: float
+
+
+class _Drawn:
+    """Token batches drawn at random: no text is read for them."""
+
+    def __init__(self, config: TrainingConfig, rows: int) -> None:
+        self._words, self._shape = config.model.vocab_size, (rows, config.sequence_length + 1)
+
+    def batch(self, step: int, share: int, shares: int) -> object:
+        drawn = torch.Generator().manual_seed(step * shares + share)
+        return torch.randint(self._words, self._shape, generator=drawn).numpy()
+
+
+def measured_peak(config: TrainingConfig, place: World | None = None) -> int:
+    """Bytes at the peak of two steps on a CPU, from before the model is made."""
+    with _threads(config.threads), profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True
+    ) as seen:
+        stepper = _stepper(config, place)
+        for step in (1, 2):
+            stepper.step(step)
+        stepper.close()
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def measured_seconds(
+    config: TrainingConfig, steps: int, place: World | None = None
+) -> tuple[float, float]:
+    """The median step's seconds and processor seconds, after two that are not counted."""
+    with _threads(config.threads):
+        stepper = _stepper(config, place)
+        times = []
+        for step in range(1, steps + 3):
+            before = time.perf_counter(), time.process_time()
+            stepper.step(step)
+            times.append((time.perf_counter() - before[0], time.process_time() - before[1]))
+        stepper.close()
+    clock, processor = zip(*times[2:], strict=True)
+    return statistics.median(clock), statistics.median(processor)
+
+
+def _stepper(config: TrainingConfig, place: World | None) -> Stepper:
+    place = place or World(0, 1, torch.device("cpu"))
+    rows = rows_per_share(config.batch_size, place.size * config.accumulate)
+    torch.manual_seed(config.seed)
+    task = CausalTask(config, _Drawn(config, rows), place.device)  # type: ignore[arg-type]
+    with using(config.kernels):
+        return Stepper(task, config, place, lambda: False)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
