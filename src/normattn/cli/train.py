@@ -79,7 +79,7 @@ def command(
         int, typer.Option(min=1, help="With --plan --gpu: GPUs of each machine.")
     ] = 1,
     gpu: Annotated[
-        Text, typer.Option(help="With --plan: memory, messages and time on a100, h100 or h200.")
+        Text, typer.Option(help="With --plan: memory, messages and time on a100, h100, h200, or here.")
     ] = None,
 ) -> None:
     """Train a causal language model with a chosen attention score.

@@ -14,7 +14,6 @@ from normattn.report.terminal import tell
 from normattn.sweep.probes import diagnostics_probes
 from normattn.training import TrainingConfig, train_causal
 from normattn.training.causal import CausalWorkload
-from normattn.training.plan import described, device_named, plan
 
 
 def describe(config: TrainingConfig) -> str:
@@ -32,9 +31,13 @@ def describe(config: TrainingConfig) -> str:
 
 def plan_run(config: TrainingConfig, gpu: str, nodes: int, per_node: int) -> str:
     """What a step takes on so many devices; see `normattn.training.plan`."""
-    device = device_named(gpu)
-    counted = plan(config, CausalWorkload().cost(config), device, nodes, per_node)
-    return described(counted, device, gpu, nodes, per_node)
+    # Tensors without numbers take torch a second to import.
+    from normattn.training.plan import described, device_named, dry_share, plan
+
+    device = device_named(gpu, config.threads)
+    counted = dry_share(config, gpu, nodes * per_node)
+    found = plan(config, CausalWorkload().cost(config), counted, device, nodes, per_node)
+    return described(found, device, gpu, nodes, per_node)
 
 
 def training_config(fields: Mapping[str, Any]) -> TrainingConfig:

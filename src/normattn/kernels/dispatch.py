@@ -291,7 +291,7 @@ def attend(problem: Problem, backend: str = "auto") -> Float[Tensor, "b h t e"]:
         # What these make of the problem comes by here once more.
         return kernel.run(problem)
     shown = showing_divergence(problem)
-    if shown is not problem and kernel.name in _ASTRAY and problem.q.device.type == "cpu":
+    if shown is not problem and kernel.name in _ASTRAY and on_cpu(problem.q):
         kernel = kernel if torch.compiler.is_compiling() else _NAMED["chunked"]
     problem = shown
     if by is None:

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from normattn.kernels.place import on_cpu
 from normattn.plain import plain
 from normattn.score import row_norms
 
@@ -20,7 +21,7 @@ def rms_norm(
     x: Float[Tensor, "*rows d"], gain: Float[Tensor, " d"] | None, eps: float
 ) -> Float[Tensor, "*rows d"]:
     """x/√(mean x² + eps)·gain in the dtype of x; computed in float32 where that is a half one."""
-    eager = x.is_cpu and not plain()
+    eager = on_cpu(x) and not plain()
     # Strided heads stay as they lie, and what is small is done at once.
     if eager and x.is_contiguous() and x.numel() * 4 > row_norms.CHUNK_BYTES:
         return row_norms.norm_rows(x, gain, None, eps, centred=False)

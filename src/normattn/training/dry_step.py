@@ -51,11 +51,11 @@ class _Dry:
 def dry_step(
     config: TrainingConfig, processes: int = 1, gpu: bool = False, gathered: bool = False
 ) -> Counted:
-    """A step of one of `processes`, after another: with moments, and gradients to be let go.
+    """A step of one of `processes`, after another: what lasts are weights and moments.
 
     The process holds the whole model and sends nothing. `gathered`: the blocks' weights have come
-    in the type of the products, and each gradient goes as soon as it is made, as under fsdp; what
-    lasts is then not the state. Raises `InputError` where the batch does not divide.
+    in the type of the products, and each of their gradients goes as soon as it is made, as under
+    fsdp. Raises `InputError` where the batch does not divide.
     """
     rows = rows_per_share(config.batch_size, processes * config.accumulate)
     alone = config.model_copy(update={"compile": False})
@@ -68,6 +68,7 @@ def dry_step(
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         stepper.optimiser.step()
+        stepper.optimiser.zero_grad(set_to_none=True)
         counting.begin()
         stepper.step(1)
         return counting.found
@@ -75,12 +76,15 @@ def dry_step(
 
 def _let_go(model: nn.Module, half: bool) -> None:
     """Gradients of blocks are let go when they are made, their weights half precise if `half`."""
-    for blocks in model.modules():
-        if isinstance(blocks, Blocks):
+    blocks = [each for each in model.modules() if isinstance(each, Blocks)]
+    for module in (module for each in blocks for module in each.modules()):
+        for name, weight in module._parameters.items():
+            # A single number is not gathered.
+            if weight is None or weight.ndim == 0:
+                continue
             if half:
-                blocks.to(torch.bfloat16)
-            for parameter in blocks.parameters():
-                parameter.register_post_accumulate_grad_hook(_forget)
+                module._parameters[name] = weight = nn.Parameter(weight.detach().bfloat16())
+            weight.register_post_accumulate_grad_hook(_forget)
 
 
 def _forget(parameter: Tensor) -> None:

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -21,15 +20,6 @@ from normattn.training.config import TrainingConfig
 from normattn.training.distribution import World
 from normattn.training.step import Stepper
 from normattn.training.workload import rows_per_share
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Bytes at the peak, and seconds: the median of the steps, and of processor time."""
-
-    peak: int
-    seconds: float
-    processor: float
 
 
 class _Drawn:
@@ -45,7 +35,7 @@ class _Drawn:
 
 def measured_peak(config: TrainingConfig, place: World | None = None) -> int:
     """Bytes at the peak of two steps on a CPU, from before the model is made."""
-    with _threads(config.threads), profile(
+    with threads(config.threads), profile(
         activities=[ProfilerActivity.CPU], profile_memory=True
     ) as seen:
         stepper = _stepper(config, place)
@@ -64,7 +54,7 @@ def measured_seconds(
     config: TrainingConfig, steps: int, place: World | None = None
 ) -> tuple[float, float]:
     """The median step's seconds and processor seconds, after two that are not counted."""
-    with _threads(config.threads):
+    with threads(config.threads):
         stepper = _stepper(config, place)
         times = []
         for step in range(1, steps + 3):
@@ -86,7 +76,8 @@ def _stepper(config: TrainingConfig, place: World | None) -> Stepper:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads(count: int) -> Iterator[None]:
+    """Compute on `count` threads, and go back to what was set before."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,39 +1,49 @@
 """What one step of a training takes on so many devices: memory, bytes sent, time, checkpoint.
 
-Counted, not measured. Memory is what cannot be less: state (weights, gradients, moments), what is
-gathered or bucketed beside it, and what enters each block. The time is a roofline: products at the
-device's published peak and messages at its published rate, each hidden behind the other; real
-steps take longer.
+Nothing of the model is allocated. Memory is the peak of torch's tensors in a step that is run
+without its numbers (`dry_step`), beside what is divided, gathered or bucketed between processes.
+The time is a roofline (`roofline`): every operation by itself at the device's rates, and messages,
+hidden behind each other; real steps take longer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from normattn.errors import InputError
 from normattn.training.config import TrainingConfig
-from normattn.training.cost import BYTES, Cost
+from normattn.training.cost import BYTES, Cost, memory_of
+from normattn.training.counting import Counted
+from normattn.training.dry_step import dry_step
+from normattn.training.roofline import Rates, rates_here
+
+HERE = "here"
 
 
 @dataclass(frozen=True)
 class Device:
-    """Published figures: FLOP/s of dense products, bytes of memory, bytes/s to a peer.
+    """Rates of its operations, bytes of memory, bytes/s to a peer.
 
     `inside` is the rate in one direction within a machine, `between` that of one device's share of
     the network between machines.
     """
 
-    bf16: float
-    fp32: float
+    rates: Rates
     memory: float
     inside: float
     between: float
 
 
+def _published(bf16: float, fp32: float, moved: float) -> Rates:
+    return Rates(fp32, bf16, ((1.0, moved),))
+
+
 DEVICES = {
-    "a100": Device(312e12, 19.5e12, 80e9, 300e9, 25e9),
-    "h100": Device(989e12, 67e12, 80e9, 450e9, 50e9),
-    "h200": Device(989e12, 67e12, 141e9, 450e9, 50e9),
+    "a100": Device(_published(312e12, 19.5e12, 2.0e12), 80e9, 300e9, 25e9),
+    "h100": Device(_published(989e12, 67e12, 3.35e12), 80e9, 450e9, 50e9),
+    "h200": Device(_published(989e12, 67e12, 4.8e12), 141e9, 450e9, 50e9),
 }
 """NVIDIA's data sheets (SXM); between machines one 200 (A100) or 400 Gb/s adapter a device."""
 
@@ -42,22 +52,17 @@ DEVICES = {
 class Plan:
     """Bytes on each device, bytes that each sends in a step, seconds of a step, and a checkpoint.
 
-    `state`: weights, gradients, moments. `beside`: buckets, or what is gathered. `activations`: at
-    least.
+    `state`: weights, gradients, moments. `beside`: buckets, or what is gathered. `memory`: the peak
+    of all that lives in a step.
     """
 
     state: float
     beside: float
-    activations: float
+    memory: float
     sent: float
     computing: float
     sending: float
     checkpoint: float
-
-    @property
-    def memory(self) -> float:
-        """Bytes that each device must have, at least."""
-        return self.state + self.beside + self.activations
 
     @property
     def seconds(self) -> float:
@@ -65,66 +70,74 @@ class Plan:
         return max(self.computing, self.sending)
 
 
-def device_named(name: str) -> Device:
-    """The figures of a device; `InputError` for one that is not listed."""
+def device_named(name: str, threads: int = 1) -> Device:
+    """The figures of a device, `here` the measured ones of this machine's processor.
+
+    Its processes share the memory as they share the bandwidth of what one writes and another
+    reads. `InputError` for one that is not listed.
+    """
+    if name == HERE:
+        rates = rates_here(threads)
+        copied = rates.moved[-1][1] / 2
+        return Device(rates, memory_of(torch.device("cpu")), copied, copied)
     if name not in DEVICES:
-        raise InputError(f"unknown gpu {name!r}; expected one of {', '.join(DEVICES)}")
+        raise InputError(f"unknown gpu {name!r}; expected one of {', '.join((*DEVICES, HERE))}")
     return DEVICES[name]
 
 
-def plan(config: TrainingConfig, cost: Cost, device: Device, nodes: int, per_node: int) -> Plan:
-    """What a step of `config` takes on nodes × per_node devices.
+def dry_share(config: TrainingConfig, name: str, processes: int) -> Counted:
+    """The step of one of so many devices without its numbers; `InputError` as `dry_step`."""
+    divided = config.parallel == "fsdp" and processes > 1
+    return dry_step(config, processes, gpu=name != HERE, gathered=divided)
+
+
+def plan(
+    config: TrainingConfig, cost: Cost, counted: Counted, device: Device, nodes: int, per_node: int
+) -> Plan:
+    """What a step of `config` takes on nodes × per_node devices; `counted` is its `dry_share`.
 
     With N devices each sends 2·(N − 1)/N of the gradients under ddp (a ring); under fsdp, for each
     micro-batch, (N − 1)/N of the blocks' weights twice, of all others once, and of the gradients.
-    Raises `InputError` where the batch does not divide.
     """
     n = nodes * per_node
-    if config.batch_size % (n * config.accumulate):
-        raise InputError(
-            f"batch_size {config.batch_size} does not divide into {n * config.accumulate} "
-            "micro-batches (devices × accumulate)"
-        )
     moments = config.optimiser.moments
-    half = config.precision == "bf16"
-    weight = BYTES // 2 if half else BYTES
+    weight = BYTES // 2 if config.precision == "bf16" else BYTES
     whole = float(cost.parameters * BYTES)
     root = config.model.vocab_size * config.model.dim * (1 if config.model.tie_head else 2)
     blocks = max(cost.parameters - root, 0)
     share = (n - 1) / n
+    computing = device.rates.seconds(counted)
     if config.parallel == "fsdp" and n > 1:
         state = whole * (2 + moments) / n
-        # A block that computes and the next one, each with its gradient; the root with its own.
+        # A block that computes and the next one, each with its gradient; the root with its own,
+        # which the counted step has made.
         one = blocks / config.model.layers
         beside = 2 * one * (weight + BYTES) + root * 2 * BYTES
+        memory = state + beside - root * BYTES + counted.peak - counted.lasting
         each = share * (2 * blocks * weight + root * BYTES + whole)
         sent = config.accumulate * each
+        # Its part of the blocks' update, which the counted step has not taken.
+        computing += blocks * BYTES * (3 + 2 * moments) / n / device.rates.moved[-1][1]
     else:
         state = whole * (2 + moments)
         beside = whole if n > 1 else 0.0
+        memory = counted.peak + beside
         sent = 2 * share * whole
-    tokens = cost.trained / config.steps / config.accumulate / n
-    return Plan(
-        state,
-        beside,
-        tokens * cost.kept * weight,
-        sent,
-        cost.flops / config.steps / n / (device.bf16 if half else device.fp32),
-        sent / (device.between if nodes > 1 else device.inside),
-        whole * (1 + moments),
-    )
+    sending = sent / (device.between if nodes > 1 else device.inside)
+    return Plan(state, beside, memory, sent, computing, sending, whole * (1 + moments))
 
 
 def described(found: Plan, device: Device, name: str, nodes: int, per_node: int) -> str:
     """The plan in three lines."""
     room = "" if found.memory <= device.memory else ": more than it has"
-    parts = f"state {_gb(found.state)}, beside it {_gb(found.beside)}"
-    bound = "products" if found.computing >= found.sending else "messages"
+    rest = max(found.memory - found.state - found.beside, 0.0)
+    parts = f"state {_gb(found.state)}, beside it {_gb(found.beside)}, all else {_gb(rest)}"
+    bound = "operations" if found.computing >= found.sending else "messages"
     return (
-        f"{nodes} × {per_node} {name}: at least {_gb(found.memory)} of {_gb(device.memory)} each "
-        f"({parts}, inputs of blocks {_gb(found.activations)}){room}\n"
-        f"a step: {_gb(found.sent)} sent by each; {found.seconds:.3g} s at the peak, bound by "
-        f"{bound} (products {found.computing:.3g} s, messages {found.sending:.3g} s)\n"
+        f"{nodes} × {per_node} {name}: {_gb(found.memory)} of {_gb(device.memory)} each at the "
+        f"peak ({parts}){room}\n"
+        f"a step: {_gb(found.sent)} sent by each; {found.seconds:.3g} s on the roofline, bound by "
+        f"{bound} (operations {found.computing:.3g} s, messages {found.sending:.3g} s)\n"
         f"a checkpoint: {_gb(found.checkpoint)}"
     )
 
