@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from normattn.errors import InputError
 from normattn.training.causal import CausalWorkload
-from normattn.training.plan import DEVICES, described, device_named, plan
+from normattn.training.config import TrainingConfig
+from normattn.training.counting import Counted, Work
+from normattn.training.distribution import World
+from normattn.training.measured_step import measured_peak
+from normattn.training.plan import DEVICES, HERE, Plan, described, device_named, dry_share, plan
+from normattn.training.roofline import Rates
 
 from .group import CURVE, hold, together
 from .settings import small
@@ -14,14 +25,35 @@ from .settings import small
 H100 = DEVICES["h100"]
 
 
+def planned(config: TrainingConfig, nodes: int, per_node: int, name: str = HERE) -> Plan:
+    counted = dry_share(config, name, nodes * per_node)
+    return plan(config, CausalWorkload().cost(config), counted, H100, nodes, per_node)
+
+
 @pytest.mark.parametrize(("parallel", "size"), [("ddp", 2), ("fsdp", 2), ("fsdp", 4)])
 def test_the_state_is_what_processes_hold(parallel: str, size: int) -> None:
     settings = small(**CURVE, parallel=parallel)
-    counted = plan(settings, CausalWorkload().cost(settings), H100, 1, size)
+    counted = planned(settings, 1, size)
     held = [held for held, _ in together(size, hold, parallel)]
     assert counted.state == pytest.approx(sum(held) / size, rel=0.03)
     # The first process holds most where rows do not divide.
     assert counted.state == pytest.approx(max(held), rel=0.15)
+
+
+WIDE: dict[str, Any] = {"dim": 128, "layers": 4, "heads": 4, "train_length": 64, "score": "KNA"}
+
+
+def hold_at_most(rank: int, config: TrainingConfig) -> int:
+    """Bytes at the peak of a step on this process of the group."""
+    place = World(rank, dist.get_world_size(), torch.device("cpu"))
+    return measured_peak(config, place)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_the_peak_is_that_of_processes(parallel: str) -> None:
+    settings = small(model=WIDE, batch_size=32, parallel=parallel)
+    peak = max(together(2, hold_at_most, settings))
+    assert planned(settings, 1, 2).memory == pytest.approx(peak, rel=0.1)
 
 
 def test_bytes_and_times_by_hand() -> None:
@@ -29,23 +61,56 @@ def test_bytes_and_times_by_hand() -> None:
     ddp = small(model=model, batch_size=16)
     cost = CausalWorkload().cost(ddp)
     p, root = cost.parameters, 32 * 8
-    alone = plan(ddp, cost, H100, 1, 1)
+    product, sum_ = Work(False, 67e9, 1e3, 0.0), Work(False, 0.0, 3.35e9, 0.0)
+    counted = Counted(100 * p, 12 * p, Counter({product: 2, sum_: 3}))
+    alone = plan(ddp, cost, counted, H100, 1, 1)
     assert (alone.sent, alone.beside, alone.checkpoint) == (0.0, 0.0, 12 * p)
-    assert alone.seconds == pytest.approx(cost.flops / ddp.steps / 67e12)
-    two = plan(ddp, cost, H100, 1, 2)
-    assert (two.sent, two.beside, two.state) == (4 * p, 4 * p, 16 * p)
+    assert alone.memory == 100 * p
+    assert alone.seconds == pytest.approx(5e-3)
+    two = plan(ddp, cost, counted, H100, 1, 2)
+    assert (two.sent, two.beside, two.state, two.memory) == (4 * p, 4 * p, 16 * p, 104 * p)
     assert two.sending == pytest.approx(4 * p / 450e9)
     fsdp = small(model=model, batch_size=16, parallel="fsdp", precision="bf16", accumulate=2)
-    four = plan(fsdp, cost, H100, 2, 2)
+    four = plan(fsdp, cost, counted, H100, 2, 2)
     assert four.state == 4 * p
+    assert four.memory == four.state + four.beside - 4 * root + 88 * p
     assert four.sent == pytest.approx(2 * 0.75 * (2 * 2 * (p - root) + 4 * root + 4 * p))
     assert four.sending == pytest.approx(four.sent / 50e9)
     assert "2 × 2 h100" in described(four, H100, "h100", 2, 2)
+    assert "more than it has" not in described(four, H100, "h100", 2, 2)
+    much = plan(ddp, cost, Counted(10**12, 0), H100, 1, 1)
+    assert "1e+03 GB of 80 GB each at the peak" in described(much, H100, "h100", 1, 1)
+    assert "more than it has" in described(much, H100, "h100", 1, 1)
+
+
+def test_an_operation_takes_what_binds_it() -> None:
+    rates = Rates(10.0, 40.0, ((100.0, 8.0), (10000.0, 4.0)), 2.0, 0.5)
+    assert [rates.bandwidth(size) for size in (1, 100, 1000, 1e6)] == [8, 8, 6, 4]
+
+    def seconds(*work: Any) -> float:
+        return rates.seconds(Counted(work=Counter({Work(*work): 1})))
+
+    assert seconds(False, 100.0, 8.0, 1.0) == 10.5
+    assert seconds(True, 100.0, 8.0, 1.0) == 3.0
+    assert seconds(False, 1.0, 800.0, 1.0) == pytest.approx(0.5 + 800 / rates.bandwidth(800))
+    assert seconds(False, 1.0, 8.0, 6.0) == 3.5
+    assert seconds(False, 0.0, 0.0, 0.0) == 0.5
+    assert math.isinf(H100.rates.exponentials)
+
+
+def test_this_machine_is_measured() -> None:
+    """No more than that there are rates, and that caches are no slower than memory by far."""
+    here = device_named(HERE)
+    assert here.rates.fp32 > 1e8
+    assert here.rates.exponentials > 1e6
+    assert 0 < here.rates.overhead < 1e-2
+    assert all(rate > 1e7 for _, rate in here.rates.moved)
+    assert here.memory > 1e8
 
 
 def test_what_cannot_be_counted_is_refused() -> None:
     settings = small()
-    with pytest.raises(InputError, match="expected one of a100, h100, h200"):
+    with pytest.raises(InputError, match="expected one of a100, h100, h200, here"):
         device_named("abacus")
     with pytest.raises(InputError, match="batch_size 8 does not divide into 3"):
-        plan(settings, CausalWorkload().cost(settings), H100, 1, 3)
+        planned(settings, 1, 3)

@@ -61,13 +61,14 @@ class Counted:
 class Counting(TorchDispatchMode):
     """Counts what is computed inside, with tensors that hold no numbers (torch's FakeTensorMode).
 
-    Where a number would be read, it is 0 (so everything is finite); where places would be looked
-    for, there are none.
+    Where a number would be read, it is 0 (so everything is finite), a truth value `truth`; where
+    places would be looked for, there are none.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
+        self.truth = False
         self.found = Counted()
         self._held: dict[int, weakref.ref[Any]] = {}
 
@@ -84,7 +85,7 @@ class Counting(TorchDispatchMode):
         try:
             out = func(*args, **given)
         except DataDependentOutputException:
-            return 0.0
+            return self.truth if args[0].dtype == torch.bool else 0.0
         except DynamicOutputShapeException:
             out = args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
         made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]

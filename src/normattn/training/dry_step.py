@@ -30,20 +30,22 @@ from normattn.training.step import Stepper
 from normattn.training.workload import rows_per_share
 
 
-class _Dry:
-    """Next-token prediction on tokens that are all one."""
+class DrawnTask:
+    """Next-token prediction on tokens drawn at random: a step without a text."""
 
     def __init__(self, config: TrainingConfig, rows: int) -> None:
         self.model = CausalLM(config.model)
         if config.continued is not None:
             self.model.using(config.continued.method)
-        self._shape = rows, config.sequence_length + 1
+        self._words, self._shape = config.model.vocab_size, (rows, config.sequence_length + 1)
         self.tokens_per_step = config.batch_size * config.sequence_length
 
     def batch(self, step: int, share: int, shares: int) -> Tensor:
-        return torch.zeros(self._shape, dtype=torch.int64)
+        """Whatever the share, by torch's own generator."""
+        return torch.randint(self._words, self._shape)
 
     def loss(self, batch: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """As `CausalTask` has it."""
         result = self.model.loss(batch)
         return result.loss, {"accuracy": result.correct / batch[:, 1:].numel()}
 
@@ -60,9 +62,11 @@ def dry_step(
     rows = rows_per_share(config.batch_size, processes * config.accumulate)
     alone = config.model_copy(update={"compile": False})
     with _nothing_kept(), as_on_gpu(gpu), FakeTensorMode(), Counting() as counting, Undrawn():
-        task = _Dry(config, rows)
+        task = DrawnTask(config, rows)
         if gathered:
             _let_go(task.model, config.precision == "bf16")
+        # Nothing that was drawn is drawn again; from here on no weight is all zero.
+        counting.truth = True
         stepper = Stepper(task, alone, World(0, 1, torch.device("cpu")), lambda: False)
         for parameter in task.model.parameters():
             if parameter.requires_grad:

@@ -15,22 +15,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from normattn.kernels.calibration import using
-from normattn.training.causal import CausalTask
 from normattn.training.config import TrainingConfig
 from normattn.training.distribution import World
+from normattn.training.dry_step import DrawnTask
 from normattn.training.step import Stepper
 from normattn.training.workload import rows_per_share
-
-
-class _Drawn:
-    """Token batches drawn at random: no text is read for them."""
-
-    def __init__(self, config: TrainingConfig, rows: int) -> None:
-        self._words, self._shape = config.model.vocab_size, (rows, config.sequence_length + 1)
-
-    def batch(self, step: int, share: int, shares: int) -> object:
-        drawn = torch.Generator().manual_seed(step * shares + share)
-        return torch.randint(self._words, self._shape, generator=drawn).numpy()
 
 
 def measured_peak(config: TrainingConfig, place: World | None = None) -> int:
@@ -70,7 +59,7 @@ def _stepper(config: TrainingConfig, place: World | None) -> Stepper:
     place = place or World(0, 1, torch.device("cpu"))
     rows = rows_per_share(config.batch_size, place.size * config.accumulate)
     torch.manual_seed(config.seed)
-    task = CausalTask(config, _Drawn(config, rows), place.device)  # type: ignore[arg-type]
+    task = DrawnTask(config, rows)
     with using(config.kernels):
         return Stepper(task, config, place, lambda: False)
 
