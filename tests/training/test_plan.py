@@ -83,28 +83,28 @@ def test_bytes_and_times_by_hand() -> None:
     assert "more than it has" in described(much, H100, "h100", 1, 1)
 
 
-def test_an_operation_takes_what_binds_it() -> None:
-    rates = Rates(10.0, 40.0, ((100.0, 8.0), (10000.0, 4.0)), 2.0, 0.5)
-    assert [rates.bandwidth(size) for size in (1, 100, 1000, 1e6)] == [8, 8, 6, 4]
+@pytest.mark.parametrize("hidden", [True, False])
+def test_an_operation_takes_what_binds_it(hidden: bool) -> None:
+    rates = Rates(10.0, 40.0, 8.0, 2.0, 0.5, hidden)
+    both = max if hidden else sum
 
     def seconds(*work: Any) -> float:
         return rates.seconds(Counted(work=Counter({Work(*work): 1})))
 
-    assert seconds(False, 100.0, 8.0, 1.0) == 10.5
-    assert seconds(True, 100.0, 8.0, 1.0) == 3.0
-    assert seconds(False, 1.0, 800.0, 1.0) == pytest.approx(0.5 + 800 / rates.bandwidth(800))
-    assert seconds(False, 1.0, 8.0, 6.0) == 3.5
+    assert seconds(False, 100.0, 8.0, 1.0) == 0.5 + both((10.0, 1.0, 0.5))
+    assert seconds(True, 100.0, 8.0, 1.0) == 0.5 + both((2.5, 1.0, 0.5))
+    assert seconds(False, 1.0, 8.0, 6.0) == 0.5 + both((0.1, 1.0, 3.0))
     assert seconds(False, 0.0, 0.0, 0.0) == 0.5
     assert math.isinf(H100.rates.exponentials)
 
 
 def test_this_machine_is_measured() -> None:
-    """No more than that there are rates, and that caches are no slower than memory by far."""
+    """No more than that there are rates."""
     here = device_named(HERE)
-    assert here.rates.fp32 > 1e8
-    assert here.rates.exponentials > 1e6
-    assert 0 < here.rates.overhead < 1e-2
-    assert all(rate > 1e7 for _, rate in here.rates.moved)
+    rates = here.rates
+    assert min(rates.fp32, rates.bf16) > 1e8
+    assert min(rates.bandwidth, rates.exponentials) > 1e6
+    assert 0 < rates.overhead < 1e-1
     assert here.memory > 1e8
 
 

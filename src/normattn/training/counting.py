@@ -116,7 +116,8 @@ def _work(
     packet = func.overloadpacket
     half = bool(made) and made[0].dtype in (torch.bfloat16, torch.float16)
     if packet in _FLASH:
-        return Work(half, _attention(packet, args), sum(map(_bytes, [*taken, *made])), 0.0)
+        flops, pairs = _attention(packet, args)
+        return Work(half, flops, sum(map(_bytes, [*taken, *made])), pairs)
     if packet in (ATEN.empty, ATEN.new_empty, ATEN.empty_like, ATEN.empty_strided):
         return Work(False, 0.0, 0.0, 0.0)
     flops = 0.0
@@ -126,13 +127,13 @@ def _work(
     return Work(half, flops, sum(map(_bytes, [*taken, *made])), exponentials)
 
 
-def _attention(packet: Any, args: Any) -> float:
-    """Products over the pairs that are seen: half of them, if causal."""
+def _attention(packet: Any, args: Any) -> tuple[float, float]:
+    """Products over the pairs that are seen, half of them if causal, and those pairs."""
     forward = packet is ATEN._scaled_dot_product_flash_attention_for_cpu
     q, k = (args[0], args[1]) if forward else (args[1], args[2])
     causal = args[4] if forward and len(args) > 4 else (args[7] if not forward else False)
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (0.5 if causal else 1.0)
-    return float(_FLASH[packet] * 2 * pairs * q.shape[3])
+    return float(_FLASH[packet] * 2 * pairs * q.shape[3]), float(pairs)
 
 
 def _bytes(x: Tensor) -> float:

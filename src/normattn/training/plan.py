@@ -37,7 +37,7 @@ class Device:
 
 
 def _published(bf16: float, fp32: float, moved: float) -> Rates:
-    return Rates(fp32, bf16, ((1.0, moved),))
+    return Rates(fp32, bf16, moved)
 
 
 DEVICES = {
@@ -78,7 +78,7 @@ def device_named(name: str, threads: int = 1) -> Device:
     """
     if name == HERE:
         rates = rates_here(threads)
-        copied = rates.moved[-1][1] / 2
+        copied = rates.bandwidth / 2
         return Device(rates, memory_of(torch.device("cpu")), copied, copied)
     if name not in DEVICES:
         raise InputError(f"unknown gpu {name!r}; expected one of {', '.join((*DEVICES, HERE))}")
@@ -117,7 +117,7 @@ def plan(
         each = share * (2 * blocks * weight + root * BYTES + whole)
         sent = config.accumulate * each
         # Its part of the blocks' update, which the counted step has not taken.
-        computing += blocks * BYTES * (3 + 2 * moments) / n / device.rates.moved[-1][1]
+        computing += blocks * BYTES * (3 + 2 * moments) / n / device.rates.bandwidth
     else:
         state = whole * (2 + moments)
         beside = whole if n > 1 else 0.0

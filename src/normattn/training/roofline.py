@@ -1,18 +1,19 @@
 """A step's time from what it does and what a device can do: a roofline of every operation.
 
-    seconds = Σ over operations of  overhead + max(products/rate, bytes/bandwidth, exps/rate)
+    seconds = Σ over operations of  overhead + products/rate + bytes/bandwidth + exps/rate
 
-Operations run one behind the other, so each is bound by one thing. Of this machine everything is
-measured when it is asked for, on numbers of no model: a square product, two tensors multiplied into
-a new one at several sizes from 4 MB on, exponentials, and the time that an operation takes in a
-training of next to nothing, Python included. A smaller operation moves its bytes no faster: what it
-reads was written a few operations ago, and those after that have pushed it out of a core's own
-cache. So the share of the peak is that of a plain square product, and nothing is fitted to a model.
-Of a GPU rates are published ones and no overhead is known: a bound from below.
+Operations run one behind the other. Of a GPU the three hide each other (their largest counts),
+rates are published ones and no overhead is known: a bound from below. Of this machine's processor
+they add up, since one core waits for what it reads, and all four are measured when asked for, on
+numbers of no model: a square product, two tensors multiplied into a third out of more bytes than
+caches hold (what a step's operation reads was mostly written long before), exponentials, and the
+time that an operation takes in a training of next to nothing, Python included. So the share of the
+peak is that of a plain square product, and nothing is fitted to a model.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -27,7 +28,7 @@ from normattn.training.dry_step import dry_step
 from normattn.training.measured_step import measured_seconds, threads
 
 SIZE = 1024
-BYTES = tuple(2**n for n in range(22, 28))
+MOVED, POOL = 2**22, 2**26
 _EXPONENTIALS = 2**17
 _ROUND = 0.06
 NEXT_TO_NOTHING = {
@@ -39,38 +40,29 @@ NEXT_TO_NOTHING = {
 
 @dataclass(frozen=True)
 class Rates:
-    """Products a second in both types, exponentials a second, seconds of an operation.
+    """Products, bytes and exponentials a second, and seconds of an operation beside them.
 
-    `moved`: (bytes of an operation, bytes a second), sizes rising; between two sizes the rate goes
-    by the logarithm of the size, beyond them it is the outer one's.
+    `hidden`: whether an operation's products, bytes and exponentials hide each other.
     """
 
     fp32: float
     bf16: float
-    moved: tuple[tuple[float, float], ...]
+    bandwidth: float
     exponentials: float = math.inf
     overhead: float = 0.0
-
-    def bandwidth(self, size: float) -> float:
-        """Bytes a second of an operation that reads and writes `size`."""
-        below = self.moved[0]
-        for point in self.moved:
-            if point[0] >= size:
-                if point is below:
-                    return point[1]
-                share = math.log(size / below[0]) / math.log(point[0] / below[0])
-                return below[1] + share * (point[1] - below[1])
-            below = point
-        return below[1]
+    hidden: bool = True
 
     def seconds(self, counted: Counted) -> float:
         """A step's time."""
         return sum(times * self._one(work) for work, times in counted.work.items())
 
     def _one(self, work: Work) -> float:
-        products = work.flops / (self.bf16 if work.half else self.fp32)
-        moving = work.moved / self.bandwidth(work.moved) if work.moved else 0.0
-        return self.overhead + max(products, moving, work.exponentials / self.exponentials)
+        parts = (
+            work.flops / (self.bf16 if work.half else self.fp32),
+            work.moved / self.bandwidth,
+            work.exponentials / self.exponentials,
+        )
+        return self.overhead + (max(parts) if self.hidden else sum(parts))
 
 
 def rates_here(count: int = 1) -> Rates:
@@ -84,9 +76,10 @@ def rates_here(count: int = 1) -> Rates:
         return Rates(
             _products(torch.float32, count),
             _products(torch.bfloat16, count),
-            tuple((float(size), _moved(size, count)) for size in BYTES),
+            _moved(count),
             _EXPONENTIALS / _seconds(lambda: torch.exp(x, out=y), count),
             _overhead(),
+            hidden=False,
         )
 
 
@@ -96,11 +89,17 @@ def _products(dtype: torch.dtype, count: int) -> float:
     return 2.0 * SIZE**3 / _seconds(lambda: torch.mm(a, a, out=out), count)
 
 
-def _moved(size: int, count: int) -> float:
-    """Two tensors are read and a new one is written, `size` bytes together."""
-    a = torch.ones(size // 12)
-    b = torch.ones(size // 12)
-    return size / _seconds(lambda: a * b, count)
+def _moved(count: int) -> float:
+    """Two tensors are read and a third one is written, none of them touched for long."""
+    many = 3 * POOL // MOVED
+    pool = [torch.ones(MOVED // 12) for _ in range(many)]
+    turn = itertools.cycle(range(0, many, 3))
+
+    def multiply() -> None:
+        at = next(turn)
+        torch.mul(pool[at], pool[at + 1], out=pool[at + 2])
+
+    return MOVED / _seconds(multiply, count)
 
 
 def _overhead() -> float:
