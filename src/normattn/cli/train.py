@@ -79,7 +79,8 @@ def command(
         int, typer.Option(min=1, help="With --plan --gpu: GPUs of each machine.")
     ] = 1,
     gpu: Annotated[
-        Text, typer.Option(help="With --plan: memory, messages and time on a100, h100, h200, or here.")
+        Text,
+        typer.Option(help="With --plan: what a step takes on a100, h100, h200, or here."),
     ] = None,
 ) -> None:
     """Train a causal language model with a chosen attention score.

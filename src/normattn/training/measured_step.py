@@ -24,9 +24,10 @@ from normattn.training.workload import rows_per_share
 
 def measured_peak(config: TrainingConfig, place: World | None = None) -> int:
     """Bytes at the peak of two steps on a CPU, from before the model is made."""
-    with threads(config.threads), profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True
-    ) as seen:
+    with (
+        threads(config.threads),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
+    ):
         stepper = _stepper(config, place)
         for step in (1, 2):
             stepper.step(step)

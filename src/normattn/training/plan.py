@@ -79,7 +79,7 @@ def device_named(name: str, threads: int = 1) -> Device:
     if name == HERE:
         rates = rates_here(threads)
         copied = rates.bandwidth / 2
-        return Device(rates, memory_of(torch.device("cpu")), copied, copied)
+        return Device(rates, float(memory_of(torch.device("cpu"))), copied, copied)
     if name not in DEVICES:
         raise InputError(f"unknown gpu {name!r}; expected one of {', '.join((*DEVICES, HERE))}")
     return DEVICES[name]
@@ -121,7 +121,7 @@ def plan(
     else:
         state = whole * (2 + moments)
         beside = whole if n > 1 else 0.0
-        memory = counted.peak + beside
+        memory = float(counted.peak) + beside
         sent = 2 * share * whole
     sending = sent / (device.between if nodes > 1 else device.inside)
     return Plan(state, beside, memory, sent, computing, sending, whole * (1 + moments))
