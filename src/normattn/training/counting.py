@@ -58,7 +58,7 @@ class Counted:
         return self.work.total()
 
 
-class Counting(TorchDispatchMode):
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is computed inside, with tensors that hold no numbers (torch's FakeTensorMode).
 
     Where a number would be read, it is 0 (so everything is finite), a truth value `truth`; where
@@ -66,7 +66,7 @@ class Counting(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.truth = False
         self.found = Counted()

@@ -113,7 +113,10 @@ def plan(
         # which the counted step has made.
         one = blocks / config.model.layers
         beside = 2 * one * (weight + BYTES) + root * 2 * BYTES
-        memory = state + beside - root * BYTES + counted.peak - counted.lasting
+        within = counted.peak - counted.lasting - root * BYTES
+        # Parts of gradients come as activations go, but for those of an earlier micro-batch.
+        early = state if config.accumulate > 1 else whole * (1 + moments) / n
+        memory = max(early + within, state) + beside
         each = share * (2 * blocks * weight + root * BYTES + whole)
         sent = config.accumulate * each
         # Its part of the blocks' update, which the counted step has not taken.
