@@ -54,7 +54,7 @@ class Rates:
 
     def seconds(self, counted: Counted) -> float:
         """A step's time."""
-        return sum(times * self._one(work) for work, times in counted.work.items())
+        return sum((times * self._one(work) for work, times in counted.work.items()), 0.0)
 
     def _one(self, work: Work) -> float:
         parts = (
