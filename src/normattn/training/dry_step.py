@@ -75,7 +75,8 @@ def dry_step(
         stepper.optimiser.zero_grad(set_to_none=True)
         counting.begin()
         stepper.step(1)
-        return counting.found
+        found: Counted = counting.found
+        return found
 
 
 def _let_go(model: nn.Module, half: bool) -> None:
@@ -88,7 +89,7 @@ def _let_go(model: nn.Module, half: bool) -> None:
                 continue
             if half:
                 module._parameters[name] = weight = nn.Parameter(weight.detach().bfloat16())
-            weight.register_post_accumulate_grad_hook(_forget)
+            weight.register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
 
 
 def _forget(parameter: Tensor) -> None:
