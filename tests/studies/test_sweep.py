@@ -151,7 +151,7 @@ def test_a_diverged_cell_is_a_result(tiny: Path, tmp_path: Path, start: Start) -
     poison = ("training.optimiser.name=tiger", "training.optimiser.lr=10")
     changes = [word for setting in poison for word in ("--set", setting)]
     sweep = ("reproduce", "keynorm", "--preset", tiny, *changes, "--out", out, *ROWS)
-    code, said = finish(start(*sweep, cells_here=True))
+    code, said = finish(start(*sweep))
     assert code == 0, said
     assert "diverged" in said
     page = (out / "table.md").read_text()
