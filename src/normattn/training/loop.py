@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from normattn.runs import (
     describe_environment,
     record_environment,
 )
+from normattn.runs.timing import threads
 from normattn.training.distribution import World, world
 from normattn.training.divergence import find_origin
 from normattn.training.loop_config import LoopConfig
@@ -68,7 +69,7 @@ def train(
     """
     with ExitStack() as stack:
         place = stack.enter_context(world(config.device))
-        stack.enter_context(_threads(config.threads))
+        stack.enter_context(threads(config.threads))
         stack.enter_context(using(config.kernels))
         followers = list(callbacks)
         # Before anything is written: a tracker that is not installed leaves no run behind.
@@ -378,14 +379,3 @@ def _as_json(report: StepReport | None) -> dict[str, Any] | None:
         "tokens_per_second": 0.0,
         "seconds": 0.0,
     }
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Compute on `count` threads, and go back to what was set before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

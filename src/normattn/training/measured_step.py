@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from normattn.kernels.calibration import using
+from normattn.runs.timing import threads
 from normattn.training.config import TrainingConfig
 from normattn.training.distribution import World
 from normattn.training.dry_step import DrawnTask
@@ -26,6 +25,7 @@ def measured_peak(config: TrainingConfig, place: World | None = None) -> int:
     """Bytes at the peak of two steps on a CPU, from before the model is made."""
     with (
         threads(config.threads),
+        using(config.kernels),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
     ):
         stepper = _stepper(config, place)
@@ -44,7 +44,7 @@ def measured_seconds(
     config: TrainingConfig, steps: int, place: World | None = None
 ) -> tuple[float, float]:
     """The median step's seconds and processor seconds, after two that are not counted."""
-    with threads(config.threads):
+    with threads(config.threads), using(config.kernels):
         stepper = _stepper(config, place)
         times = []
         for step in range(1, steps + 3):
@@ -61,16 +61,4 @@ def _stepper(config: TrainingConfig, place: World | None) -> Stepper:
     rows = rows_per_share(config.batch_size, place.size * config.accumulate)
     torch.manual_seed(config.seed)
     task = DrawnTask(config, rows)
-    with using(config.kernels):
-        return Stepper(task, config, place, lambda: False)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Compute on `count` threads, and go back to what was set before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return Stepper(task, config, place, lambda: False)

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 
 import torch
 
+from normattn.runs.timing import threads
 from normattn.training.config import TrainingConfig
 from normattn.training.counting import Counted, Work
 from normattn.training.dry_step import dry_step
-from normattn.training.measured_step import measured_seconds, threads
+from normattn.training.measured_step import measured_seconds
 
 SIZE = 1024
 MOVED, POOL = 2**22, 2**26
