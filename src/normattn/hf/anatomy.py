@@ -50,15 +50,15 @@ class Anatomy:
             own = given.get(types[index])
             if isinstance(own, Mapping):
                 return own
-        return {} if any(isinstance(each, Mapping) for each in given.values()) else given
+        return {} if any(isinstance(value, Mapping) for value in given.values()) else given
 
 
 def _nested(given: Any) -> Iterator[Mapping[str, Any]]:
     """The innermost mappings: rope parameters may stand under the types of layers."""
     if isinstance(given, Mapping):
-        inner = [each for each in given.values() if isinstance(each, Mapping)]
-        for each in inner:
-            yield from _nested(each)
+        inner = [value for value in given.values() if isinstance(value, Mapping)]
+        for mapping in inner:
+            yield from _nested(mapping)
         if not inner and given:
             yield given
 
@@ -83,22 +83,22 @@ def anatomy(model: Any) -> Anatomy:
     return Anatomy(model, model.config.get_text_config(), decoder)
 
 
-def refuse_moving(found: Anatomy, layers: list[nn.Module]) -> None:
+def refuse_moving(parts: Anatomy, layers: list[nn.Module]) -> None:
     """Raise `InputError` for layers whose own frequencies change with what is read."""
-    for kind in [found.rope(layer).get("rope_type") for layer in layers]:
+    for kind in [parts.rope(layer).get("rope_type") for layer in layers]:
         if kind in _MOVING:
             raise InputError(
-                f"{found.name} has a {kind} rotary spectrum of its own: {_MOVING[kind]}"
+                f"{parts.name} has a {kind} rotary spectrum of its own: {_MOVING[kind]}"
             )
 
 
-def known_length(found: Anatomy) -> tuple[int, str]:
+def known_length(parts: Anatomy) -> tuple[int, str]:
     """The training length that the configuration names, and where it says so.
 
     Raises `InputError` that asks for `train_length` where it names none, or two.
     """
-    longest = getattr(found.config, "max_position_embeddings", None)
-    originals = {each.get("original_max_position_embeddings") for each in found.ropes}
+    longest = getattr(parts.config, "max_position_embeddings", None)
+    originals = {rope.get("original_max_position_embeddings") for rope in parts.ropes}
     originals -= {None, longest}
     if originals:
         raise InputError(

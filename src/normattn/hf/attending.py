@@ -82,11 +82,13 @@ class ExtendedLayer:
         asked: Asked,
     ) -> Float[Tensor, "b h t e"]:
         """softmax(score) · v for the queries, the last of the keys that the mask names."""
-        place = self._placing(mask, q, k, position_ids)
-        if place.runs is None:
-            return self._attend(q, k[:, :, : place.keys], v[:, :, : place.keys], place, asked)
+        placement = self._placing(mask, q, k, position_ids)
+        if placement.runs is None:
+            return self._attend(
+                q, k[:, :, : placement.keys], v[:, :, : placement.keys], placement, asked
+            )
         out = v.new_zeros(*q.shape[:3], v.shape[-1])
-        for run in place.runs:
+        for run in placement.runs:
             if run.inner.keys:
                 columns = (run.batch, slice(None), run.keys)
                 own = q[run.batch, :, run.queries]
@@ -96,67 +98,67 @@ class ExtendedLayer:
         return out
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, place: Placing, asked: Asked
+        self, q: Tensor, k: Tensor, v: Tensor, placement: Placing, asked: Asked
     ) -> Float[Tensor, "b h t e"]:
-        """The same for keys and queries that stand where `place` says."""
+        """The same for keys and queries that stand where `placement` says."""
 
         def part(rows: slice, keys: int, block: int) -> Tensor:
-            seen = place.seen.part(rows, keys)
+            seen = placement.seen.part(rows, keys)
             own, k_own = q[:, :, rows], k[:, :, :keys]
             if self.folding is None:
-                scale = query_factor(self.spec, asked.scaling, place.positions.n[..., rows])
+                scale = query_factor(self.spec, asked.scaling, placement.positions.n[..., rows])
                 problem = Problem(scaled(own, beside(scale)), k_own, v[:, :, :keys], seen)
             else:
-                problem = self._turned(own, k_own, v[:, :, :keys], place, rows, block, asked)
+                problem = self._turned(own, k_own, v[:, :, :keys], placement, rows, block, asked)
                 problem = replace(problem, visibility=seen)
             problem = replace(problem, dropout=asked.dropout, cap=asked.softcap, sink=asked.sink)
             # As the attention that the model was trained with keeps its scores.
             return attend(problem, unrounded(problem))
 
         if self.folding is None:
-            return part(slice(0, q.shape[2]), place.keys, 0)
+            return part(slice(0, q.shape[2]), placement.keys, 0)
         q, k = _arranged(self.folding.turning, q, 0), _arranged(self.folding.turning, k, 1)
-        return in_blocks(self.spec, place.positions, part)
+        return in_blocks(self.spec, placement.positions, part)
 
     def _turned(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        place: Placing,
+        placement: Placing,
         rows: slice,
         block: int,
         asked: Asked,
     ) -> Problem:
         """The problem of some rows: queries and keys at their near and far positions."""
         assert self.folding is not None
-        at = place.positions.part(rows, k.shape[2])
+        at = placement.positions.part(rows, k.shape[2])
         regime = self.spec.regime
         start = 0
         if regime is not None and at.regular and regime.window is not None:
             start = max(0, k.shape[2] - q.shape[2] - regime.window + 1)
         name = f"{rows} {k.shape[2]} {block} {asked.scaling} {q.dtype}"
-        given = (place, self.folding)
-        found: tuple[Fold, Fold, Fold] | None = self.memory.get(name, given)
-        if found is None:
+        given = (placement, self.folding)
+        folds: tuple[Fold, Fold, Fold] | None = self.memory.get(name, given)
+        if folds is None:
             far = self.folding.keys(at, 0, block, q.dtype)
-            found = (
+            folds = (
                 self.folding.queries(at, block, asked.scaling, q.dtype),
                 far if start == 0 else self.folding.keys(at, start, block, q.dtype),
                 far,
             )
-            self.memory.keep(name, given, found)
-        queries, near, far = found
+            self.memory.keep(name, given, folds)
+        queries, near, far = folds
         assert queries.near is not None
         assert near.near is not None
         near_q = _evened(self.folding.turning, queries.near(q))
         near_k = near.near(k[:, :, start:])
         if regime is None or queries.far is None:
-            return Problem(near_q, near_k, v, place.seen)
+            return Problem(near_q, near_k, v, placement.seen)
         far_q = _evened(self.folding.turning, queries.far(q))
         far_k = k if far.far is None else far.far(k)
         return Problem(
-            *(near_q, near_k, v, place.seen, far_q, far_k, regime.window), near_start=start
+            *(near_q, near_k, v, placement.seen, far_q, far_k, regime.window), near_start=start
         )
 
     def _placing(
@@ -164,13 +166,13 @@ class ExtendedLayer:
     ) -> Placing:
         before: Tensor | None = self.memory.get(BEFORE, ())
         given = (mask, before, position_ids, self.folding)
-        found: Placing | None = self.memory.get("placing", given)
-        if found is None:
+        placement: Placing | None = self.memory.get("placing", given)
+        if placement is None:
             counted = self.folding is not None
             sizes = (q.shape[2], k.shape[2], q.shape[0])
-            found = placing(mask, *sizes, position_ids, counted, before)
-            self.memory.keep("placing", given, found)
-        return found
+            placement = placing(mask, *sizes, position_ids, counted, before)
+            self.memory.keep("placing", given, placement)
+        return placement
 
 
 def _arranged(turning: Turning, x: Tensor, side: int) -> Tensor:

@@ -37,14 +37,14 @@ class NormattnModel(_Model):
         self.post_init()
 
     @classmethod
-    def from_pretrained(cls, *place: Any, **options: Any) -> Any:
+    def from_pretrained(cls, *source: Any, **options: Any) -> Any:
         """As transformers', but every weight must be there."""
         told = options.pop("output_loading_info", False)
-        model, info = super().from_pretrained(*place, output_loading_info=True, **options)
-        lacking = sorted(str(each) for each in (*info["missing_keys"], *info["mismatched_keys"]))
+        model, info = super().from_pretrained(*source, output_loading_info=True, **options)
+        lacking = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
         if lacking:
             raise InputError(
-                f"the weights in {place[0]} are not those of its configuration: {lacking[0]} is "
+                f"the weights in {source[0]} are not those of its configuration: {lacking[0]} is "
                 "missing or has another shape"
             )
         return (model, info) if told else model
@@ -103,6 +103,6 @@ def as_asked(output: Any, config: Any, return_dict: bool | None) -> Any:
 def checked_ids(ids: Tensor | None) -> Tensor:
     """The token ids; raises `InputError` where there are none."""
     if ids is None or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-        found = "none" if ids is None else f"{ids.dtype} of {tuple(ids.shape)}"
-        raise InputError(f"input_ids must be whole numbers (B, T), but they are {found}")
+        description = "none" if ids is None else f"{ids.dtype} of {tuple(ids.shape)}"
+        raise InputError(f"input_ids must be whole numbers (B, T), but they are {description}")
     return ids

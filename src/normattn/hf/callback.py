@@ -55,9 +55,9 @@ class AttentionCallback(TrainerCallback):
         lines = collector.lines()
         _write(Path(args.output_dir) / FILE, state.global_step, lines)
         largest = {
-            f"{LARGEST}/{name}": max(each for each in line.largest if each is not None)
+            f"{LARGEST}/{name}": max(logit for logit in line.largest if logit is not None)
             for name, line in lines.items()
-            if any(each is not None for each in line.largest)
+            if any(logit is not None for logit in line.largest)
         }
         state.log_history.append({**largest, "step": state.global_step})
 

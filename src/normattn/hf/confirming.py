@@ -20,18 +20,18 @@ from normattn.score import ScoreSpec
 _CLOSE = 0.01
 
 
-def read(found: Anatomy, spec: ScoreSpec) -> list[Tensor]:
+def read(parts: Anatomy, spec: ScoreSpec) -> list[Tensor]:
     """What a model makes of a few tokens at once and, where it can, with a cache.
 
     No more tokens than those to which a method of two regimes or of log-n promises no change.
     """
-    ids = some_tokens(found, _count(spec))
-    with quiet(found):
-        whole = _output(found.model(input_ids=ids, use_cache=False))
+    ids = some_tokens(parts, _count(spec))
+    with quiet(parts):
+        whole = _output(parts.model(input_ids=ids, use_cache=False))
         try:
-            first = found.model(input_ids=ids[:, :-1], use_cache=True)
+            first = parts.model(input_ids=ids[:, :-1], use_cache=True)
             cache = {"past_key_values": first.past_key_values}
-            step = found.model(input_ids=ids[:, -1:], use_cache=True, **cache)
+            step = parts.model(input_ids=ids[:, -1:], use_cache=True, **cache)
         except NormattnError:
             raise
         except Exception:  # a model whose own cache is broken is not made worse
@@ -51,12 +51,12 @@ def _count(spec: ScoreSpec) -> int:
 
 
 def _output(out: Any) -> Tensor:
-    found: Tensor = out.logits if hasattr(out, "logits") else out.last_hidden_state
-    return found.detach()
+    output: Tensor = out.logits if hasattr(out, "logits") else out.last_hidden_state
+    return output.detach()
 
 
 def confirm(
-    found: Anatomy, layers: Sequence[Layer], spec: ScoreSpec, before: Sequence[Tensor]
+    parts: Anatomy, layers: Sequence[Layer], spec: ScoreSpec, before: Sequence[Tensor]
 ) -> None:
     """Raise `InputError` unless every layer of the extended model gets what it shall get.
 
@@ -64,29 +64,29 @@ def confirm(
     the near regime and the training length the logits shall be the model's own.
     """
     heard: dict[nn.Module, Heard] = {}
-    for each in listen(found):
-        heard.setdefault(each.module, each)
-    by_module = {each.module: each for each in layers}
+    for call in listen(parts):
+        heard.setdefault(call.module, call)
+    by_module = {layer.module: layer for layer in layers}
     for layer in layers:
-        _compare(found, layer, heard.get(layer.module), spec, by_module)
+        _compare(parts, layer, heard.get(layer.module), spec, by_module)
     try:
-        after = read(found, spec)
+        after = read(parts, spec)
     except NormattnError:
         raise
     except Exception as error:
         sentence = " ".join(str(error).split())[:200]
         raise InputError(
-            f"{found.name} cannot be extended by {spec.method}: its forward then fails "
+            f"{parts.name} cannot be extended by {spec.method}: its forward then fails "
             f"({type(error).__name__}: {sentence})"
         ) from error
     if len(after) < len(before):
         raise InputError(
-            f"{found.name} cannot be extended by {spec.method}: a step with a cache then fails"
+            f"{parts.name} cannot be extended by {spec.method}: a step with a cache then fails"
         )
     near = spec.regime is None or (spec.regime.window or 2) >= 2
     if near and (spec.spectrum is None or spec.moves) and not _same(after, before):
         raise InputError(
-            f"{found.name} cannot be extended by {spec.method}: a short text, to which it "
+            f"{parts.name} cannot be extended by {spec.method}: a short text, to which it "
             "promises no change, is read otherwise"
         )
 
@@ -106,7 +106,7 @@ def _same(after: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
 
 
 def _compare(
-    found: Anatomy,
+    parts: Anatomy,
     layer: Layer,
     heard: Heard | None,
     spec: ScoreSpec,
@@ -132,7 +132,7 @@ def _compare(
         )
     if not right:
         raise InputError(
-            f"layer {layer.index} of {found.name} ({type(layer.module).__name__}) does not get the "
+            f"layer {layer.index} of {parts.name} ({type(layer.module).__name__}) does not get the "
             f"positions that {spec.method} means it to have, so it cannot be extended by it"
         )
 

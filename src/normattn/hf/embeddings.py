@@ -55,8 +55,8 @@ class Embeddings:
             self._memory.keep(BEFORE, (), mask)
         if not self._inside and self._other is None:
             return None
-        place = self._place
-        before = kwargs.get(place) if isinstance(place, str) else args[place]
+        argument = self._place
+        before = kwargs.get(argument) if isinstance(argument, str) else args[argument]
         if before is None:
             raise InputError(f"layer {self._index} was called without its position embeddings")
         ids = kwargs.get("position_ids")
@@ -65,18 +65,18 @@ class Embeddings:
         if self._other is None:
             # Rotating by nothing: the product with cos broadcasts over the tokens.
             self._memory.keep(OWN, (), before)
-            return put(args, kwargs, place, still(before))
-        return put(args, kwargs, place, self._stretched(before, self._ids(ids)))
+            return put(args, kwargs, argument, still(before))
+        return put(args, kwargs, argument, self._stretched(before, self._ids(ids)))
 
     def _stretched(self, before: Any, ids: Tensor) -> Any:
         assert self._other is not None
         dtype = before.dtype if isinstance(before, Tensor) else before[0].dtype
         name, given = f"embeddings {id(self._tables)} {dtype}", (ids,)
-        found = self._memory.get(name, given)
-        if found is None:
-            found = self._tables.make(ids, *self._other, before)
-            self._memory.keep(name, given, found)
-        return found
+        embeddings = self._memory.get(name, given)
+        if embeddings is None:
+            embeddings = self._tables.make(ids, *self._other, before)
+            self._memory.keep(name, given, embeddings)
+        return embeddings
 
     def _ids(self, given: Tensor | None) -> Tensor:
         ids = self._memory.get(_IDS, ()) if given is None else given
@@ -85,8 +85,8 @@ class Embeddings:
                 f"layer {self._index} is not told the tokens' position_ids, so its positions cannot"
                 " be stretched"
             )
-        found: Tensor = ids
-        return found
+        position_ids: Tensor = ids
+        return position_ids
 
     def _refuse_images(self, before: Any, ids: Tensor) -> None:
         given = (before,) if isinstance(before, Tensor) else tuple(before)
@@ -120,8 +120,8 @@ class OwnEmbeddings:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments with the position embeddings that the layer was given."""
-        place, own = place_of(args, kwargs), self._memory.get(OWN, ())
-        return None if place is None or own is None else put(args, kwargs, place, own)
+        argument, own = place_of(args, kwargs), self._memory.get(OWN, ())
+        return None if argument is None or own is None else put(args, kwargs, argument, own)
 
 
 class PositionIds:

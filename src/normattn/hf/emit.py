@@ -131,7 +131,7 @@ def _of_trained_length(wanted: Wanted, multiplied: tuple[str, ...]) -> dict[str,
     fields = copy.deepcopy(wanted.fields)
     rope = fields["rope_parameters"]
     kinds = {rope.get("rope_type")} | {
-        each.get("rope_type") for each in rope.values() if isinstance(each, dict)
+        nested.get("rope_type") for nested in rope.values() if isinstance(nested, dict)
     }
     if kinds & set(multiplied):
         del fields["max_position_embeddings"]
@@ -156,8 +156,8 @@ def _llama_cpp(wanted: Wanted) -> str:
 
 def _gguf(wanted: Wanted) -> str:
     """Keys of a GGUF file, as key=type:value."""
-    found = gguf_values(wanted)
-    return "".join(f"{name}={kind}:{value}\n" for name, (kind, value) in found.items())
+    keys = gguf_values(wanted)
+    return "".join(f"{name}={kind}:{value}\n" for name, (kind, value) in keys.items())
 
 
 def gguf_values(wanted: Wanted) -> dict[str, tuple[str, Any]]:

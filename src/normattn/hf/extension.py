@@ -60,11 +60,11 @@ def extend(
     queries and on keys, as in transformers. Raises `InputError` where the model or a value cannot
     serve.
     """
-    found, layers, spec, source = plan(model, method, train_length, **parameters)
-    before = read(found, spec)
-    extension = Extension(found, layers, spec, source)
+    parts, layers, spec, source = plan(model, method, train_length, **parameters)
+    before = read(parts, spec)
+    extension = Extension(parts, layers, spec, source)
     try:
-        confirm(found, layers, spec, before)
+        confirm(parts, layers, spec, before)
     except BaseException:
         extension.remove()
         raise
@@ -85,13 +85,13 @@ class Plan(NamedTuple):
 
 def plan(model: Any, method: str, train_length: int | None = None, **parameters: Any) -> Plan:
     """What `extend` would do; the model is asked and not changed. Raises as `extend` does."""
-    found = anatomy(model)
-    _refuse_twice(found)
-    spec, source = _specified(found, method, train_length, parameters)
-    refuse_vectors(found)
-    layers = understand(found, ask(found))
-    _check(spec, layers, found)
-    return Plan(found, layers, spec, source)
+    parts = anatomy(model)
+    _refuse_twice(parts)
+    spec, source = _specified(parts, method, train_length, parameters)
+    refuse_vectors(parts)
+    layers = understand(parts, ask(parts))
+    _check(spec, layers, parts)
+    return Plan(parts, layers, spec, source)
 
 
 def extension_of(model: Any) -> Extension | None:
@@ -109,7 +109,7 @@ class Extension:
     """
 
     def __init__(
-        self, found: Anatomy, layers: tuple[Layer, ...], spec: ScoreSpec, source: str
+        self, parts: Anatomy, layers: tuple[Layer, ...], spec: ScoreSpec, source: str
     ) -> None:
         self.spec = spec
         self.resolved = _resolved(spec, source, layers)
@@ -117,7 +117,7 @@ class Extension:
         self._memory = Memory()
         _compile_anew()
         try:
-            self._switch_on(found, layers)
+            self._switch_on(parts, layers)
         except BaseException:
             self.remove()
             raise
@@ -151,15 +151,15 @@ class Extension:
             "an extended model cannot be copied or pickled: remove() the extension first"
         )
 
-    def _switch_on(self, found: Anatomy, layers: tuple[Layer, ...]) -> None:
+    def _switch_on(self, model_parts: Anatomy, layers: tuple[Layer, ...]) -> None:
         spec = self.spec
         inside = spec.regime is not None or spec.moves
         own = inside or spec.logn is not None
-        served = [each for each in layers if each.sliding is None]
-        choosing = [each for each in served if _chooses(each)]
-        name = registered(_before(found), bool(choosing)) if own else None
-        self._rename(found, layers, name)
-        sections = any(hasattr(each, "mrope_section") for each in found.decoder.modules())
+        served = [layer for layer in layers if layer.sliding is None]
+        choosing = [layer for layer in served if _chooses(layer)]
+        name = registered(_before(model_parts), bool(choosing)) if own else None
+        self._rename(model_parts, layers, name)
+        sections = any(hasattr(module, "mrope_section") for module in model_parts.decoder.modules())
         foldings: list[Folding] = []
         for layer in served:
             if name is not None:
@@ -171,39 +171,39 @@ class Extension:
                 self._hook(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
         if inside:
             aside = OwnEmbeddings(self._memory)
-            parts = {part for each in choosing for part in each.module.modules()}
-            for part in parts - {each.module for each in choosing}:
+            parts = {part for layer in choosing for part in layer.module.modules()}
+            for part in parts - {layer.module for layer in choosing}:
                 self._hook(part.register_forward_pre_hook(aside, with_kwargs=True))
-        self._hook(found.decoder.register_forward_pre_hook(self._memory.clear))
-        self._hook(found.decoder.register_forward_hook(self._memory.clear, always_call=True))
-        if any(not each.heard.has_ids for each in served if each.turning is not None):
+        self._hook(model_parts.decoder.register_forward_pre_hook(self._memory.clear))
+        self._hook(model_parts.decoder.register_forward_hook(self._memory.clear, always_call=True))
+        if any(not layer.heard.has_ids for layer in served if layer.turning is not None):
             ids = PositionIds(self._memory)
-            for module in found.decoder.modules():
-                if any(each.endswith("inv_freq") for each in module._buffers):
+            for module in model_parts.decoder.modules():
+                if any(buffer.endswith("inv_freq") for buffer in module._buffers):
                     self._hook(module.register_forward_pre_hook(ids, with_kwargs=True))
-        self._set(found.decoder, HANDLE, self)
+        self._set(model_parts.decoder, HANDLE, self)
 
-    def _rename(self, found: Anatomy, layers: tuple[Layer, ...], name: str | None) -> None:
+    def _rename(self, parts: Anatomy, layers: tuple[Layer, ...], name: str | None) -> None:
         """Private copies of the configurations on the way to the layers, naming our attention.
 
         Without a name they keep theirs; the model's own tells of the method when it is saved.
         """
-        kept = {each.module for each in layers if each.sliding is not None}
-        way = {found.model, *found.decoder.modules()} - kept
-        way |= {each for each in found.model.modules() if found.decoder in each.modules()}
+        kept = {layer.module for layer in layers if layer.sliding is not None}
+        way = {parts.model, *parts.decoder.modules()} - kept
+        way |= {module for module in parts.model.modules() if parts.decoder in module.modules()}
         copies: dict[int, Any] = {}
-        for module in found.model.modules():
+        for module in parts.model.modules():
             config = module.__dict__.get("config")
             if module not in way or not hasattr(config, "_attn_implementation_internal"):
                 continue
             if id(config) not in copies:
                 copies[id(config)] = named(config, name or str(config._attn_implementation))
             private = copies[id(config)]
-            if module is found.model:
-                private = self._telling(found, layers, private)
+            if module is parts.model:
+                private = self._telling(parts, layers, private)
             self._set(module, "config", private)
 
-    def _telling(self, found: Anatomy, layers: tuple[Layer, ...], config: Any) -> Any:
+    def _telling(self, parts: Anatomy, layers: tuple[Layer, ...], config: Any) -> Any:
         """A copy of the model's configuration that tells of the method, for whoever saves it.
 
         In transformers' own words as well, where it has them; what they replace is kept beside.
@@ -213,9 +213,9 @@ class Extension:
             "method": method_of(self.spec),
             "train_length": self.spec.train_length,
         }
-        fields = native(found, layers, self.spec)
+        fields = native(parts, layers, self.spec)
         if fields is not None:
-            record[TRAINED] = trained(found.config)
+            record[TRAINED] = trained(parts.config)
             put_fields(saved.get_text_config(), fields)
         setattr(saved, FIELD, record)
         return saved
@@ -249,15 +249,15 @@ def _compile_anew() -> None:
 
 def _shared(foldings: list[Folding], spec: ScoreSpec, turning: Turning) -> Folding:
     """One folding for all layers that turn alike."""
-    alike = [each for each in foldings if each.turning.alike(turning)]
+    alike = [folding for folding in foldings if folding.turning.alike(turning)]
     if not alike:
         alike = [Folding(spec, turning)]
         foldings += alike
     return alike[0]
 
 
-def _before(found: Anatomy) -> str:
-    return str(found.config._attn_implementation or "eager")
+def _before(parts: Anatomy) -> str:
+    return str(parts.config._attn_implementation or "eager")
 
 
 def method_of(spec: ScoreSpec) -> str:
@@ -266,7 +266,7 @@ def method_of(spec: ScoreSpec) -> str:
 
 
 def _specified(
-    found: Anatomy, method: str, train_length: int | None, parameters: dict[str, Any]
+    parts: Anatomy, method: str, train_length: int | None, parameters: dict[str, Any]
 ) -> tuple[ScoreSpec, str]:
     """The method with its values filled in, and where the training length comes from."""
     if method.strip() in ("", "as is"):
@@ -277,7 +277,7 @@ def _specified(
     source = "given"
     length = asked.train_length if train_length is None else train_length
     if length is None:
-        length, source = known_length(found)
+        length, source = known_length(parts)
     spec = asked.resolve(length, factor)
     if factor is not None and ScoreSpec(asked.parts, length) == spec:
         raise InputError(f"{spec.method} takes no factor, or has what it would give already")
@@ -307,17 +307,17 @@ def _left_over(method: str, parameters: dict[str, Any]) -> float | None:
     return float(factor)
 
 
-def _refuse_twice(found: Anatomy) -> None:
-    active = found.decoder.__dict__.get(HANDLE)
+def _refuse_twice(parts: Anatomy) -> None:
+    active = parts.decoder.__dict__.get(HANDLE)
     if active is not None:
         raise InputError(
             f"this model is already extended, by {active.spec.method}: remove() that first"
         )
 
 
-def _check(spec: ScoreSpec, layers: tuple[Layer, ...], found: Anatomy) -> None:
-    served = [each for each in layers if each.sliding is None]
-    turned = [each for each in served if each.turning is not None]
+def _check(spec: ScoreSpec, layers: tuple[Layer, ...], parts: Anatomy) -> None:
+    served = [layer for layer in layers if layer.sliding is None]
+    turned = [layer for layer in served if layer.turning is not None]
     positions = spec.spectrum is not None or spec.regime is not None or spec.moves
     if not served or (positions and not turned):
         why = (
@@ -326,35 +326,35 @@ def _check(spec: ScoreSpec, layers: tuple[Layer, ...], found: Anatomy) -> None:
             else "none of its layers with full attention has rotary positions"
         )
         raise InputError(
-            f"{found.name} cannot be extended: {why}, so there is no position to extend"
+            f"{parts.name} cannot be extended: {why}, so there is no position to extend"
         )
-    refuse_moving(found, [each.module for each in turned])
-    gained = any(each.turning is not None and each.turning.gains is not None for each in turned)
+    refuse_moving(parts, [layer.module for layer in turned])
+    gained = any(layer.turning is not None and layer.turning.gains is not None for layer in turned)
     if spec.chunk_rules is not None and gained:
         raise InputError(
-            f"{found.name} gives rotated features gains of their own, so its scores depend on where"
+            f"{parts.name} gives rotated features gains of their own, so its scores depend on where"
             f" a query and a key stand, not on their distance alone: {spec.chunk_rules.name} would "
             "change short texts too"
         )
     if spec.regime is not None or spec.moves or spec.logn is not None:
-        _check_attention(served, found)
+        _check_attention(served, parts)
     if spec.spectrum is None or isinstance(spec.spectrum, PI):
         return
-    for each in turned:
-        if each.turning is not None and each.turning.base is None:
+    for layer in turned:
+        if layer.turning is not None and layer.turning.base is None:
             raise InputError(
-                f"{found.name} has rotary frequencies that are already scaled, and "
+                f"{parts.name} has rotary frequencies that are already scaled, and "
                 f"{spec.spectrum.name} is defined on plain ones: PI, ReRoPE, LeakyReRoPE and "
                 "SelfExtend take any"
             )
 
 
-def _check_attention(served: list[Layer], found: Anatomy) -> None:
+def _check_attention(served: list[Layer], parts: Anatomy) -> None:
     """Refuse layers whose attention ours cannot replace."""
     rest = "PI, NTK, NTK-mixed, ABF and YaRN leave its attention as it is"
-    for each in served:
-        who = f"layer {each.index} of {found.name} ({type(each.module).__name__})"
-        unserved = [name for name in each.unserved if name != INDICES]
+    for layer in served:
+        who = f"layer {layer.index} of {parts.name} ({type(layer.module).__name__})"
+        unserved = [name for name in layer.unserved if name != INDICES]
         if unserved:
             raise InputError(
                 f"{who} asks its attention for {', '.join(unserved)}, which ours does not "
@@ -368,8 +368,8 @@ def _chooses(layer: Layer) -> bool:
 
 
 def _resolved(spec: ScoreSpec, source: str, layers: tuple[Layer, ...]) -> Resolved:
-    served = [each for each in layers if each.sliding is None]
-    turning = next((each.turning for each in served if each.turning is not None), None)
+    served = [layer for layer in layers if layer.sliding is None]
+    turning = next((layer.turning for layer in served if layer.turning is not None), None)
     inside = spec.regime is not None or spec.moves
     parts = [part for part in spec.parts if part.when != "trained-in"]
     own = inside or spec.logn is not None

@@ -52,9 +52,9 @@ class Turning:
     def alike(self, other: Turning) -> bool:
         """Whether both turn in the same way."""
         same = all(
-            getattr(self, each.name) == getattr(other, each.name)
-            for each in dataclasses.fields(self)
-            if each.name not in ("frequencies", "gains")
+            getattr(self, field.name) == getattr(other, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("frequencies", "gains")
         )
         if self.gains is not None or other.gains is not None:
             same = same and self.gains is other.gains

@@ -24,31 +24,31 @@ _SAME = {"mistral": "llama", "mixtral": "llama"}
 def flags(rope: Mapping[str, Any]) -> list[str]:
     """The flags that say these rope parameters. Raises `InputError` for what has none."""
     kind, base = _kind(rope), rope.get("rope_theta")
-    found = [] if base is None else [f"--rope-freq-base {_number(base)}"]
+    options = [] if base is None else [f"--rope-freq-base {_number(base)}"]
     if kind == "default":
-        return found
-    found.append(f"--rope-scaling {kind} --rope-scale {_number(rope['factor'])}")
+        return options
+    options.append(f"--rope-scaling {kind} --rope-scale {_number(rope['factor'])}")
     if kind == "yarn":
-        found.append(f"--yarn-orig-ctx {rope['original_max_position_embeddings']}")
-        found += [
+        options.append(f"--yarn-orig-ctx {rope['original_max_position_embeddings']}")
+        options += [
             f"--yarn-{name.replace('_', '-')} {_number(rope[name])}"
             for name in ("beta_fast", "beta_slow")
             if name in rope
         ]
         if "attention_factor" in rope:
-            found.append(f"--yarn-attn-factor {_number(_beside_own(rope))}")
-    return found
+            options.append(f"--yarn-attn-factor {_number(_beside_own(rope))}")
+    return options
 
 
 def values(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """The keys of a GGUF file that say these fields, with the kind of each value."""
     rope = fields["rope_parameters"]
     kind = _kind(rope)
-    found: dict[str, tuple[str, Any]] = {
+    keys: dict[str, tuple[str, Any]] = {
         "context_length": ("u32", int(fields["max_position_embeddings"]))
     }
     if rope.get("rope_theta") is not None:
-        found["rope.freq_base"] = ("f32", float(rope["rope_theta"]))
+        keys["rope.freq_base"] = ("f32", float(rope["rope_theta"]))
     scaling: dict[str, tuple[str, Any]] = {"type": ("str", kind.replace("default", "none"))}
     if kind != "default":
         scaling["factor"] = ("f32", float(rope["factor"]))
@@ -60,8 +60,8 @@ def values(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[str,
                 scaling[f"yarn_{name}"] = ("f32", float(rope[name]))
         if "attention_factor" in rope:
             scaling["attn_factor"] = ("f32", _beside_own(rope))
-    found |= {f"rope.scaling.{name}": value for name, value in scaling.items()}
-    return {f"{architecture}.{name}": value for name, value in found.items()}
+    keys |= {f"rope.scaling.{name}": value for name, value in scaling.items()}
+    return {f"{architecture}.{name}": value for name, value in keys.items()}
 
 
 def architecture_of(model_type: str) -> str | None:
@@ -71,7 +71,7 @@ def architecture_of(model_type: str) -> str | None:
     name = model_type.removesuffix("_text")
     names = (_SAME.get(name, name), name.replace("_", "-"), name.replace("_", ""))
     known = set(MODEL_ARCH_NAMES.values())
-    return next((each for each in names if each in known), None)
+    return next((candidate for candidate in names if candidate in known), None)
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def read_values(path: Path) -> dict[str, Any]:
         pass
     try:
         fields = GGUFReader(str(path)).fields.values()
-        single = [each for each in fields if GGUFValueType.ARRAY not in each.types]
-        return {each.name: each.contents() for each in single}
+        single = [field for field in fields if GGUFValueType.ARRAY not in field.types]
+        return {field.name: field.contents() for field in single}
     except Exception as error:  # the reader fails as its arrays do, in many ways
         raise InputError(f"{path} is cut or damaged: {type(error).__name__}: {error}") from error
 
@@ -98,10 +98,10 @@ def refuse_scaled(path: Path, held: Mapping[str, Any]) -> None:
         )
 
 
-def write_gguf(source: Path, place: Path, changed: Mapping[str, tuple[str, Any]]) -> None:
+def write_gguf(source: Path, target: Path, changed: Mapping[str, tuple[str, Any]]) -> None:
     """A copy of a GGUF file with other values under some keys, whole or not at all.
 
-    Raises `InputError` where `place` exists or cannot be written.
+    Raises `InputError` where `target` exists or cannot be written.
     """
     import gguf
 
@@ -113,9 +113,9 @@ def write_gguf(source: Path, place: Path, changed: Mapping[str, tuple[str, Any]]
     reader = gguf.GGUFReader(str(source))
     own = {gguf.Keys.General.ARCHITECTURE}
     held = [
-        each
-        for each in reader.fields.values()
-        if each.name not in own and not each.name.startswith("GGUF.")
+        field
+        for field in reader.fields.values()
+        if field.name not in own and not field.name.startswith("GGUF.")
     ]
 
     def fill(temporary: Path) -> None:
@@ -124,10 +124,10 @@ def write_gguf(source: Path, place: Path, changed: Mapping[str, tuple[str, Any]]
         alignment = reader.fields.get(gguf.Keys.General.ALIGNMENT)
         if alignment is not None:
             writer.data_alignment = alignment.contents()
-        for each in held:
-            if each.name not in changed:
-                inner = each.types[-1] if each.types[0] == gguf.GGUFValueType.ARRAY else None
-                writer.add_key_value(each.name, each.contents(), each.types[0], sub_type=inner)
+        for field in held:
+            if field.name not in changed:
+                inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
         for name, (kind, value) in changed.items():
             writer.add_key_value(name, value, kinds[kind])
         for tensor in reader.tensors:
@@ -142,12 +142,12 @@ def write_gguf(source: Path, place: Path, changed: Mapping[str, tuple[str, Any]]
             writer.write_tensor_data(tensor.data, tensor_endianess=reader.endianess)
         writer.close()
 
-    write_new_with(place, fill)
+    write_new_with(target, fill)
 
 
 def _kind(rope: Mapping[str, Any]) -> str:
     """none, linear or yarn."""
-    if any(isinstance(each, Mapping) for each in rope.values()):
+    if any(isinstance(value, Mapping) for value in rope.values()):
         raise InputError(
             "llama.cpp and GGUF hold one kind of scaling for all layers, and this model has rotary "
             "frequencies of two kinds"

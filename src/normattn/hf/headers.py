@@ -45,7 +45,7 @@ class Header:
     @property
     def numbers(self) -> int:
         """How many numbers all tensors hold together."""
-        return sum(prod(each.shape) for each in self.tensors.values())
+        return sum(prod(tensor.shape) for tensor in self.tensors.values())
 
 
 def read_header(folder: Path, gguf: str | None = None) -> Header:
@@ -66,8 +66,8 @@ def read_header(folder: Path, gguf: str | None = None) -> Header:
         return Header(whole, dict(_tensors(whole)))
     if index.exists():
         return _read_shards(folder, index)
-    pickled = sorted(each.name for each in folder.glob("*.bin")) or sorted(
-        each.name for each in folder.glob("*.pt*")
+    pickled = sorted(path.name for path in folder.glob("*.bin")) or sorted(
+        path.name for path in folder.glob("*.pt*")
     )
     if pickled:
         raise InputError(
@@ -101,15 +101,15 @@ def _read_shards(folder: Path, index: Path) -> Header:
         # Following it would read any file of this machine as part of the model.
         if not isinstance(name, str) or Path(name).name != name or "\\" in name:
             raise InputError(f"{index} points outside its folder: {str(name)[:200]!r}")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name in sorted(set(places.values())):
         if not (folder / name).is_file():
             raise InputError(f"{index} names the file {name}, which is not there")
-        found.update(_tensors(folder / name))
-    lacking = next((name for name in places if name not in found), None)
+        tensors.update(_tensors(folder / name))
+    lacking = next((name for name in places if name not in tensors), None)
     if lacking is not None:
         raise InputError(f"{index} places {lacking[:200]} in {places[lacking]}, which lacks it")
-    return Header(index, found)
+    return Header(index, tensors)
 
 
 def _read_gguf(path: Path) -> Header:
@@ -133,14 +133,14 @@ def _read_gguf(path: Path) -> Header:
 
     try:
         reader = GGUFReader(str(path))
-        found = {
-            str(each.name): Tensor(True, tuple(int(n) for n in each.shape))
-            for each in reader.tensors
+        by_name = {
+            str(tensor.name): Tensor(True, tuple(int(n) for n in tensor.shape))
+            for tensor in reader.tensors
         }
         blocks = {name: field.contents() for name, field in reader.fields.items() if _counts(name)}
     except Exception as error:  # the reader fails as its arrays do, in many ways
         raise InputError(f"{path} is cut or damaged: {type(error).__name__}: {error}") from error
-    header = Header(path, found, packed=True)
+    header = Header(path, by_name, packed=True)
     refuse_layers(blocks, header, path)
     return header
 

@@ -26,16 +26,16 @@ _LAYER = {
 }
 # Theirs that ours holds as one matrix, in this order.
 _JOINED = {
-    "mixer.sublayer.qkv.weight": [f"self_attn.{each}_proj.weight" for each in "qkv"],
-    "mixer.sublayer.qkv.bias": [f"self_attn.{each}_proj.bias" for each in "qkv"],
-    "feed_forward.sublayer.up.weight": [f"mlp.{each}_proj.weight" for each in ("gate", "up")],
+    "mixer.sublayer.qkv.weight": [f"self_attn.{letter}_proj.weight" for letter in "qkv"],
+    "mixer.sublayer.qkv.bias": [f"self_attn.{letter}_proj.bias" for letter in "qkv"],
+    "feed_forward.sublayer.up.weight": [f"mlp.{name}_proj.weight" for name in ("gate", "up")],
 }
 _WHOLE = {
     "model.embed_tokens.weight": "embedding.weight",
     "model.norm.weight": "final_norm.gain",
     "lm_head.weight": "head.weight",
 }
-_BIASES = tuple(f"self_attn.{each}_proj.bias" for each in "qkv")
+_BIASES = tuple(f"self_attn.{letter}_proj.bias" for letter in "qkv")
 _NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 _FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act"),
@@ -95,22 +95,22 @@ def to_llama(model: CausalLM) -> Any:
 
 def _layer_of(theirs: dict[str, Tensor], before: str, after: str) -> dict[str, Tensor]:
     """One layer under our names."""
-    found = {
+    ours = {
         after + mine: theirs[before + name].clone()
         for name, mine in _LAYER.items()
         if before + name in theirs
     }
     for mine, names in _JOINED.items():
         if before + names[0] in theirs:
-            found[after + mine] = torch.cat([theirs[before + name] for name in names])
-    return found
+            ours[after + mine] = torch.cat([theirs[before + name] for name in names])
+    return ours
 
 
 def _layer_to(
     ours: dict[str, Tensor], config: CausalLMConfig, before: str, after: str
 ) -> dict[str, Tensor]:
     """One layer under their names."""
-    found = {
+    theirs = {
         after + name: ours[before + mine].clone()
         for name, mine in _LAYER.items()
         if before + mine in ours
@@ -120,12 +120,12 @@ def _layer_to(
         whole = ours.get(before + mine)
         if whole is None:
             continue
-        sizes = [each * config.score_head_dim for each in heads]
+        sizes = [count * config.score_head_dim for count in heads]
         if len(names) == 2:
             sizes = [whole.shape[0] // 2] * 2
         parts = torch.split(whole, sizes)
-        found |= {after + name: part.clone() for name, part in zip(names, parts, strict=True)}
-    return found
+        theirs |= {after + name: part.clone() for name, part in zip(names, parts, strict=True)}
+    return theirs
 
 
 def _our_config(model: Any) -> CausalLMConfig:
@@ -160,11 +160,11 @@ def _our_config(model: Any) -> CausalLMConfig:
 
 def _refuse_fields(model: Any, theirs: Any) -> None:
     """Raise `InputError` for what is no causal model with Llama's settings."""
-    lacking = [each for each in _FIELDS if not hasattr(theirs, each)]
+    lacking = [field for field in _FIELDS if not hasattr(theirs, field)]
     if lacking or not hasattr(model, "lm_head"):
-        what = f"its configuration has no {lacking[0]}" if lacking else "it has no lm_head"
+        reason = f"its configuration has no {lacking[0]}" if lacking else "it has no lm_head"
         raise InputError(
-            f"a {type(model).__name__} cannot become a CausalLM: {what}, as causal models of "
+            f"a {type(model).__name__} cannot become a CausalLM: {reason}, as causal models of "
             "Llama's shape have"
         )
 
@@ -172,18 +172,18 @@ def _refuse_fields(model: Any, theirs: Any) -> None:
 def _refuse_weights(model: Any, theirs: Any) -> set[str]:
     """The names of a layer's weights; `InputError` unless all weights are those of our layers."""
     name = f"a {type(model).__name__} cannot become a CausalLM"
-    whole = {*_LAYER, *(each for names in _JOINED.values() for each in names)}
+    whole = {*_LAYER, *(weight for names in _JOINED.values() for weight in names)}
     needed = whole - {*_BIASES, *_NORMS}
     shapes = [needed, needed | set(_BIASES), needed | set(_NORMS)]
     layers: dict[str, set[str]] = {}
     for weight in model.state_dict():
-        place, _, rest = weight.removeprefix("model.layers.").partition(".")
-        if weight.startswith("model.layers.") and place.isdigit():
-            layers.setdefault(place, set()).add(rest)
+        index, _, rest = weight.removeprefix("model.layers.").partition(".")
+        if weight.startswith("model.layers.") and index.isdigit():
+            layers.setdefault(index, set()).add(rest)
         elif weight not in _WHOLE:
             raise InputError(f"{name}: it has the weight {weight}, which Llama's shape has not")
     held = layers.get("0", set())
-    other = [each for each in layers.values() if each != held]
+    other = [names for names in layers.values() if names != held]
     if held not in shapes or other or len(layers) != theirs.num_hidden_layers:
         odd = sorted((held ^ needed) - {*_BIASES, *_NORMS} or held ^ needed or {"layers"})
         raise InputError(f"{name}: its layers are not Llama's, which differ by {odd[0]}")

@@ -70,36 +70,34 @@ def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> An
 
 def _source(model: str | Path, gguf: str | None) -> tuple[str, str | None]:
     """The folder or name on the hub, and the GGUF file in it, if any."""
-    place = expanded(model)
-    if place.is_file():
+    path = expanded(model)
+    if path.is_file():
         if gguf is not None:
-            raise InputError(f"{place} is a file already, so gguf={gguf!r} has no meaning")
-        place, gguf = place.parent, place.name
-    elif place.suffix == ".gguf":
-        raise InputError(f"there is no file {place}")
-    elif place.exists() and not place.is_dir():
-        raise InputError(f"{place} is neither a file nor a folder")
+            raise InputError(f"{path} is a file already, so gguf={gguf!r} has no meaning")
+        path, gguf = path.parent, path.name
+    elif path.suffix == ".gguf":
+        raise InputError(f"there is no file {path}")
+    elif path.exists() and not path.is_dir():
+        raise InputError(f"{path} is neither a file nor a folder")
     if gguf is not None:
-        _refuse_gguf(place, gguf)
-    elif place.is_dir() and not (place / "config.json").exists():
-        held = (
-            ", ".join(sorted(each.name for each in place.glob("*.gguf"))) or "no GGUF file either"
-        )
-        raise InputError(f"{place} holds no config.json of transformers, and {held}")
-    elif place.is_dir():
-        refuse_kind(place / "config.json")
-    elif place.is_absolute() or str(model).count("/") > 1:
+        _refuse_gguf(path, gguf)
+    elif path.is_dir() and not (path / "config.json").exists():
+        held = ", ".join(sorted(file.name for file in path.glob("*.gguf"))) or "no GGUF file either"
+        raise InputError(f"{path} holds no config.json of transformers, and {held}")
+    elif path.is_dir():
+        refuse_kind(path / "config.json")
+    elif path.is_absolute() or str(model).count("/") > 1:
         raise InputError(f"{model} does not exist, and is no name on the hub (OWNER/NAME)")
-    return (str(place) if place.is_dir() else str(model)), gguf
+    return (str(path) if path.is_dir() else str(model)), gguf
 
 
 def _options(source: str, gguf: str | None) -> dict[str, Any]:
     """No code of the model's own is run, nobody is asked, and a folder needs no network."""
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "trust_remote_code": False,
         "local_files_only": Path(source).is_dir(),
     }
-    return found if gguf is None else {**found, "gguf_file": gguf}
+    return options if gguf is None else {**options, "gguf_file": gguf}
 
 
 def refuse_kind(file: Path) -> None:
@@ -115,7 +113,7 @@ def refuse_kind(file: Path) -> None:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explained(subject: str) -> Iterator[None]:
     """Whatever transformers raises, the user gets a sentence."""
     try:
         yield
@@ -127,7 +125,7 @@ def _explained(what: str) -> Iterator[None]:
         if isinstance(error, KeyError) and " " not in sentence:
             sentence = f"it names {sentence}, which is not known there"
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        raise InputError(f"{what} cannot be loaded by transformers: {kind}{sentence}") from error
+        raise InputError(f"{subject} cannot be loaded by transformers: {kind}{sentence}") from error
 
 
 def compare(source: str, gguf: str | None, config: Any = None) -> None:
@@ -159,18 +157,18 @@ def _refuse_sizes(shell: Any, header: Header, quantised: bool) -> None:
         # Several numbers are packed into one: transformers' own reading must judge them.
         return
     for name, wanted in shell.state_dict().items():
-        found = header.tensors.get(name)
-        if found is None:
+        stored = header.tensors.get(name)
+        if stored is None:
             continue
-        if found.shape != tuple(wanted.shape):
+        if stored.shape != tuple(wanted.shape):
             raise InputError(
-                f"{header.file}: {name} is {found.shape}, but its configuration asks for "
+                f"{header.file}: {name} is {stored.shape}, but its configuration asks for "
                 f"{tuple(wanted.shape)}"
             )
-        if wanted.is_floating_point() and not found.floating:
+        if wanted.is_floating_point() and not stored.floating:
             raise InputError(f"{header.file}: {name} holds whole numbers, which are no weights")
     _refuse_more_layers(shell, header)
-    wanted_numbers = sum(each.numel() for each in shell.parameters())
+    wanted_numbers = sum(parameter.numel() for parameter in shell.parameters())
     if wanted_numbers > header.numbers:
         raise InputError(
             f"{header.file} holds {header.numbers:,} numbers, but its configuration describes a "
@@ -183,45 +181,45 @@ def _refuse_more_layers(shell: Any, header: Header) -> None:
 
     Layers that transformers leaves out by design (those that predict further tokens) may be there.
     """
-    ignored = [re.compile(each) for each in shell._keys_to_ignore_on_load_unexpected or ()]
+    ignored = [re.compile(pattern) for pattern in shell._keys_to_ignore_on_load_unexpected or ()]
     last: dict[str, int] = {}
     for name in shell.state_dict():
-        if (found := _LAYER.search(name)) is not None:
-            before = name[: found.start()]
-            last[before] = max(last.get(before, 0), int(found[1]))
+        if (match := _LAYER.search(name)) is not None:
+            before = name[: match.start()]
+            last[before] = max(last.get(before, 0), int(match[1]))
     for name in sorted(header.tensors):
-        found = _LAYER.search(name)
-        most = None if found is None else last.get(name[: found.start()])
-        if found is None or most is None or int(found[1]) <= most:
+        match = _LAYER.search(name)
+        most = None if match is None else last.get(name[: match.start()])
+        if match is None or most is None or int(match[1]) <= most:
             continue
-        if not any(each.search(name) for each in ignored):
+        if not any(pattern.search(name) for pattern in ignored):
             layers = f"{most + 1} layer{'s' * (most > 0)}"
             raise InputError(
                 f"{header.file} holds {name}, but its configuration describes {layers}"
             )
 
 
-def _refuse_differences(model: Any, info: Any, what: str) -> None:
+def _refuse_differences(model: Any, info: Any, source: str) -> None:
     """Refuse weights that were drawn at random for want of stored ones, and layers left out.
 
     And frequencies that are no numbers, which a base of 0 gives without a word.
     """
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and not bool(torch.isfinite(buffer).all()):
-            raise InputError(f"the configuration in {what} gives rotary frequencies without end")
-    lacking = sorted(str(each) for each in (*info["missing_keys"], *info["mismatched_keys"]))
+            raise InputError(f"the configuration in {source} gives rotary frequencies without end")
+    lacking = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
     if lacking:
         raise InputError(
-            f"the weights in {what} are not those of its configuration: {lacking[0]} is missing or "
-            "has another shape"
+            f"the weights in {source} are not those of its configuration: {lacking[0]} is missing "
+            "or has another shape"
         )
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     for name in sorted(map(str, info["unexpected_keys"])):
         number = _LAYER.search(name)
         if number is not None and isinstance(layers, int) and int(number[1]) >= layers:
             raise InputError(
-                f"the weights in {what} are not those of its configuration: they hold {name}, but "
-                f"num_hidden_layers is {layers}"
+                f"the weights in {source} are not those of its configuration: they hold {name}, "
+                f"but num_hidden_layers is {layers}"
             )
 
 

@@ -91,7 +91,7 @@ def told_aside(model: nn.Module) -> Iterator[None]:
 def _named(config: Any) -> Any:
     """A copy of a configuration, and of that of its text, whose attention tells aside."""
     private = copy.deepcopy(config)
-    for part in {id(each): each for each in (private, private.get_text_config())}.values():
+    for part in {id(part): part for part in (private, private.get_text_config())}.values():
         own = str(part._attn_implementation or "eager")
         part._attn_implementation_internal = _registered(own)
     return private
@@ -137,8 +137,8 @@ def _own(name: str, module: nn.Module) -> Own:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    found: Own = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-    return found
+    own: Own = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    return own
 
 
 def _tell(
@@ -150,7 +150,7 @@ def _tell(
     given: Mapping[str, Any],
 ) -> Float[Tensor, "b h t e"]:
     """The same attention, computed where it is observed."""
-    q, k, v = (each.detach() for each in (query, key, value))
+    q, k, v = (tensor.detach() for tensor in (query, key, value))
     scale = given.get("scaling")
     seen, padding = _visibility(module, q, k.shape[2], mask, given)
     own = padding if padding is not None and q.shape[2] == k.shape[2] else None
@@ -158,8 +158,8 @@ def _tell(
     cap, sink = given.get("softcap"), given.get("s_aux")
     scaled = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     sink = None if sink is None else sink.detach()
-    found: Tensor = attend(Problem(scaled, k, v, seen, cap=cap, sink=sink))
-    return found
+    output: Tensor = attend(Problem(scaled, k, v, seen, cap=cap, sink=sink))
+    return output
 
 
 def _confirm(

@@ -110,10 +110,10 @@ def mask_function(over: Callable[..., Any], pairs: bool = False) -> Callable[...
     ) -> Tensor | None:
         sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
         if local_size is not None:
-            found: Tensor | None = over(
+            mask: Tensor | None = over(
                 *sizes, mask_function, attention_mask, local_size=local_size, **more
             )
-            return found
+            return mask
         if mask_function is causal_mask_function and not pairs:
             return compact_mask(*sizes, attention_mask, more["device"])
         more["allow_is_causal_skip"] = False
@@ -144,9 +144,9 @@ def placing(
         return _of_matrix(mask, queries, keys, position_ids, counted, before)
     if mask.shape[2] == 0:
         used = mask.shape[3]
-        found = _counted(queries, used, mask.device)
-        _check_ids(position_ids, found.positions.query.expand(batch, -1))
-        return found
+        placement = _counted(queries, used, mask.device)
+        _check_ids(position_ids, placement.positions.query.expand(batch, -1))
+        return placement
     places = mask[:, 0, 0].expand(batch, -1)
     used = places.shape[-1] - queries
     query, key = places[:, used:], places[:, :used]
@@ -180,17 +180,17 @@ def _runs(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[Run, ...]
     good = (asks == real) & (~asks | (query == rows + (last - count)[:, None]))
     if not bool(good.all()) or not bool((~holds | (key == columns)).all()):
         return None
-    found: list[Run] = []
+    runs: list[Run] = []
     kinds = torch.stack((first, count, start, last), 1).tolist()
     for row, (begin, many, left, keys) in enumerate(kinds):
         if row and kinds[row - 1] == kinds[row]:
-            before = found[-1]
-            found[-1] = replace(before, batch=slice(before.batch.start, row + 1))
+            before = runs[-1]
+            runs[-1] = replace(before, batch=slice(before.batch.start, row + 1))
             continue
         inner = _counted(many, keys, query.device)
         queries, held = slice(begin, begin + many), slice(left, left + keys)
-        found.append(Run(slice(row, row + 1), queries, held, inner))
-    return tuple(found)
+        runs.append(Run(slice(row, row + 1), queries, held, inner))
+    return tuple(runs)
 
 
 def _of_matrix(

@@ -130,8 +130,8 @@ def _static(meant: Meant) -> Iterator[str]:
 
 def _length_alone(meant: Meant, given: Given) -> Iterator[str]:
     scaled = any(
-        str(each.get("rope_type", each.get("type", "default"))) != "default"
-        for each in given.told.rope.values()
+        str(rope.get("rope_type", rope.get("type", "default"))) != "default"
+        for rope in given.told.rope.values()
     )
     longest = given.told.longest
     if (
@@ -150,8 +150,8 @@ def _length_alone(meant: Meant, given: Given) -> Iterator[str]:
 def _configured(told: Told) -> int:
     inner = told.raw.get("text_config")
     raw = inner if isinstance(inner, Mapping) else told.raw
-    found = raw.get("max_position_embeddings")
-    return int(found) if isinstance(found, int | float) else 0
+    longest = raw.get("max_position_embeddings")
+    return int(longest) if isinstance(longest, int | float) else 0
 
 
 def _number(value: Any) -> str:

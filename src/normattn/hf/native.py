@@ -29,67 +29,67 @@ from normattn.score.parts.yarn import YaRN
 _FIELDS = ("rope_parameters", "max_position_embeddings")
 
 
-def native(found: Anatomy, layers: Sequence[Layer], spec: ScoreSpec) -> dict[str, Any] | None:
+def native(parts: Anatomy, layers: Sequence[Layer], spec: ScoreSpec) -> dict[str, Any] | None:
     """The fields of the decoder's configuration that mean the method; None where none can."""
     try:
-        return native_fields(found, layers, spec)
+        return native_fields(parts, layers, spec)
     except InputError:
         return None
 
 
 def native_fields(
-    found: Anatomy, layers: Sequence[Layer], spec: ScoreSpec, longest: int | None = None
+    parts: Anatomy, layers: Sequence[Layer], spec: ScoreSpec, longest: int | None = None
 ) -> dict[str, Any]:
     """The fields of the decoder's configuration that mean the method, for texts of `longest`.
 
     Raises `InputError` as `said` and `words` do, and for families whose own rotary module makes
     something else of the fields.
     """
-    turned = [each for each in layers if each.turning is not None]
+    turned = [layer for layer in layers if layer.turning is not None]
     more = words(spec, turned[0].turning if turned else None)
     assert spec.train_length is not None
     stretch = getattr(spec.spectrum, "stretch", 1.0)
     longer = int(spec.train_length * stretch) if longest is None else longest
-    rope = said(found, layers, spec, more)
+    rope = said(parts, layers, spec, more)
     fields = {"rope_parameters": rope, "max_position_embeddings": longer}
-    alike = {(id(each.tables), _kind(found, each)): each for each in turned}
-    if not all(_same(found, each, spec, fields) for each in alike.values()):
+    alike = {(id(layer.tables), _kind(parts, layer)): layer for layer in turned}
+    if not all(_same(parts, layer, spec, fields) for layer in alike.values()):
         raise InputError(
-            f"the rotary module of {found.name} makes something else of rope_parameters than "
+            f"the rotary module of {parts.name} makes something else of rope_parameters than "
             f"{spec.method} means"
         )
     return fields
 
 
 def said(
-    found: Anatomy, layers: Sequence[Layer], spec: ScoreSpec, more: Mapping[str, Any]
+    parts: Anatomy, layers: Sequence[Layer], spec: ScoreSpec, more: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The model's rope parameters with `more` in those of its layers that see everything.
 
     Raises `InputError` where there are none, where they say a scaling already, and where layers
     within a window share them.
     """
-    turned = [each for each in layers if each.turning is not None]
-    given = getattr(found.config, "rope_parameters", None)
+    turned = [layer for layer in layers if layer.turning is not None]
+    given = getattr(parts.config, "rope_parameters", None)
     if not turned or not isinstance(given, Mapping):
-        raise InputError(f"{found.name} keeps no rope_parameters that could say {spec.method}")
-    scaled = {each.turning.scaled for each in turned if each.turning is not None} - {None}
+        raise InputError(f"{parts.name} keeps no rope_parameters that could say {spec.method}")
+    scaled = {layer.turning.scaled for layer in turned if layer.turning is not None} - {None}
     if scaled:
         raise InputError(
-            f"{found.name} has {scaled.pop()} frequencies already, and rope_parameters hold one "
+            f"{parts.name} has {scaled.pop()} frequencies already, and rope_parameters hold one "
             f"kind of scaling: they cannot say {spec.method} on top"
         )
-    own = [found.rope(each.module) for each in turned]
-    within = [each for each in layers if each.sliding is not None]
+    own = [parts.rope(layer.module) for layer in turned]
+    within = [layer for layer in layers if layer.sliding is not None]
     alone = given in own
-    if within and (alone or any(found.rope(each.module) in own for each in within)):
+    if within and (alone or any(parts.rope(layer.module) in own for layer in within)):
         raise InputError(
-            f"the layers of {found.name} within a window share their rope_parameters with those "
+            f"the layers of {parts.name} within a window share their rope_parameters with those "
             f"that see everything: {spec.method} for the latter alone cannot be said there"
         )
     if alone:
         return {**given, **more}
-    return {name: {**each, **more} if each in own else each for name, each in given.items()}
+    return {name: {**rope, **more} if rope in own else rope for name, rope in given.items()}
 
 
 def words(spec: ScoreSpec, turning: Turning | None) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def words(spec: ScoreSpec, turning: Turning | None) -> dict[str, Any]:
 
 def _yarn(spectrum: YaRN, train_length: int | None) -> dict[str, Any]:
     """`factor` and the length, and what differs from YaRN's usual values."""
-    usual = {each.name: each.default for each in dataclasses.fields(YaRN)}
+    usual = {field.name: field.default for field in dataclasses.fields(YaRN)}
     own = {
         name: getattr(spectrum, name)
         for name in ("beta_fast", "beta_slow", "truncate")
@@ -137,30 +137,30 @@ def put_fields(config: Any, fields: Mapping[str, Any]) -> None:
         setattr(config, name, copy.deepcopy(value))
 
 
-def _same(found: Anatomy, layer: Layer, spec: ScoreSpec, fields: Mapping[str, Any]) -> bool:
+def _same(parts: Anatomy, layer: Layer, spec: ScoreSpec, fields: Mapping[str, Any]) -> bool:
     """Whether some rotary module of the model, made by these fields, makes what is meant."""
     tables, turning, given = layer.tables, layer.turning, layer.heard.tables
     if tables is None or turning is None or spec.spectrum is None:
         return False
-    config = copy.deepcopy(found.config)
+    config = copy.deepcopy(parts.config)
     put_fields(config, fields)
     ids = torch.arange(layer.heard.as_is.query.shape[2])[None]
     gain = spec.spectrum.gain(spec.train_length) ** 0.5
     theta = stretched(spec, turning).abs()
-    like = given.cpu() if isinstance(given, Tensor) else tuple(each.cpu() for each in given)
+    like = given.cpu() if isinstance(given, Tensor) else tuple(table.cpu() for table in given)
     meant = tables.make(ids, theta, tables.amplitude * gain, like)
-    kind = _kind(found, layer)
+    kind = _kind(parts, layer)
     return any(
         _equal(made, meant)
-        for module in found.decoder.modules()
+        for module in parts.decoder.modules()
         if any(name.endswith("inv_freq") for name in module._buffers)
         for made in _made(type(module), config, like, ids, kind)
     )
 
 
-def _kind(found: Anatomy, layer: Layer) -> str | None:
+def _kind(parts: Anatomy, layer: Layer) -> str | None:
     """The type of a layer, where the configuration tells layers apart."""
-    types = getattr(found.config, "layer_types", None)
+    types = getattr(parts.config, "layer_types", None)
     index = getattr(layer.module, "layer_idx", None)
     return types[index] if types and isinstance(index, int) else None
 
@@ -169,13 +169,13 @@ def _made(rotary: Any, config: Any, like: Any, ids: Tensor, kind: str | None) ->
     """What a rotary module of this class makes; nothing where it cannot be made or called so."""
     first = like if isinstance(like, Tensor) else like[0]
     rows = torch.zeros(1, ids.shape[1], 1, dtype=first.real.dtype)
-    found = []
+    made = []
     for more in ((), (kind,)):
         try:
-            found.append(rotary(config)(rows, ids, *more))
+            made.append(rotary(config)(rows, ids, *more))
         except Exception:  # another signature, or a kind that this family does not know
             continue
-    return found
+    return made
 
 
 def _equal(made: Any, meant: Any) -> bool:

@@ -109,20 +109,20 @@ def probe_mask(over: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def ask(found: Anatomy) -> dict[nn.Module, Asked]:
+def ask(parts: Anatomy) -> dict[nn.Module, Asked]:
     """What each attention layer of the decoder is given and does, in the order of their calls.
 
     Raises `InputError` where the model cannot be asked.
     """
     asked: dict[nn.Module, Asked] = {}
-    for heard in listen(found):
+    for heard in listen(parts):
         asked.setdefault(heard.module, Asked(heard))
     hooks = [
         module.register_forward_pre_hook(_again(one), with_kwargs=True)
         for module, one in asked.items()
     ]
     try:
-        listen(found)
+        listen(parts)
     finally:
         for hook in hooks:
             hook.remove()
@@ -133,16 +133,16 @@ def _again(one: Asked) -> Callable[..., None]:
     """A pre-hook that calls the layer with other position embeddings before it is called."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        place = place_of(args, kwargs)
-        if one.plain is not None or place is None:
+        argument = place_of(args, kwargs)
+        if one.plain is not None or argument is None:
             return
-        given = kwargs[place] if isinstance(place, str) else args[place]
-        one.place, one.tables = place, given
+        given = kwargs[argument] if isinstance(argument, str) else args[argument]
+        one.place, one.tables = argument, given
         one.has_ids = kwargs.get("position_ids") is not None
         heard = []
         for size in (2.0, 1.0):
             before = len(_LISTENING.get().calls)
-            other_args, other = put(args, kwargs, place, level(given, size))
+            other_args, other = put(args, kwargs, argument, level(given, size))
             module.forward(*other_args, **other)
             heard.append(_LISTENING.get().calls[before])
         one.doubled, one.plain = heard
@@ -151,46 +151,46 @@ def _again(one: Asked) -> Callable[..., None]:
 
 
 def put(
-    args: tuple[Any, ...], kwargs: dict[str, Any], place: str | int, value: Any
+    args: tuple[Any, ...], kwargs: dict[str, Any], argument: str | int, value: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with this value at that place."""
-    if isinstance(place, str):
-        return args, {**kwargs, place: value}
-    return (*args[:place], value, *args[place + 1 :]), kwargs
+    if isinstance(argument, str):
+        return args, {**kwargs, argument: value}
+    return (*args[:argument], value, *args[argument + 1 :]), kwargs
 
 
-def listen(found: Anatomy) -> list[Heard]:
+def listen(parts: Anatomy) -> list[Heard]:
     """All calls of the attention function while the model reads `COUNT` tokens."""
     ear = _Ear()
     token = _LISTENING.set(ear)
     try:
-        with quiet(found), _listening(found):
+        with quiet(parts), _listening(parts):
             try:
-                found.model(input_ids=some_tokens(found), use_cache=False)
+                parts.model(input_ids=some_tokens(parts), use_cache=False)
             except InputError:
                 raise
             except Exception as error:
                 sentence = " ".join(str(error).split())[:200]
                 raise InputError(
-                    f"{found.name} cannot be asked what its layers do: its forward fails while its "
+                    f"{parts.name} cannot be asked what its layers do: its forward fails while its "
                     f"attention only listens ({type(error).__name__}: {sentence})"
                 ) from error
     finally:
         _LISTENING.reset(token)
-    inside = set(found.decoder.modules())
-    return [each for each in ear.calls if each.module in inside]
+    inside = set(parts.decoder.modules())
+    return [call for call in ear.calls if call.module in inside]
 
 
-def some_tokens(found: Anatomy, count: int = COUNT) -> Tensor:
+def some_tokens(parts: Anatomy, count: int = COUNT) -> Tensor:
     """A few tokens that stand for nothing but themselves."""
-    size = int(getattr(found.config, "vocab_size", COUNT + 3))
-    return (torch.arange(count, device=_device(found)) + 3)[None] % size
+    size = int(getattr(parts.config, "vocab_size", COUNT + 3))
+    return (torch.arange(count, device=_device(parts)) + 3)[None] % size
 
 
 @contextlib.contextmanager
-def quiet(found: Anatomy) -> Iterator[None]:
+def quiet(parts: Anatomy) -> Iterator[None]:
     """The model in evaluation mode, without gradients, uncompiled; as it was afterwards."""
-    modes = [(module, module.training) for module in found.model.modules()]
+    modes = [(module, module.training) for module in parts.model.modules()]
     try:
         with torch.no_grad(), _uncompiled():
             for module, _ in modes:
@@ -219,13 +219,13 @@ def _register(own: str) -> None:
 
 
 @contextlib.contextmanager
-def _listening(found: Anatomy) -> Iterator[None]:
+def _listening(parts: Anatomy) -> Iterator[None]:
     """Every module of the model has a copy of its configuration that names the probe."""
-    _register(str(found.config._attn_implementation or "eager"))
+    _register(str(parts.config._attn_implementation or "eager"))
     copies: dict[int, Any] = {}
     before: list[tuple[nn.Module, Any]] = []
     try:
-        for module in found.model.modules():
+        for module in parts.model.modules():
             config = module.__dict__.get("config")
             if hasattr(config, "_attn_implementation_internal"):
                 before.append((module, config))
@@ -241,19 +241,19 @@ def _listening(found: Anatomy) -> Iterator[None]:
 def named(config: Any, attention: str) -> Any:
     """A copy of a configuration, and of that of its text, that names this attention."""
     private = copy.deepcopy(config)
-    for each in {id(part): part for part in (private, private.get_text_config())}.values():
-        each._attn_implementation_internal = attention
+    for part in {id(part): part for part in (private, private.get_text_config())}.values():
+        part._attn_implementation_internal = attention
     return private
 
 
-def _device(found: Anatomy) -> torch.device:
+def _device(parts: Anatomy) -> torch.device:
     """Where the model takes its tokens."""
-    weight = found.model.get_input_embeddings()
+    weight = parts.model.get_input_embeddings()
     for module in weight.modules():
         device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
         if device is not None:
             return torch.device(device)
-    device = torch.device(found.model.device)
+    device = torch.device(parts.model.device)
     if device.type == "meta":
         raise InputError("the weights of this model are on the meta device: load them first")
     return device

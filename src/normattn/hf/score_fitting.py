@@ -63,18 +63,18 @@ def norms(
     largest = given[:, :, 0].abs().max()
     tried = [("", "head", 0.0)]
     tried += [
-        (kind, across, each)
+        (kind, across, epsilon)
         for kind in ("rms", "layer")
         for across in ("head", "all", "each")
-        for each in eps
+        for epsilon in eps
     ]
-    for kind, across, each in tried:
-        y = bare(raw, kind, across, each)[:, :, 0]
+    for kind, across, epsilon in tried:
+        y = bare(raw, kind, across, epsilon)[:, :, 0]
         gain, bias = _line(y, given[:, :, 0], shift=kind == "layer", shared=across == "head")
         if not kind and float(gain.amax() - gain.amin()) > CLOSE * float(gain.abs().amax()):
             continue
         if float((y * gain + bias - given[:, :, 0]).abs().max()) <= CLOSE * float(largest):
-            yield Norm(kind, across, each, gain, bias)
+            yield Norm(kind, across, epsilon, gain, bias)
 
 
 def _line(
@@ -82,7 +82,7 @@ def _line(
 ) -> tuple[Tensor, Tensor]:
     """gain and bias (H, D) of the least squares y = gain·x + bias; of all heads one if shared."""
     dims = (0, 1) if shared else (0,)
-    mean_x, mean_y = (each.mean(dims, keepdim=True) if shift else 0.0 * each for each in (x, y))
+    mean_x, mean_y = (side.mean(dims, keepdim=True) if shift else 0.0 * side for side in (x, y))
     dx, dy = x - mean_x, y - mean_y
     gain = (dx * dy).sum(dims, keepdim=True) / dx.square().sum(dims, keepdim=True).clamp(min=1e-30)
     bias = mean_y - gain * mean_x
@@ -122,9 +122,9 @@ def _complex(x: Tensor, features: int, apart: bool) -> Tensor:
 def _angles(ratio: Tensor) -> Tensor | None:
     """θ with ratio_p ∝ e^{iθp}, sharpened from position to position; None where there is none."""
     theta = ratio[1].angle()
-    for place in range(2, ratio.shape[0]):
-        off = (ratio[place] * torch.exp(-1j * theta * place)).angle()
-        theta = theta + off / place
+    for position in range(2, ratio.shape[0]):
+        off = (ratio[position] * torch.exp(-1j * theta * position)).angle()
+        theta = theta + off / position
     places = torch.arange(ratio.shape[0], dtype=torch.float64)[:, None]
     off = (ratio * torch.exp(-1j * theta * places)).angle().abs().max()
     return theta if float(off) < 10 * CLOSE else None

@@ -25,30 +25,30 @@ def rope_of(config: Any, index: int) -> Mapping[str, Any]:
     """The rope parameters that the configuration has for a layer; empty where it has none."""
     given = getattr(config, "rope_parameters", None) or {}
     types = getattr(config, "layer_types", None)
-    if any(isinstance(each, Mapping) or each is None for each in given.values()):
+    if any(isinstance(value, Mapping) or value is None for value in given.values()):
         kind = types[index] if types is not None else None
         given = given.get(kind) or {}
-    found: Mapping[str, Any] = given
-    return found
+    rope: Mapping[str, Any] = given
+    return rope
 
 
 def position_words(
-    found: Turned, rope: Mapping[str, Any], config: Any, head_dim: int, gain: float | None
+    rotation: Turned, rope: Mapping[str, Any], config: Any, head_dim: int, gain: float | None
 ) -> tuple[str, int | None] | None:
     """Position and spectrum of a rotation as parts, with the length that they need; None if none.
 
     `gain` is what the rotation was measured to multiply q with, where that can be told.
     """
-    if float(found.theta.abs().max()) < _STILL:
+    if float(rotation.theta.abs().max()) < _STILL:
         return "NoPE", None
-    for position, spectrum, length in _proposals(found, rope, config, head_dim, gain):
+    for position, spectrum, length in _proposals(rotation, rope, config, head_dim, gain):
         text = "-".join(filter(None, ("Baseline", position, spectrum)))
         spec = ScoreSpec.parse(text, train_length=length)
         theirs, mine = (
-            _filled(found.theta, head_dim),
+            _filled(rotation.theta, head_dim),
             _filled(frequencies(spec, head_dim), head_dim),
         )
-        far = found.size.numel() - 1
+        far = rotation.size.numel() - 1
         if float((theirs - mine).abs().max()) * far < 10 * CLOSE:
             return "-".join(filter(None, (position, spectrum))), length
     return None
@@ -63,13 +63,13 @@ _Words = tuple[str, str, int | None]
 
 
 def _proposals(
-    found: Turned, rope: Mapping[str, Any], config: Any, head_dim: int, gain: float | None
+    rotation: Turned, rope: Mapping[str, Any], config: Any, head_dim: int, gain: float | None
 ) -> Iterator[_Words]:
     """What the configuration says, then a plain row of frequencies that fits."""
-    size = 2 * found.theta.numel()
+    size = 2 * rotation.theta.numel()
     share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
-    layout = "layout=interleaved" if found.interleaved else ""
-    bases = [rope.get("rope_theta"), plain_base(found.theta)]
+    layout = "layout=interleaved" if rotation.interleaved else ""
+    bases = [rope.get("rope_theta"), plain_base(rotation.theta)]
     for base in filter(None, bases):
         named = f"base={_nice(float(base))}" if float(base) != 10000 else ""
         if rope.get("rope_type") == "proportional" and share:
@@ -166,8 +166,8 @@ def window_words(visible: Tensor, named: str) -> tuple[str, str | None]:
     A window that is longer than the tokens is that of the configuration, `named`, a part or "".
     """
     tokens = visible.shape[0]
-    place = torch.arange(tokens)
-    distance = place[:, None] - place
+    positions = torch.arange(tokens)
+    distance = positions[:, None] - positions
     causal = distance >= 0
     if torch.equal(visible, causal):
         if named and int(named.partition("=")[2].rstrip(")")) < tokens:
@@ -177,6 +177,6 @@ def window_words(visible: Tensor, named: str) -> tuple[str, str | None]:
     if torch.equal(visible, causal & (distance < width)):
         return f"SlidingWindow(window={width})", None
     for size in range(2, tokens):
-        if torch.equal(visible, causal & (place[:, None] // size == place // size)):
+        if torch.equal(visible, causal & (positions[:, None] // size == positions // size)):
             return f"Chunked(size={size})", None
     return "", "its mask is neither causal nor a window"

@@ -59,7 +59,7 @@ class ModelScore:
     @property
     def verified(self) -> bool:
         """Whether every layer's score is what it computes."""
-        return all(each.verified for each in self.layers)
+        return all(layer.verified for layer in self.layers)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -67,13 +67,13 @@ class ModelScore:
     def lines(self) -> Iterator[str]:
         """A line for each run of layers with one score."""
         runs: list[list[LayerScore]] = []
-        for each in self.layers:
-            same = runs and (runs[-1][0].spec, runs[-1][0].lacks) == (each.spec, each.lacks)
-            runs[-1].append(each) if same else runs.append([each])
+        for layer in self.layers:
+            same = runs and (runs[-1][0].spec, runs[-1][0].lacks) == (layer.spec, layer.lacks)
+            runs[-1].append(layer) if same else runs.append([layer])
         for run in runs:
             where = f"layer {run[0].layer}" + (f"-{run[-1].layer}" if len(run) > 1 else "")
             name = "not read" if run[0].spec is None else str(run[0].spec)
-            off = max((each.difference or 0.0 for each in run), default=0.0)
+            off = max((layer.difference or 0.0 for layer in run), default=0.0)
             how = run[0].lacks or f"verified on {self.tokens} tokens, off by {off:.0e}"
             yield f"{where}: {name} ({how})"
 
@@ -173,7 +173,7 @@ def _alike(one: Turned, other: Turned) -> bool:
 def _raw(heard: Heard) -> Iterator[tuple[Tensor, Tensor]]:
     """Queries and keys as projections may hold them: apart, joined, side by side, with a gate."""
     heads, groups, d = heard.q.shape[1], heard.k.shape[1], heard.q.shape[-1]
-    made = [each.made for each in heard.projections]
+    made = [projection.made for projection in heard.projections]
     for one in made:
         for other in made:
             if one is not other and other.shape[-1] == groups * d:
@@ -185,8 +185,8 @@ def _raw(heard: Heard) -> Iterator[tuple[Tensor, Tensor]]:
             parts = _heads(one, d)
             yield parts[:, :heads], parts[:, heads : heads + groups]
             if heads == groups:
-                each = _heads(one, 3 * d)
-                yield each[..., :d], each[..., d : 2 * d]
+                joined = _heads(one, 3 * d)
+                yield joined[..., :d], joined[..., d : 2 * d]
 
 
 def _heads(x: Float[Tensor, "b t w"], size: int) -> Float[Tensor, "b h t d"]:
@@ -197,8 +197,8 @@ def _eps(heard: Heard, config: Any) -> list[float]:
     """What norms may have, those of the layer itself first."""
     names = ("eps", "variance_epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")
     places = [*heard.module.modules(), config]
-    found = [getattr(place, name, None) for place in places for name in names]
-    return list(dict.fromkeys(float(each) for each in found if isinstance(each, float))) or [1e-6]
+    values = [getattr(holder, name, None) for holder in places for name in names]
+    return list(dict.fromkeys(float(eps) for eps in values if isinstance(eps, float))) or [1e-6]
 
 
 def _shares(heard: Heard, config: Any, d: int) -> list[int]:
@@ -260,9 +260,9 @@ def _variant(heard: Heard, fit: _Fit, amplitude: float) -> str:
         sides = ("Q" if fit.q.kind else "") + ("K" if fit.k.kind else "")
         name = f"{sides}{kinds[norm.kind]}"
         plain = all(
-            float((each.gain - amplitude).abs().max()) < 1e-3 and not each.bias.any()
-            for each in (fit.q, fit.k)
-            if each.kind
+            float((fitted.gain - amplitude).abs().max()) < 1e-3 and not fitted.bias.any()
+            for fitted in (fit.q, fit.k)
+            if fitted.kind
         )
         fields += ["gain=false"] if plain else []
         fields += [f"across={norm.across}"] if norm.across != "head" else []
@@ -298,13 +298,15 @@ class _Gate:
 def _gate(heard: Heard) -> _Gate:
     """What stands between attention's output and the last projection."""
     out = heard.out.flatten(2)
-    given = [each.given for each in heard.projections if each.given.shape == out.shape]
-    if any(torch.equal(each, out) for each in given):
+    given = [
+        projection.given for projection in heard.projections if projection.given.shape == out.shape
+    ]
+    if any(torch.equal(candidate, out) for candidate in given):
         return _Gate()
-    for each, logits in itertools.product(given, _logits(heard)):
+    for candidate, logits in itertools.product(given, _logits(heard)):
         wide = out.shape[-1] // logits.shape[-1]
-        off = logits.double().sigmoid().repeat_interleave(wide, -1) * out - each
-        if float(off.abs().max()) <= CLOSE * float(each.abs().max()):
+        off = logits.double().sigmoid().repeat_interleave(wide, -1) * out - candidate
+        if float(off.abs().max()) <= CLOSE * float(candidate.abs().max()):
             return _Gate("Gate" if wide == 1 else "Gate(per=head)", logits)
     lacks = "its output is changed before the last projection in a way that no part says"
     return _Gate(lacks=lacks)
@@ -313,7 +315,7 @@ def _gate(heard: Heard) -> _Gate:
 def _logits(heard: Heard) -> Iterator[Tensor]:
     """What may gate the output: a projection of its own, or the second half of each head's."""
     heads, size = heard.out.shape[2:]
-    for made in (each.made for each in heard.projections):
+    for made in (projection.made for projection in heard.projections):
         if made.shape[-1] == 2 * heads * size:
             yield made.reshape(*made.shape[:2], heads, 2 * size)[..., size:].flatten(2)
         elif made.shape[-1] in (heads * size, heads):
@@ -332,7 +334,7 @@ def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, logits: Tensor | None)
                 own.copy_(shared / amplitude)
     if score.sink is not None:
         score.sink.copy_(heard.more["s_aux"])
-    q, k, v = (each.detach().double().cpu() for each in (fit.raw_q, fit.raw_k, heard.v))
+    q, k, v = (tensor.detach().double().cpu() for tensor in (fit.raw_q, fit.raw_k, heard.v))
     theirs = heard.out.double().cpu()
     if logits is not None:
         logits = logits.double().cpu()

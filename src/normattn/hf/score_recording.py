@@ -88,9 +88,9 @@ def listen(model: Any, tokens: int = 48) -> list[Heard]:
             f"the layers of {type(model).__name__} do not take their attention function from "
             "transformers' AttentionInterface, so they cannot be listened to"
         )
-    for each in heard:
-        inside = (ran[part] for part in each.module.modules() if part in ran)
-        each.projections = list(inside)
+    for call in heard:
+        inside = (ran[part] for part in call.module.modules() if part in ran)
+        call.projections = list(inside)
     return heard
 
 

@@ -40,7 +40,7 @@ def token_scorer(model: Any) -> Callable[[Tensor], TokenScores]:
             )
             pieces = [_scored(head(part), goal) for part, goal in parts]
         shape = (ids.shape[0], ids.shape[1] - 1)
-        loss, correct = (torch.cat(each).view(shape) for each in zip(*pieces, strict=True))
+        loss, correct = (torch.cat(values).view(shape) for values in zip(*pieces, strict=True))
         return TokenScores(loss=loss, correct=correct)
 
     return score

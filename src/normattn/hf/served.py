@@ -67,28 +67,28 @@ def told(against: str | Path, base: Mapping[str, Any]) -> Told:
     `against` is a folder, a config.json, a JSON of some of its fields, a GGUF file, or a text with
     an engine's flags. Raises `InputError` for what is none of these.
     """
-    place = expanded(against)
-    if place.is_dir():
-        place = place / "config.json"
-    if place.suffix == ".gguf":
-        return _gguf(place, base)
-    if place.suffix == ".json":
-        return _fields(read_object(place), base, str(place))
-    text = _text(place)
+    path = expanded(against)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".gguf":
+        return _gguf(path, base)
+    if path.suffix == ".json":
+        return _fields(read_object(path), base, str(path))
+    text = _text(path)
     if text.lstrip().startswith("{"):
-        fields = parse_json(text, str(place))
-        return _fields(fields, base, str(place))
+        fields = parse_json(text, str(path))
+        return _fields(fields, base, str(path))
     if "rope.scaling" in text and "--" not in text:
-        return _keys(dict(_printed_keys(text, place)), base, str(place))
-    return _flags(text, base, str(place))
+        return _keys(dict(_printed_keys(text, path)), base, str(path))
+    return _flags(text, base, str(path))
 
 
-def _text(place: Path) -> str:
-    content = read_bytes(place, _MOST)
+def _text(path: Path) -> str:
+    content = read_bytes(path, _MOST)
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"{place} is no configuration: not JSON, not GGUF, not text") from error
+        raise InputError(f"{path} is no configuration: not JSON, not GGUF, not text") from error
 
 
 def _fields(fields: Mapping[str, Any], base: Mapping[str, Any], file: str) -> Told:
@@ -124,11 +124,11 @@ def _ropes(decoder: Mapping[str, Any], file: str) -> dict[str, dict[str, Any]]:
     rope = decoder.get("rope_parameters") or decoder.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise InputError(f"{file}: rope_parameters must be an object, not {rope!r}")
-    nested = {name: dict(each) for name, each in rope.items() if isinstance(each, Mapping)}
-    found = nested or {"": dict(rope)}
-    for each in found.values():
-        _refuse_types(each, file)
-    return found
+    nested = {name: dict(value) for name, value in rope.items() if isinstance(value, Mapping)}
+    ropes = nested or {"": dict(rope)}
+    for parameters in ropes.values():
+        _refuse_types(parameters, file)
+    return ropes
 
 
 def _refuse_types(rope: Mapping[str, Any], file: str) -> None:
@@ -154,8 +154,8 @@ def _flags(text: str, base: Mapping[str, Any], file: str) -> Told:
             fields = parse_json(given[name], f"{name} in {file}")
             if not isinstance(fields, Mapping):
                 raise InputError(f"{name} in {file} must be a JSON object")
-            found = _fields(fields, base, file)
-            return Told(found.raw, found.rope, _longest(given, file) or found.longest, file)
+            reading = _fields(fields, base, file)
+            return Told(reading.raw, reading.rope, _longest(given, file) or reading.longest, file)
     if given.keys() & set(_LLAMA):
         return _llama_cpp(given, base, file)
     raise InputError(
@@ -174,20 +174,20 @@ def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _longest(given: Mapping[str, str], file: str) -> int | None:
-    found = next((given[name] for name in _LENGTHS if name in given), None)
+    length = next((given[name] for name in _LENGTHS if name in given), None)
     # llama.cpp reads 0 as "what the model says".
-    return None if found in (None, "0") else int(_number(found, file))
+    return None if length in (None, "0") else int(_number(length, file))
 
 
 def _number(text: Any, file: str) -> float:
     """A finite number above 0, as all are that engines are told of positions."""
     try:
-        found = float(text)
+        number = float(text)
     except (TypeError, ValueError) as error:
         raise InputError(f"{file}: {text!r} is no number") from error
-    if not 0 < found < math.inf:
+    if not 0 < number < math.inf:
         raise InputError(f"{file}: {text!r} is no finite number above 0")
-    return found
+    return number
 
 
 def _llama_cpp(given: Mapping[str, str], base: Mapping[str, Any], file: str) -> Told:
@@ -207,34 +207,34 @@ def _llama_cpp(given: Mapping[str, str], base: Mapping[str, Any], file: str) -> 
     over = given.get("--override-kv", "")
     if ".context_length=int:" in over:
         values["context_length"] = _number(over.rpartition(":")[2], file)
-    found = _keys(values, base, file)
-    return Told(found.raw, found.rope, _longest(given, file) or found.longest, file)
+    reading = _keys(values, base, file)
+    return Told(reading.raw, reading.rope, _longest(given, file) or reading.longest, file)
 
 
 _BETAS = ("beta_fast", "beta_slow")
 
 
-def _gguf(place: Path, base: Mapping[str, Any]) -> Told:
-    held = read_values(place)
+def _gguf(path: Path, base: Mapping[str, Any]) -> Told:
+    held = read_values(path)
     prefix = f"{held.get('general.architecture')}."
-    own = {name.removeprefix(prefix): each for name, each in held.items()}
-    return _keys(own, base, str(place))
+    own = {name.removeprefix(prefix): value for name, value in held.items()}
+    return _keys(own, base, str(path))
 
 
-def _printed_keys(text: str, place: Path) -> Iterator[tuple[str, Any]]:
+def _printed_keys(text: str, path: Path) -> Iterator[tuple[str, Any]]:
     """Lines of key=type:value, as `--emit gguf` prints them."""
     for line in text.split():
         name, _, value = line.partition("=")
         kind, colon, value = value.partition(":")
         if not colon:
-            raise InputError(f"{place}: {line!r} is no key=type:value")
-        yield name.partition(".")[2], value if kind == "str" else _number(value, str(place))
+            raise InputError(f"{path}: {line!r} is no key=type:value")
+        yield name.partition(".")[2], value if kind == "str" else _number(value, str(path))
 
 
 def _keys(held: Mapping[str, Any], base: Mapping[str, Any], file: str) -> Told:
     """GGUF keys without their architecture, as rope parameters."""
     own = dict(_decoder(base).get("rope_parameters") or {})
-    if any(isinstance(each, Mapping) for each in own.values()):
+    if any(isinstance(value, Mapping) for value in own.values()):
         raise InputError(
             f"{file}: llama.cpp and GGUF hold one kind of scaling, and this model has rotary "
             "frequencies of two kinds"
@@ -270,5 +270,5 @@ def _keys(held: Mapping[str, Any], base: Mapping[str, Any], file: str) -> Told:
 
 def raw_of(config: Any) -> dict[str, Any]:
     """A configuration of transformers as the object that its config.json would hold."""
-    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return found
+    raw: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return raw

@@ -40,11 +40,11 @@ def read_configuration(model: str | Path) -> Any:
         from transformers import AutoConfig
     except ImportError:
         raise InputError("reading a model needs transformers: pip install normattn[hf]") from None
-    place = Path(model).expanduser()
-    if place.is_file() and place.suffix == ".json":
-        refuse_kind(place)
-        with _explained(str(place)):
-            return AutoConfig.from_pretrained(str(place), trust_remote_code=False)
+    path = Path(model).expanduser()
+    if path.is_file() and path.suffix == ".json":
+        refuse_kind(path)
+        with _explained(str(path)):
+            return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     source, gguf = _source(model, None)
     with _explained(gguf or source):
         config = AutoConfig.from_pretrained(source, **_options(source, gguf))
@@ -66,12 +66,12 @@ def small_model(config: Any) -> Any:
     text = config.get_text_config()
     if not hasattr(text, "model_type"):
         raise InputError(f"the text model of a {config.model_type} configuration is {text!r}")
-    what = f"a small {text.model_type} model"
-    with _explained(what):
+    subject = f"a small {text.model_type} model"
+    with _explained(subject):
         _make_small(text)
     text._attn_implementation = "eager"
     auto: Any = transformers.AutoModelForCausalLM
-    with _explained(what):
+    with _explained(subject):
         torch.manual_seed(0)
         model = auto.from_config(text, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(1)

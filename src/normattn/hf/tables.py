@@ -76,7 +76,7 @@ def still(like: Any) -> Any:
 def place_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | int | None:
     """Where the position embeddings stand among a layer's arguments; None where there are none."""
     given: list[tuple[str | int, Any]] = [*kwargs.items(), *enumerate(args)]
-    given.sort(key=lambda each: each[0] != NAME)
+    given.sort(key=lambda pair: pair[0] != NAME)
     return next((name for name, value in given if is_table(value)), None)
 
 
@@ -86,7 +86,7 @@ def is_table(value: Any) -> bool:
         return bool(value.is_complex()) and value.dim() == 3
     if not (isinstance(value, tuple | list) and len(value) == 2):
         return False
-    if not all(isinstance(each, Tensor) and each.is_floating_point() for each in value):
+    if not all(isinstance(table, Tensor) and table.is_floating_point() for table in value):
         return False
     return bool(value[0].dim() == 3 and value[0].shape == value[1].shape)
 
@@ -123,11 +123,11 @@ def _wide(tables: Tables, count: int) -> Float[Tensor, "t w"]:
 
 def spectra_of(model: nn.Module) -> list[tuple[Tensor, float]]:
     """The frequencies (P,) that modules hold, and what cos and sin are multiplied with."""
-    found = []
+    spectra = []
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name.endswith("inv_freq") and "original" not in name:
                 prefix = name.removesuffix("inv_freq")
                 size = getattr(module, f"{prefix}attention_scaling", 1.0)
-                found.append((buffer.detach().double().cpu().flatten(), float(size)))
-    return found
+                spectra.append((buffer.detach().double().cpu().flatten(), float(size)))
+    return spectra

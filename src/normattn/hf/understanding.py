@@ -53,53 +53,59 @@ class Layer:
         """What the layer asks of its attention that ours does not do."""
         more = self.heard.as_is.more
         given = {name: value for name, value in more.items() if value is not None}
-        found = [name for name, value in given.items() if name not in KNOWN and value is not False]
-        return (*found, *(["is_causal=False"] if given.get("is_causal") is False else []))
+        names = [name for name, value in given.items() if name not in KNOWN and value is not False]
+        return (*names, *(["is_causal=False"] if given.get("is_causal") is False else []))
 
 
-def refuse_vectors(found: Anatomy) -> None:
+def refuse_vectors(parts: Anatomy) -> None:
     """Raise `InputError` for a model that adds a vector to each position instead of rotating."""
-    names = {name.rpartition(".")[2] for name, _ in found.decoder.named_modules()}
-    if names & _ABSOLUTE and not _rotates(found.model):
+    names = {name.rpartition(".")[2] for name, _ in parts.decoder.named_modules()}
+    if names & _ABSOLUTE and not _rotates(parts.model):
         raise InputError(
-            f"{found.name} is not a rotary model: each position has a vector of its own"
+            f"{parts.name} is not a rotary model: each position has a vector of its own"
         )
 
 
-def understand(found: Anatomy, asked: Mapping[nn.Module, Asked]) -> tuple[Layer, ...]:
+def understand(parts: Anatomy, asked: Mapping[nn.Module, Asked]) -> tuple[Layer, ...]:
     """What each layer does. Raises `InputError` for what is not understood."""
     if not asked:
-        raise InputError(_unheard(found))
-    spectra = spectra_of(found.model)
+        raise InputError(_unheard(parts))
+    spectra = spectra_of(parts.model)
     layers: list[Layer] = []
     for position, (module, one) in enumerate(asked.items()):
         index = getattr(module, "layer_idx", None)
         index = index if isinstance(index, int) else position
-        layer = _layer(found, module, index, one, spectra, list(asked.values()))
-        alike = (each.tables for each in layers if layer.tables and layer.tables.alike(each.tables))
+        layer = _layer(parts, module, index, one, spectra, list(asked.values()))
+        alike = (
+            earlier.tables
+            for earlier in layers
+            if layer.tables and layer.tables.alike(earlier.tables)
+        )
         layers.append(replace(layer, tables=next(alike, layer.tables)))
     return tuple(layers)
 
 
-def _unheard(found: Anatomy) -> str:
-    if _rotates(found.model):
+def _unheard(parts: Anatomy) -> str:
+    if _rotates(parts.model):
         return (
-            f"{found.name} has attention code of its own: no layer takes its attention function "
+            f"{parts.name} has attention code of its own: no layer takes its attention function "
             "from transformers' AttentionInterface, so its rotary positions cannot be reached"
         )
-    return f"{found.name} is not a rotary model, and its attention cannot be reached"
+    return f"{parts.name} is not a rotary model, and its attention cannot be reached"
 
 
 def _rotates(model: nn.Module) -> bool:
     """Whether a module holds rotary tables or frequencies, by the names that transformers gives."""
     names = [name for name, _ in (*model.named_modules(), *model.named_buffers())]
     told = any(name.endswith("inv_freq") or "rotary" in name for name in names)
-    held = any(hasattr(each, "rotary_dim") or hasattr(each, "rotary") for each in model.modules())
+    held = any(
+        hasattr(module, "rotary_dim") or hasattr(module, "rotary") for module in model.modules()
+    )
     return told or held or "RoFormer" in type(model).__name__
 
 
 def _layer(
-    found: Anatomy,
+    parts: Anatomy,
     module: nn.Module,
     index: int,
     one: Asked,
@@ -130,7 +136,7 @@ def _layer(
             "model holds, so they cannot be replaced"
         )
     keys = _keys(one, all_asked)
-    turning = None if keys is None else _turning(found, module, one, keys, tables)
+    turning = None if keys is None else _turning(parts, module, one, keys, tables)
     if keys is None or turning is None:
         raise InputError(
             f"{who} does not rotate the first or the last features of its queries and keys as RoPE "
@@ -156,24 +162,24 @@ def _keys(one: Asked, all_asked: Sequence[Asked]) -> Asked | None:
         return one
     return next(
         (
-            each
-            for each in all_asked
-            if each is not one
-            and each.plain is not None
-            and _same(each.as_is.key, one.as_is.key)
-            and not _same(each.plain.key, each.as_is.key)
+            other
+            for other in all_asked
+            if other is not one
+            and other.plain is not None
+            and _same(other.as_is.key, one.as_is.key)
+            and not _same(other.plain.key, other.as_is.key)
         ),
         None,
     )
 
 
 def _turning(
-    found: Anatomy, module: nn.Module, one: Asked, keys: Asked, tables: Tables
+    parts: Anatomy, module: nn.Module, one: Asked, keys: Asked, tables: Tables
 ) -> Turning | None:
     assert one.plain is not None
     assert one.doubled is not None
     assert keys.plain is not None
-    base, scaled = _base(found, module, tables.frequencies)
+    base, scaled = _base(parts, module, tables.frequencies)
     normed = not _doubles(one.plain.query, one.doubled.query)
     like = Turning(
         frequencies=tables.frequencies,
@@ -195,18 +201,18 @@ def _doubles(plain: Tensor, doubled: Tensor) -> bool:
     return bool((off & (plain != 0)).flatten(0, 2).all(0).any())
 
 
-def _base(found: Anatomy, module: nn.Module, theta: Tensor) -> tuple[float | None, str | None]:
+def _base(parts: Anatomy, module: nn.Module, theta: Tensor) -> tuple[float | None, str | None]:
     """The base of frequencies, and the kind of scaling that they were trained with.
 
     Plain ones are powers of a base that the configuration names, or 0 from some pair on. Of scaled
     ones only the kinds of `_DIVISIBLE` keep their base: a method then scales what is there.
     """
-    own = found.rope(module)
-    named = [own.get("rope_theta"), *(each.get("rope_theta") for each in found.ropes)]
-    listed: Any = getattr(found.config, "layer_rope_theta", None)
+    own = parts.rope(module)
+    named = [own.get("rope_theta"), *(rope.get("rope_theta") for rope in parts.ropes)]
+    listed: Any = getattr(parts.config, "layer_rope_theta", None)
     named += list(listed) if isinstance(listed, list | tuple) else []
     turning = int((theta != 0).sum())
-    for base in dict.fromkeys(float(each) for each in named if each):
+    for base in dict.fromkeys(float(value) for value in named if value):
         plain = rope_frequencies(2 * theta.numel(), base)
         if torch.allclose(theta[:turning], plain[:turning], rtol=2e-2, atol=0):
             return base, None

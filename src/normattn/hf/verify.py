@@ -92,15 +92,15 @@ def verify(
             "position, so there is nothing to compare"
         )
     given = told(against, raw_of(config))
-    found = _turns(given.config)
+    turns = _turns(given.config)
     differences = [
-        *_frequencies(turned, found),
-        *_factors(turned, found),
+        *_frequencies(turned, turns),
+        *_factors(turned, turns),
         *_lengths(meant, given),
     ]
     seen = Given(
         told=given,
-        plain=_same(found, _turns_as_trained(meant, turned, config)),
+        plain=_same(turns, _turns_as_trained(meant, turned, config)),
         as_meant=not differences,
     )
     return Verdict(meant.name, tuple(differences), tuple(mistakes(meant, seen)))
@@ -110,14 +110,14 @@ def _meant(config: Any, method: str | None, length: int | None) -> tuple[Meant, 
     """What is meant, and the turns of each layer that sees everything."""
     small = small_model(config)
     if method is None:
-        found = anatomy(small)
-        longest = getattr(found.config, "max_position_embeddings", None)
+        parts = anatomy(small)
+        longest = getattr(parts.config, "max_position_embeddings", None)
         known = length or longest
         if length is None and longest is not None:
-            originals = {each.get("original_max_position_embeddings") for each in found.ropes}
-            known = next((each for each in originals if each is not None), longest)
-        name = f"{found.name} as its configuration says"
-        return Meant(name, None, known, longest, _bases(found)), _of_layers(_layers(found))
+            originals = {rope.get("original_max_position_embeddings") for rope in parts.ropes}
+            known = next((original for original in originals if original is not None), longest)
+        name = f"{parts.name} as its configuration says"
+        return Meant(name, None, known, longest, _bases(parts)), _of_layers(_layers(parts))
     planned = plan(small, method, length if length is not None else _known(small))
     spec = planned.spec
     if spec.regime is not None or spec.logn is not None or spec.moves:
@@ -126,9 +126,9 @@ def _meant(config: Any, method: str | None, length: int | None) -> tuple[Meant, 
             "reads the model as it was trained"
         )
     turns = {
-        each.index: (stretched(spec, each.turning), amplitude(spec, each.turning))
-        for each in planned.layers
-        if each.turning is not None
+        layer.index: (stretched(spec, layer.turning), amplitude(spec, layer.turning))
+        for layer in planned.layers
+        if layer.turning is not None
     }
     assert spec.train_length is not None
     longest = int(spec.train_length * getattr(spec.spectrum, "stretch", 1.0))
@@ -139,13 +139,13 @@ def _known(small: Any) -> int:
     return known_length(anatomy(small))[0]
 
 
-def _bases(found: Anatomy) -> tuple[float, ...]:
-    bases = {each.get("rope_theta") for each in found.ropes}
-    return tuple(sorted(float(each) for each in bases if isinstance(each, int | float)))
+def _bases(parts: Anatomy) -> tuple[float, ...]:
+    bases = {rope.get("rope_theta") for rope in parts.ropes}
+    return tuple(sorted(float(base) for base in bases if isinstance(base, int | float)))
 
 
-def _layers(found: Anatomy) -> Sequence[Layer]:
-    return understand(found, ask(found))
+def _layers(parts: Anatomy) -> Sequence[Layer]:
+    return understand(parts, ask(parts))
 
 
 def _turns(config: Any) -> Turns:
@@ -154,9 +154,9 @@ def _turns(config: Any) -> Turns:
 
 def _of_layers(layers: Sequence[Layer]) -> Turns:
     return {
-        each.index: (each.turning.frequencies, each.turning.amplitude)
-        for each in layers
-        if each.turning is not None
+        layer.index: (layer.turning.frequencies, layer.turning.amplitude)
+        for layer in layers
+        if layer.turning is not None
     }
 
 
@@ -169,27 +169,27 @@ def _same(one: Turns, other: Turns) -> bool:
     return not _frequencies(one, other) and not _factors(one, other)
 
 
-def _frequencies(meant: Turns, found: Turns) -> list[str]:
+def _frequencies(meant: Turns, turns: Turns) -> list[str]:
     """A sentence on frequencies that differ."""
-    if meant.keys() != found.keys():
+    if meant.keys() != turns.keys():
         return [
-            f"layers with rotary positions: {sorted(found)} instead of {sorted(meant)}: this is "
+            f"layers with rotary positions: {sorted(turns)} instead of {sorted(meant)}: this is "
             "another model's configuration"
         ]
     for layer, (theta, _) in meant.items():
-        other = found[layer][0]
+        other = turns[layer][0]
         if theta.shape != other.shape:
             return [
                 f"layer {layer} turns {other.numel()} pairs of features instead of "
                 f"{theta.numel()}: this is another model's configuration"
             ]
-    off = {n: _off(theta, found[n][0]) for n, (theta, _) in meant.items()}
+    off = {n: _off(theta, turns[n][0]) for n, (theta, _) in meant.items()}
     worst = max(off, key=lambda n: float(off[n].max()))
     if float(off[worst].max()) <= _CLOSE:
         return []
-    theta, other = meant[worst][0], found[worst][0]
+    theta, other = meant[worst][0], turns[worst][0]
     pair = int(off[worst].argmax())
-    layers = [n for n, each in off.items() if float(each.max()) > _CLOSE]
+    layers = [n for n, difference in off.items() if float(difference.max()) > _CLOSE]
     return [
         f"inverse frequencies: {int((off[worst] > _CLOSE).sum())} of {theta.numel()} differ in "
         f"{len(layers)} of {len(meant)} layers; pair {pair} turns by {float(other[pair]):.4g} a "
@@ -203,16 +203,16 @@ def _off(one: Tensor, other: Tensor) -> Tensor:
     return (one - other).abs() / largest
 
 
-def _factors(meant: Turns, found: Turns) -> list[str]:
+def _factors(meant: Turns, turns: Turns) -> list[str]:
     for layer, (_, size) in meant.items():
-        other = found[layer][1] if layer in found else size
+        other = turns[layer][1] if layer in turns else size
         if abs(size - other) > _CLOSE * size:
             return [f"attention factor: cos and sin times {other:.5g} instead of {size:.5g}"]
     return []
 
 
 def _lengths(meant: Meant, given: Told) -> list[str]:
-    found = []
+    sentences = []
     for rope in given.rope.values():
         length = rope.get("original_max_position_embeddings")
         if (
@@ -220,7 +220,7 @@ def _lengths(meant: Meant, given: Told) -> list[str]:
             and meant.trained is not None
             and length != meant.trained
         ):
-            found.append(f"trained length: {int(length):,} instead of {meant.trained:,} tokens")
+            sentences.append(f"trained length: {int(length):,} instead of {meant.trained:,} tokens")
     if given.longest is not None and meant.longest is not None and given.longest < meant.longest:
-        found.append(f"longest text: {given.longest:,} instead of {meant.longest:,} tokens")
-    return found
+        sentences.append(f"longest text: {given.longest:,} instead of {meant.longest:,} tokens")
+    return sentences
