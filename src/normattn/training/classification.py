@@ -105,8 +105,8 @@ class ClassificationTask:
 
     def batch(self, step: int, share: int, shares: int) -> ClassificationBatch:
         """Part `share` of `shares` of the documents of `step`."""
-        found = self._batches.batch(step, share, shares)
-        parts = (found.ids, found.padding, found.labels)
+        rows = self._batches.batch(step, share, shares)
+        parts = (rows.ids, rows.padding, rows.labels)
         return ClassificationBatch(*(torch.from_numpy(part) for part in parts))
 
     def loss(self, batch: ClassificationBatch) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -68,11 +68,11 @@ def new_model(config: CausalLMConfig, continued: Continuation | None) -> CausalL
     if continued is None:
         return CausalLM(config)
     start = Path(continued.start)
-    found = Continuation.of(start).weights
-    if found != continued.weights:
+    weights = Continuation.of(start).weights
+    if weights != continued.weights:
         raise InputError(
             f"the model in {start} holds other weights than this run began with "
-            f"({found[:12]}… there, {continued.weights[:12]}… in its configuration)"
+            f"({weights[:12]}… there, {continued.weights[:12]}… in its configuration)"
         )
     model = load_model(start)
     if model.config != continued.saved(config):

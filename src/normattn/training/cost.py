@@ -49,19 +49,19 @@ def least_bytes(cost: Cost, config: LoopConfig, processes: int = 1) -> float:
     return cost.parameters * BYTES * held + activations
 
 
-def check_memory(cost: Cost, config: LoopConfig, place: World) -> None:
+def check_memory(cost: Cost, config: LoopConfig, world: World) -> None:
     """Raise `InputError` where `least_bytes` is more than the device has."""
     here = 1
-    if place.device.type != "cuda":
+    if world.device.type != "cuda":
         # Processes on one machine share its memory; a GPU has one.
-        here = min(place.size, int(os.environ.get("LOCAL_WORLD_SIZE", place.size)))
-    least, has = here * least_bytes(cost, config, place.size), memory_of(place.device)
+        here = min(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    least, has = here * least_bytes(cost, config, world.size), memory_of(world.device)
     if least > has:
-        tokens = round(cost.trained / config.steps / config.accumulate / place.size)
+        tokens = round(cost.trained / config.steps / config.accumulate / world.size)
         raise InputError(
             f"this training takes at least {least / 1e9:,.1f} GB of memory ({cost.parameters:,} "
             f"parameters with their gradients and moments, {tokens:,} tokens in a micro-batch), "
-            f"and {place.device} has {has / 1e9:,.1f} GB: choose a smaller model or vocabulary, "
+            f"and {world.device} has {has / 1e9:,.1f} GB: choose a smaller model or vocabulary, "
             "or a smaller batch_size"
         )
 
@@ -74,7 +74,7 @@ def memory_of(device: torch.device) -> int:
     own = psutil.Process()
     if hasattr(own, "rlimit"):  # Not every system has them.
         soft = (own.rlimit(kind)[0] for kind in (psutil.RLIMIT_AS, psutil.RLIMIT_DATA))
-        limits += [int(each) for each in soft if each != psutil.RLIM_INFINITY]
+        limits += [int(limit) for limit in soft if limit != psutil.RLIM_INFINITY]
     # A container without a limit says "max", or has no such file.
     with suppress(OSError, ValueError):
         limits.append(int(_CGROUP.read_text()))

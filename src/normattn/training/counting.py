@@ -88,11 +88,11 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.truth if args[0].dtype == torch.bool else 0.0
         except DynamicOutputShapeException:
             out = args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
-        made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
-        for each in made:
-            self._see(each.untyped_storage())
+        made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        for tensor in made:
+            self._see(tensor.untyped_storage())
         if not func.is_view:
-            taken = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            taken = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
             self.found.work[_work(func, args, given, taken, made, out)] += 1
         return out
 
@@ -123,7 +123,7 @@ def _work(
     flops = 0.0
     if packet in flop_registry:
         flops = float(flop_registry[packet](*args, **{**given, "out_val": out}))
-    exponentials = float(sum(each.numel() for each in made)) if packet in _EXPONENTIAL else 0.0
+    exponentials = float(sum(tensor.numel() for tensor in made)) if packet in _EXPONENTIAL else 0.0
     return Work(half, flops, sum(map(_bytes, [*taken, *made])), exponentials)
 
 

@@ -70,7 +70,7 @@ class World:
             return value
         values: list[str | None] = [None] * self.size
         dist.all_gather_object(values, value)
-        return next((found for found in values if found is not None), None)
+        return next((gathered for gathered in values if gathered is not None), None)
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""

@@ -23,16 +23,16 @@ def find_origin(stepper: Stepper, step: int) -> str | None:
     stepper.optimiser.zero_grad(set_to_none=True)
     for micro, batch in enumerate(stepper.batches(step)):
         stepper.seed(step, micro)
-        found: list[str] = []
-        with _watch_outputs(model, found.append), _watch_gradients(model, found.append):
+        origins: list[str] = []
+        with _watch_outputs(model, origins.append), _watch_gradients(model, origins.append):
             with stepper.autocast():
                 loss, _ = stepper.task.loss(batch)
-            if not found and not bool(torch.isfinite(loss)):
-                found.append("the loss, every module's output being finite")
-            if not found:
+            if not origins and not bool(torch.isfinite(loss)):
+                origins.append("the loss, every module's output being finite")
+            if not origins:
                 loss.backward()  # type: ignore[no-untyped-call]
-        if found:
-            return found[0]
+        if origins:
+            return origins[0]
     return None
 
 

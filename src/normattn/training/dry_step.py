@@ -75,14 +75,14 @@ def dry_step(
         stepper.optimiser.zero_grad(set_to_none=True)
         counting.begin()
         stepper.step(1)
-        found: Counted = counting.found
-        return found
+        counted: Counted = counting.found
+        return counted
 
 
 def _let_go(model: nn.Module, half: bool) -> None:
     """Gradients of blocks are let go when they are made, their weights half precise if `half`."""
-    blocks = [each for each in model.modules() if isinstance(each, Blocks)]
-    for module in (module for each in blocks for module in each.modules()):
+    blocks = [module for module in model.modules() if isinstance(module, Blocks)]
+    for module in (module for stack in blocks for module in stack.modules()):
         for name, weight in module._parameters.items():
             # A single number is not gathered.
             if weight is None or weight.ndim == 0:

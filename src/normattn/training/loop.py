@@ -68,26 +68,26 @@ def train(
     is in use, holds no whole checkpoint, or cannot be written.
     """
     with ExitStack() as stack:
-        place = stack.enter_context(world(config.device))
+        process = stack.enter_context(world(config.device))
         stack.enter_context(threads(config.threads))
         stack.enter_context(using(config.kernels))
         followers = list(callbacks)
         # Before anything is written: a tracker that is not installed leaves no run behind.
-        place.on_main(lambda: followers.extend(_trackers(config, run)))
-        place.on_main(lambda: stack.enter_context(run.lock()))
+        process.on_main(lambda: followers.extend(_trackers(config, run)))
+        process.on_main(lambda: stack.enter_context(run.lock()))
         request = stack.enter_context(stop_on_signals())
         torch.manual_seed(derive_seed(config.seed, "initialisation"))
-        task = make_task(place)
+        task = make_task(process)
         stop = _StopAsked(request, should_stop)
-        stepper = Stepper(task, config, place, stop)
+        stepper = Stepper(task, config, process, stop)
         stack.callback(stepper.close)
-        if place.main and show_progress:
+        if process.main and show_progress:
             followers.append(ProgressBar())
-        on_step, probes = (on_step, probes) if place.main else (None, ())
+        on_step, probes = (on_step, probes) if process.main else (None, ())
         loop = _Loop(stepper, run, stop, followers, probes, on_step, export_kept)
         result = loop.run_to_end()
         with stepper.parallel.gathered(task.model):
-            place.on_main(lambda: _finish(run, config.steps, task, export))
+            process.on_main(lambda: _finish(run, config.steps, task, export))
         return result
 
 
@@ -141,10 +141,10 @@ class _Loop:
         self.run = run
         self.stop = stop
         self.callbacks = callbacks
-        names = [each.name for each in probes]
+        names = [probe.name for probe in probes]
         if len(set(names)) != len(names):
             raise InputError(f"two probes would write one file: they are called {sorted(names)}")
-        self.probes = [(each, MetricsLog(run.path / f"{each.name}.jsonl")) for each in probes]
+        self.probes = [(probe, MetricsLog(run.path / f"{probe.name}.jsonl")) for probe in probes]
         self.on_step = on_step
         self.export_kept = export_kept
         self.timing = MetricsLog(run.path / "timing.jsonl")
@@ -338,10 +338,10 @@ class _Loop:
 
     def _diverge(self, step: int, values: StepValues) -> None:
         """Save the state before the bad step, find where it began, say both and stop."""
-        found: str | None = "a module not searched for (resume with parallel ddp to have it named)"
+        origin: str | None = "a module not searched for (resume with parallel ddp to have it named)"
         if self.parallel.searched:
-            found = self.world.first_of(find_origin(self.stepper, step))
-        where = found or (
+            origin = self.world.first_of(find_origin(self.stepper, step))
+        where = origin or (
             f"the gradient norm ({values.gradient_norm}), every loss and gradient being finite"
         )
         if step > 1:

@@ -90,7 +90,7 @@ class MaskedBatch(NamedTuple):
     @classmethod
     def of(cls, rows: MaskedRows) -> MaskedBatch:
         """The same as tensors."""
-        return cls(*(torch.from_numpy(each) for each in rows))
+        return cls(*(torch.from_numpy(array) for array in rows))
 
 
 class MaskedTask:

@@ -21,14 +21,14 @@ from normattn.training.step import Stepper
 from normattn.training.workload import rows_per_share
 
 
-def measured_peak(config: TrainingConfig, place: World | None = None) -> int:
+def measured_peak(config: TrainingConfig, world: World | None = None) -> int:
     """Bytes at the peak of two steps on a CPU, from before the model is made."""
     with (
         threads(config.threads),
         using(config.kernels),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
     ):
-        stepper = _stepper(config, place)
+        stepper = _stepper(config, world)
         for step in (1, 2):
             stepper.step(step)
         stepper.close()
@@ -41,11 +41,11 @@ def measured_peak(config: TrainingConfig, place: World | None = None) -> int:
 
 
 def measured_seconds(
-    config: TrainingConfig, steps: int, place: World | None = None
+    config: TrainingConfig, steps: int, world: World | None = None
 ) -> tuple[float, float]:
     """The median step's seconds and processor seconds, after two that are not counted."""
     with threads(config.threads), using(config.kernels):
-        stepper = _stepper(config, place)
+        stepper = _stepper(config, world)
         times = []
         for step in range(1, steps + 3):
             before = time.perf_counter(), time.process_time()
@@ -56,9 +56,9 @@ def measured_seconds(
     return statistics.median(clock), statistics.median(processor)
 
 
-def _stepper(config: TrainingConfig, place: World | None) -> Stepper:
-    place = place or World(0, 1, torch.device("cpu"))
-    rows = rows_per_share(config.batch_size, place.size * config.accumulate)
+def _stepper(config: TrainingConfig, world: World | None) -> Stepper:
+    world = world or World(0, 1, torch.device("cpu"))
+    rows = rows_per_share(config.batch_size, world.size * config.accumulate)
     torch.manual_seed(config.seed)
     task = DrawnTask(config, rows)
-    return Stepper(task, config, place, lambda: False)
+    return Stepper(task, config, world, lambda: False)

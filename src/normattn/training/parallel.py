@@ -24,8 +24,8 @@ class Parallel:
 
     searched = True
 
-    def __init__(self, place: World) -> None:
-        self._place = place
+    def __init__(self, world: World) -> None:
+        self._place = world
 
     @property
     def writes(self) -> bool:

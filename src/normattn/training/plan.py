@@ -117,8 +117,8 @@ def plan(
         # Parts of gradients come as activations go, but for those of an earlier micro-batch.
         early = state if config.accumulate > 1 else whole * (1 + moments) / n
         memory = max(early + within, state) + beside
-        each = share * (2 * blocks * weight + root * BYTES + whole)
-        sent = config.accumulate * each
+        per_micro_batch = share * (2 * blocks * weight + root * BYTES + whole)
+        sent = config.accumulate * per_micro_batch
         # Its part of the blocks' update, which the counted step has not taken.
         computing += blocks * BYTES * (3 + 2 * moments) / n / device.rates.bandwidth
     else:
@@ -130,18 +130,18 @@ def plan(
     return Plan(state, beside, memory, sent, computing, sending, whole * (1 + moments))
 
 
-def described(found: Plan, device: Device, name: str, nodes: int, per_node: int) -> str:
+def described(planned: Plan, device: Device, name: str, nodes: int, per_node: int) -> str:
     """The plan in three lines."""
-    room = "" if found.memory <= device.memory else ": more than it has"
-    rest = max(found.memory - found.state - found.beside, 0.0)
-    parts = f"state {_gb(found.state)}, beside it {_gb(found.beside)}, all else {_gb(rest)}"
-    bound = "operations" if found.computing >= found.sending else "messages"
+    room = "" if planned.memory <= device.memory else ": more than it has"
+    rest = max(planned.memory - planned.state - planned.beside, 0.0)
+    parts = f"state {_gb(planned.state)}, beside it {_gb(planned.beside)}, all else {_gb(rest)}"
+    bound = "operations" if planned.computing >= planned.sending else "messages"
     return (
-        f"{nodes} × {per_node} {name}: {_gb(found.memory)} of {_gb(device.memory)} each at the "
+        f"{nodes} × {per_node} {name}: {_gb(planned.memory)} of {_gb(device.memory)} each at the "
         f"peak ({parts}){room}\n"
-        f"a step: {_gb(found.sent)} sent by each; {found.seconds:.3g} s on the roofline, bound by "
-        f"{bound} (operations {found.computing:.3g} s, messages {found.sending:.3g} s)\n"
-        f"a checkpoint: {_gb(found.checkpoint)}"
+        f"a step: {_gb(planned.sent)} sent by each; {planned.seconds:.3g} s on the roofline, bound "
+        f"by {bound} (operations {planned.computing:.3g} s, messages {planned.sending:.3g} s)\n"
+        f"a checkpoint: {_gb(planned.checkpoint)}"
     )
 
 

@@ -34,7 +34,7 @@ class QKClip:
     whose largest logit is not in proportion to the weights of q and k.
     """
 
-    def __init__(self, model: nn.Module, threshold: float, place: World) -> None:
+    def __init__(self, model: nn.Module, threshold: float, world: World) -> None:
         layers = [module for module in model.modules() if isinstance(module, _LAYERS)]
         if not layers:
             raise InputError(
@@ -42,7 +42,7 @@ class QKClip:
             )
         for layer in layers:
             refuse_score(layer.score.spec)
-        self._place, self._threshold = place, threshold
+        self._place, self._threshold = world, threshold
         self._layers = {layer.score: layer for layer in layers}
         self._seen = _Largest(self._layers.keys())
 
@@ -54,10 +54,10 @@ class QKClip:
     @torch.no_grad()
     def clip(self) -> float:
         """Shrink what passed the threshold; returns the largest logit of the step."""
-        found = [self._seen.of(score, layer) for score, layer in self._layers.items()]
+        logits = [self._seen.of(score, layer) for score, layer in self._layers.items()]
         self._seen.forget()
-        every = self._place.largest(torch.cat(found))
-        parts = torch.split(every, [len(x) for x in found])
+        every = self._place.largest(torch.cat(logits))
+        parts = torch.split(every, [len(x) for x in logits])
         for layer, largest in zip(self._layers.values(), parts, strict=True):
             factor = (self._threshold / largest).clamp(max=1.0)
             # A logit of 0 or less needs nothing; one that is no number is a divergence's to tell.
@@ -123,9 +123,9 @@ class _Largest:
         largest = observation.largest.detach().float()
         if self._padding is not None:
             largest = largest.masked_fill(self._padding[:, None, self._rows], -torch.inf)
-        found = largest.amax((0, 2))
+        logits = largest.amax((0, 2))
         before = self._largest.get(self._owner)
-        self._largest[self._owner] = found if before is None else torch.maximum(before, found)
+        self._largest[self._owner] = logits if before is None else torch.maximum(before, logits)
 
 
 def refuse_score(spec: ScoreSpec) -> None:

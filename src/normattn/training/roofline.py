@@ -111,10 +111,10 @@ def _overhead() -> float:
 def _seconds(work: Callable[[], object], count: int) -> float:
     """The median of processor time over threads, of as many calls as fit, three at least."""
     work()
-    found: list[float] = []
+    times: list[float] = []
     end = time.perf_counter() + _ROUND
-    while len(found) < 3 or time.perf_counter() < end:
+    while len(times) < 3 or time.perf_counter() < end:
         before = time.process_time()
         work()
-        found.append((time.process_time() - before) / count)
-    return max(statistics.median(found), 1e-9)
+        times.append((time.process_time() - before) / count)
+    return max(statistics.median(times), 1e-9)

@@ -35,11 +35,11 @@ class Sharded(Parallel):
 
     searched = False
 
-    def __init__(self, place: World, precision: str) -> None:
-        super().__init__(place)
+    def __init__(self, world: World, precision: str) -> None:
+        super().__init__(world)
         self._precision = precision
         self._numbers: list[nn.Parameter] = []
-        self._writer = ShardWriter(place)
+        self._writer = ShardWriter(world)
 
     @property
     def writes(self) -> bool:

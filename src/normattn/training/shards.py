@@ -41,8 +41,8 @@ class ShardWriter:
     only when all of it is on the disk with its checksums, and until then the one before it stands.
     """
 
-    def __init__(self, place: World) -> None:
-        self._place = place
+    def __init__(self, world: World) -> None:
+        self._place = world
         # Of its own: the training's messages do not wait for those of a checkpoint.
         self._group = dist.new_group(backend="gloo")
         self._finisher = ThreadPoolExecutor(1, "checkpoint")
@@ -109,7 +109,7 @@ def read_shards(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
     reader = HuggingFaceStorageReader(str(checkpoint.path))
     try:
         stored = reader.read_metadata().state_dict_metadata
-        target = {key: _room(key, each, own) for key, each in stored.items()}
+        target = {key: _room(key, entry, own) for key, entry in stored.items()}
         with warnings.catch_warnings():
             # One process alone is told that it is alone.
             warnings.simplefilter("ignore", UserWarning)

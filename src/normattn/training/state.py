@@ -86,7 +86,7 @@ def _unpack_optimiser(
         }
         if state:
             states[index] = state
-    found = sum(len(state) for state in states.values())
-    if found != sum(name.startswith(OPTIMISER) for name in tensors):
+    count = sum(len(state) for state in states.values())
+    if count != sum(name.startswith(OPTIMISER) for name in tensors):
         raise InputError("the checkpoint holds optimiser state of parameters that do not exist")
     optimiser.load_state_dict({**optimiser.state_dict(), "state": states})

@@ -69,14 +69,14 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def _parallel_of(config: LoopConfig, place: World) -> Parallel:
+def _parallel_of(config: LoopConfig, world: World) -> Parallel:
     """What `config.parallel` says; one process has nothing to share."""
-    if config.parallel == "ddp" or place.size == 1:
-        return Parallel(place)
+    if config.parallel == "ddp" or world.size == 1:
+        return Parallel(world)
     # torch's FSDP2 takes a second to import.
     from normattn.training.sharded import Sharded
 
-    return Sharded(place, config.precision)
+    return Sharded(world, config.precision)
 
 
 class Stepper:

@@ -47,8 +47,8 @@ class TranslationConfig(LoopConfig):
     def scores(self) -> tuple[ScoreSpec, ...]:
         """The encoder's, the decoder's and those of the attention across."""
         model = self.model
-        found = (model.score, model.decoder_score, model.cross_score)
-        return tuple(score for score in found if score is not None)
+        scores = (model.score, model.decoder_score, model.cross_score)
+        return tuple(score for score in scores if score is not None)
 
     @model_validator(mode="before")
     @classmethod
@@ -64,10 +64,10 @@ class TranslationConfig(LoopConfig):
     @model_validator(mode="after")
     def _check_vocabularies(self) -> TranslationConfig:
         for name, wanted in _decided_by(self.data).items():
-            found = getattr(self.model, name)
-            if found != wanted:
+            given = getattr(self.model, name)
+            if given != wanted:
                 raise ValueError(
-                    f"model.{name} is {found} but the data makes it {wanted}; leave it out"
+                    f"model.{name} is {given} but the data makes it {wanted}; leave it out"
                 )
         return self
 
@@ -108,8 +108,8 @@ class TranslationTask:
 
     def batch(self, step: int, share: int, shares: int) -> TranslationBatch:
         """Part `share` of `shares` of the sentence pairs of `step`."""
-        found = self._batches.batch(step, share, shares)
-        return TranslationBatch(*(torch.as_tensor(each) for each in found))
+        rows = self._batches.batch(step, share, shares)
+        return TranslationBatch(*(torch.as_tensor(array) for array in rows))
 
     def loss(self, batch: TranslationBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Smoothed loss, plain loss (nats) and accuracy, each a mean over the whole batch's tokens.

@@ -62,8 +62,8 @@ class VisionTrainingConfig(LoopConfig):
         missing = {"height", "width", "channels", "classes"} - values["model"].keys()
         if not missing or not isinstance(data, ImageDataConfig):
             return values
-        found = {key: value for key, value in asdict(image_shape(data)).items() if key in missing}
-        return {**values, "model": {**values["model"], **found}}
+        shape = {key: value for key, value in asdict(image_shape(data)).items() if key in missing}
+        return {**values, "model": {**values["model"], **shape}}
 
     @model_validator(mode="after")
     def _check_together(self) -> VisionTrainingConfig:
@@ -117,11 +117,11 @@ class VisionWorkload(Workload[VisionTrainingConfig, ImageData]):
     def check(self, config: VisionTrainingConfig, data: ImageData, shares: int) -> None:
         """The images must be of the model's shape, and every micro-batch have as many."""
         rows_per_share(config.batch_size, shares)
-        for name, found in asdict(data.shape).items():
-            if getattr(config.model, name) != found:
+        for name, value in asdict(data.shape).items():
+            if getattr(config.model, name) != value:
                 raise InputError(
                     f"model.{name} is {getattr(config.model, name)}, but the images of "
-                    f"{config.data.source} have {found}; leave it out"
+                    f"{config.data.source} have {value}; leave it out"
                 )
         _batches(config, data)
 

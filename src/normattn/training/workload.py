@@ -78,18 +78,18 @@ def train_workload(
     and a training that cannot fit into memory.
     """
     out = Path(out)
-    with world(config.device) as place:
-        done = place.on_main(lambda: _finished(workload, config, out))
+    with world(config.device) as process:
+        done = process.on_main(lambda: _finished(workload, config, out))
         if done is not None:
             return done
-        check_memory(workload.cost(config), config, place)
+        check_memory(workload.cost(config), config, process)
         data = workload.prepare(config)
-        shares = place.size * config.accumulate
+        shares = process.size * config.accumulate
         workload.check(config, data, shares)
         run = _open(workload, config, out)
 
-        def make_task(place: World) -> Task:
-            return workload.task(config, data, place.device, shares)
+        def make_task(this_process: World) -> Task:
+            return workload.task(config, data, this_process.device, shares)
 
         return train(
             make_task,

@@ -46,21 +46,21 @@ class Muon(Stepping):
             of_muon = {"momentum": config.momentum, "adjust_lr_fn": _SHARED}
             self._members.append(make(matrices.values(), lr=lr, weight_decay=decay, **of_muon))
         parts = [
-            {"params": list(part.values()), "weight_decay": each}
-            for part, each in ((decayed, decay), (plain, 0.0))
+            {"params": list(part.values()), "weight_decay": weight_decay}
+            for part, weight_decay in ((decayed, decay), (plain, 0.0))
             if part
         ]
         if parts:
             self._members.append(torch.optim.AdamW(parts, lr, config.betas, config.eps))
-        super().__init__([group for each in self._members for group in each.param_groups], {})
+        super().__init__([group for member in self._members for group in member.param_groups], {})
         self._share()
 
     def _share(self) -> None:
         """Groups and state are one: what is set, saved and loaded here holds for both parts."""
         at = 0
-        for each in self._members:
-            end = at + len(each.param_groups)
-            each.param_groups, each.state = self.param_groups[at:end], self.state
+        for member in self._members:
+            end = at + len(member.param_groups)
+            member.param_groups, member.state = self.param_groups[at:end], self.state
             at = end
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -70,8 +70,8 @@ class Muon(Stepping):
 
     def update(self) -> None:
         """Both parts, each its parameters."""
-        for each in self._members:
-            each.step()
+        for member in self._members:
+            member.step()
 
 
 def _divided(groups: ParameterGroups) -> tuple[Named, Named, Named]:

@@ -97,7 +97,7 @@ def _tracked(run: RunDirectory) -> TrackedRun:
     """The run as a tracker sees it; its name is drawn once and kept in RUN/tracker.json."""
     file = run.path / "tracker.json"
     if not file.exists():
-        place = "-".join(run.path.resolve().parts[-2:])
-        name = re.sub(r"[^\w.-]+", "-", place).strip("-")[:100]
+        folders = "-".join(run.path.resolve().parts[-2:])
+        name = re.sub(r"[^\w.-]+", "-", folders).strip("-")[:100]
         write_json(file, {"name": f"{name}-{secrets.token_hex(4)}"})
     return TrackedRun(run.path, run.config, str(read_object(file)["name"]))
