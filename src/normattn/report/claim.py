@@ -98,31 +98,36 @@ class Finding:
 def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
     """Every claim that the frame can test, corrected as one family (Holm)."""
     tested = [(claim, claim.difference(view)) for claim in claims]
-    known = [(claim, found) for claim, found in tested if found is not None]
-    decidable = [place for place, (claim, found) in enumerate(known) if _decidable(claim, found)]
-    adjusted = holm([known[place][1].p or 0.0 for place in decidable])
+    known = [(claim, estimate) for claim, estimate in tested if estimate is not None]
+    decidable = [
+        index for index, (claim, estimate) in enumerate(known) if _decidable(claim, estimate)
+    ]
+    adjusted = holm([known[index][1].p or 0.0 for index in decidable])
     p_values = dict(zip(decidable, adjusted, strict=True))
     level = 1 - view.bootstrap.level
     return [
         Finding(
-            claim, found, p_values.get(place), _verdict(claim, found, p_values.get(place), level)
+            claim,
+            estimate,
+            p_values.get(index),
+            _verdict(claim, estimate, p_values.get(index), level),
         )
-        for place, (claim, found) in enumerate(known)
+        for index, (claim, estimate) in enumerate(known)
     ]
 
 
-def _decidable(claim: Claim, found: Estimate) -> bool:
+def _decidable(claim: Claim, estimate: Estimate) -> bool:
     if claim.test is not None:
-        return found.p is not None
-    return found.p is not None and len(found.seeds) >= SEEDS
+        return estimate.p is not None
+    return estimate.p is not None and len(estimate.seeds) >= SEEDS
 
 
-def _verdict(claim: Claim, found: Estimate, p: float | None, level: float) -> Verdict:
+def _verdict(claim: Claim, estimate: Estimate, p: float | None, level: float) -> Verdict:
     if p is None:
         return "too little data"
-    if p <= level and found.value != 0:
-        return "found" if found.value * claim.sign > 0 else "the opposite"
-    least = found.half_width
+    if p <= level and estimate.value != 0:
+        return "found" if estimate.value * claim.sign > 0 else "the opposite"
+    least = estimate.half_width
     if claim.matters is not None and least is not None and least > claim.matters:
         return "too little data"
     return "not found"

@@ -24,9 +24,9 @@ class Point:
     high: float | None = None
 
     @classmethod
-    def of(cls, x: float, found: Estimate) -> Point:
+    def of(cls, x: float, estimate: Estimate) -> Point:
         """An estimate at x."""
-        return cls(x, found.value, found.low, found.high)
+        return cls(x, estimate.value, estimate.low, estimate.high)
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,12 @@ def _panel(panel: Panel, places: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _estimate(found: Estimate | None) -> list[int | float | None] | None:
-    return None if found is None else [_number(v) for v in (found.value, found.low, found.high)]
+def _estimate(estimate: Estimate | None) -> list[int | float | None] | None:
+    return (
+        None
+        if estimate is None
+        else [_number(v) for v in (estimate.value, estimate.low, estimate.high)]
+    )
 
 
 def _number(value: float | None) -> int | float | None:

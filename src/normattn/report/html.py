@@ -99,9 +99,9 @@ def _linked(source: str) -> Markup:
 def _table(table: Filled, number: int) -> HtmlTable:
     rows = tuple(tuple(map(_cell, line)) for line in table.cells)
     words = tuple(
-        place
-        for place in range(len(table.columns))
-        if place == 0 or all(line[place].order is None for line in rows)
+        index
+        for index in range(len(table.columns))
+        if index == 0 or all(line[index].order is None for line in rows)
     )
     return HtmlTable(
         f"{table.key}-{number}",
@@ -125,18 +125,20 @@ def _cell(cell: Cell) -> HtmlCell:
 def _findings(findings: Sequence[Finding]) -> HtmlTable:
     """The claims and their verdicts as a table."""
     rows = []
-    for found in findings:
-        value, bracket, interval = found.size.partition(" [")
-        seeds = len(found.difference.seeds)
+    for finding in findings:
+        value, bracket, interval = finding.size.partition(" [")
+        seeds = len(finding.difference.seeds)
         rows.append(
             (
-                HtmlCell(found.claim.sentence),
-                HtmlCell(found.verdict, found.remark, verdict=found.verdict.replace(" ", "-")),
-                HtmlCell(value, f"[{interval}" if bracket else "", found.difference.value),
-                HtmlCell("–" if found.p is None else f"{found.p:.3f}", order=found.p),
+                HtmlCell(finding.claim.sentence),
+                HtmlCell(
+                    finding.verdict, finding.remark, verdict=finding.verdict.replace(" ", "-")
+                ),
+                HtmlCell(value, f"[{interval}" if bracket else "", finding.difference.value),
+                HtmlCell("–" if finding.p is None else f"{finding.p:.3f}", order=finding.p),
                 HtmlCell(str(seeds) if seeds else "–", order=float(seeds) or None),
-                HtmlCell(found.claim.measured),
-                HtmlCell(found.claim.source),
+                HtmlCell(finding.claim.measured),
+                HtmlCell(finding.claim.source),
             )
         )
     head = ("claim", "verdict", "difference", "p", "seeds", "measured", "source")

@@ -44,15 +44,15 @@ def findings_markdown(findings: Sequence[Finding]) -> str:
     head = ("claim", "source", "measured", "difference", "seeds", "p", "verdict")
     lines = [
         (
-            found.claim.sentence,
-            found.claim.source,
-            found.claim.measured,
-            found.size,
-            str(len(found.difference.seeds)) if found.difference.seeds else "–",
-            "–" if found.p is None else f"{found.p:.3f}",
-            f"**{found.verdict}**" + (f" ({found.remark})" if found.remark else ""),
+            finding.claim.sentence,
+            finding.claim.source,
+            finding.claim.measured,
+            finding.size,
+            str(len(finding.difference.seeds)) if finding.difference.seeds else "–",
+            "–" if finding.p is None else f"{finding.p:.3f}",
+            f"**{finding.verdict}**" + (f" ({finding.remark})" if finding.remark else ""),
         )
-        for found in findings
+        for finding in findings
     ]
     return aligned(head, lines, left=(0, 1, 2, 6))
 
@@ -60,18 +60,18 @@ def findings_markdown(findings: Sequence[Finding]) -> str:
 def aligned(head: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """An aligned Markdown table; the columns of `left` to the left, the others to the right."""
     every = [[_escaped(text) for text in line] for line in (head, *lines)]
-    widths = [max(len(line[place]) for line in every) for place in range(len(head))]
+    widths = [max(len(line[index]) for line in every) for index in range(len(head))]
 
     def line(texts: Sequence[str]) -> str:
         parts = (
-            text.ljust(width) if place in left else text.rjust(width)
-            for place, (text, width) in enumerate(zip(texts, widths, strict=True))
+            text.ljust(width) if index in left else text.rjust(width)
+            for index, (text, width) in enumerate(zip(texts, widths, strict=True))
         )
         return "| " + " | ".join(parts) + " |"
 
     rule = (
-        "-" * width if place in left else "-" * (width - 1) + ":"
-        for place, width in enumerate(widths)
+        "-" * width if index in left else "-" * (width - 1) + ":"
+        for index, width in enumerate(widths)
     )
     return "\n".join([line(every[0]), "| " + " | ".join(rule) + " |", *map(line, every[1:])])
 
@@ -79,8 +79,8 @@ def aligned(head: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[
 def table_csv(table: Filled) -> str:
     """A table with the ends of every interval; a column without numbers as text."""
     numeric = [
-        any(line[place].estimate is not None for line in table.cells)
-        for place in range(len(table.columns))
+        any(line[index].estimate is not None for line in table.cells)
+        for index in range(len(table.columns))
     ]
     head: list[str] = []
     for column, number in zip(table.columns, numeric, strict=True):
@@ -91,13 +91,15 @@ def table_csv(table: Filled) -> str:
     for cells in table.cells:
         line: list[Any] = []
         for cell, number in zip(cells, numeric, strict=True):
-            found = cell.estimate
+            estimate = cell.estimate
             if not number:
                 line.append(cell.text)
-            elif found is None:
+            elif estimate is None:
                 line += [""] * 3
             else:
-                line += ["" if v is None else v for v in (found.value, found.low, found.high)]
+                line += [
+                    "" if v is None else v for v in (estimate.value, estimate.low, estimate.high)
+                ]
         writer.writerow(line)
     return text.getvalue()
 
@@ -111,14 +113,14 @@ def page_json(page: PageContext) -> str:
         },
         "claims": [
             {
-                "claim": found.claim.sentence,
-                "source": found.claim.source,
-                "measured": found.claim.measured,
-                "difference": found.difference.as_json(),
-                "p": found.p,
-                "verdict": found.verdict,
+                "claim": finding.claim.sentence,
+                "source": finding.claim.source,
+                "measured": finding.claim.measured,
+                "difference": finding.difference.as_json(),
+                "p": finding.p,
+                "verdict": finding.verdict,
             }
-            for found in page.findings
+            for finding in page.findings
         ],
     }
     return json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -127,9 +129,9 @@ def page_json(page: PageContext) -> str:
 def _row_json(table: Filled, number: int) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for column, cell in zip(table.columns, table.cells[number], strict=True):
-        found = cell.estimate
-        row[column.key] = cell.text if found is None else found.as_json()
-        if found is None and column.key != "row" and cell.text == "–":
+        estimate = cell.estimate
+        row[column.key] = cell.text if estimate is None else estimate.as_json()
+        if estimate is None and column.key != "row" and cell.text == "–":
             row[column.key] = None
     return row
 

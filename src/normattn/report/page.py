@@ -98,8 +98,8 @@ def write_files(made: PageContext, out: Path) -> list[Path]:
 
 
 def _provenance(view: View, tables: Sequence[Filled]) -> dict[str, str]:
-    found = [cell.estimate for table in tables for line in table.cells for cell in line]
-    estimates = [each for each in found if each is not None and each.units > 1]
+    printed = [cell.estimate for table in tables for line in table.cells for cell in line]
+    estimates = [estimate for estimate in printed if estimate is not None and estimate.units > 1]
     bootstrap = view.bootstrap
     facts = {
         "intervals": f"{bootstrap.level:.0%}, from {bootstrap.resamples} bootstrap resamples of "
@@ -107,7 +107,7 @@ def _provenance(view: View, tables: Sequence[Filled]) -> dict[str, str]:
         "both",
     }
     if estimates:
-        units = sorted({each.units for each in estimates})
+        units = sorted({estimate.units for estimate in estimates})
         facts["units behind a number"] = _span(units) + (
             f"; intervals of fewer than {FEW_UNITS} are not reliable" * (units[0] < FEW_UNITS)
         )

@@ -27,15 +27,15 @@ CELLS = (
 """Evenly spaced colours from the lowest value to the highest."""
 
 
-def line_colour(place: int) -> int:
+def line_colour(position: int) -> int:
     """Which of `LINES` the family at this place has; when they begin again, the first is left out.
 
     The first is what all others are held against, such as the model as it is.
     """
     count = len(LINES)
-    return place if place < count else 1 + (place - count) % (count - 1)
+    return position if position < count else 1 + (position - count) % (count - 1)
 
 
 def ranked(families: Iterable[str]) -> dict[str, int]:
     """Each family's place, in the order in which they are first named."""
-    return {name: place for place, name in enumerate(dict.fromkeys(families))}
+    return {name: position for position, name in enumerate(dict.fromkeys(families))}

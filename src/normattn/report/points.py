@@ -23,15 +23,15 @@ def bin_points(
         return ()
     values = by_bin(sums, statistic, view.bootstrap)
     bins = zip(sums.bins, values, strict=True)
-    return tuple(Point.of(float(x(each)), value) for each, value in bins if value is not None)
+    return tuple(Point.of(float(x(bin_)), value) for bin_, value in bins if value is not None)
 
 
 def points(
     view: View, statistic: Statistic, where: Iterable[tuple[float, Where]]
 ) -> tuple[Point, ...]:
     """A point at every x whose rows were measured."""
-    found = ((x, view.estimate(statistic, at)) for x, at in where)
-    return tuple(Point.of(float(x), value) for x, value in found if value is not None)
+    estimates = ((x, view.estimate(statistic, at)) for x, at in where)
+    return tuple(Point.of(float(x), value) for x, value in estimates if value is not None)
 
 
 def octaves(view: View, statistic: Statistic, where: Where) -> list[tuple[int, str, list[int]]]:
@@ -41,9 +41,9 @@ def octaves(view: View, statistic: Statistic, where: Where) -> list[tuple[int, s
         return []
     length = int(chosen["train_length"][0])
     bins = chosen.select("bin", "bin_end").unique().sort("bin").rows()
-    found = []
+    spans = []
     for low, high in pairwise((0, *(length * 2**octave for octave in range(40)))):
-        places = [place for place, (start, _) in enumerate(bins) if low <= start < high]
+        places = [index for index, (start, _) in enumerate(bins) if low <= start < high]
         if places:
-            found.append((low, f"{low + 1:,} to {bins[places[-1]][1]:,.0f}", places))
-    return found
+            spans.append((low, f"{low + 1:,} to {bins[places[-1]][1]:,.0f}", places))
+    return spans

@@ -63,10 +63,10 @@ class Column:
         terms = [Term(f, {**row.where, **extra}, self.bins) for f, extra in self.terms]
         if len(terms) > 1 and all(term.where == terms[0].where for term in terms[1:]):
             return NOTHING  # a row's difference to itself
-        found = view.contrast(self.statistic, terms)
-        if found is None:
+        estimate = view.contrast(self.statistic, terms)
+        if estimate is None:
             return NOTHING
-        return Cell(shown(found, self.statistic.digits, self.signed, self.interval), found)
+        return Cell(shown(estimate, self.statistic.digits, self.signed, self.interval), estimate)
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ class Table:
         columns = self.columns(view) if callable(self.columns) else self.columns
         cells = [[column.cell(view, row) for column in columns] for row in rows]
         kept = [
-            place
-            for place in range(len(columns))
-            if any(line[place] is not NOTHING for line in cells)
+            index
+            for index in range(len(columns))
+            if any(line[index] is not NOTHING for line in cells)
         ]
         notes = self.notes(view) if callable(self.notes) else self.notes
         first = Column("row", self.head, plain=lambda view, row: Cell(row.label))
@@ -114,10 +114,10 @@ class Table:
             self.title,
             self.intro,
             tuple(notes),
-            (first, *(columns[place] for place in kept)),
+            (first, *(columns[index] for index in kept)),
             rows,
             tuple(
-                (Cell(row.label), *(line[place] for place in kept))
+                (Cell(row.label), *(line[index] for index in kept))
                 for row, line in zip(rows, cells, strict=True)
             ),
         )

@@ -25,9 +25,9 @@ def print_table(table: Filled, title: str = "") -> None:
         console.print(title, markup=False, soft_wrap=True)
     shown = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
     texts = [[cell.text for cell in line] for line in table.cells]
-    for place, column in enumerate(table.columns):
-        short = max(len(line[place]) for line in texts) <= _SHORT
-        shown.add_column(column.title, justify="right" if place else "left", no_wrap=short)
+    for index, column in enumerate(table.columns):
+        short = max(len(line[index]) for line in texts) <= _SHORT
+        shown.add_column(column.title, justify="right" if index else "left", no_wrap=short)
     for line in texts:
         shown.add_row(*map(escape, line))
     console.print(shown)
@@ -42,8 +42,8 @@ def say(out: Path, figures: Sequence[Path]) -> None:
 
 def tell(sentence: str, console: Console | None = None) -> None:
     """A line as it is, however long."""
-    found = console or Console(highlight=False)
-    found.print(sentence, markup=False, soft_wrap=True)
+    output = console or Console(highlight=False)
+    output.print(sentence, markup=False, soft_wrap=True)
 
 
 OwnBar = TypeVar("OwnBar", bound="Bar")

@@ -43,14 +43,14 @@ class View:
         if key not in self._values:
             asked = {column, *(where or {})}
             narrow = self.frame.select(name for name in self.frame.columns if name in asked)
-            found = select(narrow, where or {})
-            self._values[key] = found[column].unique(maintain_order=True).to_list()
+            rows = select(narrow, where or {})
+            self._values[key] = rows[column].unique(maintain_order=True).to_list()
         return list(self._values[key])
 
     def one(self, column: str, where: Where | None = None) -> Any:
         """The one value that a column has in some rows; None where there are none or several."""
-        found = self.values(column, where)
-        return found[0] if len(found) == 1 else None
+        values = self.values(column, where)
+        return values[0] if len(values) == 1 else None
 
     def sums(self, statistic: str, where: Where) -> Sums | None:
         """The sums of a statistic; None where nothing was measured."""
@@ -73,15 +73,15 @@ class View:
         return self._found[key]
 
     def _contrast(self, statistic: Statistic, terms: Sequence[Term]) -> Estimate | None:
-        found = []
+        weighted = []
         for term in terms:
             sums = self.sums(statistic.name, term.where)
             if sums is None:
                 return None
-            found.append((term.factor, sums if term.bins is None else sums.at(term.bins)))
-        if not shares_seeds(found):
+            weighted.append((term.factor, sums if term.bins is None else sums.at(term.bins)))
+        if not shares_seeds(weighted):
             return None
-        return contrast(found, statistic, self.bootstrap)
+        return contrast(weighted, statistic, self.bootstrap)
 
     def estimate(self, statistic: Statistic, where: Where) -> Estimate | None:
         """The statistic in some rows; None where nothing was measured."""

@@ -69,8 +69,8 @@ def _panel(
     _name_ends(axis, [line for line in panel.lines if line.points], places, height)
 
 
-def _line(axis: Axes, panel: Panel, line: Line, place: int) -> None:
-    colour, marker = LINES[line_colour(place)], _MARKERS[place % len(_MARKERS)]
+def _line(axis: Axes, panel: Panel, line: Line, position: int) -> None:
+    colour, marker = LINES[line_colour(position)], _MARKERS[position % len(_MARKERS)]
     x, y = [p.x for p in line.points], [p.value for p in line.points]
     lower = [_low(point) for point in line.points]
     upper = [_high(point) for point in line.points]

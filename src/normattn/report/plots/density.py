@@ -21,12 +21,12 @@ def plot(figure: Density) -> Figure:
         figure.title, 1, 1, (_WIDTH, height), left=names, beside=0.3, above=0.3
     )
     axis = axes[0]
-    for place, row in enumerate(figure.rows):
-        _row(axis, row, len(figure.rows) - 1 - place)
+    for index, row in enumerate(figure.rows):
+        _row(axis, row, len(figure.rows) - 1 - index)
     axis.set_ylim(0, len(figure.rows))
     axis.set_xlim(min(row.low for row in figure.rows), max(row.high for row in figure.rows))
     axis.set_yticks(
-        [len(figure.rows) - 1 - place + 0.3 for place in range(len(figure.rows))],
+        [len(figure.rows) - 1 - index + 0.3 for index in range(len(figure.rows))],
         [row.label for row in figure.rows],
     )
     axis.tick_params(axis="y", length=0)

@@ -64,10 +64,10 @@ def plot(figure: Grid) -> Figure:
     for side in axis.spines.values():
         side.set_visible(False)
     if norm is not None:
-        place = axis.get_position()
+        box = axis.get_position()
         wide, high = drawn.get_size_inches()
         bar = drawn.add_axes(
-            (place.x1 + 0.15 / wide, place.y0, 0.12 / wide, min(place.height, 2.5 / high))
+            (box.x1 + 0.15 / wide, box.y0, 0.12 / wide, min(box.height, 2.5 / high))
         )
         scale = drawn.colorbar(ScalarMappable(norm, colours), cax=bar)
         scale.formatter = FuncFormatter(lambda value, _: style.number(value))

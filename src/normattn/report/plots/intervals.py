@@ -34,12 +34,12 @@ def plot(figure: Intervals) -> Figure:
     whole = axes[0].get_position()
     axes[0].remove()
     unit = whole.width / (columns * (_WIDTH + 0.2) - 0.2)
-    for place, (column, title) in enumerate(zip(figure.columns, titles, strict=True)):
-        x = whole.x0 + place * (_WIDTH + 0.2) * unit
+    for index, (column, title) in enumerate(zip(figure.columns, titles, strict=True)):
+        x = whole.x0 + index * (_WIDTH + 0.2) * unit
         axis = drawn.add_axes((x, whole.y0, _WIDTH * unit, whole.height))
         _column(axis, column, title)
         axis.set_ylim(len(figure.rows) - 0.5, -0.5)
-        axis.set_yticks(range(len(figure.rows)), figure.rows if place == 0 else [])
+        axis.set_yticks(range(len(figure.rows)), figure.rows if index == 0 else [])
         axis.tick_params(axis="y", length=0)
     return drawn
 
@@ -51,14 +51,14 @@ def _column(axis: Axes, column: IntervalColumn, title: str) -> None:
     axis.tick_params(axis="x", labelsize=8)
     if column.zero:
         axis.axvline(0, color="#404040", linewidth=1)
-    for place, found in enumerate(column.values):
-        if found is None:
+    for row, estimate in enumerate(column.values):
+        if estimate is None:
             continue
-        if found.low is not None and found.high is not None:
-            axis.hlines(place, found.low, found.high, color=_COLOUR, linewidth=2, alpha=0.55)
-        hollow = found.low is None
+        if estimate.low is not None and estimate.high is not None:
+            axis.hlines(row, estimate.low, estimate.high, color=_COLOUR, linewidth=2, alpha=0.55)
+        hollow = estimate.low is None
         axis.plot(
-            *([found.value], [place], "o"),
+            *([estimate.value], [row], "o"),
             color=_COLOUR,
             markersize=4.5,
             markerfacecolor="white" if hollow else _COLOUR,

@@ -23,9 +23,7 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
             (a, m), (b, n) = crowds.pop(-2), crowds.pop()
             crowds.append(((a * m + b * n) / (m + n), m + n))
     heights = [
-        _bottom(crowd, gap, low, high) + gap * place
-        for crowd in crowds
-        for place in range(crowd[1])
+        _bottom(crowd, gap, low, high) + gap * rank for crowd in crowds for rank in range(crowd[1])
     ]
     result = [0.0] * len(wanted)
     for height, i in zip(heights, order, strict=True):
