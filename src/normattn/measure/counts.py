@@ -58,8 +58,8 @@ def macro_f1(above: Array, below: Array, whole_above: Array, whole_below: Array)
     """
     known = _f1(whole_above, whole_below)
     counted = whole_below > 0
-    each = np.where(counted, np.where(below > 0, _f1(above, below), known), 0.0)
-    return np.asarray(100 * each.sum(-1) / np.maximum(1, counted.sum(-1)))
+    scores = np.where(counted, np.where(below > 0, _f1(above, below), known), 0.0)
+    return np.asarray(100 * scores.sum(-1) / np.maximum(1, counted.sum(-1)))
 
 
 def _f1(above: Array, below: Array) -> Array:

@@ -99,8 +99,8 @@ def by_bin(
     sums: Sums, statistic: Statistic, bootstrap: Bootstrap | None = None
 ) -> list[Estimate | None]:
     """The statistic of every bin by itself, each with its interval; None where nothing counted."""
-    found = [estimate(sums.at([place]), statistic, bootstrap) for place in range(len(sums.bins))]
-    return [each if np.isfinite(each.value) else None for each in found]
+    results = [estimate(sums.at([index]), statistic, bootstrap) for index in range(len(sums.bins))]
+    return [result if np.isfinite(result.value) else None for result in results]
 
 
 def contrasts(
@@ -112,8 +112,8 @@ def contrasts(
     first = paired[0][1]
     return [
         _estimate(
-            sum(factor * _values(each, statistic) for factor, each in paired),  # type: ignore[arg-type]
-            sum(factor * _resampled(each, statistic, drawn) for factor, each in paired),  # type: ignore[arg-type]
+            sum(factor * _values(sums, statistic) for factor, sums in paired),  # type: ignore[arg-type]
+            sum(factor * _resampled(sums, statistic, drawn) for factor, sums in paired),  # type: ignore[arg-type]
             first,
             drawn,
         )
@@ -121,13 +121,13 @@ def contrasts(
     ]
 
 
-def of_seeds(each: Mapping[int, float], level: float = Bootstrap.level) -> Estimate:
+def of_seeds(by_seed: Mapping[int, float], level: float = Bootstrap.level) -> Estimate:
     """The mean of one number of each seed, with Student's interval over the seeds.
 
     For what has no units to draw, as the loss of a training: θ ± t_(S−1) · √(var_s(θ_s)/S).
     """
-    values = np.asarray(list(each.values()))
-    seeds, value = tuple(each), float(values.mean())
+    values = np.asarray(list(by_seed.values()))
+    seeds, value = tuple(by_seed), float(values.mean())
     known = {"value": _clean(value), "seeds": seeds, "per_seed": tuple(map(_clean, values))}
     error = float(values.std(ddof=1)) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
     if not error:
@@ -138,20 +138,20 @@ def of_seeds(each: Mapping[int, float], level: float = Bootstrap.level) -> Estim
 
 def pair(terms: Sequence[Term]) -> list[Term]:
     """The terms made of the seeds and units that they share."""
-    every = [each for _, each in terms]
+    every = [sums for _, sums in terms]
     seeds = tuple(s for s in every[0].seeds if all(s in other.seeds for other in every))
     units = every[0].units
-    if any(each.units != units for each in every):
-        known = [set(each.units) for each in every[1:]]
+    if any(sums.units != units for sums in every):
+        known = [set(sums.units) for sums in every[1:]]
         units = tuple(name for name in units if all(name in names for names in known))
-    for what, found, shown in (
-        ("seed", seeds, [", ".join(map(str, each.seeds)) for each in every]),
-        ("document", units, [f"{len(each.units)} documents" for each in every]),
+    for kind, shared, shown in (
+        ("seed", seeds, [", ".join(map(str, sums.seeds)) for sums in every]),
+        ("document", units, [f"{len(sums.units)} documents" for sums in every]),
     ):
-        if not found:
+        if not shared:
             named = " and ".join(f"{e.label} ({s})" for e, s in zip(every, shown, strict=True))
-            raise InputError(f"{named} share no {what}, so they cannot be paired")
-    return [(factor, each.only(seeds, units)) for factor, each in terms]
+            raise InputError(f"{named} share no {kind}, so they cannot be paired")
+    return [(factor, sums.only(seeds, units)) for factor, sums in terms]
 
 
 def _values(sums: Sums, statistic: Statistic) -> Array:
@@ -162,14 +162,14 @@ def _values(sums: Sums, statistic: Statistic) -> Array:
 
 def _resampled(sums: Sums, statistic: Statistic, bootstrap: Bootstrap) -> Array:
     """The same under every resample of the units: (resamples, 1 + seeds)."""
-    drawn = (_with_all(bootstrap.sums(each)) for each in (sums.sum, sums.of))
-    whole = (_with_all(each.sum(1)) for each in (sums.sum, sums.of))
+    drawn = (_with_all(bootstrap.sums(part)) for part in (sums.sum, sums.of))
+    whole = (_with_all(part.sum(1)) for part in (sums.sum, sums.of))
     return statistic.value(*drawn, *whole)
 
 
-def _with_all(each: Array) -> Array:
+def _with_all(sums: Array) -> Array:
     """Sums of seeds (…, seeds, bins) with those of all of them before."""
-    return np.concatenate([each.sum(-2, keepdims=True), each], axis=-2)
+    return np.concatenate([sums.sum(-2, keepdims=True), sums], axis=-2)
 
 
 def _estimate(values: Array, resampled: Array, sums: Sums, bootstrap: Bootstrap) -> Estimate:
@@ -179,7 +179,7 @@ def _estimate(values: Array, resampled: Array, sums: Sums, bootstrap: Bootstrap)
         "units": units,
         "count": round(float(sums.of[0].sum())),
         "seeds": sums.seeds,
-        "per_seed": tuple(_clean(each) for each in values[1:]),
+        "per_seed": tuple(_clean(value) for value in values[1:]),
     }
     if units < 2 or not np.isfinite(values[0]):
         return Estimate(**known)  # type: ignore[arg-type]
@@ -206,12 +206,12 @@ def _student(
     return half, float(2 * special.stdtr(freedom, -abs(value) / error))
 
 
-def _spread(each: Array, of_units: float, of_one: float, units: int) -> tuple[float, float]:
-    """√V and its degrees of freedom; `each` are the seeds' own values."""
-    seeds = len(each)
+def _spread(values: Array, of_units: float, of_one: float, units: int) -> tuple[float, float]:
+    """√V and its degrees of freedom; `values` are the seeds' own values."""
+    seeds = len(values)
     if seeds == 1:
         return float(np.sqrt(of_units)), units - 1.0
-    of_seeds = float(each.var(ddof=1)) / seeds
+    of_seeds = float(values.var(ddof=1)) / seeds
     both = max(0.0, (of_one - of_units) / (seeds - 1))
     whole = max(of_seeds + of_units - both, of_seeds, of_units)
     if whole == 0:

@@ -167,8 +167,8 @@ def identified(identity: Identity, parts: Iterable[pl.DataFrame]) -> pl.DataFram
 
 def joined(frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """Several frames as one; factors that one lacks are null there."""
-    found = [frame for frame in frames if frame.height]
-    return pl.concat(found, how="diagonal") if found else empty()
+    nonempty = [frame for frame in frames if frame.height]
+    return pl.concat(nonempty, how="diagonal") if nonempty else empty()
 
 
 def checked(frame: pl.DataFrame, source: str) -> pl.DataFrame:

@@ -45,21 +45,21 @@ class Sums:
         """The sums of some of the bins."""
         places = range(len(self.bins))[chosen] if isinstance(chosen, slice) else chosen
         kept = list(places)
-        bins = tuple(self.bins[place] for place in kept)
+        bins = tuple(self.bins[index] for index in kept)
         return replace(self, bins=bins, sum=self.sum[..., kept], of=self.of[..., kept])
 
     def by_unit(self) -> Sums:
         """Every unit as a bin of its own too, for what is no function of sums, as a median."""
         alone = np.eye(len(self.units))
-        above, below = (each.sum(-1)[..., None] * alone for each in (self.sum, self.of))
+        above, below = (part.sum(-1)[..., None] * alone for part in (self.sum, self.of))
         bins = tuple((None, None, float(n), float(n + 1)) for n in range(len(self.units)))
         return replace(self, bins=bins, sum=above, of=below)
 
     def _places(self, names: tuple[str, ...]) -> list[int]:
         if names == self.units:
             return list(range(len(names)))
-        place = {name: index for index, name in enumerate(self.units)}
-        return [place[name] for name in names]
+        position = {name: index for index, name in enumerate(self.units)}
+        return [position[name] for name in names]
 
 
 def select(frame: pl.DataFrame, where: Where) -> pl.DataFrame:
@@ -118,10 +118,8 @@ def on_common_sets(frame: pl.DataFrame, apart: Sequence[str] = ()) -> pl.DataFra
     """
     if not frame.height:
         return frame
-    place = ["protocol", "length"]
-    place += [name for name in frame.columns if name in ("factor.task", *apart)]
-    counted = frame.group_by(*place, "data").agg(pl.struct("row", "method", "seed").n_unique())
-    best = counted.sort("row", "data", descending=True).unique(place, keep="first")
-    return frame.join(
-        best.select(*place, "data"), on=[*place, "data"], how="semi", nulls_equal=True
-    )
+    keys = ["protocol", "length"]
+    keys += [name for name in frame.columns if name in ("factor.task", *apart)]
+    counted = frame.group_by(*keys, "data").agg(pl.struct("row", "method", "seed").n_unique())
+    best = counted.sort("row", "data", descending=True).unique(keys, keep="first")
+    return frame.join(best.select(*keys, "data"), on=[*keys, "data"], how="semi", nulls_equal=True)

@@ -91,9 +91,9 @@ def median(scale: float = 1.0) -> Value:
     """
 
     def value(above: Array, below: Array, whole_above: Array, whole_below: Array) -> Array:
-        each = np.broadcast_to(scale * whole_above / whole_below, below.shape)
-        order = np.argsort(each, -1, kind="stable")
-        ordered, drawn = (np.take_along_axis(part, order, -1) for part in (each, below))
+        ratios = np.broadcast_to(scale * whole_above / whole_below, below.shape)
+        order = np.argsort(ratios, -1, kind="stable")
+        ordered, drawn = (np.take_along_axis(part, order, -1) for part in (ratios, below))
         reached, count = drawn.cumsum(-1), drawn.sum(-1, keepdims=True)
         middle = [
             np.take_along_axis(ordered, (reached < rank).sum(-1, keepdims=True), -1)[..., 0]
