@@ -33,14 +33,14 @@ class Verdict:
     @property
     def cell(self) -> Cell:
         """The measured value and its interval as the goal states it."""
-        found, times = Estimate(*self._ends, units=1), ""
+        estimate, times = Estimate(*self._ends, units=1), ""
         if self.inverted:
             value, low, high = self._ends
-            found, times = Estimate(1 / value, 1 / high, 1 / low, units=1), " ×"
-        digits = 2 if found.value < 0.1 else 3
-        form = f".{digits}g" if self.inverted or found.value < 0.1 else f".{digits}f"
-        text = f"{found.value:{form}}{times} [{found.low:{form}}, {found.high:{form}}]"
-        return Cell(text, found)
+            estimate, times = Estimate(1 / value, 1 / high, 1 / low, units=1), " ×"
+        digits = 2 if estimate.value < 0.1 else 3
+        form = f".{digits}g" if self.inverted or estimate.value < 0.1 else f".{digits}f"
+        text = f"{estimate.value:{form}}{times} [{estimate.low:{form}}, {estimate.high:{form}}]"
+        return Cell(text, estimate)
 
     def beyond(self, limit: float | None) -> Estimate | None:
         """By how many percent ours exceeds `limit` times the peer; None for no limit."""
@@ -60,30 +60,30 @@ class Verdict:
         return Verdict(ratio=Ratio(**stored["ratio"]), **{name: stored[name] for name in names})
 
 
-def judge(case: Case, found: Measurement, claims: bool = True) -> list[Verdict]:
+def judge(case: Case, measurement: Measurement, claims: bool = True) -> list[Verdict]:
     """A verdict for every goal of `case`; without `claims` none is called met or missed."""
-    return [_verdict(goal, found, claims) for goal in case.goals]
+    return [_verdict(goal, measurement, claims) for goal in case.goals]
 
 
-def _verdict(goal: Goal, found: Measurement, claims: bool) -> Verdict:
-    measured = ratio(found.values(goal.ours, goal.of), found.values(goal.peer, goal.of))
+def _verdict(goal: Goal, measurement: Measurement, claims: bool) -> Verdict:
+    measured = ratio(measurement.values(goal.ours, goal.of), measurement.values(goal.peer, goal.of))
     met = goal.met(measured.value) if claims else None
     return Verdict(goal.ours, goal.peer, goal.of, str(goal), goal.limit, measured, met)
 
 
-def roofline(case: Case, found: Measurement) -> dict[str, dict[str, float]]:
+def roofline(case: Case, measurement: Measurement) -> dict[str, dict[str, float]]:
     """For each timed entry the least time of its work at the peaks of the same run.
 
     floor = max((flops / GEMM rate) + (exponentials / exp rate), bytes / bandwidth): a core does
     products and exponentials in turn, and moves memory meanwhile. `share` is floor / median.
     """
-    if not found.seconds:
+    if not measurement.seconds:
         return {}
-    gemm = found.probes["gemm_gflops"] * 1e9
-    bandwidth = found.probes["bandwidth_gb_per_s"] * 1e9
-    exponential = found.probes["gexp_per_s"] * 1e9
+    gemm = measurement.probes["gemm_gflops"] * 1e9
+    bandwidth = measurement.probes["bandwidth_gb_per_s"] * 1e9
+    exponential = measurement.probes["gexp_per_s"] * 1e9
     lines = {}
-    for name, timing in found.seconds.items():
+    for name, timing in measurement.seconds.items():
         work = case.entries[name].work()
         parts = {
             "gemm_seconds": work.flops / gemm,
@@ -101,13 +101,14 @@ def roofline(case: Case, found: Measurement) -> dict[str, dict[str, float]]:
 
 
 def why_missed(
-    verdict: Verdict, lines: dict[str, dict[str, float]], found: Measurement
+    verdict: Verdict, lines: dict[str, dict[str, float]], measurement: Measurement
 ) -> str | None:
     """A sentence that places a missed goal between the machine's peaks, or None."""
     if verdict.met is not False:
         return None
     ours, peer = (
-        statistics.median(found.values(name, verdict.of)) for name in (verdict.ours, verdict.peer)
+        statistics.median(measurement.values(name, verdict.of))
+        for name in (verdict.ours, verdict.peer)
     )
     if verdict.of != "time":
         return f"{verdict.ours} adds {ours:.1f} MiB at its peak, {verdict.peer} {peer:.1f} MiB"

@@ -88,7 +88,7 @@ def provenance(packages: Iterable[str], threads: int, device: str = "cpu") -> di
     """
     require_packages(packages)
     environment = describe_environment()
-    found = {
+    facts = {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "processor": environment["cpu"],
         "capability": environment["cpu_capability"],
@@ -98,8 +98,8 @@ def provenance(packages: Iterable[str], threads: int, device: str = "cpu") -> di
         "versions": {name: importlib.metadata.version(name) for name in packages},
     }
     if device != "cpu":
-        found["device"] = torch.cuda.get_device_name(device)
-    return found
+        facts["device"] = torch.cuda.get_device_name(device)
+    return facts
 
 
 def require_packages(packages: Iterable[str]) -> None:

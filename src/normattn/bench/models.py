@@ -135,8 +135,8 @@ class _Peer(nn.Module):
         self.model = model
 
     def forward(self, ids: Tensor) -> Tensor:
-        found: Any = self.model(ids[:, :-1])
-        logits: Tensor = getattr(found, "logits", found)
+        output: Any = self.model(ids[:, :-1])
+        logits: Tensor = getattr(output, "logits", output)
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 

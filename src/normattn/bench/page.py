@@ -78,21 +78,21 @@ def _times(rows: Sequence[Stored]) -> list[Filled]:
 def _profiles(rows: Sequence[Stored]) -> list[Filled]:
     """Where the time of missed goals goes, as it was profiled."""
     head = ("operation", "calls", "ms", "share, %")
-    found: list[Filled] = []
+    tables: list[Filled] = []
     for row in rows:
         for entry, operations in row.get("profiles", {}).items():
             lines = [
                 (
-                    Cell(f"`{each['operation']}`"),
-                    _number(each["calls"], "{:.0f}"),
-                    _number(each["milliseconds"], "{:.2f}"),
-                    _number(100 * each["share"], "{:.0f}"),
+                    Cell(f"`{line['operation']}`"),
+                    _number(line["calls"], "{:.0f}"),
+                    _number(line["milliseconds"], "{:.2f}"),
+                    _number(100 * line["share"], "{:.0f}"),
                 )
-                for each in operations
+                for line in operations
             ]
             title = f"Profile of {entry}, {row['case']}"
-            found.append(_filled(f"profile_{len(found)}", title, head, lines))
-    return found
+            tables.append(_filled(f"profile_{len(tables)}", title, head, lines))
+    return tables
 
 
 def _number(value: float | None, form: str) -> Cell:
@@ -101,18 +101,20 @@ def _number(value: float | None, form: str) -> Cell:
 
 def _figure(suite: str, rows: Sequence[Stored]) -> Intervals:
     """Every ratio against 1 and against its goal; to the left ours is faster or smaller."""
-    found = list(_verdicts(rows))
+    verdicts = list(_verdicts(rows))
     return Intervals(
         suite.replace("-", "_"),
         f"{suite}: time and peak memory beside the peers",
-        tuple(f"{case}: {pair(goal)}" for case, goal in found),
+        tuple(f"{case}: {pair(goal)}" for case, goal in verdicts),
         (
             IntervalColumn(
-                "ours beyond the peer, %", tuple(goal.beyond(1.0) for _, goal in found), zero=True
+                "ours beyond the peer, %",
+                tuple(goal.beyond(1.0) for _, goal in verdicts),
+                zero=True,
             ),
             IntervalColumn(
                 "ours beyond the goal, %",
-                tuple(goal.beyond(goal.limit) for _, goal in found),
+                tuple(goal.beyond(goal.limit) for _, goal in verdicts),
                 zero=True,
             ),
         ),
@@ -143,7 +145,7 @@ def _missed(rows: Sequence[Stored]) -> list[str]:
 
 def _behind(rows: Sequence[Stored]) -> dict[str, str]:
     """Machines, versions and dates of the rows."""
-    found: dict[str, str] = {}
+    dates: dict[str, str] = {}
     for row in rows:
         stamp, settings = row["stamp"], row["settings"]
         versions = ", ".join(f"{name} {version}" for name, version in stamp["versions"].items())
@@ -153,5 +155,5 @@ def _behind(rows: Sequence[Stored]) -> dict[str, str]:
             f"{settings['rounds']} rounds, Python {stamp['python']}, {versions}, source "
             f"{stamp['source']}"
         )
-        found.setdefault(said, row["date"])
-    return {f"measured {date} ({n})": said for n, (said, date) in enumerate(found.items(), 1)}
+        dates.setdefault(said, row["date"])
+    return {f"measured {date} ({n})": said for n, (said, date) in enumerate(dates.items(), 1)}

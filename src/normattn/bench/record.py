@@ -64,9 +64,9 @@ class Record:
         same = (row for row in self.rows() if row["key"] == key and row["stamp"] == stamp)
         return next(same, None)
 
-    def add(self, case: Case, found: Measurement, profiles: Row | None = None) -> Row:
+    def add(self, case: Case, measurement: Measurement, profiles: Row | None = None) -> Row:
         """Put a measured case in place of its row, or behind all others; the file is whole."""
-        row = self._row(case, found, profiles or {})
+        row = self._row(case, measurement, profiles or {})
         rows = self.rows()
         places = [i for i, old in enumerate(rows) if old["case"] == case.name]
         if places:
@@ -76,17 +76,20 @@ class Record:
         write_json(self.path, {"suite": self.suite.name, "what": self.suite.summary, "rows": rows})
         return row
 
-    def _row(self, case: Case, found: Measurement, profiles: Row) -> Row:
-        lines = roofline(case, found)
-        verdicts = judge(case, found, claims=not self.settings.quick)
+    def _row(self, case: Case, measurement: Measurement, profiles: Row) -> Row:
+        lines = roofline(case, measurement)
+        verdicts = judge(case, measurement, claims=not self.settings.quick)
         return {
             "case": case.name,
             "key": self._key(case),
             "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
             "stamp": self._stamp(),
             "settings": self.settings.summary(),
-            "goals": [{**asdict(each), "why": why_missed(each, lines, found)} for each in verdicts],
-            **found.summary(),
+            "goals": [
+                {**asdict(verdict), "why": why_missed(verdict, lines, measurement)}
+                for verdict in verdicts
+            ],
+            **measurement.summary(),
             "kernels": kernels(case),
             "roofline": lines,
             "profiles": profiles,
@@ -98,9 +101,9 @@ class Record:
 
     def _stamp(self) -> Row:
         packages = ("torch", "normattn", *self.suite.packages)
-        found = provenance(packages, self.settings.threads, self.settings.device)
-        del found["date"]
-        return {**found, "source": source_digest()}
+        facts = provenance(packages, self.settings.threads, self.settings.device)
+        del facts["date"]
+        return {**facts, "source": source_digest()}
 
 
 def kernels(case: Case) -> dict[str, str]:

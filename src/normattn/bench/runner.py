@@ -54,14 +54,14 @@ def _path(out: Path, suite: str) -> Path:
 
 def _report(out: Path, suites: Sequence[Suite], settings: Settings) -> None:
     """Tables and a figure of every record in the folder; the terminal shows what was asked for."""
-    found = {
+    records = {
         name: Record(_path(out, name), suite, settings).rows() for name, suite in SUITES.items()
     }
-    found = {name: rows for name, rows in found.items() if rows}
-    made = page(found)
+    records = {name: rows for name, rows in records.items() if rows}
+    made = page(records)
     figures = write_files(made, out)
-    for suite, table in zip(found, made.tables, strict=False):
-        if suite in {each.name for each in suites}:
+    for suite, table in zip(records, made.tables, strict=False):
+        if suite in {asked.name for asked in suites}:
             print_table(table, suite)
     say(out, figures)
 
@@ -94,15 +94,15 @@ class _Bar(Bar):
 
     def _measure(self, case: Case) -> Measurement:
         """Measure, moving the bar with every round."""
-        each = self._cost(case) / (self._settings.rounds + WARM)
+        per_round = self._cost(case) / (self._settings.rounds + WARM)
         before = self.progress.tasks[0].completed
 
         def moved(done: int) -> None:
-            self.progress.update(self._task, completed=before + each * (WARM + done))
+            self.progress.update(self._task, completed=before + per_round * (WARM + done))
 
-        found = measure(case, self._settings, moved)
+        measurement = measure(case, self._settings, moved)
         self.progress.update(self._task, completed=before + self._cost(case))
-        return found
+        return measurement
 
     def _cost(self, case: Case) -> float:
         """About how long a case takes, in operations."""

@@ -82,9 +82,9 @@ def _case(precision: str, size: ModelSize, training: bool, settings: Settings) -
             Looked(step, on=True, training=training),
         )
         goals.append(Goal(looked, score, at_most=_AT_MOST))
-    what = "training step" if training else "forward"
+    kind = "training step" if training else "forward"
     return Case(
-        f"{what} observed, {precision}, N {size.length}",
+        f"{kind} observed, {precision}, N {size.length}",
         entries,
         tuple(goals),
         settings.dtypes[precision],

@@ -40,8 +40,8 @@ def _case(
         Goal(method, "sdpa", at_most=None if decoding else limit)
         for method, limit in _PREFILL.items()
     )
-    what = "a step after" if decoding else "prefill of"
-    return Case(f"extended layer {precision}, {what} {length}", entries, goals, dtype)
+    phase = "a step after" if decoding else "prefill of"
+    return Case(f"extended layer {precision}, {phase} {length}", entries, goals, dtype)
 
 
 SUITE = Suite(

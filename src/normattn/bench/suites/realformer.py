@@ -21,8 +21,8 @@ _TIME, _MEMORY, _FASTER, _FASTER_THAN_PEER = 1.02, 1.2, 2.5, 2.4
 def cases(settings: Settings) -> list[Case]:
     """Causal at both lengths, an encoder at the shorter one, and a training step in float32."""
     lengths = (64,) if settings.quick else LENGTHS
-    found = [_stack(length, True, settings) for length in lengths]
-    return [*found, _stack(lengths[0], False, settings), _step(settings)]
+    stacks = [_stack(length, True, settings) for length in lengths]
+    return [*stacks, _stack(lengths[0], False, settings), _step(settings)]
 
 
 def _stack(length: int, causal: bool, settings: Settings) -> Case:

@@ -25,13 +25,13 @@ _LESS_MEMORY = 25.0
 
 def cases(settings: Settings) -> list[Case]:
     """Every length, precision and pass; the two full matrices at the shortest length."""
-    found = [
+    stock = [
         _against_stock(length, precision, backward, settings)
         for length in settings.lengths
         for precision in settings.dtypes
         for backward in (False, True)
     ]
-    return found + [_against_matrices(backward, settings) for backward in (False, True)]
+    return stock + [_against_matrices(backward, settings) for backward in (False, True)]
 
 
 def score(settings: Settings) -> str:
