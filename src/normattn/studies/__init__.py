@@ -34,7 +34,7 @@ def names() -> list[str]:
 
 def summary(name: str) -> str:
     """What a study asks: the first line of its file, which is not imported."""
-    source = next(Path(place) / f"{_module(name)}.py" for place in __path__)
+    source = next(Path(folder) / f"{_module(name)}.py" for folder in __path__)
     if not source.exists():
         source = source.with_suffix("") / "__init__.py"
     text = ast.get_docstring(ast.parse(source.read_text("utf-8"))) or name
@@ -71,7 +71,7 @@ def _of_file(path: Path) -> Study:
         made.loader.exec_module(module)
     except SyntaxError as error:
         raise InputError(f"{path} is no Python: line {error.lineno}: {error.msg}") from error
-    found = getattr(module, "STUDY", None)
-    if not isinstance(found, Study):
+    study = getattr(module, "STUDY", None)
+    if not isinstance(study, Study):
         raise InputError(f"{path} says no STUDY = Study(…)")
-    return Study(**{**vars(found), "source": path})
+    return Study(**{**vars(study), "source": path})

@@ -55,11 +55,11 @@ def advise(view: View) -> Advice:
     It is better than the model as it is where the interval of their paired difference lies below 0
     and the difference is at least `LEAST_GAIN`.
     """
-    found = [best for best in (_best(view, length) for length in lengths_of(view)) if best]
-    if not found or "" not in methods_of(view):
+    winners = [best for best in (_best(view, length) for length in lengths_of(view)) if best]
+    if not winners or "" not in methods_of(view):
         return Advice(("No length was read by the model as it is: nothing can be advised.",), None)
-    last = found[-1]
-    sentences = [_headline(view, found), *(_sentence(view, best) for best in found)]
+    last = winners[-1]
+    sentences = [_headline(view, winners), *(_sentence(view, best) for best in winners)]
     if last.loss.units == 1:
         sentences.append(
             "One window has no interval: this is one reading, not a finding; take more --windows."
@@ -102,13 +102,13 @@ def cost_at_train_length(view: View, method: str) -> Estimate | None:
     at = {"protocol": TRAIN}
     base = view.estimate(LOSS, {**at, "method": ""})
     terms = [Term(1.0, {**at, "method": method}), Term(-1.0, {**at, "method": ""})]
-    found = view.contrast(LOSS, terms) if method else None
-    if base is None or found is None:
+    change = view.contrast(LOSS, terms) if method else None
+    if base is None or change is None:
         return None
     scale = 100 / base.value
-    low, high = (None if end is None else end * scale for end in (found.low, found.high))
-    each = tuple(value * scale for value in found.per_seed)
-    return replace(found, value=found.value * scale, low=low, high=high, per_seed=each)
+    low, high = (None if end is None else end * scale for end in (change.low, change.high))
+    per_seed = tuple(value * scale for value in change.per_seed)
+    return replace(change, value=change.value * scale, low=low, high=high, per_seed=per_seed)
 
 
 def _loss(view: View, method: str, length: int) -> Estimate | None:
@@ -125,10 +125,10 @@ def _against(view: View, one: str, other: str, length: int) -> Estimate | None:
 
 def _best(view: View, length: int) -> _Best | None:
     losses = {method: _loss(view, method, length) for method in methods_of(view)}
-    known = {method: found for method, found in losses.items() if found is not None}
+    known = {method: estimate for method, estimate in losses.items() if estimate is not None}
     if not known:
         return None
-    best = min(known, key=lambda each: known[each].value)
+    best = min(known, key=lambda method: known[method].value)
     rivals = []
     for other in known:
         apart = None if other == best else _against(view, other, best, length)
@@ -138,23 +138,23 @@ def _best(view: View, length: int) -> _Best | None:
     return _Best(length, best, known[best], gain, tuple(rivals))
 
 
-def _headline(view: View, found: Sequence[_Best]) -> str:
-    last = found[-1]
+def _headline(view: View, winners: Sequence[_Best]) -> str:
+    last = winners[-1]
     if not last.better:
         return (
             f"No method is clearly better than the model as it is at {spoken(last.length)} tokens."
         )
-    span = _span(found, _train_length(view))
+    span = _span(winners, _train_length(view))
     name, whole = name_of(last.method), resolved(view, last.method)
     name += f", that is {whole}" if whole != name else ""
     return f"{name}: {span} tokens; {_spoken_cost(view, last.method)}."
 
 
-def _span(found: Sequence[_Best], train_length: int) -> str:
-    """At which lengths the method that is best at the last of `found` is so without a gap."""
-    last = found[-1]
-    others = [best.length for best in found if best.method != last.method or not best.better]
-    since = [best.length for best in found if best.length > max(others, default=0)]
+def _span(winners: Sequence[_Best], train_length: int) -> str:
+    """At which lengths the method that is best at the last of `winners` is so without a gap."""
+    last = winners[-1]
+    others = [best.length for best in winners if best.method != last.method or not best.better]
+    since = [best.length for best in winners if best.length > max(others, default=0)]
     # Within the training length nobody needs a method: "up to" is said of what lies beyond it.
     if max(others, default=0) <= train_length:
         return f"best up to {spoken(last.length)}"

@@ -51,8 +51,8 @@ def longest(view: View, protocol: str) -> int | None:
 
 def ranked(names: Iterable[str], order: Sequence[str]) -> list[str]:
     """Names of `order` first, the others by themselves."""
-    place = {name: number for number, name in enumerate(order)}
-    return sorted(names, key=lambda name: (place.get(name, len(place)), name))
+    position = {name: number for number, name in enumerate(order)}
+    return sorted(names, key=lambda name: (position.get(name, len(position)), name))
 
 
 def reading_rows(view: View) -> list[Row]:
@@ -60,11 +60,11 @@ def reading_rows(view: View) -> list[Row]:
     measured = view.frame.filter(view.frame["protocol"] != "training")
     pairs = pairs_of(measured)
     methods = {method for _, method in pairs} or {""}
-    found = []
+    ordered = []
     for row in ranked(view.values("row"), VARIANT_ORDER):
         own = {method for name, method in pairs if name == row}
-        found += [(row, method) for method in ranked(own or methods, METHOD_ORDER)]
-    return [row_of(*pair) for pair in found]
+        ordered += [(row, method) for method in ranked(own or methods, METHOD_ORDER)]
+    return [row_of(*pair) for pair in ordered]
 
 
 def pairs_of(frame: pl.DataFrame) -> list[tuple[str, str]]:
@@ -139,7 +139,7 @@ def _cost(view: View, row: Row) -> Cell:
 
 def position_figures(view: View, methods: Sequence[str] | None = None) -> list[Figure]:
     """Accuracy by position on natural and on tiled text, a panel for every method."""
-    found: list[Figure] = []
+    curves: list[Figure] = []
     for protocol, title in (("non_repeated", "non-repeated"), ("repeated", "repeated")):
         length = longest(view, protocol)
         if length is None:
@@ -155,21 +155,21 @@ def position_figures(view: View, methods: Sequence[str] | None = None) -> list[F
             )
             for method in shown
         )
-        found.append(
+        curves.append(
             Curves(
                 f"accuracy_by_position_{protocol}", f"Accuracy by position, {title} text", panels
             )
         )
-    return found
+    return curves
 
 
 def _position_lines(view: View, where: dict[str, Any]) -> tuple[Line, ...]:
     lines = []
     for row in ranked(view.values("row", where), VARIANT_ORDER):
         at = {**where, "row": row}
-        found = bin_points(view, ACCURACY, at, lambda bin_: (bin_[2] + bin_[3]) / 2)
-        if found:
-            lines.append(Line(row, found, family(row), row.endswith("-logn")))
+        plotted = bin_points(view, ACCURACY, at, lambda bin_: (bin_[2] + bin_[3]) / 2)
+        if plotted:
+            lines.append(Line(row, plotted, family(row), row.endswith("-logn")))
     return tuple(lines)
 
 
@@ -187,9 +187,9 @@ def length_figure(view: View) -> Figure:
         lines = []
         for row in ranked(view.values("row", {"protocol": "last_segment"}), VARIANT_ORDER):
             where = {"row": row, "method": method, "protocol": "last_segment"}
-            found = points(view, ACCURACY, ((n, {**where, "length": n}) for n in lengths))
-            if found:
-                lines.append(Line(row, found, family(row), row.endswith("-logn")))
+            plotted = points(view, ACCURACY, ((n, {**where, "length": n}) for n in lengths))
+            if plotted:
+                lines.append(Line(row, plotted, family(row), row.endswith("-logn")))
         panels.append(
             Panel(method or "as is", tuple(lines), "context (tokens)", "accuracy (%)", log_x=True)
         )

@@ -73,12 +73,12 @@ class ContinueCell(CausalCell):
 
     def _branch(self, method: str, paths: CellPaths) -> Iterator[Stage]:
         config = self._continued_config(method, paths)
-        place = paths.continued / (method or UNCHANGED)
+        folder = paths.continued / (method or UNCHANGED)
         length, settings = config.model.train_length, self.evaluation
-        yield TrainStage(self.workload, config, place, essential=False)
+        yield TrainStage(self.workload, config, folder, essential=False)
         yield KeptStage(
             config=config,
-            place=place,
+            place=folder,
             sets=lambda data: evaluation_sets(data, length, settings),
             lengths=tuple(length * multiple for multiple in settings.multiples),
             settings=settings,
@@ -114,7 +114,7 @@ def resolve(request: Request) -> Sweep:
     config = ContinueConfig.of_text(preset, read, continued=continued)
     for variant in VARIANTS:
         check_trainable(variant, config)
-    methods = {each: {"methods": _methods(each, continued.multiple)} for each in VARIANTS}
+    methods = {variant: {"methods": _methods(variant, continued.multiple)} for variant in VARIANTS}
     cells = cells_of(ContinueCell, config, seeds_of(request, preset), methods)
     sweep = text_sweep(request, KIND, config, cells, evaluation_sets)
     for stage in sweep.stages(cells[0]):
@@ -176,8 +176,8 @@ def _lengths(view: View) -> list[int]:
 
 
 def _steps(view: View, row: str, method: str) -> list[int]:
-    found = _read(view).filter(pl.col("row") == row, pl.col("method") == method)
-    return sorted(found[STEP].unique().to_list())
+    frame = _read(view).filter(pl.col("row") == row, pl.col("method") == method)
+    return sorted(frame[STEP].unique().to_list())
 
 
 def rows(view: View) -> list[Row]:
@@ -191,12 +191,14 @@ def rows(view: View) -> list[Row]:
 
 def columns(view: View) -> Sequence[Column]:
     """Loss and accuracy at every length."""
-    found = [Column("step", "continued steps", plain=lambda view, row: Cell(str(row.where[STEP])))]
+    all_columns = [
+        Column("step", "continued steps", plain=lambda view, row: Cell(str(row.where[STEP])))
+    ]
     for key, statistic in (("loss", LOSS), ("accuracy", ACCURACY)):
         for length in _lengths(view):
             at = ((1.0, {"length": length}),)
-            found.append(Column(f"{key}_{length}", f"{key} at {length:,}", statistic, at))
-    return found
+            all_columns.append(Column(f"{key}_{length}", f"{key} at {length:,}", statistic, at))
+    return all_columns
 
 
 def _last_rows(view: View) -> list[Row]:
@@ -208,12 +210,12 @@ def _last_rows(view: View) -> list[Row]:
 
 def _change_columns(view: View) -> Sequence[Column]:
     """The last step less step 0 of the same trained model without any method."""
-    found = [columns(view)[0]]
+    changes = [columns(view)[0]]
     for length in _lengths(view):
         at = {"length": length}
         terms = ((1.0, at), (-1.0, {**at, "method": "", STEP: 0}))
-        found.append(Column(f"change_{length}", f"at {length:,}", LOSS, terms, signed=True))
-    return found
+        changes.append(Column(f"change_{length}", f"at {length:,}", LOSS, terms, signed=True))
+    return changes
 
 
 def claims(view: View) -> list[Claim]:
@@ -245,8 +247,8 @@ def figures(view: View) -> list[Figure]:
             for row, method in _branches(view):
                 where = {"row": row, "method": method, "length": length}
                 steps = ((n, {**where, STEP: n}) for n in _steps(view, row, method))
-                found = points(view, statistic, steps)
-                lines.append(Line(label(row, method), found, label(row, method), bool(method)))
+                plotted = points(view, statistic, steps)
+                lines.append(Line(label(row, method), plotted, label(row, method), bool(method)))
             title = f"{statistic.title}, read at {length:,}"
             panels.append(Panel(title, tuple(lines), "continued steps", unit))
     title = "Training that continues at a longer length: with and without a change"

@@ -82,13 +82,13 @@ def _by_length(
 
     def columns(view: View) -> list[Column]:
         whole = Column("parameters", "with its parameters", plain=_with_parameters)
-        found = [whole] if key == "loss" else []
+        all_columns = [whole] if key == "loss" else []
         for length in lengths_of(view):
             at = {"protocol": LAST, "length": length}
             terms = ((1.0, at), (-1.0, {**at, "method": ""})) if against else ((1.0, at),)
             name = f"{key}_{length}"
-            found.append(Column(name, spoken(length), statistic, terms, signed=against))
-        return found
+            all_columns.append(Column(name, spoken(length), statistic, terms, signed=against))
+        return all_columns
 
     return columns
 
@@ -108,22 +108,22 @@ def _octaves(statistic: Statistic) -> Callable[[View], Sequence[Column]]:
 
 def _change(view: View, row: Row) -> Cell:
     """By how many percent the loss at the training length rises under a method."""
-    found = cost_at_train_length(view, str(row.where["method"]))
-    return NOTHING if found is None else Cell(shown(found, 2, signed=True), found)
+    cost = cost_at_train_length(view, str(row.where["method"]))
+    return NOTHING if cost is None else Cell(shown(cost, 2, signed=True), cost)
 
 
 def _prefill(view: View) -> list[Column]:
     """Seconds, memory and pass keys at every length."""
-    found = []
+    columns = []
     for length in lengths_of(view):
         at = {"protocol": PREFILL, "length": length}
         name = spoken(length)
-        found += [
+        columns += [
             Column(f"seconds_{length}", f"{name}: s", plain=_of_windows(SECONDS, at, np.median)),
             Column(f"bytes_{length}", f"{name}: MiB", plain=_of_windows(PEAK, at, np.max)),
             Column(f"keys_{length}", f"{name}: pass keys", plain=_keys(length)),
         ]
-    return found
+    return columns
 
 
 def _of_windows(
@@ -145,11 +145,11 @@ def _of_windows(
 def _keys(length: int) -> Callable[[View, Row], Cell]:
     def cell(view: View, row: Row) -> Cell:
         where = {**row.where, "protocol": KEY, "length": length}
-        found = view.estimate(EXACT, where)
+        estimate = view.estimate(EXACT, where)
         sums = view.sums(EXACT.name, where)
-        if found is None or sums is None:
+        if estimate is None or sums is None:
             return NOTHING
-        return Cell(f"{sums.sum.sum():.0f} of {sums.of.sum():.0f}", found)
+        return Cell(f"{sums.sum.sum():.0f} of {sums.of.sum():.0f}", estimate)
 
     return cell
 
@@ -190,10 +190,10 @@ def figures(view: View) -> list[Figure]:
             "Text that was given, by position",
             tuple(
                 Panel(
-                    *(each.title, _position_lines(view, each), "tokens read", unit, True),
+                    *(statistic.title, _position_lines(view, statistic), "tokens read", unit, True),
                     marks=(Mark(float(trained), "L"),),
                 )
-                for each, unit in ((POSITION_LOSS, "nats"), (ACCURACY, "next tokens (%)"))
+                for statistic, unit in ((POSITION_LOSS, "nats"), (ACCURACY, "next tokens (%)"))
             ),
             shared_y=False,
         ),
@@ -213,16 +213,16 @@ def _position_lines(view: View, statistic: Statistic) -> tuple[Line, ...]:
     lines = []
     for method in methods_of(view):
         at = {"method": method, "protocol": POSITION}
-        found = bin_points(view, statistic, at, lambda bin_: bin_[3])
-        if found:
-            lines.append(_line(method, found))
+        plotted = bin_points(view, statistic, at, lambda bin_: bin_[3])
+        if plotted:
+            lines.append(_line(method, plotted))
     return tuple(lines)
 
 
-def _line(method: str, found: tuple[Point, ...]) -> Line:
+def _line(method: str, plotted: tuple[Point, ...]) -> Line:
     """Methods that differ in log-n alone share a colour."""
     family = method.removesuffix("-logn+") or "as is"
-    return Line(name_of(method), found, family, dashed=method != family and bool(method))
+    return Line(name_of(method), plotted, family, dashed=method != family and bool(method))
 
 
 def _table(

@@ -42,17 +42,17 @@ def gathered(places: Sequence[Path]) -> pl.DataFrame:
     Raises `InputError` where a folder is not one of `extend`, and where two hold the same model on
     texts of the same name.
     """
-    found: dict[tuple[str, str], Path] = {}
+    folders: dict[tuple[str, str], Path] = {}
     parts = []
-    for place in places:
-        text = _text(place)
+    for folder in places:
+        text = _text(folder)
         measured = (
-            collect(place) if (place / OF_WINDOWS).is_dir() else frame.read(place / frame.FILE)
+            collect(folder) if (folder / OF_WINDOWS).is_dir() else frame.read(folder / frame.FILE)
         )
         for model in measured["row"].unique(maintain_order=True):
-            other = found.setdefault((model, text), place)
-            if other != place:
-                raise InputError(f"{other} and {place} both hold {model} on {text}")
+            other = folders.setdefault((model, text), folder)
+            if other != folder:
+                raise InputError(f"{other} and {folder} both hold {model} on {text}")
         parts.append(
             measured.with_columns(
                 pl.lit(text).alias(TEXT),
@@ -62,10 +62,10 @@ def gathered(places: Sequence[Path]) -> pl.DataFrame:
     return frame.joined(parts).with_columns(pl.lit(KIND).alias("study"))
 
 
-def _text(place: Path) -> str:
+def _text(folder: Path) -> str:
     """The names of the files that were read."""
-    given = RunDirectory.existing(place, OF_EXTEND).config["text"]
-    return " + ".join(Path(each).name for each in ([given] if isinstance(given, str) else given))
+    given = RunDirectory.existing(folder, OF_EXTEND).config["text"]
+    return " + ".join(Path(file).name for file in ([given] if isinstance(given, str) else given))
 
 
 def _multiples(view: View) -> list[float]:
@@ -100,12 +100,14 @@ def _spoken(multiple: float) -> str:
 
 def _losses(view: View) -> list[Column]:
     """The loss after contexts of every multiple of L, what the longest costs or saves, and more."""
-    found = [Column("parameters", "with its parameters", plain=_with_parameters)]
+    losses = [Column("parameters", "with its parameters", plain=_with_parameters)]
     for multiple in _multiples(view):
         at = {"protocol": LAST, MULTIPLE: multiple}
-        found.append(Column(f"loss_{multiple:g}", f"after {_spoken(multiple)}", LOSS, ((1.0, at),)))
+        losses.append(
+            Column(f"loss_{multiple:g}", f"after {_spoken(multiple)}", LOSS, ((1.0, at),))
+        )
     return [
-        *found,
+        *losses,
         _against_as_is(_multiples(view)[-1]),
         Column("cost", "cost at L, %", plain=_cost),
         *_keys(view),
@@ -125,8 +127,8 @@ def _with_parameters(view: View, row: Row) -> Cell:
 
 
 def _cost(view: View, row: Row) -> Cell:
-    found = cost_at_train_length(_of(view, _subject(row)), str(row.where["method"]))
-    return NOTHING if found is None else Cell(shown(found, 2, signed=True), found)
+    cost = cost_at_train_length(_of(view, _subject(row)), str(row.where["method"]))
+    return NOTHING if cost is None else Cell(shown(cost, 2, signed=True), cost)
 
 
 def _subject(row: Row) -> Where:

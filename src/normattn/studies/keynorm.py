@@ -63,7 +63,9 @@ def resolve(request: Request) -> Sweep:
     config = TextConfig.of_text(preset)
     variants, untrained = _variants(request, config)
     asked = None if request.methods == (ALL,) else _methods(request, config)
-    methods, unread = usable({each: asked or _every_method(each) for each in variants}, config)
+    methods, unread = usable(
+        {variant: asked or _every_method(variant) for variant in variants}, config
+    )
     return read_sweep(request, KIND, preset, config, methods, [*untrained, *unread])
 
 
@@ -72,14 +74,14 @@ def _variants(request: Request, config: TextConfig) -> tuple[tuple[str, ...], li
     every = (ALL,) in (request.variants, request.methods) and request.variants in (None, (ALL,))
     if not every:
         return canonical(_listed(request.variants, "--variants") or VARIANTS, config), []
-    found: list[str] = []
+    trained: list[str] = []
     omissions: list[Omission] = []
     for variant in trained_in_variants(int(config.training["model"]["layers"])):
         try:
-            found += canonical([variant], config)
+            trained += canonical([variant], config)
         except InputError as error:
             omissions.append(Omission(variant, "", str(error)))
-    return tuple(dict.fromkeys(found)), omissions
+    return tuple(dict.fromkeys(trained)), omissions
 
 
 def _methods(request: Request, config: TextConfig) -> tuple[str, ...]:
@@ -123,14 +125,14 @@ def _against_baseline(view: View) -> Iterator[Claim]:
             yield _claim(
                 f"{row} reads better than Baseline: {words}",
                 f"{row} − Baseline, accuracy",
-                *(_as_is(view, each, protocol) for each in (row, "Baseline")),
+                *(_as_is(view, score, protocol) for score in (row, "Baseline")),
             )
     for row in ("KNA", "CosA"):
         at = {"protocol": "train_length", "method": ""}
         yield _claim(
             f"{row} is slightly better at the training length",
             f"{row} − Baseline at L, accuracy",
-            *({"row": each, **at} for each in (row, "Baseline")),
+            *({"row": score, **at} for score in (row, "Baseline")),
         )
     natural = {row: _as_is(view, row, "non_repeated") for row in ("KNA", "QNA", "Baseline")}
     yield _claim(
@@ -199,7 +201,7 @@ def _source_rows(view: View) -> list[Row]:
 def _source_columns(view: View) -> Sequence[Column]:
     """Ours and theirs, side by side."""
     ours = {column.key: column for column in reading_columns(view)}
-    found = []
+    paired = []
     for key in ("train", "repeated", "non_repeated"):
         if key not in ours:
             continue
@@ -208,11 +210,11 @@ def _source_columns(view: View) -> Sequence[Column]:
             published = TABLE[row.where["row"], row.where["method"]]
             return Cell(f"{getattr(published, key):.2f}")
 
-        found.append(
+        paired.append(
             Column(key, ours[key].title, ours[key].statistic, ours[key].terms, interval=False)
         )
-        found.append(Column(f"{key}_source", "source", plain=theirs))
-    return found
+        paired.append(Column(f"{key}_source", "source", plain=theirs))
+    return paired
 
 
 PAGE = Page(

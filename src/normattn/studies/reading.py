@@ -110,16 +110,16 @@ _ASKED = (("exact", EXACT, "answers"), ("token", ACCURACY, "tokens"))
 
 
 def _retrieval_columns(view: View) -> Sequence[Column]:
-    found: list[Column] = []
+    columns: list[Column] = []
     if TASK not in view.frame.columns:
-        return found
+        return columns
     for task, title in TASKS.items():
         for length in sorted(view.values("length", {"protocol": RETRIEVAL, TASK: task})):
             at = ((1.0, {"protocol": RETRIEVAL, TASK: task, "length": length}),)
-            for key, statistic, what in _ASKED:
+            for key, statistic, words in _ASKED:
                 name = f"{task}_{key}_{length}"
-                found.append(Column(name, f"{title}, {what}, {length:,}", statistic, at))
-    return found
+                columns.append(Column(name, f"{title}, {words}, {length:,}", statistic, at))
+    return columns
 
 
 _LABELLED = (
@@ -133,27 +133,27 @@ def _in_context_columns(view: View) -> Sequence[Column]:
     return [
         Column(
             f"{statistic.name}_{length}",
-            f"{what}, {length:,}",
+            f"{words}, {length:,}",
             statistic,
             ((1.0, {"protocol": IN_CONTEXT, "length": length}),),
         )
         for length in sorted(view.values("length", {"protocol": IN_CONTEXT}))
-        for statistic, what in _LABELLED
+        for statistic, words in _LABELLED
     ]
 
 
 def figures(view: View) -> list[Figure]:
     """Accuracy and loss by position, retrieval by depth, and what the standard protocols give."""
-    found: list[Figure] = []
+    all_figures: list[Figure] = []
     standard = view.frame.filter(~pl.col("protocol").is_in(_OWN_TABLES))
     if standard.filter(pl.col("protocol") != "training").height:
         plain = View(standard, view.bootstrap)
-        found += [*position_figures(plain), length_figure(plain), table_figure(plain)]
+        all_figures += [*position_figures(plain), length_figure(plain), table_figure(plain)]
     if standard.filter(pl.col("protocol") == "training").height:
-        found.append(history_figure(view))
+        all_figures.append(history_figure(view))
     for row in view.values("row", {"protocol": POSITION}):
-        found.append(_by_position(view, row))
-    return [*found, *_by_depth(view)]
+        all_figures.append(_by_position(view, row))
+    return [*all_figures, *_by_depth(view)]
 
 
 def _by_position(view: View, row: str) -> Figure:
@@ -164,9 +164,9 @@ def _by_position(view: View, row: str) -> Figure:
         lines = []
         for method in ranked(view.values("method", where), METHOD_ORDER):
             at = {**where, "method": method}
-            found = bin_points(view, statistic, at, lambda bin_: bin_[3])
-            if found:
-                lines.append(Line(method or "as is", found, method or "as is"))
+            plotted = bin_points(view, statistic, at, lambda bin_: bin_[3])
+            if plotted:
+                lines.append(Line(method or "as is", plotted, method or "as is"))
         panels.append(
             Panel(
                 statistic.title,
@@ -186,7 +186,7 @@ def _by_depth(view: View) -> list[Figure]:
     length = longest(view, RETRIEVAL)
     if length is None:
         return []
-    found: list[Figure] = []
+    grids: list[Figure] = []
     for task in view.values(TASK, {"protocol": RETRIEVAL}):
         where = {"protocol": RETRIEVAL, TASK: task, "length": length}
         rows = _rows_of(RETRIEVAL)(view)
@@ -198,10 +198,10 @@ def _by_depth(view: View) -> list[Figure]:
                 values.append(())
                 continue
             depths = [f"{bin_:.2f}" for _, _, bin_, _ in sums.bins]
-            each = 100 * sums.sum.sum((0, 1)) / sums.of.sum((0, 1))
-            values.append(tuple(float(v) for v in each))
+            shares = 100 * sums.sum.sum((0, 1)) / sums.of.sum((0, 1))
+            values.append(tuple(float(v) for v in shares))
         kept = [(row, line) for row, line in zip(rows, values, strict=True) if line]
-        found.append(
+        grids.append(
             Grid(
                 f"retrieval_{task}",
                 f"{TASKS[task]} at {length:,} tokens: answer tokens right, %",
@@ -213,7 +213,7 @@ def _by_depth(view: View) -> list[Figure]:
                 scale_title="%",
             )
         )
-    return found
+    return grids
 
 
 PAGE = Page(

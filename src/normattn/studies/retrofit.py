@@ -61,11 +61,11 @@ class RetrofitCell(CausalCell):
 
     def _branch(self, score: str, paths: CellPaths) -> Iterator[Stage]:
         config = self._continued_config(score, paths)
-        place, length = paths.continued / score, config.model.train_length
-        yield TrainStage(self.workload, config, place, essential=False)
+        folder, length = paths.continued / score, config.model.train_length
+        yield TrainStage(self.workload, config, folder, essential=False)
         yield KeptStage(
             config=config,
-            place=place,
+            place=folder,
             sets=lambda data: evaluation_sets(data, length, self.evaluation),
             lengths=(length, *(length * multiple for multiple in self.evaluation.multiples)),
             settings=self.evaluation,
@@ -121,14 +121,14 @@ def evaluation_sets(
 
 def branches(view: View) -> list[str]:
     """The scores that training continued with, the control first."""
-    found = [name for name in view.values(BRANCH) if name is not None]
-    return sorted(found, key=lambda name: (name != BASE, name))
+    names = [name for name in view.values(BRANCH) if name is not None]
+    return sorted(names, key=lambda name: (name != BASE, name))
 
 
 def steps(view: View, branch: str) -> list[int]:
     """The steps whose models were read; 0 is Baseline as it was trained."""
-    found = view.frame.filter(pl.col(BRANCH) == branch, pl.col("protocol") != "training")
-    return sorted(found[STEP].unique().to_list())
+    frame = view.frame.filter(pl.col(BRANCH) == branch, pl.col("protocol") != "training")
+    return sorted(frame[STEP].unique().to_list())
 
 
 def rows(view: View) -> list[Row]:
@@ -141,8 +141,8 @@ def rows(view: View) -> list[Row]:
 
 
 def _lengths(view: View) -> tuple[int, int]:
-    found = sorted(view.values("length", {"protocol": "last_segment"}))
-    return found[0], found[-1]
+    lengths = sorted(view.values("length", {"protocol": "last_segment"}))
+    return lengths[0], lengths[-1]
 
 
 def columns(view: View) -> Sequence[Column]:
@@ -162,11 +162,11 @@ def columns(view: View) -> Sequence[Column]:
 def claims(view: View) -> list[Claim]:
     """After the last step each branch against the control."""
     near, far = ({"protocol": "last_segment", "length": n} for n in _lengths(view))
-    found = []
+    all_claims = []
     for branch in branches(view)[1:]:
         ours = {BRANCH: branch, STEP: steps(view, branch)[-1]}
         control = {BRANCH: BASE, STEP: steps(view, BASE)[-1]}
-        found += [
+        all_claims += [
             Claim(
                 f"a Baseline that continues as {branch} loses less from L to the longest context",
                 "asked here",
@@ -183,11 +183,11 @@ def claims(view: View) -> list[Claim]:
                 "asked here",
                 f"as {branch} − as Baseline at L, accuracy",
                 POINTS,
-                *({**each, "protocol": "train_length"} for each in (ours, control)),
+                *({**where, "protocol": "train_length"} for where in (ours, control)),
                 sign=-1,
             ),
         ]
-    return found
+    return all_claims
 
 
 def figures(view: View) -> list[Figure]:

@@ -104,9 +104,9 @@ def _form(spec: ScoreSpec) -> str:
 def rows(view: View) -> list[Row]:
     """Forms of log-n, windows ascending, the model without ReRoPE first."""
     read = view.frame.filter(pl.col("protocol") != "training")
-    found = read.select(FORM, WINDOW).unique().rows() if read.height else []
-    found.sort(key=lambda place: (FORMS.index(place[0]), place[1] or 0))
-    return [Row(form, {FORM: form, WINDOW: window}) for form, window in found]
+    settings = read.select(FORM, WINDOW).unique().rows() if read.height else []
+    settings.sort(key=lambda setting: (FORMS.index(setting[0]), setting[1] or 0))
+    return [Row(form, {FORM: form, WINDOW: window}) for form, window in settings]
 
 
 def columns(view: View) -> Sequence[Column]:
@@ -151,15 +151,15 @@ def _gains(view: View) -> list[Row]:
 
 
 def _gain_columns(view: View) -> Sequence[Column]:
-    found = [*columns(view)[:2]]
+    gains = [*columns(view)[:2]]
     for protocol in DRAWN:
         length = longest(view, protocol)
         if length is not None:
             at = {"protocol": protocol, "length": length}
             terms = ((1.0, at), (-1.0, {**at, FORM: PLAIN}))
             title = f"{protocol.replace('_', ' ')} ({length:,})"
-            found.append(Column(protocol, title, POINTS, terms, signed=True))
-    return found
+            gains.append(Column(protocol, title, POINTS, terms, signed=True))
+    return gains
 
 
 def claims(view: View) -> list[Claim]:

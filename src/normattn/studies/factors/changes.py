@@ -38,10 +38,10 @@ class Change:
 
 
 def _value(settings: Mapping[str, Any], name: str) -> Any:
-    found: Any = settings
+    value: Any = settings
     for part in name.split("."):
-        found = found[part]
-    return found
+        value = value[part]
+    return value
 
 
 def _longer(times: int) -> Mapping[str, float]:

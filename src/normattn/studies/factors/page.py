@@ -40,18 +40,18 @@ def change_terms(view: View, change: str, score: str, factor: float = 1.0) -> li
 
 def columns(view: View) -> Sequence[Column]:
     """How good the models are at L, whether they copy, and what a longer context does."""
-    found = []
+    all_columns = []
     for score in SCORES:
         at_l = {"protocol": "train_length", SCORE: score}
-        found.append(Column(f"{score}_at_l", f"{score} at L", ACCURACY, ((1.0, at_l),)))
-        found.append(
+        all_columns.append(Column(f"{score}_at_l", f"{score} at L", ACCURACY, ((1.0, at_l),)))
+        all_columns.append(
             Column(f"{score}_copies", f"{score}, copies at L", SEEN, plain=_copying(score))
         )
     for score in SCORES:
-        found.append(_of(f"{score}_change", f"change of {score}", {score: 1.0}))
-    found.append(_of("gap", "change of KNA − of Baseline", {"KNA": 1.0, "Baseline": -1.0}))
-    found.append(_of("effect", "effect on KNA's change", {"KNA": 1.0}, against=True))
-    return found
+        all_columns.append(_of(f"{score}_change", f"change of {score}", {score: 1.0}))
+    all_columns.append(_of("gap", "change of KNA − of Baseline", {"KNA": 1.0, "Baseline": -1.0}))
+    all_columns.append(_of("effect", "effect on KNA's change", {"KNA": 1.0}, against=True))
+    return all_columns
 
 
 def _copying(score: str) -> Callable[[View, Row], Cell]:

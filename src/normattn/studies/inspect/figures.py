@@ -54,18 +54,18 @@ def _by_layer(view: View, title: str) -> list[Figure]:
     Means over all queries of the texts; the largest logit is that of any visible pair.
     """
     titles = tuple(layers(view).values())
-    found: list[Figure] = []
-    for each in told(view, [each for each in QUANTITIES if each.name in GRIDS]):
-        values = [heads(view, each.name, layer) for layer in layers(view)]
+    grids: list[Figure] = []
+    for quantity in told(view, [quantity for quantity in QUANTITIES if quantity.name in GRIDS]):
+        values = [heads(view, quantity.name, layer) for layer in layers(view)]
         width = max(map(len, values))
         rows = tuple(_filled(line, width) for line in values)
         most = max((value for row in rows for value in row if value is not None), default=0.0)
         digits = 3 if most < 0.1 else 2 if most < 10 else 1
         numbers = len(rows) * width <= _NUMBERS
-        found.append(
+        grids.append(
             Grid(
-                f"layers_{each.name}",
-                f"{title}: {each.title}",
+                f"layers_{quantity.name}",
+                f"{title}: {quantity.title}",
                 titles,
                 tuple(map(str, range(width))),
                 rows,
@@ -76,10 +76,10 @@ def _by_layer(view: View, title: str) -> list[Figure]:
                     )
                     for row in rows
                 ),
-                *("head", "layer", each.title),
+                *("head", "layer", quantity.title),
             )
         )
-    return found
+    return grids
 
 
 def _filled(values: Array, width: int) -> tuple[float | None, ...]:
@@ -94,7 +94,7 @@ def _by_position(view: View, title: str) -> Figure:
     The mean over a layer's heads, for the largest logit the largest.
     """
     places = middles(view)
-    shown = [each for each in QUANTITIES if each.name in PLACED]
+    shown = [quantity for quantity in QUANTITIES if quantity.name in PLACED]
 
     def values(quantity: str, layer: int) -> Sequence[tuple[float, Array]]:
         grid = positions(view, quantity, layer)
@@ -123,7 +123,7 @@ def _by_step(view: View, title: str) -> Figure:
             for step, part in lines.group_by("bin", maintain_order=True)
         ]
 
-    shown = [each for each in QUANTITIES if each.name in TRAINED]
+    shown = [quantity for quantity in QUANTITIES if quantity.name in TRAINED]
     several = trained["bin"].n_unique() > 1
     panels = _panels(shown, trained_layers(view), values, "step") if several else ()
     return Curves("training", title, panels, shared_y=False)
@@ -137,15 +137,17 @@ def _panels(
 ) -> tuple[Panel, ...]:
     """A panel for each quantity that is not 0 everywhere, a line for each layer."""
     panels = []
-    for each in quantities:
+    for quantity in quantities:
         lines = []
         for layer, name in names.items():
-            points = [Point(x, over_heads(each.name, y)) for x, y in values(each.name, layer)]
+            points = [
+                Point(x, over_heads(quantity.name, y)) for x, y in values(quantity.name, layer)
+            ]
             known = tuple(point for point in points if math.isfinite(point.value))
             if known:
                 lines.append(Line(name, known))
         if any(point.value for line in lines for point in line.points):
-            panels.append(Panel(each.title, _few(lines), x_title, each.title))
+            panels.append(Panel(quantity.title, _few(lines), x_title, quantity.title))
     return tuple(panels)
 
 
@@ -155,7 +157,7 @@ def _heads(view: View, name: str) -> list[Figure]:
     The colour is √α, so that weak attention shows; · stands for a space, ↵ for a line's end.
     """
     drawn = view.frame.filter(protocol=DRAWN)
-    found: list[Figure] = []
+    grids: list[Figure] = []
     places = drawn.select("layer", "head").unique().sort("layer", "head").rows()
     titles = layers(view)
     for layer, head in places:
@@ -163,7 +165,7 @@ def _heads(view: View, name: str) -> list[Figure]:
         queries = cells.unique("unit", keep="first", maintain_order=True)[QUERY].to_list()
         keys = cells.unique("bin", keep="first", maintain_order=True)[KEY].to_list()
         colours = np.sqrt(cells["sum"].to_numpy()).reshape(len(queries), len(keys))
-        found.append(
+        grids.append(
             Grid(
                 "attention" if len(places) == 1 else f"attention_{layer}_{head}",
                 f"{name}: layer {titles[layer]}, head {head}",
@@ -174,7 +176,7 @@ def _heads(view: View, name: str) -> list[Figure]:
                 *("key", "query", "√α"),
             )
         )
-    return found
+    return grids
 
 
 def _shown(token: str) -> str:
@@ -188,4 +190,4 @@ def _few(lines: Sequence[Line]) -> tuple[Line, ...]:
     if len(lines) <= _MOST_LINES:
         return tuple(lines)
     places = np.linspace(0, len(lines) - 1, _MOST_LINES).round().astype(int)
-    return tuple(lines[place] for place in places)
+    return tuple(lines[index] for index in places)

@@ -66,8 +66,8 @@ def layers(view: View) -> dict[int, str]:
 
 
 def _named(frame: pl.DataFrame) -> dict[int, str]:
-    found = frame.select("layer", "factor.layer").unique().sort("layer").rows()
-    return dict(zip([n for n, _ in found], layer_titles([name for _, name in found]), strict=True))
+    rows = frame.select("layer", "factor.layer").unique().sort("layer").rows()
+    return dict(zip([n for n, _ in rows], layer_titles([name for _, name in rows]), strict=True))
 
 
 def trained_layers(view: View) -> dict[int, str]:
@@ -79,8 +79,8 @@ def layer_titles(names: Sequence[str]) -> list[str]:
     """Short names of layers: the parts of their paths that tell them apart, or just numbers."""
     paths = [name.split(".") for name in names]
     numbers = [[part for part in path if part.isdigit()] for path in paths]
-    if all(len(each) == 1 for each in numbers) and len({each[0] for each in numbers}) == len(names):
-        return [each[0] for each in numbers]
+    if all(len(own) == 1 for own in numbers) and len({own[0] for own in numbers}) == len(names):
+        return [own[0] for own in numbers]
     dull = {"blocks", "mixer", "sublayer", "layers"}
     return [" ".join(part for part in path if part not in dull) or "0" for path in paths]
 
@@ -88,9 +88,9 @@ def layer_titles(names: Sequence[str]) -> list[str]:
 def told(view: View, quantities: Sequence[Quantity]) -> list[Quantity]:
     """Those that say something: within the training length nothing lies beyond it."""
     counted = inspected(view).filter(pl.col("of") > 0)
-    found = counted.group_by("statistic").agg((pl.col("sum") != 0).any().alias("any")).rows()
-    known = {name for name, some in found if some or not name.endswith("mass")}
-    return [each for each in quantities if each.name in known]
+    rows = counted.group_by("statistic").agg((pl.col("sum") != 0).any().alias("any")).rows()
+    known = {name for name, some in rows if some or not name.endswith("mass")}
+    return [quantity for quantity in quantities if quantity.name in known]
 
 
 def heads(view: View, quantity: str, layer: int) -> Array:
@@ -109,8 +109,8 @@ def positions(view: View, quantity: str, layer: int) -> Array:
 
 def middles(view: View) -> list[float]:
     """The middle of each bin of the position."""
-    found = inspected(view).filter(axis="position").select("bin", "bin_end").unique().sort("bin")
-    return [(low + high) / 2 for low, high in found.rows()]
+    bins = inspected(view).filter(axis="position").select("bin", "bin_end").unique().sort("bin")
+    return [(low + high) / 2 for low, high in bins.rows()]
 
 
 def cosines(view: View, layer: int) -> Array:

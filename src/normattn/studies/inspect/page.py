@@ -41,8 +41,8 @@ def _layer_columns(view: View) -> list[Column]:
     """Means over the heads of a layer, of largest logits the largest."""
     return [
         *(
-            Column(each.name, each.short, plain=_of_layer(each.name, each.digits))
-            for each in told(view, QUANTITIES)
+            Column(quantity.name, quantity.short, plain=_of_layer(quantity.name, quantity.digits))
+            for quantity in told(view, QUANTITIES)
         ),
         Column("cosines", "cos 5–95 %", plain=_cosine_range),
     ]
@@ -51,12 +51,12 @@ def _layer_columns(view: View) -> list[Column]:
 def _head_columns(view: View) -> list[Column]:
     return [
         *(
-            Column(each.name, each.title, plain=_of_head(each.name, each.digits))
-            for each in told(view, (*QUANTITIES, *MORE))
+            Column(quantity.name, quantity.title, plain=_of_head(quantity.name, quantity.digits))
+            for quantity in told(view, (*QUANTITIES, *MORE))
         ),
         *(
-            Column(f"cosine_{name.rstrip('%')}", f"cosine, {name}", plain=_cosine(place))
-            for name, place in SHOWN
+            Column(f"cosine_{name.rstrip('%')}", f"cosine, {name}", plain=_cosine(index))
+            for name, index in SHOWN
         ),
     ]
 
@@ -89,15 +89,19 @@ def _of_head(name: str, digits: int) -> Callable[[View, Row], Cell]:
 
 def _cosine_range(view: View, row: Row) -> Cell:
     """From the 5th to the 95th percentile, the mean over heads of each."""
-    found = cosines(view, row.where["layer"])
-    low, high = (over_heads("cosine", found[:, place]) for place in (1, 3))
+    percentiles = cosines(view, row.where["layer"])
+    low, high = (over_heads("cosine", percentiles[:, index]) for index in (1, 3))
     return Cell(f"{low:+.2f} {high:+.2f}") if math.isfinite(low) else NOTHING
 
 
-def _cosine(place: int) -> Callable[[View, Row], Cell]:
+def _cosine(index: int) -> Callable[[View, Row], Cell]:
     def cell(view: View, row: Row) -> Cell:
-        found = cosines(view, row.where["layer"])
-        return _number(float(found[row.where["head"], place]), 2) if len(found) else NOTHING
+        percentiles = cosines(view, row.where["layer"])
+        return (
+            _number(float(percentiles[row.where["head"], index]), 2)
+            if len(percentiles)
+            else NOTHING
+        )
 
     return cell
 

@@ -49,8 +49,8 @@ def _correlation(view: View, row: Row) -> Cell:
         return NOTHING
     if not sums.of.any():
         return Cell("one norm")
-    found = view.estimate(CORRELATION, at)
-    return Cell(shown(found, 2), found)
+    correlation = view.estimate(CORRELATION, at)
+    return Cell(shown(correlation, 2), correlation)
 
 
 def _heads(view: View, row: Row) -> Cell:
@@ -59,13 +59,13 @@ def _heads(view: View, row: Row) -> Cell:
     sums = view.sums(CORRELATION.name, at)
     if sums is None or not sums.of.any():
         return NOTHING
-    each = [
+    estimates = [
         view.estimate(CORRELATION, {**at, "layer": layer, "head": head})
         for layer, head, _, _ in sums.bins
     ]
-    above = sum(found is not None and found.above_zero for found in each)
-    below = sum(found is not None and found.below_zero for found in each)
-    return Cell(f"{above} / {below} / {len(each)}")
+    above = sum(head is not None and head.above_zero for head in estimates)
+    below = sum(head is not None and head.below_zero for head in estimates)
+    return Cell(f"{above} / {below} / {len(estimates)}")
 
 
 def _ends(length: int) -> Callable[[View, Row], Cell]:
@@ -83,8 +83,8 @@ def _outside(view: View, row: Row) -> Cell:
     if near is None or far is None:
         return NOTHING
     statistic = outside(near)
-    found = view.estimate(statistic, {**row.where, **where(view, length=lengths(view)[1])})
-    return Cell(shown(found, 2), found)
+    estimate = view.estimate(statistic, {**row.where, **where(view, length=lengths(view)[1])})
+    return Cell(shown(estimate, 2), estimate)
 
 
 WIDENED = " (KeyNorm widens what is trained, so they should not)"

@@ -118,10 +118,10 @@ def _all_cells(
         yield from rate_cells(own, preset.rates.multiples, seeds, config.rates, fewer)
 
 
-def _whole(training: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _whole(training: Mapping[str, Any], subject: str) -> dict[str, Any]:
     """The settings with every default filled in, less what the tables vary."""
     varied = {"seed": 0, "model.score": "Baseline"}
-    fields = TranslationConfig.parse(merged(training, varied), what).model_dump(mode="json")
+    fields = TranslationConfig.parse(merged(training, varied), subject).model_dump(mode="json")
     del fields["seed"]
     for name in VARIED:
         del fields["model"][name]

@@ -35,11 +35,11 @@ CLIPPED = (("Baseline+QK-Clip", "QKRMSNorm"), ("Baseline+Muon+QK-Clip", "QKRMSNo
 
 def claims(view: View) -> list[Claim]:
     """Better translations; tolerance to high learning rates; QK-Clip instead of a norm."""
-    found = []
+    all_claims = []
     for score in CLAIMED:
-        found.append(_against("translates better than", TRANSLATES, BLEU, score, TRANSLATION))
+        all_claims.append(_against("translates better than", TRANSLATES, BLEU, score, TRANSLATION))
         said = "has a lower loss than"
-        found.append(_against(said, TRANSLATES, LOSS, score, TRANSLATION, sign=-1))
+        all_claims.append(_against(said, TRANSLATES, LOSS, score, TRANSLATION, sign=-1))
     for experiment, statistic, sign, words in (
         (RATES, LOSS, -1, "has a lower loss"),
         (IMAGES, IMAGE_ACCURACY, 1, "is more accurate on images"),
@@ -50,14 +50,16 @@ def claims(view: View) -> list[Claim]:
             if score != base and high > 1:
                 said = f"at {as_multiple(high)} of the learning rate {words} than"
                 source = _source(score)
-                found.append(_against(said, source, statistic, score, experiment, high, sign, base))
+                all_claims.append(
+                    _against(said, source, statistic, score, experiment, high, sign, base)
+                )
     for score in scores(view, RATES):
         if score != (base := base_of(score)):
             sentence = (
                 f"fewer trainings fail with {score} than with {base} in the learning-rate sweep"
             )
-            found.append(_fails_less(sentence, _source(score), score, base))
-    return [*found, *_clipped(view)]
+            all_claims.append(_fails_less(sentence, _source(score), score, base))
+    return [*all_claims, *_clipped(view)]
 
 
 def _source(row: str) -> str:
@@ -104,7 +106,7 @@ def _against(
 ) -> Claim:
     """A score minus Baseline in the same experiment, at the same learning rate."""
     measured = _measured(score, base, rate, statistic)
-    places = (place(experiment, each, rate) for each in (score, base))
+    places = (place(experiment, row, rate) for row in (score, base))
     return difference(f"{score} {says} {base}", source, measured, statistic, *places, sign=sign)
 
 

@@ -61,10 +61,10 @@ def _by_score(
     ]
     columns = tuple(
         IntervalColumn(
-            f"{each.title} ({each.unit})" if each.unit else each.title,
-            tuple(view.estimate(each, place(experiment, score, 1.0)) for score in rows),
+            f"{statistic.title} ({statistic.unit})" if statistic.unit else statistic.title,
+            tuple(view.estimate(statistic, place(experiment, score, 1.0)) for score in rows),
         )
-        for each in statistics
+        for statistic in statistics
     )
     return Intervals(name, title, tuple(rows), columns if len(rows) > 1 else ())
 
@@ -85,9 +85,9 @@ def _by_rate(view: View, experiment: str, statistic: Statistic) -> tuple[Line, .
     lines = []
     for score in scores(view, experiment):
         rates = multiples(view, experiment, score)
-        found = points(view, statistic, ((x, place(experiment, score, x)) for x in rates))
-        if len(rates) > 1 and found:
-            lines.append(Line(score, found, score))
+        plotted = points(view, statistic, ((x, place(experiment, score, x)) for x in rates))
+        if len(rates) > 1 and plotted:
+            lines.append(Line(score, plotted, score))
     return tuple(lines)
 
 

@@ -105,13 +105,15 @@ class ImageStage(MeasureStage):
             choose_device(self.config.device)
         )
         split = data.split(self.identity.split)
-        found = score_images(model, split, progress=lambda done, total: note(done, total, "images"))
-        units = [f"{number:06}" for number in range(len(found.loss))]
+        scores = score_images(
+            model, split, progress=lambda done, total: note(done, total, "images")
+        )
+        units = [f"{number:06}" for number in range(len(scores.loss))]
         ones = np.ones(len(units))
         tested = replace(self.identity, data=data.fingerprint, weights=weights_digest(model))
         results = (
-            sums("accuracy", units, np.asarray(found.correct), ones),
-            sums("loss", units, np.asarray(found.loss), ones),
+            sums("accuracy", units, np.asarray(scores.correct), ones),
+            sums("loss", units, np.asarray(scores.loss), ones),
         )
         facts = (
             fact("parameters", parameter_count(model)),

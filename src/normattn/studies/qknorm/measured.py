@@ -86,36 +86,36 @@ def tolerated(view: View, score: str) -> float | None:
 
 def unigram(view: View) -> float | None:
     """The loss of guessing each word of the sweep's test set by its frequency."""
-    found = [
+    losses = [
         value.value
         for score in scores(view, RATES)
         for rate in multiples(view, RATES, score)
         if (value := view.estimate(UNIGRAM, place(RATES, score, rate))) is not None
     ]
-    return min(found, default=None)
+    return min(losses, default=None)
 
 
 def largest_logit(view: View, where: Where) -> Estimate | None:
     """The largest logit of any recorded step and seed."""
-    each = _steps(view, "largest_logit", where)
-    return _of_seeds({seed: float(values.max()) for seed, values in each.items()}, max)
+    logits = _steps(view, "largest_logit", where)
+    return _of_seeds({seed: float(values.max()) for seed, values in logits.items()}, max)
 
 
 def last_entropy(view: View, where: Where) -> Estimate | None:
     """The entropy share at the last recorded step, the mean over the seeds."""
-    each = _steps(view, "entropy_share", where)
-    last = {seed: float(values[-1]) for seed, values in each.items()}
+    shares = _steps(view, "entropy_share", where)
+    last = {seed: float(values[-1]) for seed, values in shares.items()}
     return _of_seeds(last, lambda values: sum(values) / len(values))
 
 
 def _steps(view: View, statistic: str, where: Where) -> dict[int, NDArray[np.float64]]:
     """A recorded quantity of every seed by step; one that diverged has fewer steps."""
-    found = {}
+    recorded = {}
     for seed in sorted(view.values("seed", {**training(where), "statistic": statistic})):
         sums = view.sums(statistic, {**training(where), "seed": seed})
         assert sums is not None
-        found[seed] = (sums.sum / sums.of)[0, 0]
-    return found
+        recorded[seed] = (sums.sum / sums.of)[0, 0]
+    return recorded
 
 
 def _of_seeds(
@@ -123,5 +123,5 @@ def _of_seeds(
 ) -> Estimate | None:
     if not values:
         return None
-    each = tuple(values.values())
-    return Estimate(combined(each), seeds=tuple(values), per_seed=each)
+    per_seed = tuple(values.values())
+    return Estimate(combined(per_seed), seeds=tuple(values), per_seed=per_seed)

@@ -87,13 +87,13 @@ def _failed(view: View, row: Row) -> Cell:
 
 
 def _largest(view: View, row: Row) -> Cell:
-    found = largest_logit(view, row.where)
-    return NOTHING if found is None else Cell(f"{found.value:.3g}", found)
+    logit = largest_logit(view, row.where)
+    return NOTHING if logit is None else Cell(f"{logit.value:.3g}", logit)
 
 
 def _entropy(view: View, row: Row) -> Cell:
-    found = last_entropy(view, row.where)
-    return NOTHING if found is None else Cell(f"{found.value:.2f}", found)
+    entropy = last_entropy(view, row.where)
+    return NOTHING if entropy is None else Cell(f"{entropy.value:.2f}", entropy)
 
 
 SEEDS = Column("seeds", "seeds", plain=_seeds)
@@ -127,9 +127,9 @@ def _tolerated(view: View, row: Row) -> Cell:
 
 def _best(view: View, row: Row) -> Cell:
     losses = {
-        rate: found.value
+        rate: loss.value
         for rate in multiples(view, RATES, row.where["row"])
-        if (found := view.estimate(LOSS, place(RATES, row.where["row"], rate))) is not None
+        if (loss := view.estimate(LOSS, place(RATES, row.where["row"], rate))) is not None
     }
     return Cell(as_multiple(min(losses, key=lambda rate: losses[rate]))) if losses else NOTHING
 
@@ -170,19 +170,19 @@ def _trained_with(view: View, experiment: str) -> Sequence[str]:
     """What the rows with a + are trained with, as far as there are any."""
     rows = scores(view, experiment)
     bounds = view.values("factor.qk_clip") if "factor.qk_clip" in view.frame.columns else []
-    found = []
+    remarks = []
     if any(MUON in row for row in rows):
-        found.append(
+        remarks.append(
             "+Muon: Muon moves the layers' matrices and AdamW all else; a multiple of the learning "
             "rate is one of the row's own, which may differ from that of other rows."
         )
     for bound in bounds:
         if bound is not None and any(CLIP in row for row in rows):
-            found.append(
+            remarks.append(
                 "+QK-Clip: after each step the query and key weights of a head whose largest logit "
                 f"in it passed τ = {bound:g} are made smaller, so that it would have been τ."
             )
-    return found
+    return remarks
 
 
 def _settings(view: View) -> list[str]:

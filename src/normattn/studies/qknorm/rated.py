@@ -27,10 +27,10 @@ class RatedCell(Cell):
 
     def rated(self, kind: type[Config], scores: Mapping[str, Any]) -> Config:
         """The settings of this cell's training run with these scores."""
-        what, varied = f"the settings of {self.name}", {"seed": self.seed, **scores}
-        config = kind.parse(merged(self.training, varied), what)
+        subject, varied = f"the settings of {self.name}", {"seed": self.seed, **scores}
+        config = kind.parse(merged(self.training, varied), subject)
         rate = {"optimiser.lr": config.optimiser.lr * self.rate}
-        return kind.parse(merged(self.training, varied, rate), what)
+        return kind.parse(merged(self.training, varied, rate), subject)
 
     def identity(self, protocol: str, **factors: Factor) -> Identity:
         """Whose measurement it is: row, seed, experiment, learning rate and any QK-Clip."""

@@ -52,13 +52,13 @@ def rows_of(names: Sequence[str], known: Mapping[str, Layer]) -> dict[str, Train
     Raises `InputError` for what is not `known`, for a row that is named twice, and for a score with
     a method: it is applied after training.
     """
-    found: dict[str, Trained] = {}
+    rows: dict[str, Trained] = {}
     for name in names:
         row = _row(name, known)
-        if row.name in found:
+        if row.name in rows:
             raise InputError(f"a score is named twice: {', '.join(names)}")
-        found[row.name] = row
-    return found
+        rows[row.name] = row
+    return rows
 
 
 def _row(name: str, known: Mapping[str, Layer]) -> Trained:

@@ -100,6 +100,8 @@ class QKNormPreset(StudyPreset):
     @field_validator("trained_with")
     @classmethod
     def _complete(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        return {name: _refuse_varied(each) for name, each in merged(TRAINED_WITH, value).items()}
+        return {
+            name: _refuse_varied(training) for name, training in merged(TRAINED_WITH, value).items()
+        }
 
     _no_varied_field = field_validator("training")(_refuse_varied)

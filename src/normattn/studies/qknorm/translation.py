@@ -81,7 +81,7 @@ def scores_of(variant: str) -> dict[str, str]:
     plain: Any = find("Baseline")()
     keys = plain
     if "K" in own.sides:
-        parameters = {each.name: getattr(own, each.name) for each in fields(own)}
+        parameters = {field.name: getattr(own, field.name) for field in fields(own)}
         keys = find(own.name if own.sides == "K" else own.name.removeprefix("Q"))(**parameters)
     return {
         "model.score": variant,

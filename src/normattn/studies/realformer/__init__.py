@@ -75,8 +75,8 @@ class EncoderCell(Cell):
     @property
     def training_config(self) -> MaskedConfig:
         """The settings of this cell's training run."""
-        what = f"the settings of {self.name}"
-        return MaskedConfig.parse({**self.training, "seed": self.seed}, what)
+        subject = f"the settings of {self.name}"
+        return MaskedConfig.parse({**self.training, "seed": self.seed}, subject)
 
     def identity(self, protocol: str, **factors: Factor) -> Identity:
         """The row of the table, at this size."""
@@ -110,13 +110,13 @@ class GridCell(EncoderCell):
 
     def stages(self, paths: CellPaths) -> list[Stage]:
         """Train and score each setting; one that diverges is a result as the others are."""
-        found: list[Stage] = []
+        stages: list[Stage] = []
         for factors, config in self._configs():
             name = "rate{learning_rate:g}-dropout{dropout:g}-warmup{warmup}".format_map(factors)
-            place = paths.continued / name
-            found.append(TrainStage(self.workload, config, place, essential=False))
-            found.append(ScoreStage(place, self, config, self.evaluation, factors))
-        return found
+            folder = paths.continued / name
+            stages.append(TrainStage(self.workload, config, folder, essential=False))
+            stages.append(ScoreStage(folder, self, config, self.evaluation, factors))
+        return stages
 
     def _configs(self) -> Iterator[tuple[dict[str, float | int], MaskedConfig]]:
         """What each run is trained with."""
@@ -133,9 +133,9 @@ class GridCell(EncoderCell):
                         "seed": self.seed,
                     }
                     fields = merged(self.training, changes)
-                    what = f"the settings of {self.name} at {rate:g}, {dropout:g}, {warmup}"
+                    subject = f"the settings of {self.name} at {rate:g}, {dropout:g}, {warmup}"
                     varied = {"learning_rate": rate, "dropout": dropout, "warmup": warmup}
-                    yield varied, MaskedConfig.parse(fields, what)
+                    yield varied, MaskedConfig.parse(fields, subject)
 
 
 def resolve(request: Request) -> Sweep:
@@ -211,12 +211,12 @@ def _facts(config: RealFormerConfig, cells: Sequence[Cell]) -> tuple[tuple[str, 
         f"{size}: {fields['model']['layers']} layers of width {fields['model']['dim']}"
         for size, fields in config.training.items()
     ]
-    found = [("sizes", "; ".join(sizes))]
+    facts = [("sizes", "; ".join(sizes))]
     if any(isinstance(cell, GridCell) for cell in cells):
         grid = config.grid
         settings = 2 * len(grid.rates) * len(grid.dropouts)
-        found.append(("robustness grid", f"{len(grid.rows)} rows, {settings} settings each"))
-    return tuple(found)
+        facts.append(("robustness grid", f"{len(grid.rows)} rows, {settings} settings each"))
+    return tuple(facts)
 
 
 def _describe(cell: Cell, data: TokenData) -> list[str]:

@@ -62,7 +62,7 @@ COMPARED = (
 def claims(view: View) -> list[Claim]:
     """Every claim that the table, the layers and the grid can test, in the order of the page."""
     every = sizes(view)
-    found = [
+    all_claims = [
         difference(
             sentence,
             source,
@@ -72,14 +72,14 @@ def claims(view: View) -> list[Claim]:
         for sentence, source, a, b in COMPARED
         for size in every
     ]
-    found += _by_size(every)
-    found += [_shared(size) for size in every]
-    found += _stability(grid(view))
+    all_claims += _by_size(every)
+    all_claims += [_shared(size) for size in every]
+    all_claims += _stability(grid(view))
     for size in every:
         if (count := layers(view, size)) > 1:
-            found += _of_layers(size, count)
-    order = list(dict.fromkeys(claim.sentence for claim in found))
-    return sorted(found, key=lambda claim: order.index(claim.sentence))
+            all_claims += _of_layers(size, count)
+    order = list(dict.fromkeys(claim.sentence for claim in all_claims))
+    return sorted(all_claims, key=lambda claim: order.index(claim.sentence))
 
 
 def _by_size(every: list[str]) -> Iterator[Claim]:
@@ -116,7 +116,7 @@ def _shared(size: str) -> Claim:
 
 
 _BOTH = ((REALFORMER, 1.0), (POSTLN, -1.0))
-_STATISTICS = {each.name: replace(each, digits=2) for each in BY_LAYER}
+_STATISTICS = {statistic.name: replace(statistic, digits=2) for statistic in BY_LAYER}
 
 
 def _of_layers(size: str, count: int) -> Iterator[Claim]:
@@ -128,10 +128,10 @@ def _of_layers(size: str, count: int) -> Iterator[Claim]:
         *(PAPER, size, "entropy", "entropy in nats, mean over layers"),
         sign=-1,
     )
-    for name, what in (("agreement", "head by head"), ("agreement_mean", "of mean heads")):
+    for name, words in (("agreement", "head by head"), ("agreement_mean", "of mean heads")):
         yield _means(
             "attention of neighbouring layers agrees more, so that it converges",
-            *(POST, size, name, f"agreement {what}, upper half"),
+            *(POST, size, name, f"agreement {words}, upper half"),
             bins=upper,
         )
     yield _ends(
@@ -173,14 +173,14 @@ def _means(
     source: str,
     size: str,
     name: str,
-    what: str,
+    words: str,
     bins: slice | None = None,
     sign: int = 1,
 ) -> Claim:
     """RealFormer − PostLN, the mean over layers."""
     statistic = replace(_STATISTICS[name], value=mean_of_bins())
     terms = tuple(Term(factor, depth(row, size), bins) for row, factor in _BOTH)
-    measured = f"{size}: RealFormer − PostLN, {what}"
+    measured = f"{size}: RealFormer − PostLN, {words}"
     return Claim(sentence, source, measured, statistic, terms, sign)
 
 
@@ -189,7 +189,7 @@ def _ends(
     source: str,
     size: str,
     name: str,
-    what: str,
+    words: str,
     rows: tuple[tuple[str, float], ...],
     first: int = 0,
     sign: int = 1,
@@ -200,13 +200,13 @@ def _ends(
         for row, factor in rows
         for end, of_end in ((-1, 1.0), (first, -1.0))
     )
-    return Claim(sentence, source, f"{size}: {what}", _STATISTICS[name], terms, sign)
+    return Claim(sentence, source, f"{size}: {words}", _STATISTICS[name], terms, sign)
 
 
 def _stability(outcomes: Mapping[Setting, Outcome]) -> Iterator[Claim]:
     """Which settings of the grid fail with one row alone, or without warm-up alone."""
     of = {row: by_setting(outcomes, row) for row in (REALFORMER, POSTLN, PRELN)}
-    cold, warm = ({row: _part(found, warmed) for row, found in of.items()} for warmed in (0, 1))
+    cold, warm = ({row: _part(own, warmed) for row, own in of.items()} for warmed in (0, 1))
     yield from _failing(
         "RealFormer stabilises training",
         *(PAPER, REALFORMER, of[REALFORMER], POSTLN, of[POSTLN]),
@@ -226,9 +226,9 @@ def _stability(outcomes: Mapping[Setting, Outcome]) -> Iterator[Claim]:
     )
     every = (cold[REALFORMER], warm[REALFORMER], cold[POSTLN], warm[POSTLN])
     places = [
-        place
-        for place in cold[REALFORMER]
-        if all(place in each and each[place].loss is not None for each in every)
+        point
+        for point in cold[REALFORMER]
+        if all(point in part and part[point].loss is not None for part in every)
     ]
     if places:
         warmups = {setting.warmup for setting in outcomes}
@@ -239,10 +239,10 @@ def _stability(outcomes: Mapping[Setting, Outcome]) -> Iterator[Claim]:
             f"{len(places)} settings, nats",
             LOSS,
             tuple(
-                Term(sign / len(places), Setting(row, warmup, *place).where)
+                Term(sign / len(places), Setting(row, warmup, *point).where)
                 for row, of_row in _BOTH
                 for warmup, sign in ((min(warmups), of_row), (max(warmups), -of_row))
-                for place in places
+                for point in places
             ),
             sign=-1,
         )
@@ -252,10 +252,10 @@ Place = TypeVar("Place")
 
 
 def _part(
-    found: Mapping[tuple[int, float, float], Outcome], warmed: int
+    outcomes: Mapping[tuple[int, float, float], Outcome], warmed: int
 ) -> dict[tuple[float, float], Outcome]:
     """The outcomes with warm-up (1) or without (0), by learning rate and dropout."""
-    return {place[1:]: end for place, end in found.items() if (place[0] > 0) == bool(warmed)}
+    return {point[1:]: end for point, end in outcomes.items() if (point[0] > 0) == bool(warmed)}
 
 
 def _failing(
@@ -268,7 +268,7 @@ def _failing(
     sign: int = -1,
 ) -> Iterator[Claim]:
     """How many settings fail in `mine` and in `theirs`: a two-sided exact sign test over them."""
-    both = [(mine[place].failed, theirs[place].failed) for place in mine if place in theirs]
+    both = [(mine[point].failed, theirs[point].failed) for point in mine if point in theirs]
     if not both:
         return
     counts = [sum(pair[side] for pair in both) for side in (0, 1)]

@@ -48,7 +48,11 @@ _LOGARITHMIC = ("variance", "gradients_start", "gradients")
 
 def figures(view: View) -> list[Figure]:
     """Training loss, each statistic by layer, the robustness grid."""
-    return [_losses(view), *(_by_layer(view, each) for each in BY_LAYER), _robustness(view)]
+    return [
+        _losses(view),
+        *(_by_layer(view, statistic) for statistic in BY_LAYER),
+        _robustness(view),
+    ]
 
 
 def _groups(view: View) -> Iterator[tuple[str, str, list[str]]]:
@@ -91,9 +95,9 @@ def _by_layer(view: View, statistic: Statistic) -> Figure:
     for panel, size, rows in _groups(view):
         lines = []
         for row in rows:
-            found = bin_points(view, statistic, depth(row, size), lambda bin_: bin_[0])
-            if found:
-                lines.append(_line(row, found))
+            plotted = bin_points(view, statistic, depth(row, size), lambda bin_: bin_[0])
+            if plotted:
+                lines.append(_line(row, plotted))
         log = statistic.name in _LOGARITHMIC
         panels.append(Panel(panel, tuple(lines), "after layer", label, log_y=log))
     return Curves(name, title, tuple(panels))
@@ -106,18 +110,18 @@ def _robustness(view: View) -> Figure:
     places = list(dict.fromkeys((s.learning_rate, s.dropout) for s in outcomes))
     values: dict[tuple[object, object], float | None] = {}
     texts: dict[tuple[object, object], str] = {}
-    for setting, found in outcomes.items():
+    for setting, outcome in outcomes.items():
         key = (setting[:2], setting[2:])
-        values[key] = None if found.failed else found.loss
-        said = [] if found.loss is None else [f"{found.loss:.2f}"]
-        texts[key] = " ".join([*said, *([found.state] if found.failed else [])])
+        values[key] = None if outcome.failed else outcome.loss
+        said = [] if outcome.loss is None else [f"{outcome.loss:.2f}"]
+        texts[key] = " ".join([*said, *([outcome.state] if outcome.failed else [])])
     return Grid(
         "robustness",
         "Robustness to learning rate and dropout: held-out loss",
         tuple(f"{row}, warm-up of {n} steps" if n else f"{row}, no warm-up" for row, n in lines),
         tuple(f"{rate:g}, {dropout:g}" for rate, dropout in places),
-        tuple(tuple(values.get((line, place)) for place in places) for line in lines),
-        tuple(tuple(texts.get((line, place), "") for place in places) for line in lines),
+        tuple(tuple(values.get((line, point)) for point in places) for line in lines),
+        tuple(tuple(texts.get((line, point), "") for point in places) for line in lines),
         x_title="learning rate, dropout",
         scale_title="loss (nats per masked token)",
     )

@@ -80,11 +80,11 @@ def _notes(view: View) -> tuple[str, ...]:
     """What stands behind the numbers, and what the rows are."""
     behind = []
     for row in _rows(view)[:1]:
-        found = view.estimate(UNIGRAM, {**row.where, **_MASKED})
-        assert found is not None
+        unigram = view.estimate(UNIGRAM, {**row.where, **_MASKED})
+        assert unigram is not None
         behind.append(
-            f"Behind each value: {found.units} documents, {found.count:,} hidden tokens. The "
-            f"unigram baseline has a loss of {found.value:.3f}."
+            f"Behind each value: {unigram.units} documents, {unigram.count:,} hidden tokens. The "
+            f"unigram baseline has a loss of {unigram.value:.3f}."
         )
     return (
         *behind,
@@ -109,8 +109,8 @@ def _setting(said: Callable[[Trained], object]) -> Callable[[View, Row], Cell]:
 
 
 def _score(view: View, row: Row) -> Cell:
-    found = view.one("score", {**row.where, **_MASKED})
-    return NOTHING if found is None else Cell(ScoreSpec.parse(found).variant_name)
+    score = view.one("score", {**row.where, **_MASKED})
+    return NOTHING if score is None else Cell(ScoreSpec.parse(score).variant_name)
 
 
 SETTINGS = (
@@ -138,7 +138,10 @@ def _layer_rows(view: View) -> list[Row]:
 LAYERS = (
     _SIZE,
     Column("layer", "layer", plain=_text(lambda view, row: row.where["layer"])),
-    *(Column(each.name, each.title, each, ((1.0, _DEPTH),), interval=False) for each in BY_LAYER),
+    *(
+        Column(statistic.name, statistic.title, statistic, ((1.0, _DEPTH),), interval=False)
+        for statistic in BY_LAYER
+    ),
 )
 
 
@@ -161,14 +164,14 @@ GRID = (
 
 
 def _failure_rows(view: View) -> list[Row]:
-    return [Row(row, {"row": row}) for row in dict.fromkeys(each.row for each in grid(view))]
+    return [Row(row, {"row": row}) for row in dict.fromkeys(setting.row for setting in grid(view))]
 
 
 def _failures(warm: bool) -> Callable[[View, Row], Cell]:
     def cell(view: View, row: Row) -> Cell:
         own = [
-            found.failed
-            for setting, found in grid(view).items()
+            end.failed
+            for setting, end in grid(view).items()
             if setting.row == row.label and (setting.warmup > 0) == warm
         ]
         return Cell(f"{sum(own)} of {len(own)}") if own else NOTHING

@@ -101,15 +101,15 @@ def names(view: View, size: str) -> list[str]:
 
     Raises `InputError` where the seeds of one were not trained alike.
     """
-    found = ranked(view.values("row", {SIZE: size, "protocol": "masked"}), tuple(ROWS))
+    rows = ranked(view.values("row", {SIZE: size, "protocol": "masked"}), tuple(ROWS))
     facts = view.frame.filter(
         pl.col("protocol") == "training", pl.col("statistic").is_in(_TRAINED_ALIKE)
     )
-    for row in found:
+    for row in rows:
         own = facts.filter(pl.col("row") == row, pl.col(SIZE) == size)
         if own.select("statistic", "sum").n_unique() > own["statistic"].n_unique():
             raise InputError(f"the seeds of {row} ({size}) were trained differently")
-    return found
+    return rows
 
 
 _TRAINED_ALIKE = (
@@ -140,8 +140,8 @@ def _settings(view: View) -> Iterator[Setting]:
 
 
 def _order(setting: Setting) -> tuple[Any, ...]:
-    place = list(ROWS).index(setting.row) if setting.row in ROWS else len(ROWS)
-    return (place, setting.row, -setting.warmup, setting.dropout, setting.learning_rate)
+    position = list(ROWS).index(setting.row) if setting.row in ROWS else len(ROWS)
+    return (position, setting.row, -setting.warmup, setting.dropout, setting.learning_rate)
 
 
 def outcome(view: View, where: Where) -> Outcome:
@@ -150,7 +150,7 @@ def outcome(view: View, where: Where) -> Outcome:
     lost = {**where, "protocol": "training", "statistic": "diverged"}
     if loss is None or unigram is None:
         return Outcome(None, "diverged")
-    value, guessing = (float(each.sum.sum() / each.of.sum()) for each in (loss, unigram))
+    value, guessing = (float(part.sum.sum() / part.of.sum()) for part in (loss, unigram))
     if view.values("seed", lost):
         return Outcome(value, "diverged")
     return Outcome(value, "stuck" if learnt_nothing(value, guessing) else "learned")
@@ -160,4 +160,4 @@ def by_setting(
     outcomes: Mapping[Setting, Outcome], row: str
 ) -> dict[tuple[int, float, float], Outcome]:
     """The outcomes of one row."""
-    return {setting[1:]: found for setting, found in outcomes.items() if setting.row == row}
+    return {setting[1:]: end for setting, end in outcomes.items() if setting.row == row}

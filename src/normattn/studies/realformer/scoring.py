@@ -64,7 +64,7 @@ class ScoreStage(MeasureStage):
             choose_device(self.config.device)
         )
         texts = held_out(data, self.config, self.settings)
-        found = score_masked(
+        scores = score_masked(
             model,
             texts,
             self.settings.max_tokens,
@@ -72,9 +72,9 @@ class ScoreStage(MeasureStage):
         )
         unigram = unigram_loss(data.train, texts, model.config.vocab_size)
         scored = [
-            sums("accuracy", found.documents, found.correct[:, -1], found.tokens),
-            sums("loss", found.documents, found.loss, found.tokens),
-            sums("unigram_loss", found.documents, unigram, found.tokens),
+            sums("accuracy", scores.documents, scores.correct[:, -1], scores.tokens),
+            sums("loss", scores.documents, scores.loss, scores.tokens),
+            sums("unigram_loss", scores.documents, unigram, scores.tokens),
         ]
         who = replace(
             self.cell.identity("grid" if self.factors else "masked", **self.factors),
@@ -86,7 +86,7 @@ class ScoreStage(MeasureStage):
         )
         if self.factors:
             return identified(who, scored)
-        exits = by_layer("exit_accuracy", found.documents, found.correct, found.tokens)
+        exits = by_layer("exit_accuracy", scores.documents, scores.correct, scores.tokens)
         return joined(
             [
                 identified(who, scored),
@@ -98,15 +98,15 @@ class ScoreStage(MeasureStage):
     def _depth(self, model: MaskedLM, texts: MaskedSet, note: Note) -> list[pl.DataFrame]:
         """What happens in each layer: documents are the units, of gradients batches of texts."""
         most = self.settings.max_tokens
-        documents, place = documents_of(texts)
-        found = measure_depth(
-            model, texts, place, most, lambda done, total: note(done, total, "layer by layer")
+        documents, indices = documents_of(texts)
+        depths = measure_depth(
+            model, texts, indices, most, lambda done, total: note(done, total, "layer by layer")
         )
-        windows = np.bincount(place, minlength=len(documents))
-        parts = by_layer("variance", documents, found.variance, windows, first=0)
-        parts += by_layer("entropy", documents, found.entropy, windows)
-        parts += by_layer("agreement", documents, found.agreement, windows, first=2)
-        parts += by_layer("agreement_mean", documents, found.agreement_mean, windows, first=2)
+        windows = np.bincount(indices, minlength=len(documents))
+        parts = by_layer("variance", documents, depths.variance, windows, first=0)
+        parts += by_layer("entropy", documents, depths.entropy, windows)
+        parts += by_layer("agreement", documents, depths.agreement, windows, first=2)
+        parts += by_layer("agreement_mean", documents, depths.agreement_mean, windows, first=2)
         for name, of in (("gradients", model), ("gradients_start", self._untrained())):
             norms = np.array(layer_gradients(of, texts, most))
             # Layers that share their weights have no gradient of their own.

@@ -130,25 +130,25 @@ def refuse_varied(training: dict[str, Any]) -> dict[str, Any]:
     return training
 
 
-def checked_rows(names: tuple[str, ...], what: str) -> tuple[str, ...]:
+def checked_rows(names: tuple[str, ...], subject: str) -> tuple[str, ...]:
     """The rows in the order of the table; `ValueError` for a name that is none, or comes twice."""
     for name in names:
         if name not in ROWS:
-            raise ValueError(f"{what}: there is no row {name!r}; there are {', '.join(ROWS)}")
+            raise ValueError(f"{subject}: there is no row {name!r}; there are {', '.join(ROWS)}")
     if len(set(names)) < len(names):
-        raise ValueError(f"{what} names a row twice: {', '.join(names)}")
+        raise ValueError(f"{subject} names a row twice: {', '.join(names)}")
     return tuple(name for name in ROWS if name in names)
 
 
 def whole_training(preset: RealFormerPreset, size: str) -> dict[str, Any]:
     """The training settings of a size with every default filled in, less what the table varies."""
-    what = f"preset {preset.name}, size {size}"
-    fields = MaskedConfig.parse(merged(preset.training, preset.sizes[size].training), what)
-    found = fields.model_dump(mode="json")
-    del found["seed"]
+    subject = f"preset {preset.name}, size {size}"
+    fields = MaskedConfig.parse(merged(preset.training, preset.sizes[size].training), subject)
+    whole = fields.model_dump(mode="json")
+    del whole["seed"]
     for name in ("score", "placement", "shared_layers", "exits"):
-        del found["model"][name]
-    return found
+        del whole["model"][name]
+    return whole
 
 
 def row_training(training: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -168,8 +168,8 @@ def row_training(training: Mapping[str, Any], name: str) -> dict[str, Any]:
         changes["steps"] = max(1, training["steps"] // 2)
         if training["schedule"]["warmup_steps"] > changes["steps"]:
             raise InputError(f"half of {training['steps']} steps is less than their warm-up")
-    found = merged(training, changes)
+    whole = merged(training, changes)
     if row.placement in NORMLESS:
         for field in ("norm", "norm_gain", "norm_eps"):
-            del found["model"][field]
-    return found
+            del whole["model"][field]
+    return whole

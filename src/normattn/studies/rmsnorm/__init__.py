@@ -169,23 +169,23 @@ def resolve(request: Request) -> Sweep:
 
 def _norms(asked: Sequence[str] | None) -> tuple[str, ...]:
     known = {name.lower(): name for name in NORMS}
-    found = []
+    norms = []
     for name in asked or NORMS:
         if name.lower() not in known:
             raise InputError(f"there is no norm {name!r} here; there are {', '.join(NORMS)}")
-        found.append(known[name.lower()])
-    return tuple(dict.fromkeys(found))
+        norms.append(known[name.lower()])
+    return tuple(dict.fromkeys(norms))
 
 
 def _shared(preset: RMSNormPreset) -> dict[str, Any]:
     """The preset's training settings whole, less norm and seed; the labels are the data's."""
-    what = f"preset {preset.name}, training"
+    subject = f"preset {preset.name}, training"
     fields = preset.training
     if "labels" not in fields.get("model", {}):
-        data = validated(RelationConfig, fields.get("data", {}), f"{what}.data")
+        data = validated(RelationConfig, fields.get("data", {}), f"{subject}.data")
         count = data.modules if data.embedded else len(prepare_relations(data).labels)
         fields = merged(fields, {"model.labels": count})
-    whole = ClassificationConfig.parse(fields, what).model_dump(mode="json")
+    whole = ClassificationConfig.parse(fields, subject).model_dump(mode="json")
     del whole["seed"], whole["model"]["norm"]
     return whole
 

@@ -107,28 +107,28 @@ class TimeStage(MeasureStage):
     @property
     def cost(self) -> Cost:
         """Every token of every timed step, counted as scored: three times the work."""
-        each = [ClassificationWorkload().cost(config) for config in self.configs.values()]
+        costs = [ClassificationWorkload().cost(config) for config in self.configs.values()]
         steps = self.settings.rounds + _WARM
-        flops = sum(c.flops / g.steps for c, g in zip(each, self.configs.values(), strict=True))
-        tokens = sum(c.trained / g.steps for c, g in zip(each, self.configs.values(), strict=True))
+        flops = sum(c.flops / g.steps for c, g in zip(costs, self.configs.values(), strict=True))
+        tokens = sum(c.trained / g.steps for c, g in zip(costs, self.configs.values(), strict=True))
         return Cost(scored=round(3 * steps * tokens), flops=steps * flops)
 
     def measured(self, data: RelationData, note: Note) -> pl.DataFrame:
         """Every round."""
         first = next(iter(self.configs.values()))
         rounds = self.settings.rounds
-        with world(first.device) as place, threads(first.threads):
-            steps = {norm: _step(config, data, place) for norm, config in self.configs.items()}
+        with world(first.device) as process, threads(first.threads):
+            steps = {norm: _step(config, data, process) for norm, config in self.configs.items()}
             timings = interleave(
                 steps,
                 rounds,
                 warm=_WARM,
-                device=place.device.type,
+                device=process.device.type,
                 least_seconds=0.0,
                 on_round=lambda done: note(done, rounds, "rounds"),
             )
         count = f"{first.threads} thread{'s' * (first.threads > 1)}"
-        said = f"{first.batch_size} documents, {first.precision}, {place.device.type}, {count}"
+        said = f"{first.batch_size} documents, {first.precision}, {process.device.type}, {count}"
         return joined(
             timed(replace(self.identities[norm], settings=said), timing.rounds)
             for norm, timing in timings.items()
@@ -142,11 +142,11 @@ def timed(identity: Identity, rounds: Sequence[float]) -> pl.DataFrame:
     return identified(identity, [sums("step_time", names, seconds, np.ones(len(seconds)))])
 
 
-def _step(config: ClassificationConfig, data: RelationData, place: World) -> Callable[[], object]:
+def _step(config: ClassificationConfig, data: RelationData, process: World) -> Callable[[], object]:
     """One more optimiser step at each call."""
-    task = ClassificationWorkload().task(config, data, place.device, config.accumulate)
+    task = ClassificationWorkload().task(config, data, process.device, config.accumulate)
     # The rounds are not a training: no number of steps ends them.
-    stepper = Stepper(task, config, place, lambda: False)
+    stepper = Stepper(task, config, process, lambda: False)
     done = 0
 
     def step() -> object:

@@ -47,19 +47,19 @@ def norms(view: View) -> list[str]:
 
 def _threshold(view: View, row: Row) -> Cell:
     """From the lowest to the highest seed's."""
-    found = view.estimate(THRESHOLD, {**row.where, **TRAINED})
-    if found is None:
+    threshold = view.estimate(THRESHOLD, {**row.where, **TRAINED})
+    if threshold is None:
         return NOTHING
-    ends = sorted({min(found.per_seed), max(found.per_seed)})
-    return Cell(" to ".join(f"{end:.2f}" for end in ends), found)
+    ends = sorted({min(threshold.per_seed), max(threshold.per_seed)})
+    return Cell(" to ".join(f"{end:.2f}" for end in ends), threshold)
 
 
 def _step(view: View, row: Row) -> Cell:
     """The median of the rounds."""
-    found = view.sums(STEP.name, {**row.where, **TIMED})
-    if found is None:
+    sums = view.sums(STEP.name, {**row.where, **TIMED})
+    if sums is None:
         return NOTHING
-    value = estimate(found.by_unit(), STEP, view.bootstrap)
+    value = estimate(sums.by_unit(), STEP, view.bootstrap)
     return Cell(shown(value, STEP.digits), value)
 
 
@@ -150,11 +150,11 @@ def claims(view: View) -> list[Claim]:
 
 
 def _tested(
-    sentence: str, source: str, statistic: Statistic, what: str, sign: int, matters: float | None
+    sentence: str, source: str, statistic: Statistic, words: str, sign: int, matters: float | None
 ) -> Claim:
     """RMSNorm − LayerNorm on the test set, paired over documents and seeds."""
     places = ({"row": row, **TESTED} for row in (RMS, LAYER))
-    claim = difference(sentence, source, f"{RMS} − {LAYER}, {what}", statistic, *places, sign=sign)
+    claim = difference(sentence, source, f"{RMS} − {LAYER}, {words}", statistic, *places, sign=sign)
     return replace(claim, matters=matters)
 
 
@@ -163,10 +163,10 @@ def step_change(view: View) -> Estimate | None:
 
     The interval is that of the ratio's logarithm.
     """
-    found = [view.sums(STEP.name, {"row": row, **TIMED}) for row in (RMS, LAYER)]
-    if found[0] is None or found[1] is None:
+    both = [view.sums(STEP.name, {"row": row, **TIMED}) for row in (RMS, LAYER)]
+    if both[0] is None or both[1] is None:
         return None
-    terms = [(1.0, found[0].by_unit()), (-1.0, found[1].by_unit())]
+    terms = [(1.0, both[0].by_unit()), (-1.0, both[1].by_unit())]
     value = contrast(terms, LOG_STEP, view.bootstrap)
     # Rounds vary here, not trainings: no number of seeds stands behind it.
     return Estimate(
@@ -180,11 +180,11 @@ def step_change(view: View) -> Estimate | None:
 
 def training_change(view: View) -> Estimate | None:
     """By how many % whole trainings with RMSNorm took longer, on the seeds that both have."""
-    found = [_per_seed(view, SECONDS, row) for row in (RMS, LAYER)]
-    shared = found[0].keys() & found[1].keys()
+    seconds = [_per_seed(view, SECONDS, row) for row in (RMS, LAYER)]
+    shared = seconds[0].keys() & seconds[1].keys()
     if not shared:
         return None
-    ours, other = (sum(each[seed] for seed in shared) for each in found)
+    ours, other = (sum(by_seed[seed] for seed in shared) for by_seed in seconds)
     return Estimate(_percent(log(ours / other)))
 
 
@@ -197,13 +197,13 @@ def early_difference(view: View) -> Estimate | None:
     shared = sorted(ours.keys() & other.keys())
     if not shared:
         return None
-    found = of_seeds({seed: ours[seed] - other[seed] for seed in shared}, view.bootstrap.level)
-    return found if len(shared) >= SEEDS else replace(found, p=None)
+    change = of_seeds({seed: ours[seed] - other[seed] for seed in shared}, view.bootstrap.level)
+    return change if len(shared) >= SEEDS else replace(change, p=None)
 
 
 def _per_seed(view: View, statistic: Statistic, row: str) -> dict[int, float]:
-    found = view.estimate(statistic, {"row": row, **TRAINED})
-    return {} if found is None else dict(zip(found.seeds, found.per_seed, strict=True))
+    measured = view.estimate(statistic, {"row": row, **TRAINED})
+    return {} if measured is None else dict(zip(measured.seeds, measured.per_seed, strict=True))
 
 
 def _early(view: View, row: str) -> dict[int, float]:
