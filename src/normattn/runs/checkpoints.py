@@ -147,14 +147,14 @@ def _describe(
 
 def _shards(folder: Path) -> dict[str, str]:
     """The digest of every part in `folder`, by name."""
-    found = {}
+    digests = {}
     for file in sorted(folder.glob("*.safetensors")):
         digest = hashlib.sha256()
         with open_file(file) as content:
             while block := content.read(1 << 20):
                 digest.update(block)
-        found[file.name] = digest.hexdigest()
-    return found
+        digests[file.name] = digest.hexdigest()
+    return digests
 
 
 def _digest(body: Mapping[str, Any]) -> str:

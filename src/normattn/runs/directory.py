@@ -79,17 +79,17 @@ class RunDirectory:
         if not (path / "config.json").is_file():
             raise InputError(f"{path} is not a run directory: it holds no config.json")
         stored = read_object(path / "config.json")
-        found, config = stored.get("kind"), stored.get("config")
-        if not isinstance(found, str) or not isinstance(config, dict):
+        stored_kind, config = stored.get("kind"), stored.get("config")
+        if not isinstance(stored_kind, str) or not isinstance(config, dict):
             raise InputError(f"{path / 'config.json'} is damaged: expected a kind and a config")
-        if kind is not None and found != kind:
-            raise InputError(f"{path} holds a run of kind {found!r}, expected {kind!r}")
+        if kind is not None and stored_kind != kind:
+            raise InputError(f"{path} holds a run of kind {stored_kind!r}, expected {kind!r}")
         if stored.get("format") != FORMAT:
             raise InputError(
                 f"{path / 'config.json'} has format {stored.get('format')!r}; this version reads "
                 f"format {FORMAT}"
             )
-        return cls(path, found, config)
+        return cls(path, stored_kind, config)
 
     @property
     def status(self) -> RunStatus | None:
@@ -179,9 +179,9 @@ def _refuse_foreign(path: Path, foreign: list[str]) -> None:
 
 
 def _check_same(stored: Any, wanted: Any, changeable: frozenset[str], path: Path) -> None:
-    found = first_difference(stored, wanted, changeable)
-    if found is not None:
-        field, old, new = found
+    difference = first_difference(stored, wanted, changeable)
+    if difference is not None:
+        field, old, new = difference
         raise InputError(
             f"the run in {path} has another configuration: {field} is {old} there and {new} here; "
             "choose another directory or the same configuration"
@@ -197,11 +197,11 @@ def first_difference(
             name = f"{prefix}.{key}" if prefix else key
             if name in ignored:
                 continue
-            found = first_difference(
+            difference = first_difference(
                 stored.get(key, _ABSENT), wanted.get(key, _ABSENT), ignored, name
             )
-            if found is not None:
-                return found
+            if difference is not None:
+                return difference
         return None
     # In Python, True == 1; in a configuration they differ.
     same = stored == wanted and (type(stored) is bool) == (type(wanted) is bool)

@@ -63,7 +63,7 @@ def _stored(path: Path) -> dict[str, Any]:
         stored = read_object(path)
         begun, resumed = stored["started"], stored["resumed"]
         whole = isinstance(begun, dict) and isinstance(resumed, list)
-        if whole and all(isinstance(each["environment"], dict) for each in resumed):
+        if whole and all(isinstance(record["environment"], dict) for record in resumed):
             return stored
         problem = f"{path} is damaged: expected started and resumed"
     except (LookupError, TypeError):

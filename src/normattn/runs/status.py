@@ -80,8 +80,8 @@ def require_finished(run: Path, use: str) -> None:
 
 def digests_of_files(run: Path) -> dict[str, str]:
     """The digest of each file that a run leaves, by name."""
-    found = (file for file in sorted(run.iterdir()) if file.is_file() and file.name[0] != ".")
-    return {file.name: _digest(file) for file in found if file.name not in _OTHER}
+    files = (file for file in sorted(run.iterdir()) if file.is_file() and file.name[0] != ".")
+    return {file.name: _digest(file) for file in files if file.name not in _OTHER}
 
 
 def unchanged(file: Path) -> Path:
