@@ -25,14 +25,14 @@ that were written to since they were last read whole."""
 
 
 def prepared(
-    what: str, decides: object, build: Callable[[Path], None], cache_dir: Path | None = None
+    kind: str, decides: object, build: Callable[[Path], None], cache_dir: Path | None = None
 ) -> Path:
     """The folder of what `decides` (JSON values) names, built by `build` where it is not there.
 
     It is called `WHAT-DIGEST` in `cache_dir`, by default `default_cache_dir()`.
     """
     digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
-    return cached_folder((cache_dir or default_cache_dir()) / f"{what}-{digest}", build)
+    return cached_folder((cache_dir or default_cache_dir()) / f"{kind}-{digest}", build)
 
 
 def cached_folder(path: Path, build: Callable[[Path], None]) -> Path:
@@ -47,10 +47,12 @@ def cached_folder(path: Path, build: Callable[[Path], None]) -> Path:
         return path
     with locked(path.with_name(f"{path.name}.lock")):
         if path.exists():
-            found = damage(path)
-            if found is None:
+            problem = damage(path)
+            if problem is None:
                 return path
-            warnings.warn(f"the cache {path} is damaged ({found}); it is built again", stacklevel=2)
+            warnings.warn(
+                f"the cache {path} is damaged ({problem}); it is built again", stacklevel=2
+            )
         _sweep_leftovers(path)
         atomic.replace_directory(path, lambda folder: _fill(folder, build))
     return path
@@ -60,7 +62,7 @@ def damage(path: Path) -> str | None:
     """What is wrong with a cached folder, in words; None when it is whole."""
     try:
         expected = _manifest(path)
-        there = {each.name for each in path.iterdir()} - {MANIFEST}
+        there = {file.name for file in path.iterdir()} - {MANIFEST}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read: {error}"
     for name in sorted(set(expected) | there):
@@ -82,10 +84,10 @@ def _difference(path: Path, expected: Mapping[str, tuple[int, str]]) -> str | No
     remembered = _remembered(path) if large else {}
     seen = {}
     for name, (size, digest) in expected.items():
-        found = (path / name).stat()
-        if found.st_size != size:
-            return f"{name} has {found.st_size:,} bytes instead of {size:,}"
-        seen[name] = [digest, *_identity(found)]
+        status = (path / name).stat()
+        if status.st_size != size:
+            return f"{name} has {status.st_size:,} bytes instead of {size:,}"
+        seen[name] = [digest, *_identity(status)]
         if remembered.get(name) != seen[name] and sha256_of(path / name) != digest:
             return f"the content of {name} has changed"
     if large and seen != remembered:
@@ -95,9 +97,9 @@ def _difference(path: Path, expected: Mapping[str, tuple[int, str]]) -> str | No
     return None
 
 
-def _identity(found: os.stat_result) -> tuple[int, int, int]:
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
     """What differs once a file has been written to: the system sets ctime, and nobody else can."""
-    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _memory(path: Path) -> Path:
@@ -132,8 +134,8 @@ def sha256_of(path: Path) -> str:
 def _fill(folder: Path, build: Callable[[Path], None]) -> None:
     build(folder)
     files = sorted(path for path in folder.iterdir() if path.is_file())
-    found = {path.name: [path.stat().st_size, sha256_of(path)] for path in files}
-    atomic.write_json(folder / MANIFEST, found)
+    entries = {path.name: [path.stat().st_size, sha256_of(path)] for path in files}
+    atomic.write_json(folder / MANIFEST, entries)
 
 
 def _sweep_leftovers(path: Path) -> None:

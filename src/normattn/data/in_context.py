@@ -105,9 +105,9 @@ def in_context_set(
         train_length,
         windows,
         scored,
-        np.array([each.right for each in made], dtype=np.int64),
-        np.array([each.shots for each in made], dtype=np.int64),
-        [each.name for each in made],
+        np.array([prompt.right for prompt in made], dtype=np.int64),
+        np.array([prompt.shots for prompt in made], dtype=np.int64),
+        [prompt.name for prompt in made],
     )
 
 
@@ -131,8 +131,8 @@ def prompts(
     if labels < 2 or samples < 1:
         raise InputError(f"many-shot needs 2 labels and 1 sample or more, got {labels}, {samples}")
     shown, asked = _single(corpus.splits["train"]), _single(corpus.splits[split])
-    count = Counter({label: len(found) for label, found in shown.items() if label in asked})
-    chosen = [label for label, _ in sorted(count.items(), key=lambda each: (-each[1], each[0]))]
+    count = Counter({label: len(documents) for label, documents in shown.items() if label in asked})
+    chosen = [label for label, _ in sorted(count.items(), key=lambda entry: (-entry[1], entry[0]))]
     if len(chosen) < labels:
         raise InputError(
             f"many-shot needs {labels} labels that documents of the train and {split} splits have "
@@ -141,7 +141,7 @@ def prompts(
     chosen = sorted(chosen[:labels])
     answers = tuple(_ids(tokeniser, f" {label}\n") for label in chosen)
     questions = {label: _shuffled(asked[label], [seed, at]) for at, label in enumerate(chosen)}
-    found = []
+    made = []
     for sample in range(samples):
         right, turn = sample % labels, sample // labels
         about = questions[chosen[right]]
@@ -163,17 +163,17 @@ def prompts(
                 "is the least; use a longer length"
             )
         context = (*(token for shot in shots for token in shot), *end)
-        found.append(Prompt(context, answers, right, len(shots), question.name))
-    return found
+        made.append(Prompt(context, answers, right, len(shots), question.name))
+    return made
 
 
 def _single(documents: Sequence[RelationDocument]) -> Mapping[str, list[RelationDocument]]:
     """The documents that have one label alone, by label."""
-    found: dict[str, list[RelationDocument]] = {}
-    for each in documents:
-        if len(each.labels) == 1:
-            found.setdefault(each.labels[0], []).append(each)
-    return found
+    by_label: dict[str, list[RelationDocument]] = {}
+    for document in documents:
+        if len(document.labels) == 1:
+            by_label.setdefault(document.labels[0], []).append(document)
+    return by_label
 
 
 def _order(
@@ -181,7 +181,7 @@ def _order(
 ) -> Iterator[tuple[int, RelationDocument]]:
     """Rounds of one document of each label, until a label has none left."""
     random = np.random.default_rng(seed)
-    left = [iter(_shuffled(found, [*seed, at])) for at, found in enumerate(shown.values())]
+    left = [iter(_shuffled(documents, [*seed, at])) for at, documents in enumerate(shown.values())]
     for _ in range(min(map(len, shown.values()))):
         for which in random.permutation(len(left)):
             yield int(which), next(left[which])

@@ -135,8 +135,8 @@ class MaskedSet:
     def fingerprint(self) -> str:
         """sha256 of what the model reads and is asked for."""
         digest = hashlib.sha256(repr((self.length, self.documents)).encode())
-        for each in self.rows:
-            digest.update(np.ascontiguousarray(each, dtype="<i8").tobytes())
+        for array in self.rows:
+            digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
         return digest.hexdigest()
 
 

@@ -84,13 +84,13 @@ def retrieval_set(
         raise InputError(f"an evaluation set needs at least 1 window, got {max_windows}")
     held_out, statements = data.split(split), statements_for(data)
     # A document may give several samples, each with other names, where long ones are few.
-    found = choose_places(held_out, length + 1, count, seed)
+    starts = choose_places(held_out, length + 1, count, seed)
     windows: Int32[np.ndarray, "n d length_1"]
     windows = np.zeros((count, len(DEPTHS), length + 1), dtype=np.int32)
     places = np.zeros((count, len(DEPTHS)), dtype=np.int64)
     scored, documents = np.zeros((count, length), dtype=bool), []
     for sample in range(count):
-        document, first = (int(value) for value in found[sample % len(found)])
+        document, first = (int(value) for value in starts[sample % len(starts)])
         text = held_out.document(document)[first : first + length + 1].astype(np.int64)
         random = np.random.default_rng([seed, TASKS.index(task), length, sample])
         made = _sample(task, statements, text, random, held_out.names[document])
@@ -120,7 +120,7 @@ def _sample(
         made = [_write(facts, filler, write, depth, elsewhere) for depth in DEPTHS]
         if all(_unmistakable(facts, window) for window, _ in made):
             windows = np.stack([window for window, _ in made])
-            return windows, [place for _, place in made], facts.scored
+            return windows, [position for _, position in made], facts.scored
     raise InputError(
         f"{_TRIES} times the names and values drawn for {task.replace('_', '-')} already stood in "
         f"the text of {document}; use a larger vocabulary or a shorter length"
@@ -137,15 +137,15 @@ def _write(
     """Filler with the statements in their places and the question behind; and the asked place."""
     order, offsets = _arranged(facts, filler, write, depth, elsewhere)
     pieces: list[np.ndarray] = []
-    start = place = 0
+    start = position = 0
     for index in order:
         pieces.append(filler[start : offsets[index]])
         if index == 0:
-            place = sum(map(len, pieces))
+            position = sum(map(len, pieces))
         pieces.append(np.array(facts.statements[index], dtype=np.int64))
         start = int(offsets[index])
     end = np.array(facts.end, dtype=np.int64)
-    return np.concatenate([*pieces, filler[start:], end]), place
+    return np.concatenate([*pieces, filler[start:], end]), position
 
 
 def _arranged(

@@ -38,12 +38,12 @@ Kind = TypeVar("Kind", bound=type[Source])
 class Registry(Generic[S]):
     """The kinds of one sort of data, by name.
 
-    `what` is the sort in words, `expected` the addresses there are, `refusal` what is said of
+    `subject` is the sort in words, `expected` the addresses there are, `refusal` what is said of
     another.
     """
 
-    def __init__(self, what: str, expected: str, refusal: str = "does not exist") -> None:
-        self.what, self.expected, self.refusal = what, expected, refusal
+    def __init__(self, subject: str, expected: str, refusal: str = "does not exist") -> None:
+        self.what, self.expected, self.refusal = subject, expected, refusal
         self._kinds: dict[str, type[S]] = {}
 
     def register(self, kind: Kind) -> Kind:

@@ -68,13 +68,13 @@ class Tokeniser:
         """The token ids of several texts, of any length: what the library holds beside them is
         that of one piece at a time.
         """
-        found = []
+        arrays = []
         with one_thread():
             for text in texts:
                 pieces = cut_pieces(text)
                 ids = [self._piece(piece) for piece in pieces]
-                found.append(np.concatenate(ids))
-        return found
+                arrays.append(np.concatenate(ids))
+        return arrays
 
     def _piece(self, text: str) -> UInt32[np.ndarray, "_"]:
         (encoded,) = self._bpe.encode_batch_fast([text], add_special_tokens=False)

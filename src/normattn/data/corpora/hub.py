@@ -97,8 +97,8 @@ class HubCorpus(Corpus):
             )
         text = row[field]
         if not isinstance(text, str):
-            found = type(text).__name__
+            kind = type(text).__name__
             raise InputError(
-                f"corpus {str(self)!r}, row {number}: field {field!r} is not text but a {found}"
+                f"corpus {str(self)!r}, row {number}: field {field!r} is not text but a {kind}"
             )
         return text

@@ -73,13 +73,13 @@ def installed_packages() -> list[Package]:
     What the record of a distribution lists and the disk does not hold is passed over, and so is a
     distribution that keeps no record of its files.
     """
-    found: dict[str, Package] = {}
+    packages: dict[str, Package] = {}
     for distribution in importlib.metadata.distributions():
         # A damaged installation may have no name.
         name = _normalised(str(distribution.metadata["Name"] or ""))
-        if name and name != OWN and name not in found:
-            found[name] = Package(name, str(distribution.version), _files(name, distribution))
-    return [found[name] for name in sorted(found) if found[name].files]
+        if name and name != OWN and name not in packages:
+            packages[name] = Package(name, str(distribution.version), _files(name, distribution))
+    return [packages[name] for name in sorted(packages) if packages[name].files]
 
 
 def read(file: PackageFile) -> str | None:

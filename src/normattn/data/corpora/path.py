@@ -134,6 +134,6 @@ def _walk(root: Path) -> Iterator[Path]:
 
 def _size(path: Path) -> int:
     """The size of a regular file; a pipe or a device among the files is named, not passed over."""
-    found = stat_of(path)
-    refuse_irregular(path, found.st_mode)
-    return found.st_size
+    status = stat_of(path)
+    refuse_irregular(path, status.st_mode)
+    return status.st_size

@@ -51,13 +51,13 @@ class ImageBatches:
 
     def _chosen(self, first: int, count: int) -> Int64[np.ndarray, "count"]:
         """Which images come `first` and after, counted over all epochs."""
-        found, total = [], len(self.split)
+        parts, total = [], len(self.split)
         while count:
-            epoch, place = divmod(first, total)
-            part = self._order(epoch)[place : place + count]
-            found.append(part)
+            epoch, position = divmod(first, total)
+            part = self._order(epoch)[position : position + count]
+            parts.append(part)
             first, count = first + len(part), count - len(part)
-        return np.concatenate(found)
+        return np.concatenate(parts)
 
     def _order(self, epoch: int) -> Int64[np.ndarray, "n"]:
         if self._epoch[0] != epoch:

@@ -37,9 +37,9 @@ def read_path(path: Path) -> RawImages:
         return _numbered(read_idx(path), str(path))
     if path.is_dir():
         return read_classes(path)
-    found = "is no .npz file" if path.exists() else "does not exist"
+    problem = "is no .npz file" if path.exists() else "does not exist"
     raise InputError(
-        f"the image source {path} {found}; expected mnist5k, digits, an .npz file, a folder of "
+        f"the image source {path} {problem}; expected mnist5k, digits, an .npz file, a folder of "
         "IDX files or a folder with one folder of images per class"
     )
 
@@ -68,10 +68,10 @@ def read_idx(folder: Path) -> dict[str, RawPart]:
     """MNIST's form: train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-…; .gz or not."""
     parts: dict[str, RawPart] = {}
     for split, stem in _IDX.items():
-        pixels, labels = (_idx_file(folder, f"{stem}-{what}") for what in ("images", "labels"))
+        pixels, labels = (_idx_file(folder, f"{stem}-{kind}") for kind in ("images", "labels"))
         if pixels is not None and labels is not None:
-            found = (_idx(pixels), _idx(labels))
-            parts[split] = part_of(*found, where=str(pixels), prefix=f"{split}/")
+            pair = (_idx(pixels), _idx(labels))
+            parts[split] = part_of(*pair, where=str(pixels), prefix=f"{split}/")
         elif split == "train":
             raise InputError(f"{folder} has train-images, but no train-labels")
     return parts
@@ -100,7 +100,7 @@ def read_classes(folder: Path) -> RawImages:
     # Pillow comes with matplotlib.
     from PIL import Image
 
-    paths = sorted(each for each in folder.glob("*/*") if each.suffix.lower() in _SUFFIXES)
+    paths = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in _SUFFIXES)
     if not paths:
         raise InputError(f"{folder} holds neither IDX files nor one folder of images per class")
     class_names = tuple(sorted({path.parent.name for path in paths}))

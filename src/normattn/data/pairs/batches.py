@@ -69,12 +69,12 @@ class PairBatches:
     def shapes(self) -> Int64[np.ndarray, "batches 3"]:
         """Rows, source length and target length of every batch of an epoch, in sorted order."""
         order = np.lexsort((self._target, self._source))
-        found = []
+        shapes = []
         for start, stop in zip(self._cuts[:-1], self._cuts[1:], strict=True):
             rows = order[start:stop]
             full = -(-len(rows) // PADDED_TO) * PADDED_TO
-            found.append((full, self._source[rows].max(), self._target[rows].max()))
-        return np.array(found, dtype=np.int64)
+            shapes.append((full, self._source[rows].max(), self._target[rows].max()))
+        return np.array(shapes, dtype=np.int64)
 
     def batch(self, step: int, share: int = 0, shares: int = 1) -> PairBatch:
         """Part `share` of `shares` of the batch of `step` (from 1), in equal numbers of rows."""
@@ -83,9 +83,9 @@ class PairBatches:
                 f"a batch of sentence pairs is shared by 1, 2, 4 or 8 processes and micro-batches, "
                 f"not by {shares} (share {share})"
             )
-        epoch, place = divmod(step - 1, len(self))
+        epoch, position = divmod(step - 1, len(self))
         order, turns = self._order(epoch)
-        cut = int(turns[place])
+        cut = int(turns[position])
         rows = order[self._cuts[cut] : self._cuts[cut + 1]]
         size = int(self._source[rows].max()), int(self._target[rows].max())
         filler = -len(rows) % PADDED_TO
@@ -139,8 +139,8 @@ def _fill(
     into: Int64[np.ndarray, "rows width"], side: Side, rows: Int64[np.ndarray, "rows"]
 ) -> None:
     """Write sentences and their ends into padded rows; row −1 writes nothing."""
-    for place, row in enumerate(rows.tolist()):
+    for index, row in enumerate(rows.tolist()):
         if row >= 0:
             sentence = side.sentence(row)
-            into[place, : len(sentence)] = sentence
-            into[place, len(sentence)] = EOS_ID
+            into[index, : len(sentence)] = sentence
+            into[index, len(sentence)] = EOS_ID

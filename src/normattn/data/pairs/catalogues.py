@@ -85,8 +85,8 @@ class Catalogues(PairSource):
                 f"{package} is not installed: pip install 'normattn[translation]', or give "
                 "sentence pairs of your own"
             ) from error
-        found = files_of(distribution, lambda f: folder in f"/{f}" and f.suffix == ".mo")
-        paths = [file.path for file in sorted(found)]
+        files = files_of(distribution, lambda f: folder in f"/{f}" and f.suffix == ".mo")
+        paths = [file.path for file in sorted(files)]
         if not paths:
             raise InputError(f"{package} has no translations into {language!r}")
         return paths

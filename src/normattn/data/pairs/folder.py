@@ -75,21 +75,21 @@ class PairFolder(PairSource):
         return stamp(path for part in self._parts() for path in (part.source, part.target))
 
     def _parts(self) -> list[_Part]:
-        found = sorted(self._found(), key=lambda part: (SPLITS.index(part.split), part.name))
+        parts = sorted(self._found(), key=lambda part: (SPLITS.index(part.split), part.name))
         for split in SPLITS:
-            names = [part.name for part in found if part.split == split]
+            names = [part.name for part in parts if part.split == split]
             if split == "test" and self.test is not None:
                 if self.test not in names:
                     has = f"it has {', '.join(names)}" if names else "it has none"
                     raise InputError(f"{self.folder} has no test set {self.test!r}: {has}")
-                found = [p for p in found if p.split != "test" or p.name == self.test]
+                parts = [p for p in parts if p.split != "test" or p.name == self.test]
             elif len(names) > 1:
                 how = "; choose one with ?test=NAME" if split == "test" else ""
                 raise InputError(f"{self.folder} has several {split} sets: {', '.join(names)}{how}")
-        if not any(part.split == "train" for part in found):
+        if not any(part.split == "train" for part in parts):
             wanted = f"train.{self.languages.source} and train.{self.languages.target}"
             raise InputError(f"{self.folder} holds no training pairs: it needs {wanted} (or .gz)")
-        return found
+        return parts
 
     def _found(self) -> Iterator[_Part]:
         sources = self._files(self.languages.source)
@@ -108,11 +108,11 @@ class PairFolder(PairSource):
             yield _Part(split, name, sources[name], targets[name])
 
     def _files(self, language: str) -> dict[str, Path]:
-        found: dict[str, Path] = {}
+        paths: dict[str, Path] = {}
         for path in sorted(self.folder.iterdir()):
             name, dot, end = path.name.removesuffix(".gz").rpartition(".")
             if dot and end == language and path.is_file():
-                if name in found:
-                    raise InputError(f"{found[name]} and {path} are the same set twice")
-                found[name] = path
-        return found
+                if name in paths:
+                    raise InputError(f"{paths[name]} and {path} are the same set twice")
+                paths[name] = path
+        return paths

@@ -154,8 +154,8 @@ class _Build:
 
 def _batches(pairs: Iterable[tuple[SplitName, Pair]]) -> Iterator[list[tuple[SplitName, Pair]]]:
     batch: list[tuple[SplitName, Pair]] = []
-    for each in pairs:
-        batch.append(each)
+    for pair in pairs:
+        batch.append(pair)
         if len(batch) == _BATCH:
             yield batch
             batch = []

@@ -65,8 +65,8 @@ class RelationBatches:
             raise InputError(
                 f"a batch of {self.batch_size} documents does not divide into {shares} parts"
             )
-        epoch, place = divmod(step - 1, self.per_epoch)
-        chosen = self._epoch(epoch)[place]
+        epoch, position = divmod(step - 1, self.per_epoch)
+        chosen = self._epoch(epoch)[position]
         longest = int(self._lengths[chosen].max())
         mine = chosen[share::shares]
         ids, padding = padded([self.split.tokens[i] for i in mine], self.pad, longest)
@@ -89,7 +89,7 @@ def one_hot(
     split: RelationSplit, documents: Int64[np.ndarray, "b"], labels: int
 ) -> Float32[np.ndarray, "b k"]:
     """The labels of some documents of a split, 1 where one is present."""
-    found = np.zeros((len(documents), labels), dtype=np.float32)
+    targets = np.zeros((len(documents), labels), dtype=np.float32)
     for row, document in enumerate(documents):
-        found[row, list(split.labels[document])] = 1.0
-    return found
+        targets[row, list(split.labels[document])] = 1.0
+    return targets

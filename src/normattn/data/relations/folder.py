@@ -38,7 +38,9 @@ def read_folder(folder: Path) -> RelationCorpus:
     a relation that rel2id.json does not list.
     """
     splits = {name: tuple(read_relations(_file(folder, name))) for name in SPLITS}
-    occurring = {label for split in splits.values() for each in split for label in each.labels}
+    occurring = {
+        label for split in splits.values() for document in split for label in document.labels
+    }
     listed = folder / LABELS_FILE
     labels = _numbered(listed) if listed.exists() else tuple(sorted(occurring))
     unlisted = sorted(occurring - set(labels))
@@ -104,19 +106,19 @@ def _file(folder: Path, split: SplitName) -> Path:
         for ending in ("_triples", "")
         for suffix in _SUFFIXES
     ]
-    found = [folder / name for name in names if (folder / name).is_file()]
-    if not found:
+    paths = [folder / name for name in names if (folder / name).is_file()]
+    if not paths:
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise InputError(
             f"{folder} has no file of the {split} split: expected {names[0]} or another of "
             f"{', '.join(names[1:])}; it holds {there}"
         )
-    if len(found) > 1:
+    if len(paths) > 1:
         raise InputError(
-            f"{folder} has two files of the {split} split, {found[0].name} and {found[1].name}; "
+            f"{folder} has two files of the {split} split, {paths[0].name} and {paths[1].name}; "
             "leave one"
         )
-    return found[0]
+    return paths[0]
 
 
 def _numbered(path: Path) -> tuple[str, ...]:

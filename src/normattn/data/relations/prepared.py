@@ -142,13 +142,13 @@ def _build(target: Path, config: RelationConfig) -> None:
     numbers = {label: number for number, label in enumerate(corpus.labels)}
     for name, documents in corpus.splits.items():
         ids = pieces.encode([document.text for document in documents])
-        found = {
+        content = {
             "tokens": [row[: config.max_tokens] for row in ids],
             "labels": [[numbers[label] for label in document.labels] for document in documents],
             "names": [document.name for document in documents],
             "cut": sum(len(row) > config.max_tokens for row in ids),
         }
-        atomic.write_json(target / f"{name}.json", found)
+        atomic.write_json(target / f"{name}.json", content)
     about = {"labels": corpus.labels, "pad": pieces.pad, "entries": pieces.vocab_size}
     atomic.write_json(target / _ABOUT, about)
 
@@ -166,18 +166,18 @@ def _word_pieces(config: RelationConfig, corpus: RelationCorpus) -> WordPieces:
     return pieces
 
 
-def _load(place: Path, config: RelationConfig) -> RelationData:
-    about = read_object(place / _ABOUT)
+def _load(folder: Path, config: RelationConfig) -> RelationData:
+    about = read_object(folder / _ABOUT)
     splits = {
-        name: RelationSplit(name=name, **read_object(place / f"{name}.json")) for name in SPLITS
+        name: RelationSplit(name=name, **read_object(folder / f"{name}.json")) for name in SPLITS
     }
-    digests = cache.manifest(place)
+    digests = cache.manifest(folder)
     made_of = [digests[name] for name in (_ABOUT, *(f"{split}.json" for split in SPLITS))]
     return RelationData(
         splits=splits,
         labels=tuple(about["labels"]),
         pad=about["pad"],
         vocab_size=config.vocab_size,
-        pieces=WordPieces.load(place / _VOCABULARY, config.lower_case),
+        pieces=WordPieces.load(folder / _VOCABULARY, config.lower_case),
         fingerprint=hashlib.sha256("".join(made_of).encode()).hexdigest(),
     )

@@ -184,7 +184,7 @@ def _uses(nodes: Iterable[ast.AST], modules: Mapping[str, str]) -> list[tuple[in
 
 def _bound(imports: Iterable[_Import]) -> dict[str, str]:
     """The names that imports bind → the public top-level module that each belongs to."""
-    found = {}
+    bound = {}
     for node in imports:
         for alias in node.names:
             if isinstance(node, ast.Import):
@@ -195,13 +195,13 @@ def _bound(imports: Iterable[_Import]) -> dict[str, str]:
                 module, name = node.module, alias.asname or alias.name
             top = module.partition(".")[0]
             if top in _PUBLIC:
-                found[name] = top
-    return found
+                bound[name] = top
+    return bound
 
 
 def _ranges(lines: list[str], function: _Function, skipped: set[int]) -> Iterator[tuple[int, int]]:
     """First and last line of each piece of a function; a single line may be longer."""
-    start = min([function.lineno, *(each.lineno for each in function.decorator_list)])
+    start = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
     end = _end(function)
     size, first = 0, start
     for number in range(start, end + 1):

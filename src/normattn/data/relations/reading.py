@@ -31,17 +31,17 @@ def read_relations(path: Path) -> list[RelationDocument]:
 
 def _array(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        found = parse_json(read_text(path), str(path))
+        items = parse_json(read_text(path), str(path))
     except InputError as error:
         if not (isinstance(error.__cause__, JSONDecodeError) and "Extra data" in str(error)):
             raise
         raise InputError(f"{error}; if it holds one object a line, call it .jsonl") from error
-    if not isinstance(found, list):
+    if not isinstance(items, list):
         raise InputError(
-            f"{path} holds {_kind(found)}; expected one array of objects {_FORM} "
+            f"{path} holds {_kind(items)}; expected one array of objects {_FORM} "
             "(a file of one object a line is called .jsonl)"
         )
-    for number, item in enumerate(found, start=1):
+    for number, item in enumerate(items, start=1):
         yield f"{path}, item {number}", item
 
 
@@ -60,10 +60,10 @@ def _document(item: Any, where: str) -> RelationDocument:
             raise InputError(f"{where} has no field {field!r} (its fields: {names})")
     text = item["text"]
     if not isinstance(text, str) or not text.strip():
-        found = "empty" if isinstance(text, str) else _kind(text)
-        raise InputError(f"{where}: field 'text' is {found}; expected some text")
-    path, _, place = where.rpartition(", ")
-    name = f"{Path(path).name}:{place.rpartition(' ')[2]}"
+        problem = "empty" if isinstance(text, str) else _kind(text)
+        raise InputError(f"{where}: field 'text' is {problem}; expected some text")
+    path, _, position = where.rpartition(", ")
+    name = f"{Path(path).name}:{position.rpartition(' ')[2]}"
     labels = _labels(item["triple_list"], where)
     return RelationDocument(name, without_surrogates(text), labels)
 
@@ -72,7 +72,7 @@ def _labels(triples: Any, where: str) -> tuple[str, ...]:
     """The relations of the triples, sorted, each once."""
     if not isinstance(triples, list):
         raise InputError(f"{where}: field 'triple_list' is {_kind(triples)}; expected an array")
-    found = set()
+    relations = set()
     for number, triple in enumerate(triples, start=1):
         if not isinstance(triple, list) or len(triple) != 3:
             shown = f"an array of {len(triple)}" if isinstance(triple, list) else _kind(triple)
@@ -84,8 +84,8 @@ def _labels(triples: Any, where: str) -> tuple[str, ...]:
             raise InputError(
                 f"{where}: the relation of triple {number} is {_kind(relation)}; expected its name"
             )
-        found.add(relation)
-    return tuple(sorted(found))
+        relations.add(relation)
+    return tuple(sorted(relations))
 
 
 def _kind(value: Any) -> str:

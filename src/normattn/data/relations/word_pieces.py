@@ -112,6 +112,6 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int, lower_case: bool) -
     learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     with one_thread():
         learner.train_from_iterator(texts, trainer)
-    found = learner.get_vocab()
-    ordered = sorted(found, key=found.__getitem__)
-    return WordPieces({entry: found[entry] for entry in ordered}, lower_case)
+    vocabulary = learner.get_vocab()
+    ordered = sorted(vocabulary, key=vocabulary.__getitem__)
+    return WordPieces({entry: vocabulary[entry] for entry in ordered}, lower_case)
