@@ -44,20 +44,20 @@ def emit_method(
     """
     if engine not in ENGINES:
         raise InputError(f"--emit knows {', '.join(ENGINES)}, not {engine!r}")
-    asked = [each for each in parse_methods(methods) if each != AS_IS]
+    asked = [method for method in parse_methods(methods) if method != AS_IS]
     if len(asked) != 1:
         raise InputError("--emit needs one method, such as --methods 'YaRN(factor=4)'")
     if out is not None and out.exists():
         raise InputError(f"{out} exists already: name a new file")
     refuse_unused(asked, factor, window)
-    place = expanded(model) if gguf is None else expanded(model) / gguf
-    wanted = _wanted(model, place, asked[0], lengths, train_length, factor, window)
+    source = expanded(model) if gguf is None else expanded(model) / gguf
+    wanted = _wanted(model, source, asked[0], lengths, train_length, factor, window)
     text = emit(wanted, engine)
     if out is None:
         print(text, end="")
         return
-    if engine == "gguf" and place.suffix == ".gguf":
-        write_gguf(place, out, gguf_values(wanted))
+    if engine == "gguf" and source.suffix == ".gguf":
+        write_gguf(source, out, gguf_values(wanted))
     else:
         write_new_text(out, text)
     print(f"{out}: {wanted.plan.spec.method} for {engine}, up to {wanted.longest:,} tokens")
@@ -65,14 +65,14 @@ def emit_method(
 
 def _wanted(
     model: str,
-    place: Path,
+    source: Path,
     method: str,
     lengths: str | None,
     train_length: int | None,
     factor: float | None,
     window: int | None,
 ) -> Wanted:
-    config = read_configuration(model if place == expanded(model) else place)
+    config = read_configuration(model if source == expanded(model) else source)
     small = small_model(config)
     length = train_length or trained_length(small)
     longest = (parse_lengths(lengths) if lengths else default_lengths(length))[-1]
@@ -85,12 +85,12 @@ def _wanted(
     if lengths is None:
         longest = int(length * getattr(planned.spec.spectrum, "stretch", longest / length))
     architecture = architecture_of(config.get_text_config().model_type)
-    if place.suffix == ".gguf":
-        held = read_values(place)
-        refuse_scaled(place, held)
+    if source.suffix == ".gguf":
+        held = read_values(source)
+        refuse_scaled(source, held)
         architecture = str(held.get("general.architecture"))
     return Wanted(
-        str(place if place.exists() else model), planned, longest, architecture, _inside(config)
+        str(source if source.exists() else model), planned, longest, architecture, _inside(config)
     )
 
 

@@ -83,15 +83,15 @@ def evaluate_run(
             )
 
     require_finished(run, "be evaluated")
-    with using(config.kernels), world(config.device) as place:
-        if place.size == 1:
+    with using(config.kernels), world(config.device) as group:
+        if group.size == 1:
             _show(measured(from_causal_lm))
         else:
-            _measured_together(place, lambda: trained_model(run, config), measured)
+            _measured_together(group, lambda: trained_model(run, config), measured)
 
 
 def _measured_together(
-    place: World, model: Callable[[], CausalLM], measured: Callable[[Scoring], pl.DataFrame]
+    group: World, model: Callable[[], CausalLM], measured: Callable[[Scoring], pl.DataFrame]
 ) -> None:
     """Every text read by all processes of the group, each a slice of it; the first one shows."""
     from normattn.evaluation.shards import following, leading
@@ -100,9 +100,9 @@ def _measured_together(
         with leading() as scored_by:
             _show(measured(scored_by))
 
-    if not place.main:
+    if not group.main:
         following(model())
-    place.on_main(lead)
+    group.on_main(lead)
 
 
 def _methods(
@@ -110,15 +110,15 @@ def _methods(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The methods with "all" written out, each once, and what was left out of "all" and why."""
     every = ("as is", *post_hoc_methods(score, factor))
-    found = [each for method in asked for each in (every if method == ALL else (method,))]
+    names = [name for method in asked for name in (every if method == ALL else (method,))]
     sentences = left_out(score, factor) if ALL in asked else ()
-    return tuple(dict.fromkeys(found)), sentences
+    return tuple(dict.fromkeys(names)), sentences
 
 
 def _protocol(name: str) -> str:
     plain, protocols = name.replace("-", "_"), get_args(Protocol)
     if plain not in protocols:
-        raise unknown("protocol", name, (each.replace("_", "-") for each in protocols))
+        raise unknown("protocol", name, (protocol.replace("_", "-") for protocol in protocols))
     return plain
 
 
@@ -158,12 +158,12 @@ def _totals(measured: pl.DataFrame, *places: str) -> list[dict[str, Any]]:
     added = measured.group_by(*keys, "statistic", maintain_order=True).agg(
         pl.col("sum").sum(), pl.col("of").sum()
     )
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in added.iter_rows(named=True):
         key = tuple(line[name] for name in keys)
-        fields = found.setdefault(key, {name: line[name] for name in keys})
+        fields = rows.setdefault(key, {name: line[name] for name in keys})
         fields[line["statistic"]] = (line["sum"], line["of"])
-    return list(found.values())
+    return list(rows.values())
 
 
 def _reading_table(counted: pl.DataFrame) -> Table:

@@ -158,7 +158,7 @@ def _write_evaluation(run: Path, config: LoopConfig, folder: Path) -> str | None
     """The table and figures of what was measured, and their files; None where nothing was."""
     if not isinstance(config, TrainingConfig) or not any((run / EVALUATIONS).glob("*.parquet")):
         return None
-    place = folder / "evaluation"
-    drawn = find("reading").report(of_runs([run]), place, {})
+    results = folder / "evaluation"
+    drawn = find("reading").report(of_runs([run]), results, {})
     shown = [f"![{path.stem.replace('_', ' ')}](figures/{path.name})" for path in drawn]
-    return "\n\n".join([(place / "table.md").read_text(encoding="utf-8").strip(), *shown])
+    return "\n\n".join([(results / "table.md").read_text(encoding="utf-8").strip(), *shown])

@@ -187,17 +187,17 @@ def _read_all(
 
     def status(state: Literal["running", "interrupted", "finished"], message: str = "") -> None:
         run.set_status(
-            state, sum(store.path(place.key).exists() for place in plan), len(plan), message
+            state, sum(store.path(unit.key).exists() for unit in plan), len(plan), message
         )
 
     status("running")
     failed: dict[str, str] = {}
     try:
-        with ReadingProgress(math.fsum(work(place.length) for place in plan)) as progress:
+        with ReadingProgress(math.fsum(work(unit.length) for unit in plan)) as progress:
             for sentence in notes:
                 progress.say(sentence)
-            for (_, method), group in groupby(plan, lambda place: place[:2]):
-                mine = [place for place in group if method not in failed]
+            for (_, method), group in groupby(plan, lambda unit: unit[:2]):
+                mine = [unit for unit in group if method not in failed]
                 failure = _read_method(reader, store, mine, progress) if mine else None
                 if failure is not None:
                     failed[method] = failure
@@ -212,45 +212,43 @@ def _read_method(
     reader: Reader, store: MeasurementStore, plan: Sequence[Place], progress: ReadingProgress
 ) -> str | None:
     """Read what is missing of one method; a sentence where it failed, whose rest is left out."""
-    missing = [place for place in plan if not _has(store, place)]
-    progress.done(math.fsum(work(place.length) for place in plan if place not in missing))
+    missing = [unit for unit in plan if not _has(store, unit)]
+    progress.done(math.fsum(work(unit.length) for unit in plan if unit not in missing))
     if not missing:
         return None
     settings = reader.settings
     with _using(reader.model, missing[0].method, settings) as extension:
         cell = _cell(extension, missing[0].method, settings)
-        for number, place in enumerate(missing):
-            what = _what(place, settings)
-            progress.begin(what)
+        for number, unit in enumerate(missing):
+            description = _what(unit, settings)
+            progress.begin(description)
             try:
-                store.put(place.key, reader.read(place, cell))
+                store.put(unit.key, reader.read(unit, cell))
             except NormattnError as error:
                 if isinstance(error, InputError):
                     raise
-                progress.done(math.fsum(work(place.length) for place in missing[number:]))
-                sentence = _failure(error, place, settings, store)
+                progress.done(math.fsum(work(unit.length) for unit in missing[number:]))
+                sentence = _failure(error, unit, settings, store)
                 progress.say(sentence)
                 return sentence
-            progress.done(work(place.length), what)
+            progress.done(work(unit.length), description)
     return None
 
 
-def _what(place: Place, settings: ExtensionSettings) -> str:
-    thing = "pass key" if place.kind == "key" else "window"
-    return (
-        f"{place.method}, {place.length:,} tokens, {thing} {place.window + 1} of {settings.windows}"
-    )
+def _what(unit: Place, settings: ExtensionSettings) -> str:
+    thing = "pass key" if unit.kind == "key" else "window"
+    return f"{unit.method}, {unit.length:,} tokens, {thing} {unit.window + 1} of {settings.windows}"
 
 
 def _failure(
-    error: NormattnError, place: Place, settings: ExtensionSettings, store: MeasurementStore
+    error: NormattnError, unit: Place, settings: ExtensionSettings, store: MeasurementStore
 ) -> str:
     """What failed, and for memory what would fit."""
     if not isinstance(error, OutOfMemoryError):
         return str(error)
-    method, length = place.method, place.length
-    shorter = [each for each in settings.passes if each < length]
-    read = [each for each in shorter if _has(store, place._replace(length=each, window=0))]
+    method, length = unit.method, unit.length
+    shorter = [tokens for tokens in settings.passes if tokens < length]
+    read = [tokens for tokens in shorter if _has(store, unit._replace(length=tokens, window=0))]
     fits = f"{read[-1]:,} tokens fit" if read else f"try --lengths {max(2, length // 2)}"
     half = " or --dtype bf16" if settings.dtype == "fp32" else ""
     return f"out of memory with {method} at {length:,} tokens: {fits}{half}; what was read is kept"
@@ -270,9 +268,9 @@ def _cell(extension: Any, method: str, settings: ExtensionSettings) -> CellInfo:
     )
 
 
-def _has(store: MeasurementStore, place: Place) -> bool:
+def _has(store: MeasurementStore, unit: Place) -> bool:
     """Whether a unit is done; a damaged one is done again."""
-    return store.get(place.key) is not None
+    return store.get(unit.key) is not None
 
 
 def _report(out: Path, settings: ExtensionSettings) -> Advice:

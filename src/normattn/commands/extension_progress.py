@@ -27,19 +27,19 @@ class ReadingProgress(Bar):
         self._total, self._done, self._measured = total, 0.0, 0.0
         self._started = time.monotonic()
 
-    def begin(self, what: str) -> None:
+    def begin(self, description: str) -> None:
         """Say what is being read."""
-        self.progress.update(self._task, description=what)
+        self.progress.update(self._task, description=description)
 
-    def done(self, amount: float, what: str = "") -> None:
-        """Some work is done: measured just now where `what` says so, else known before."""
+    def done(self, amount: float, description: str = "") -> None:
+        """Some work is done: measured just now where `description` says so, else known before."""
         self._done += amount
-        if what:
+        if description:
             self._measured += amount
         left = self._left()
         self.progress.update(self._task, completed=self._done, left=left)
-        if what and not self.console.is_terminal:
-            self.say(f"{what}: {left or 'done'}")
+        if description and not self.console.is_terminal:
+            self.say(f"{description}: {left or 'done'}")
 
     def _left(self) -> str:
         if not self._measured or self._done >= self._total:

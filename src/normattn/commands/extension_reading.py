@@ -65,35 +65,35 @@ class Reader:
         gc.collect()
         self._held = resident(self.model.device)
 
-    def read(self, place: Place, cell: CellInfo) -> pl.DataFrame:
+    def read(self, unit: Place, cell: CellInfo) -> pl.DataFrame:
         """The measurements of a unit, whose data are all windows of the text.
 
         Raises `OutOfMemoryError`, and `NormattnError` where a loss is not finite.
         """
         with _out_of_memory():
-            found = self._key(place, cell) if place.kind == "key" else self._text(place, cell)
-        return found.with_columns(
+            rows = self._key(unit, cell) if unit.kind == "key" else self._text(unit, cell)
+        return rows.with_columns(
             pl.lit(KIND).alias("study"), pl.lit(self.settings.tokens).alias("data")
         )
 
-    def _text(self, place: Place, cell: CellInfo) -> pl.DataFrame:
+    def _text(self, unit: Place, cell: CellInfo) -> pl.DataFrame:
         settings, device = self.settings, self.model.device
-        sets = self.texts.sets(place.window, place.length, settings.train_length, settings.segment)
+        sets = self.texts.sets(unit.window, unit.length, settings.train_length, settings.segment)
         scorer, seconds = _once(self.scorer), list[float]()
         with peak(device, self._held) as grown, _timed(self.model, seconds):
-            found = [evaluate_cell(scorer, each, cell) for each in sets]
-        unit = sets[0].documents[0]
-        costs = [fact(SECONDS, seconds[0], unit=unit)]
-        costs += [fact(PEAK, most, unit=unit) for most in grown]
+            frames = [evaluate_cell(scorer, evaluation_set, cell) for evaluation_set in sets]
+        window = sets[0].documents[0]
+        costs = [fact(SECONDS, seconds[0], unit=window)]
+        costs += [fact(PEAK, most, unit=window) for most in grown]
         on: dict[str, str | int] = {"device": str(device), "threads": torch.get_num_threads()}
         whose = replace(identity(cell, sets[0], **on), protocol=PREFILL)
-        return joined([*found, identified(whose, costs)])
+        return joined([*frames, identified(whose, costs)])
 
-    def _key(self, place: Place, cell: CellInfo) -> pl.DataFrame:
-        hidden = self.hidden(place.length, place.window)
-        found = evaluate_retrieval(self.scorer, hidden, cell)
+    def _key(self, unit: Place, cell: CellInfo) -> pl.DataFrame:
+        hidden = self.hidden(unit.length, unit.window)
+        rows = evaluate_retrieval(self.scorer, hidden, cell)
         # Each window has a depth of its own: no axis that windows share, but a fact of the window.
-        return found.with_columns(
+        return rows.with_columns(
             pl.lit("").alias("axis"),
             pl.lit(None, pl.Float64).alias("bin"),
             pl.lit(None, pl.Float64).alias("bin_end"),
@@ -170,19 +170,19 @@ def resident(device: torch.device) -> int | None:
 @contextmanager
 def peak(device: torch.device, held: int | None) -> Iterator[list[int]]:
     """A list that holds, afterwards, the most bytes beyond `held`; empty where untold."""
-    found: list[int] = []
+    growth: list[int] = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with contextlib.suppress(OSError):  # Another system than Linux.
             _RESET.write_text("5")
-    yield found
+    yield growth
     if device.type == "cuda":
         most: int | None = int(torch.cuda.max_memory_allocated(device))
     else:
         most = _status("VmHWM")
     if most is not None and held is not None:
-        found.append(max(0, most - held))
+        growth.append(max(0, most - held))
 
 
 def _status(name: str) -> int | None:

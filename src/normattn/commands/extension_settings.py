@@ -61,7 +61,7 @@ class ExtensionSettings(Settings):
 
 def parse_lengths(text: str) -> tuple[int, ...]:
     """`"8k,12000"` as (8192, 12000), ascending; k is 1024. `InputError` for anything else."""
-    found = []
+    lengths = []
     for part in (part.strip() for part in text.split(",")):
         match = _LENGTH.fullmatch(part)
         count = int(match["count"]) * (1024 if match["thousands"] else 1) if match else 0
@@ -70,10 +70,10 @@ def parse_lengths(text: str) -> tuple[int, ...]:
                 f"--lengths takes numbers of tokens divided by commas, such as 8k,16k,32000 (8k is "
                 f"8192), but it has {part!r} in {text!r}"
             )
-        found.append(count)
-    if len(set(found)) < len(found):
+        lengths.append(count)
+    if len(set(lengths)) < len(lengths):
         raise InputError(f"--lengths names a length twice: {text}")
-    return tuple(sorted(found))
+    return tuple(sorted(lengths))
 
 
 def default_lengths(train_length: int) -> tuple[int, ...]:
@@ -89,30 +89,30 @@ def parse_methods(text: str) -> tuple[str, ...]:
     named = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
     if not all(named):
         raise InputError(f"--methods holds an empty name in {text!r}; divide names by commas")
-    found = [AS_IS]
+    methods = [AS_IS]
     for name in named:
-        found += EVERY if name == ALL else [name]
+        methods += EVERY if name == ALL else [name]
     doubled = [name for name in named if named.count(name) > 1]
     if doubled:
         raise InputError(f"--methods names {doubled[0]!r} twice")
-    for name in found[1:]:
+    for name in methods[1:]:
         if name != AS_IS:
             read(name)
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(methods))
 
 
 def open_parameters(method: str) -> set[str]:
     """Which of `factor` and `window` a method takes and is not given in its own name."""
-    found = set()
+    parameters = set()
     for part, given in read(method)[0]:
         names = {field.name for field in dataclasses.fields(part)}
         if "window" in names - given.keys():
-            found.add("window")
+            parameters.add("window")
         # A moving spectrum is not told how far it will read.
         told = not (issubclass(part, SpectrumPart) and part.moving)
         if told and names & _STRETCHED and not given.keys() & _STRETCHED:
-            found.add("factor")
-    return found
+            parameters.add("factor")
+    return parameters
 
 
 def parameters_of(method: str, settings: ExtensionSettings) -> dict[str, Any]:

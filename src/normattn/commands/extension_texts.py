@@ -52,12 +52,12 @@ class Texts:
         last = EvaluationSet(
             "last_segment", length, train_length, windows, named, start=length - segment
         )
-        found = [last]
+        sets = [last]
         if length == train_length:
-            found.append(EvaluationSet("train_length", length, train_length, windows, named))
+            sets.append(EvaluationSet("train_length", length, train_length, windows, named))
         if length == self.ids.shape[1] - 1:
-            found.append(EvaluationSet("by_position", length, train_length, windows, named))
-        return found
+            sets.append(EvaluationSet("by_position", length, train_length, windows, named))
+        return sets
 
 
 def prepare_texts(
@@ -113,8 +113,8 @@ def passkey_set(
         )
     filler = texts.ids[index, -room:].tolist()
     depth = (index + 0.5) / len(texts)
-    place = round(depth * room)
-    ids = [*texts.prefix, *filler[:place], *stated, *filler[place:], *end]
+    position = round(depth * room)
+    ids = [*texts.prefix, *filler[:position], *stated, *filler[position:], *end]
     scored = np.arange(length) >= length - (len(end) - asked)
     return RetrievalSet(
         task="passkey",
@@ -123,14 +123,14 @@ def passkey_set(
         windows=np.array(ids, np.int32)[None, None],
         documents=[f"window {index}"],
         scored=scored[None],
-        places=np.array([[len(texts.prefix) + place]]),
+        places=np.array([[len(texts.prefix) + position]]),
         depths=(depth,),
     )
 
 
 def _encoded(tokeniser: Any, text: Sequence[str], wanted: int) -> Int64[np.ndarray, "n"]:
     """The tokens of all texts joined, at least as many as wanted where there are so many."""
-    corpora = [parse_corpus(each) for each in text]
+    corpora = [parse_corpus(address) for address in text]
     for limit in (wanted * _BYTES_PER_TOKEN, None):
         ids: list[int] = []
         for corpus in corpora:
@@ -144,8 +144,8 @@ def _encoded(tokeniser: Any, text: Sequence[str], wanted: int) -> Int64[np.ndarr
 
 def _plain(tokeniser: Any, text: str) -> list[int]:
     # verbose=False: transformers would warn that a long text is longer than the model reads.
-    found: list[int] = tokeniser(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return found
+    ids: list[int] = tokeniser(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
 
 
 def _prefix(tokeniser: Any) -> tuple[int, ...]:

@@ -58,9 +58,9 @@ class TextStream:
 
     def _held(self) -> int:
         """How long the end is that a stop string may begin with, or that holds one."""
-        found = [at for at in (self._text.find(stop) for stop in self._stops) if at >= 0]
-        if found:
-            return len(self._text) - min(found)
+        starts = [at for at in (self._text.find(stop) for stop in self._stops) if at >= 0]
+        if starts:
+            return len(self._text) - min(starts)
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for size in range(min(longest, len(self._text)), 0, -1):
             if any(stop.startswith(self._text[-size:]) for stop in self._stops):
@@ -91,7 +91,7 @@ def generate_run(
     config, tokeniser = opened(run)
     texts = [*prompts, *(read_text(path) for path in files)]
     tokens = _encoded(texts, tokeniser)
-    longest = max(len(each) for each in tokens) + max_new_tokens
+    longest = max(len(prompt) for prompt in tokens) + max_new_tokens
     spec = _spec(config, method, longest)
     torch.set_num_threads(threads)
     model = load_model(run / "model", config.model).to(choose_device(config.device))

@@ -89,20 +89,20 @@ class NormattnLM(TemplateLM):
                 raise InputError(f"{name} is {value!r}; expected a number of at least 1")
         self.batch_size = _batch_size(batch_size)
         self.max_batch_size = max_batch_size
-        place = _device(device)
+        chosen_device = _device(device)
         if run is not None:
             for name, given in (("gguf", gguf), ("train_length", train_length)):
                 if given is not None:
                     raise InputError(f"model_args: {name} belongs to pretrained=…, not to run=…")
             self.model: HarnessModel = open_run(
-                Path(run), method or "as is", factor, parameters, place, dtype
+                Path(run), method or "as is", factor, parameters, chosen_device, dtype
             )
         else:
             if factor is not None:
                 parameters["factor"] = factor
             assert pretrained is not None
             self.model = open_pretrained(
-                pretrained, gguf, method, train_length, parameters, place, dtype
+                pretrained, gguf, method, train_length, parameters, chosen_device, dtype
             )
         self._longest = max_length
         self.max_length = max_length or self.model.train_length
@@ -149,7 +149,7 @@ class NormattnLM(TemplateLM):
         self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         rows = [self._row(context, goal) for _, context, goal in requests]
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        likelihoods: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         bar = tqdm(total=len(rows), desc="loglikelihood", disable=disable_tqdm)
         for batch in self._batches(order, lambda i: len(rows[i])):
@@ -157,16 +157,16 @@ class NormattnLM(TemplateLM):
             # No token sees those behind it, so what fills a row on the right does not matter.
             ids = torch.tensor([rows[i] + [0] * (longest - len(rows[i])) for i in batch])
             scores = self.model.scorer(ids)
-            for place, i in enumerate(batch):
+            for row, i in enumerate(batch):
                 last = len(rows[i]) - 1
                 part = slice(last - len(requests[i][2]), last)
-                total = -float(scores.loss[place, part].double().sum())
-                found[i] = total, bool(scores.correct[place, part].all())
+                total = -float(scores.loss[row, part].double().sum())
+                likelihoods[i] = total, bool(scores.correct[row, part].all())
                 if requests[i][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], likelihoods[i])
             bar.update(len(batch))
         bar.close()
-        return found
+        return likelihoods
 
     def _row(self, context: list[int], goal: list[int]) -> list[int]:
         """Context and continuation; the last token is predicted and not read."""
@@ -201,18 +201,18 @@ class NormattnLM(TemplateLM):
         kinds: dict[Drawing, list[int]] = {}
         for number, request in enumerate(requests):
             kinds.setdefault(_drawing(request.args[1]), []).append(number)
-        found = [""] * len(requests)
+        answers = [""] * len(requests)
         bar = tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm)
         for drawing, numbers in kinds.items():
             numbers.sort(key=lambda i: -len(prompts[i]))
             for batch in self._batches(numbers, lambda i: len(prompts[i])):
                 given = [self._prompt(prompts[i], drawing.most) for i in batch]
                 for i, text in zip(batch, self.model.answers(given, drawing, batch), strict=True):
-                    found[i] = text
+                    answers[i] = text
                     self.cache_hook.add_partial("generate_until", requests[i].args, text)
                 bar.update(len(batch))
         bar.close()
-        return found
+        return answers
 
     def _prompt(self, tokens: list[int], most: int) -> list[int]:
         """A prompt that leaves room for its answer."""
@@ -220,11 +220,11 @@ class NormattnLM(TemplateLM):
         self._refuse_cut(f"a prompt with an answer of {most} tokens", len(tokens) + most)
         return tokens
 
-    def _refuse_cut(self, what: str, tokens: int) -> None:
+    def _refuse_cut(self, subject: str, tokens: int) -> None:
         """What was cut is another question: its answer would be scored as one to this."""
         if self._longest is not None and tokens > self._longest:
             raise InputError(
-                f"{what} has {tokens} tokens and would be cut to max_length={self._longest}; "
+                f"{subject} has {tokens} tokens and would be cut to max_length={self._longest}; "
                 "raise max_length, or leave it out to cut nothing"
             )
 
@@ -270,7 +270,7 @@ def _drawing(given: dict[str, Any]) -> Drawing:
             f"generation by {', '.join(unknown)} is not offered; there are "
             f"{', '.join(sorted(_DRAWING))}"
         )
-    until = tuple(each for each in asked["until"] if each)
+    until = tuple(stop for stop in asked["until"] if stop)
     if not asked["do_sample"]:
         return Drawing(asked["max_gen_toks"], until)
     return Drawing(

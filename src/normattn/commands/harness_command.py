@@ -30,7 +30,7 @@ def run_harness(arguments: Sequence[str]) -> None:
         raise InputError(
             "there is nothing to evaluate: give --model normattn --model_args run=RUN --tasks TASKS"
         )
-    if not any(each.split("=")[0] == _INCLUDE for each in given):
+    if not any(argument.split("=")[0] == _INCLUDE for argument in given):
         given += [_INCLUDE, str(TASKS)]
     from lm_eval.__main__ import cli_evaluate
 

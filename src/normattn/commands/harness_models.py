@@ -125,7 +125,7 @@ class TransformersModel(HarnessModel):
         if special is None and first and text.startswith(first):
             special = False
         options = {} if special is None else {"add_special_tokens": special}
-        return [int(each) for each in self.chat(text, **options).input_ids]
+        return [int(token) for token in self.chat(text, **options).input_ids]
 
     def answers(self, prompts: Prompts, drawing: Drawing, seeds: Sequence[int]) -> list[str]:
         """What follows each prompt; drawn tokens come from torch's global generator."""
@@ -205,7 +205,7 @@ def open_pretrained(
     from normattn.hf.extension import FIELD
     from normattn.training.distribution import choose_device
 
-    place = choose_device(device)
+    chosen_device = choose_device(device)
     model, tokeniser = load(name, gguf, DTYPES[dtype])
     if method is None and hasattr(model.config, FIELD):
         model = from_pretrained(name, dtype=DTYPES[dtype])
@@ -215,7 +215,7 @@ def open_pretrained(
     else:
         assert method is not None
         extension = extend(model, method, train_length=train_length, **parameters)
-    model.to(place)
+    model.to(chosen_device)
     if extension is not None:
         return TransformersModel(
             model, tokeniser, extension.resolved.train_length, str(extension.resolved)

@@ -72,11 +72,11 @@ class _Pieces(ConfigurableTask):
 
     def aggregation(self) -> dict[str, Aggregate]:
         """Means over documents; bits per byte over all bytes."""
-        return {each: bits_per_byte if _BITS in each else mean for each in self._metrics}
+        return {metric: bits_per_byte if _BITS in metric else mean for metric in self._metrics}
 
     def higher_is_better(self) -> dict[str, bool]:
         """True for shares of right answers."""
-        return {each: each.startswith(("acc", "exact")) for each in self._metrics}
+        return {metric: metric.startswith(("acc", "exact")) for metric in self._metrics}
 
 
 class _Retrieval(_Pieces):
@@ -95,7 +95,7 @@ class _Retrieval(_Pieces):
         self, doc: Mapping[str, Any], results: Sequence[tuple[float, bool]]
     ) -> dict[str, float]:
         """Whether all answers are right, over all and at this length and depth."""
-        right = float(all(each for _, each in results))
+        right = float(all(correct for _, correct in results))
         length, depth = doc["length"], doc["depth"]
         return {"acc": right, f"acc_{length}": right, f"acc_{length}_depth_{depth}": right}
 
@@ -143,9 +143,12 @@ class ManyShot(_Pieces):
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance]:
         """One request for every answer."""
         alone = ({**doc, "pieces": [answer]} for answer in doc["pieces"])
-        made = [super(ManyShot, self).construct_requests(each, ctx, **kwargs)[0] for each in alone]
-        for number, each in enumerate(made):
-            each.idx, each.doc = number, doc
+        made = [
+            super(ManyShot, self).construct_requests(document, ctx, **kwargs)[0]
+            for document in alone
+        ]
+        for number, request in enumerate(made):
+            request.idx, request.doc = number, doc
         return made
 
     def process_results(

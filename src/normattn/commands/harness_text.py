@@ -82,7 +82,7 @@ def _lengths(given: object) -> tuple[int, ...]:
     values = (
         tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
     )
-    if not values or not all(_whole(each) and each > 1 for each in values):
+    if not values or not all(_whole(length) and length > 1 for length in values):
         raise InputError(f"metadata lengths is {given!r}; expected numbers of tokens, [512,1024]")
     return tuple(sorted(set(values)))
 
@@ -99,7 +99,7 @@ def retrieval_documents(task: str, metadata: Mapping[str, Any]) -> list[dict[str
     settings = TaskSettings.of(metadata)
     data = _data(metadata, settings)
     assert data.tokeniser is not None
-    found = []
+    documents = []
     for length in settings.lengths:
         windows = settings.samples * len(DEPTHS)
         made = retrieval_set(data, task, length, 1, windows, settings.seed)
@@ -108,8 +108,8 @@ def retrieval_documents(task: str, metadata: Mapping[str, Any]) -> list[dict[str
             cuts = np.flatnonzero(np.diff(goal)) + 1
             for depth, window in zip(made.depths, made.windows[sample], strict=True):
                 texts = _pieces(data.tokeniser, window, cuts.tolist())
-                found.append(_document(texts, length, round(100 * depth)))
-    return found
+                documents.append(_document(texts, length, round(100 * depth)))
+    return documents
 
 
 def many_shot_documents(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -117,7 +117,7 @@ def many_shot_documents(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
     settings = TaskSettings.of(metadata)
     tokeniser, _ = _tokeniser(metadata, settings)
     corpus = labelled_texts(settings.relations)
-    found = []
+    documents = []
     for length in settings.lengths:
         for made in prompts(
             corpus, tokeniser, length, settings.samples, settings.labels, settings.seed
@@ -127,17 +127,17 @@ def many_shot_documents(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
                 _pieces(tokeniser, np.array(made.context + answer), cut) for answer in made.answers
             ]
             pieces = [texts[0][0], *(answer for _, answer in texts)]
-            found.append(
+            documents.append(
                 {**_document(pieces, length, -1), "right": made.right, "shots": made.shots}
             )
-    return found
+    return documents
 
 
 def segment_documents(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The same last segment behind ever longer contexts; `pieces` is the segment."""
     settings = TaskSettings.of(metadata)
     segment = settings.segment or settings.lengths[0] // 2
-    uneven = [each for each in settings.lengths if each % segment or each < 2 * segment]
+    uneven = [length for length in settings.lengths if length % segment or length < 2 * segment]
     if uneven:
         raise InputError(
             f"last-segment needs lengths of at least two segments, in whole segments of {segment} "
@@ -145,13 +145,13 @@ def segment_documents(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
         )
     data = _data(metadata, settings)
     assert data.tokeniser is not None
-    multiples = [each // segment for each in settings.lengths]
-    found = []
+    multiples = [length // segment for length in settings.lengths]
+    documents = []
     for made in last_segment_sets(data.test, segment, multiples, settings.samples, settings.seed):
         for window in made.windows:
             texts = _pieces(data.tokeniser, window, [made.start + 1])
-            found.append({**_document(texts, made.length, -1), "tokens": segment})
-    return found
+            documents.append({**_document(texts, made.length, -1), "tokens": segment})
+    return documents
 
 
 def _document(texts: Sequence[str], length: int, depth: int) -> dict[str, Any]:
@@ -185,14 +185,14 @@ def _tokens(
     join: bool,
 ) -> TokenData:
     documents = [
-        each
-        for each in parse_corpus(address).documents(most)
-        if each.text and (share is None or split_of(each.name, *share) == "test")
+        document
+        for document in parse_corpus(address).documents(most)
+        if document.text and (share is None or split_of(document.name, *share) == "test")
     ]
     if not documents:
         raise InputError(f"corpus {address!r} holds no text" + (" to test on" if share else ""))
     if join:
-        documents = [Document("all documents", "\n".join(each.text for each in documents))]
+        documents = [Document("all documents", "\n".join(document.text for document in documents))]
     ids: list[int] = []
     ends = [0]
     for encoded in _encoded(tokeniser, documents):
@@ -202,7 +202,7 @@ def _tokens(
         "test",
         np.array(ids, dtype=np.uint32),
         np.array(ends, dtype=np.int64),
-        [each.name for each in documents],
+        [document.name for document in documents],
     )
     none = np.zeros(0, dtype=np.uint32)
     train = TokenSplit("train", none, np.zeros(1, np.int64), [])
@@ -213,7 +213,7 @@ def _tokens(
 def _encoded(tokeniser: Tokeniser, documents: Sequence[Document]) -> Iterator[list[int]]:
     for start in range(0, len(documents), _BATCH):
         part: Iterable[Document] = documents[start : start + _BATCH]
-        yield from tokeniser.encode_batch([each.text for each in part])
+        yield from tokeniser.encode_batch([document.text for document in part])
 
 
 def _tokeniser(metadata: Mapping[str, Any], settings: TaskSettings) -> tuple[Tokeniser, DataConfig]:
@@ -242,14 +242,14 @@ def _of_run(run: str) -> tuple[Tokeniser, DataConfig]:
 def _of_transformers(name: str, gguf: str | None) -> Tokeniser:
     from transformers import AutoTokenizer
 
-    place, options = Path(name), {} if gguf is None else {"gguf_file": gguf}
-    if place.is_file():
-        name, options = str(place.parent), {"gguf_file": place.name}
+    path, options = Path(name), {} if gguf is None else {"gguf_file": gguf}
+    if path.is_file():
+        name, options = str(path.parent), {"gguf_file": path.name}
     try:
-        found = AutoTokenizer.from_pretrained(name, **options)
+        tokeniser = AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         sentence = " ".join(str(error).split())[:300]
         raise InputError(f"the tokeniser of {name} cannot be loaded: {sentence}") from error
-    if not found.is_fast:
+    if not tokeniser.is_fast:
         raise InputError(f"the tokeniser of {name} is not one of the tokenizers library")
-    return Tokeniser(found.backend_tokenizer.to_str())
+    return Tokeniser(tokeniser.backend_tokenizer.to_str())

@@ -101,11 +101,11 @@ class Shown:
     threads: int
 
 
-def is_foreign(place: Path) -> bool:
+def is_foreign(path: Path) -> bool:
     """Whether a place holds a model of transformers: a GGUF file, or a folder of its own."""
-    if place.is_dir() and (place / CONFIG).is_file():
-        return "model_type" in read_object(place / CONFIG)
-    return place.suffix == ".gguf"
+    if path.is_dir() and (path / CONFIG).is_file():
+        return "model_type" in read_object(path / CONFIG)
+    return path.suffix == ".gguf"
 
 
 def inspect_run(asked: Shown) -> None:
@@ -126,10 +126,10 @@ def inspect_run(asked: Shown) -> None:
     folder = folder_of(run / FOLDER if asked.out is None else asked.out)
     whose = _identity(model, config, inputs, asked)
     with _using(model, method, config, inputs.length):
-        found = look(model, inputs, asked)
-        heads = drawn(inputs, chosen, found, lambda: _weights_of(model, inputs))
+        measured = look(model, inputs, asked)
+        heads = drawn(inputs, chosen, measured, lambda: _weights_of(model, inputs))
     trained = replace(whose, protocol=TRAINING, method="", split="train", data="")
-    write_page(whose, found, heads, inputs, folder, asked, identified(trained, [_training(run)]))
+    write_page(whose, measured, heads, inputs, folder, asked, identified(trained, [_training(run)]))
 
 
 def _weights_of(model: nn.Module, inputs: Inputs) -> Mapping[str, Tensor]:
@@ -139,7 +139,7 @@ def _weights_of(model: nn.Module, inputs: Inputs) -> Mapping[str, Tensor]:
 
 def write_page(
     whose: Identity,
-    found: pl.DataFrame,
+    measured: pl.DataFrame,
     heads: Sequence[pl.DataFrame],
     inputs: Inputs,
     folder: Path,
@@ -149,7 +149,7 @@ def write_page(
     """Write the frame and its page, and print the table of layers."""
     frame = joined(
         [
-            identified(whose, [found.with_columns(pl.lit(inputs.source).alias("factor.texts"))]),
+            identified(whose, [measured.with_columns(pl.lit(inputs.source).alias("factor.texts"))]),
             *(identified(replace(whose, protocol=DRAWN), [head]) for head in heads),
             *more,
         ]
@@ -167,7 +167,7 @@ def write_page(
 
 
 def _settings(asked: Shown, inputs: Inputs, length: int) -> InspectionSettings:
-    said = {name: each for name, each in vars(asked).items() if name in _AS_ASKED}
+    said = {name: value for name, value in vars(asked).items() if name in _AS_ASKED}
     return InspectionSettings(
         **said,
         run=str(asked.model),

@@ -40,20 +40,20 @@ def inspect_foreign(asked: Shown) -> None:
     with attention code of its own.
     """
     torch.set_num_threads(asked.threads)
-    place = expanded(asked.model)
+    path = expanded(asked.model)
     model, tokeniser = load(asked.model)
     model = model.to(choose_device("auto"))
     inputs = _inputs(model, tokeniser, asked)
-    folder = folder_of(asked.out or Path("runs") / f"inspect-{place.name.removesuffix('.gguf')}")
+    folder = folder_of(asked.out or Path("runs") / f"inspect-{path.name.removesuffix('.gguf')}")
     with _using(model, asked.method):
-        found = look(model, inputs, asked, looking)
-        sizes = [int(found[each].max()) + 1 for each in ("layer", "head")]  # type: ignore[arg-type]
+        measured = look(model, inputs, asked, looking)
+        sizes = [int(measured[column].max()) + 1 for column in ("layer", "head")]  # type: ignore[arg-type]
         chosen = chosen_head(asked.attention, *sizes)
-        heads = drawn(inputs, chosen, found, lambda: _weights(model, inputs))
-    names = (place.name.removesuffix(".gguf"), type(model).__name__)
+        heads = drawn(inputs, chosen, measured, lambda: _weights(model, inputs))
+    names = (path.name.removesuffix(".gguf"), type(model).__name__)
     length = _trained(model, inputs)
     whose = whose_attention(model, inputs, asked, *names, asked.seed, length, "given")
-    write_page(whose, found, heads, inputs, folder, asked)
+    write_page(whose, measured, heads, inputs, folder, asked)
 
 
 def _using(model: Any, method: str) -> AbstractContextManager[Any]:
@@ -69,7 +69,7 @@ def _inputs(model: Any, tokeniser: Any, asked: Shown) -> Inputs:
     for sentence in notes:
         print(f"normattn: {sentence}", file=sys.stderr)
     rows = torch.stack(
-        [torch.from_numpy(texts.window(each, length - 1)) for each in range(len(texts))]
+        [torch.from_numpy(texts.window(index, length - 1)) for index in range(len(texts))]
     )
     decoder = anatomy(model).decoder
 
@@ -77,7 +77,7 @@ def _inputs(model: Any, tokeniser: Any, asked: Shown) -> Inputs:
         return decoder(input_ids=ids, use_cache=False)
 
     first = rows[0, :DRAWN_TOKENS]
-    words: Sequence[str] = [tokeniser.decode([each]) for each in first.tolist()]
+    words: Sequence[str] = [tokeniser.decode([token]) for token in first.tolist()]
     source = f"{len(rows)} windows of {length:,} tokens of {', '.join(text)}"
     return Inputs(rows, source, length, read, first, len(first), lambda name: (words, words))
 

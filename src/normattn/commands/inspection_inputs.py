@@ -103,12 +103,14 @@ def _windows(config: TrainingConfig | MaskedConfig, asked: Asked) -> Inputs:
         source = f"{len(rows)} windows of {length:,} held-out tokens of {config.data.corpus}"
     else:
         assert tokeniser is not None
-        found = tokeniser.encode(read_text(asked.text))
-        if len(found) < 2:
-            raise InputError(f"{asked.text} has {len(found)} tokens; there is nothing to attend to")
-        length = min(length, len(found))
-        count = min(asked.rows, len(found) // length)
-        ids = torch.tensor(found[: count * length]).view(count, length)
+        tokens = tokeniser.encode(read_text(asked.text))
+        if len(tokens) < 2:
+            raise InputError(
+                f"{asked.text} has {len(tokens)} tokens; there is nothing to attend to"
+            )
+        length = min(length, len(tokens))
+        count = min(asked.rows, len(tokens) // length)
+        ids = torch.tensor(tokens[: count * length]).view(count, length)
         source = f"{count} windows of {length:,} tokens of {asked.text.name}"
     drawn = ids[0, :DRAWN_TOKENS]
     words = [str(i) if tokeniser is None else tokeniser.decode([i]) for i in drawn.tolist()]
@@ -163,10 +165,10 @@ def _sentences(config: TranslationConfig, asked: Asked, model: nn.Module) -> Inp
         targets = [split.target_ids(i)[:-1] for i in chosen]
         source = f"{len(chosen)} validation pairs of {config.data.corpus}"
     else:
-        found = tokenisers[0].encode_batch(_lines(asked)[: asked.rows])
-        sources = [[*ids, EOS_ID] for ids in found]
+        encoded = tokenisers[0].encode_batch(_lines(asked)[: asked.rows])
+        sources = [[*ids, EOS_ID] for ids in encoded]
         hypotheses = beam_search(model, sources, beam=1)
-        targets = [[BOS_ID, *each[0].tokens] for each in hypotheses]
+        targets = [[BOS_ID, *candidates[0].tokens] for candidates in hypotheses]
         source = f"{len(sources)} lines of {asked.text.name} and their greedy translations"
     rows = torch.cat([_filled(sources), _filled(targets)], 1)
     width = max(map(len, sources))
@@ -203,7 +205,7 @@ def _images(config: VisionTrainingConfig, asked: Asked, model: Any) -> Inputs:
     shape = config.model
     words = ["class"] if shape.pool == "class" else []
     across = shape.width // shape.patch
-    words += [f"{place // across},{place % across}" for place in range(shape.patches)]
+    words += [f"{patch // across},{patch % across}" for patch in range(shape.patches)]
     return Inputs(
         images,
         f"{len(chosen)} validation images of {config.data.source}",
@@ -218,10 +220,10 @@ def _images(config: VisionTrainingConfig, asked: Asked, model: Any) -> Inputs:
 def _lines(asked: Asked) -> list[str]:
     """The lines of the given file that are not empty."""
     assert asked.text is not None
-    found = [line.strip() for line in read_text(asked.text).splitlines() if line.strip()]
-    if not found:
+    lines = [line.strip() for line in read_text(asked.text).splitlines() if line.strip()]
+    if not lines:
         raise InputError(f"{asked.text} holds no line of text; give one text a line")
-    return found
+    return lines
 
 
 def _chosen(count: int, asked: Asked) -> list[int]:
@@ -236,12 +238,12 @@ def _filled(rows: Sequence[Sequence[int]]) -> Tensor:
     return torch.from_numpy(padded(rows, PAD_ID)[0])
 
 
-def folder_of(place: Path) -> Path:
+def folder_of(folder: Path) -> Path:
     """The directory, made before anything is read; `InputError` where it cannot be."""
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise InputError(f"{place} is a file; --out names a directory") from error
+        raise InputError(f"{folder} is a file; --out names a directory") from error
     except OSError as error:
-        raise InputError(f"{place} cannot be made: {error.strerror}") from error
-    return place
+        raise InputError(f"{folder} cannot be made: {error.strerror}") from error
+    return folder

@@ -33,25 +33,25 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
     either that holds measurements.parquet is recomputed from it alone, by the study that the frame
     names, or the one `named`. Raises `InputError` where there is nothing to report.
     """
-    for place in places:
-        if not str(place).strip() or not place.is_dir():
-            raise InputError(f"{str(place)!r} is no directory of runs or results")
+    for folder in places:
+        if not str(folder).strip() or not folder.is_dir():
+            raise InputError(f"{str(folder)!r} is no directory of runs or results")
     if len(places) == 1:
-        place = places[0]
-        config, kind = _configuration(place)
-        if kind is not None and (place / "jobs").is_dir():
-            study = find(named) if named else _study_of_cells(place) or find(kind)
-            _refuse_lost(study, place)
-            say(out, study.report(study.measurements(place), out, config))
+        folder = places[0]
+        config, kind = _configuration(folder)
+        if kind is not None and (folder / "jobs").is_dir():
+            study = find(named) if named else _study_of_cells(folder) or find(kind)
+            _refuse_lost(study, folder)
+            say(out, study.report(study.measurements(folder), out, config))
             return
         # A page made of runs lies among them by default: they may have been measured again since.
-        if (place / frame.FILE).is_file() and (kind in OF_COMMANDS or not _runs(places)):
-            measured = frame.read(place / frame.FILE)
-            study = find(named or _study_of(measured, place / frame.FILE))
+        if (folder / frame.FILE).is_file() and (kind in OF_COMMANDS or not _runs(places)):
+            measured = frame.read(folder / frame.FILE)
+            study = find(named or _study_of(measured, folder / frame.FILE))
             say(out, study.report(measured, out, config))
             return
-    if len(places) > 1 and all(_configuration(place)[1] == EXTEND for place in places):
-        if out.resolve() in {place.resolve() for place in places}:
+    if len(places) > 1 and all(_configuration(folder)[1] == EXTEND for folder in places):
+        if out.resolve() in {folder.resolve() for folder in places}:
             raise InputError(
                 f"{out} holds one model on one text: give the page of all its own --out"
             )
@@ -61,9 +61,9 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
     say(out, find(named or READING).report(measured, out, {}))
 
 
-def _refuse_lost(study: Study, place: Path) -> None:
+def _refuse_lost(study: Study, folder: Path) -> None:
     """Raise `InputError` where something that a cell has measured is no longer there."""
-    for done in sorted(place.glob("jobs/*/*/done.json")):
+    for done in sorted(folder.glob("jobs/*/*/done.json")):
         paths = CellPaths.of_job(done.parent)
         for stage in study.cell(read_object(done), str(done)).stages(paths):
             if not stage.is_done():
@@ -75,11 +75,11 @@ def _refuse_lost(study: Study, place: Path) -> None:
 
 def of_runs(places: Sequence[Path]) -> pl.DataFrame:
     """What was measured in every run at or below `places`, divergences and loss curves included."""
-    found, runs = [], _runs(places)
+    frames, runs = [], _runs(places)
     for run in runs:
-        found.append(collected(run))
-        found += _training(run)
-    measured = on_common_sets(joined(found)) if found else frame.empty()
+        frames.append(collected(run))
+        frames += _training(run)
+    measured = on_common_sets(joined(frames)) if frames else frame.empty()
     if not measured.filter(pl.col("protocol") != "training").height and not any(
         measured["statistic"] == "diverged"
     ):
@@ -93,11 +93,11 @@ def of_runs(places: Sequence[Path]) -> pl.DataFrame:
 
 def _runs(places: Sequence[Path]) -> list[Path]:
     """Every directory of a run, in a fixed order."""
-    found: dict[Path, None] = {}
-    for place in places:
-        folders = sorted(path.parent for path in place.rglob("status.json"))
-        found.update(dict.fromkeys(path.resolve() for path in folders))
-    return list(found)
+    runs: dict[Path, None] = {}
+    for folder in places:
+        folders = sorted(path.parent for path in folder.rglob("status.json"))
+        runs.update(dict.fromkeys(path.resolve() for path in folders))
+    return list(runs)
 
 
 def _training(run: Path) -> list[pl.DataFrame]:
@@ -107,21 +107,21 @@ def _training(run: Path) -> list[pl.DataFrame]:
         return []
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
     name = config.model.score.variant_name
-    found = [history(run, name, config.seed)]
+    frames = [history(run, name, config.seed)]
     status = read_status(run)
     if status is not None and status.state == "diverged":
         whose = frame.Identity("", name, str(config.model.score), config.seed, "training")
         edges = [float(status.step)]
         rows = frame.sums("diverged", [status.where], [[1.0]], [[1.0]], axis="step", edges=edges)
-        found.append(frame.identified(whose, [rows]))
-    return found
+        frames.append(frame.identified(whose, [rows]))
+    return frames
 
 
-def _configuration(place: Path) -> tuple[Mapping[str, Any], str | None]:
+def _configuration(folder: Path) -> tuple[Mapping[str, Any], str | None]:
     """The settings and the study of a folder, as its config.json holds them."""
-    file = place / "config.json"
+    file = folder / "config.json"
     if not file.is_file():
-        if (place / "jobs").is_dir():
+        if (folder / "jobs").is_dir():
             raise InputError(
                 f"{file} is gone, and with it the settings of the study whose cells lie beside it: "
                 "restore it"
@@ -133,9 +133,9 @@ def _configuration(place: Path) -> tuple[Mapping[str, Any], str | None]:
     return stored["config"], str(stored.get("kind"))
 
 
-def _study_of_cells(place: Path) -> Study | None:
+def _study_of_cells(folder: Path) -> Study | None:
     """The study that a sweep's cells name."""
-    for paths in CellPaths.below(place):
+    for paths in CellPaths.below(folder):
         return study_of(paths.settings, find)
     return None
 

@@ -18,30 +18,30 @@ def read_score(model: str, tokens: int, as_json: bool) -> int:
     from normattn.hf.small_model import read_configuration, small_model
 
     config = read_configuration(model)
-    found: ModelScore = score_of(small_model(config), tokens)
+    score: ModelScore = score_of(small_model(config), tokens)
     if as_json:
-        print(json.dumps(_record(model, config, found), ensure_ascii=False, indent=2))
-        return 0 if found.verified else 1
-    print(f"{model}: {config.get_text_config().model_type}, {len(found.layers)} attention layers")
-    for line in found.lines():
+        print(json.dumps(_record(model, config, score), ensure_ascii=False, indent=2))
+        return 0 if score.verified else 1
+    print(f"{model}: {config.get_text_config().model_type}, {len(score.layers)} attention layers")
+    for line in score.lines():
         print(f"  {line}")
-    return 0 if found.verified else 1
+    return 0 if score.verified else 1
 
 
-def _record(model: str, config: Any, found: Any) -> dict[str, Any]:
+def _record(model: str, config: Any, score: Any) -> dict[str, Any]:
     return {
         "model": model,
         "model_type": config.get_text_config().model_type,
-        "tokens": found.tokens,
-        "verified": found.verified,
+        "tokens": score.tokens,
+        "verified": score.verified,
         "layers": [
             {
-                "layer": each.layer,
-                "score": None if each.spec is None else str(each.spec),
-                "difference": each.difference,
-                "verified": each.verified,
-                "lacks": each.lacks,
+                "layer": layer.layer,
+                "score": None if layer.spec is None else str(layer.spec),
+                "difference": layer.difference,
+                "verified": layer.verified,
+                "lacks": layer.lacks,
             }
-            for each in found.layers
+            for layer in score.layers
         ],
     }

@@ -36,8 +36,8 @@ def plan_run(config: TrainingConfig, gpu: str, nodes: int, per_node: int) -> str
 
     device = device_named(gpu, config.threads)
     counted = dry_share(config, gpu, nodes * per_node)
-    found = plan(config, CausalWorkload().cost(config), counted, device, nodes, per_node)
-    return described(found, device, gpu, nodes, per_node)
+    planned = plan(config, CausalWorkload().cost(config), counted, device, nodes, per_node)
+    return described(planned, device, gpu, nodes, per_node)
 
 
 def training_config(fields: Mapping[str, Any]) -> TrainingConfig:
