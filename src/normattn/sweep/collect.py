@@ -64,8 +64,8 @@ def history(
     steps = np.array([line["step"] for line in lines], float)
     losses = np.array([_loss(line, run) for line in lines])
     width = max(1.0, float(steps[-1]) / BINS)
-    place = ((steps - 1) // width).astype(int)
-    used, where = np.unique(place, return_inverse=True)
+    bins = ((steps - 1) // width).astype(int)
+    used, where = np.unique(bins, return_inverse=True)
     finite = np.isfinite(losses)
     above = np.bincount(where[finite], losses[finite], minlength=len(used))
     below = np.bincount(where[finite], minlength=len(used))
@@ -89,7 +89,7 @@ def history(
 
 
 def _loss(line: Mapping[str, Any], run: Path) -> float:
-    found = line.get("loss")
-    if not isinstance(found, int | float):
+    loss = line.get("loss")
+    if not isinstance(loss, int | float):
         raise InputError(f"{run / 'metrics.jsonl'} is damaged: step {line['step']} has no loss")
-    return float(found)
+    return float(loss)

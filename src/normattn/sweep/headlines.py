@@ -24,7 +24,7 @@ def headlines(study: Study, sweep: Sweep, cell: Cell) -> list[str]:
     view = View(on_common_sets(collected(run), ()))
     table = study.page.tables[0]
     columns = table.columns(view) if callable(table.columns) else table.columns
-    shown = [replace(each, interval=False) for each in columns if each.key in study.headline]
+    shown = [replace(column, interval=False) for column in columns if column.key in study.headline]
     lines = []
     for row in table.rows(view):
         cells = [(column.title, column.cell(view, row)) for column in shown]

@@ -151,11 +151,11 @@ def usable(
     methods: Mapping[str, Sequence[str]], config: TextConfig
 ) -> tuple[dict[str, tuple[str, ...]], list[Omission]]:
     """Of each score the methods that can be applied to it, and why each of the others cannot."""
-    found, skipped = {}, list[Omission]()
+    applicable, skipped = {}, list[Omission]()
     for variant, asked in methods.items():
-        found[variant], omissions = usable_methods(variant, asked, config)
-        skipped += [each for each in omissions if each not in skipped]
-    return found, skipped
+        applicable[variant], omissions = usable_methods(variant, asked, config)
+        skipped += [omission for omission in omissions if omission not in skipped]
+    return applicable, skipped
 
 
 def described(
@@ -166,7 +166,7 @@ def described(
     def describe(cell: Cell, data: TokenData) -> list[str]:
         config = cell.training_config
         assert isinstance(config, TrainingConfig)
-        documents = {name for each in windows(data) for name in each.documents}
+        documents = {name for evaluation_set in windows(data) for name in evaluation_set.documents}
         said = [
             f"corpus {config.data.corpus}: {data.train.total:,} training tokens in "
             f"{len(data.train):,} documents; {len(documents):,} held-out documents are scored"
@@ -201,9 +201,9 @@ def opened(
 
 def shared_training(preset: Preset) -> dict[str, Any]:
     """The preset's training settings with every default filled in, less what the table varies."""
-    what = f"preset {preset.name}, training"
+    source = f"preset {preset.name}, training"
     varied = {"seed": 0, "model.score": "Baseline"}
-    whole = TrainingConfig.parse(merged(preset.training, varied), what)
+    whole = TrainingConfig.parse(merged(preset.training, varied), source)
     fields = whole.model_dump(mode="json")
     del fields["seed"], fields["model"]["score"]
     return fields
@@ -211,7 +211,7 @@ def shared_training(preset: Preset) -> dict[str, Any]:
 
 def canonical(variants: Sequence[str], config: TextConfig) -> tuple[str, ...]:
     """The scores to train, by their printed names; each must be whole and trainable here."""
-    found = []
+    names = []
     for variant in variants:
         spec = ScoreSpec.parse(variant)
         if spec.method:
@@ -219,12 +219,12 @@ def canonical(variants: Sequence[str], config: TextConfig) -> tuple[str, ...]:
                 f"{variant} holds {spec.method}, which is applied after training; "
                 f"name {spec.variant_name} among --variants and {spec.method} among --methods"
             )
-        found.append(spec.text)
-    if len(set(found)) != len(found):
+        names.append(spec.text)
+    if len(set(names)) != len(names):
         raise InputError(f"--variants names a score twice: {', '.join(variants)}")
-    for name in found:
+    for name in names:
         check_trainable(name, config)
-    return tuple(found)
+    return tuple(names)
 
 
 def check_trainable(variant: str, config: TextConfig) -> None:
@@ -236,10 +236,10 @@ def check_trainable(variant: str, config: TextConfig) -> None:
 def checked_methods(methods: Sequence[str], config: TextConfig) -> tuple[str, ...]:
     """The methods by their printed names; an unknown one is refused with the nearest named."""
     plain = ScoreSpec.parse("Baseline")
-    found = []
+    names = []
     for method in methods:
         if method.lower() in ("", "as is", "as-is"):
-            found.append(AS_IS)
+            names.append(AS_IS)
             continue
         spec = plain.with_method(method)
         if spec.train_length not in (None, config.train_length):
@@ -250,8 +250,8 @@ def checked_methods(methods: Sequence[str], config: TextConfig) -> tuple[str, ..
         applied = spec.method_text
         if not applied:
             raise InputError(f"{method} changes nothing after training; it is no --methods entry")
-        found.append(applied)
-    return tuple(dict.fromkeys(found))
+        names.append(applied)
+    return tuple(dict.fromkeys(names))
 
 
 def usable_methods(

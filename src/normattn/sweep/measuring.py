@@ -124,7 +124,7 @@ def evaluate_trained(
         done += 1
         on_done(done)
 
-    found = evaluate_run(
+    frames = evaluate_run(
         model,
         evaluation_sets(data, config.model.train_length, settings),
         seed=config.seed,
@@ -138,7 +138,7 @@ def evaluate_trained(
         on_measured=count,
         scored_by=scored_by,
     )
-    return joined(found)
+    return joined(frames)
 
 
 def trained_model(run: Path, config: TrainingConfig) -> CausalLM:

@@ -23,18 +23,18 @@ class Omission:
 def grouped(omissions: Sequence[Omission]) -> list[str]:
     """One sentence for all rows that are left out for one reason, whatever their names."""
     methods: dict[tuple[str, str], list[Omission]] = {}
-    for each in omissions:
-        methods.setdefault((each.variant, _pattern(each)), []).append(each)
+    for omission in omissions:
+        methods.setdefault((omission.variant, _pattern(omission)), []).append(omission)
     groups: dict[tuple[str, tuple[str, ...]], list[Omission]] = {}
     for (_, pattern), group in methods.items():
-        alike = tuple(each.method for each in group)
+        alike = tuple(omission.method for omission in group)
         groups.setdefault((pattern, alike), []).append(group[0])
     sentences = []
     for (_, alike), group in groups.items():
         if len(group) == 1 and len(alike) == 1:
             sentences.append(group[0].sentence)
             continue
-        row = _row(", ".join(each.variant for each in group), ", ".join(alike))
+        row = _row(", ".join(omission.variant for omission in group), ", ".join(alike))
         sentences.append(f"{row} are left out, as {group[0].reason}")
     return sentences
 

@@ -93,8 +93,8 @@ def work_of(sweep: Sweep) -> Iterator[list[Work]]:
             yield [replace(like[0], trained=True), *like[1:]]
         elif paths.run.exists() or paths.continued.exists():
             yield [
-                Work(stage, each.cost, isinstance(stage, TrainStage) and stage.is_done())
-                for stage, each in zip(cell.stages(paths), like, strict=True)
+                Work(stage, work.cost, isinstance(stage, TrainStage) and stage.is_done())
+                for stage, work in zip(cell.stages(paths), like, strict=True)
             ]
         else:
             yield like
@@ -136,8 +136,8 @@ def measure(
     The children share the machine as they will later, so that the estimate is honest.
     """
     named = str(study.source.resolve()) if study.source else study.name
-    with tempfile.TemporaryDirectory(prefix="normattn-measure-") as place:
-        paths = [CellPaths.of(Path(place), "measure", n) for n in range(min(jobs, len(cells)))]
+    with tempfile.TemporaryDirectory(prefix="normattn-measure-") as folder:
+        paths = [CellPaths.of(Path(folder), "measure", n) for n in range(min(jobs, len(cells)))]
         for path, cell in zip(paths, cells, strict=False):
             write_if_changed(path.settings, {"study": named, **cell.model_dump(mode="json")})
         command = ("-m", "normattn", "_measure")
@@ -145,10 +145,10 @@ def measure(
         outcomes = run_jobs(work, launcher, len(work), needs)
         if any(outcome.code != FINISHED for outcome in outcomes):
             return None
-        found = [json.loads(path.log.read_text().splitlines()[-1]) for path in paths]
+        timings = [json.loads(path.log.read_text().splitlines()[-1]) for path in paths]
     cost = cells[0].workload.cost(cells[0].training_config)
     flops = cost.flops / cost.trained
-    return Rates(_mean(found, "train"), _mean(found, "score"), flops, len(paths))
+    return Rates(_mean(timings, "train"), _mean(timings, "score"), flops, len(paths))
 
 
 def estimate(sweep: Sweep, rates: Rates, jobs: int) -> float:
@@ -176,8 +176,8 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def _mean(found: Sequence[Mapping[str, float]], key: str) -> float:
-    return sum(item[key] for item in found) / len(found)
+def _mean(timings: Sequence[Mapping[str, float]], key: str) -> float:
+    return sum(item[key] for item in timings) / len(timings)
 
 
 def _span(counts: Sequence[int]) -> str:

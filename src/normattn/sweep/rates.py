@@ -47,9 +47,9 @@ def rates(cell: Cell) -> dict[str, float]:
 def _step_seconds(cell: Cell) -> float:
     """Seconds per token of a training step on the cell's own batches."""
     config = cell.training_config
-    with world(config.device) as place:
-        task = cell.workload.task(config, cell.prepare(), place.device, config.accumulate)
-        stepper = Stepper(task, config, place, lambda: False)
+    with world(config.device) as group:
+        task = cell.workload.task(config, cell.prepare(), group.device, config.accumulate)
+        stepper = Stepper(task, config, group, lambda: False)
         seconds = _per_step(stepper.step, config.steps)
         stepper.close()
     return seconds / task.tokens_per_step

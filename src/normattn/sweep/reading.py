@@ -101,8 +101,8 @@ class KeptStage(Stage):
 
     def is_done(self) -> bool:
         """Whether every step that the run came to has its records."""
-        found = [MeasurementStore(records_of(self.place, step)) for step in self._reached()]
-        return bool(found) and all(len(store) >= len(self.lengths) for store in found)
+        stores = [MeasurementStore(records_of(self.place, step)) for step in self._reached()]
+        return bool(stores) and all(len(store) >= len(self.lengths) for store in stores)
 
     def run(self, data: TokenData, note: Note) -> None:
         """Evaluate what is not yet on record."""
@@ -148,6 +148,6 @@ def cost_of(config: TrainingConfig, lengths: Sequence[int], rows: int) -> Cost:
     return Cost(scored=sum(lengths) * rows, flops=sum(forward) * rows)
 
 
-def records_of(place: Path, step: int) -> Path:
+def records_of(folder: Path, step: int) -> Path:
     """Where the records of a kept model are."""
-    return place / EVALUATIONS / f"step-{step:08d}"
+    return folder / EVALUATIONS / f"step-{step:08d}"

@@ -51,9 +51,9 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
     sweep = study.resolve(request)
     asked = sweep.config.model_copy(update={"changed": dict(request.changes)})
     sweep = replace(sweep, config=asked)
-    found = taking.find(sweep, request.models) if request.models else None
-    if found:
-        sweep = replace(sweep, taken=frozenset(found.runs))
+    models = taking.find(sweep, request.models) if request.models else None
+    if models:
+        sweep = replace(sweep, taken=frozenset(models.runs))
     console = Console(highlight=False)
     launcher, needs = request.launcher, needs_of(sweep)
     count = len(sweep.cells)
@@ -61,7 +61,7 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
     for cell in _one_of_each_kind(sweep):
         cell.workload.look(cell.training_config)
     _print_plan(console, sweep, launcher, every=only_plan)
-    for line in found.lines() if found else ():
+    for line in models.lines() if models else ():
         tell(line, console)
     if only_plan:
         _print_estimate(console, study, sweep, launcher, at_once)
@@ -75,10 +75,10 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
         _prepare(console, sweep)
         if not occupied:
             stack.enter_context(_open(sweep).lock())
-        if found:
-            taking.take(sweep, found)
+        if models:
+            taking.take(sweep, models)
         if sweep.skipped:
-            sentences = (each.sentence for each in sweep.skipped)
+            sentences = (omission.sentence for omission in sweep.skipped)
             write_text(sweep.out / LEFT_OUT, "\n".join(sentences) + "\n")
         rates = _print_estimate(console, study, sweep, launcher, at_once)
         outcomes = _run_cells(study, sweep, launcher, at_once, rates)

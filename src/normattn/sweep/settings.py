@@ -157,18 +157,18 @@ class Preset(StudyPreset):
         return value
 
 
-def validated(model: type[Model], fields: Mapping[str, Any], what: str) -> Model:
+def validated(model: type[Model], fields: Mapping[str, Any], subject: str) -> Model:
     """`model` filled with `fields`; what is wrong with them comes as one `InputError` sentence."""
-    refuse_beyond(fields, what)
+    refuse_beyond(fields, subject)
     try:
         return model.model_validate(dict(fields))
     except ValidationError as error:
-        raise InputError(explain(error, model, what)) from error
+        raise InputError(explain(error, model, subject)) from error
 
 
-def explain(error: ValidationError, model: type[BaseModel], what: str) -> str:
+def explain(error: ValidationError, model: type[BaseModel], subject: str) -> str:
     """A validation error of `model` as one sentence: each field, what is wrong, and what it got."""
-    return f"{what}: " + "; ".join(_one(dict(item), model) for item in error.errors())
+    return f"{subject}: " + "; ".join(_one(dict(item), model) for item in error.errors())
 
 
 def _one(item: dict[str, Any], model: type[BaseModel]) -> str:
@@ -198,11 +198,11 @@ def unknown_field(path: list[str], model: type[BaseModel]) -> str:
 
 def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Every dotted path of a field in `model`, groups of fields opened."""
-    found = []
+    paths = []
     for name, field in model.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            found += field_paths(kind, f"{prefix}{name}.")
+            paths += field_paths(kind, f"{prefix}{name}.")
         else:
-            found.append(f"{prefix}{name}")
-    return found
+            paths.append(f"{prefix}{name}")
+    return paths

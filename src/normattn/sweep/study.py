@@ -232,14 +232,14 @@ def measured_by(command: str) -> Callable[[Request], Sweep]:
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Settings as text by dotted name; None and empty groups are left out."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
+            texts |= flat(value, f"{prefix}{name}.")
         elif value not in (None, [], ()):
             shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            found[prefix + name] = shown
-    return found
+            texts[prefix + name] = shown
+    return texts
 
 
 def diverged(cell: Cell, step: int, where: str, **factors: Factor) -> pl.DataFrame:

@@ -68,18 +68,18 @@ def find(sweep: Sweep, folder: Path) -> Found:
     return Found(folder, runs, others)
 
 
-def take(sweep: Sweep, found: Found) -> None:
+def take(sweep: Sweep, models: Found) -> None:
     """Copy the runs into the sweep, each whole or not at all, without what was measured there.
 
     Raises `InputError` for a run of another text, and for one that is not as it was left.
     """
     fingerprints: dict[str, Any] = {}
     for cell in sweep.cells:
-        if cell.name not in found.runs:
+        if cell.name not in models.runs:
             continue
         if cell.kind not in fingerprints:
             fingerprints[cell.kind] = getattr(cell.prepare(), "fingerprint", None)
-        _take_one(sweep, cell, found.runs[cell.name], fingerprints[cell.kind])
+        _take_one(sweep, cell, models.runs[cell.name], fingerprints[cell.kind])
 
 
 def _unlike(run: Path, stage: Stage) -> str:
@@ -114,7 +114,7 @@ def _take_one(sweep: Sweep, cell: Cell, run: Path, fingerprint: str | None) -> N
     _refuse_damage(run)
     write_directory(
         CellPaths.of(sweep.out, cell.variant, cell.seed).run,
-        lambda place: _copy(run, place),
+        lambda folder: _copy(run, folder),
     )
 
 
@@ -125,5 +125,5 @@ def _refuse_damage(run: Path) -> None:
     load_any(run / MODEL)
 
 
-def _copy(run: Path, place: Path) -> None:
-    shutil.copytree(run, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
+def _copy(run: Path, folder: Path) -> None:
+    shutil.copytree(run, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*LEFT_BEHIND))

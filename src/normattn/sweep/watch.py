@@ -63,14 +63,14 @@ class SweepProgress(Bar):
         if outcome.job.name in self._shown:
             self.progress.remove_task(self._shown.pop(outcome.job.name))
         self._ended += 1
-        place = f"({self._ended} of {len(self._jobs)})"
+        count = f"({self._ended} of {len(self._jobs)})"
         if outcome.failed:
             said = f"failed: {outcome.message.removeprefix('normattn: ')}"
         elif outcome.code == DIVERGED:
             said = f"diverged: {outcome.message.removeprefix('normattn: ')}"
         else:
             said = f"done in {duration(outcome.seconds)}"
-        self.say(f"{outcome.job.name} {said} {place}")
+        self.say(f"{outcome.job.name} {said} {count}")
         if outcome.code == 0:
             for line in self._rows(outcome.job.name):
                 self.say(line)

@@ -85,7 +85,7 @@ class _Children(Session):
             slot = self._free.pop(0)
             alone = {} if slot is None else {VISIBLE: slot}
             self._running.append((Child(self._waiting.pop(0), alone), slot))
-        for child, slot in [each for each in self._running if each[0].done()]:
+        for child, slot in [pair for pair in self._running if pair[0].done()]:
             self._running.remove((child, slot))
             self._free.append(slot)
             self._ended.append(child.outcome())

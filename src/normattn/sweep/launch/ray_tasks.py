@@ -135,9 +135,9 @@ class _Tasks(Elsewhere):
 
     def _outcome(self, reference: Any, job: Job, began: float) -> Outcome:
         try:
-            found = self._ray.get(reference)
-            assert isinstance(found, Outcome)
-            return found
+            outcome = self._ray.get(reference)
+            assert isinstance(outcome, Outcome)
+            return outcome
         except self._ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
             lines = [line.strip() for line in str(cause).split("\n") if line.strip()]

@@ -139,10 +139,10 @@ class _Array(Elsewhere):
         room = self._at_once - len(self._at_work)
         now, self.waiting = self.waiting[:room], self.waiting[room:]
         self._submit([job for job in now if not self._found_in_queue(job)])
-        for each in [each for each in self._at_work if self._over(each)]:
-            self._at_work.remove(each)
-            self.ended.append(_outcome(each))
-        return self.at_work([each.job for each in self._at_work]), self.ended
+        for submitted in [submitted for submitted in self._at_work if self._over(submitted)]:
+            self._at_work.remove(submitted)
+            self.ended.append(_outcome(submitted))
+        return self.at_work([submitted.job for submitted in self._at_work]), self.ended
 
     def unfinished(self) -> int:
         """Those waiting and those submitted."""
@@ -157,7 +157,7 @@ class _Array(Elsewhere):
 
     def stopped(self) -> bool:
         """Whether every job has left the queue."""
-        self._at_work = [each for each in self._at_work if not self._over(each)]
+        self._at_work = [submitted for submitted in self._at_work if not self._over(submitted)]
         return not self._at_work
 
     def kill(self) -> None:
@@ -165,7 +165,7 @@ class _Array(Elsewhere):
         self._cancel()
 
     def _cancel(self) -> None:
-        left = [each.slurm for each in self._at_work]
+        left = [submitted.slurm for submitted in self._at_work]
         if self._queue is not None and left:
             ids = [slurm.job_id for slurm in left]
             subprocess.run(("scancel", "--quiet", *ids), check=False)
@@ -200,10 +200,12 @@ class _Array(Elsewhere):
         self._at_work.append(_Submitted(job, slurm, time.monotonic()))
         return True
 
-    def _over(self, each: _Submitted) -> bool:
+    def _over(self, submitted: _Submitted) -> bool:
         if self._queue is None:
-            return bool(each.slurm.done())
-        return each.slurm.paths.result_pickle.exists() or self._queue.lost(each.slurm.job_id)
+            return bool(submitted.slurm.done())
+        return submitted.slurm.paths.result_pickle.exists() or self._queue.lost(
+            submitted.slurm.job_id
+        )
 
 
 class _Queue:
@@ -234,27 +236,27 @@ class _Queue:
         if time.monotonic() < self._asked + self.seconds:
             return
         command = ("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i %T")
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
         self._asked = time.monotonic()
-        if found.returncode:
+        if answer.returncode:
             return  # A controller that is busy says nothing about its jobs.
         self._answers += 1
-        pairs = (line.split() for line in found.stdout.splitlines())
+        pairs = (line.split() for line in answer.stdout.splitlines())
         self._states = {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
 
 
-def _outcome(each: _Submitted) -> Outcome:
+def _outcome(submitted: _Submitted) -> Outcome:
     """What the job left, or that it left nothing."""
-    seconds = time.monotonic() - each.began
-    if not each.slurm.paths.result_pickle.exists():
-        said = f"job {each.slurm.job_id} ended without a result; rerun the command to resume"
-        return Outcome(each.job, 1, said, seconds)
-    failure = each.slurm.exception()
+    seconds = time.monotonic() - submitted.began
+    if not submitted.slurm.paths.result_pickle.exists():
+        said = f"job {submitted.slurm.job_id} ended without a result; rerun the command to resume"
+        return Outcome(submitted.job, 1, said, seconds)
+    failure = submitted.slurm.exception()
     if failure is not None:
-        return Outcome(each.job, 1, _last_line(failure), seconds)
-    found = each.slurm.result()
-    assert isinstance(found, Outcome)
-    return found
+        return Outcome(submitted.job, 1, _last_line(failure), seconds)
+    outcome = submitted.slurm.result()
+    assert isinstance(outcome, Outcome)
+    return outcome
 
 
 def _last_line(error: BaseException) -> str:

@@ -24,8 +24,8 @@ def names(study: str | None = None) -> list[str]:
 
 def load(name: str) -> Preset:
     """The preset of the studies of language models called `name`, as `fields` finds it."""
-    name, found = fields(name)
-    return validated(Preset, {"name": name, **found}, f"preset {name}")
+    name, settings = fields(name)
+    return validated(Preset, {"name": name, **settings}, f"preset {name}")
 
 
 def fields(name: str, study: str | None = None) -> tuple[str, dict[str, Any]]:
