@@ -83,5 +83,5 @@ def command(
 
         calibrate(settings)
         return
-    place = out or Path("runs") / ("bench-quick" if quick else "bench")
-    run_bench(suites or (), settings, place, profile)
+    folder = out or Path("runs") / ("bench-quick" if quick else "bench")
+    run_bench(suites or (), settings, folder, profile)

@@ -61,7 +61,7 @@ def _usage(error: BaseException) -> int:
 def _refusal(error: OSError) -> str:
     """What the operating system did not do, and for which file where it says so."""
     if error.errno in FULL:
-        place = f" that holds {error.filename}" if error.filename else ""
-        return f"no space left on the disk{place}; make room and rerun the command to resume"
+        where = f" that holds {error.filename}" if error.filename else ""
+        return f"no space left on the disk{where}; make room and rerun the command to resume"
     reason = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {reason}" if error.filename else reason

@@ -46,14 +46,14 @@ def command(
     known = registry.parts()
     if name is not None:
         named = {part.name for part, _ in grammar.read(name)[0]}
-        known = {each: part for each, part in known.items() if each in named}
+        known = {key: part for key, part in known.items() if key in named}
     if as_json:
-        found = [described(each, part) for each, part in known.items()]
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        records = [described(key, part) for key, part in known.items()]
+        print(json.dumps(records, indent=2, ensure_ascii=False))
     elif name is None:
         _show_all(known)
     else:
-        _show(name, [described(each, part) for each, part in known.items()])
+        _show(name, [described(key, part) for key, part in known.items()])
 
 
 def described(name: str, part: type[Part]) -> dict[str, Any]:
@@ -70,7 +70,9 @@ def described(name: str, part: type[Part]) -> dict[str, Any]:
         "source": part.source,
         "parameters": _parameters(name, part),
         "attention": needs(name),
-        "excludes": [{"part": each.part, "why": each.why} for each in together.excludes],
+        "excludes": [
+            {"part": exclusion.part, "why": exclusion.why} for exclusion in together.excludes
+        ],
         "beside_rope": list(together.beside_rope),
         "kernels": _kernels(name),
     }
@@ -82,7 +84,7 @@ def _parameters(name: str, part: type[Part]) -> list[dict[str, Any]]:
 
     from normattn.score.combining import example
 
-    made = next(each for each in example(name).parts if each.slot is part.slot)
+    made = next(candidate for candidate in example(name).parts if candidate.slot is part.slot)
     return [
         {"name": field.name, "default": field.default, "example": getattr(made, field.name)}
         for field in dataclasses.fields(part)
@@ -97,7 +99,7 @@ def _kernels(name: str) -> dict[str, str]:
     from normattn.layers.explain import explain
     from normattn.score.combining import example
 
-    spec, shape, found = example(name), (1, HEADS, TOKENS, HEAD_DIM), {}
+    spec, shape, kernels = example(name), (1, HEADS, TOKENS, HEAD_DIM), {}
     layers = dict.fromkeys(spec.layer(layer, LAYERS) for layer in range(LAYERS))
     for device, dtype in PLACES:
         with using("portable"):
@@ -111,8 +113,8 @@ def _kernels(name: str) -> dict[str, str]:
                 ).kernel: None
                 for layer in layers
             }
-        found[f"{device} {dtype}"] = ", ".join(asked)
-    return found
+        kernels[f"{device} {dtype}"] = ", ".join(asked)
+    return kernels
 
 
 def _show_all(known: Mapping[str, type[Part]]) -> None:
@@ -168,8 +170,8 @@ def _lines(part: dict[str, Any]) -> list[str]:
     if part["beside_rope"]:
         lines.append(f"only with RoPE named as well: {', '.join(part['beside_rope'])}")
     by_kernel: dict[str, list[str]] = {}
-    for place, kernel in part["kernels"].items():
-        by_kernel.setdefault(kernel, []).append(place)
+    for device, kernel in part["kernels"].items():
+        by_kernel.setdefault(kernel, []).append(device)
     served = "; ".join(f"{kernel} ({', '.join(places)})" for kernel, places in by_kernel.items())
     return [*lines, f"served by {served}"]
 
@@ -180,9 +182,11 @@ def excluded(excludes: Sequence[Mapping[str, str]]) -> list[tuple[list[str], str
     Reasons are the same when they differ in the part's name alone; the first one is told.
     """
     groups: dict[str, list[Mapping[str, str]]] = {}
-    for each in excludes:
-        groups.setdefault(each["why"].replace(each["part"], "it"), []).append(each)
-    return [([each["part"] for each in group], group[0]["why"]) for group in groups.values()]
+    for exclusion in excludes:
+        groups.setdefault(exclusion["why"].replace(exclusion["part"], "it"), []).append(exclusion)
+    return [
+        ([exclusion["part"] for exclusion in group], group[0]["why"]) for group in groups.values()
+    ]
 
 
 def _parameter(field: dict[str, Any]) -> str:

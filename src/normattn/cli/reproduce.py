@@ -150,7 +150,7 @@ def _command(study: Study) -> Any:
 
 def _epilog(study: Study) -> str:
     lines = [
-        f"`normattn reproduce {study.name} {arguments}`".replace(" `", "`") + f" – {what}"
-        for arguments, what in study.examples
+        f"`normattn reproduce {study.name} {arguments}`".replace(" `", "`") + f" – {description}"
+        for arguments, description in study.examples
     ]
     return "\n\n".join(("**Examples**", *lines, GOES_ON))

@@ -150,14 +150,14 @@ def _short_warmup(base: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]
     warmup, whole = _value_at(base, "schedule.warmup_steps"), base.get("steps")
     steps, own = asked.get("steps"), _value_at(asked, "schedule.warmup_steps")
     numbers = (warmup, whole, steps)
-    if own is not None or not all(isinstance(each, int) for each in numbers) or steps >= warmup:
+    if own is not None or not all(isinstance(number, int) for number in numbers) or steps >= warmup:
         return {}
     return {"schedule.warmup_steps": warmup * steps // whole}
 
 
 def _value_at(fields: dict[str, Any], name: str) -> Any:
     """The value at a dotted name; None where there is none."""
-    found: Any = fields
+    value: Any = fields
     for key in name.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+        value = value.get(key) if isinstance(value, dict) else None
+    return value

@@ -12,60 +12,60 @@ from normattn.structured import parse_toml
 MOST_SEEDS = 1000
 
 
-def names(text: str | None, what: str) -> tuple[str, ...] | None:
+def names(text: str | None, option: str) -> tuple[str, ...] | None:
     """`"KNA, QNA"` as two names; None stays None; an empty or doubled name is refused."""
     if text is None:
         return None
-    found = tuple(part.strip() for part in text.split(","))
-    if not all(found):
-        raise InputError(f"{what} holds an empty name in {text!r}; write names divided by commas")
-    if len(set(found)) != len(found):
-        raise InputError(f"{what} names something twice: {text}")
-    return found
+    parts = tuple(part.strip() for part in text.split(","))
+    if not all(parts):
+        raise InputError(f"{option} holds an empty name in {text!r}; write names divided by commas")
+    if len(set(parts)) != len(parts):
+        raise InputError(f"{option} names something twice: {text}")
+    return parts
 
 
-def integers(text: str | None, what: str, least: int = 1) -> tuple[int, ...] | None:
+def integers(text: str | None, option: str, least: int = 1) -> tuple[int, ...] | None:
     """`"1,2,4"` as whole numbers, each at least `least`; a closing comma is allowed."""
     if text is None:
         return None
     parts = [part.strip() for part in text.rstrip(", ").split(",")]
     # Nineteen digits hold every number of 63 bits; longer ones cost time before they are refused.
     if not all(part.isdecimal() and len(part) < 20 and int(part) >= least for part in parts):
-        raise InputError(f"{what} takes whole numbers of at least {least}, got {text!r}")
-    found = tuple(int(part) for part in parts)
-    if max(found) >= 1 << 63:
-        raise InputError(f"{what} takes whole numbers of at most 63 bits, got {text!r}")
-    return found
+        raise InputError(f"{option} takes whole numbers of at least {least}, got {text!r}")
+    numbers = tuple(int(part) for part in parts)
+    if max(numbers) >= 1 << 63:
+        raise InputError(f"{option} takes whole numbers of at most 63 bits, got {text!r}")
+    return numbers
 
 
 def seeds(text: str | None) -> tuple[int, ...] | None:
     """`"3"` is how many (0, 1, 2); `"7,8"` or `"7,"` says which."""
-    found = integers(text, "--seeds", least=0)
-    if found is None or text is None:
+    numbers = integers(text, "--seeds", least=0)
+    if numbers is None or text is None:
         return None
     if "," in text:
-        if len(set(found)) != len(found):
+        if len(set(numbers)) != len(numbers):
             raise InputError(f"--seeds names a seed twice: {text}")
-        return found
-    if not 1 <= found[0] <= MOST_SEEDS:
+        return numbers
+    if not 1 <= numbers[0] <= MOST_SEEDS:
         raise InputError(
             f"--seeds takes a number of seeds (at least 1, at most {MOST_SEEDS:,}) or a list such "
             f"as 7,8, got {text}"
         )
-    return tuple(range(found[0]))
+    return tuple(range(numbers[0]))
 
 
 def assignments(texts: Iterable[str]) -> dict[str, Any]:
     """`["model.dim=64"]` as `{"model.dim": 64}`; a value is read as TOML, else as plain text."""
-    found: dict[str, Any] = {}
+    assigned: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not all(part.strip() for part in key.split(".")):
             raise InputError(f"--set takes key=value, as in --set model.dim=64, got {text!r}")
-        if key.strip() in found:
+        if key.strip() in assigned:
             raise InputError(f"--set gives {key.strip()} twice")
-        found[key.strip()] = _toml(value.strip(), key.strip())
-    return found
+        assigned[key.strip()] = _toml(value.strip(), key.strip())
+    return assigned
 
 
 def _toml(text: str, key: str) -> Any:
@@ -76,9 +76,9 @@ def _toml(text: str, key: str) -> Any:
     if text in ("none", "null"):
         return None
     try:
-        found = parse_toml(f"value = {text}", f"--set {key}")
+        table = parse_toml(f"value = {text}", f"--set {key}")
     except InputError as error:
         if isinstance(error.__cause__, tomllib.TOMLDecodeError):
             return text
         raise
-    return found["value"] if found.keys() == {"value"} else text
+    return table["value"] if table.keys() == {"value"} else text
