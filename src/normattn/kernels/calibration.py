@@ -203,7 +203,7 @@ def _are_times(times: Any) -> bool:
     return (
         isinstance(times, dict)
         and len(times) > 1
-        and all(isinstance(each, float) and each >= 0 for each in times.values())
+        and all(isinstance(duration, float) and duration >= 0 for duration in times.values())
     )
 
 

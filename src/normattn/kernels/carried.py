@@ -53,7 +53,7 @@ class _Carried(torch.autograd.Function):
     def forward(
         ctx: Any,
         ledger: Ledger,
-        place: Place,
+        position: Place,
         settings: Mapping[str, Any],
         seed: int,
         eye: Eye | None,
@@ -62,20 +62,20 @@ class _Carried(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         problem = Problem.of(settings, tensors)
         plan = Plan.of(problem)
-        layer = ledger.up(problem.q, plan, place.number, place.share)
+        layer = ledger.up(problem.q, plan, position.number, position.share)
         layer = replace(layer, finite=certainly_finite(problem.q, problem.k))
-        if place.learning:
-            ledger.remembered[place.number] = problem.q.detach(), problem.k.detach()
+        if position.learning:
+            ledger.remembered[position.number] = problem.q.detach(), problem.k.detach()
         ctx.save_for_backward(*tensors)
-        ctx.rest = ledger, place, settings, seed
+        ctx.rest = ledger, position, settings, seed
         out = forward_tiles(problem, plan, seed, carried=layer, eye=eye)
         return out, token.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the carried kernel", "backend='reference'")
-        ledger, place, settings, seed = ctx.rest
-        number = place.number
+        ledger, position, settings, seed = ctx.rest
+        number = position.number
         if ledger.at < number:
             raise InputError(
                 "carried scores are undone in a backward and serve one only: add the losses and "
@@ -84,7 +84,7 @@ class _Carried(torch.autograd.Function):
         problem = Problem.of(settings, ctx.saved_tensors)
         plan = Plan.of(problem)
         _undo_above(ledger, problem, plan, number)
-        layer = ledger.down(problem.q, plan, number, place.share)
+        layer = ledger.down(problem.q, plan, number, position.share)
         sums = backward_tiles(problem, plan, grads[0], seed, carried=layer)
         ledger.undone(number)
         return (None, None, None, None, None, grads[1], *sums.all(problem))
@@ -127,9 +127,9 @@ def _carried(problem: Problem, eye: Eye | None) -> Tensor:
     token = problem.q.new_empty(0) if state.token is None else state.token
     tensors = problem.tensors
     wanted = any(x is not None and x.requires_grad for x in (token, *tensors))
-    place = Place(state.count, state.share, wanted and torch.is_grad_enabled())
+    position = Place(state.count, state.share, wanted and torch.is_grad_enabled())
     out, state.token = _Carried.apply(  # type: ignore[no-untyped-call]
-        *(state.ledger, place, problem.settings, draw_seed(problem), eye, token, *tensors)
+        *(state.ledger, position, problem.settings, draw_seed(problem), eye, token, *tensors)
     )
-    found: Tensor = out
-    return found
+    attended: Tensor = out
+    return attended

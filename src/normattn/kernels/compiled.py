@@ -29,8 +29,8 @@ def _type(annotation: object) -> str:
 _APART = ("visibility", "carry", "pairs", "normaliser", "selection")
 _OWN = {x.name: _type(x.type) for x in fields(Problem) if x.name not in _APART}
 _SEEN = {x.name: _type(x.type) for x in fields(Visibility)}
-_TYPES = {**_OWN, **{f"visible_{name}": each for name, each in _SEEN.items()}}
-_FIELDS = ", ".join(f"{each} {name}" for name, each in _TYPES.items())
+_TYPES = {**_OWN, **{f"visible_{name}": kind for name, kind in _SEEN.items()}}
+_FIELDS = ", ".join(f"{kind} {name}" for name, kind in _TYPES.items())
 
 
 def _problem(*values: Any) -> Problem:
@@ -88,8 +88,8 @@ def _autograd(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     values = [next(given) if is_tensor else other for is_tensor, other in places]
     sums = iter(_backward(grad, seed, *values))
     tensors = zip(LEARNED, _problem(*values).tensors, strict=True)
-    found = {name: next(sums) for name, x in tensors if x is not None}
-    return tuple(found.get(name) for name in _TYPES)
+    gradients = {name: next(sums) for name, x in tensors if x is not None}
+    return tuple(gradients.get(name) for name in _TYPES)
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)

@@ -66,8 +66,8 @@ def cosine_counts(
                 hidden = hidden | ~own.transpose(2, 3).flatten(1, 2)[..., None]
             number = torch.zeros_like(hidden[..., 0], dtype=torch.int64)
             if group_of is not None:
-                each = rows.at(grouped(group_of, plan.repeat), tile)
-                number = each.transpose(2, 3).flatten(1, 2)
+                row_group = rows.at(grouped(group_of, plan.repeat), tile)
+                number = row_group.transpose(2, 3).flatten(1, 2)
             cosine = cosine.clamp(-1.0, 1.0)
             counts[at] += _histogram(cosine, hidden, number, groups)
             low, high = (cosine.masked_fill(hidden, end) for end in (torch.inf, -torch.inf))
@@ -100,10 +100,10 @@ def _directions(problem: Problem) -> Problem:
 def _histogram(cosine: Tensor, hidden: Tensor, number: Tensor, groups: int) -> Tensor:
     """Counts (b, h, P, bins) of the entries (b, h, c, W) that are not hidden."""
     batch, heads = cosine.shape[:2]
-    place = ((cosine + 1.0) * (BINS / 2)).floor().long().clamp(0, BINS - 1)
+    index = ((cosine + 1.0) * (BINS / 2)).floor().long().clamp(0, BINS - 1)
     room = groups * BINS + 1
     # One place more, for what is hidden.
-    place = (place + number[..., None] * BINS).masked_fill(hidden, room - 1).flatten(2)
+    index = (index + number[..., None] * BINS).masked_fill(hidden, room - 1).flatten(2)
     row = torch.arange(batch * heads, device=cosine.device).view(batch, heads, 1)
-    found = torch.bincount((place + row * room).flatten(), minlength=row.numel() * room)
-    return found.view(batch, heads, room)[..., :-1].reshape(batch, heads, groups, BINS)
+    counts = torch.bincount((index + row * room).flatten(), minlength=row.numel() * room)
+    return counts.view(batch, heads, room)[..., :-1].reshape(batch, heads, groups, BINS)

@@ -198,9 +198,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden, weight, targets = ctx.saved_tensors
             wanted, (chunk, share) = ctx.needs_input_grad[:2], ctx.settings
             sums = _sums(hidden, weight, targets, chunk, share, wanted)
-        each = grads[0] / ctx.tokens
-        by_hidden = None if sums.by_hidden is None else sums.by_hidden.mul_(each)
-        by_weight = None if sums.by_weight is None else sums.by_weight.mul_(each)
+        per_token = grads[0] / ctx.tokens
+        by_hidden = None if sums.by_hidden is None else sums.by_hidden.mul_(per_token)
+        by_weight = None if sums.by_weight is None else sums.by_weight.mul_(per_token)
         return by_hidden, by_weight, None, None, None
 
 

@@ -194,15 +194,15 @@ def reasons(problem: Problem, backend: str = "auto") -> Decision:
 
     Raises `InputError` for an unknown name and for a kernel that cannot serve the problem.
     """
-    found = {kernel.name: kernel.why_not(problem) for kernel in KERNELS}
+    objections = {kernel.name: kernel.why_not(problem) for kernel in KERNELS}
     if backend != "auto":
         kernel, why = choose(problem, backend).name, "it was asked for by name"
     else:
-        kernel, why = next((k, w) for k, w in _in_order(problem) if found[k] is None)
+        kernel, why = next((k, w) for k, w in _in_order(problem) if objections[k] is None)
         why += _waiting(problem)
     refused = {
         name: reason or f"it could, but {kernel} {_preferred(backend)}"
-        for name, reason in found.items()
+        for name, reason in objections.items()
         if name != kernel
     }
     return Decision(kernel, why, refused)

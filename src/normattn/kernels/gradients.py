@@ -130,8 +130,8 @@ class GroupGradients:
             if distance.dim() == 2:
                 bias[heads].index_add_(1, distance.flatten(), block.sum(0).flatten(1))
                 continue
-            each = distance[:, 0].expand(block.shape[0], *block.shape[2:])
-            bias[heads].index_add_(1, each.flatten(), block.transpose(0, 1).flatten(1))
+            index = distance[:, 0].expand(block.shape[0], *block.shape[2:])
+            bias[heads].index_add_(1, index.flatten(), block.transpose(0, 1).flatten(1))
 
     def close(self) -> None:
         """Write the sums over tiles in the type of the operands."""

@@ -23,9 +23,9 @@ def working_bytes(kernel: str, problem: Problem) -> int:
     if kernel == "strips":
         return 2 * batch * heads * strip_rows(problem) * problem.v.shape[2] * size
     if kernel == "carried":
-        each = 8 if problem.q.dtype == torch.float64 else 4
+        number_bytes = 8 if problem.q.dtype == torch.float64 else 4
         pairs: int = sum((t.rows.stop - t.rows.start) * t.width for t in Plan.of(problem).tiles)
-        return _tile(problem, near_only=False) + batch * heads * pairs * each
+        return _tile(problem, near_only=False) + batch * heads * pairs * number_bytes
     lines = batch * heads * rows * 4
     if kernel in ("fused", "triton"):
         return lines

@@ -175,8 +175,8 @@ class Eye:
             top = torch.maximum(top, score[..., width:].amax(-1))
         if self.functions is not None:
             full = weight.to(values.dtype)
-            for place, function in enumerate(self.functions, len(self.names)):
-                values[place] = at.mean(full, function.to(values.dtype))
+            for index, function in enumerate(self.functions, len(self.names)):
+                values[index] = at.mean(full, function.to(values.dtype))
         # Σ α (s − top): small where it counts, so that no digits cancel. 0 · −∞ must be 0.
         apart = score if wide else self._aside(score)
         least = torch.finfo(score.dtype).min
@@ -193,18 +193,18 @@ class Eye:
     @torch.no_grad()
     def observation(self) -> Observation:
         """What has been shown."""
-        found = dict(zip(self.names, self.room, strict=False))
+        quantities = dict(zip(self.names, self.room, strict=False))
         visible, even = _visible(self.problem, self.functions)
-        top, sink = found["largest"], self.problem.sink
+        top, sink = quantities["largest"], self.problem.sink
         if sink is not None:
             top = torch.maximum(top, sink.to(top)[:, None])
         none = visible == 0
-        spread = -found["most"].log()
+        spread = -quantities["most"].log()
         lse = (top + spread).masked_fill_(none, -torch.inf)
-        entropy = (spread - found["expected"]).clamp_(min=0.0).masked_fill_(none, 0.0)
-        largest = found["largest"].masked_fill(none, -torch.inf)
-        taken = None if sink is None else found["sink"].masked_fill(none, 0.0)
-        first = found["first"]
+        entropy = (spread - quantities["expected"]).clamp_(min=0.0).masked_fill_(none, 0.0)
+        largest = quantities["largest"].masked_fill(none, -torch.inf)
+        taken = None if sink is None else quantities["sink"].masked_fill(none, 0.0)
+        first = quantities["first"]
         if self.problem.visibility.aligned and self.problem.visibility.key.numel():
             # Tiles told of their first column: whether it is the first token is asked once.
             first = first * (self.problem.visibility.key[..., 0] == 0)

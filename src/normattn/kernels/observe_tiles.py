@@ -44,10 +44,10 @@ def show_tile(eye: Eye, scores: Scores, tile: Tile) -> None:
 
 def _by_column(rows: Operands, tile: Tile, weight: Tensor) -> Tensor | None:
     """The weight on the first column, the only one that can be the first token."""
-    found = [weight[..., where.start] for span, where in tile.laid() if span.start == 0]
-    if not found:
+    columns = [weight[..., where.start] for span, where in tile.laid() if span.start == 0]
+    if not columns:
         return None
-    return found[0] if len(found) == 1 else found[0] + found[1]
+    return columns[0] if len(columns) == 1 else columns[0] + columns[1]
 
 
 def _by_mask(rows: Operands, tile: Tile, weight: Tensor) -> Tensor:

@@ -111,8 +111,8 @@ class _TwoRegime(torch.autograd.Function):
             sums.v[:, :, part.keys] += by_v
         by_far_q[:, :, :first] = 0
         by_far_k[:, :, end:] = 0
-        found = sums.all(problem)
-        return (None, *found[:3], by_far_q, by_far_k, *found[5:])
+        gradients = sums.all(problem)
+        return (None, *gradients[:3], by_far_q, by_far_k, *gradients[5:])
 
 
 def _room(q: Tensor, problem: Problem, parts: int, value: float) -> Tensor:
