@@ -124,7 +124,7 @@ def standing(
 ) -> tuple[Positions, Visibility]:
     """Where queries and keys stand, and who sees whom; the arguments are those of `attention`."""
     given = (key_padding, q_positions, k_positions, documents)
-    if causal and all(each is None for each in given):
+    if causal and all(argument is None for argument in given):
         positions = regular_positions(q.shape[2], k.shape[2], q.device)
     else:
         positions = Positions.of(q.shape[2], k.shape[2], causal, q.device, *given)
@@ -172,8 +172,10 @@ def joined(carry: Carry | None, problem: Problem, backend: str) -> Float[Tensor,
 def in_chunks(seen: Visibility, size: int, batch: int) -> Visibility:
     """The same without the keys of other chunks of `size` positions."""
     query, key = (
-        place.div(size, rounding_mode="floor").reshape(-1, place.shape[-1]).expand(batch, -1)
-        for place in (seen.query, seen.key)
+        positions.div(size, rounding_mode="floor")
+        .reshape(-1, positions.shape[-1])
+        .expand(batch, -1)
+        for positions in (seen.query, seen.key)
     )
     return replace(seen, query_documents=query, key_documents=key)
 
@@ -198,13 +200,13 @@ def in_blocks(
     out: Tensor | None = None
     for number, span, own in _blocks(positions, spec.moving[1]):
         confine(span, own)
-        found = part(span, keys - queries + span.stop if positions.ordered else keys, number)
+        piece = part(span, keys - queries + span.stop if positions.ordered else keys, number)
         if own is None:
-            pieces.append(found)
+            pieces.append(piece)
             continue
-        whole = found.new_zeros(*found.shape[:2], queries, found.shape[3])
-        mine = own.reshape(-1, 1, found.shape[2], 1)
-        whole[:, :, span] = torch.where(mine, found, 0.0)
+        whole = piece.new_zeros(*piece.shape[:2], queries, piece.shape[3])
+        mine = own.reshape(-1, 1, piece.shape[2], 1)
+        whole[:, :, span] = torch.where(mine, piece, 0.0)
         out = whole if out is None else out + whole
     if out is not None:
         return out
@@ -310,13 +312,13 @@ def _check(
         raise InputError(f"dropout_p must be at least 0 and below 1, but it is {dropout}")
 
 
-def _check_padding(name: str, what: str, padding: Tensor | None, x: Tensor) -> None:
+def _check_padding(name: str, axis: str, padding: Tensor | None, x: Tensor) -> None:
     expected = (x.shape[0], x.shape[2])
     if padding is not None:
         check_dense(name, padding)
     if padding is not None and (padding.shape != expected or padding.dtype != torch.bool):
         raise InputError(
-            f"{name} must be boolean (batch, {what}) = {expected}, True where one is padding, but "
+            f"{name} must be boolean (batch, {axis}) = {expected}, True where one is padding, but "
             f"it is {padding.dtype} of {tuple(padding.shape)}"
         )
 

@@ -108,12 +108,14 @@ def attention_cached(
     live = _live_blocks(score, at)
 
     def part(rows: slice, upto: int, block: int) -> Tensor:
-        place = at.part(rows, upto)
+        block_positions = at.part(rows, upto)
         turned = None
         if score.spec.moves:
             turned = _turned(score, cache, keys, at, block, upto, live)
         tensors = q[:, :, rows], keys[:, :, :upto], values[:, :, :upto]
-        problem = score.recall(*tensors, place, seen.part(rows, upto), block=block, turned=turned)
+        problem = score.recall(
+            *tensors, block_positions, seen.part(rows, upto), block=block, turned=turned
+        )
         problem = replace(problem, selection=selection)
         return joined(carry, forgetting(problem, sums, rows, q.shape[2]), backend)
 
@@ -128,11 +130,11 @@ def attention_cached(
 
 def _ready(score: Score, cache: KeyValueCache, q: Tensor) -> OneToken | OneTokenFar | None:
     """The quick way for one more token, kept in the cache; None where it is not enough."""
-    found = cache.one_token
-    if isinstance(found, OneToken | OneTokenFar) and (
-        found.spec is score.spec and found.capacity > cache.length and found.dtype == q.dtype
+    kept = cache.one_token
+    if isinstance(kept, OneToken | OneTokenFar) and (
+        kept.spec is score.spec and kept.capacity > cache.length and kept.dtype == q.dtype
     ):
-        return found
+        return kept
     spec = score.spec
     if serves(score, q):
         cache.one_token = made(score, cache.length, q)

@@ -204,7 +204,7 @@ class KeyValueCache(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of memory held, used or not."""
-        taken = sum(each.nbytes for each in self.selected.values())
+        taken = sum(tensor.nbytes for tensor in self.selected.values())
         return taken + sum(room.nbytes for room in self._rooms())
 
     def _rooms(self) -> tuple[Room, ...]:

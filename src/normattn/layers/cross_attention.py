@@ -175,18 +175,18 @@ class CrossAttention(nn.Module):
 
     def _standing(self, x: Tensor, memory: Memory, positions: Tensor | None) -> Positions:
         """Where the queries, those of all rows of a source in one line, and the keys stand."""
-        each = x.shape[0] // memory.keys.shape[0]
+        repeats = x.shape[0] // memory.keys.shape[0]
         if memory.positions is None:
-            query = torch.arange(each * x.shape[1], device=x.device)
+            query = torch.arange(repeats * x.shape[1], device=x.device)
             key = torch.arange(memory.keys.shape[2], device=x.device)
             regular = memory.padding is None
             return Positions(query, key, memory.count, causal=False, regular=regular)
         positions = _needed("positions", positions, self.score.spec)
         _check_tokens("positions", positions, x, whole=False)
         if positions.dim() == 1:
-            query = positions.repeat(each)
+            query = positions.repeat(repeats)
         else:
-            query = positions.reshape(-1, each * x.shape[1])
+            query = positions.reshape(-1, repeats * x.shape[1])
         key = memory.positions
         return Positions(query, key, memory.count, causal=False, regular=False, ordered=False)
 

@@ -111,9 +111,9 @@ class _StandIn(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device | str) -> Any:
-        place = torch.device(device)
+        target = torch.device(device)
         return Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=place, requires_grad=like.requires_grad
+            cls, like.shape, dtype=like.dtype, device=target, requires_grad=like.requires_grad
         )
 
     @classmethod
@@ -143,16 +143,16 @@ def _problem(
         if spec.forgets:
             gates = log_gates(torch.empty(k.shape[0], k.shape[2], q.shape[1]), k.shape[1], dtype)
             sums = summed(gates, q.shape[1])
-    carry, found = new_carry(spec), []
+    carry, problems = new_carry(spec), []
 
     def note(problem: Problem) -> Tensor:
-        found.append(problem if carry is None else carry.join(problem))
+        problems.append(problem if carry is None else carry.join(problem))
         return problem.v.new_empty(*problem.q.shape[:3], problem.v.shape[3])
 
     here = standing(spec, q, k, causal, documents=documents)
     by_problems(score, q, k, v, *here, note, forgotten=sums)
-    tensors = [None if x is None else _StandIn(x, device) for x in found[-1].tensors]
-    return replace(Problem.of(found[-1].settings, tensors), carry=found[-1].carry)
+    tensors = [None if x is None else _StandIn(x, device) for x in problems[-1].tensors]
+    return replace(Problem.of(problems[-1].settings, tensors), carry=problems[-1].carry)
 
 
 def _told(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -36,9 +36,9 @@ def joined_pairs(score: Score, o: Float[Tensor, "b h t e"]) -> Float[Tensor, "b 
     part = score.spec.difference
     if part is None or score.difference is None:
         return o
-    key_pairs, each = score.kv_heads // 2, score.heads // score.kv_heads
-    pairs = o.reshape(o.shape[0], key_pairs, 2, each, *o.shape[2:])
+    key_pairs, repeat = score.kv_heads // 2, score.heads // score.kv_heads
+    pairs = o.reshape(o.shape[0], key_pairs, 2, repeat, *o.shape[2:])
     first, second = (pairs[:, :, side].flatten(1, 2) for side in (0, 1))
     joined = part.joined(first, second, dict(score.difference.items()))
-    halves = joined.reshape(o.shape[0], key_pairs, each, *o.shape[2:]).chunk(2, -1)
+    halves = joined.reshape(o.shape[0], key_pairs, repeat, *o.shape[2:]).chunk(2, -1)
     return torch.stack(halves, 2).flatten(1, 3)
