@@ -116,14 +116,14 @@ def beam_search(
     settings = _Settings(beam, length_penalty, max_length)
     _check(model, sources, settings, batch)
     order = sorted(range(len(sources)), key=lambda number: len(sources[number]), reverse=True)
-    found: list[list[Hypothesis]] = [[] for _ in sources]
+    translations: list[list[Hypothesis]] = [[] for _ in sources]
     with without_dropout(model):
         for start in range(0, len(order), batch):
             numbers = order[start : start + batch]
             search = _Search(model, [sources[number] for number in numbers], settings)
             for number, hypotheses in zip(numbers, search.run(), strict=True):
-                found[number] = hypotheses
-    return found
+                translations[number] = hypotheses
+    return translations
 
 
 class _Search:
@@ -152,7 +152,7 @@ class _Search:
             ended = (words == self.model.config.eos_id) & (values > -math.inf)
             self._finish(values, parents, ended)
             self._go_on(values.masked_fill(ended, -math.inf), parents, words)
-        return [sorted(each, key=lambda one: -one.score) for each in self.finished]
+        return [sorted(hypotheses, key=lambda one: -one.score) for hypotheses in self.finished]
 
     def _continuations(self) -> tuple[Tensor, Tensor, Tensor]:
         """The K best of each source, best first: log-probability, the place it comes from, token.
@@ -186,9 +186,9 @@ class _Search:
     def _finish(self, values: Tensor, parents: Tensor, ended: Tensor) -> None:
         """Put those aside that ended."""
         length = self.tokens.shape[2]
-        for row, place in ended.nonzero().tolist():
-            tokens = self.tokens[row, parents[row, place], 1:].tolist()
-            value = float(values[row, place])
+        for row, candidate in ended.nonzero().tolist():
+            tokens = self.tokens[row, parents[row, candidate], 1:].tolist()
+            value = float(values[row, candidate])
             self.finished[self.numbers[row]].append(
                 Hypothesis(
                     tuple(tokens),
@@ -235,10 +235,10 @@ def best(
     values: Float[Tensor, "n v"], count: int
 ) -> tuple[Float[Tensor, "n c"], Int[Tensor, "n c"]]:
     """The `count` largest of each row, falling, and where they stand; of equal ones the first."""
-    found = values.topk(count, dim=-1)
-    places = found.indices
+    top = values.topk(count, dim=-1)
+    places = top.indices
     # topk picks any of those that equal the last one taken.
-    unsure = (values >= found.values[:, -1:]).sum(-1) > count
+    unsure = (values >= top.values[:, -1:]).sum(-1) > count
     if bool(unsure.any()):
         whole = torch.sort(values[unsure], stable=True, dim=-1, descending=True)
         places = places.index_put((unsure.nonzero()[:, 0],), whole.indices[:, :count])

@@ -69,8 +69,8 @@ class ModelCache:
         documents = None
         if self._separator is not None:
             documents = self._number_documents((ids == self._separator).long())
-        place = _places(self._own(documents, key_padding, ids), self._positions, self.length)
-        return Reading(key_padding, self._positions.append(place), documents)
+        positions = _places(self._own(documents, key_padding, ids), self._positions, self.length)
+        return Reading(key_padding, self._positions.append(positions), documents)
 
     def done(self, tokens: int) -> None:
         """All layers have read the new tokens."""

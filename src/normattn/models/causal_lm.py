@@ -186,8 +186,8 @@ class CausalLM(nn.Module):
                 for group in torch.split(ids, rows)
             ]
         shape = (ids.shape[0], ids.shape[1] - 1)
-        loss = torch.cat([each.loss for each in scores]).view(shape)
-        return TokenScores(loss, torch.cat([each.correct for each in scores]).view(shape))
+        loss = torch.cat([part.loss for part in scores]).view(shape)
+        return TokenScores(loss, torch.cat([part.correct for part in scores]).view(shape))
 
     def _scores(self, ids: Tensor) -> TokenScores:
         hidden, targets = self._predictions(ids)
@@ -201,8 +201,8 @@ class CausalLM(nn.Module):
             token_scores(hidden.flatten(0, 1), self.head_weight, target.flatten())
             for hidden, target in zip(chunks, targets, strict=True)
         ]
-        loss = torch.cat([each.loss for each in scores])
-        return TokenScores(loss, torch.cat([each.correct for each in scores]))
+        loss = torch.cat([part.loss for part in scores])
+        return TokenScores(loss, torch.cat([part.correct for part in scores]))
 
     def using(self, method: ScoreSpec | str, **parameters: Any) -> MethodHandle:
         """Switch a post-hoc method on in every layer until the handle is removed.

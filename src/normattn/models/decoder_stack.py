@@ -24,9 +24,9 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, config: DecoderConfig, score: ScoreSpec, across: ScoreSpec) -> None:
         super().__init__()
-        place = placed(config)
-        self.mixer = place(make_attention(config, score))
-        self.cross = place(
+        wrap = placed(config)
+        self.mixer = wrap(make_attention(config, score))
+        self.cross = wrap(
             CrossAttention(
                 config.dim,
                 config.heads,
@@ -36,7 +36,7 @@ class DecoderBlock(nn.Module):
                 dropout=config.dropout,
             )
         )
-        self.feed_forward = place(make_feed_forward(config))
+        self.feed_forward = wrap(make_feed_forward(config))
 
     @property
     def cross_attention(self) -> CrossAttention:

@@ -71,9 +71,9 @@ class Stops:
     def of(stop: Iterable[int | str], decode: Decode | None, vocabulary: int) -> Stops:
         """Sort tokens and strings; raises `InputError` for those that can never come."""
         given = list(stop)
-        tokens = frozenset(each for each in given if isinstance(each, int))
-        strings = tuple(each for each in given if isinstance(each, str))
-        outside = sorted(each for each in tokens if not 0 <= each < vocabulary)
+        tokens = frozenset(token for token in given if isinstance(token, int))
+        strings = tuple(string for string in given if isinstance(string, str))
+        outside = sorted(token for token in tokens if not 0 <= token < vocabulary)
         if outside:
             raise InputError(
                 f"stop token {outside[0]} is outside the vocabulary 0 … {vocabulary - 1}"
@@ -89,16 +89,16 @@ class Stops:
         if not self.strings or self.decode is None:
             return False
         # A token is at least a byte; a character cut off at the front is of no account.
-        tail = self.decode(tokens[-max(len(each.encode()) for each in self.strings) - 4 :])
-        return any(each in tail for each in self.strings)
+        tail = self.decode(tokens[-max(len(string.encode()) for string in self.strings) - 4 :])
+        return any(string in tail for string in self.strings)
 
     def text(self, tokens: Sequence[int]) -> str | None:
         """The text before the first stop string."""
         if self.decode is None:
             return None
         text = self.decode(tokens)
-        found = [at for at in (text.find(each) for each in self.strings) if at >= 0]
-        return text[: min(found)] if found else text
+        starts = [at for at in (text.find(string) for string in self.strings) if at >= 0]
+        return text[: min(starts)] if starts else text
 
 
 @dataclass
@@ -181,10 +181,10 @@ def generate(
             drawn = sampling.next_tokens(logits, [row.generator for row in alive])
             for row, token in zip(alive, drawn, strict=True):
                 row.accept(token, stops, max_new_tokens, on_token)
-            going = [place for place, row in enumerate(alive) if row.ended is None]
+            going = [index for index, row in enumerate(alive) if row.ended is None]
             if 0 < len(going) < len(alive):
                 cache.reorder(going)
-            alive = [alive[place] for place in going]
+            alive = [alive[index] for index in going]
             if alive:
                 last = [row.tokens[-1] for row in alive]
                 logits = model(torch.tensor(last, device=ids.device)[:, None], cache=cache)[:, -1]

@@ -149,9 +149,9 @@ class MaskedLM(nn.Module):
         head = self.head_weight.detach()
         loss, hits = own.loss, []
         for leave, x in zip(self.exits, below, strict=True):
-            found = linear_cross_entropy(leave(_rows(x, kept)), head, wanted)
-            hits.append(found.correct)
-            loss = loss + EXIT_WEIGHT * (found.loss - found.loss.detach())
+            scored = linear_cross_entropy(leave(_rows(x, kept)), head, wanted)
+            hits.append(scored.correct)
+            loss = loss + EXIT_WEIGHT * (scored.loss - scored.loss.detach())
         counted = torch.full_like(own.correct, wanted.numel())
         return MaskedLoss(loss, own.correct, counted, _stacked(hits, own.correct))
 
@@ -174,9 +174,9 @@ class MaskedLM(nn.Module):
         known = targets.clamp_min(0).flatten()
         kept = targets >= 0
         ends = [hidden, *(leave(x) for leave, x in zip(self.exits, below, strict=True))]
-        found = [token_scores(x.flatten(0, 1), self.head_weight, known) for x in ends]
-        hits = [each.correct.view(targets.shape) & kept for each in found]
-        loss = found[0].loss.view(targets.shape) * kept
+        scores = [token_scores(x.flatten(0, 1), self.head_weight, known) for x in ends]
+        hits = [score.correct.view(targets.shape) & kept for score in scores]
+        loss = scores[0].loss.view(targets.shape) * kept
         return MaskedScores(loss, hits[0], _stacked(hits[1:], hits[0]))
 
     def _read(
@@ -218,5 +218,5 @@ def _rows(values: Tensor, kept: Tensor | None) -> Tensor:
     return values.flatten(0, 1) if kept is None else values[kept]
 
 
-def _stacked(found: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(found) if found else like.new_zeros((0, *like.shape))
+def _stacked(tensors: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(tensors) if tensors else like.new_zeros((0, *like.shape))

@@ -45,10 +45,10 @@ def save_model(model: nn.Module, directory: Path | str) -> None:
     that stands there is replaced as a whole if it holds a saved model or nothing. Raises
     `InputError` when it holds anything else, when the disk is full or cannot be written.
     """
-    place = Path(directory)
+    path = Path(directory)
     kind, config = _format_of(model), model.config
     assert isinstance(config, BaseModel)
-    _check_replaceable(place)
+    _check_replaceable(path)
 
     def fill(folder: Path) -> None:
         tensors = {
@@ -67,7 +67,7 @@ def save_model(model: nn.Module, directory: Path | str) -> None:
         text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False)
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
-    atomic.replace_directory(place, fill)
+    atomic.replace_directory(path, fill)
 
 
 def load_model(directory: Path | str, expected: BaseModel | None = None) -> CausalLM:
@@ -96,20 +96,20 @@ def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Mod
     Models saved before the settings had a digest are read without that check; where `expected` is
     given, as it is for every run, they are compared with it all the same.
     """
-    place = Path(directory)
-    description = _read_description(place / CONFIG_FILE)
+    path = Path(directory)
+    description = _read_description(path / CONFIG_FILE)
     kind = _class_of(description["format"])
-    tensors = _read_weights(place / WEIGHTS_FILE, description)
-    _refuse_layers(description["config"], len(tensors), place / CONFIG_FILE)
+    tensors = _read_weights(path / WEIGHTS_FILE, description)
+    _refuse_layers(description["config"], len(tensors), path / CONFIG_FILE)
     # Made without memory first: sizes without end would otherwise take it before they are refused.
     with on_meta():
-        config = _read_config(kind, description, place / CONFIG_FILE)
+        config = _read_config(kind, description, path / CONFIG_FILE)
         try:
             shell = kind(config)
         except (RuntimeError, TypeError) as error:  # a size that no tensor can have
-            raise InputError(f"{place / CONFIG_FILE} has sizes that no model can have") from error
-    _check_tensors(shell, tensors, place / WEIGHTS_FILE)
-    _check_settings(config, expected, description, place / CONFIG_FILE)
+            raise InputError(f"{path / CONFIG_FILE} has sizes that no model can have") from error
+    _check_tensors(shell, tensors, path / WEIGHTS_FILE)
+    _check_settings(config, expected, description, path / CONFIG_FILE)
     with torch.random.fork_rng(devices=[]):
         model = kind(config)
     for name, value in model.state_dict(keep_vars=True).items():
@@ -123,9 +123,11 @@ def _check_settings(
 ) -> None:
     """Other settings make another model of the same weights, and no size need tell."""
     if expected is not None:
-        found = first_difference(expected.model_dump(mode="json"), config.model_dump(mode="json"))
-        if found is not None:
-            field, wanted, stored = found
+        difference = first_difference(
+            expected.model_dump(mode="json"), config.model_dump(mode="json")
+        )
+        if difference is not None:
+            field, wanted, stored = difference
             raise InputError(
                 f"{path} is not of the model that the run describes: {field} is {stored} there "
                 f"and {wanted} in the run's configuration"
@@ -153,19 +155,19 @@ def _format_of(model: nn.Module) -> str:
 
 def _class_of(name: str) -> type[nn.Module]:
     module, kind = FORMATS[name]
-    found: type[nn.Module] = getattr(import_module(f"normattn.models.{module}"), kind)
-    return found
+    model_class: type[nn.Module] = getattr(import_module(f"normattn.models.{module}"), kind)
+    return model_class
 
 
-def _check_replaceable(place: Path) -> None:
-    if not place.exists():
+def _check_replaceable(path: Path) -> None:
+    if not path.exists():
         return
-    if not place.is_dir():
-        raise InputError(f"{place} is a file; a model is saved as a directory")
-    others = {entry.name for entry in place.iterdir()} - {CONFIG_FILE, WEIGHTS_FILE}
+    if not path.is_dir():
+        raise InputError(f"{path} is a file; a model is saved as a directory")
+    others = {entry.name for entry in path.iterdir()} - {CONFIG_FILE, WEIGHTS_FILE}
     if others:
         raise InputError(
-            f"{place} holds {sorted(others)[0]}, which is not part of a saved model; "
+            f"{path} holds {sorted(others)[0]}, which is not part of a saved model; "
             "choose an empty or a new directory"
         )
 

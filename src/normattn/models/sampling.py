@@ -73,11 +73,13 @@ class Sampling:
             chosen: list[int] = logits.argmax(-1).tolist()
             return chosen
         chance, tokens = self.probabilities(logits)
-        drawn = [torch.rand((), generator=each, dtype=torch.float64) for each in generators]
+        drawn = [
+            torch.rand((), generator=generator, dtype=torch.float64) for generator in generators
+        ]
         total = chance.cumsum(-1)
         mark = torch.stack(drawn)[:, None].to(total.device) * total[:, -1:]
-        place = (total <= mark).sum(-1, keepdim=True).clamp(max=total.shape[-1] - 1)
-        picked: list[int] = tokens.gather(-1, place)[:, 0].tolist()
+        index = (total <= mark).sum(-1, keepdim=True).clamp(max=total.shape[-1] - 1)
+        picked: list[int] = tokens.gather(-1, index)[:, 0].tolist()
         return picked
 
 
@@ -86,6 +88,6 @@ def row_generators(seed: int | Sequence[int], rows: int) -> list[torch.Generator
     seeds = [seed + row for row in range(rows)] if isinstance(seed, int) else list(seed)
     if len(seeds) != rows:
         raise InputError(f"{len(seeds)} seeds were given for {rows} prompts")
-    if any(not 0 <= each < 1 << 63 for each in seeds):
+    if any(not 0 <= row_seed < 1 << 63 for row_seed in seeds):
         raise InputError("a seed must be at least 0 and below 2^63")
-    return [torch.Generator().manual_seed(each) for each in seeds]
+    return [torch.Generator().manual_seed(row_seed) for row_seed in seeds]

@@ -91,8 +91,8 @@ class Blocks(nn.ModuleList):
     @property
     def specs(self) -> list[ScoreSpec]:
         """The active score of every layer."""
-        found = [module.spec for module in self.modules() if isinstance(module, Score)]
-        return found * (self.layers // len(found))
+        specs = [module.spec for module in self.modules() if isinstance(module, Score)]
+        return specs * (self.layers // len(specs))
 
 
 def make_norm(config: StackConfig) -> LayerNorm | RMSNorm:
@@ -155,11 +155,11 @@ def make_feed_forward(config: StackConfig) -> SwiGLU | GELU:
 
 
 def _block(config: StackConfig, layer: int) -> Block:
-    place = placed(config)
+    wrap = placed(config)
     score = config.score.layer(layer, config.layers)
     if config.block == "gau":
         unit = GatedAttentionUnit(
             config.dim, config.key_size, config.expansion, score, dropout=config.dropout
         )
-        return Block(place(unit), None)
-    return Block(place(make_attention(config, score)), place(make_feed_forward(config)))
+        return Block(wrap(unit), None)
+    return Block(wrap(make_attention(config, score)), wrap(make_feed_forward(config)))

@@ -58,7 +58,7 @@ class StackConfig(BaseModel):
     norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
     # Left out of a dump where it is off: runs that were made before it stay the same.
     eps_placement: Annotated[
-        Literal["inside", "outside"], Field(exclude_if=lambda place: place == "inside")
+        Literal["inside", "outside"], Field(exclude_if=lambda side: side == "inside")
     ] = "inside"
     feed_forward: Literal["swiglu", "gelu"] = "swiglu"
     hidden: Size | None = None
@@ -109,8 +109,8 @@ class StackConfig(BaseModel):
                 f"{score.name} differs from layer to layer, but with shared_layers all are one"
             )
         # A score refuses some shapes of heads; better now than when the model is built.
-        for each in {score.layer(layer, self.layers) for layer in range(self.layers)}:
-            _check_heads(each, self.heads, self.score_head_dim, self.kv_heads)
+        for spec in {score.layer(layer, self.layers) for layer in range(self.layers)}:
+            _check_heads(spec, self.heads, self.score_head_dim, self.kv_heads)
         return score
 
     def _check_block(self) -> None:
@@ -190,15 +190,15 @@ def explain(error: ValidationError) -> str:
     """A validation error as one sentence: each field, what is wrong, and the value given."""
     parts = []
     for item in error.errors(include_url=False):
-        place = ".".join(str(key) for key in item["loc"])
+        field = ".".join(str(key) for key in item["loc"])
         if item["type"] == "value_error":
             message = str(item["ctx"]["error"])
-            parts.append(f"{place}: {message}" if place else message)
+            parts.append(f"{field}: {message}" if field else message)
         elif item["type"] == "extra_forbidden":
-            parts.append(f"{place}: there is no such setting")
+            parts.append(f"{field}: there is no such setting")
         elif item["type"] == "missing":
-            parts.append(f"{place}: this setting is required")
+            parts.append(f"{field}: this setting is required")
         else:
             message = item["msg"][0].lower() + item["msg"][1:]
-            parts.append(f"{place}: {message}, but it is {item['input']!r}")
+            parts.append(f"{field}: {message}, but it is {item['input']!r}")
     return f"{error.title}: " + "; ".join(parts)

@@ -140,10 +140,10 @@ class Translator(nn.Module):
         Padding is no target. The (tokens, V) logits are never held whole.
         """
         hidden, wanted, kept = self._predictions(source, target)
-        found = linear_cross_entropy(
+        scored = linear_cross_entropy(
             hidden[kept], self.head_weight, wanted[kept], label_smoothing=label_smoothing
         )
-        return TranslationLoss(found.loss, found.nll, found.correct, kept.sum())
+        return TranslationLoss(scored.loss, scored.nll, scored.correct, kept.sum())
 
     @torch.no_grad()
     def token_scores(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t1"]) -> TokenScores:
@@ -153,14 +153,14 @@ class Translator(nn.Module):
         """
         with without_dropout(self):
             hidden, wanted, kept = self._predictions(source, target)
-        found = token_scores(hidden[kept], self.head_weight, wanted[kept])
-        loss = found.loss.new_zeros(kept.shape).masked_scatter_(kept, found.loss)
-        correct = torch.zeros_like(kept).masked_scatter_(kept, found.correct)
+        scores = token_scores(hidden[kept], self.head_weight, wanted[kept])
+        loss = scores.loss.new_zeros(kept.shape).masked_scatter_(kept, scores.loss)
+        correct = torch.zeros_like(kept).masked_scatter_(kept, scores.correct)
         return TokenScores(loss, correct)
 
     def translate(self, sources: Sequence[Sequence[int]], **settings: Any) -> list[Hypothesis]:
         """The best `Hypothesis` for each source; settings are those of `beam_search`."""
-        return [found[0] for found in beam_search(self, sources, **settings)]
+        return [hypotheses[0] for hypotheses in beam_search(self, sources, **settings)]
 
     @property
     def _targets(self) -> nn.Embedding:

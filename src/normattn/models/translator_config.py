@@ -142,8 +142,8 @@ class TranslatorConfig(StackConfig):
         refuse_across(score)
         score = score.resolve(train_length=self.train_length)
         with torch.random.fork_rng(devices=[]):
-            for each in {score.layer(n, self.decoder.layers) for n in range(self.decoder.layers)}:
-                Score(each, self.heads, self.score_head_dim, self.kv_heads)
+            for spec in {score.layer(n, self.decoder.layers) for n in range(self.decoder.layers)}:
+                Score(spec, self.heads, self.score_head_dim, self.kv_heads)
         return score
 
 
