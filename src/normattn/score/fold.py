@@ -65,31 +65,31 @@ class Turner:
     amplitude: float = 1.0
 
     def at(
-        self, place: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0, sign: int = 1
+        self, positions: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0, sign: int = 1
     ) -> Rotation:
         """The rotation to these positions, times `scale`; keys (sign −1) shrink what grows."""
         growth = None if self.growth is None else self.growth * sign
-        made = rotation(place.double(), self.theta, scale, self.interleaved, dtype, growth)
+        made = rotation(positions.double(), self.theta, scale, self.interleaved, dtype, growth)
         size = self.amplitude
         return made if size == 1 else replace(made, cos=made.cos * size, sin=made.sin * size)
 
     def queries(
-        self, spec: ScoreSpec, place: Tensor, scale: Tensor | float, dtype: torch.dtype
+        self, spec: ScoreSpec, positions: Tensor, scale: Tensor | float, dtype: torch.dtype
     ) -> Fold:
         """To the near and far positions of queries, or to those of all rules by chunks."""
-        at, rules, regime = place.double(), spec.chunk_rules, spec.regime
+        at, rules, regime = positions.double(), spec.chunk_rules, spec.regime
         if rules is not None:
-            each = (self.at(own, dtype, scale) for own in rules.query_positions(at))
-            return Fold(SideBySide(tuple(each)))
+            rotations = (self.at(own, dtype, scale) for own in rules.query_positions(at))
+            return Fold(SideBySide(tuple(rotations)))
         far = None if regime is None else regime.far_positions(at, at)[0]
         return Fold(self.at(at, dtype, scale), None if far is None else self.at(far, dtype, scale))
 
-    def keys(self, spec: ScoreSpec, place: Tensor, dtype: torch.dtype) -> Fold:
+    def keys(self, spec: ScoreSpec, positions: Tensor, dtype: torch.dtype) -> Fold:
         """To the near and far positions of keys, or to those in their chunks."""
-        at, rules, regime = place.double(), spec.chunk_rules, spec.regime
+        at, rules, regime = positions.double(), spec.chunk_rules, spec.regime
         if rules is not None:
             assert rules.size is not None
-            chunk = place.div(rules.size, rounding_mode="floor").long()[..., None]
+            chunk = positions.div(rules.size, rounding_mode="floor").long()[..., None]
             own = self.at(rules.key_positions(at), dtype, sign=-1)
             return Fold(ByChunk(own, chunk if chunk.dim() == 2 else chunk[:, None]))
         far = None if regime is None else regime.far_positions(at, at)[1]
@@ -122,8 +122,8 @@ def query_fold(spec: ScoreSpec, head_dim: int, positions: Positions, dtype: torc
             lambda: _query_fold(spec, head_dim, positions.query, positions.n, dtype),
         )
 
-    def make(place: Tensor) -> Fold:
-        return _query_fold(spec, head_dim, place, place + 1, dtype)
+    def make(query: Tensor) -> Fold:
+        return _query_fold(spec, head_dim, query, query + 1, dtype)
 
     capacity = _capacity(spec, head_dim, dtype, keys)
     return _KEPT.counted(name, (keys - queries, keys), capacity, device, make)
@@ -167,7 +167,7 @@ def near_from_far(
 
 
 def _of_keys(
-    what: str,
+    kind: str,
     spec: ScoreSpec,
     head_dim: int,
     places: Tensor,
@@ -179,19 +179,19 @@ def _of_keys(
         return make(places)
     last = first + places.shape[-1]
     capacity = _capacity(spec, head_dim, dtype, last)
-    name = (what, spec, head_dim, dtype)
+    name = (kind, spec, head_dim, dtype)
     return _KEPT.counted(name, (first, last), capacity, places.device, make)
 
 
 def _query_fold(
-    spec: ScoreSpec, head_dim: int, place: Tensor, n: Tensor, dtype: torch.dtype
+    spec: ScoreSpec, head_dim: int, positions: Tensor, n: Tensor, dtype: torch.dtype
 ) -> Fold:
     scale, turner = query_scale(spec, head_dim, n), _turner(spec, head_dim)
     if turner is None:
         return Fold(scale=beside(scale))
     if spec.order is None:
-        return turner.queries(spec, place, scale, dtype)
-    return replace(turner.queries(spec, place, 1.0, dtype), scale=beside(scale))
+        return turner.queries(spec, positions, scale, dtype)
+    return replace(turner.queries(spec, positions, 1.0, dtype), scale=beside(scale))
 
 
 def _turner(spec: ScoreSpec, head_dim: int) -> Turner | None:

@@ -70,24 +70,24 @@ def give(key: str, value: Any, given: list[Given], text: str) -> None:
 
 
 def _split(body: str, text: str) -> list[re.Match[str]]:
-    found, start = [], 0
+    matches, start = [], 0
     while start < len(body):
         match = _PART.match(body, start)
         if match is None:
             break
-        found.append(match)
+        matches.append(match)
         start = match.end()
         if start < len(body) and body[start] == "-" and start + 1 < len(body):
             start += 1
         elif start < len(body):
             break
-    if start != len(body) or not found:
+    if start != len(body) or not matches:
         near = body[start : start + 12]
         raise InputError(
             f"{text!r} is not a score: expected names joined by hyphens, like "
             f"CosA-logn-YaRN(factor=8)@512, but found {near!r}"
         )
-    return found
+    return matches
 
 
 def _parse_part(match: re.Match[str], text: str) -> Given:

@@ -323,7 +323,7 @@ def _turned(
     after: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     if isinstance(rotation, SideBySide | ByChunk):
-        return rotation.laid(lambda each: _turned(x, each, after))
+        return rotation.laid(lambda turn: _turned(x, turn, after))
     x = x if rotation is None else rotation(x)
     return x if after is None else after(x)
 

@@ -81,7 +81,7 @@ class Positions:
         else:
             n = torch.full((1,), keys, device=device)
         given = (key_padding, q_positions, k_positions, documents)
-        regular = all(each is None for each in given)
+        regular = all(argument is None for argument in given)
         ordered = q_positions is None and k_positions is None
         return Positions(query, key, n.clamp(min=1), causal, regular, ordered)
 
@@ -94,8 +94,8 @@ def numbered(
     A number that comes back later in a row is another document. Padding is no token: it ends no
     run, and counts to the one before it. Counting twice changes nothing.
     """
-    place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    real = place if key_padding is None else torch.where(key_padding, -1, place)
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    real = index if key_padding is None else torch.where(key_padding, -1, index)
     # The last real token before each one, −1 where there is none.
     before = torch.nn.functional.pad(real.cummax(-1).values[:, :-1], (1, 0), value=-1)
     other = documents != documents.gather(1, before.clamp(min=0))

@@ -81,6 +81,6 @@ def _differentiable(
     """The same gradients through torch's own operations, for a derivative of the derivative."""
     inputs = [part for part in (x, gain) if part is not None and part.requires_grad]
     y = F.rms_norm(x, (x.shape[-1],), gain, eps)
-    found = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
-    by_x = next(found) if x.requires_grad else None
-    return by_x, next(found) if gain is not None and gain.requires_grad else None
+    gradients = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
+    by_x = next(gradients) if x.requires_grad else None
+    return by_x, next(gradients) if gain is not None and gain.requires_grad else None

@@ -64,11 +64,11 @@ class SideBySide:
 
     def laid(self, turned: Callable[[Rotation], Tensor]) -> Float[Tensor, "b h t wide"]:
         """What `turned` makes of each."""
-        return torch.cat([turned(each) for each in self.each], -1)
+        return torch.cat([turned(turn) for turn in self.each], -1)
 
     def rows(self, rows: slice) -> SideBySide:
         """The rotations of some of the positions."""
-        return SideBySide(tuple(each.rows(rows) for each in self.each))
+        return SideBySide(tuple(turn.rows(rows) for turn in self.each))
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def _backward(
     no mean was taken, its last term, one number a row, is put back.
     """
     dim, dtype = x.shape[-1], kept[1].dtype
-    gain, bias = (_as(each, dtype) for each in parameters)
+    gain, bias = (_as(parameter, dtype) for parameter in parameters)
     grad_x = torch.empty_like(x)
     sums = torch.zeros(2, dim, dtype=dtype)
     for part, above, m, r, out in zip(*_chunks(dim, x, grad, *kept, grad_x), strict=True):
@@ -115,8 +115,8 @@ class _RowNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, bias, mean, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():
-            found = _differentiable((x, gain, bias), grad, ctx.eps, ctx.centred)
-            return *found, None, None
+            gradients = _differentiable((x, gain, bias), grad, ctx.eps, ctx.centred)
+            return *gradients, None, None
         wanted = [p is not None and p.requires_grad for p in (gain, bias)]
         by_x, by_gain, by_bias = _backward(
             x, grad.contiguous(), (mean, inverse), (gain, bias), wanted, ctx.centred
@@ -141,14 +141,14 @@ def _differentiable(
     else:
         y = F.rms_norm(x.to(dtype), shape, _as(gain, dtype), eps)
     wanted = [part for part in inputs if part is not None and part.requires_grad]
-    found = iter(torch.autograd.grad(y.to(x.dtype), wanted, grad, create_graph=True))
-    return [next(found) if p is not None and p.requires_grad else None for p in inputs]
+    gradients = iter(torch.autograd.grad(y.to(x.dtype), wanted, grad, create_graph=True))
+    return [next(gradients) if p is not None and p.requires_grad else None for p in inputs]
 
 
 def _chunks(dim: int, *rows: Tensor) -> list[tuple[Tensor, ...]]:
     """Contiguous tensors, each in pieces of as many rows; the last may be shorter."""
     size = max(1, CHUNK_BYTES // (4 * dim))
-    return [torch.split(each.view(-1, each.shape[-1]), size) for each in rows]
+    return [torch.split(tensor.view(-1, tensor.shape[-1]), size) for tensor in rows]
 
 
 def _as(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:

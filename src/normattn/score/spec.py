@@ -231,8 +231,8 @@ class ScoreSpec:
         if self.layout is not None:
             del parts[Slot.LAYOUT]
             laid = self.layout.layer(parts, layer, layers, self.train_length)
-        found = tuple(part.in_layer(layer) for part in laid)
-        return self if found == self.parts else ScoreSpec(found, self.train_length)
+        layer_parts = tuple(part.in_layer(layer) for part in laid)
+        return self if layer_parts == self.parts else ScoreSpec(layer_parts, self.train_length)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 (specifications are small values)
     def fixed(self, block: int) -> ScoreSpec:
@@ -280,14 +280,14 @@ class ScoreSpec:
 
         A value that the training length or the factor gives anyway is not spelled.
         """
-        found = []
+        labels = []
         for part in self.parts:
             if part.when != "trained-in":
                 stretched = getattr(part, "factor", None)
                 factor = stretched if isinstance(stretched, float) else None
                 usual = type(part)().resolved(self.train_length, factor)
-                found.append(print_part(part, usual) if part != usual else label(part))
-        return "-".join(found)
+                labels.append(print_part(part, usual) if part != usual else label(part))
+        return "-".join(labels)
 
     @property
     def method_text(self) -> str:
@@ -380,10 +380,10 @@ def _refuse_nonsense(spec: ScoreSpec) -> None:
         if reason := part.conflict(slots):
             raise InputError(reason)
         if part.needs_rotary and not spec.position.rotary:
-            place = spec.position.name if spec.bias is None else spec.bias.name
+            position = spec.position.name if spec.bias is None else spec.bias.name
             raise InputError(
-                f"{part.name} on {place} makes no sense: {part.name} changes rotary positions, and "
-                f"{spec.name} has none"
+                f"{part.name} on {position} makes no sense: {part.name} changes rotary positions, "
+                f"and {spec.name} has none"
             )
         if spec.layout is not None and not spec.layout.stretchable and part.when != "trained-in":
             raise InputError(

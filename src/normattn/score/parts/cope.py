@@ -84,12 +84,12 @@ class Counted:
         order = seen.by_position(score)
         gate = torch.sigmoid(score.to(self.table.dtype))
         gate = gate if order is None else gate.gather(-1, order)
-        place = gate.flip(-1).cumsum(-1).flip(-1)
-        place = place if order is None else place.gather(-1, order.argsort(-1))
+        position = gate.flip(-1).cumsum(-1).flip(-1)
+        position = position if order is None else position.gather(-1, order.argsort(-1))
         last = self.table.shape[-1] - 1
-        place = place.clamp(max=last)
-        whole = place.detach().floor()
+        position = position.clamp(max=last)
+        whole = position.detach().floor()
         # A position that is no number stays one by its share; as an index it would be none.
         low = whole.nan_to_num(0.0).long()
         below, above = (self.table.gather(-1, at) for at in (low, (low + 1).clamp(max=last)))
-        return torch.lerp(below, above, place - whole)
+        return torch.lerp(below, above, position - whole)

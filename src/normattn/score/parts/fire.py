@@ -95,9 +95,9 @@ class Shares:
         )
         every = slice(None)
         distance = seen.distance(every, every).clamp(min=0).to(c)
-        place = seen.query.to(c)[..., None]
-        place = place[:, None] if distance.dim() == 4 else place
-        whole = torch.maximum(place, (mu * self.threshold).abs())
+        position = seen.query.to(c)[..., None]
+        position = position[:, None] if distance.dim() == 4 else position
+        whole = torch.maximum(position, (mu * self.threshold).abs())
         share = torch.log1p(c.abs() * distance) / (torch.log1p(c.abs() * whole) + _EPS)
         hidden = torch.relu(share[..., None] * w_in + b_in)
         bias = (hidden @ w_out.t() + b_out).movedim(-1, -3)

@@ -36,7 +36,7 @@ class LongRoPE(StretchedSpectrum):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.factors is not None:
-            good = all(math.isfinite(each) and each > 0 for each in self.factors)
+            good = all(math.isfinite(factor) and factor > 0 for factor in self.factors)
             self.require(good and bool(self.factors), "factors", "numbers above 0, like 1:1.2:4")
 
     def missing(self, train_length: int | None) -> str | None:

@@ -66,7 +66,7 @@ class YaRN(StretchedSpectrum):
         low, high = dim(self.beta_fast), dim(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = (float(min(max(each, 0), head_dim - 1)) for each in (low, high))
+        low, high = (float(min(max(edge, 0), head_dim - 1)) for edge in (low, high))
         high += 0.001 if high == low else 0.0
         m = torch.arange(head_dim // 2, dtype=torch.float64)
         ramp = ((m - low) / (high - low)).clamp(0, 1)
