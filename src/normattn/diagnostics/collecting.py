@@ -89,13 +89,13 @@ class Collector:
         device = problem.q.device
         seen = problem.visibility
         most = max(int(seen.query.max()), int(seen.key.max())) + 1
-        found = {"beyond": beyond(length, most)}
+        functions = {"beyond": beyond(length, most)}
         block = int(seen.query.min()) // length
         angles = unseen_angles(spec, score.head_dim, most, block)
         if angles is not None:
-            found["angle"] = angles
-        self._asked = {name: index for index, name in enumerate(found)}
-        return torch.stack(list(found.values())).to(device)
+            functions["angle"] = angles
+        self._asked = {name: index for index, name in enumerate(functions)}
+        return torch.stack(list(functions.values())).to(device)
 
     def see(self, problem: Problem, observation: Observation) -> None:
         """A problem of the current layer has been computed."""
@@ -138,9 +138,9 @@ class Collector:
         if self.edges is None:
             return None
         inner = torch.tensor(self.edges[1:-1], device=like.device)
-        found = torch.bucketize(at.contiguous(), inner, right=True)
-        found = found[:, None] if found.dim() == 2 else found[None, None]
-        return found.expand(like.shape[:3])
+        bins = torch.bucketize(at.contiguous(), inner, right=True)
+        bins = bins[:, None] if bins.dim() == 2 else bins[None, None]
+        return bins.expand(like.shape[:3])
 
     def _layer(self, q: Tensor) -> LayerSums:
         assert self._name is not None
@@ -151,12 +151,12 @@ class Collector:
 
     def lines(self) -> dict[str, LayerLine]:
         """Every layer that ran, in the order in which they did, over all positions."""
-        found = {}
+        lines = {}
         for name, sums in self.sums.items():
             means = sums.means()
             kept = {field: means[field] for field in means if field in LayerLine.model_fields}
-            found[name] = LayerLine.model_validate(kept)
-        return found
+            lines[name] = LayerLine.model_validate(kept)
+        return lines
 
     def measured(self) -> pl.DataFrame:
         """Every layer that ran, in the order in which they did, as rows of the frame by position.
@@ -166,10 +166,10 @@ class Collector:
         assert self.edges is not None
         parts = []
         for layer, (name, sums) in enumerate(self.sums.items()):
-            found = sums.measured(self.edges, layer)
+            frames = sums.measured(self.edges, layer)
             if name in self.cosine_sums:
-                found += self.cosine_sums[name].measured(self.edges, layer)
-            parts += [part.with_columns(pl.lit(name).alias("factor.layer")) for part in found]
+                frames += self.cosine_sums[name].measured(self.edges, layer)
+            parts += [part.with_columns(pl.lit(name).alias("factor.layer")) for part in frames]
         if not parts:
             raise InputError("nothing was read: no layer of the model ran while it was looked at")
         return pl.concat(parts, how="diagonal")
@@ -181,11 +181,11 @@ def layer_names(model: nn.Module) -> dict[Score, tuple[str, ...]]:
     A layer is named by its module's path; a block that several layers share has a name for each.
     """
     shared = {path: layers for path, module in model.named_modules() if (layers := _shared(module))}
-    found = {}
+    names = {}
     for path, module in model.named_modules():
         if isinstance(module, Score):
-            found[module] = _names(path.removesuffix("score").removesuffix("."), shared)
-    return found
+            names[module] = _names(path.removesuffix("score").removesuffix("."), shared)
+    return names
 
 
 def _shared(module: nn.Module) -> int:

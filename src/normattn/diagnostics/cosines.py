@@ -27,8 +27,8 @@ def count_cosines(seen: Seen) -> CosineCounts:
     in float64, as `kernels.cosines` says.
     """
     p = seen.problem
-    found = cosine_counts(replace(p, q=p.q.double(), k=p.k.double()))
-    return CosineCounts(found.counts[:, :, 0], found.least[:, :, 0], found.most[:, :, 0])
+    counted = cosine_counts(replace(p, q=p.q.double(), k=p.k.double()))
+    return CosineCounts(counted.counts[:, :, 0], counted.least[:, :, 0], counted.most[:, :, 0])
 
 
 class CosineSums:
@@ -46,10 +46,10 @@ class CosineSums:
         bin_of: Int[Tensor, "b h t"] | None = None,
     ) -> None:
         """Add the visible pairs of those queries that are valid."""
-        found = cosine_counts(problem, valid, bin_of, self.counts.shape[1])
-        self.counts += found.counts.sum(0).cpu()
-        self.least = self.least.minimum(found.least.amin(0).double().cpu())
-        self.most = self.most.maximum(found.most.amax(0).double().cpu())
+        counted = cosine_counts(problem, valid, bin_of, self.counts.shape[1])
+        self.counts += counted.counts.sum(0).cpu()
+        self.least = self.least.minimum(counted.least.amin(0).double().cpu())
+        self.most = self.most.maximum(counted.most.amax(0).double().cpu())
 
     def measured(self, edges: Sequence[int], layer: int) -> list[pl.DataFrame]:
         """The histograms as rows `cosine`, each with the factor `position` of its queries' bin.

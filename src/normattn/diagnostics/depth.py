@@ -28,7 +28,7 @@ SAMPLED = 16
 
 @dataclass(frozen=True)
 class DepthSums:
-    """Sums over the texts of each document, in the order of `place`'s numbers.
+    """Sums over the texts of each document, in the order of `document_of`'s numbers.
 
     `variance` (D, N + 1): the variance of the residual stream over its features, mean over tokens;
     first what the first layer reads, then each layer's output. `entropy` (D, N): of attention, in
@@ -48,16 +48,16 @@ class DepthSums:
 def measure_depth(
     model: MaskedLM,
     texts: MaskedSet,
-    place: NDArray[np.int64],
+    document_of: NDArray[np.int64],
     tokens_per_batch: int = 4096,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DepthSums:
-    """Read `texts`, text w of document `place[w]`; dropout is off meanwhile.
+    """Read `texts`, text w of document `document_of[w]`; dropout is off meanwhile.
 
     Entropy comes from the kernels at work (`kernels.observe`), without any T × S matrix; attention
     is computed again for the sampled queries only. `tokens_per_batch` bounds memory.
     """
-    layers, count = model.config.layers, int(place.max()) + 1
+    layers, count = model.config.layers, int(document_of.max()) + 1
     device = next(model.parameters()).device
     sums = {"variance": np.zeros((count, layers + 1)), "entropy": np.zeros((count, layers))}
     sums |= {name: np.zeros((count, layers - 1)) for name in ("agreement", "agreement_mean")}
@@ -67,16 +67,16 @@ def measure_depth(
         eyes = _Eyes()
         variance: list[Tensor] = []
 
-        def after(layer: int, x: Tensor, found: list[Tensor] = variance) -> None:
-            found.append(x.double().var(-1, correction=0).mean(-1))
+        def after(layer: int, x: Tensor, variances: list[Tensor] = variance) -> None:
+            variances.append(x.double().var(-1, correction=0).mean(-1))
 
         with torch.no_grad(), without_dropout(model), observing(eyes):
             model.hidden(torch.from_numpy(texts.rows.ids[rows]).to(device), after=after)
-        found = {"variance": variance, "entropy": eyes.entropy}
-        found |= {"agreement": eyes.agreement, "agreement_mean": eyes.agreement_mean}
-        for name, values in found.items():
+        measured = {"variance": variance, "entropy": eyes.entropy}
+        measured |= {"agreement": eyes.agreement, "agreement_mean": eyes.agreement_mean}
+        for name, values in measured.items():
             if values:
-                np.add.at(sums[name], place[rows], torch.stack(values, -1).cpu().numpy())
+                np.add.at(sums[name], document_of[rows], torch.stack(values, -1).cpu().numpy())
         progress(min(first + step, len(texts)), len(texts))
     return DepthSums(**sums)
 
@@ -93,11 +93,11 @@ def layer_gradients(
         return []
     device = next(model.parameters()).device
     step = max(1, tokens_per_batch // texts.length)
-    found = []
+    gradients = []
     for first in range(0, len(texts), step):
         rows = slice(first, first + step)
         model.zero_grad(set_to_none=True)
-        batch = (torch.from_numpy(each[rows]).to(device) for each in texts.rows)
+        batch = (torch.from_numpy(array[rows]).to(device) for array in texts.rows)
         with without_dropout(model):
             torch.autograd.backward(model.loss(*batch).loss)
         norms = [
@@ -106,9 +106,9 @@ def layer_gradients(
             )
             for block in model.blocks
         ]
-        found.append([float(norm) for norm in norms])
+        gradients.append([float(norm) for norm in norms])
     model.zero_grad(set_to_none=True)
-    return found
+    return gradients
 
 
 class _Eyes(Watcher):

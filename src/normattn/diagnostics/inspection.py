@@ -69,7 +69,7 @@ def inspect_model(
     reader: Callable[[Tensor], Any] = getattr(model, "hidden", model) if read is None else read
     count, length = rows.shape[0], length or rows.shape[1]
     bins = max(1, min(bins, length))
-    edges = [round(length * place / bins) for place in range(bins + 1)]
+    edges = [round(length * edge / bins) for edge in range(bins + 1)]
     step = max(1, tokens_per_batch // length)
     with without_dropout(model), torch.no_grad():
         with collect(model, edges, reach=reach, cosines=cosines) as collector:
@@ -97,7 +97,7 @@ def by_head(measured: pl.DataFrame, statistic: str, layer: int) -> Array:
     if statistic in EXTREMES:
         grid = by_position(measured, statistic, layer)
         return np.asarray(EXTREMES[statistic].reduce(grid, axis=-1, initial=np.nan))
-    return _divided(*(each.sum(-1) for each in totals(measured, statistic, layer)))
+    return _divided(*(part.sum(-1) for part in totals(measured, statistic, layer)))
 
 
 def _divided(above: Array, below: Array) -> Array:

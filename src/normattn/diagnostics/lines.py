@@ -45,8 +45,8 @@ class DiagnosticsLine(Settings):
 
     def values(self, field: str) -> list[float]:
         """What is known of a field, over all heads of all layers."""
-        found = [getattr(layer, field) or () for layer in self.layers.values()]
-        return [value for heads in found for value in heads if value is not None]
+        by_layer = [getattr(layer, field) or () for layer in self.layers.values()]
+        return [value for heads in by_layer for value in heads if value is not None]
 
     def mean(self, field: str) -> float | None:
         """The mean over all heads of all layers."""

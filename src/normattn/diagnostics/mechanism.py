@@ -70,8 +70,8 @@ class _Counts:
     def __init__(self, model: CausalLM, texts: EvaluationSet) -> None:
         self.model, self.texts = model, texts
         self.documents = sorted(set(texts.documents))
-        place = {name: index for index, name in enumerate(self.documents)}
-        self.place = np.array([place[name] for name in texts.documents])
+        numbers = {name: index for index, name in enumerate(self.documents)}
+        self.place = np.array([numbers[name] for name in texts.documents])
         config = model.config
         self.layers, self.heads = config.layers, config.heads
         shape = (len(self.documents), self.layers, self.heads)
@@ -94,12 +94,12 @@ class _Counts:
         return lambda seen: self._cosines("far", part, seen)
 
     def _cosines(self, name: str, part: slice, seen: Seen) -> None:
-        found = count_cosines(seen)
+        counted = count_cosines(seen)
         rows = self.place[part]
-        np.add.at(self.cosines[name][:, seen.layer], rows, found.counts.cpu().numpy())
+        np.add.at(self.cosines[name][:, seen.layer], rows, counted.counts.cpu().numpy())
         ends = self.ends[name]
-        np.minimum.at(ends[:, 0], rows, found.least.amin(-1).cpu().numpy())
-        np.maximum.at(ends[:, 1], rows, found.most.amax(-1).cpu().numpy())
+        np.minimum.at(ends[:, 0], rows, counted.least.amin(-1).cpu().numpy())
+        np.maximum.at(ends[:, 1], rows, counted.most.amax(-1).cpu().numpy())
 
     def _norms(self, part: slice, seen: Seen) -> None:
         received = received_attention(seen, max(1, self.texts.train_length // 2))
@@ -133,8 +133,8 @@ class _Counts:
         ]
         whose = self._identity(seed, weights, self.texts.train_length)
         density = [
-            identified(replace(whose, factors={"received": float(low)}), [self._densities(place)])
-            for place, low in enumerate(DENSITY[1][:-1])
+            identified(replace(whose, factors={"received": float(low)}), [self._densities(index)])
+            for index, low in enumerate(DENSITY[1][:-1])
         ]
         far = self._identity(seed, weights, self.texts.length)
         frames = [identified(whose, near), identified(far, self._cosine_rows("far")), *density]
@@ -178,9 +178,9 @@ class _Counts:
             sums("largest_cosine", self.documents, ends[:, 1], ones),
         ]
 
-    def _densities(self, place: int) -> pl.DataFrame:
+    def _densities(self, index: int) -> pl.DataFrame:
         """Keys by log2 of ‖k‖ over its mean, at one bin of the attention received."""
-        counts = self.density[None, :, place].astype(float)
+        counts = self.density[None, :, index].astype(float)
         return sums("density", ["all"], counts, counts, axis="log2 norm", edges=DENSITY[0].tolist())
 
 

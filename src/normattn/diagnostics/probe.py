@@ -94,11 +94,11 @@ class DiagnosticsProbe:
         if high[0] > SPREAD and step >= SETTLED * self._steps:
             self._say("spread", step, *high, "all keys alike")
 
-    def _say(self, kind: str, step: int, share: float, where: str, what: str) -> None:
+    def _say(self, kind: str, step: int, share: float, where: str, target: str) -> None:
         if kind in self._warned:
             return
         self._warned.add(kind)
         self._warn(
             f"warning: scores {kind} at step {step}: {where} has a mean entropy of "
-            f"{share:.3f} ln n, it looks at {what} (said once; more in {self.name}.jsonl)"
+            f"{share:.3f} ln n, it looks at {target} (said once; more in {self.name}.jsonl)"
         )

@@ -104,8 +104,8 @@ class LayerSums:
         else:
             real = torch.ones_like(norms, dtype=torch.bool)
         both = torch.stack([norms, torch.ones_like(norms)])
-        found = torch.stack([self._summed(each, real, bin_of) for each in both])
-        self.norms[name] = self.norms[name] + found if name in self.norms else found
+        added = torch.stack([self._summed(values, real, bin_of) for values in both])
+        self.norms[name] = self.norms[name] + added if name in self.norms else added
 
     def totals(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Every quantity that is known as a sum and its count, both (H, P) on the CPU.
@@ -115,28 +115,28 @@ class LayerSums:
         """
         summed, largest = self.sums.cpu(), self.largest.cpu()
         rows = summed[self.place["rows"]]
-        found = {
+        totals = {
             name: (summed[index], rows)
             for name, index in self.place.items()
             if name in self.known and name != "rows"
         }
         above, below = self.choosing.cpu()
         seen = largest.isfinite()
-        found["entropy_share"] = above, below
-        found["largest"] = largest.where(seen, 0.0), seen.double()
+        totals["entropy_share"] = above, below
+        totals["largest"] = largest.where(seen, 0.0), seen.double()
         for name, (total, count) in self.norms.items():
-            found[name] = total.cpu(), count.cpu()
-        return found
+            totals[name] = total.cpu(), count.cpu()
+        return totals
 
     def means(self) -> dict[str, list[float | None]]:
         """Every quantity by head, over all positions; None where there is no such number."""
-        found = {}
+        means = {}
         for name, (above, below) in self.totals().items():
             values = above.sum(-1) / below.sum(-1)
             if name == "largest":
                 values = above.where(below > 0, -torch.inf).amax(-1)
-            found[name] = [value if math.isfinite(value) else None for value in values.tolist()]
-        return found
+            means[name] = [value if math.isfinite(value) else None for value in values.tolist()]
+        return means
 
     def measured(self, edges: Sequence[int], layer: int) -> list[pl.DataFrame]:
         """Every quantity as rows of the frame, by head and bin of the position."""

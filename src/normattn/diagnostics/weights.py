@@ -59,7 +59,7 @@ class _Keep(Watcher):
 
     def __init__(self, names: Mapping[Any, Sequence[str]]) -> None:
         self._turns: dict[object, Iterator[str]] = {
-            owner: itertools.cycle(each) for owner, each in names.items()
+            owner: itertools.cycle(layers) for owner, layers in names.items()
         }
         self.parts: dict[str, list[Tensor]] = {}
         self._name = ""
@@ -72,14 +72,14 @@ class _Keep(Watcher):
 
     def see(self, problem: Problem, observation: Observation) -> None:
         """Compute a layer's weights once more."""
-        found = alpha(self._summed.alone(problem))[0]
-        self.parts[self._name].append(found.float().cpu())
+        weights = alpha(self._summed.alone(problem))[0]
+        self.parts[self._name].append(weights.float().cpu())
 
     def whole(self) -> dict[str, Tensor]:
         """(H, T, S) of every layer; rows that were computed with fewer keys see no others."""
-        found = {}
+        by_layer = {}
         for name, parts in self.parts.items():
             keys = max(part.shape[2] for part in parts)
             wide = [nn.functional.pad(part, (0, keys - part.shape[2])) for part in parts]
-            found[name] = torch.cat(wide, 1)
-        return found
+            by_layer[name] = torch.cat(wide, 1)
+        return by_layer
