@@ -64,32 +64,32 @@ def predict(
             given = (torch.from_numpy(part).to(device) for part in (ids, padding))
             logits = model(*given).float().cpu()
             wanted = torch.from_numpy(one_hot(split, chosen, labels))
-            each = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+            losses = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
             probabilities[chosen] = logits.sigmoid().numpy()
-            loss[chosen] = each.mean(-1).numpy()
+            loss[chosen] = losses.mean(-1).numpy()
             done += len(chosen)
             progress(done, len(split))
     everything = np.arange(len(split))
     return Predictions(probabilities, one_hot(split, everything, labels) > 0, loss)
 
 
-def tune_threshold(found: Predictions) -> tuple[float, float]:
+def tune_threshold(predictions: Predictions) -> tuple[float, float]:
     """The threshold of `THRESHOLDS` with the best micro F1, and that F1 (0 … 1).
 
     Of equally good ones the nearest to ½. To be called with the development set alone.
     """
     scores = []
     for threshold in THRESHOLDS:
-        predicted = found.probabilities >= threshold
-        hits = np.count_nonzero(predicted & found.true)
-        below = np.count_nonzero(predicted) + np.count_nonzero(found.true)
+        predicted = predictions.probabilities >= threshold
+        hits = np.count_nonzero(predicted & predictions.true)
+        below = np.count_nonzero(predicted) + np.count_nonzero(predictions.true)
         scores.append(2 * hits / below if below else 0.0)
     rank = [(-score, abs(t - 0.5)) for score, t in zip(scores, THRESHOLDS, strict=True)]
     best = min(range(len(rank)), key=lambda i: rank[i])
     return round(float(THRESHOLDS[best]), 2), scores[best]
 
 
-def f1_scores(found: Predictions, threshold: float) -> tuple[float, float]:
+def f1_scores(predictions: Predictions, threshold: float) -> tuple[float, float]:
     """Micro and macro F1 (0 … 1) by torchmetrics, where a label's probability ≥ `threshold`.
 
     Macro is the mean over the labels that are true or predicted anywhere. Raises `InputError`
@@ -97,15 +97,15 @@ def f1_scores(found: Predictions, threshold: float) -> tuple[float, float]:
     """
     metric = _torchmetrics().multilabel_f1_score
     # Decided here, not by the metric's own threshold: > and ≥ would differ on a tie.
-    predicted = torch.from_numpy((found.probabilities >= threshold).astype(np.int64))
-    true = torch.from_numpy(found.true.astype(np.int64))
+    predicted = torch.from_numpy((predictions.probabilities >= threshold).astype(np.int64))
+    true = torch.from_numpy(predictions.true.astype(np.int64))
     # The metric wants two labels at least: one that never occurs counts for nothing.
     labels = max(2, true.shape[1])
     predicted, true = (F.pad(part, (0, labels - part.shape[1])) for part in (predicted, true))
     micro = metric(predicted, true, num_labels=labels, average="micro")
-    each = metric(predicted, true, num_labels=labels, average="none").view(labels)
+    by_label = metric(predicted, true, num_labels=labels, average="none").view(labels)
     there = (predicted + true).sum(0) > 0
-    macro = each[there].mean() if bool(there.any()) else torch.zeros(())
+    macro = by_label[there].mean() if bool(there.any()) else torch.zeros(())
     return float(micro), float(macro)
 
 
@@ -133,8 +133,8 @@ def evaluate_classifier(
     development = predict(model, data.split("validation"), data.pad, **settings)
     threshold, reached = tune_threshold(development)
     split = data.split("test")
-    found = predict(model, split, data.pad, **settings, progress=progress)
-    micro, macro = f1_scores(found, threshold)
+    predictions = predict(model, split, data.pad, **settings, progress=progress)
+    micro, macro = f1_scores(predictions, threshold)
     who = replace(identity, split="test", data=data.fingerprint, weights=weights_digest(model))
     facts = {
         "parameters": parameter_count(model),
@@ -145,7 +145,7 @@ def evaluate_classifier(
     }
     return joined(
         [
-            identified(who, document_sums(found, threshold, split.names)),
+            identified(who, document_sums(predictions, threshold, split.names)),
             identified(
                 replace(who, protocol="training"),
                 [fact(name, float(value)) for name, value in facts.items()],
@@ -155,15 +155,15 @@ def evaluate_classifier(
 
 
 def document_sums(
-    found: Predictions, threshold: float, documents: Sequence[str]
+    predictions: Predictions, threshold: float, documents: Sequence[str]
 ) -> list[pl.DataFrame]:
     """The counts behind F1, by label, and the loss of every document."""
-    predicted = found.probabilities >= threshold
-    hits, marked = 2.0 * (predicted & found.true), predicted.astype(float) + found.true
-    labels = range(found.true.shape[1])
+    predicted = predictions.probabilities >= threshold
+    hits, marked = 2.0 * (predicted & predictions.true), predicted.astype(float) + predictions.true
+    labels = range(predictions.true.shape[1])
     return [
         sums("f1", documents, hits, marked, axis="class", edges=labels),
-        sums("loss", documents, found.loss, np.ones(len(found.loss))),
+        sums("loss", documents, predictions.loss, np.ones(len(predictions.loss))),
     ]
 
 
@@ -191,10 +191,10 @@ class DevelopmentProbe:
 
     def _read(self, model: Classifier) -> Mapping[str, Any]:
         data = self._data
-        found = predict(model, data.split("validation"), data.pad, precision=self._precision)
-        threshold, _ = tune_threshold(found)
-        micro, macro = f1_scores(found, threshold)
-        loss = float(found.loss.mean(dtype=np.float64))
+        predictions = predict(model, data.split("validation"), data.pad, precision=self._precision)
+        threshold, _ = tune_threshold(predictions)
+        micro, macro = f1_scores(predictions, threshold)
+        loss = float(predictions.loss.mean(dtype=np.float64))
         return {"loss": loss, "micro_f1": micro, "macro_f1": macro, "threshold": threshold}
 
 

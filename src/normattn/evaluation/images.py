@@ -35,8 +35,8 @@ def score_images(
     for first in range(0, len(split), rows):
         part = slice(first, first + rows)
         images = torch.from_numpy(split.images(part)).to(device)
-        found = model.scores(images, torch.from_numpy(split.labels[part]).to(device))
-        loss += found.loss.tolist()
-        correct += found.correct.int().tolist()
+        scores = model.scores(images, torch.from_numpy(split.labels[part]).to(device))
+        loss += scores.loss.tolist()
+        correct += scores.correct.int().tolist()
         progress(len(loss), len(split))
     return ImageResults(tuple(loss), tuple(correct))

@@ -47,9 +47,9 @@ def _counted(
     name: str,
 ) -> list[pl.DataFrame]:
     """The statistics of each sample."""
-    flat, scored = (each.reshape(-1, each.shape[-1]) for each in (chosen.windows, chosen.scored))
+    flat, scored = (array.reshape(-1, array.shape[-1]) for array in (chosen.windows, chosen.scored))
     counted = count_answers(scorer, flat, scored, tokens_per_batch, progress, name, "many-shot")
-    correct, loss = (each.reshape(chosen.windows.shape[:2]) for each in counted)
+    correct, loss = (array.reshape(chosen.windows.shape[:2]) for array in counted)
     tokens, samples = chosen.scored.sum(axis=2), np.arange(len(chosen))
     right = (samples, chosen.right)
     best = loss == loss.min(axis=1, keepdims=True)

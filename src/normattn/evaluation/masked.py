@@ -33,8 +33,8 @@ class MaskedSums:
 def documents_of(texts: MaskedSet) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """The names of the documents, ascending, and which of them each text is from."""
     names = tuple(sorted(set(texts.documents)))
-    place = {name: index for index, name in enumerate(names)}
-    return names, np.array([place[name] for name in texts.documents], dtype=np.int64)
+    numbers = {name: index for index, name in enumerate(names)}
+    return names, np.array([numbers[name] for name in texts.documents], dtype=np.int64)
 
 
 def score_masked(
@@ -48,19 +48,19 @@ def score_masked(
     `tokens_per_batch` bounds memory; `progress` is told texts done, of how many.
     """
     device = next(model.parameters()).device
-    names, place = documents_of(texts)
+    names, document_of = documents_of(texts)
     count = texts.rows.targets.shape[1]
-    windows = np.bincount(place, minlength=len(names))
+    windows = np.bincount(document_of, minlength=len(names))
     loss = np.zeros(len(names))
     correct = np.zeros((len(names), len(model.exits) + 1), dtype=np.int64)
     step = max(1, tokens_per_batch // texts.length)
     for first in range(0, len(texts), step):
         rows = slice(first, first + step)
-        batch = (torch.from_numpy(each[rows]).to(device) for each in texts.rows)
-        found = model.token_scores(*batch)
-        np.add.at(loss, place[rows], found.loss.double().sum(-1).cpu().numpy())
-        hits = torch.cat([found.exit_correct, found.correct[None]]).sum(-1)
-        np.add.at(correct, place[rows], hits.T.cpu().numpy())
+        batch = (torch.from_numpy(array[rows]).to(device) for array in texts.rows)
+        scores = model.token_scores(*batch)
+        np.add.at(loss, document_of[rows], scores.loss.double().sum(-1).cpu().numpy())
+        hits = torch.cat([scores.exit_correct, scores.correct[None]]).sum(-1)
+        np.add.at(correct, document_of[rows], hits.T.cpu().numpy())
         progress(min(first + step, len(texts)), len(texts))
     return MaskedSums(names, windows, windows * count, loss, correct)
 
@@ -68,7 +68,7 @@ def score_masked(
 def unigram_loss(train: TokenSplit, texts: MaskedSet, vocab_size: int) -> NDArray[np.float64]:
     """The loss of the training text's word frequencies on the same tokens, in nats by document."""
     nats = unigram_nats(np.bincount(np.asarray(train.tokens), minlength=vocab_size))
-    names, place = documents_of(texts)
+    names, document_of = documents_of(texts)
     total = np.zeros(len(names))
-    np.add.at(total, place, nats[texts.rows.targets].sum(1))
+    np.add.at(total, document_of, nats[texts.rows.targets].sum(1))
     return total

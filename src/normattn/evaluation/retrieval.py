@@ -39,7 +39,7 @@ def evaluate_retrieval(
         flat = retrieval.windows.reshape(-1, width)
         task = retrieval.task
         counted = count_answers(scorer, flat, scored, tokens_per_batch, progress, cell.name, task)
-        correct, loss = (each.reshape(samples, depths) for each in counted)
+        correct, loss = (array.reshape(samples, depths) for array in counted)
         tokens = np.tile(retrieval.scored.sum(axis=1)[:, None], (1, len(retrieval.depths)))
         parts = {"exact": (correct == tokens, 1.0 * (tokens > 0)), "accuracy": (correct, tokens)}
         parts["loss"] = (loss, tokens)

@@ -49,7 +49,7 @@ def evaluate_run(
         raise InputError("there is nothing to evaluate: no evaluation set was given")
     train_length = model.config.train_length
     if factor is None:
-        factor = max(each.length for each in evaluation_sets) / train_length
+        factor = max(evaluation_set.length for evaluation_set in evaluation_sets) / train_length
     weights = weights_digest(model)
     scorer = scored_by(model, precision)
     own = model.config.score.resolve(train_length=train_length)
@@ -68,10 +68,10 @@ def evaluate_run(
         )
         with nullcontext() if spec == own else model.using(spec):
             for evaluation_set in evaluation_sets:
-                found = _evaluate(scorer, evaluation_set, cell, store, tokens_per_batch, progress)
-                measured.append(found)
+                rows = _evaluate(scorer, evaluation_set, cell, store, tokens_per_batch, progress)
+                measured.append(rows)
                 if on_measured is not None:
-                    on_measured(found)
+                    on_measured(rows)
     return measured
 
 

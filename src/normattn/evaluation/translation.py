@@ -69,14 +69,14 @@ def translate(
     texts, done = [""] * len(split), 0
     with torch.inference_mode(), without_dropout(model):
         for chosen in _groups(order, search.batch):
-            found = beam_search(
+            translations = beam_search(
                 model,
                 [split.source_ids(index) for index in chosen],
                 beam=search.beam,
                 length_penalty=search.length_penalty,
                 batch=search.batch,
             )
-            for index, hypotheses in zip(chosen, found, strict=True):
+            for index, hypotheses in zip(chosen, translations, strict=True):
                 ids = [token for token in hypotheses[0].tokens if token > EOS_ID]
                 texts[index] = tokeniser.decode(ids).strip()
             if progress is not None:
@@ -107,8 +107,8 @@ def score_references(
             chosen = _fitting(order[done:], lengths, tokens_per_batch)
             source = _rows([split.source_ids(index) for index in chosen]).to(device)
             target = _rows([split.target_ids(index) for index in chosen]).to(device)
-            found = zip(*_scored(model, source, target), strict=True)
-            for index, (nats, hits, count) in zip(chosen, found, strict=True):
+            scores = zip(*_scored(model, source, target), strict=True)
+            for index, (nats, hits, count) in zip(chosen, scores, strict=True):
                 loss[index], correct[index], tokens[index] = nats, hits, count
             done += len(chosen)
             if progress is not None:
@@ -164,10 +164,10 @@ def _scored(
     model: Translator, source: Tensor, target: Tensor
 ) -> tuple[list[float], list[int], list[int]]:
     """Summed loss, hits and tokens of each row."""
-    found = model.token_scores(source, target)
-    loss = found.loss.double().sum(-1).nan_to_num(HOPELESS, HOPELESS)
+    scores = model.token_scores(source, target)
+    loss = scores.loss.double().sum(-1).nan_to_num(HOPELESS, HOPELESS)
     tokens = (target[:, 1:] != PAD_ID).sum(-1)
-    return loss.tolist(), found.correct.sum(-1).tolist(), tokens.tolist()
+    return loss.tolist(), scores.correct.sum(-1).tolist(), tokens.tolist()
 
 
 def _rows(sentences: Sequence[Sequence[int]]) -> Tensor:
