@@ -31,15 +31,15 @@ def explain_os_errors(path: Path) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        found = os_error_in(error)
-        if found is None or found.errno is None:
+        cause = os_error_in(error)
+        if cause is None or cause.errno is None:
             raise
-        if found.errno in FULL:
+        if cause.errno in FULL:
             message = f"no space left on the disk that holds {path}; nothing half-written was kept"
-        elif found.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            message = f"{path} cannot be written: {found.strerror}; choose a writable place"
+        elif cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            message = f"{path} cannot be written: {cause.strerror}; choose a writable place"
         else:
-            message = f"{path} cannot be written: {_above(path, found)}{found.strerror}"
+            message = f"{path} cannot be written: {_above(path, cause)}{cause.strerror}"
         raise InputError(message) from error
 
 
@@ -138,11 +138,11 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
     `path` must be absent or an empty folder, at the end as well as at the beginning: the rename
     itself refuses one that was filled meanwhile, and `InputError` says so; nothing there changes.
     """
-    place = Path(os.path.realpath(path))
-    with _filled_beside(place, fill) as temporary:
+    target = Path(os.path.realpath(path))
+    with _filled_beside(target, fill) as temporary:
         try:
             # rename(2) takes the place of an empty folder and of nothing else.
-            os.rename(temporary, place)
+            os.rename(temporary, target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise

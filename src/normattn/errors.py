@@ -63,9 +63,9 @@ def library(name: str, lacking: str) -> Any:
         raise InputError(lacking) from error
 
 
-def unknown(what: str, name: str, known: Iterable[str], more: str = "") -> InputError:
+def unknown(kind: str, name: str, known: Iterable[str], more: str = "") -> InputError:
     """The error for a name that is none of `known`, with the nearest; `more` ends the sentence."""
     names = list(known)
     near = get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}? " if near else ""
-    return InputError(f"no {what} is called {name!r}: {hint}there are {', '.join(names)}{more}")
+    return InputError(f"no {kind} is called {name!r}: {hint}there are {', '.join(names)}{more}")

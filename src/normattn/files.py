@@ -33,21 +33,21 @@ def expanded(path: str | Path) -> Path:
     try:
         # Before `~user` is looked up: the system has no name for what is no text either.
         os.fsencode(text)
-        found = Path(text).expanduser()
+        resolved = Path(text).expanduser()
     except UnicodeEncodeError as error:
         raise InputError(f"{text!r} cannot be the name of a file: it is no text") from error
     except RuntimeError as error:
         raise InputError(
             f"{text}: there is no user {text[1:].partition('/')[0]!r} whose home it could mean"
         ) from error
-    raw = os.fsencode(found)
+    raw = os.fsencode(resolved)
     longest = max((len(part) for part in raw.split(b"/")), default=0)
     if longest > _LONGEST_NAME or len(raw) > _LONGEST_PATH:
         raise InputError(
             f"{text!r} cannot be the name of a file: it has {max(longest, 1)} bytes between two "
             f"slashes and {len(raw)} in all, and at most {_LONGEST_NAME} and {_LONGEST_PATH} exist"
         )
-    return found
+    return resolved
 
 
 def default_cache_dir() -> Path:

@@ -101,12 +101,12 @@ class _Guard:
         self.by, self._lost = signal.Signals(number).name, False
         raise Stopped
 
-    def _unraisable(self, found: sys.UnraisableHookArgs) -> None:
+    def _unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
         """Python drops what is raised in a destructor or a callback; a stop is raised again."""
-        if isinstance(found.exc_value, Stopped):
+        if isinstance(unraisable.exc_value, Stopped):
             self._lost = True
         else:
-            sys.__unraisablehook__(found)
+            sys.__unraisablehook__(unraisable)
 
     def _watch(self, pipe: int) -> None:
         """Wait for signals, and end the process where one comes to nothing.

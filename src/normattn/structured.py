@@ -72,8 +72,8 @@ def parse_json(content: bytes | str, where: str) -> Any:
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     """The table that TOML text says; bounds as of `parse_json`, but NaN and infinity are TOML."""
-    found: dict[str, Any] = _bounded(lambda: tomllib.loads(text), where, "TOML")
-    return found
+    table: dict[str, Any] = _bounded(lambda: tomllib.loads(text), where, "TOML")
+    return table
 
 
 def refuse_beyond(values: Any, where: str) -> None:
@@ -82,9 +82,11 @@ def refuse_beyond(values: Any, where: str) -> None:
     while level:
         name, value = level.pop()
         if isinstance(value, Mapping):
-            level += [(f"{name}.{key}" if name else str(key), each) for key, each in value.items()]
+            level += [
+                (f"{name}.{key}" if name else str(key), inner) for key, inner in value.items()
+            ]
         elif isinstance(value, list | tuple):
-            level += [(name, each) for each in value]
+            level += [(name, inner) for inner in value]
         elif isinstance(value, int) and value.bit_length() > 63:
             digits = f"about 10^{round(value.bit_length() * 0.30103)}"
             raise InputError(f"{where}: {name} must be a number of at most 63 bits, got {digits}")
@@ -137,12 +139,12 @@ def _problem(value: Any) -> str | None:
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         inner: list[Any] = []
-        for each in level:
-            if isinstance(each, dict):
-                inner += each.values()
-            elif isinstance(each, list):
-                inner += each
-            elif isinstance(each, int) and each.bit_length() > 4 * MOST_DIGITS:
+        for member in level:
+            if isinstance(member, dict):
+                inner += member.values()
+            elif isinstance(member, list):
+                inner += member
+            elif isinstance(member, int) and member.bit_length() > 4 * MOST_DIGITS:
                 return f"it holds a number of more than {MOST_DIGITS} digits"
         if not inner:
             return None
