@@ -11,9 +11,20 @@ NOTHING = {"found", "each", "place", "what"}
 
 
 def bound(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Every variable and argument of a file, with its line."""
+    """Every variable and argument of a file, with its line; fields of classes are none."""
+    fields = {
+        id(line.target)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for line in node.body
+        if isinstance(line, ast.AnnAssign)
+    }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        if (
+            isinstance(node, ast.Name)
+            and isinstance(node.ctx, ast.Store)
+            and id(node) not in fields
+        ):
             yield node.id, node.lineno
         elif isinstance(node, ast.arg):
             yield node.arg, node.lineno
