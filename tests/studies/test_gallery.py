@@ -84,3 +84,5 @@ def test_one_text_twice_is_refused(tmp_path: Path) -> None:
     twice = [_folder(tmp_path / "1", "a"), _folder(tmp_path / "2", "a")]
     with pytest.raises(InputError, match=r"1 and .*2 both hold model on a\.txt"):
         gallery.gathered(twice)
+    with pytest.raises(InputError, match=r"1 and .*1 both hold model on a\.txt"):
+        gallery.gathered(twice[:1] * 2)

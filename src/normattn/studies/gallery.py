@@ -50,9 +50,10 @@ def gathered(places: Sequence[Path]) -> pl.DataFrame:
             collect(folder) if (folder / OF_WINDOWS).is_dir() else frame.read(folder / frame.FILE)
         )
         for model in measured["row"].unique(maintain_order=True):
-            other = folders.setdefault((model, text), folder)
-            if other != folder:
-                raise InputError(f"{other} and {folder} both hold {model} on {text}")
+            if (model, text) in folders:
+                both = f"{folders[model, text]} and {folder}"
+                raise InputError(f"{both} both hold {model} on {text}")
+            folders[model, text] = folder
         parts.append(
             measured.with_columns(
                 pl.lit(text).alias(TEXT),

@@ -69,12 +69,12 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.truth = False
-        self.found = Counted()
+        self.counted = Counted()
         self._held: dict[int, weakref.ref[Any]] = {}
 
     def begin(self) -> None:
         """Count from here; what lives now lasts."""
-        self.found = Counted(self.live, self.live)
+        self.counted = Counted(self.live, self.live)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -93,7 +93,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._see(tensor.untyped_storage())
         if not func.is_view:
             taken = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
-            self.found.work[_work(func, args, given, taken, made, out)] += 1
+            self.counted.work[_work(func, args, given, taken, made, out)] += 1
         return out
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -101,7 +101,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._held:
             return
         self.live += size
-        self.found.peak = max(self.found.peak, self.live)
+        self.counted.peak = max(self.counted.peak, self.live)
 
         def gone(_: Any) -> None:
             self.live -= size

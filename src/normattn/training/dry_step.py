@@ -75,7 +75,7 @@ def dry_step(
         stepper.optimiser.zero_grad(set_to_none=True)
         counting.begin()
         stepper.step(1)
-        counted: Counted = counting.found
+        counted: Counted = counting.counted
         return counted
 
 
@@ -99,10 +99,14 @@ def _forget(parameter: Tensor) -> None:
 @contextmanager
 def _nothing_kept() -> Iterator[None]:
     """Tables that are kept between calls are neither taken from others here nor left to them."""
-    for forget in (forget_tables, forget_corners, forget_positions):
-        forget()
+    _forget_all()
     try:
         yield
     finally:
-        for forget in (forget_tables, forget_corners, forget_positions):
-            forget()
+        _forget_all()
+
+
+def _forget_all() -> None:
+    forget_tables()
+    forget_corners()
+    forget_positions()

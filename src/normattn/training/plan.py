@@ -36,14 +36,10 @@ class Device:
     between: float
 
 
-def _published(bf16: float, fp32: float, moved: float) -> Rates:
-    return Rates(fp32, bf16, moved)
-
-
 DEVICES = {
-    "a100": Device(_published(312e12, 19.5e12, 2.0e12), 80e9, 300e9, 25e9),
-    "h100": Device(_published(989e12, 67e12, 3.35e12), 80e9, 450e9, 50e9),
-    "h200": Device(_published(989e12, 67e12, 4.8e12), 141e9, 450e9, 50e9),
+    "a100": Device(Rates(fp32=19.5e12, bf16=312e12, bandwidth=2.0e12), 80e9, 300e9, 25e9),
+    "h100": Device(Rates(fp32=67e12, bf16=989e12, bandwidth=3.35e12), 80e9, 450e9, 50e9),
+    "h200": Device(Rates(fp32=67e12, bf16=989e12, bandwidth=4.8e12), 141e9, 450e9, 50e9),
 }
 """NVIDIA's data sheets (SXM); between machines one 200 (A100) or 400 Gb/s adapter a device."""
 

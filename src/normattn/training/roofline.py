@@ -8,7 +8,8 @@ they add up, since one core waits for what it reads, and all four are measured w
 numbers of no model: a square product, two tensors multiplied into a third out of more bytes than
 caches hold (what a step's operation reads was mostly written long before), exponentials, and the
 time that an operation takes in a training of next to nothing, Python included. So the share of the
-peak is that of a plain square product, and nothing is fitted to a model.
+peak is that of a plain square product, and no rate is fitted to a model; that the parts add up, and
+by which bandwidth, was chosen beside eight measured settings (docs/planning.md).
 """
 
 from __future__ import annotations
