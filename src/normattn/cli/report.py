@@ -16,6 +16,8 @@ EPILOG = """
 
 `normattn report results/keynorm-workstation --out again` – every page again, from its frame alone
 
+`normattn report runs/seeds-0-1 runs/seeds-2-4 --out runs/all` – one study, trained in two places
+
 `normattn report runs/extend-a runs/extend-b --out gallery` – models and texts of `normattn extend`
 """
 
@@ -40,6 +42,7 @@ def command(
 
     Rows that share documents and seeds are compared in pairs, with confidence intervals. A folder
     that holds measurements.parquet needs nothing else: every number is computed from it again.
+    Folders of one study that hold other rows or seeds are joined; their settings must be the same.
     """
     from normattn.commands.reporting import report
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
+from normattn.atomic import write_bytes
+from normattn.commands.joining import joined_cells
 from normattn.errors import InputError
 from normattn.measure import collected, frame, joined
 from normattn.measure.gather import on_common_sets
@@ -25,40 +28,77 @@ from normattn.training import TrainingConfig
 READING = "reading"
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a folder of a study holds: whose it is, its settings and its measurements."""
+
+    study: Study
+    config: Mapping[str, Any]
+    frame: pl.DataFrame
+
+
 def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
     """Write the page of `places` into `out`.
 
-    A sweep's directory is collected again; runs are gathered into one page, and so are several
-    folders of `extend`; one folder without
-    either that holds measurements.parquet is recomputed from it alone, by the study that the frame
-    names, or the one `named`. Raises `InputError` where there is nothing to report.
+    A sweep's directory is collected again; a folder without cells that holds measurements.parquet
+    is recomputed from it alone, by the study that the frame names, or the one `named`. Several
+    folders of one study are joined, those of `extend` put side by side, and whatever else holds
+    runs is gathered into one page. Raises `InputError` where there is nothing to report.
     """
     for folder in places:
         if not str(folder).strip() or not folder.is_dir():
             raise InputError(f"{str(folder)!r} is no directory of runs or results")
-    if len(places) == 1:
-        folder = places[0]
-        config, kind = _configuration(folder)
-        if kind is not None and (folder / "jobs").is_dir():
-            study = find(named) if named else _study_of_cells(folder) or find(kind)
-            _refuse_lost(study, folder)
-            say(out, study.report(study.measurements(folder), out, config))
-            return
-        # A page made of runs lies among them by default: they may have been measured again since.
-        if (folder / frame.FILE).is_file() and (kind in OF_COMMANDS or not _runs(places)):
-            measured = frame.read(folder / frame.FILE)
-            study = find(named or _study_of(measured, folder / frame.FILE))
-            say(out, study.report(measured, out, config))
-            return
-    if len(places) > 1 and all(_configuration(folder)[1] == EXTEND for folder in places):
-        if out.resolve() in {folder.resolve() for folder in places}:
-            raise InputError(
-                f"{out} holds one model on one text: give the page of all its own --out"
-            )
+    several = len(places) > 1
+    if several and all(_configuration(folder)[1] == EXTEND for folder in places):
+        _refuse_own_place(out, places, "one model on one text")
         say(out, gallery.STUDY.report(gallery.gathered(places), out, {}))
         return
-    measured = of_runs(places)
-    say(out, find(named or READING).report(measured, out, {}))
+    known = [_measured(folder, named) for folder in places]
+    of_studies = [part for part in known if part is not None]
+    if len(of_studies) == len(places) and len({part.study.name for part in of_studies}) == 1:
+        whole = _joined(places, of_studies, out) if several else of_studies[0]
+        say(out, whole.study.report(whole.frame, out, whole.config))
+        return
+    for folder, part in zip(places, known, strict=True):
+        if part is not None and not _runs([folder]):
+            raise InputError(
+                f"{folder} holds the study {part.study.name} and no runs; one page is made of "
+                "folders of one study, or of runs"
+            )
+    say(out, find(named or READING).report(of_runs(places), out, {}))
+
+
+def _measured(folder: Path, named: str | None) -> Measured | None:
+    """What the folder of a study holds; None for one of runs."""
+    config, kind = _configuration(folder)
+    if kind is not None and (folder / "jobs").is_dir():
+        study = find(named) if named else _study_of_cells(folder) or find(kind)
+        _refuse_lost(study, folder)
+        return Measured(study, config, study.measurements(folder))
+    # A page made of runs lies among them by default: they may have been measured again since.
+    if (folder / frame.FILE).is_file() and (kind in OF_COMMANDS or not _runs([folder])):
+        measured = frame.read(folder / frame.FILE)
+        study = find(named or _study_of(measured, folder / frame.FILE))
+        return Measured(study, config, measured)
+    return None
+
+
+def _joined(places: Sequence[Path], parts: Sequence[Measured], out: Path) -> Measured:
+    """Folders of one study as one, whose settings lie in `out` too: it is such a folder again."""
+    _refuse_own_place(out, places, f"some of the cells of {parts[0].study.name}")
+    whole = joined_cells(places, [part.config for part in parts], [part.frame for part in parts])
+    settings = out / "config.json"
+    if settings.exists() and _configuration(out)[0] != parts[0].config:
+        raise InputError(f"{settings} holds other settings than {places[0]}: give another --out")
+    if parts[0].config:
+        out.mkdir(parents=True, exist_ok=True)
+        write_bytes(settings, (places[0] / "config.json").read_bytes())
+    return Measured(parts[0].study, parts[0].config, whole)
+
+
+def _refuse_own_place(out: Path, places: Sequence[Path], held: str) -> None:
+    if out.resolve() in {folder.resolve() for folder in places}:
+        raise InputError(f"{out} holds {held}: give the page of all its own --out")
 
 
 def _refuse_lost(study: Study, folder: Path) -> None:

@@ -1,0 +1,71 @@
+"""Folders of one study whose cells were trained apart (other seeds, other machines), as one frame.
+
+What one frame needs: the same settings in every folder, no cell in two of them, and the same
+documents wherever the same protocol was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from normattn.errors import InputError
+from normattn.measure import frame
+from normattn.runs.directory import first_difference
+from normattn.sweep.study import CHANGEABLE
+
+CELL = ("row", "seed")
+SET = ("protocol", "length", "split")
+TASK = "factor.task"
+
+
+def joined_cells(
+    folders: Sequence[Path],
+    configurations: Sequence[Mapping[str, Any]],
+    frames: Sequence[pl.DataFrame],
+) -> pl.DataFrame:
+    """The frames of `folders`, which hold other cells of one study, as one.
+
+    Raises `InputError` that names two folders where their settings differ, where both hold a cell,
+    and where one protocol was measured on other documents in each.
+    """
+    for first, second in combinations(range(len(folders)), 2):
+        two = f"{folders[first]} and {folders[second]}"
+        _refuse_other_settings(two, configurations[first], configurations[second])
+        _refuse_shared_cells(two, frames[first], frames[second])
+        _refuse_other_documents(two, frames[first], frames[second])
+    return frame.joined(frames)
+
+
+def _refuse_other_settings(two: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    differs = first_difference(dict(one), dict(other), frozenset(CHANGEABLE))
+    if differs is not None:
+        name, here, there = differs
+        raise InputError(
+            f"{two} are not on one page: {name} is {here} in the first and {there} in the second"
+        )
+
+
+def _refuse_shared_cells(two: str, one: pl.DataFrame, other: pl.DataFrame) -> None:
+    shared = one.select(CELL).unique().join(other.select(CELL).unique(), on=CELL).sort(CELL)
+    if shared.height:
+        row, seed = shared.row(0)
+        raise InputError(f"{two} both hold {row} seed {seed}; each cell may stand in one of them")
+
+
+def _refuse_other_documents(two: str, one: pl.DataFrame, other: pl.DataFrame) -> None:
+    keys = [*SET, *([TASK] if TASK in one.columns and TASK in other.columns else [])]
+    known = [part.select(*keys, "data").unique() for part in (one, other)]
+    measured = known[0].join(known[1], on=keys, nulls_equal=True).select(keys).unique()
+    same = known[0].join(known[1], on=[*keys, "data"], nulls_equal=True).select(keys).unique()
+    apart = measured.join(same, on=keys, how="anti", nulls_equal=True).sort(keys)
+    if apart.height:
+        protocol, length = apart.row(0)[:2]
+        raise InputError(
+            f"{two} were measured on different documents ({protocol} at length {length}): prepare "
+            "the same corpus for both"
+        )

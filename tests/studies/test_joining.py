@@ -1,0 +1,104 @@
+"""Folders of one study on one page: cells apart give the page of all; what does not fit is named.
+
+The frames are those of a published folder, divided.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from normattn.cli.app import main
+from normattn.commands.reporting import report
+from normattn.errors import InputError
+from normattn.measure import frame
+
+RESULTS = Path(__file__).parents[2] / "results"
+WHOLE = RESULTS / "rmsnorm-laptop"
+Part = Callable[[Path, pl.Expr], Path]
+
+
+@pytest.fixture(scope="module")
+def part() -> Part:
+    """Makes a folder of those rows of the published frame that an expression keeps."""
+    measured = frame.read(WHOLE / frame.FILE)
+
+    def make(folder: Path, kept: pl.Expr) -> Path:
+        folder.mkdir()
+        shutil.copy(WHOLE / "config.json", folder)
+        frame.write(folder / frame.FILE, measured.filter(kept))
+        return folder
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("normattn.report.plots.draw", lambda figure: b"drawn elsewhere")
+
+
+def _change(folder: Path, name: str, value: object) -> None:
+    stored = json.loads((folder / "config.json").read_text())
+    stored["config"][name] = value
+    (folder / "config.json").write_text(json.dumps(stored))
+
+
+def _refused(places: list[Path], out: Path, why: str) -> None:
+    before = sorted(out.rglob("*"))
+    with pytest.raises(InputError, match=why):
+        report(places, out)
+    assert sorted(out.rglob("*")) == before
+
+
+def test_seeds_apart_give_the_page_of_all(
+    part: Part, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = [part(tmp_path / "late", pl.col("seed") > 0), part(tmp_path / "0", pl.col("seed") < 1)]
+    _change(places[1], "changed", {"training.checkpoint_seconds": 5})
+    out = tmp_path / "all"
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *map(str, places), "--out", str(out)])
+    assert ended.value.code == 0, capsys.readouterr()
+    for name in ("table.md", frame.FILE, "config.json"):
+        assert (out / name).read_bytes() == (WHOLE / name).read_bytes(), name
+    before = (out / "table.md").read_bytes()
+    report([out], out)
+    assert (out / "table.md").read_bytes() == before
+
+
+def test_a_cell_in_two_folders_is_refused(part: Part, tmp_path: Path) -> None:
+    places = [part(tmp_path / "a", pl.col("seed") > 0), part(tmp_path / "b", pl.col("seed") < 2)]
+    _refused(places, tmp_path / "out", "a and .*b both hold LayerNorm.* seed 1; each cell")
+
+
+def test_other_settings_are_named(part: Part, tmp_path: Path) -> None:
+    places = [part(tmp_path / "a", pl.col("seed") > 0), part(tmp_path / "b", pl.col("seed") < 1)]
+    _change(places[1], "preset", "mine")
+    why = "b are not on one page: preset is 'laptop' in the first and 'mine' in the second"
+    _refused(places, tmp_path / "out", why)
+
+
+def test_other_documents_are_refused(part: Part, tmp_path: Path) -> None:
+    places = [part(tmp_path / "a", pl.col("seed") > 0), part(tmp_path / "b", pl.col("seed") < 1)]
+    measured = frame.read(places[1] / frame.FILE)
+    elsewhere = pl.when(pl.col("data") == "").then(pl.lit("")).otherwise(pl.lit("elsewhere"))
+    frame.write(places[1] / frame.FILE, measured.with_columns(elsewhere.alias("data")))
+    _refused(places, tmp_path / "out", "b were measured on different documents")
+
+
+def test_the_page_of_all_needs_a_place_of_its_own(part: Part, tmp_path: Path) -> None:
+    places = [part(tmp_path / "a", pl.col("seed") > 0), part(tmp_path / "b", pl.col("seed") < 1)]
+    _refused(places, places[0], "a holds some of the cells of rmsnorm: give .* its own --out")
+    other = part(tmp_path / "other", pl.col("seed") > 0)
+    _change(other, "preset", "mine")
+    _refused(places, other, "config.json holds other settings than .*a: give another --out")
+
+
+def test_folders_of_two_studies_are_refused(part: Part, tmp_path: Path) -> None:
+    places = [part(tmp_path / "a", pl.col("seed") > 0), RESULTS / "extend-smollm2"]
+    _refused(places, tmp_path / "out", "a holds the study rmsnorm and no runs; one page is made")
