@@ -11,15 +11,13 @@ import torch
 
 from cli.conftest import Command
 from cli.conftest import command as command
-from normattn.bench import calibrating
 from normattn.bench.attending import Causal, Scored
 from normattn.kernels.calibration import Calibration, using
 
 
 def test_the_usual_cases_are_measured_and_all_times_are_shown(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(calibrating, "TOKENS", 64)
     path = tmp_path / "kernels.json"
     table = Calibration({}, path, itertools.count(0.0).__next__, {})
     table.seconds["more: strips or fused"] = {"strips": 2.0, "fused": 0.25}

@@ -193,7 +193,7 @@ def test_layers_within_a_window_keep_theirs_and_parts_are_nested() -> None:
     rope = given["text_config"]["rope_parameters"]
     assert rope["full_attention"]["rope_type"] == "yarn"
     assert rope["sliding_attention"]["rope_type"] == "default"
-    assert native_fields(planned.found, planned.layers, planned.spec)["rope_parameters"] == rope
+    assert native_fields(planned.parts, planned.layers, planned.spec)["rope_parameters"] == rope
 
 
 @pytest.mark.parametrize(

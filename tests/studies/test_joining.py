@@ -71,6 +71,16 @@ def test_seeds_apart_give_the_page_of_all(
     assert (out / "table.md").read_bytes() == before
 
 
+def test_the_page_of_all_says_every_command(part: Part, tmp_path: Path) -> None:
+    places = [part(tmp_path / "a", pl.col("seed") > 0), part(tmp_path / "b", pl.col("seed") < 1)]
+    _change(places[0], "asked", [{"seeds": "1,2"}])
+    out = tmp_path / "all"
+    for _ in range(2):
+        report(places, out)
+    command = "normattn reproduce rmsnorm --preset laptop"
+    assert f"`{command} --seeds 1,2 && {command}`" in (out / "table.md").read_text()
+
+
 def test_a_cell_in_two_folders_is_refused(part: Part, tmp_path: Path) -> None:
     places = [part(tmp_path / "a", pl.col("seed") > 0), part(tmp_path / "b", pl.col("seed") < 2)]
     _refused(places, tmp_path / "out", "a and .*b both hold LayerNorm.* seed 1; each cell")
@@ -101,4 +111,8 @@ def test_the_page_of_all_needs_a_place_of_its_own(part: Part, tmp_path: Path) ->
 
 def test_folders_of_two_studies_are_refused(part: Part, tmp_path: Path) -> None:
     places = [part(tmp_path / "a", pl.col("seed") > 0), RESULTS / "extend-smollm2"]
-    _refused(places, tmp_path / "out", "a holds the study rmsnorm and no runs; one page is made")
+    _refused(
+        places,
+        tmp_path / "out",
+        "a holds the study rmsnorm and .*extend-smollm2 the study extend, which have no table",
+    )

@@ -46,7 +46,7 @@ def test_a_study_of_ones_own_is_run_and_reported_again(
     assert [row["row"] for row in table["tables"]["table"]] == ["Baseline", "KNA"]
     assert table["tables"]["table"][1]["gap"]["seeds"] == [0, 1, 2]
     assert table["claims"][0]["verdict"] in ("found", "the opposite", "not found")
-    made_by = "reproduce ./my_study.py --preset tiny --set training.steps=5`"
+    made_by = "reproduce ./my_study.py --preset ./tiny.toml --set training.steps=5 --seeds 3`"
     assert made_by in (out / "table.md").read_text()
     assert (out / "report.html").is_file()
     assert (out / "figures" / "at_2l.png").is_file()
@@ -80,6 +80,11 @@ def test_the_command_of_a_page_can_be_typed() -> None:
     assert find("continue").command({"preset": "laptop", "changed": asked}) == (
         "normattn reproduce continue --preset laptop --corpus 'my texts' "
         "--set training.steps=5 --set 'continued.keep=[1, 4]'"
+    )
+    again = [{"variants": "KNA,CosA", "seeds": "2"}, {"seeds": "7,"}]
+    assert find("keynorm").command({"asked": again}) == (
+        "normattn reproduce keynorm --preset laptop --variants KNA,CosA --seeds 2 && "
+        "normattn reproduce keynorm --preset laptop --seeds 7,"
     )
     assert find("keynorm").command({}) == "normattn reproduce keynorm --preset laptop"
     assert find("extend").command({}) == "normattn extend MODEL"

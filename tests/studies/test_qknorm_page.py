@@ -22,7 +22,7 @@ from normattn.studies.qknorm.measured import (
     failures,
     largest_logit,
     last_entropy,
-    place,
+    rows_of,
     tolerated,
 )
 from normattn.studies.qknorm.page import PAGE
@@ -222,8 +222,8 @@ def test_what_the_sweep_says() -> None:
     view = View(joined(parts), DRAWN)
     assert tolerated(view, "Baseline") == 1  # 5.45 is hardly better than the unigrams' 5.5
     assert tolerated(view, "KNA") == 1  # one of two seeds failed at ×4
-    assert failures(view, place("rates", "KNA", 4.0)) == {0: False, 1: True}
-    assert failures(view, place("rates", "Baseline", 16.0)) == {0: True}
+    assert failures(view, rows_of("rates", "KNA", 4.0)) == {0: False, 1: True}
+    assert failures(view, rows_of("rates", "Baseline", 16.0)) == {0: True}
     found = tables(parts)
     rates = found["rates"]
     assert list(rates) == [
@@ -253,14 +253,14 @@ def test_what_the_sweep_says() -> None:
 def test_the_largest_logit_is_a_maximum_over_steps_and_seeds() -> None:
     """Also where a training ended early: its steps are fewer."""
     view = View(joined([swept("KNA", 4, 2.0), swept("KNA", 4, None, seed=1, steps=1)]), DRAWN)
-    largest = largest_logit(view, place("rates", "KNA", 4.0))
+    largest = largest_logit(view, rows_of("rates", "KNA", 4.0))
     assert largest is not None
     assert (largest.value, largest.seeds, largest.per_seed) == (61.0, (0, 1), (60.0, 61.0))
-    entropy = last_entropy(view, place("rates", "KNA", 4.0))
+    entropy = last_entropy(view, rows_of("rates", "KNA", 4.0))
     assert entropy is not None
     assert entropy.per_seed == (0.5, 0.8)  # that of the last step of each
     assert entropy.value == pytest.approx(0.65)
-    assert largest_logit(view, place("rates", "KNA", 1.0)) is None
+    assert largest_logit(view, rows_of("rates", "KNA", 1.0)) is None
 
 
 def test_failing_less_is_an_exact_test_of_three_seeds() -> None:

@@ -137,6 +137,9 @@ def test_refused_and_widened(tiny: Path, tmp_path: Path, start: Start) -> None:
     assert code == 0, said
     assert [row["row"] for row in rows(out)] == ["QNA-NTK", "KNA", "KNA-NTK"]
     assert [row["non_repeated"]["seeds"] for row in rows(out)] == [[0, 1], [0], [0, 1]]
+    command = "normattn reproduce keynorm --preset ./tiny.toml --set training.steps=5"
+    first, second = "--variants KNA --methods 'as is'", "--variants KNA,QNA --methods NTK --seeds 2"
+    assert f"`{command} {first} && {command} {second}`" in (out / "table.md").read_text()
 
 
 def wait_for_lock(out: Path) -> None:

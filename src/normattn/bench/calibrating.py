@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import torch
 from rich.console import Console
 
-from normattn.bench.attending import Causal, KernelAlone
+from normattn.bench.attending import KernelAlone
 from normattn.bench.settings import Settings
-from normattn.bench.suites.tiles import LENGTHS, TOKENS
+from normattn.bench.suites.tiles import grid
 from normattn.errors import InputError
 from normattn.kernels import choose
 from normattn.kernels.bucket import LONGEST
@@ -28,9 +27,10 @@ def calibrate(settings: Settings) -> None:
         raise InputError("--calibration is for a CPU: on a GPU no kernel is chosen by its time")
     with threads(settings.threads), using("fastest"):
         with Console(file=sys.stderr).status("measuring kernels"):
-            for problem in _usual(settings):
-                with torch.set_grad_enabled(problem.call.backward):
-                    choose(problem.problem())
+            for _, causal in grid(settings):
+                if causal.length <= LONGEST:
+                    with torch.set_grad_enabled(causal.backward):
+                        choose(KernelAlone(causal, "plain").problem())
         table = calibration()
     lines = [_line(name, times) for name, times in sorted(table.seconds.items())]
     width = max(len(line[0]) for line in lines)
@@ -44,13 +44,3 @@ def _line(name: str, times: Times) -> tuple[str, str, str]:
     first = Quicker.of(times)
     kernel = f"{first.kernel}, {1e3 * times[first.kernel]:.3g} ms"
     return name.rpartition(":")[0], kernel, f"{first.ratio:.2f}"
-
-
-def _usual(settings: Settings) -> Iterator[KernelAlone]:
-    """Plain causal attention in each precision, pass and length."""
-    lengths = LENGTHS[:1] if settings.quick else [n for n in LENGTHS if n <= LONGEST]
-    for dtype in settings.dtypes.values():
-        for length in lengths:
-            for backward in (False, True):
-                causal = Causal(length, dtype, backward, batch=TOKENS // length)
-                yield KernelAlone(causal, "plain")

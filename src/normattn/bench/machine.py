@@ -6,7 +6,6 @@ no cache holds (bytes per second) and an exponential within the cache (exponenti
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import importlib.metadata
 from collections.abc import Iterable, Mapping
@@ -82,20 +81,20 @@ class Machine:
 
 
 def provenance(packages: Iterable[str], threads: int, device: str = "cpu") -> dict[str, Any]:
-    """Machine, versions and date of a record.
+    """Machine, versions and source of a record.
 
     Raises `InputError` for a package that is not installed, naming the extra that brings it.
     """
     require_packages(packages)
     environment = describe_environment()
     facts = {
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "processor": environment["cpu"],
         "capability": environment["cpu_capability"],
         "features": machine()["features"],
         "threads": threads,
         "python": environment["python"],
         "versions": {name: importlib.metadata.version(name) for name in packages},
+        "source": source_digest(),
     }
     if device != "cpu":
         facts["device"] = torch.cuda.get_device_name(device)

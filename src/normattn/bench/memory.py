@@ -7,18 +7,17 @@ import ctypes
 import gc
 import multiprocessing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from normattn.errors import InputError
+from normattn.runs.memory import peak, resident
 from normattn.runs.timing import Step, synchronise
 
 _LOADED = [f"normattn.bench.{name}" for name in ("memory", "peers", "vocabulary", "models")]
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h.
-_RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+_CPU = torch.device("cpu")
 
 
 def peak_memory(
@@ -35,8 +34,8 @@ def peak_memory(
     """
     if device != "cpu":
         return _on_device(make, device)
-    if not _RESET.exists():
-        raise InputError(f"peak memory is read from {_STATUS}, which this system does not have")
+    if resident(_CPU) is None:
+        raise InputError("peak memory is kept by Linux alone, which this system is not")
     # Children of a server that has torch loaded but has never run it: fresh, and quick to start.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_LOADED)
@@ -46,7 +45,7 @@ def peak_memory(
     # The child's end must close with the child, or a child that died would be waited for for ever.
     send.close()
     try:
-        peak = float(receive.recv())
+        mebibytes = float(receive.recv())
     except EOFError as error:
         child.join()
         raise InputError(
@@ -56,7 +55,7 @@ def peak_memory(
     finally:
         child.join(timeout=5)
         child.kill()
-    return peak
+    return mebibytes
 
 
 def _in_child(
@@ -71,13 +70,10 @@ def _in_child(
         del before_that
     step = make()
     _give_back()
-    before = psutil.Process().memory_info().rss
-    _RESET.write_text("5")  # The peak counts from here.
-    step()
-    step()
-    lines = _STATUS.read_text().splitlines()
-    peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-    send.send(peak / 1024 - before / 2**20)
+    with peak(_CPU, resident(_CPU)) as grown:
+        step()
+        step()
+    send.send(grown[0] / 2**20)
 
 
 def _keep_nothing() -> None:
@@ -101,9 +97,9 @@ def _on_device(make: Callable[[], Step], device: str) -> float:
     step = make()
     step()  # Workspaces of the libraries stay, and are no part of the step.
     synchronise(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    step()
-    synchronise(device)
-    return float(torch.cuda.max_memory_allocated(device) - before) / 2**20
+    gpu = torch.device(device)
+    with peak(gpu, resident(gpu)) as grown:
+        step()
+        step()
+        synchronise(device)
+    return grown[0] / 2**20

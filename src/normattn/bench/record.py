@@ -11,7 +11,7 @@ from normattn.atomic import explain_os_errors, write_json
 from normattn.bench.attending import KernelAlone, Scored
 from normattn.bench.case import Case, Suite
 from normattn.bench.judge import judge, roofline, why_missed
-from normattn.bench.machine import provenance, source_digest
+from normattn.bench.machine import provenance
 from normattn.bench.measure import Measurement
 from normattn.bench.settings import Settings
 from normattn.errors import InputError
@@ -101,9 +101,7 @@ class Record:
 
     def _stamp(self) -> Row:
         packages = ("torch", "normattn", *self.suite.packages)
-        facts = provenance(packages, self.settings.threads, self.settings.device)
-        del facts["date"]
-        return {**facts, "source": source_digest()}
+        return provenance(packages, self.settings.threads, self.settings.device)
 
 
 def kernels(case: Case) -> dict[str, str]:

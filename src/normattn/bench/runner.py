@@ -72,8 +72,8 @@ class _Bar(Bar):
     def __init__(self, work: Sequence[tuple[Record, Case]], settings: Settings) -> None:
         super().__init__(TimeRemainingColumn())
         self._settings = settings
-        self._found = {id(case): record.find(case) for record, case in work}
-        open_cases = [case for _, case in work if self._found[id(case)] is None]
+        self._rows = {id(case): record.find(case) for record, case in work}
+        open_cases = [case for _, case in work if self._rows[id(case)] is None]
         self._count, self._done = len(work), 0
         total = sum(map(self._cost, open_cases))
         self._task: TaskID = self.progress.add_task("benchmarks", total=total)
@@ -81,7 +81,7 @@ class _Bar(Bar):
     def run(self, record: Record, case: Case, profile: bool) -> Row:
         """The row of a case: the one on record, or a new one."""
         self.progress.update(self._task, description=case.name)
-        row = self._found[id(case)]
+        row = self._rows[id(case)]
         said = "on record"
         if row is None:
             row, said = record.add(case, self._measure(case)), "measured"

@@ -6,12 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from normattn.cli import hidden, reproduce
+from normattn.cli import reproduce
 from normattn.cli.checked import Commands
 from normattn.cli.failures import exit_code_of
 from normattn.commands.asking import told
@@ -217,8 +217,28 @@ def _lm_eval(options: lm_eval.HarnessOptions) -> None:
 
 
 app.add_typer(reproduce.app, name="reproduce")
-app.command("_cell", hidden=True)(hidden.cell)
-app.command("_measure", hidden=True)(hidden.measure)
+
+
+def _cell(directory: Path, parent: Annotated[int, typer.Argument()] = 0) -> None:
+    """Train and evaluate the cell in `directory`; stop when the process `parent` is gone."""
+    from normattn.studies import find
+    from normattn.sweep.cell import run_cell
+
+    code = run_cell(directory, find, parent)
+    if code:
+        raise typer.Exit(code)
+
+
+def _measure(directory: Path, parent: Annotated[int, typer.Argument()] = 0) -> None:
+    """Time a few steps of the cell in `directory`, and print them as JSON."""
+    from normattn.studies import find
+    from normattn.sweep.rates import measure_cell
+
+    measure_cell(directory, find, parent)
+
+
+app.command("_cell", hidden=True)(_cell)
+app.command("_measure", hidden=True)(_measure)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from normattn.atomic import write_directory
 from normattn.commands.extension_progress import ReadingProgress, work
-from normattn.commands.extension_reading import OutOfMemoryError, Place, Reader
+from normattn.commands.extension_reading import OutOfMemoryError, Reader, Unit
 from normattn.commands.extension_settings import (
     ALL,
     AS_IS,
@@ -146,14 +146,14 @@ def _using(model: Any, method: str, settings: ExtensionSettings) -> Any:
     return extend(model, method, train_length=settings.train_length, **parameters)
 
 
-def _plan(reader: Reader, methods: Sequence[str], passkey: bool) -> list[Place]:
+def _plan(reader: Reader, methods: Sequence[str], passkey: bool) -> list[Unit]:
     """Every unit that is wanted, texts before pass keys, which take as long again."""
     settings = reader.settings
     if passkey:
         reader.hidden(settings.passes[0], 0)  # Refuses a length without room before anything.
     kinds = ("text", "key") if passkey else ("text",)
     return [
-        Place(kind, method, length, window)
+        Unit(kind, method, length, window)
         for kind in kinds
         for method in methods
         for length in settings.passes
@@ -162,7 +162,7 @@ def _plan(reader: Reader, methods: Sequence[str], passkey: bool) -> list[Place]:
 
 
 def _read_all(
-    run: RunDirectory, reader: Reader, plan: Sequence[Place], notes: Sequence[str]
+    run: RunDirectory, reader: Reader, plan: Sequence[Unit], notes: Sequence[str]
 ) -> list[str]:
     """Every unit that is not on record; sentences on methods that failed."""
     store = MeasurementStore(run.path / MEASUREMENTS)
@@ -191,7 +191,7 @@ def _read_all(
 
 
 def _read_method(
-    reader: Reader, store: MeasurementStore, plan: Sequence[Place], progress: ReadingProgress
+    reader: Reader, store: MeasurementStore, plan: Sequence[Unit], progress: ReadingProgress
 ) -> str | None:
     """Read what is missing of one method; a sentence where it failed, whose rest is left out."""
     missing = [unit for unit in plan if not _has(store, unit)]
@@ -202,7 +202,7 @@ def _read_method(
     with _using(reader.model, missing[0].method, settings) as extension:
         cell = _cell(extension, missing[0].method, settings)
         for number, unit in enumerate(missing):
-            description = _what(unit, settings)
+            description = _described(unit, settings)
             progress.begin(description)
             try:
                 store.put(unit.key, reader.read(unit, cell))
@@ -217,13 +217,13 @@ def _read_method(
     return None
 
 
-def _what(unit: Place, settings: ExtensionSettings) -> str:
+def _described(unit: Unit, settings: ExtensionSettings) -> str:
     thing = "pass key" if unit.kind == "key" else "window"
     return f"{unit.method}, {unit.length:,} tokens, {thing} {unit.window + 1} of {settings.windows}"
 
 
 def _failure(
-    error: NormattnError, unit: Place, settings: ExtensionSettings, store: MeasurementStore
+    error: NormattnError, unit: Unit, settings: ExtensionSettings, store: MeasurementStore
 ) -> str:
     """What failed, and for memory what would fit."""
     if not isinstance(error, OutOfMemoryError):
@@ -250,7 +250,7 @@ def _cell(extension: Any, method: str, settings: ExtensionSettings) -> CellInfo:
     )
 
 
-def _has(store: MeasurementStore, unit: Place) -> bool:
+def _has(store: MeasurementStore, unit: Unit) -> bool:
     """Whether a unit is done; a damaged one is done again."""
     return store.get(unit.key) is not None
 

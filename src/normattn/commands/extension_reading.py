@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import polars as pl
@@ -23,9 +21,9 @@ from normattn.evaluation import CellInfo, TokenScorer, evaluate_cell, evaluate_r
 from normattn.evaluation.cells import identity
 from normattn.hf.anatomy import anatomy
 from normattn.measure import digest, fact, identified, joined
+from normattn.runs.memory import peak, resident
 from normattn.studies.extend import KIND, PEAK, PREFILL, SECONDS
 
-_RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _MEMORY_WORDS = ("not enough memory", "out of memory", "can't allocate memory")
 
 
@@ -33,7 +31,7 @@ class OutOfMemoryError(NormattnError):
     """A length did not fit into the memory."""
 
 
-class Place(NamedTuple):
+class Unit(NamedTuple):
     """Which unit: a window's text or its pass key ("key"), at a length, under a method."""
 
     kind: str
@@ -65,7 +63,7 @@ class Reader:
         gc.collect()
         self._held = resident(self.model.device)
 
-    def read(self, unit: Place, cell: CellInfo) -> pl.DataFrame:
+    def read(self, unit: Unit, cell: CellInfo) -> pl.DataFrame:
         """The measurements of a unit, whose data are all windows of the text.
 
         Raises `OutOfMemoryError`, and `NormattnError` where a loss is not finite.
@@ -76,7 +74,7 @@ class Reader:
             pl.lit(KIND).alias("study"), pl.lit(self.settings.tokens).alias("data")
         )
 
-    def _text(self, unit: Place, cell: CellInfo) -> pl.DataFrame:
+    def _text(self, unit: Unit, cell: CellInfo) -> pl.DataFrame:
         settings, device = self.settings, self.model.device
         sets = self.texts.sets(unit.window, unit.length, settings.train_length, settings.segment)
         scorer, seconds = _once(self.scorer), list[float]()
@@ -89,7 +87,7 @@ class Reader:
         whose = replace(identity(cell, sets[0], **on), protocol=PREFILL)
         return joined([*frames, identified(whose, costs)])
 
-    def _key(self, unit: Place, cell: CellInfo) -> pl.DataFrame:
+    def _key(self, unit: Unit, cell: CellInfo) -> pl.DataFrame:
         hidden = self.hidden(unit.length, unit.window)
         rows = evaluate_retrieval(self.scorer, hidden, cell)
         # Each window has a depth of its own: no axis that windows share, but a fact of the window.
@@ -158,35 +156,3 @@ def _out_of_memory() -> Iterator[None]:
         if not any(words in str(error).lower() for words in _MEMORY_WORDS):
             raise
         raise OutOfMemoryError("out of memory") from error
-
-
-def resident(device: torch.device) -> int | None:
-    """Bytes that the process holds (on a GPU: that torch holds there); None where untold."""
-    if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
-    return _status("VmRSS")
-
-
-@contextmanager
-def peak(device: torch.device, held: int | None) -> Iterator[list[int]]:
-    """A list that holds, afterwards, the most bytes beyond `held`; empty where untold."""
-    growth: list[int] = []
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):  # Another system than Linux.
-            _RESET.write_text("5")
-    yield growth
-    if device.type == "cuda":
-        most: int | None = int(torch.cuda.max_memory_allocated(device))
-    else:
-        most = _status("VmHWM")
-    if most is not None and held is not None:
-        growth.append(max(0, most - held))
-
-
-def _status(name: str) -> int | None:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = _STATUS.read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
-    return None

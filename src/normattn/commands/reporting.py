@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 
-from normattn.atomic import write_bytes
+from normattn.atomic import write_json
 from normattn.commands.joining import joined_cells
 from normattn.errors import InputError
 from normattn.measure import collected, frame, joined
@@ -59,11 +59,13 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
         whole = _joined(places, of_studies, out) if several else of_studies[0]
         say(out, whole.study.report(whole.frame, out, whole.config))
         return
-    for folder, part in zip(places, known, strict=True):
+    kinds = ["runs" if part is None else f"the study {part.study.name}" for part in known]
+    for folder, part, kind in zip(places, known, kinds, strict=True):
         if part is not None and not _runs([folder]):
+            other = next(n for n, name in enumerate(kinds) if name != kind)
             raise InputError(
-                f"{folder} holds the study {part.study.name} and no runs; one page is made of "
-                "folders of one study, or of runs"
+                f"{folder} holds {kind} and {places[other]} {kinds[other]}, which have no table in "
+                "common; one page is made of folders of one study, or of runs"
             )
     say(out, find(named or READING).report(of_runs(places), out, {}))
 
@@ -87,13 +89,16 @@ def _joined(places: Sequence[Path], parts: Sequence[Measured], out: Path) -> Mea
     """Folders of one study as one, whose settings lie in `out` too: it is such a folder again."""
     _refuse_own_place(out, places, f"some of the cells of {parts[0].study.name}")
     whole = joined_cells(places, [part.config for part in parts], [part.frame for part in parts])
-    settings = out / "config.json"
-    if settings.exists() and _configuration(out)[0] != parts[0].config:
+    settings, config = out / "config.json", dict(parts[0].config)
+    asked = [choices for part in parts for choices in part.config.get("asked") or [{}]]
+    if any(asked):
+        config["asked"] = [choices for n, choices in enumerate(asked) if choices not in asked[:n]]
+    if settings.exists() and _configuration(out)[0] != config:
         raise InputError(f"{settings} holds other settings than {places[0]}: give another --out")
-    if parts[0].config:
-        out.mkdir(parents=True, exist_ok=True)
-        write_bytes(settings, (places[0] / "config.json").read_bytes())
-    return Measured(parts[0].study, parts[0].config, whole)
+    if config:
+        stored = read_object(places[0] / "config.json")
+        write_json(settings, {**stored, "config": config})
+    return Measured(parts[0].study, config, whole)
 
 
 def _refuse_own_place(out: Path, places: Sequence[Path], held: str) -> None:

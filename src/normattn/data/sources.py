@@ -43,13 +43,13 @@ class Registry(Generic[S]):
     """
 
     def __init__(self, subject: str, expected: str, refusal: str = "does not exist") -> None:
-        self.what, self.expected, self.refusal = subject, expected, refusal
+        self.subject, self.expected, self.refusal = subject, expected, refusal
         self._kinds: dict[str, type[S]] = {}
 
     def register(self, kind: Kind) -> Kind:
         """Class decorator: make a kind known."""
         if kind.kind in self._kinds:
-            raise ValueError(f"two kinds of {self.what} are called {kind.kind!r}")
+            raise ValueError(f"two kinds of {self.subject} are called {kind.kind!r}")
         self._kinds[kind.kind] = kind  # type: ignore[assignment]
         return kind
 
@@ -74,7 +74,7 @@ class Registry(Generic[S]):
     def _split(self, text: str) -> tuple[str, dict[str, str]]:
         body, mark, query = text.partition("?")
         if not text.strip():
-            raise InputError(f"the {self.what} has no name: expected {self.expected}")
+            raise InputError(f"the {self.subject} has no name: expected {self.expected}")
         if not mark or expanded(text).exists():
             return text, {}
         try:

@@ -71,7 +71,7 @@ class _Counts:
         self.model, self.texts = model, texts
         self.documents = sorted(set(texts.documents))
         numbers = {name: index for index, name in enumerate(self.documents)}
-        self.place = np.array([numbers[name] for name in texts.documents])
+        self.document_of = np.array([numbers[name] for name in texts.documents])
         config = model.config
         self.layers, self.heads = config.layers, config.heads
         shape = (len(self.documents), self.layers, self.heads)
@@ -95,7 +95,7 @@ class _Counts:
 
     def _cosines(self, name: str, part: slice, seen: Seen) -> None:
         counted = count_cosines(seen)
-        rows = self.place[part]
+        rows = self.document_of[part]
         np.add.at(self.cosines[name][:, seen.layer], rows, counted.counts.cpu().numpy())
         ends = self.ends[name]
         np.minimum.at(ends[:, 0], rows, counted.least.amin(-1).cpu().numpy())
@@ -117,7 +117,7 @@ class _Counts:
         }
         for name, value in values.items():
             rows = self.sums[name][:, seen.layer]
-            np.add.at(rows, self.place[part], value.nan_to_num(0.0).cpu().numpy())
+            np.add.at(rows, self.document_of[part], value.nan_to_num(0.0).cpu().numpy())
         x = (norms / norms.mean(-1, keepdim=True)).log2().clamp(*_ends(DENSITY[0]))
         y = received.clamp_min(1e-12).log2().clamp(*_ends(DENSITY[1]))
         flat = (x.flatten().cpu().numpy(), y.flatten().cpu().numpy())
@@ -157,7 +157,7 @@ class _Counts:
     @property
     def windows(self) -> NDArray[np.float64]:
         """Texts of each document, (documents, 1, 1)."""
-        counted = np.bincount(self.place, minlength=len(self.documents))
+        counted = np.bincount(self.document_of, minlength=len(self.documents))
         return counted.astype(float)[:, None, None]
 
     def _by_head(self, name: str, above: Array, below: Array, **axis: Any) -> pl.DataFrame:

@@ -30,8 +30,8 @@ class LayerSums:
         self.bins = bins
         self.heads = heads
         names = [*ROWS, *(f"{name}_{kind}" for name in MEANS for kind in ("mass", "share"))]
-        self.place = {name: index for index, name in enumerate([*names, "rows"])}
-        shape = (len(self.place), heads, bins)
+        self.index_of = {name: index for index, name in enumerate([*names, "rows"])}
+        shape = (len(self.index_of), heads, bins)
         self.sums = torch.zeros(shape, dtype=torch.float64, device=device)
         self.choosing = torch.zeros(2, heads, bins, dtype=torch.float64, device=device)
         self.largest = torch.full((heads, bins), -torch.inf, dtype=torch.float64, device=device)
@@ -61,7 +61,7 @@ class LayerSums:
             rows[f"{name}_share"] = seen.even[index].expand(valid.shape).to(seen.entropy)
         self.known |= set(rows)
         for name, values in rows.items():
-            self.sums[self.place[name]] += self._summed(values, valid, bin_of)
+            self.sums[self.index_of[name]] += self._summed(values, valid, bin_of)
         choices = seen.choices.expand(valid.shape)
         several = valid & (choices >= 2)
         share = seen.entropy / choices.clamp(min=2).to(seen.entropy).log()
@@ -114,10 +114,10 @@ class LayerSums:
         key head.
         """
         summed, largest = self.sums.cpu(), self.largest.cpu()
-        rows = summed[self.place["rows"]]
+        rows = summed[self.index_of["rows"]]
         totals = {
             name: (summed[index], rows)
-            for name, index in self.place.items()
+            for name, index in self.index_of.items()
             if name in self.known and name != "rows"
         }
         above, below = self.choosing.cpu()

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float64, Int32, Int64
 
 from normattn.errors import InputError, NormattnError
-from normattn.evaluation.cells import Progress, batches
+from normattn.evaluation.cells import batches
 from normattn.evaluation.scorers import TokenScorer
 
 
@@ -16,7 +16,6 @@ def count_answers(
     windows: Int32[np.ndarray, "n length_1"],
     scored: Bool[np.ndarray, "n length"],
     tokens_per_batch: int,
-    progress: Progress | None,
     name: str,
     task: str,
 ) -> tuple[Int64[np.ndarray, "n"], Float64[np.ndarray, "n"]]:
@@ -40,6 +39,4 @@ def count_answers(
             )
         correct[rows] = (scores.correct.cpu().numpy() & scored[rows]).sum(axis=1)
         loss[rows] = losses.sum(axis=1)
-        if progress is not None:
-            progress(min(rows.stop, len(windows)), len(windows))
     return correct, loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from normattn.data.evaluation_sets import EvaluationSet
@@ -10,9 +10,6 @@ from normattn.data.in_context import InContextSet
 from normattn.data.retrieval import RetrievalSet
 from normattn.measure import Identity
 from normattn.measure.frame import Factor
-
-Progress = Callable[[int, int], None]
-"""Called with the windows done and the windows of the cell."""
 
 AnySet = EvaluationSet | RetrievalSet | InContextSet
 

@@ -7,7 +7,7 @@ import polars as pl
 
 from normattn.data.in_context import InContextSet
 from normattn.evaluation.answers import count_answers
-from normattn.evaluation.cells import CellInfo, Progress, identity
+from normattn.evaluation.cells import CellInfo, identity
 from normattn.evaluation.scorers import TokenScorer
 from normattn.measure import MeasurementStore, digest, identified, sums
 
@@ -19,7 +19,6 @@ def evaluate_in_context(
     *,
     store: MeasurementStore | None = None,
     tokens_per_batch: int = 16384,
-    progress: Progress | None = None,
 ) -> pl.DataFrame:
     """Measure many-shot classification at one length, or return what `store` has of it.
 
@@ -34,7 +33,7 @@ def evaluate_in_context(
     key = digest(whose.columns())
 
     def measure() -> pl.DataFrame:
-        return identified(whose, _counted(scorer, chosen, tokens_per_batch, progress, cell.name))
+        return identified(whose, _counted(scorer, chosen, tokens_per_batch, cell.name))
 
     return measure() if store is None else store.once(key, measure)
 
@@ -43,12 +42,11 @@ def _counted(
     scorer: TokenScorer,
     chosen: InContextSet,
     tokens_per_batch: int,
-    progress: Progress | None,
     name: str,
 ) -> list[pl.DataFrame]:
     """The statistics of each sample."""
     flat, scored = (array.reshape(-1, array.shape[-1]) for array in (chosen.windows, chosen.scored))
-    counted = count_answers(scorer, flat, scored, tokens_per_batch, progress, name, "many-shot")
+    counted = count_answers(scorer, flat, scored, tokens_per_batch, name, "many-shot")
     correct, loss = (array.reshape(chosen.windows.shape[:2]) for array in counted)
     tokens, samples = chosen.scored.sum(axis=2), np.arange(len(chosen))
     right = (samples, chosen.right)

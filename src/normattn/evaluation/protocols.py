@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from normattn.data.evaluation_sets import EvaluationSet
 from normattn.errors import InputError, NormattnError
-from normattn.evaluation.cells import CellInfo, Progress, batches, identity
+from normattn.evaluation.cells import CellInfo, batches, identity
 from normattn.evaluation.scorers import TokenScorer
 from normattn.measure import MeasurementStore, digest, identified, sums
 
@@ -27,7 +27,6 @@ def evaluate_cell(
     *,
     store: MeasurementStore | None = None,
     tokens_per_batch: int = 16384,
-    progress: Progress | None = None,
 ) -> pl.DataFrame:
     """Measure one cell by document and position, or return what `store` already has of it.
 
@@ -44,7 +43,7 @@ def evaluate_cell(
     key = digest(whose.columns(), edges)
 
     def measure() -> pl.DataFrame:
-        counts = _count(scorer, evaluation_set, edges, tokens_per_batch, progress, cell.name)
+        counts = _count(scorer, evaluation_set, edges, tokens_per_batch, cell.name)
         return identified(whose, counts.rows(evaluation_set.documents, edges))
 
     return measure() if store is None else store.once(key, measure)
@@ -76,7 +75,6 @@ def _count(
     evaluation_set: EvaluationSet,
     edges: tuple[int, ...],
     tokens_per_batch: int,
-    progress: Progress | None,
     name: str,
 ) -> _WindowCounts:
     start, length = evaluation_set.start, evaluation_set.length
@@ -95,8 +93,6 @@ def _count(
             known = seen[rows, start:]
             seen_tokens[rows] = _bin_sums(known.astype(np.int64), edges)
             seen_correct[rows] = _bin_sums((known & right).astype(np.int64), edges)
-        if progress is not None:
-            progress(min(rows.stop, len(windows)), len(windows))
     return _WindowCounts(
         tokens=np.tile(np.diff(np.asarray(edges, dtype=np.int64)), (len(windows), 1)),
         correct=correct,

@@ -7,7 +7,7 @@ import polars as pl
 
 from normattn.data.retrieval import RetrievalSet
 from normattn.evaluation.answers import count_answers
-from normattn.evaluation.cells import CellInfo, Progress, identity
+from normattn.evaluation.cells import CellInfo, identity
 from normattn.evaluation.scorers import TokenScorer
 from normattn.measure import MeasurementStore, digest, identified, sums
 
@@ -19,7 +19,6 @@ def evaluate_retrieval(
     *,
     store: MeasurementStore | None = None,
     tokens_per_batch: int = 16384,
-    progress: Progress | None = None,
 ) -> pl.DataFrame:
     """Measure one task at one length by sample and depth, or return what `store` has of it.
 
@@ -38,7 +37,7 @@ def evaluate_retrieval(
         scored = np.repeat(retrieval.scored, depths, axis=0)
         flat = retrieval.windows.reshape(-1, width)
         task = retrieval.task
-        counted = count_answers(scorer, flat, scored, tokens_per_batch, progress, cell.name, task)
+        counted = count_answers(scorer, flat, scored, tokens_per_batch, cell.name, task)
         correct, loss = (array.reshape(samples, depths) for array in counted)
         tokens = np.tile(retrieval.scored.sum(axis=1)[:, None], (1, len(retrieval.depths)))
         parts = {"exact": (correct == tokens, 1.0 * (tokens > 0)), "accuracy": (correct, tokens)}

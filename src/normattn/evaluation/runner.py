@@ -11,7 +11,7 @@ import polars as pl
 from normattn.data.in_context import InContextSet
 from normattn.data.retrieval import RetrievalSet
 from normattn.errors import InputError
-from normattn.evaluation.cells import AnySet, CellInfo, Progress
+from normattn.evaluation.cells import AnySet, CellInfo
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.in_context import evaluate_in_context
 from normattn.evaluation.protocols import evaluate_cell
@@ -35,7 +35,6 @@ def evaluate_run(
     factors: Mapping[str, Factor] | None = None,
     tokens_per_batch: int = 16384,
     on_measured: Callable[[pl.DataFrame], None] | None = None,
-    progress: Progress | None = None,
     scored_by: Scoring = from_causal_lm,
 ) -> list[pl.DataFrame]:
     """Evaluate a trained model as it is or under each method on each set; undo every method.
@@ -68,7 +67,7 @@ def evaluate_run(
         )
         with nullcontext() if spec == own else model.using(spec):
             for evaluation_set in evaluation_sets:
-                rows = _evaluate(scorer, evaluation_set, cell, store, tokens_per_batch, progress)
+                rows = _evaluate(scorer, evaluation_set, cell, store, tokens_per_batch)
                 measured.append(rows)
                 if on_measured is not None:
                     on_measured(rows)
@@ -81,9 +80,8 @@ def _evaluate(
     cell: CellInfo,
     store: MeasurementStore | None,
     tokens: int,
-    progress: Progress | None,
 ) -> pl.DataFrame:
-    how: Any = {"store": store, "tokens_per_batch": tokens, "progress": progress}
+    how: Any = {"store": store, "tokens_per_batch": tokens}
     if isinstance(chosen, RetrievalSet):
         return evaluate_retrieval(scorer, chosen, cell, **how)
     if isinstance(chosen, InContextSet):

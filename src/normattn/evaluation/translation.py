@@ -13,6 +13,7 @@ from torch import Tensor
 
 from normattn.data.pairs import PairSplit
 from normattn.data.pairs.config import EOS_ID, PAD_ID
+from normattn.data.relations import padded
 from normattn.data.tokeniser import Tokeniser
 from normattn.errors import InputError, library
 from normattn.evaluation.unigram import unigram_nats
@@ -172,10 +173,7 @@ def _scored(
 
 def _rows(sentences: Sequence[Sequence[int]]) -> Tensor:
     """Sentences as one matrix, padded on the right."""
-    rows = torch.full((len(sentences), max(map(len, sentences))), PAD_ID)
-    for row, sentence in enumerate(sentences):
-        rows[row, : len(sentence)] = torch.as_tensor(sentence)
-    return rows
+    return torch.from_numpy(padded(sentences, PAD_ID)[0])
 
 
 def _groups(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:

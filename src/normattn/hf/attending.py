@@ -40,15 +40,15 @@ class Memory:
     """What the layers of one forward share; the model's forward begins with an empty one."""
 
     def __init__(self) -> None:
-        self._found: dict[str, tuple[tuple[object, ...], Any]] = {}
+        self._kept: dict[str, tuple[tuple[object, ...], Any]] = {}
 
     def clear(self, *_: object) -> None:
         """Forget everything; takes what a hook is given."""
-        self._found = {}
+        self._kept = {}
 
     def get(self, name: str, given: tuple[object, ...]) -> Any:
         """What was kept for these very objects, or None."""
-        kept = self._found.get(name)
+        kept = self._kept.get(name)
         if kept is None or len(kept[0]) != len(given):
             return None
         same = all(a is b for a, b in zip(kept[0], given, strict=True))
@@ -57,7 +57,7 @@ class Memory:
     def keep(self, name: str, given: tuple[object, ...], value: Any) -> None:
         """Keep a value for these very objects; a compiler keeps nothing."""
         if not torch.compiler.is_compiling():
-            self._found[name] = (given, value)
+            self._kept[name] = (given, value)
 
 
 @dataclass(frozen=True)

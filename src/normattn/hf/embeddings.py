@@ -36,10 +36,10 @@ class Embeddings:
     ) -> None:
         assert layer.turning is not None
         assert layer.tables is not None
-        assert layer.heard.place is not None
+        assert layer.heard.argument is not None
         self._attention, self._memory, self._sections = attention, memory, sections
         self._index, self._inside = layer.index, inside
-        self._place, self._tables = layer.heard.place, layer.tables
+        self._argument, self._tables = layer.heard.argument, layer.tables
         self._other: tuple[Tensor, float] | None = None
         if not inside and spec.spectrum is not None:
             gain = spec.spectrum.gain(spec.train_length)
@@ -55,7 +55,7 @@ class Embeddings:
             self._memory.keep(BEFORE, (), mask)
         if not self._inside and self._other is None:
             return None
-        argument = self._place
+        argument = self._argument
         before = kwargs.get(argument) if isinstance(argument, str) else args[argument]
         if before is None:
             raise InputError(f"layer {self._index} was called without its position embeddings")

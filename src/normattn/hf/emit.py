@@ -43,7 +43,7 @@ class Wanted:
     @property
     def fields(self) -> dict[str, Any]:
         """The fields of the text configuration in transformers' words."""
-        return native_fields(self.plan.found, self.plan.layers, self.plan.spec, self.longest)
+        return native_fields(self.plan.parts, self.plan.layers, self.plan.spec, self.longest)
 
     def nested(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields where the whole configuration has them."""
@@ -100,7 +100,7 @@ def _vllm(wanted: Wanted) -> str:
     spectrum = wanted.plan.spec.spectrum
     if isinstance(spectrum, NTKMixed):
         more = {"rope_type": "ntk", "factor": spectrum.stretch, "mixed_b": spectrum.b}
-        rope = said(wanted.plan.found, wanted.plan.layers, wanted.plan.spec, more)
+        rope = said(wanted.plan.parts, wanted.plan.layers, wanted.plan.spec, more)
         fields = {"rope_parameters": rope, "max_position_embeddings": wanted.longest}
     else:
         fields = _of_trained_length(wanted, ("linear", "yarn"))
@@ -167,7 +167,7 @@ def gguf_values(wanted: Wanted) -> dict[str, tuple[str, Any]]:
 
 def _architecture(wanted: Wanted) -> str:
     if wanted.architecture is None:
-        kind = wanted.plan.found.config.model_type
+        kind = wanted.plan.parts.config.model_type
         raise InputError(
             f"what a GGUF of {kind} calls its architecture is not known here: give the GGUF file "
             "itself"

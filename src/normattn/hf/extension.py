@@ -77,7 +77,7 @@ class Plan(NamedTuple):
     `source` says where the training length comes from.
     """
 
-    found: Anatomy
+    parts: Anatomy
     layers: tuple[Layer, ...]
     spec: ScoreSpec
     source: str

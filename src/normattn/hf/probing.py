@@ -58,11 +58,11 @@ class Heard:
 class Asked:
     """What was heard of one layer: as it is, and with embeddings that turn nothing or double.
 
-    `place` is where its position embeddings stand among its arguments; None where it takes none.
+    `argument` is where its position embeddings stand among its arguments; None where it takes none.
     """
 
     as_is: Heard
-    place: str | int | None = None
+    argument: str | int | None = None
     tables: Any = None
     has_ids: bool = False
     plain: Heard | None = None
@@ -137,7 +137,7 @@ def _again(one: Asked) -> Callable[..., None]:
         if one.plain is not None or argument is None:
             return
         given = kwargs[argument] if isinstance(argument, str) else args[argument]
-        one.place, one.tables = argument, given
+        one.argument, one.tables = argument, given
         one.has_ids = kwargs.get("position_ids") is not None
         heard = []
         for size in (2.0, 1.0):

@@ -132,7 +132,7 @@ def _meant(config: Any, method: str | None, length: int | None) -> tuple[Meant, 
     }
     assert spec.train_length is not None
     longest = int(spec.train_length * getattr(spec.spectrum, "stretch", 1.0))
-    return Meant(spec.method, spec, spec.train_length, longest, _bases(planned.found)), turns
+    return Meant(spec.method, spec, spec.train_length, longest, _bases(planned.parts)), turns
 
 
 def _known(small: Any) -> int:

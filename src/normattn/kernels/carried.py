@@ -40,7 +40,7 @@ from normattn.kernels.score_buffer import Ledger
 from normattn.kernels.tiles import Plan
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Of a layer in its stack: number, from 1, what multiplies the sum, whether gradients come."""
 
     number: int
@@ -53,7 +53,7 @@ class _Carried(torch.autograd.Function):
     def forward(
         ctx: Any,
         ledger: Ledger,
-        position: Place,
+        position: Position,
         settings: Mapping[str, Any],
         seed: int,
         eye: Eye | None,
@@ -127,7 +127,7 @@ def _carried(problem: Problem, eye: Eye | None) -> Tensor:
     token = problem.q.new_empty(0) if state.token is None else state.token
     tensors = problem.tensors
     wanted = any(x is not None and x.requires_grad for x in (token, *tensors))
-    position = Place(state.count, state.share, wanted and torch.is_grad_enabled())
+    position = Position(state.count, state.share, wanted and torch.is_grad_enabled())
     out, state.token = _Carried.apply(  # type: ignore[no-untyped-call]
         *(state.ledger, position, problem.settings, draw_seed(problem), eye, token, *tensors)
     )

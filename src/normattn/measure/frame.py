@@ -8,7 +8,7 @@ mean a sum over its count, a fact (parameters, steps) itself over 1.
 
     identity    study, row, score, method, seed, protocol, length, train_length, split,
                 data, weights, settings (digests), and `factor.*`: what else a study varies
-    place       unit, layer, head, axis, bin, bin_end
+    axes        unit, layer, head, axis, bin, bin_end
     measured    statistic, sum, of
 
 `row` is the trained row of a table, `score` its whole specification, `method` what was switched
@@ -58,7 +58,7 @@ IDENTITY: dict[str, type[pl.DataType]] = {
     "weights": pl.String,
     "settings": pl.String,
 }
-PLACE: dict[str, type[pl.DataType]] = {
+AXES: dict[str, type[pl.DataType]] = {
     "unit": pl.String,
     "layer": pl.Int64,
     "head": pl.Int64,
@@ -71,7 +71,7 @@ MEASURED: dict[str, type[pl.DataType]] = {
     "sum": pl.Float64,
     "of": pl.Float64,
 }
-SCHEMA: dict[str, type[pl.DataType]] = {**IDENTITY, **PLACE, **MEASURED}
+SCHEMA: dict[str, type[pl.DataType]] = {**IDENTITY, **AXES, **MEASURED}
 NULLABLE = ("layer", "head", "bin", "bin_end")
 _TYPES = {str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean}
 

@@ -121,7 +121,7 @@ def placed(config: StackConfig) -> Callable[[nn.Module], nn.Module]:
     """A function that puts one sub-layer in the configured placement."""
     alpha, dropout = config.deepnorm[0], config.dropout
 
-    def place(sublayer: nn.Module) -> nn.Module:
+    def wrap(sublayer: nn.Module) -> nn.Module:
         if config.placement == "FixedScale":
             return FixedScale(sublayer, dropout=dropout)
         if config.placement == "ReZeroNoNorm":
@@ -132,7 +132,7 @@ def placed(config: StackConfig) -> Callable[[nn.Module], nn.Module]:
         kinds = {"PreLN": PreLN, "PostLN": PostLN, "ReZero": ReZero}
         return kinds[config.placement](sublayer, norm, dropout)
 
-    return place
+    return wrap
 
 
 def make_attention(config: StackConfig, score: ScoreSpec) -> Attention:

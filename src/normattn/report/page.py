@@ -16,7 +16,7 @@ from normattn.report.claim import Claim, decide
 from normattn.report.context import PageContext
 from normattn.report.figure import Figure, named
 from normattn.report.markdown import page_json, page_markdown, table_csv
-from normattn.report.table import Filled, Table
+from normattn.report.table import Filled, Table, span
 from normattn.report.view import View
 
 FEW_UNITS = 20
@@ -108,7 +108,7 @@ def _provenance(view: View, tables: Sequence[Filled]) -> dict[str, str]:
     }
     if estimates:
         units = sorted({estimate.units for estimate in estimates})
-        facts["units behind a number"] = _span(units) + (
+        facts["units behind a number"] = span(units) + (
             f"; intervals of fewer than {FEW_UNITS} are not reliable" * (units[0] < FEW_UNITS)
         )
     facts["seeds"] = _seeds(view)
@@ -154,8 +154,3 @@ def _training(row: Mapping[str, Any]) -> str:
         if name.startswith(frame.FACTOR) and value is not None
     )
     return ", ".join((row["row"], *varied, f"seed {row['seed']}"))
-
-
-def _span(values: Sequence[int]) -> str:
-    first, last = f"{values[0]:,}", f"{values[-1]:,}"
-    return first if first == last else f"{first} to {last}"

@@ -135,3 +135,9 @@ def shown(
     if value.low is None or value.high is None:
         return f"{value.value:{form}} [no interval]"
     return f"{value.value:{form}} [{value.low:{form}}, {value.high:{form}}]"
+
+
+def span(counts: Sequence[int]) -> str:
+    """Ascending counts by their ends, "49 to 1,024", or the one that all of them are."""
+    first, last = f"{counts[0]:,}", f"{counts[-1]:,}"
+    return first if first == last else f"{first} to {last}"

@@ -35,7 +35,7 @@ class View:
     _values: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict, repr=False)
     _parts: dict[tuple[Any, ...], pl.DataFrame] = field(default_factory=dict, repr=False)
     _sums: dict[tuple[Any, ...], Sums | None] = field(default_factory=dict, repr=False)
-    _found: dict[tuple[Any, ...], Estimate | None] = field(default_factory=dict, repr=False)
+    _contrasts: dict[tuple[Any, ...], Estimate | None] = field(default_factory=dict, repr=False)
 
     def values(self, column: str, where: Where | None = None) -> list[Any]:
         """What a column of the frame holds in some rows, in the order of its appearance."""
@@ -68,9 +68,9 @@ class View:
     def contrast(self, statistic: Statistic, terms: Sequence[Term]) -> Estimate | None:
         """Σ factor · statistic over the terms; None where one was not measured."""
         key = (statistic, *(term.key for term in terms))
-        if key not in self._found:
-            self._found[key] = self._contrast(statistic, terms)
-        return self._found[key]
+        if key not in self._contrasts:
+            self._contrasts[key] = self._contrast(statistic, terms)
+        return self._contrasts[key]
 
     def _contrast(self, statistic: Statistic, terms: Sequence[Term]) -> Estimate | None:
         weighted = []

@@ -117,10 +117,18 @@ class RunDirectory:
         self._take_stored()
         with self._alone():
             if not self._take_stored():
-                stored = {"format": FORMAT, "kind": self.kind, "config": self.config}
-                write_json(self.path / "config.json", stored)
+                self._write_config()
             self._remove_leftovers()
             yield
+
+    def put(self, name: str, value: Any) -> None:
+        """Change one field of the configuration on disk, on which no result depends."""
+        self.config = {**self.config, name: value}
+        self._write_config()
+
+    def _write_config(self) -> None:
+        stored = {"format": FORMAT, "kind": self.kind, "config": self.config}
+        write_json(self.path / "config.json", stored)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -52,11 +52,11 @@ class SideBySide:
     Rows of the first chunks have no keys of the last rules, and no features for them.
     """
 
-    each: tuple[Rotation, ...]
+    turns: tuple[Rotation, ...]
 
     def read_by(self, block: int) -> SideBySide:
         """For the rows of a chunk."""
-        return SideBySide(self.each[: max(block, 0) + 1])
+        return SideBySide(self.turns[: max(block, 0) + 1])
 
     def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t wide"]:
         """All of them."""
@@ -64,11 +64,11 @@ class SideBySide:
 
     def laid(self, turned: Callable[[Rotation], Tensor]) -> Float[Tensor, "b h t wide"]:
         """What `turned` makes of each."""
-        return torch.cat([turned(turn) for turn in self.each], -1)
+        return torch.cat([turned(turn) for turn in self.turns], -1)
 
     def rows(self, rows: slice) -> SideBySide:
         """The rotations of some of the positions."""
-        return SideBySide(tuple(turn.rows(rows) for turn in self.each))
+        return SideBySide(tuple(turn.rows(rows) for turn in self.turns))
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class ContinueCell(CausalCell):
         yield TrainStage(self.workload, config, folder, essential=False)
         yield KeptStage(
             config=config,
-            place=folder,
+            folder=folder,
             sets=lambda data: evaluation_sets(data, length, settings),
             lengths=tuple(length * multiple for multiple in settings.multiples),
             settings=settings,

@@ -65,7 +65,7 @@ class RetrofitCell(CausalCell):
         yield TrainStage(self.workload, config, folder, essential=False)
         yield KeptStage(
             config=config,
-            place=folder,
+            folder=folder,
             sets=lambda data: evaluation_sets(data, length, self.evaluation),
             lengths=(length, *(length * multiple for multiple in self.evaluation.multiples)),
             settings=self.evaluation,

@@ -50,6 +50,12 @@ def run_cell(job: Path, find: Find, parent: int = 0) -> int:
     return FINISHED
 
 
+def write_cell(settings: Path, study: Study, cell: Cell) -> None:
+    """Write the cell.json that `read_cell` reads; a study of one's own is named by its file."""
+    named = str(study.source.resolve()) if study.source else study.name
+    write_if_changed(settings, {"study": named, **cell.model_dump(mode="json")})
+
+
 def read_cell(settings: Path, find: Find) -> Cell:
     """The cell that a cell.json describes."""
     study = study_of(settings, find)

@@ -20,6 +20,7 @@ from normattn.sweep.measuring import evaluation_sets
 from normattn.sweep.merging import merged
 from normattn.sweep.omissions import Omission
 from normattn.sweep.reading import AS_IS, ReadStage
+from normattn.sweep.selections import refusal
 from normattn.sweep.settings import EvaluationSettings, Preset, validated
 from normattn.sweep.stages import Stage, TrainStage
 from normattn.sweep.study import (
@@ -258,18 +259,13 @@ def usable_methods(
     variant: str, methods: Sequence[str], config: TextConfig
 ) -> tuple[tuple[str, ...], list[Omission]]:
     """The methods that can be applied to a score, and why each of the others cannot."""
-    usable, omissions = [], []
     spec = ScoreSpec.parse(variant, train_length=config.train_length)
-    for method in methods:
-        try:
-            spec.with_method("" if method == AS_IS else method).resolve(
-                train_length=config.train_length, factor=config.evaluation.factor
-            )
-        except InputError as error:
-            omissions.append(Omission(variant, method, str(error)))
-        else:
-            usable.append(method)
-    return tuple(usable), omissions
+    refused = {
+        method: refusal(spec, "" if method == AS_IS else method, config.evaluation.factor)
+        for method in methods
+    }
+    omissions = [Omission(variant, method, why) for method, why in refused.items() if why]
+    return tuple(method for method, why in refused.items() if why is None), omissions
 
 
 def _causal_rates(cell: CausalCell) -> dict[str, float]:

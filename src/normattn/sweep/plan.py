@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from normattn.report.table import span
+from normattn.sweep.cell import write_cell
 from normattn.sweep.launch.running import run_jobs
 from normattn.sweep.launch.seam import FINISHED, Job, Launcher, Needs
-from normattn.sweep.layout import CellPaths, write_if_changed
+from normattn.sweep.layout import CellPaths
 from normattn.sweep.stages import Stage, TrainStage
 from normattn.sweep.study import Cell, Study, Sweep
 from normattn.training.cost import Cost
@@ -40,7 +42,7 @@ class Plan:
         return [
             ("rows of the table", f"{self.rows}"),
             ("training runs", f"{self.runs}{done}"),
-            ("parameters of a model", _span(self.parameters)),
+            ("parameters of a model", span(self.parameters)),
             ("training tokens", f"{self.trained_tokens:,} in all"),
             ("scored tokens", f"up to {self.scored_tokens:,} in all"),
             ("floating-point operations", f"{self.flops:.2g} still to do"),
@@ -135,11 +137,10 @@ def measure(
 
     The children share the machine as they will later, so that the estimate is honest.
     """
-    named = str(study.source.resolve()) if study.source else study.name
     with tempfile.TemporaryDirectory(prefix="normattn-measure-") as folder:
         paths = [CellPaths.of(Path(folder), "measure", n) for n in range(min(jobs, len(cells)))]
         for path, cell in zip(paths, cells, strict=False):
-            write_if_changed(path.settings, {"study": named, **cell.model_dump(mode="json")})
+            write_cell(path.settings, study, cell)
         command = ("-m", "normattn", "_measure")
         work = [Job("measurement", (*command, str(path.job)), path.log) for path in paths]
         outcomes = run_jobs(work, launcher, len(work), needs)
@@ -178,11 +179,6 @@ def duration(seconds: float) -> str:
 
 def _mean(timings: Sequence[Mapping[str, float]], key: str) -> float:
     return sum(item[key] for item in timings) / len(timings)
-
-
-def _span(counts: Sequence[int]) -> str:
-    few, many = f"{counts[0]:,}", f"{counts[-1]:,}"
-    return few if few == many else f"{few} to {many}"
 
 
 def _size(count: int) -> str:

@@ -32,14 +32,14 @@ AS_IS = "as is"
 
 @dataclass(frozen=True)
 class ReadStage(Stage):
-    """Read the run in `place` as it is and under each method, by the protocols of `settings`.
+    """Read the run in `folder` as it is and under each method, by the protocols of `settings`.
 
     `factors` are what else the study varies.
     """
 
     phase = "evaluation"
     config: TrainingConfig
-    place: Path
+    folder: Path
     methods: tuple[str, ...]
     settings: EvaluationSettings
     factors: Mapping[str, Factor] = field(default_factory=dict)
@@ -58,12 +58,12 @@ class ReadStage(Stage):
 
     def is_done(self) -> bool:
         """Whether there are as many records as this stage leaves (it may be asked for others)."""
-        return len(MeasurementStore(self.place / EVALUATIONS)) >= self.wanted
+        return len(MeasurementStore(self.folder / EVALUATIONS)) >= self.wanted
 
     def run(self, data: TokenData, note: Note) -> None:
         """Evaluate what is not yet on record."""
         evaluate_trained(
-            self.place,
+            self.folder,
             self.config,
             data,
             methods=["" if method == AS_IS else method for method in self.methods],
@@ -75,7 +75,7 @@ class ReadStage(Stage):
 
 @dataclass(frozen=True)
 class KeptStage(Stage):
-    """Read the models that the continued run in `place` kept, and the one it began with (step 0).
+    """Read the models that the continued run in `folder` kept, and the one it began with (step 0).
 
     Each is read under the method that the run trains with, on the windows that `sets` makes;
     what was measured is in a folder of its step, the factor `step`; `factors` are further ones.
@@ -83,7 +83,7 @@ class KeptStage(Stage):
 
     phase = "evaluation"
     config: TrainingConfig
-    place: Path
+    folder: Path
     sets: Callable[[TokenData], Sequence[EvaluationSet]]
     lengths: tuple[int, ...]
     settings: EvaluationSettings
@@ -101,7 +101,7 @@ class KeptStage(Stage):
 
     def is_done(self) -> bool:
         """Whether every step that the run came to has its records."""
-        stores = [MeasurementStore(records_of(self.place, step)) for step in self._reached()]
+        stores = [MeasurementStore(records_of(self.folder, step)) for step in self._reached()]
         return bool(stores) and all(len(store) >= len(self.lengths) for store in stores)
 
     def run(self, data: TokenData, note: Note) -> None:
@@ -121,7 +121,7 @@ class KeptStage(Stage):
                 sets,
                 seed=self.config.seed,
                 methods=[self._continued.method],
-                store=MeasurementStore(records_of(self.place, step)),
+                store=MeasurementStore(records_of(self.folder, step)),
                 precision=self.settings.precision,
                 split=self.settings.split,
                 factors={"step": step, **self.factors},
@@ -139,7 +139,7 @@ class KeptStage(Stage):
         return [step for step in self.steps if (self._model(step) / CONFIG_FILE).is_file()]
 
     def _model(self, step: int) -> Path:
-        return kept_model(self.place, step) if step else Path(self._continued.start)
+        return kept_model(self.folder, step) if step else Path(self._continued.start)
 
 
 def cost_of(config: TrainingConfig, lengths: Sequence[int], rows: int) -> Cost:

@@ -16,10 +16,11 @@ from normattn.atomic import write_text
 from normattn.report.terminal import say, tell
 from normattn.runs import RunDirectory
 from normattn.sweep import taking
+from normattn.sweep.cell import write_cell
 from normattn.sweep.headlines import headlines
 from normattn.sweep.launch.running import run_jobs
 from normattn.sweep.launch.seam import Job, Launcher, Needs, Outcome
-from normattn.sweep.layout import CellPaths, peek, write_if_changed
+from normattn.sweep.layout import CellPaths, peek
 from normattn.sweep.omissions import grouped
 from normattn.sweep.plan import (
     Rates,
@@ -49,8 +50,8 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
     otherwise is named in the answer, after all others are done.
     """
     sweep = study.resolve(request)
-    asked = sweep.config.model_copy(update={"changed": dict(request.changes)})
-    sweep = replace(sweep, config=asked)
+    said = {"changed": dict(request.changes), "asked": (request.choices,)}
+    sweep = replace(sweep, config=sweep.config.model_copy(update=said))
     models = taking.find(sweep, request.models) if request.models else None
     if models:
         sweep = replace(sweep, taken=frozenset(models.runs))
@@ -75,6 +76,7 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
         _prepare(console, sweep)
         if not occupied:
             stack.enter_context(_open(sweep).lock())
+        _note_choices(sweep.out, request.choices)
         if models:
             taking.take(sweep, models)
         if sweep.skipped:
@@ -104,6 +106,14 @@ def needs_of(sweep: Sweep) -> Needs:
 
 def _open(sweep: Sweep) -> RunDirectory:
     return RunDirectory.open(sweep.out, sweep.config, sweep.study, CHANGEABLE)
+
+
+def _note_choices(out: Path, choices: dict[str, str]) -> None:
+    """Add to the directory's settings what chose further cells: its page says how to make all."""
+    run = RunDirectory.existing(out)
+    asked = run.config.get("asked") or [{}]
+    if choices not in asked:
+        run.put("asked", [*asked, choices])
 
 
 def _print_plan(console: Console, sweep: Sweep, launcher: Launcher, every: bool) -> None:
@@ -182,8 +192,7 @@ def is_done(sweep: Sweep, cell: Cell) -> bool:
 def _job(study: Study, sweep: Sweep, cell: Cell) -> Job:
     """The child of one cell, told what to do by a file of its own."""
     paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
-    named = str(study.source.resolve()) if study.source else study.name
-    write_if_changed(paths.settings, {"study": named, **cell.model_dump(mode="json")})
+    write_cell(paths.settings, study, cell)
     paths.progress.unlink(missing_ok=True)
     return Job(cell.name, ("-m", "normattn", "_cell", str(paths.job)), paths.log)
 

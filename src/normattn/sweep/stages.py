@@ -53,7 +53,7 @@ class Stage(ABC):
 
 @dataclass(frozen=True)
 class TrainStage(Stage):
-    """Train `config` in `place`. Where an `essential` one diverges, the cell ends.
+    """Train `config` in `folder`. Where an `essential` one diverges, the cell ends.
 
     A configuration that goes on from a model which an earlier stage trains says `UNKNOWN` weights:
     they are looked up when the stage runs. `probes` makes what looks into the training, beside
@@ -63,7 +63,7 @@ class TrainStage(Stage):
     phase = "training"
     workload: Workload[Any, Any]
     config: LoopConfig
-    place: Path
+    folder: Path
     essential: bool = True
     probes: Callable[[Any], Sequence[Probe]] = lambda data: ()
 
@@ -74,12 +74,12 @@ class TrainStage(Stage):
 
     def is_done(self) -> bool:
         """Whether the training has ended, in a model or in NaN."""
-        status = read_status(self.place)
+        status = read_status(self.folder)
         return status is not None and status.state in ("finished", "diverged")
 
     def run(self, data: Any, note: Note) -> None:
         """Train, or resume the training; NaN once is NaN again, so it is not tried twice."""
-        before = divergence(self.place)
+        before = divergence(self.folder)
         if before is not None:
             if self.essential:
                 raise before
@@ -88,9 +88,9 @@ class TrainStage(Stage):
             train_workload(
                 self.workload,
                 _with_weights(self.config),
-                self.place,
+                self.folder,
                 on_step=_noting(note),
-                probes=(*diagnostics_probes(self.config, self.place), *self.probes(data)),
+                probes=(*diagnostics_probes(self.config, self.folder), *self.probes(data)),
                 show_progress=False,
             )
         except DivergedError:
@@ -100,9 +100,9 @@ class TrainStage(Stage):
 
 @dataclass(frozen=True)
 class MeasureStage(Stage):
-    """Measure the run in `place` once; `frame` is the file's name among its evaluations."""
+    """Measure the run in `folder` once; `frame` is the file's name among its evaluations."""
 
-    place: Path
+    folder: Path
     frame: ClassVar[str]
 
     def is_done(self) -> bool:
@@ -119,7 +119,7 @@ class MeasureStage(Stage):
 
     @property
     def _store(self) -> MeasurementStore:
-        return MeasurementStore(self.place / EVALUATIONS)
+        return MeasurementStore(self.folder / EVALUATIONS)
 
 
 def divergence(run: Path) -> DivergedError | None:

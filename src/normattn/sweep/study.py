@@ -40,6 +40,7 @@ CHANGEABLE = (
     "evaluation.max_tokens",
     "mechanism.max_tokens",
     "changed",  # what follows from it is compared
+    "asked",  # it chooses cells, which may be added
 )
 OwnPreset = TypeVar("OwnPreset", bound=StudyPreset)
 OwnCell = TypeVar("OwnCell", bound="Cell")
@@ -52,6 +53,8 @@ class SweepConfig(Settings):
     preset: str
     changed: dict[str, Any] = Field(default_factory=dict)
     """What was asked for beside the preset, by dotted name."""
+    asked: tuple[dict[str, str], ...] = ()
+    """The options that chose the cells, of every command that added some: see `Request.choices`."""
 
     @classmethod
     def of(cls: type[OwnConfig], preset: StudyPreset, **own: Any) -> OwnConfig:
@@ -135,6 +138,19 @@ class Request:
     changes: Mapping[str, Any] = field(default_factory=dict)
     launcher: Launcher = field(default_factory=Local)
 
+    @property
+    def choices(self) -> dict[str, str]:
+        """The options that choose cells and how they are read, as they are typed."""
+        seeds, count = self.seeds, len(self.seeds or ())
+        # One number is how many there are, from 0 on; with a comma it is the seed itself.
+        counted = str(count) if seeds == tuple(range(count)) else ",".join(map(str, seeds or ()))
+        given = {
+            "variants": self.variants and ",".join(self.variants),
+            "methods": self.methods and ",".join(self.methods),
+            "seeds": seeds and (f"{counted}," if count == 1 and seeds != (0,) else counted),
+        }
+        return {name: text for name, text in given.items() if text}
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -196,16 +212,24 @@ class Study:
         return self.collect(out).with_columns(pl.lit(self.name).alias("study"))
 
     def command(self, config: Mapping[str, Any]) -> str:
-        """The command line that makes the study of these settings from nothing."""
+        """The command line that makes the study of these settings from nothing.
+
+        Several where cells were added by further ones.
+        """
         if self.made_by:
             return self.made_by
         # Of one's own, without its folder: a page is the same wherever it is made.
         name = f"./{self.source.name}" if self.source else self.name
-        words = ["normattn", "reproduce", name, "--preset", str(config.get("preset", "laptop"))]
+        preset = presets.typed(str(config.get("preset", "laptop")), self.name)
+        words = ["normattn", "reproduce", name, "--preset", preset]
         for setting, value in config.get("changed", {}).items():
             text = value if isinstance(value, str) else json.dumps(value)
             words += ["--corpus", text] if setting == CORPUS else ["--set", f"{setting}={text}"]
-        return shlex.join(words)
+        asked: Sequence[Mapping[str, str]] = config.get("asked") or [{}]
+        return " && ".join(
+            shlex.join([*words, *(word for name in given for word in (f"--{name}", given[name]))])
+            for given in asked
+        )
 
     def report(self, measured: pl.DataFrame, out: Path, config: Mapping[str, Any]) -> list[Path]:
         """Write the page of these measurements into `out`; return the figures' files.
@@ -215,7 +239,7 @@ class Study:
         made = context(
             self.page,
             measured,
-            settings=flat({name: config[name] for name in config if name != "changed"}),
+            settings=flat({k: v for k, v in config.items() if k not in ("changed", "asked")}),
             command=self.command(config),
         )
         return write_page(made, measured, out)
@@ -283,7 +307,7 @@ def sweep_of(
     skipped: Sequence[Omission] = (),
 ) -> Sweep:
     """The sweep of these cells, where the request or the preset wants it."""
-    out = _place(request, study, config.preset)
+    out = request.out or Path("runs") / f"{study}-{config.preset}"
     return Sweep(study, config, tuple(cells), tuple(skipped), out, describe, facts)
 
 
@@ -302,12 +326,3 @@ def refuse_choices(
 def seeds_of(request: Request, preset: StudyPreset) -> tuple[int, ...]:
     """The seeds asked for, or the preset's."""
     return request.seeds or tuple(range(preset.seeds))
-
-
-def place_of(request: Request, study: str, preset: StudyPreset) -> Path:
-    """Where the study goes: what was asked for, or runs/STUDY-PRESET."""
-    return _place(request, study, preset.name)
-
-
-def _place(request: Request, study: str, preset: str) -> Path:
-    return request.out or Path("runs") / f"{study}-{preset}"

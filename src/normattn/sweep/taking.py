@@ -25,7 +25,7 @@ LEFT_BEHIND = (EVALUATIONS, "checkpoints", ".*")
 
 
 @dataclass(frozen=True)
-class Found:
+class Trained:
     """The finished runs in a study's directory by the name of the cell that they serve, and why
     the other cells, which began nothing yet, must be trained.
     """
@@ -42,7 +42,7 @@ class Found:
         return said
 
 
-def find(sweep: Sweep, folder: Path) -> Found:
+def find(sweep: Sweep, folder: Path) -> Trained:
     """Which cells of `sweep` a study in `folder` has trained, with the very same settings.
 
     Raises `InputError` where `folder` is no study, and where it serves none of the cells and none
@@ -65,10 +65,10 @@ def find(sweep: Sweep, folder: Path) -> Found:
     if len(others) == len(sweep.cells):
         name, why = next(iter(others.items()))
         raise InputError(f"--models {folder} has no model for this study: {name}: {why}")
-    return Found(folder, runs, others)
+    return Trained(folder, runs, others)
 
 
-def take(sweep: Sweep, models: Found) -> None:
+def take(sweep: Sweep, models: Trained) -> None:
     """Copy the runs into the sweep, each whole or not at all, without what was measured there.
 
     Raises `InputError` for a run of another text, and for one that is not as it was left.

@@ -25,16 +25,16 @@ class Parallel:
     searched = True
 
     def __init__(self, world: World) -> None:
-        self._place = world
+        self._world = world
 
     @property
     def writes(self) -> bool:
         """Whether this process takes part in writing a checkpoint."""
-        return self._place.main
+        return self._world.main
 
     def wrap(self, objective: nn.Module) -> nn.Module:
         """A module whose backward pass leaves the mean of the processes' gradients."""
-        return DistributedDataParallel(objective) if self._place.size > 1 else objective
+        return DistributedDataParallel(objective) if self._world.size > 1 else objective
 
     def unsynchronised(self, wrapped: nn.Module) -> AbstractContextManager[object]:
         """For micro-batches before the step's last one: gradients are exchanged once a step."""

@@ -42,7 +42,7 @@ class QKClip:
             )
         for layer in layers:
             refuse_score(layer.score.spec)
-        self._place, self._threshold = world, threshold
+        self._world, self._threshold = world, threshold
         self._layers = {layer.score: layer for layer in layers}
         self._seen = _Largest(self._layers.keys())
 
@@ -56,7 +56,7 @@ class QKClip:
         """Shrink what passed the threshold; returns the largest logit of the step."""
         logits = [self._seen.of(score, layer) for score, layer in self._layers.items()]
         self._seen.forget()
-        every = self._place.largest(torch.cat(logits))
+        every = self._world.largest(torch.cat(logits))
         parts = torch.split(every, [len(x) for x in logits])
         for layer, largest in zip(self._layers.values(), parts, strict=True):
             factor = (self._threshold / largest).clamp(max=1.0)

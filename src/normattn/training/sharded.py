@@ -51,7 +51,7 @@ class Sharded(Parallel):
         # As DistributedDataParallel does: all begin with what the main process drew.
         for tensor in (*objective.parameters(), *objective.buffers()):
             dist.broadcast(tensor.detach(), src=0)
-        mesh = init_device_mesh(self._place.device.type, (self._place.size,))
+        mesh = init_device_mesh(self._world.device.type, (self._world.size,))
         self._numbers = [p for p in objective.parameters() if p.ndim == 0]
         whole = set(self._numbers)
         half = torch.bfloat16 if self._precision == "bf16" else None
@@ -72,7 +72,7 @@ class Sharded(Parallel):
         gradients = [p.grad for p in self._numbers if p.grad is not None]
         if gradients:
             for gradient, mean in zip(
-                gradients, self._place.mean(torch.stack(gradients)), strict=True
+                gradients, self._world.mean(torch.stack(gradients)), strict=True
             ):
                 gradient.copy_(mean)
 
@@ -82,11 +82,11 @@ class Sharded(Parallel):
 
     def due(self, asked: Callable[[], bool]) -> bool:
         """The writing process's clock decides for all."""
-        return self._place.any(self._place.main and asked())
+        return self._world.any(self._world.main and asked())
 
     def finite(self, model: nn.Module) -> bool:
         """No process holds a part that is not."""
-        return not self._place.any(not all_finite(model))
+        return not self._world.any(not all_finite(model))
 
     def save(
         self,
@@ -119,7 +119,7 @@ class Sharded(Parallel):
         for module, name, parameter in held:
             if parameter not in made:
                 full = self.whole(parameter.detach())
-                kept = full.cpu() if self._place.main else full.new_empty(0)
+                kept = full.cpu() if self._world.main else full.new_empty(0)
                 made[parameter] = nn.Parameter(kept, parameter.requires_grad)
             module._parameters[name] = made[parameter]
         try:

@@ -42,7 +42,7 @@ class ShardWriter:
     """
 
     def __init__(self, world: World) -> None:
-        self._place = world
+        self._world = world
         # Of its own: the training's messages do not wait for those of a checkpoint.
         self._group = dist.new_group(backend="gloo")
         self._finisher = ThreadPoolExecutor(1, "checkpoint")
@@ -57,14 +57,14 @@ class ShardWriter:
     ) -> None:
         """Copy the tensors and begin to write them; one that was begun before is finished first."""
         self.settle()
-        folder = self._place.on_main(lambda: checkpoints.begin(step))
+        folder = self._world.on_main(lambda: checkpoints.begin(step))
         writing = async_save(
             {name: tensor.detach() for name, tensor in tensors.items()},
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
             process_group=self._group,
         )
         assert isinstance(writing, Future)
-        if self._place.main:
+        if self._world.main:
             self._pending = self._finisher.submit(
                 _finish, writing, checkpoints, folder, step, dict(meta)
             )
@@ -76,10 +76,10 @@ class ShardWriter:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        if not self._place.main:
+        if not self._world.main:
             # What went wrong anywhere, the writing process says.
             pending.exception()
-        self._place.on_main(pending.result)
+        self._world.on_main(pending.result)
 
 
 def _finish(

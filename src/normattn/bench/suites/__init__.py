@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 
 from normattn.bench.case import Suite
-from normattn.errors import InputError
+from normattn.errors import unknown
 
 _NAMES = (
     *("folded", "two_regime", "plain", "tiles", "choice", "bias", "decode", "cross_entropy"),
     *("norms", "train_step", "realformer", "diagnostics", "extend", "memory"),
 )
 """The modules beside this one, in the order in which they are measured."""
-_FOUND: tuple[Suite, ...] = tuple(import_module(f"{__name__}.{name}").SUITE for name in _NAMES)
-SUITES: dict[str, Suite] = {suite.name: suite for suite in _FOUND}
+_SUITES = (import_module(f"{__name__}.{name}").SUITE for name in _NAMES)
+SUITES: dict[str, Suite] = {suite.name: suite for suite in _SUITES}
 
 
 def chosen(names: Sequence[str]) -> list[Suite]:
@@ -25,7 +24,5 @@ def chosen(names: Sequence[str]) -> list[Suite]:
     """
     for name in names:
         if name not in SUITES:
-            near = get_close_matches(name, SUITES, n=3, cutoff=0.4)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(SUITES)}"
-            raise InputError(f"unknown benchmark suite {name!r}; {hint}")
+            raise unknown("benchmark suite", name, SUITES)
     return [suite for name, suite in SUITES.items() if not names or name in names]

@@ -9,36 +9,24 @@ from normattn.bench.attending import Causal, Scored
 from normattn.bench.case import Case, Goal, Suite
 from normattn.bench.peers import Stock
 from normattn.bench.settings import Settings
-from normattn.bench.suites.tiles import LENGTHS, TOKENS
+from normattn.bench.suites.tiles import grid, titled
 
 AT_MOST = 1.1
 
 
 def cases(settings: Settings) -> list[Case]:
-    """Every precision, length and pass; a GPU has no such choice."""
-    if settings.on_gpu:
-        return []
-    lengths = settings.lengths if settings.quick else LENGTHS
-    return [
-        _case(precision, length, backward, settings)
-        for precision in settings.dtypes
-        for length in lengths
-        for backward in (False, True)
-    ]
+    """Both choices at every point of the grid of `tiles`."""
+    return [_case(precision, causal) for precision, causal in grid(settings)]
 
 
-def _case(precision: str, length: int, backward: bool, settings: Settings) -> Case:
-    dtype = settings.dtypes[precision]
-    batch = 1 if settings.quick else TOKENS // length
-    causal = Causal(length, dtype, backward, settings.device, batch=batch)
+def _case(precision: str, causal: Causal) -> Case:
     entries = {
         "fastest": Scored(causal, "Baseline-NoPE", "fastest"),
         "portable": Scored(causal, "Baseline-NoPE", "portable"),
         "SDPA": Stock(causal),
     }
     goals = (Goal("fastest", "SDPA", at_most=AT_MOST), Goal("portable", "SDPA"))
-    name = f"choice {precision} {'f+b' if backward else 'f'}, {batch} × N {length}"
-    return Case(name, entries, goals, dtype)
+    return Case(titled("choice", precision, causal), entries, goals, causal.dtype)
 
 
 SUITE = Suite("choice", "kernels by this machine's times, and portable ones, against SDPA", cases)

@@ -13,26 +13,37 @@ TOKENS = 4096
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
-def cases(settings: Settings) -> list[Case]:
-    """Every precision, length and pass; a GPU has no such choice."""
+def grid(settings: Settings) -> list[tuple[str, Causal]]:
+    """Every precision, length and pass, each with the precision's name; a GPU has no choice."""
     if settings.on_gpu:
         return []
     lengths = settings.lengths if settings.quick else LENGTHS
     return [
-        _case(precision, length, backward, settings)
-        for precision in settings.dtypes
+        (
+            precision,
+            Causal(length, dtype, backward, batch=1 if settings.quick else TOKENS // length),
+        )
+        for precision, dtype in settings.dtypes.items()
         for length in lengths
         for backward in (False, True)
     ]
 
 
-def _case(precision: str, length: int, backward: bool, settings: Settings) -> Case:
-    dtype = settings.dtypes[precision]
-    batch = 1 if settings.quick else TOKENS // length
-    causal = Causal(length, dtype, backward, settings.device, batch=batch)
+def titled(suite: str, precision: str, causal: Causal) -> str:
+    """The name of a suite's case at a point of the grid."""
+    passes = "f+b" if causal.backward else "f"
+    return f"{suite} {precision} {passes}, {causal.batch} × N {causal.length}"
+
+
+def cases(settings: Settings) -> list[Case]:
+    """Both kernels at every point of the grid."""
+    return [_case(precision, causal) for precision, causal in grid(settings)]
+
+
+def _case(precision: str, causal: Causal) -> Case:
     entries = {name: KernelAlone(causal, "plain", name) for name in ("chunked", "fused")}
-    name = f"tiles {precision} {'f+b' if backward else 'f'}, {batch} × N {length}"
-    return Case(name, entries, (Goal("chunked", "fused"),), dtype)
+    name = titled("tiles", precision, causal)
+    return Case(name, entries, (Goal("chunked", "fused"),), causal.dtype)
 
 
 SUITE = Suite("tiles", "tiles (`chunked`) against the stock kernel (`fused`) by length", cases)

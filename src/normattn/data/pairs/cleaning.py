@@ -6,7 +6,7 @@ import re
 
 MOST_WORDS = 60
 LEAST_WORDS = 3
-PLACE = "X"
+FILLER = "X"
 """What stands for whatever a program fills in: `cannot open %s` becomes `cannot open X`."""
 
 _CONTEXT = "\x04"  # gettext writes "context\x04message"
@@ -44,7 +44,7 @@ def is_sentence_pair(source: str, target: str) -> bool:
 
 def _plain(text: str) -> str:
     text = text.rpartition(_CONTEXT)[2]
-    text = _FILLED_IN.sub(PLACE, _TAG.sub(" ", text)).replace("%%", "%")
+    text = _FILLED_IN.sub(FILLER, _TAG.sub(" ", text)).replace("%%", "%")
     return " ".join(text.split())
 
 

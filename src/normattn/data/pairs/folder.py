@@ -75,7 +75,7 @@ class PairFolder(PairSource):
         return stamp(path for part in self._parts() for path in (part.source, part.target))
 
     def _parts(self) -> list[_Part]:
-        parts = sorted(self._found(), key=lambda part: (SPLITS.index(part.split), part.name))
+        parts = sorted(self._both_sides(), key=lambda part: (SPLITS.index(part.split), part.name))
         for split in SPLITS:
             names = [part.name for part in parts if part.split == split]
             if split == "test" and self.test is not None:
@@ -91,7 +91,7 @@ class PairFolder(PairSource):
             raise InputError(f"{self.folder} holds no training pairs: it needs {wanted} (or .gz)")
         return parts
 
-    def _found(self) -> Iterator[_Part]:
+    def _both_sides(self) -> Iterator[_Part]:
         sources = self._files(self.languages.source)
         targets = self._files(self.languages.target)
         for name in sorted(sources.keys() | targets.keys()):

@@ -64,11 +64,11 @@ class MechanismCell(CausalCell):
 
 @dataclass(frozen=True)
 class LookStage(Stage):
-    """Count what the scores of the model in `place` do."""
+    """Count what the scores of the model in `folder` do."""
 
     phase = "diagnostics"
     config: TrainingConfig
-    place: Path
+    folder: Path
     settings: MechanismSettings
     evaluation: EvaluationSettings
 
@@ -80,13 +80,13 @@ class LookStage(Stage):
 
     def is_done(self) -> bool:
         """Whether it was measured."""
-        return (self.place / EVALUATIONS / RECORD).is_file()
+        return (self.folder / EVALUATIONS / RECORD).is_file()
 
     def run(self, data: TokenData, note: Note) -> None:
         """Measure, unless it was."""
         if self.is_done():
             return
-        model = load_model(self.place / MODEL, self.config.model).to(
+        model = load_model(self.folder / MODEL, self.config.model).to(
             choose_device(self.config.device)
         )
         texts = evaluation_set(data, self.config.model.train_length, self.settings, self.evaluation)
@@ -98,7 +98,7 @@ class LookStage(Stage):
             tokens_per_batch=self.settings.max_tokens,
             progress=lambda done, total: note(done, total, ""),
         )
-        frame.write(self.place / EVALUATIONS / RECORD, measured)
+        frame.write(self.folder / EVALUATIONS / RECORD, measured)
 
 
 def resolve(request: Request) -> Sweep:

@@ -17,7 +17,7 @@ from normattn.studies.qknorm.measured import (
     base_of,
     failures,
     multiples,
-    place,
+    rows_of,
     scores,
 )
 from normattn.studies.qknorm.rows import CLIP
@@ -79,7 +79,7 @@ def _clipped(view: View) -> Iterator[Claim]:
         yield _fails_less(sentence, HERE, clipped, normed)
         for experiment, rate in ((RATES, high), (TRANSLATION, None)):
             at = "" if rate is None else f"at {as_multiple(rate)} of the learning rate "
-            ours, theirs = (place(experiment, row, rate) for row in (clipped, normed))
+            ours, theirs = (rows_of(experiment, row, rate) for row in (clipped, normed))
             yield difference(
                 f"{clipped} {at}{as_good} {normed} {not_above}",
                 HERE,
@@ -106,7 +106,7 @@ def _against(
 ) -> Claim:
     """A score minus Baseline in the same experiment, at the same learning rate."""
     measured = _measured(score, base, rate, statistic)
-    places = (place(experiment, row, rate) for row in (score, base))
+    places = (rows_of(experiment, row, rate) for row in (score, base))
     return difference(f"{score} {says} {base}", source, measured, statistic, *places, sign=sign)
 
 
@@ -120,8 +120,8 @@ def _fails_less(sentence: str, source: str, score: str, than: str) -> Claim:
         only_base = only_score = pairs = 0
         seeds: set[int] = set()
         for rate in multiples(view, RATES, score):
-            ours = failures(view, place(RATES, score, rate))
-            base = failures(view, place(RATES, than, rate))
+            ours = failures(view, rows_of(RATES, score, rate))
+            base = failures(view, rows_of(RATES, than, rate))
             for seed in ours.keys() & base.keys():
                 only_base += base[seed] and not ours[seed]
                 only_score += ours[seed] and not base[seed]

@@ -15,7 +15,7 @@ from normattn.studies.qknorm.measured import (
     LOSS,
     as_multiple,
     multiples,
-    place,
+    rows_of,
     scores,
     training,
     unigram,
@@ -57,12 +57,12 @@ def _by_score(
     rows = [
         score
         for score in scores(view, experiment)
-        if view.sums(LOSS.name, place(experiment, score, 1.0)) is not None
+        if view.sums(LOSS.name, rows_of(experiment, score, 1.0)) is not None
     ]
     columns = tuple(
         IntervalColumn(
             f"{statistic.title} ({statistic.unit})" if statistic.unit else statistic.title,
-            tuple(view.estimate(statistic, place(experiment, score, 1.0)) for score in rows),
+            tuple(view.estimate(statistic, rows_of(experiment, score, 1.0)) for score in rows),
         )
         for statistic in statistics
     )
@@ -85,7 +85,7 @@ def _by_rate(view: View, experiment: str, statistic: Statistic) -> tuple[Line, .
     lines = []
     for score in scores(view, experiment):
         rates = multiples(view, experiment, score)
-        plotted = points(view, statistic, ((x, place(experiment, score, x)) for x in rates))
+        plotted = points(view, statistic, ((x, rows_of(experiment, score, x)) for x in rates))
         if len(rates) > 1 and plotted:
             lines.append(Line(score, plotted, score))
     return tuple(lines)
@@ -98,7 +98,7 @@ def _by_step(view: View, statistic: str, name: str, title: str, log: bool) -> Fi
         lines = tuple(
             Line(score, steps, score)
             for score in scores(view, RATES)
-            if (steps := step_points(view, statistic, training(place(RATES, score, rate))))
+            if (steps := step_points(view, statistic, training(rows_of(RATES, score, rate))))
         )
         if lines:
             rated = f"learning rate {as_multiple(rate)}"
@@ -112,7 +112,7 @@ def _history(view: View) -> Figure:
     lines = tuple(
         Line(score, steps, score)
         for score in scores(view, TRANSLATION)
-        if (steps := loss_points(view, training(place(TRANSLATION, score))))
+        if (steps := loss_points(view, training(rows_of(TRANSLATION, score))))
     )
     panel = Panel("", lines, "training step", "training loss (nats per token)")
     return Curves("training_loss", "Training loss; bands: all seeds", (panel,))

@@ -101,7 +101,7 @@ class ImageStage(MeasureStage):
 
     def measured(self, data: ImageData, note: Note) -> pl.DataFrame:
         """Every image, and what the model is."""
-        model = load_as(VisionTransformer, self.place / MODEL, self.config.model).to(
+        model = load_as(VisionTransformer, self.folder / MODEL, self.config.model).to(
             choose_device(self.config.device)
         )
         split = data.split(self.identity.split)

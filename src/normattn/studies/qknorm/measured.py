@@ -25,7 +25,7 @@ IMAGE_LOSS = loss(digits=4)
 UNIGRAM = loss("unigram baseline", "unigram_loss")
 
 
-def place(experiment: str, score: str, rate: float | None = None) -> dict[str, Any]:
+def rows_of(experiment: str, score: str, rate: float | None = None) -> dict[str, Any]:
     """Where the tested models of a score are; `rate` is the multiple of the learning rate."""
     at = {} if rate is None else {"factor.rate": rate}
     return {"row": score, "protocol": experiment, "factor.experiment": experiment, **at}
@@ -78,7 +78,7 @@ def tolerated(view: View, score: str) -> float | None:
     """The highest multiple up to which no training of a score failed; None where the first did."""
     reached = None
     for rate in multiples(view, RATES, score):
-        if any(failures(view, place(RATES, score, rate)).values()):
+        if any(failures(view, rows_of(RATES, score, rate)).values()):
             break
         reached = rate
     return reached
@@ -90,7 +90,7 @@ def unigram(view: View) -> float | None:
         value.value
         for score in scores(view, RATES)
         for rate in multiples(view, RATES, score)
-        if (value := view.estimate(UNIGRAM, place(RATES, score, rate))) is not None
+        if (value := view.estimate(UNIGRAM, rows_of(RATES, score, rate))) is not None
     ]
     return min(losses, default=None)
 

@@ -27,7 +27,7 @@ from normattn.studies.qknorm.measured import (
     largest_logit,
     last_entropy,
     multiples,
-    place,
+    rows_of,
     scores,
     tolerated,
     training,
@@ -45,7 +45,7 @@ TO_BASE: tuple[tuple[float, Where], ...] = ((1.0, {}), (-1.0, {"row": BASE}))
 
 def translation_rows(view: View) -> list[Row]:
     """A row for every score; a score that diverged with every seed too."""
-    return [Row(score, place(TRANSLATION, score)) for score in scores(view, TRANSLATION)]
+    return [Row(score, rows_of(TRANSLATION, score)) for score in scores(view, TRANSLATION)]
 
 
 def rate_rows(view: View) -> list[Row]:
@@ -60,7 +60,7 @@ def image_rows(view: View) -> list[Row]:
 
 def _by_rate(view: View, experiment: str) -> list[Row]:
     return [
-        Row(f"{score} ×{rate:g}", place(experiment, score, rate))
+        Row(f"{score} ×{rate:g}", rows_of(experiment, score, rate))
         for score in scores(view, experiment)
         for rate in multiples(view, experiment, score)
     ]
@@ -129,7 +129,7 @@ def _best(view: View, row: Row) -> Cell:
     losses = {
         rate: loss.value
         for rate in multiples(view, RATES, row.where["row"])
-        if (loss := view.estimate(LOSS, place(RATES, row.where["row"], rate))) is not None
+        if (loss := view.estimate(LOSS, rows_of(RATES, row.where["row"], rate))) is not None
     }
     return Cell(as_multiple(min(losses, key=lambda rate: losses[rate]))) if losses else NOTHING
 
@@ -141,7 +141,7 @@ def _tolerance_rows(view: View) -> list[Row]:
 def _source_rows(view: View) -> list[Row]:
     measured = view.values("row", {"protocol": TRANSLATION})
     return [
-        Row(score, place(TRANSLATION, score))
+        Row(score, rows_of(TRANSLATION, score))
         for score in COMPARED
         if score in measured and BASE in measured
     ]

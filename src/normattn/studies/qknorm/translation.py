@@ -190,7 +190,7 @@ class TranslateStage(MeasureStage):
 
     def measured(self, data: PairData, note: Note) -> pl.DataFrame:
         """Every sentence, by its reference and, where it is asked for, by its translation."""
-        model = load_as(Translator, self.place / MODEL, self.config.model).to(
+        model = load_as(Translator, self.folder / MODEL, self.config.model).to(
             choose_device(self.config.device)
         )
         split = self.settings.sentences(data)
@@ -231,7 +231,7 @@ class TranslateStage(MeasureStage):
             lambda done, total: note(done, total, "translated"),
         )
         counts = corpus_counts(texts, [target for _, target in split.texts])
-        write_json(self.place / EVALUATIONS / TEXTS, {"translations": texts})
+        write_json(self.folder / EVALUATIONS / TEXTS, {"translations": texts})
         said = (
             f"beam {self.settings.beam}, length penalty {self.settings.length_penalty:g}",
             *counts.signatures,

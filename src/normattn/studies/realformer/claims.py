@@ -248,7 +248,7 @@ def _stability(outcomes: Mapping[Setting, Outcome]) -> Iterator[Claim]:
         )
 
 
-Place = TypeVar("Place")
+Key = TypeVar("Key")
 
 
 def _part(
@@ -262,9 +262,9 @@ def _failing(
     sentence: str,
     source: str,
     name: str,
-    mine: Mapping[Place, Outcome],
+    mine: Mapping[Key, Outcome],
     other: str,
-    theirs: Mapping[Place, Outcome],
+    theirs: Mapping[Key, Outcome],
     sign: int = -1,
 ) -> Iterator[Claim]:
     """How many settings fail in `mine` and in `theirs`: a two-sided exact sign test over them."""

@@ -57,10 +57,10 @@ class ScoreStage(MeasureStage):
 
     def measured(self, data: TokenData, note: Note) -> pl.DataFrame:
         """The model, or its divergence."""
-        lost = divergence(self.place)
+        lost = divergence(self.folder)
         if lost is not None:
             return diverged(self.cell, lost.step, lost.where, **self.factors)
-        model = load_as(MaskedLM, self.place / MODEL, self.config.model).to(
+        model = load_as(MaskedLM, self.folder / MODEL, self.config.model).to(
             choose_device(self.config.device)
         )
         texts = held_out(data, self.config, self.settings)

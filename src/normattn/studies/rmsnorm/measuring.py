@@ -77,7 +77,7 @@ class ClassifyStage(MeasureStage):
 
     def measured(self, data: RelationData, note: Note) -> pl.DataFrame:
         """Every document of the test set."""
-        model = load_as(Classifier, self.place / MODEL, self.config.model).to(
+        model = load_as(Classifier, self.folder / MODEL, self.config.model).to(
             choose_device(self.config.device)
         )
         return evaluate_classifier(

@@ -42,6 +42,12 @@ def fields(name: str, study: str | None = None) -> tuple[str, dict[str, Any]]:
     raise unknown("preset", name, known, ", and a file of your own by its path, ending in .toml")
 
 
+def typed(name: str, study: str) -> str:
+    """How the preset of that name is typed: one that does not come with the package is a file."""
+    known = names(study if _folder(study).is_dir() else None)
+    return name if name in known else f"./{name}.toml"
+
+
 def _folder(study: str | None) -> Traversable:
     here = resources.files(__name__)
     return here if study is None else here / study
