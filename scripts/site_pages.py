@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from normattn.cli.listing import described, excluded
+from normattn.commands.listing import described, excluded
 from normattn.score.part import Part, Slot
 from normattn.score.registry import parts
 from normattn.studies import OF_COMMANDS, find, names

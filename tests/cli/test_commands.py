@@ -13,7 +13,7 @@ import pytest
 
 from cli.conftest import Command
 from normattn import studies
-from normattn.cli import values
+from normattn.commands import values
 from normattn.score import registry
 from normattn.sweep.merging import merged
 
@@ -187,9 +187,9 @@ def test_another_block_alone_is_enough(
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("3", (0, 1, 2)), ("1", (0,)), ("7,9", (7, 9)), ("7,", (7,)), (None, None)],
+    [("3", (0, 1, 2)), ("1", (0,)), ("7,9", (7, 9)), ("7,", (7,))],
 )
-def test_seeds(text: str | None, expected: tuple[int, ...] | None) -> None:
+def test_seeds(text: str, expected: tuple[int, ...]) -> None:
     assert values.seeds(text) == expected
 
 

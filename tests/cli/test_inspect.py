@@ -80,6 +80,10 @@ def test_a_text_of_ones_own_beyond_the_training_length(
         assert (folder / "figures" / "attention_0_1.png").exists()
         measured = frame.read(folder / frame.FILE)
         looks.append({name: by_position(measured, name, 0) for name in SHARES})
+        settings = json.loads((folder / "config.json").read_text())["config"]
+        # The text holds fewer than the sixteen that are read at most.
+        assert settings["windows"] < 16
+        assert f"{settings['windows']} windows of 32 tokens" in (folder / "table.md").read_text()
         rows = json.loads(said.out)["tables"]["heads"]
         assert [row["row"] for row in rows] == ["0, head 0", "0, head 1"]
         expected = measured.filter(statistic="beyond_mass", head=1).select("sum", "of").sum().row(0)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from normattn.commands.evaluation_run import evaluate_run
+from normattn.commands.options.evaluate import EvaluateOptions
 from normattn.errors import InputError
 from normattn.evaluation import from_causal_lm
 from normattn.evaluation.scorers import Precision
@@ -128,17 +129,15 @@ def test_what_cannot_be_divided_is_refused() -> None:
 
 def evaluated(rank: int, run: Path) -> None:
     """The command, in every process of the group."""
-    evaluate_run(
-        run,
+    asked = EvaluateOptions(
+        run=run,
         methods=("as is", "ReRoPE"),
         protocols=("last-segment", "by-position"),
         multiples=(1, 4),
-        lengths=None,
         max_windows=2,
         max_tokens=4096,
-        seed=0,
-        threads=1,
     )
+    evaluate_run(asked)
 
 
 def test_the_command_measures_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

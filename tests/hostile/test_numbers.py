@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.cli import values
+from normattn.commands import values
 from normattn.commands.extension_settings import parse_lengths
 from normattn.errors import InputError
 from normattn.files import expanded

@@ -14,7 +14,7 @@ from normattn import structured
 from normattn.bench.record import Record
 from normattn.bench.settings import Settings
 from normattn.bench.suites import SUITES
-from normattn.cli import values
+from normattn.commands import values
 from normattn.data import cache
 from normattn.data.corpora.json_lines import read_json_lines
 from normattn.data.pairs.json_pairs import JsonPairs

@@ -12,8 +12,9 @@ import torch
 
 from data.pairs_helpers import multi_layout
 from data.relation_files import write_relations
-from normattn.commands.inspection import Shown, inspect_run
-from normattn.commands.inspection_inputs import Asked, inputs_of
+from normattn.commands.inspection import inspect_run
+from normattn.commands.inspection_inputs import inputs_of
+from normattn.commands.options.inspect import InspectOptions
 from normattn.data.relations import prepare_relations
 from normattn.diagnostics.inspection import by_head, totals
 from normattn.diagnostics.weights import attention_weights
@@ -26,19 +27,7 @@ from normattn.training.vision import VisionTrainingConfig, train_vision
 
 LOOP: dict[str, Any] = {"steps": 2, "device": "cpu", "schedule": {"warmup_steps": 1}}
 MODEL: dict[str, Any] = {"dim": 8, "layers": 2, "heads": 2, "score": "KNA-RealFormer"}
-CHOICES: dict[str, Any] = {
-    "text": None,
-    "method": "as is",
-    "length": None,
-    "windows": 3,
-    "bins": 4,
-    "cosines": False,
-    "attention": "sharpest",
-    "as_json": False,
-    "max_tokens": 64,
-    "seed": 0,
-    "threads": 1,
-}
+CHOICES: dict[str, Any] = {"windows": 3, "bins": 4, "max_tokens": 64}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +57,7 @@ def classification(place: Path) -> ClassificationConfig:
 
 
 def look(run: Path, out: Path, **choices: Any) -> pl.DataFrame:
-    inspect_run(Shown(model=run, out=out, **{**CHOICES, **choices}))
+    inspect_run(InspectOptions(run=run, out=out, **{**CHOICES, **choices}))
     names = {path.name for path in (out / "figures").iterdir()}
     assert "layers_entropy_share.png" in names
     assert any(name.startswith("attention") for name in names)
@@ -90,7 +79,7 @@ def test_a_translator(place: Path, translation: TranslationConfig, tmp_path: Pat
         *("decoder.0.mixer", "decoder.0.cross", "decoder.1.mixer", "decoder.1.cross"),
     ]
     model = load_any(run / "model")
-    found = inputs_of(translation, Asked(run, None, None, 3, 0), model)
+    found = inputs_of(translation, InspectOptions(run=run, windows=3), model)
     entropy: dict[str, list[torch.Tensor]] = {}
     for row in found.rows:
         for name, alpha in attention_weights(model, row, found.read, found.length).items():

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
-from normattn.cli import (
+from normattn.cli import hidden, reproduce
+from normattn.cli.checked import Commands
+from normattn.cli.failures import exit_code_of
+from normattn.commands.asking import told
+from normattn.commands.options import (
     bench,
     evaluate,
     export,
     extend,
     generate,
-    hidden,
     inspect,
     listing,
     lm_eval,
     report,
-    reproduce,
     score,
     train,
     verify,
 )
-from normattn.cli.checked import Commands
-from normattn.cli.failures import exit_code_of
 from normattn.stopping import asked_to_stop
 
 EPILOG = """
@@ -86,20 +88,134 @@ def _root(
     """The attention score as a value: train with it, stretch it, measure how far it reads."""
 
 
-app.command("list", epilog=listing.EPILOG)(listing.command)
-app.command("train", epilog=train.EPILOG)(train.command)
-app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.command)
-app.command("extend", epilog=extend.EPILOG)(extend.command)
-app.command("verify", epilog=verify.EPILOG)(verify.command)
-app.command("score", epilog=score.EPILOG)(score.command)
-app.command("generate", epilog=generate.EPILOG)(generate.command)
-app.command("export", epilog=export.EPILOG)(export.command)
-app.command("inspect", epilog=inspect.EPILOG)(inspect.command)
-app.command("report", epilog=report.EPILOG)(report.command)
-app.command("bench", epilog=bench.EPILOG)(bench.command)
-app.command("lm-eval", cls=TyperCommand, epilog=lm_eval.EPILOG, context_settings=lm_eval.SETTINGS)(
-    lm_eval.command
+def _command(name: str, epilog: str, **settings: Any) -> Callable[[Callable[[Any], Any]], Any]:
+    """Makes a command of a function that takes the dataclass of its options.
+
+    The functions import what they do only when they are called: `--help` waits for no library.
+    """
+    return lambda work: app.command(name, epilog=epilog, **settings)(told(work))
+
+
+@_command("list", listing.EPILOG)
+def _list(options: listing.ListOptions) -> None:
+    from normattn.commands.listing import show_parts
+
+    show_parts(options.name, options.as_json)
+
+
+@_command("train", train.EPILOG)
+def _train(options: train.TrainOptions) -> None:
+    from normattn.commands.training_run import train_or_plan
+
+    train_or_plan(options)
+
+
+@_command("evaluate", evaluate.EPILOG)
+def _evaluate(options: evaluate.EvaluateOptions) -> None:
+    from normattn.commands.evaluation_run import evaluate_run
+
+    evaluate_run(options)
+
+
+@_command("extend", extend.EPILOG)
+def _extend(options: extend.ExtendOptions) -> None:
+    if options.emit is not None:
+        from normattn.commands.emitting import emit_method
+
+        emit_method(options, options.emit)
+    else:
+        from normattn.commands.extending import extend_model
+
+        extend_model(options)
+
+
+@_command("verify", verify.EPILOG)
+def _verify(options: verify.VerifyOptions) -> int:
+    from normattn.commands.verifying import verify_told
+
+    return verify_told(options)
+
+
+@_command("score", score.EPILOG)
+def _score(options: score.ScoreOptions) -> int:
+    from normattn.commands.score_reading import read_score
+
+    return read_score(options.model, options.tokens, options.as_json)
+
+
+@_command("generate", generate.EPILOG)
+def _generate(options: generate.GenerateOptions) -> None:
+    from normattn.commands.generation import generate_run
+
+    generate_run(options)
+
+
+@_command("export", export.EPILOG)
+def _export(options: export.ExportOptions) -> None:
+    from normattn.commands.exporting import export_run
+
+    export_run(options.run, options.out, options.licence)
+
+
+@_command("inspect", inspect.EPILOG)
+def _inspect(options: inspect.InspectOptions) -> None:
+    from normattn.commands.inspection import inspect_run, is_foreign
+    from normattn.files import expanded
+
+    if is_foreign(expanded(options.run)):
+        from normattn.commands.inspection_foreign import inspect_foreign
+
+        inspect_foreign(options)
+    else:
+        inspect_run(options)
+
+
+@_command("report", report.EPILOG)
+def _report(options: report.ReportOptions) -> None:
+    from normattn.commands.reporting import report
+
+    report(options.runs, options.out or options.runs[0], options.study)
+
+
+@_command("bench", bench.EPILOG)
+def _bench(options: bench.BenchOptions) -> None:
+    from normattn.bench.settings import Settings
+
+    settings = Settings.of(
+        options.rounds, options.threads, options.lengths, options.device, options.quick
+    )
+    suites = options.suites or ()
+    if options.listed:
+        from normattn.bench.listing import show
+        from normattn.bench.suites import chosen
+
+        show(chosen(suites), settings)
+    elif options.calibration:
+        from normattn.bench.calibrating import calibrate
+
+        calibrate(settings)
+    else:
+        from normattn.bench.runner import run_bench
+
+        folder = options.out or Path("runs") / ("bench-quick" if options.quick else "bench")
+        run_bench(suites, settings, folder, options.profile)
+
+
+@_command(
+    "lm-eval",
+    lm_eval.EPILOG,
+    cls=TyperCommand,
+    context_settings={"ignore_unknown_options": True},
 )
+def _lm_eval(options: lm_eval.HarnessOptions) -> None:
+    from normattn.commands.harness_command import print_tasks_path, run_harness
+
+    if options.tasks_path:
+        print_tasks_path()
+    else:
+        run_harness(options.arguments or [])
+
+
 app.add_typer(reproduce.app, name="reproduce")
 app.command("_cell", hidden=True)(hidden.cell)
 app.command("_measure", hidden=True)(hidden.measure)

@@ -5,14 +5,16 @@ The sub-commands are made of the studies themselves: a new study appears here by
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperGroup, TyperOption
 
-from normattn.cli import values
 from normattn.cli.checked import Commands
+from normattn.commands import values
+from normattn.commands.asking import flag, option, told
 
 if TYPE_CHECKING:
     from normattn.sweep.study import Study
@@ -20,47 +22,49 @@ if TYPE_CHECKING:
 GOES_ON = "Stop it anywhere and rerun the command to resume: the table is the same to the last bit."
 
 
-Preset = Annotated[str, typer.Option(help="smoke, laptop, …, or a TOML file of your own.")]
-Choice = Annotated[str | None, typer.Option()]
-Seeds = Annotated[
-    str | None,
-    typer.Option(help="A number of seeds (3: 0, 1, 2) or a list (7,8). [default: the preset's]"),
-]
-Jobs = Annotated[
-    int | None,
-    typer.Option(
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions:
+    """What every study can be told; the help of two options is the study's own."""
+
+    preset: str = option("laptop", help="smoke, laptop, …, or a TOML file of your own.")
+    variants: tuple[str, ...] | None = option(None, read=values.names)
+    methods: tuple[str, ...] | None = option(None, read=values.names)
+    seeds: tuple[int, ...] | None = option(
+        None,
+        read=values.seeds,
+        help="A number of seeds (3: 0, 1, 2) or a list (7,8). [default: the preset's]",
+    )
+    jobs: int | None = option(
+        None,
         min=1,
         help="Cells at a time; changes no result. [default: one on each GPU, else one a core; all "
         "of them under a scheduler]",
-    ),
-]
-LauncherName = Annotated[
-    str,
-    typer.Option(
-        "--launcher",
+    )
+    launcher: str = option(
+        "local",
         metavar="local|slurm|ray",
         help="Where cells run; changes no result. Its settings: --set launcher.partition=gpu.",
-    ),
-]
-Out = Annotated[Path | None, typer.Option(help="[default: runs/STUDY-PRESET]", show_default=False)]
-Models = Annotated[
-    Path | None,
-    typer.Option(
+    )
+    out: Path | None = option(None, help="[default: runs/STUDY-PRESET]", show_default=False)
+    models: Path | None = option(
+        None,
         metavar="FOLDER",
         help="Another study's directory: a model that it trained with the very same settings is "
         "taken over, not trained again.",
         show_default=False,
-    ),
-]
-Corpus = Annotated[
-    str | None,
-    typer.Option(help="Another corpus: a file or folder, hf:NAME. [default: its own]"),
-]
-Changes = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as training.steps=100."),
-]
-Plan = Annotated[bool, typer.Option("--plan", help="Print the plan and exit.")]
+    )
+    corpus: str | None = option(
+        None, help="Another corpus: a file or folder, hf:NAME. [default: its own]"
+    )
+    changes: dict[str, Any] | None = option(
+        None,
+        "--set",
+        read=values.assignments,
+        typed=list[str] | None,
+        metavar="KEY=VALUE",
+        help="Any setting, as training.steps=100.",
+    )
+    plan: bool = flag("--plan", "Print the plan and exit.")
 
 
 class Studies(TyperGroup):
@@ -106,40 +110,28 @@ def _group() -> None:
 def _command(study: Study) -> Any:
     """The command line of one study, made of its value."""
 
-    def run(
-        preset: Preset = "laptop",
-        variants: Choice = None,
-        methods: Choice = None,
-        seeds: Seeds = None,
-        jobs: Jobs = None,
-        launcher: LauncherName = "local",
-        out: Out = None,
-        models: Models = None,
-        corpus: Corpus = None,
-        changes: Changes = None,
-        plan: Plan = False,
-    ) -> None:
+    def run(options: ReproduceOptions) -> None:
         from normattn.sweep import launch
         from normattn.sweep.run import reproduce
         from normattn.sweep.study import CORPUS, Request
 
-        own, assigned = launch.apart(values.assignments(changes or []))
+        own, changes = launch.apart(options.changes or {})
         request = Request(
-            preset=preset,
-            variants=values.names(variants, "--variants"),
-            methods=values.names(methods, "--methods"),
-            seeds=values.seeds(seeds),
-            jobs=jobs,
-            launcher=launch.launcher(launcher, own),
-            out=out,
-            models=models,
-            changes={**({CORPUS: corpus} if corpus else {}), **assigned},
+            preset=options.preset,
+            variants=options.variants,
+            methods=options.methods,
+            seeds=options.seeds,
+            jobs=options.jobs,
+            launcher=launch.launcher(options.launcher, own),
+            out=options.out,
+            models=options.models,
+            changes={**({CORPUS: options.corpus} if options.corpus else {}), **changes},
         )
-        if reproduce(study, request, only_plan=plan):
+        if reproduce(study, request, only_plan=options.plan):
             raise typer.Exit(2)
 
     one = Commands(rich_markup_mode="markdown", add_completion=False)
-    one.command(study.name, help=study.help, epilog=_epilog(study))(run)
+    one.command(study.name, help=study.help, epilog=_epilog(study))(told(run))
     command = typer.main.get_command(one)
     for parameter in command.params:
         if isinstance(parameter, TyperOption) and parameter.name in ("variants", "methods"):

@@ -17,6 +17,7 @@ from normattn.commands.extension_settings import (
     refuse_unused,
     trained_length,
 )
+from normattn.commands.options.extend import ExtendOptions
 from normattn.errors import InputError
 from normattn.files import expanded
 from normattn.hf.emit import ENGINES, Wanted, emit, gguf_values
@@ -25,18 +26,8 @@ from normattn.hf.gguf_values import architecture_of, read_values, refuse_scaled,
 from normattn.hf.small_model import read_configuration, small_model
 
 
-def emit_method(
-    model: str,
-    gguf: str | None,
-    engine: str,
-    methods: str,
-    lengths: str | None,
-    train_length: int | None,
-    factor: float | None,
-    window: int | None,
-    out: Path | None,
-) -> None:
-    """Print, or write to `out`, what an engine needs to serve a model under one method.
+def emit_method(asked: ExtendOptions, engine: str) -> None:
+    """Print, or write to `asked.out`, what an engine needs to serve a model under one method.
 
     A small random model of the configuration is asked; no weight is read, but for a copy of a GGUF
     file. Raises `InputError` for an engine without the method, before anything is written, and
@@ -44,14 +35,15 @@ def emit_method(
     """
     if engine not in ENGINES:
         raise InputError(f"--emit knows {', '.join(ENGINES)}, not {engine!r}")
-    asked = [method for method in parse_methods(methods) if method != AS_IS]
-    if len(asked) != 1:
+    methods = [method for method in parse_methods(asked.methods) if method != AS_IS]
+    if len(methods) != 1:
         raise InputError("--emit needs one method, such as --methods 'YaRN(factor=4)'")
+    out, model, gguf = asked.out, asked.model, asked.gguf
     if out is not None and out.exists():
         raise InputError(f"{out} exists already: name a new file")
-    refuse_unused(asked, factor, window)
+    refuse_unused(methods, asked.factor, asked.window)
     source = expanded(model) if gguf is None else expanded(model) / gguf
-    wanted = _wanted(model, source, asked[0], lengths, train_length, factor, window)
+    wanted = _wanted(asked, source, methods[0])
     text = emit(wanted, engine)
     if out is None:
         print(text, end="")
@@ -63,35 +55,27 @@ def emit_method(
     print(f"{out}: {wanted.plan.spec.method} for {engine}, up to {wanted.longest:,} tokens")
 
 
-def _wanted(
-    model: str,
-    source: Path,
-    method: str,
-    lengths: str | None,
-    train_length: int | None,
-    factor: float | None,
-    window: int | None,
-) -> Wanted:
-    config = read_configuration(model if source == expanded(model) else source)
+def _wanted(asked: ExtendOptions, source: Path, method: str) -> Wanted:
+    config = read_configuration(asked.model if source == expanded(asked.model) else source)
     small = small_model(config)
-    length = train_length or trained_length(small)
-    longest = (parse_lengths(lengths) if lengths else default_lengths(length))[-1]
+    length = asked.train_length or trained_length(small)
+    lengths = parse_lengths(asked.lengths) if asked.lengths else default_lengths(length)
+    longest = lengths[-1]
     given: dict[str, Any] = {}
     if "factor" in open_parameters(method):
-        given["factor"] = chosen_factor(factor, longest, length)
+        given["factor"] = chosen_factor(asked.factor, longest, length)
     if "window" in open_parameters(method):
-        given["window"] = chosen_window(window, length)
+        given["window"] = chosen_window(asked.window, length)
     planned = plan(small, method, length, **given)
-    if lengths is None:
+    if asked.lengths is None:
         longest = int(length * getattr(planned.spec.spectrum, "stretch", longest / length))
     architecture = architecture_of(config.get_text_config().model_type)
     if source.suffix == ".gguf":
         held = read_values(source)
         refuse_scaled(source, held)
         architecture = str(held.get("general.architecture"))
-    return Wanted(
-        str(source if source.exists() else model), planned, longest, architecture, _inside(config)
-    )
+    model = str(source if source.exists() else asked.model)
+    return Wanted(model, planned, longest, architecture, _inside(config))
 
 
 def _inside(config: Any) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import polars as pl
@@ -12,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
+from normattn.commands.options.evaluate import EvaluateOptions
 from normattn.data.tokens import prepare_tokens
 from normattn.errors import InputError, unknown
 from normattn.evaluation import from_causal_lm
@@ -31,19 +31,8 @@ from normattn.training.causal import CausalWorkload
 from normattn.training.distribution import World, world
 
 
-def evaluate_run(
-    run: Path,
-    *,
-    methods: Sequence[str],
-    protocols: Sequence[str] | None,
-    multiples: Sequence[int] | None,
-    lengths: Sequence[int] | None,
-    max_windows: int,
-    max_tokens: int,
-    seed: int,
-    threads: int,
-) -> None:
-    """Evaluate the run in the directory `run` and print what was measured.
+def evaluate_run(asked: EvaluateOptions) -> None:
+    """Evaluate the run in the directory `asked.run` and print what was measured.
 
     Under torchrun its processes read every text together (`normattn.evaluation.shards`).
     "all" among the methods is the model as it is and every registered post-hoc method that its
@@ -51,23 +40,24 @@ def evaluate_run(
     directory that holds no finished run, an unknown protocol or method, and lengths that are no
     multiples of the training length or too short for what is asked.
     """
+    run = asked.run
     stored = RunDirectory.existing(run, CausalWorkload.kind)
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
     fields = {
-        "protocols": [_protocol(name) for name in protocols or PROTOCOLS],
-        "multiples": _multiples(multiples, lengths, config.model.train_length),
-        "max_windows": max_windows,
-        "max_tokens": max_tokens,
-        "seed": seed,
+        "protocols": [_protocol(name) for name in asked.protocols or PROTOCOLS],
+        "multiples": _multiples(asked, config.model.train_length),
+        "max_windows": asked.max_windows,
+        "max_tokens": asked.max_tokens,
+        "seed": asked.seed,
     }
     settings = validated(EvaluationSettings, fields, "evaluation settings")
     score = config.model.score.resolve(train_length=config.model.train_length)
-    methods, sentences = _methods(methods, score, settings.factor)
+    methods, sentences = _methods(asked.methods, score, settings.factor)
     for method in methods:
         score.with_method(method).resolve(factor=settings.factor)
     for sentence in sentences:
         tell(sentence)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(asked.threads)
     total = count_evaluations(settings) * len(methods)
 
     def measured(scored_by: Scoring) -> pl.DataFrame:
@@ -122,13 +112,12 @@ def _protocol(name: str) -> str:
     return plain
 
 
-def _multiples(
-    multiples: Sequence[int] | None, lengths: Sequence[int] | None, train_length: int
-) -> list[int]:
-    if multiples is not None and lengths is not None:
+def _multiples(asked: EvaluateOptions, train_length: int) -> list[int]:
+    lengths = asked.lengths
+    if asked.multiples is not None and lengths is not None:
         raise InputError("--multiples and --lengths say the same thing twice; give one of them")
     if lengths is None:
-        return list(multiples or EvaluationSettings().multiples)
+        return list(asked.multiples or EvaluationSettings().multiples)
     for length in lengths:
         if length % train_length:
             raise InputError(

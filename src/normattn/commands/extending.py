@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +28,7 @@ from normattn.commands.extension_settings import (
     trained_length,
 )
 from normattn.commands.extension_texts import DEFAULT_TEXT, Texts, prepare_texts
+from normattn.commands.options.extend import ExtendOptions
 from normattn.errors import InputError, NormattnError
 from normattn.evaluation import CellInfo, weights_digest
 from normattn.hf import extend, load, token_scorer
@@ -42,35 +42,17 @@ from normattn.training.distribution import choose_device
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the command line says, unresolved."""
-
-    model: str
-    gguf: str | None
-    text: tuple[str, ...] | None
-    methods: str
-    lengths: str | None
-    train_length: int | None
-    factor: float | None
-    window: int | None
-    segment: int | None
-    windows: int
-    passkey: bool
-    dtype: Literal["fp32", "bf16"]
-    device: str
-    seed: int
-    save: Path | None
-    save_method: str | None
-
-
-def extend_model(asked: Asked, out: Path) -> Advice:
-    """Read what is not yet on record in `out`, report it all, and save the model if asked to.
+def extend_model(asked: ExtendOptions) -> Advice:
+    """Read what is not yet on record in `asked.out`, report it all, and save the model if asked to.
 
     Returns the advice. Raises `InputError` for input that cannot serve, before anything is read,
     and `NormattnError` at the end where a method did not fit into memory or lost its numbers; what
     was read stays.
     """
+    if asked.threads is not None:
+        torch.set_num_threads(asked.threads)
+    name = Path(asked.gguf or asked.model).name.removesuffix(".gguf")
+    out = asked.out or Path("runs") / f"extend-{name}"
     methods = parse_methods(asked.methods)
     lengths = None if asked.lengths is None else parse_lengths(asked.lengths)
     refuse_unused(methods, asked.factor, asked.window)
@@ -94,14 +76,14 @@ def extend_model(asked: Asked, out: Path) -> Advice:
 
 
 def _resolve(
-    asked: Asked, model: Any, tokeniser: Any, lengths: tuple[int, ...] | None
+    asked: ExtendOptions, model: Any, tokeniser: Any, lengths: tuple[int, ...] | None
 ) -> tuple[ExtensionSettings, Texts, tuple[str, ...]]:
     """The settings with every value, the windows, and sentences on what had no room in the text."""
     train_length = asked.train_length or trained_length(model)
     lengths = lengths or default_lengths(train_length)
     window = chosen_window(asked.window, train_length)
     chosen_factor(asked.factor, lengths[-1], train_length)
-    text = asked.text or DEFAULT_TEXT
+    text = tuple(asked.text or DEFAULT_TEXT)
     texts, lengths, notes = prepare_texts(tokeniser, text, lengths, asked.windows, asked.seed)
     if lengths[-1] < train_length:
         raise InputError(
@@ -109,7 +91,7 @@ def _resolve(
             f"than the training length of {train_length:,}: give more with --text"
         )
     settings = ExtensionSettings(
-        model=str(asked.model),
+        model=asked.model,
         gguf=asked.gguf,
         text=text,
         tokens=texts.digest,
@@ -282,7 +264,7 @@ def _report(out: Path, settings: ExtensionSettings) -> Advice:
     return advise(View(measured))
 
 
-def _check_saving(asked: Asked, methods: Sequence[str]) -> None:
+def _check_saving(asked: ExtendOptions, methods: Sequence[str]) -> None:
     """Refuse before hours of reading what could not be saved after them."""
     if asked.save_method is not None:
         if asked.save is None:
@@ -294,7 +276,7 @@ def _check_saving(asked: Asked, methods: Sequence[str]) -> None:
 
 
 def _save(
-    asked: Asked, model: Any, tokeniser: Any, settings: ExtensionSettings, advice: Advice
+    asked: ExtendOptions, model: Any, tokeniser: Any, settings: ExtensionSettings, advice: Advice
 ) -> None:
     """The model under the method that was named or advised, for `normattn.from_pretrained`."""
     if asked.save is None:

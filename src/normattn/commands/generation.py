@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from normattn.commands.options.generate import GenerateOptions
 from normattn.data.corpora.reading import read_text
 from normattn.data.tokeniser import SEPARATOR_ID, Tokeniser
 from normattn.errors import InputError
@@ -68,33 +69,20 @@ class TextStream:
         return 0
 
 
-def generate_run(
-    run: Path,
-    *,
-    prompts: Sequence[str],
-    files: Sequence[Path],
-    method: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    stop: Sequence[str],
-    seed: int,
-    threads: int,
-) -> None:
-    """Print how the finished run in the directory `run` continues each prompt.
+def generate_run(asked: GenerateOptions) -> None:
+    """Print how the finished run in the directory `asked.run` continues each prompt.
 
     Raises `InputError` for a run that has not finished or has no tokeniser, a method that its
     score cannot take, an empty prompt and settings out of range.
     """
-    sampling = Sampling(temperature, top_k, top_p)
-    config, tokeniser = opened(run)
-    texts = [*prompts, *(read_text(path) for path in files)]
-    tokens = _encoded(texts, tokeniser)
-    longest = max(len(prompt) for prompt in tokens) + max_new_tokens
-    spec = _spec(config, method, longest)
-    torch.set_num_threads(threads)
-    model = load_model(run / "model", config.model).to(choose_device(config.device))
+    Sampling(asked.temperature, asked.top_k, asked.top_p)  # Refused before the model is read.
+    config, tokeniser = opened(asked.run)
+    texts = [*(asked.prompt or ()), *(read_text(path) for path in asked.file or ())]
+    tokens, stop = _encoded(texts, tokeniser), asked.stop or []
+    longest = max(len(prompt) for prompt in tokens) + asked.max_new_tokens
+    spec = _spec(config, asked.method, longest)
+    torch.set_num_threads(asked.threads)
+    model = load_model(asked.run / "model", config.model).to(choose_device(config.device))
 
     def tell(text: str) -> None:
         sys.stdout.write(text)
@@ -107,13 +95,13 @@ def generate_run(
         answers = generate(
             model,
             tokens,
-            max_new_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
+            asked.max_new_tokens,
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
             stop=[SEPARATOR_ID, *stop],
             decode=tokeniser.decode,
-            seed=seed,
+            seed=asked.seed,
             on_token=lambda row, token: stream.add(token) if row == 0 else None,
         )
     stream.finish(answers[0].text or "")

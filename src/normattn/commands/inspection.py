@@ -6,19 +6,19 @@ import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import polars as pl
 import torch
-from pydantic import Field
 from rich.console import Console
 from torch import Tensor, nn
 
 from normattn.atomic import write_json
-from normattn.commands.inspection_inputs import Asked, Inputs, folder_of, inputs_of
+from normattn.commands.inspection_inputs import Inputs, folder_of, inputs_of
+from normattn.commands.options.inspect import InspectOptions
 from normattn.diagnostics import collecting, inspect_model
 from normattn.diagnostics.inspection import Collecting, by_head
 from normattn.diagnostics.lines import read_diagnostics
@@ -33,7 +33,7 @@ from normattn.models.translator_config import TranslatorConfig, placeless
 from normattn.report.terminal import print_table
 from normattn.report.view import View
 from normattn.runs import RunDirectory, require_finished
-from normattn.structured import Settings, read_object
+from normattn.structured import read_object
 from normattn.studies.inspect import STUDY
 from normattn.studies.inspect.measured import DRAWN, KEY, KIND, QUERY, TRAINING
 from normattn.training import (
@@ -58,47 +58,9 @@ KINDS: dict[str, type[LoopConfig]] = {
     )
 }
 FOLDER, CONFIG = "inspection", "config.json"
-DRAWN_HEADS, WINDOWS = 64, 16
-_AS_ASKED = ("method", "bins", "cosines", "attention", "max_tokens", "seed")
-
-
-class InspectionSettings(Settings):
-    """What is looked at; the resolved whole is written beside what was found.
-
-    text: a file, or None for the run's own held-out data. length: tokens of a window, or of the
-    longest text. windows: how many windows, texts, pairs or images, at most. attention: "sharpest",
-    "all", or LAYER,HEAD, each counted from 0.
-    """
-
-    run: str
-    text: str | None = None
-    method: str = "as is"
-    length: int = Field(ge=1)
-    windows: int = Field(ge=1)
-    bins: int = Field(ge=1)
-    cosines: bool = False
-    attention: str = "sharpest"
-    max_tokens: int = Field(ge=1)
-    seed: int = Field(ge=0)
-
-
-@dataclass(frozen=True)
-class Shown:
-    """What the command line says, unresolved; None where it leaves the choice."""
-
-    model: Path
-    text: Path | None
-    method: str
-    length: int | None
-    windows: int | None
-    bins: int
-    cosines: bool
-    attention: str
-    out: Path | None
-    as_json: bool
-    max_tokens: int
-    seed: int
-    threads: int
+DRAWN_HEADS = 64
+_NOT_KEPT = ("out", "as_json", "threads")
+"""Options that no measurement depends on."""
 
 
 def is_foreign(path: Path) -> bool:
@@ -108,21 +70,20 @@ def is_foreign(path: Path) -> bool:
     return path.suffix == ".gguf"
 
 
-def inspect_run(asked: Shown) -> None:
-    """Look into the finished run in the directory `asked.model`, and print and draw what is found.
+def inspect_run(asked: InspectOptions) -> None:
+    """Look into the finished run in the directory `asked.run`, and print and draw what is found.
 
     Raises `InputError` for a directory that holds no finished run, a method that its score cannot
     take, a head that is not there, and data that is gone or too short.
     """
-    run, method = asked.model, asked.method
+    run, method = asked.run, asked.method
     config = _opened(run)
     chosen = _chosen(asked.attention, config)
     _check_method(method, config)
     torch.set_num_threads(asked.threads)
     expected = config.model  # type: ignore[attr-defined]
     model = load_any(run / "model", expected).to(choose_device(config.device))
-    windows = WINDOWS if asked.windows is None else asked.windows
-    inputs = inputs_of(config, Asked(run, asked.text, asked.length, windows, asked.seed), model)
+    inputs = inputs_of(config, asked, model)
     folder = folder_of(run / FOLDER if asked.out is None else asked.out)
     whose = _identity(model, config, inputs, asked)
     with _using(model, method, config, inputs.length):
@@ -143,7 +104,7 @@ def write_page(
     heads: Sequence[pl.DataFrame],
     inputs: Inputs,
     folder: Path,
-    asked: Shown,
+    asked: InspectOptions,
     *more: pl.DataFrame,
 ) -> None:
     """Write the frame and its page, and print the table of layers."""
@@ -154,7 +115,9 @@ def write_page(
             *more,
         ]
     )
-    resolved = _settings(asked, inputs, int(whose.length)).model_dump(mode="json")
+    kept = replace(asked, length=inputs.length, windows=len(inputs.rows))
+    resolved = {name: value for name, value in vars(kept).items() if name not in _NOT_KEPT}
+    resolved |= {"run": str(kept.run), "text": None if kept.text is None else str(kept.text)}
     write_json(folder / CONFIG, {"kind": KIND, "config": resolved})
     figures = STUDY.report(frame, folder, resolved)
     if asked.as_json:
@@ -164,17 +127,6 @@ def write_page(
     print_table(STUDY.page.tables[0].fill(view), title=STUDY.page.notes(view)[0])
     for path in (folder / "report.html", *figures):
         print(path)
-
-
-def _settings(asked: Shown, inputs: Inputs, length: int) -> InspectionSettings:
-    said = {name: value for name, value in vars(asked).items() if name in _AS_ASKED}
-    return InspectionSettings(
-        **said,
-        run=str(asked.model),
-        text=None if asked.text is None else str(asked.text),
-        length=length,
-        windows=WINDOWS if asked.windows is None else asked.windows,
-    )
 
 
 def _opened(run: Path) -> LoopConfig:
@@ -254,7 +206,9 @@ def _score_names(model: StackConfig) -> str:
     return "{} (encoder), {} (decoder), {} (cross)".format(*names)
 
 
-def _identity(model: nn.Module, config: LoopConfig, inputs: Inputs, asked: Shown) -> Identity:
+def _identity(
+    model: nn.Module, config: LoopConfig, inputs: Inputs, asked: InspectOptions
+) -> Identity:
     """Whose attention it is, to which texts."""
     shape = _model(config)
     split = "held-out" if asked.text is None else "given"
@@ -265,7 +219,7 @@ def _identity(model: nn.Module, config: LoopConfig, inputs: Inputs, asked: Shown
 def whose_attention(
     model: nn.Module,
     inputs: Inputs,
-    asked: Shown,
+    asked: InspectOptions,
     row: str,
     score: str,
     seed: int,
@@ -290,7 +244,7 @@ def whose_attention(
 
 
 def look(
-    model: nn.Module, inputs: Inputs, asked: Shown, collect: Collecting = collecting
+    model: nn.Module, inputs: Inputs, asked: InspectOptions, collect: Collecting = collecting
 ) -> pl.DataFrame:
     """What every layer does with the texts; `collect` is who collects."""
     rows = inputs.rows.to(next(model.parameters()).device)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from normattn.commands.extension_texts import DEFAULT_TEXT, prepare_texts
 from normattn.commands.inspection import (
-    Shown,
     chosen_head,
     drawn,
     look,
@@ -21,6 +20,7 @@ from normattn.commands.inspection import (
     write_page,
 )
 from normattn.commands.inspection_inputs import DRAWN_TOKENS, Inputs, folder_of
+from normattn.commands.options.inspect import InspectOptions
 from normattn.diagnostics.weights import attention_weights
 from normattn.errors import InputError
 from normattn.files import expanded
@@ -33,15 +33,15 @@ LENGTH, WINDOWS = 512, 4
 """Tokens of a window and how many, unless said: a look takes about as long as reading them."""
 
 
-def inspect_foreign(asked: Shown) -> None:
+def inspect_foreign(asked: InspectOptions) -> None:
     """Look into a transformers model while it reads text, and print and draw what is found.
 
     Raises `InputError` for what cannot be loaded, for a text that is too short, and for a model
     with attention code of its own.
     """
     torch.set_num_threads(asked.threads)
-    path = expanded(asked.model)
-    model, tokeniser = load(asked.model)
+    path = expanded(asked.run)
+    model, tokeniser = load(asked.run)
     model = model.to(choose_device("auto"))
     inputs = _inputs(model, tokeniser, asked)
     folder = folder_of(asked.out or Path("runs") / f"inspect-{path.name.removesuffix('.gguf')}")
@@ -60,7 +60,7 @@ def _using(model: Any, method: str) -> AbstractContextManager[Any]:
     return nullcontext() if method == "as is" else extend(model, method)
 
 
-def _inputs(model: Any, tokeniser: Any, asked: Shown) -> Inputs:
+def _inputs(model: Any, tokeniser: Any, asked: InspectOptions) -> Inputs:
     """Windows of the given text, or of the standard library's source."""
     text = (str(asked.text),) if asked.text is not None else DEFAULT_TEXT
     length = LENGTH if asked.length is None else asked.length

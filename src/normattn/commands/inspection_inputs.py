@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from normattn.commands.options.inspect import InspectOptions
 from normattn.data.corpora.reading import read_text
 from normattn.data.counter_random import uniforms
 from normattn.data.evaluation_sets import choose_places
@@ -32,21 +33,7 @@ from normattn.training.masked import MaskedConfig
 from normattn.training.translation import TranslationConfig
 from normattn.training.vision import VisionTrainingConfig
 
-DRAWN_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the command says of the texts: a file, a length, how many rows, and what chooses them.
-
-    `text` and `length` are None where the command does not name them.
-    """
-
-    run: Path
-    text: Path | None
-    length: int | None
-    rows: int
-    seed: int
+DRAWN_TOKENS, WINDOWS = 64, 16
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ class Inputs:
     words: Callable[[str], tuple[Sequence[str], Sequence[str]]]
 
 
-def inputs_of(config: LoopConfig, asked: Asked, model: nn.Module) -> Inputs:
+def inputs_of(config: LoopConfig, asked: InspectOptions, model: nn.Module) -> Inputs:
     """What the model of a run is shown: what is asked for, or data held out from its training.
 
     Raises `InputError` for a corpus that is no longer there, a text that cannot be read, and what
@@ -83,7 +70,7 @@ def inputs_of(config: LoopConfig, asked: Asked, model: nn.Module) -> Inputs:
     return _images(config, asked, model)
 
 
-def _windows(config: TrainingConfig | MaskedConfig, asked: Asked) -> Inputs:
+def _windows(config: TrainingConfig | MaskedConfig, asked: InspectOptions) -> Inputs:
     """Windows of the given file, or of documents that the run did not train on."""
     length = config.model.train_length if asked.length is None else asked.length
     if config.data.synthetic and asked.text is not None:
@@ -96,7 +83,7 @@ def _windows(config: TrainingConfig | MaskedConfig, asked: Asked) -> Inputs:
         tokeniser = Tokeniser.load(unchanged(asked.run / "tokeniser.json"))
     if asked.text is None:
         split = prepare_tokens(config.data).split("test")
-        places = choose_places(split, length, asked.rows, asked.seed)
+        places = choose_places(split, length, _most(asked), asked.seed)
         spans = [(number, slice(first, first + length)) for number, first in places.tolist()]
         rows = np.stack([split.document(number)[span] for number, span in spans])
         ids = torch.from_numpy(rows.astype(np.int64))
@@ -109,7 +96,7 @@ def _windows(config: TrainingConfig | MaskedConfig, asked: Asked) -> Inputs:
                 f"{asked.text} has {len(tokens)} tokens; there is nothing to attend to"
             )
         length = min(length, len(tokens))
-        count = min(asked.rows, len(tokens) // length)
+        count = min(_most(asked), len(tokens) // length)
         ids = torch.tensor(tokens[: count * length]).view(count, length)
         source = f"{count} windows of {length:,} tokens of {asked.text.name}"
     drawn = ids[0, :DRAWN_TOKENS]
@@ -117,7 +104,7 @@ def _windows(config: TrainingConfig | MaskedConfig, asked: Asked) -> Inputs:
     return Inputs(ids, source, length, None, drawn, len(drawn), lambda name: (words, words))
 
 
-def _documents(config: ClassificationConfig, asked: Asked, model: nn.Module) -> Inputs:
+def _documents(config: ClassificationConfig, asked: InspectOptions, model: nn.Module) -> Inputs:
     """Lines of the given file, or validation documents; longer ones are cut as in training."""
     longest = config.data.max_tokens if asked.length is None else asked.length
     data = prepare_relations(config.data)
@@ -127,7 +114,7 @@ def _documents(config: ClassificationConfig, asked: Asked, model: nn.Module) -> 
         documents: list[Sequence[int]] = [split.tokens[i] for i in _chosen(len(split), asked)]
         source = f"{len(documents)} validation documents of {config.data.corpus}"
     else:
-        documents = list(pieces.encode(_lines(asked)[: asked.rows]))
+        documents = list(pieces.encode(_lines(asked)[: _most(asked)]))
         source = f"{len(documents)} lines of {asked.text.name}"
     documents = [document[:longest] for document in documents]
     ids, _ = padded(documents, pieces.pad)
@@ -149,7 +136,7 @@ def _documents(config: ClassificationConfig, asked: Asked, model: nn.Module) -> 
     )
 
 
-def _sentences(config: TranslationConfig, asked: Asked, model: nn.Module) -> Inputs:
+def _sentences(config: TranslationConfig, asked: InspectOptions, model: nn.Module) -> Inputs:
     """Validation pairs, or lines of the given file with the model's own greedy translations."""
     if asked.length is not None:
         raise InputError(
@@ -165,7 +152,7 @@ def _sentences(config: TranslationConfig, asked: Asked, model: nn.Module) -> Inp
         targets = [split.target_ids(i)[:-1] for i in chosen]
         source = f"{len(chosen)} validation pairs of {config.data.corpus}"
     else:
-        encoded = tokenisers[0].encode_batch(_lines(asked)[: asked.rows])
+        encoded = tokenisers[0].encode_batch(_lines(asked)[: _most(asked)])
         sources = [[*ids, EOS_ID] for ids in encoded]
         hypotheses = beam_search(model, sources, beam=1)
         targets = [[BOS_ID, *candidates[0].tokens] for candidates in hypotheses]
@@ -193,7 +180,7 @@ def _sentences(config: TranslationConfig, asked: Asked, model: nn.Module) -> Inp
     return Inputs(rows, source, length, read, rows[0], drawn, sides)
 
 
-def _images(config: VisionTrainingConfig, asked: Asked, model: Any) -> Inputs:
+def _images(config: VisionTrainingConfig, asked: InspectOptions, model: Any) -> Inputs:
     """Validation images; words are the patches' rows and columns."""
     given = {"--text": asked.text, "--length": asked.length}
     for option, value in given.items():
@@ -217,7 +204,12 @@ def _images(config: VisionTrainingConfig, asked: Asked, model: Any) -> Inputs:
     )
 
 
-def _lines(asked: Asked) -> list[str]:
+def _most(asked: InspectOptions) -> int:
+    """Windows, texts, pairs or images, at most."""
+    return WINDOWS if asked.windows is None else asked.windows
+
+
+def _lines(asked: InspectOptions) -> list[str]:
     """The lines of the given file that are not empty."""
     assert asked.text is not None
     lines = [line.strip() for line in read_text(asked.text).splitlines() if line.strip()]
@@ -226,10 +218,10 @@ def _lines(asked: Asked) -> list[str]:
     return lines
 
 
-def _chosen(count: int, asked: Asked) -> list[int]:
+def _chosen(count: int, asked: InspectOptions) -> list[int]:
     """Which of so many, drawn without repetition, in their order."""
     drawn: NDArray[Any] = uniforms(asked.seed, 0, max(count, 2), 1)[:count, 0]
-    order: list[int] = np.argsort(drawn, kind="stable")[: asked.rows].tolist()
+    order: list[int] = np.argsort(drawn, kind="stable")[: _most(asked)].tolist()
     return sorted(order)
 
 

@@ -9,11 +9,67 @@ from typing import Any
 
 from rich.console import Console
 
+from normattn.commands.asking import settings
+from normattn.commands.options.train import TrainOptions
+from normattn.errors import InputError
 from normattn.models.accounting import flops_per_token, parameter_count
+from normattn.models.block_settings import without_foreign
 from normattn.report.terminal import tell
+from normattn.sweep import presets
+from normattn.sweep.merging import merged
 from normattn.sweep.probes import diagnostics_probes
 from normattn.training import TrainingConfig, train_causal
 from normattn.training.causal import CausalWorkload
+from normattn.training.config_files import read_settings
+
+
+def train_or_plan(options: TrainOptions) -> None:
+    """Train what `normattn train` was told to, or print its size and cost.
+
+    Raises `InputError` for settings that are wrong, and a plan's options without a plan.
+    """
+    config = training_config(_fields(options))
+    gpu, counted = options.gpu, (options.nodes, options.gpus_per_node)
+    if (gpu is None and counted != (1, 1)) or (gpu is not None and not options.plan):
+        raise InputError("--nodes, --gpus-per-node and --gpu say what --plan with --gpu counts")
+    if options.plan:
+        planned = None if gpu is None else plan_run(config, gpu, *counted)
+        print(*filter(None, (describe(config), planned)), sep="\n")
+    else:
+        train_run(config, options.out)
+
+
+def _fields(options: TrainOptions) -> dict[str, Any]:
+    """Every setting of the run, each layer over the one before."""
+    layers = [] if options.config is None else [read_settings(options.config)]
+    given, assigned = settings(options), options.changes or {}
+    both = set(given) & set(assigned)
+    if both:
+        raise InputError(f"{', '.join(sorted(both))} is given both as an option and by --set")
+    base = presets.load(options.preset).training
+    asked = merged({}, *layers, given, assigned)
+    model = without_foreign(base["model"], _value_at(asked, "model.block"))
+    base = {**base, "model": model}
+    whole = merged(base, *layers, given, assigned)
+    return merged(whole, _short_warmup(base, asked))
+
+
+def _short_warmup(base: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+    """A run shorter than the preset's warm-up takes the preset's share, unless one is asked for."""
+    warmup, whole = _value_at(base, "schedule.warmup_steps"), base.get("steps")
+    steps, own = asked.get("steps"), _value_at(asked, "schedule.warmup_steps")
+    numbers = (warmup, whole, steps)
+    if own is not None or not all(isinstance(number, int) for number in numbers) or steps >= warmup:
+        return {}
+    return {"schedule.warmup_steps": warmup * steps // whole}
+
+
+def _value_at(fields: dict[str, Any], name: str) -> Any:
+    """The value at a dotted name; None where there is none."""
+    value: Any = fields
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def describe(config: TrainingConfig) -> str:

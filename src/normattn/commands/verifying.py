@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 
+from normattn.commands.options.verify import VerifyOptions
 from normattn.hf.verify import verify
 
 
-def verify_told(
-    folder: str, against: str, method: str | None, train_length: int | None, as_json: bool
-) -> int:
+def verify_told(asked: VerifyOptions) -> int:
     """Print the verdict; 0 where the engine was told what is meant, 1 where not."""
-    verdict = verify(folder, against, method, train_length=train_length)
-    if as_json:
+    verdict = verify(asked.model, asked.against, asked.method, train_length=asked.train_length)
+    if asked.as_json:
         record = {"equal": verdict.equal, **dataclasses.asdict(verdict)}
         print(json.dumps(record, ensure_ascii=False, indent=2))
     else:

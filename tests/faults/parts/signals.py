@@ -16,8 +16,15 @@ from faults.processes import Ended, in_groups
 
 STOPPED = 130
 IMPORTS = (
-    *("typer", "numpy", "torch", "torch.nn", "pydantic", "normattn.cli.app", "normattn.cli.train"),
-    *("normattn.commands.training_run", "normattn.training", "safetensors", "tokenizers", "rich"),
+    *("typer", "numpy", "torch", "torch.nn", "pydantic", "normattn.cli.app"),
+    *(
+        "normattn.commands.options.train",
+        "normattn.commands.training_run",
+        "normattn.training",
+        "safetensors",
+        "tokenizers",
+        "rich",
+    ),
 )
 _AT_IMPORT = """
 import os, sys

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
 
-import typer
+from normattn.commands.asking import argument, flag, option
 
 EPILOG = """
 **Examples**
@@ -25,18 +25,10 @@ without a name says what is missing, and by how much a score differs that is not
 """
 
 
-def command(
-    model: Annotated[
-        str, typer.Argument(help="A folder, a GGUF file, a config.json or a name on the hub.")
-    ],
-    tokens: Annotated[
-        int, typer.Option(min=8, max=4096, help="Tokens that the layers read while listened to.")
-    ] = 48,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a record as JSON instead of lines.")
-    ] = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
     """Name the attention score of every layer of a transformers model, and check the name."""
-    from normattn.commands.score_reading import read_score
 
-    return read_score(model, tokens, as_json)
+    model: str = argument(help="A folder, a GGUF file, a config.json or a name on the hub.")
+    tokens: int = option(48, min=8, max=4096, help="Tokens that the layers read while listened to.")
+    as_json: bool = flag("--json", "Print a record as JSON instead of lines.")

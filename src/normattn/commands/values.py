@@ -12,10 +12,8 @@ from normattn.structured import parse_toml
 MOST_SEEDS = 1000
 
 
-def names(text: str | None, option: str) -> tuple[str, ...] | None:
-    """`"KNA, QNA"` as two names; None stays None; an empty or doubled name is refused."""
-    if text is None:
-        return None
+def names(text: str, option: str) -> tuple[str, ...]:
+    """`"KNA, QNA"` as two names; an empty or doubled name is refused."""
     parts = tuple(part.strip() for part in text.split(","))
     if not all(parts):
         raise InputError(f"{option} holds an empty name in {text!r}; write names divided by commas")
@@ -24,10 +22,8 @@ def names(text: str | None, option: str) -> tuple[str, ...] | None:
     return parts
 
 
-def integers(text: str | None, option: str, least: int = 1) -> tuple[int, ...] | None:
+def integers(text: str, option: str, least: int = 1) -> tuple[int, ...]:
     """`"1,2,4"` as whole numbers, each at least `least`; a closing comma is allowed."""
-    if text is None:
-        return None
     parts = [part.strip() for part in text.rstrip(", ").split(",")]
     # Nineteen digits hold every number of 63 bits; longer ones cost time before they are refused.
     if not all(part.isdecimal() and len(part) < 20 and int(part) >= least for part in parts):
@@ -38,37 +34,35 @@ def integers(text: str | None, option: str, least: int = 1) -> tuple[int, ...] |
     return numbers
 
 
-def seeds(text: str | None) -> tuple[int, ...] | None:
+def seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
     """`"3"` is how many (0, 1, 2); `"7,8"` or `"7,"` says which."""
-    numbers = integers(text, "--seeds", least=0)
-    if numbers is None or text is None:
-        return None
+    numbers = integers(text, option, least=0)
     if "," in text:
         if len(set(numbers)) != len(numbers):
-            raise InputError(f"--seeds names a seed twice: {text}")
+            raise InputError(f"{option} names a seed twice: {text}")
         return numbers
     if not 1 <= numbers[0] <= MOST_SEEDS:
         raise InputError(
-            f"--seeds takes a number of seeds (at least 1, at most {MOST_SEEDS:,}) or a list such "
+            f"{option} takes a number of seeds (at least 1, at most {MOST_SEEDS:,}) or a list such "
             f"as 7,8, got {text}"
         )
     return tuple(range(numbers[0]))
 
 
-def assignments(texts: Iterable[str]) -> dict[str, Any]:
+def assignments(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:
     """`["model.dim=64"]` as `{"model.dim": 64}`; a value is read as TOML, else as plain text."""
     assigned: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not all(part.strip() for part in key.split(".")):
-            raise InputError(f"--set takes key=value, as in --set model.dim=64, got {text!r}")
+            raise InputError(f"{option} takes key=value, as in {option} model.dim=64, got {text!r}")
         if key.strip() in assigned:
-            raise InputError(f"--set gives {key.strip()} twice")
-        assigned[key.strip()] = _toml(value.strip(), key.strip())
+            raise InputError(f"{option} gives {key.strip()} twice")
+        assigned[key.strip()] = _toml(value.strip(), f"{option} {key.strip()}")
     return assigned
 
 
-def _toml(text: str, key: str) -> Any:
+def _toml(text: str, source: str) -> Any:
     """The value that TOML reads; what is none in TOML is text, but not where it only began as one.
 
     A list nested without end, or a number of thousands of digits, is refused: nobody means text.
@@ -76,7 +70,7 @@ def _toml(text: str, key: str) -> Any:
     if text in ("none", "null"):
         return None
     try:
-        table = parse_toml(f"value = {text}", f"--set {key}")
+        table = parse_toml(f"value = {text}", source)
     except InputError as error:
         if isinstance(error.__cause__, tomllib.TOMLDecodeError):
             return text

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
 
-import typer
+from normattn.commands.asking import argument, flag
 
-SETTINGS = {"ignore_unknown_options": True}
 EPILOG = """
 **Examples**
 
@@ -21,14 +20,8 @@ normattn_passkey --metadata '{"lengths": [8192, 16384], "samples": 5}'` – an e
 """
 
 
-def command(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of `lm_eval`.", show_default=False)
-    ] = None,
-    tasks_path: Annotated[
-        bool, typer.Option("--tasks-path", help="Print the folder of our tasks, and exit.")
-    ] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class HarnessOptions:
     """Evaluate by lm-evaluation-harness; every argument is one of its own command `lm_eval`.
 
     The harness needs `pip install normattn[lm-eval]`. Its model `normattn` is a run trained here
@@ -36,9 +29,6 @@ def command(
     `normattn` need no download; a task folder of your own by `--include_path` stands in their
     place.
     """
-    from normattn.commands.harness_command import print_tasks_path, run_harness
 
-    if tasks_path:
-        print_tasks_path()
-    else:
-        run_harness(arguments or [])
+    arguments: list[str] | None = argument(None, help="Arguments of `lm_eval`.", show_default=False)
+    tasks_path: bool = flag("--tasks-path", "Print the folder of our tasks, and exit.")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from normattn.score.part import Part
@@ -16,31 +14,8 @@ TOKENS, HEADS, HEAD_DIM, LAYERS = 2048, 4, 64, 4
 PLACES = (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "bfloat16"))
 
 
-EPILOG = """
-**Examples**
-
-`normattn list` – every part by name, on one page
-
-`normattn list YaRN` – its equation, source, parameters, what goes with it, its kernels
-
-`normattn list KNA-logn-YaRN`, `normattn list gpt-oss` – of all parts of a score, and of a model's
-"""
-
-
-def command(
-    name: Annotated[
-        str | None, typer.Argument(help="A part, a score or a model. [default: all, in short]")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything as one JSON list instead.")
-    ] = False,
-) -> None:
-    """List the parts of a score; of one that is named, all that is known.
-
-    Names are joined by hyphens into a score: `KNA-logn` is trained, `KNA-logn-YaRN` is that model
-    stretched afterwards. What goes together is found by trying, and portable kernels by asking
-    the dispatcher about 2048 tokens.
-    """
+def show_parts(name: str | None, as_json: bool) -> None:
+    """Print every part of a score, or all that is known of those of `name`."""
     from normattn.score import grammar, registry
 
     known = registry.parts()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from normattn.commands.asking import argument, option
 
 EPILOG = """
 **Examples**
@@ -17,19 +17,16 @@ In Python, `import normattn.hf` makes the model known, then
 """
 
 
-def command(
-    run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
-    licence: Annotated[
-        str | None,
-        typer.Option("--license", help="Licence on the model card. [default: none]"),
-    ] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
     """Write RUN's model, tokeniser and a model card to DIR, in Hugging Face's format.
 
     Causal and masked language models and classifiers. The card says what the run says: data,
     settings, steps, the last metrics, and the table of whatever was evaluated.
     """
-    from normattn.commands.exporting import export_run
 
-    export_run(run, out, licence)
+    run: Path = argument(help="The directory of a finished run.")
+    out: Path = argument(metavar="DIR", help="A new or empty directory.")
+    licence: str | None = option(
+        None, "--license", help="Licence on the model card. [default: none]"
+    )

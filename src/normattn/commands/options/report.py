@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from normattn.commands.asking import argument, option
 
 EPILOG = """
 **Examples**
@@ -22,28 +22,21 @@ EPILOG = """
 """
 
 
-def command(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Runs, directories with runs below them, or a folder with measurements.parquet."
-        ),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Where table.md, .csv, .json and figures/ go. [default: the first RUN]"),
-    ] = None,
-    study: Annotated[
-        str | None,
-        typer.Option(help="The FILE.py of a study of your own. [default: what RUN names]"),
-    ] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
     """Make the page (table.md, report.html, figures) of everything that was measured below RUNS.
 
     Rows that share documents and seeds are compared in pairs, with confidence intervals. A folder
     that holds measurements.parquet needs nothing else: every number is computed from it again.
     Folders of one study that hold other rows or seeds are joined; their settings must be the same.
     """
-    from normattn.commands.reporting import report
 
-    report(runs, out or runs[0], study)
+    runs: list[Path] = argument(
+        help="Runs, directories with runs below them, or a folder with measurements.parquet."
+    )
+    out: Path | None = option(
+        None, help="Where table.md, .csv, .json and figures/ go. [default: the first RUN]"
+    )
+    study: str | None = option(
+        None, help="The FILE.py of a study of your own. [default: what RUN names]"
+    )
