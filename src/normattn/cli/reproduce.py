@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GOES_ON = "Stop it anywhere and rerun the command to resume: the table is the same to the last bit."
 
 
-Preset = Annotated[str, typer.Option(help="smoke, laptop, …, or a TOML file of your own.")]
+Preset = Annotated[str, typer.Option(help="smoke, quick, laptop, …, or a TOML file of your own.")]
 Choice = Annotated[str | None, typer.Option()]
 Seeds = Annotated[
     str | None,
