@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import tracemalloc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 from normattn import atomic
 from normattn.data import Corpus, DataConfig, Document, TokenData, prepare_tokens, tokens
 from normattn.data import cache as cache_module
+from normattn.data.token_shards import TokenShards
 from normattn.errors import InputError
 from normattn.files import default_cache_dir
 
@@ -44,12 +46,12 @@ def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
         for i, name in enumerate(split.names):
             text = (folder / name).read_text(encoding="utf-8")
             assert data.tokeniser.decode(split.document(i)) == text
-            assert split.tokens[split.offsets[i + 1] - 1] == 0
+            assert split.tokens.take(split.offsets[i + 1 : i + 2] - 1) == [0]
             assert split.lengths[i] == len(split.document(i))
             seen.add(name)
     assert len(seen) == 40
-    assert isinstance(data.train.tokens, np.memmap)
-    assert not data.train.tokens.flags.writeable
+    assert isinstance(data.train.tokens, TokenShards)
+    assert not data.train.tokens[:8].flags.writeable
 
 
 def test_splits_share_no_document_and_move_only_with_the_seed(tmp_path: Path) -> None:
@@ -85,13 +87,13 @@ def test_the_cache_is_used_again_and_its_key_sees_every_setting(
 ) -> None:
     folder = write_folder(tmp_path / "text")
     built = []
-    real = tokens._build
+    real = tokens.build_tokens
 
     def counted(*args: Any) -> None:
         built.append(1)
         real(*args)
 
-    monkeypatch.setattr(tokens, "_build", counted)
+    monkeypatch.setattr(tokens, "build_tokens", counted)
     same = [config(folder), config(folder), config(folder, tiled_fraction=0.3)]
     found = {prepare_tokens(c, tmp_path / "cache").fingerprint for c in same}
     assert (len(found), len(built)) == (1, 1)
@@ -113,9 +115,9 @@ def test_a_damaged_cache_is_named_and_built_again(
     monkeypatch.setattr(cache_module, "HASHED_BYTES", hashed_bytes)
     folder = write_folder(tmp_path / "text", 10)
     good = prepare_tokens(config(folder), tmp_path / "cache")
-    expected = good.train.tokens.copy()
+    expected = np.array(good.train.tokens)
     (cached,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
-    file = cached / "train.tokens"
+    file = cached / "train.tokens.00000"
     content = file.read_bytes()
     if harm == "cut":
         file.write_bytes(content[:-7])
@@ -127,12 +129,12 @@ def test_a_damaged_cache_is_named_and_built_again(
         (cached / "manifest.json").unlink()
     elif harm == "less manifest":
         stored = json.loads((cached / "manifest.json").read_text(encoding="utf-8"))
-        del stored["train.tokens"]
+        del stored["train.tokens.00000"]
         (cached / "manifest.json").write_text(json.dumps(stored), encoding="utf-8")
     else:
         written = {"manifest": '{"train', "empty manifest": "{}"}[harm]
         (cached / "manifest.json").write_text(written, encoding="utf-8")
-    named = "manifest.json" if "manifest" in harm else "train.tokens"
+    named = "manifest.json" if "manifest" in harm else "train.tokens.00000"
     with pytest.warns(UserWarning, match=rf"tokens-\w+ is damaged \(.*{named}"):
         again = prepare_tokens(config(folder), tmp_path / "cache")
     np.testing.assert_array_equal(again.train.tokens, expected)
@@ -155,16 +157,19 @@ def test_a_large_cache_is_read_whole_once_and_again_when_it_was_written_to(
 
     monkeypatch.setattr(cache_module, "sha256_of", noting)
     prepare_tokens(config(folder), tmp_path / "cache")
+    assert read == []  # it was read whole when it was built
+    shutil.copytree(cached, tmp_path / "copy" / cached.name)
+    prepare_tokens(config(folder), tmp_path / "copy")
     assert set(read) == {path.name for path in cached.iterdir()} - {"manifest.json"}
     read.clear()
-    prepare_tokens(config(folder), tmp_path / "cache")
+    prepare_tokens(config(folder), tmp_path / "copy")
     assert read == []
-    file = cached / "train.tokens"
+    file = cached / "train.tokens.00000"
     before = file.stat()
     content = file.read_bytes()
     file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.warns(UserWarning, match=r"the content of train\.tokens has changed"):
+    with pytest.warns(UserWarning, match=r"the content of train\.tokens\.00000 has changed"):
         prepare_tokens(config(folder), tmp_path / "cache")
     assert file.read_bytes() == content
 
@@ -190,14 +195,14 @@ def test_a_build_that_fails_leaves_nothing_and_the_next_one_sweeps(
 
 
 def _prepare(folder: Path, cache: Path, log: Path, barrier: Any) -> None:
-    real = tokens._build
+    real = tokens.build_tokens
 
     def noted(*args: Any) -> None:
         with log.open("a") as file:
             file.write("built\n")
         real(*args)
 
-    setattr(tokens, "_build", noted)  # noqa: B010 — this process ends with the function
+    setattr(tokens, "build_tokens", noted)  # noqa: B010 — this process ends with the function
     barrier.wait()
     data = prepare_tokens(config(folder), cache)
     with log.open("a") as file:

@@ -112,7 +112,13 @@ def test_every_score_that_a_causal_model_can_have_is_saved_and_loaded(tmp_path: 
                 weight.add_(0.1 * torch.rand_like(weight))
         place = tmp_path / name.replace("+", "p")
         normattn.hf.wrap(model).save_pretrained(place)
-        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(place)), logits(model)), text
+        again = AutoModelForCausalLM.from_pretrained(place)
+        weights = model.state_dict()
+        assert weights.keys() == again.model.state_dict().keys(), text
+        for key, value in again.model.state_dict().items():
+            assert torch.equal(value, weights[key]), f"{text}: {key}"
+        # Equal weights elsewhere in memory may round otherwise: once they did, by CoPE's gates.
+        torch.testing.assert_close(logits(again), logits(model), msg=lambda m, t=text: f"{t}: {m}")
         served += 1
     assert served > 20
 

@@ -35,7 +35,7 @@ def methods_of(cell: Cell) -> tuple[str, ...]:
     return cell.methods
 
 
-@pytest.mark.parametrize("name", ["smoke", "laptop", "workstation", "gpu-100m"])
+@pytest.mark.parametrize("name", ["smoke", "quick", "laptop", "workstation", "gpu-100m"])
 def test_every_preset_gives_the_whole_table(name: str) -> None:
     sweep = resolve(Request(preset=name))
     rows = {(cell.variant, method) for cell in sweep.cells for method in methods_of(cell)}
@@ -61,6 +61,16 @@ def test_the_source_s_own_setting() -> None:
     rerope = model.score.with_method("ReRoPE").resolve(train_length=512, factor=8.0)
     assert "window=128" in str(rerope)
     assert 90e6 < make_plan(sweep).parameters[0] < 140e6
+
+
+def test_quick_is_the_workstation_s_architecture_and_text_that_is_always_there() -> None:
+    quick, workstation = (
+        trained(resolve(Request(preset=name)).cells[0]) for name in ("quick", "workstation")
+    )
+    smaller = {"dim", "train_length", "score", "vocab_size"}
+    assert quick.model.model_dump(exclude=smaller) == workstation.model.model_dump(exclude=smaller)
+    assert quick.data.tiled_fraction == workstation.data.tiled_fraction == 0
+    assert (quick.data.corpus, quick.precision) == ("python-source", "fp32")
 
 
 def test_rows_can_be_added_without_another_configuration(tiny: Path) -> None:

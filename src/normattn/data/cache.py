@@ -25,22 +25,32 @@ that were written to since they were last read whole."""
 
 
 def prepared(
-    kind: str, decides: object, build: Callable[[Path], None], cache_dir: Path | None = None
+    kind: str,
+    decides: object,
+    build: Callable[[Path], None],
+    cache_dir: Path | None = None,
+    resumable: bool = False,
 ) -> Path:
     """The folder of what `decides` (JSON values) names, built by `build` where it is not there.
 
-    It is called `WHAT-DIGEST` in `cache_dir`, by default `default_cache_dir()`.
+    Where it is, `folder_of` says; how it is built, `cached_folder`.
     """
+    return cached_folder(folder_of(kind, decides, cache_dir), build, resumable)
+
+
+def folder_of(kind: str, decides: object, cache_dir: Path | None = None) -> Path:
+    """`KIND-DIGEST` in `cache_dir`, by default `default_cache_dir()`."""
     digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
-    return cached_folder((cache_dir or default_cache_dir()) / f"{kind}-{digest}", build)
+    return (cache_dir or default_cache_dir()) / f"{kind}-{digest}"
 
 
-def cached_folder(path: Path, build: Callable[[Path], None]) -> Path:
+def cached_folder(path: Path, build: Callable[[Path], None], resumable: bool = False) -> Path:
     """`path`, built by `build` unless it is there and whole.
 
     `build` fills a temporary folder beside, which gets a manifest of sizes and sha256 and is then
     renamed: the folder is whole or absent. Processes that ask at the same time wait on a file lock
-    and build once. A damaged folder is named in a warning and built again. Raises `InputError`
+    and build once. A damaged folder is named in a warning and built again. With `resumable` the
+    temporary folder of a process that was killed is given to the next `build`. Raises `InputError`
     when the place cannot be written or the disk is full.
     """
     if path.exists() and damage(path) is None:
@@ -53,9 +63,27 @@ def cached_folder(path: Path, build: Callable[[Path], None]) -> Path:
             warnings.warn(
                 f"the cache {path} is damaged ({problem}); it is built again", stacklevel=2
             )
-        _sweep_leftovers(path)
-        atomic.replace_directory(path, lambda folder: _fill(folder, build))
+        begun = path.with_name(f".{path.name}.begun") if resumable else None
+        _sweep_leftovers(path, begun)
+        if begun is None:
+            atomic.replace_directory(path, lambda folder: _fill(folder, build))
+        else:
+            _go_on(begun, path, build)
+        _remember(path)
     return path
+
+
+def _go_on(begun: Path, path: Path, build: Callable[[Path], None]) -> None:
+    """Fill `begun`, which a killed process may have left, and put it in its place."""
+    with atomic.explain_os_errors(path):
+        begun.mkdir(exist_ok=True)
+        try:
+            _fill(begun, build)
+            atomic.put_in_place(begun, path)
+        except Exception:
+            # An error would come again; a kill or Ctrl-C leaves what there is.
+            shutil.rmtree(begun, ignore_errors=True)
+            raise
 
 
 def damage(path: Path) -> str | None:
@@ -80,21 +108,37 @@ def damage(path: Path) -> str | None:
 
 def _difference(path: Path, expected: Mapping[str, tuple[int, str]]) -> str | None:
     """The first file whose size or content is not the expected one, in words."""
-    large = sum(size for size, _ in expected.values()) > HASHED_BYTES
-    remembered = _remembered(path) if large else {}
-    seen = {}
+    remembered = _remembered(path) if _is_large(expected) else {}
+    seen = _states(path, expected)
     for name, (size, digest) in expected.items():
-        status = (path / name).stat()
-        if status.st_size != size:
-            return f"{name} has {status.st_size:,} bytes instead of {size:,}"
-        seen[name] = [digest, *_identity(status)]
+        there = (path / name).stat().st_size
+        if there != size:
+            return f"{name} has {there:,} bytes instead of {size:,}"
         if remembered.get(name) != seen[name] and sha256_of(path / name) != digest:
             return f"the content of {name} has changed"
-    if large and seen != remembered:
+    if seen != remembered:
+        _remember(path)
+    return None
+
+
+def _remember(path: Path) -> None:
+    """Note that a large folder was just read whole."""
+    expected = _manifest(path)
+    if _is_large(expected):
         # A cache in a read-only place is read whole every time.
         with suppress(InputError):
-            atomic.write_json(_memory(path), seen)
-    return None
+            atomic.write_json(_memory(path), _states(path, expected))
+
+
+def _is_large(expected: Mapping[str, tuple[int, str]]) -> bool:
+    return sum(size for size, _ in expected.values()) > HASHED_BYTES
+
+
+def _states(path: Path, expected: Mapping[str, tuple[int, str]]) -> dict[str, Any]:
+    """The expected content of every file, and by what it shows that it was not written to since."""
+    return {
+        name: [digest, *_identity((path / name).stat())] for name, (_, digest) in expected.items()
+    }
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int]:
@@ -138,8 +182,8 @@ def _fill(folder: Path, build: Callable[[Path], None]) -> None:
     atomic.write_json(folder / MANIFEST, entries)
 
 
-def _sweep_leftovers(path: Path) -> None:
-    """Remove what a killed build left beside `path`; safe while its lock is held."""
+def _sweep_leftovers(path: Path, kept: Path | None) -> None:
+    """Remove what killed builds left beside `path`, but for `kept`; its lock must be held."""
     for leftover in path.parent.glob(f".{path.name}.*"):
-        if leftover.is_dir():
+        if leftover.is_dir() and leftover != kept:
             shutil.rmtree(leftover, ignore_errors=True)

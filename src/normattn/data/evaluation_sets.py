@@ -184,7 +184,7 @@ def _windows(
     starts = split.offsets[places[:, 0]] + places[:, 1]
     index = starts[:, None] + np.arange(length + 1)
     documents = [split.names[document] for document in places[:, 0].tolist()]
-    return np.asarray(split.tokens)[index].astype(np.int64), documents
+    return split.tokens.take(index).astype(np.int64), documents
 
 
 def choose_places(

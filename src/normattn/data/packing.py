@@ -69,8 +69,6 @@ class TrainingBatches:
         self.batch_size = batch_size
         self.seed = seed
         self.tiling = tiling
-        # A plain view: indexing a memmap object costs more than the gathering itself.
-        self._tokens = np.asarray(split.tokens)
         self._columns = np.arange(length + 1, dtype=np.int64)
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Int64[np.ndarray, "rows length_1"]:
@@ -96,5 +94,5 @@ class TrainingBatches:
             period = np.where(tiled, self.tiling.low + drawn_period, period)
         first = below(drawn[:, 2], self.split.total - period + 1)
         index = first[:, None] + self._columns % period[:, None]
-        rows: np.ndarray = self._tokens[index].astype(np.int64)
+        rows: np.ndarray = self.split.tokens.take(index).astype(np.int64)
         return rows

@@ -73,7 +73,7 @@ class CopyTask:
         test = self._tiled("test", generator, vocab_size, dtype)
         digest = hashlib.sha256()
         for split in (train, validation, test):
-            digest.update(split.tokens.astype("<u4").tobytes())
+            digest.update(np.asarray(split.tokens, "<u4").tobytes())
         return TokenData(train, validation, test, None, vocab_size, digest.hexdigest())
 
     def _tiled(

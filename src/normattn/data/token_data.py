@@ -11,9 +11,11 @@ import numpy as np
 from jaxtyping import Int64, UInt16, UInt32
 
 from normattn.data.splits import SplitName, Splits
+from normattn.data.token_shards import TokenShards
 from normattn.data.tokeniser import Tokeniser
 
-Tokens = UInt16[np.ndarray, "tokens"] | UInt32[np.ndarray, "tokens"]
+TokenArray = UInt16[np.ndarray, "tokens"] | UInt32[np.ndarray, "tokens"]
+Tokens = TokenArray | TokenShards
 
 
 class PackedNames(Sequence[str]):
@@ -48,9 +50,9 @@ class PackedNames(Sequence[str]):
 class TokenSplit:
     """The tokens of one split: documents one behind the other, a separator (id 0) ending each.
 
-    `tokens` (total,) is uint16 or uint32; document i stands at `offsets[i]` … `offsets[i + 1]`,
-    its separator included, and is called `names[i]`. `text_bytes` is the size of the text as
-    UTF-8 (0 for generated tokens).
+    `tokens` (total,) is uint16 or uint32, in memory or in memory-mapped shards; document i stands
+    at `offsets[i]` … `offsets[i + 1]`, its separator included, and is called `names[i]`.
+    `text_bytes` is the size of the text as UTF-8 (0 for generated tokens).
     """
 
     name: SplitName
@@ -72,11 +74,19 @@ class TokenSplit:
         """Tokens of every document, without its separator."""
         return np.diff(self.offsets) - 1
 
-    def document(self, index: int) -> Tokens:
-        """The tokens of one document, without its separator: a view, not a copy."""
+    def document(self, index: int) -> TokenArray:
+        """The tokens of one document, without its separator: a copy only across shards."""
         if not 0 <= index < len(self):
             raise IndexError(f"the {self.name} split has {len(self)} documents, no {index}")
         return self.tokens[int(self.offsets[index]) : int(self.offsets[index + 1]) - 1]
+
+    def token_counts(self, vocab_size: int) -> Int64[np.ndarray, "vocab"]:
+        """How often each token occurs, separators included."""
+        counts: np.ndarray = np.zeros(vocab_size, np.int64)
+        parts = self.tokens.parts() if isinstance(self.tokens, TokenShards) else [self.tokens]
+        for part in parts:
+            counts += np.bincount(part, minlength=vocab_size)
+        return counts
 
     def documents_at_least(self, length: int) -> Int64[np.ndarray, "chosen"]:
         """The documents of at least `length` tokens (separator not counted), in order."""

@@ -67,7 +67,7 @@ def score_masked(
 
 def unigram_loss(train: TokenSplit, texts: MaskedSet, vocab_size: int) -> NDArray[np.float64]:
     """The loss of the training text's word frequencies on the same tokens, in nats by document."""
-    nats = unigram_nats(np.bincount(np.asarray(train.tokens), minlength=vocab_size))
+    nats = unigram_nats(train.token_counts(vocab_size))
     names, document_of = documents_of(texts)
     total = np.zeros(len(names))
     np.add.at(total, document_of, nats[texts.rows.targets].sum(1))

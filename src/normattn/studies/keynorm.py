@@ -17,6 +17,7 @@ from normattn.report.figure import Figure
 from normattn.report.page import Page
 from normattn.report.table import Cell, Column, Row, Table
 from normattn.report.view import Term, View
+from normattn.studies._premise import premise
 from normattn.studies._published import SETTING, TABLE
 from normattn.studies._reading import (
     LEGEND,
@@ -230,7 +231,7 @@ PAGE = Page(
             reading_columns,
             intro="Token accuracy in % (losses in nats), with 95 % intervals over documents and "
             "seeds.",
-            notes=LEGEND,
+            notes=lambda view: (*premise(view), *LEGEND),
         ),
         Table(
             "source",

@@ -1,4 +1,4 @@
-"""Parquet: every row is a document, its text in one column; read row group by row group."""
+"""Parquet: every row is a document, its text in one column; read page by page."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from normattn.data.corpora.reading import open_bytes
 from normattn.errors import InputError, library
 
 _ROWS = 256
+_READ_BYTES = 1 << 20
+"""Read at a time. Without a number pyarrow reads a column of a whole row group, which some writers
+make as large as the file."""
 
 
 def read_parquet(path: Path, name: str, field: str) -> Iterator[Document]:
@@ -25,7 +28,7 @@ def read_parquet(path: Path, name: str, field: str) -> Iterator[Document]:
     row = 0
     with open_bytes(path) as file:
         try:
-            table = parquet.ParquetFile(file)
+            table = parquet.ParquetFile(file, buffer_size=_READ_BYTES)
             _check_column(path, table.schema_arrow, field)
             for batch in table.iter_batches(batch_size=_ROWS, columns=[field]):
                 for text in batch.column(0).to_pylist():

@@ -1,0 +1,163 @@
+"""Whether a comparison past L means something: are the scores equally good at L, do they copy?
+
+A difference past the training length speaks of extrapolation only between models that are equally
+good at it, and a model that uses no far context has little to lose. Both are computed from the
+frame and stand below the table as sentences, whichever way they come out.
+
+*Equally good*: the 95 % interval of every score's accuracy at L minus Baseline's lies within ±1
+point. *Copying is learned*: tokens within L whose answer stands in the context (tiled text) are
+predicted at least ten points better than natural text of the same positions. LOG.md has that rule
+from before the trainings of the preset `workstation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from normattn.measure import Estimate, contrast, select
+from normattn.report.table import shown
+from normattn.report.view import Term, View
+from normattn.studies._reading import ACCURACY, POINTS, SEEN, VARIANT_ORDER, longest, ranked
+from normattn.sweep import presets
+
+EQUAL = 1.0
+"""Points at L within which two scores count as equally good."""
+
+COPIES = 10.0
+"""Points that tiled text must be above natural text for copying to count as learned."""
+
+LISTED = 8
+"""Rows that a sentence names; of more it names the ends."""
+
+LONGER = "workstation"
+"""The preset whose trainings of the source's architecture are longer than a laptop's."""
+
+BASELINE = "Baseline"
+
+
+def premise(view: View) -> list[str]:
+    """The sentences that this frame can tell."""
+    return [*_equally_good(view), *_copying(view), *_longer(view)]
+
+
+def at_training_length(view: View) -> dict[str, Estimate]:
+    """Every other row's accuracy at L minus Baseline's, in points, as they were trained."""
+    differences = {
+        row: view.contrast(POINTS, [Term(1.0, _at(row)), Term(-1.0, _at(BASELINE))])
+        for row in _rows(view)
+        if row != BASELINE
+    }
+    return {row: known for row, known in differences.items() if known is not None}
+
+
+def copying(view: View) -> dict[str, Estimate]:
+    """Of every row, tokens within L whose answer stands in the context minus natural text.
+
+    Both as trained, in points, over the same positions of the longest texts.
+    """
+    measured = {row: _copied(view, row) for row in _rows(view)}
+    return {row: known for row, known in measured.items() if known is not None}
+
+
+def _equally_good(view: View) -> Iterator[str]:
+    differences = at_training_length(view)
+    if not differences:
+        return
+    apart = {row: known for row, known in differences.items() if not _within(known, EQUAL)}
+    if not apart:
+        said = "The premise is met: at L every other score is within a point of Baseline"
+    elif any(_beyond(known, EQUAL) for known in apart.values()):
+        said = "The premise is not met: the scores are not equally good at L"
+    else:
+        said = "Whether the premise is met cannot be told: at L these scores may differ from "
+        said += "Baseline by more than a point"
+    yield (f"{said}. Accuracy at L minus Baseline's, in points: {_listed(apart or differences)}.")
+
+
+def _copying(view: View) -> Iterator[str]:
+    measured = copying(view)
+    if not measured:
+        return
+    learned = [row for row, known in measured.items() if known.value >= COPIES]
+    others = len(measured) - len(learned)
+    if not learned:
+        said = "Copying is not learned by any score, so nothing about repeated text or about the "
+        said += "use of far context follows from these models"
+    elif others:
+        said = f"Copying is learned by {', '.join(learned)} and not by the other {others}, so "
+        said += "these rows differ in more than how they extrapolate"
+    else:
+        said = "Copying is learned by every score"
+    yield (
+        f"{said}. Within L, tokens whose answer stands in the context (tiled text) minus natural "
+        f"text at the same positions, in points, where {COPIES:.0f} count as learned: "
+        f"{_listed(measured)}."
+    )
+
+
+def _longer(view: View) -> Iterator[str]:
+    """Where trainings of the source's architecture took more steps than these."""
+    steps = select(view.frame, {"protocol": "training", "statistic": "steps"})["sum"].to_list()
+    most, longer = int(max(steps, default=0)), int(presets.load(LONGER).training["steps"])
+    if 0 < most < longer:
+        yield (
+            f"These trainings took {most:,} steps. The source's architecture after {longer:,}: "
+            f"normattn reproduce keynorm --preset {LONGER}; its table is in the folder "
+            f"results/keynorm-{LONGER} of the project's repository."
+        )
+
+
+def _rows(view: View) -> list[str]:
+    return ranked(view.values("row", {"protocol": "train_length", "method": ""}), VARIANT_ORDER)
+
+
+def _at(row: str) -> dict[str, str]:
+    return {"row": row, "protocol": "train_length", "method": ""}
+
+
+def _copied(view: View, row: str) -> Estimate | None:
+    lengths = [longest(view, protocol) for protocol in ("repeated", "non_repeated")]
+    within = view.one("train_length", _at(row))
+    if None in lengths or lengths[0] != lengths[1] or within is None:
+        return None
+    where = {"row": row, "method": "", "length": lengths[0]}
+    tiled = view.sums(SEEN.name, {**where, "protocol": "repeated"})
+    natural = view.sums(ACCURACY.name, {**where, "protocol": "non_repeated"})
+    if tiled is None or natural is None or not set(tiled.units) & set(natural.units):
+        return None
+    ends = [end for _, _, _, end in tiled.bins]
+    counted = tiled.of.sum((0, 1)) > 0
+    bins = [number for number, end in enumerate(ends) if end <= within and counted[number]]
+    # From half of L on: the shortest segment is half as long as L.
+    if not bins or [natural.bins[number] for number in bins] != [tiled.bins[n] for n in bins]:
+        return None
+    terms = [(1.0, tiled.at(bins)), (-1.0, natural.at(bins))]
+    return contrast(terms, POINTS, view.bootstrap)
+
+
+def _within(known: Estimate, points: float) -> bool:
+    return (
+        known.low is not None
+        and known.high is not None
+        and -points <= known.low
+        and known.high <= points
+    )
+
+
+def _beyond(known: Estimate, points: float) -> bool:
+    """Whether the whole interval lies beyond that many points."""
+    return (
+        known.low is not None
+        and known.high is not None
+        and (known.low > points or known.high < -points)
+    )
+
+
+def _listed(estimates: dict[str, Estimate]) -> str:
+    """Every row, or the lowest and the highest of many."""
+    rows = list(estimates)
+    if len(rows) > LISTED:
+        ordered = sorted(rows, key=lambda row: estimates[row].value)
+        rows = [ordered[0], ordered[-1]]
+    said = ", ".join(f"{row} {shown(estimates[row], 1, signed=True)}" for row in rows)
+    return said if len(rows) == len(estimates) else f"of {len(estimates)} from {said}"

@@ -1,0 +1,334 @@
+"""Tokens in shards: read as one sequence, written with a bound, resumed after a kill."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from normattn.data import (
+    Corpus,
+    DataConfig,
+    Document,
+    TokenData,
+    TokenSplit,
+    TrainingBatches,
+    prepare_tokens,
+    token_build,
+    token_shards,
+    tokens,
+)
+from normattn.data.shard_writer import CannotResumeError, ShardWriter, shard_paths
+from normattn.data.token_shards import TokenShards
+from normattn.errors import InputError
+
+from .helpers import write_folder
+from .windows import recorded, windows
+
+U2 = np.dtype("<u2")
+
+
+def written(folder: Path, values: np.ndarray, shard_length: int) -> TokenShards:
+    """The values as shards, appended in uneven pieces."""
+    folder.mkdir(exist_ok=True)
+    writer = ShardWriter(folder, "t", U2, shard_length)
+    for piece in np.array_split(values, 3):
+        writer.append(piece)
+    writer.close()
+    paths = shard_paths(folder, "t", len(values), shard_length)
+    assert sorted(folder.glob("t.*")) == paths
+    return TokenShards(paths, U2, len(values), shard_length)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), length=st.integers(0, 40), shard_length=st.integers(1, 45))
+def test_shards_read_as_the_one_array(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, length: int, shard_length: int
+) -> None:
+    values = np.arange(100, 100 + length, dtype=U2)
+    shards = written(tmp_path_factory.mktemp("shards"), values, shard_length)
+    assert len(shards) == length
+    np.testing.assert_array_equal(np.asarray(shards), values)
+    start, stop = data.draw(st.integers(-3, 50)), data.draw(st.integers(-3, 50))
+    np.testing.assert_array_equal(shards[start:stop], values[start:stop])
+    assert shards[start:stop].dtype == U2
+    assert b"".join(part.tobytes() for part in shards.parts()) == values.tobytes()
+    if length:
+        index = np.array(data.draw(st.lists(st.integers(0, length - 1), min_size=2, max_size=20)))
+        np.testing.assert_array_equal(shards.take(index[:, None]), values[index[:, None]])
+        again = pickle.loads(pickle.dumps(shards))
+        np.testing.assert_array_equal(again.take(index), values[index])
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    shards = written(tmp_path, np.arange(10, dtype=U2), 4)
+    for index in ([3, 10], [-1, 2]):
+        with pytest.raises(IndexError, match="of 10 values"):
+            shards.take(np.array(index))
+    with pytest.raises(ValueError, match="no step"):
+        shards[::2]
+    assert shards.take(np.zeros((2, 0), np.int64)).shape == (2, 0)
+
+
+def test_few_shards_are_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_shards, "MOST_OPEN", 3)
+    values = np.arange(50, dtype=U2)
+    shards = written(tmp_path, values, 2)
+    np.testing.assert_array_equal(shards.take(np.arange(50)), values)
+    assert shards.mapped == {22, 23, 24}
+    early = shards[:2]
+    shards.take(np.arange(2, 50))
+    np.testing.assert_array_equal(early, values[:2])
+
+
+@pytest.mark.parametrize("harm", ["cut", "gone"])
+def test_a_damaged_shard_is_one_sentence(tmp_path: Path, harm: str) -> None:
+    shards = written(tmp_path, np.arange(10, dtype=U2), 4)
+    path = tmp_path / "t.00001"
+    if harm == "cut":
+        os.truncate(path, 5)
+        message = "t.00001 has 5 bytes instead of 8: these cached tokens are damaged"
+    else:
+        path.unlink()
+        message = "t.00001 does not exist"
+    np.testing.assert_array_equal(shards[:4], range(4))
+    for read in (lambda: shards[3:5], lambda: shards.take(np.array([0, 5])), shards.parts):
+        with pytest.raises(InputError, match=message):
+            list(read())
+
+
+@settings(max_examples=40, deadline=None)
+@given(length=st.integers(0, 30), kept=st.integers(0, 30), shard_length=st.integers(1, 12))
+def test_a_writer_goes_on_behind_what_is_kept(
+    tmp_path_factory: pytest.TempPathFactory, length: int, kept: int, shard_length: int
+) -> None:
+    folder = tmp_path_factory.mktemp("writer")
+    values = np.arange(40, dtype=U2)
+    written(folder, values[:length], shard_length)
+    if kept > length:
+        with pytest.raises(CannotResumeError, match=r"t\.\d{5} has \d+ bytes instead of"):
+            ShardWriter(folder, "t", U2, shard_length, kept)
+        return
+    writer = ShardWriter(folder, "t", U2, shard_length, kept)
+    writer.append(values[kept:])
+    writer.close()
+    paths = shard_paths(folder, "t", 40, shard_length)
+    assert sorted(folder.glob("t.*")) == paths
+    assert b"".join(path.read_bytes() for path in paths) == values.tobytes()
+
+
+def test_the_windows_are_the_recorded_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Recorded before there were shards. 700 bytes make some thirty of them.
+    for size in (token_build.SHARD_BYTES, 700):
+        monkeypatch.setattr(token_build, "SHARD_BYTES", size)
+        drawn, record = windows(tmp_path / str(size)), recorded()
+        if drawn["tokenizers"] != record["tokenizers"]:
+            del drawn["fingerprint"], record["fingerprint"]
+        del drawn["tokenizers"], record["tokenizers"]
+        assert drawn == record
+    shards = list((tmp_path / "700" / "cache").glob("tokens-*/train.tokens.*"))
+    assert len(shards) > 5
+    assert max(path.stat().st_size for path in shards) == 700
+
+
+def config(corpus: object, **changes: Any) -> DataConfig:
+    values = {"vocab_size": 300, "test_fraction": 0.3, "validation_fraction": 0.2, **changes}
+    return DataConfig(corpus=str(corpus), **values)
+
+
+def files(data_folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in data_folder.iterdir()}
+
+
+@dataclass(frozen=True)
+class Deadly(Corpus):
+    """A corpus of 300 documents that ends its process where document `fatal` would begin."""
+
+    fatal: int | None
+    log: Path
+    kind: ClassVar[str] = "deadly"
+    summary: ClassVar[str] = "generated"
+
+    @classmethod
+    def claims(cls, body: str) -> bool:
+        return False
+
+    @classmethod
+    def parse(cls, body: str, options: Mapping[str, str]) -> Deadly:
+        raise NotImplementedError
+
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
+        passes = self.log.with_suffix(".passes")
+        second = passes.exists()
+        passes.touch()
+        for i in range(300):
+            if second and i == self.fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield Document(f"d{i}", "" if i % 50 == 7 else f"{i} lorem ipsum " * 30)
+
+    def fingerprint(self) -> str:
+        return "the same, killed or not"
+
+    def total_bytes(self) -> int | None:
+        return None
+
+    def __str__(self) -> str:
+        return "deadly"
+
+
+def _prepare(corpus: Deadly, cache: Path, shard_bytes: int = 4000) -> None:
+    token_build.SHARD_BYTES = shard_bytes
+    setattr(tokens, "parse_corpus", lambda text: corpus)  # noqa: B010 — in a process of its own
+    encode = token_build.Tokeniser.encode_arrays
+
+    def counting(self: Any, texts: Any) -> Any:
+        with corpus.log.open("a") as log:
+            log.write("t" * len(texts))
+        return encode(self, texts)
+
+    setattr(token_build.Tokeniser, "encode_arrays", counting)  # noqa: B010
+    with warnings.catch_warnings(record=True) as said:
+        prepare_tokens(config("deadly"), cache)
+    corpus.log.with_suffix(".said").write_text("\n".join(str(warning.message) for warning in said))
+
+
+def apart(corpus: Deadly, cache: Path, shard_bytes: int = 4000) -> int | None:
+    """How a process of its own ends that prepares the corpus."""
+    process = multiprocessing.get_context("fork").Process(
+        target=_prepare, args=(corpus, cache, shard_bytes)
+    )
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    assert apart(Deadly(None, tmp_path / "whole"), tmp_path / "one") == 0
+    (one,) = (tmp_path / "one").glob("tokens-*[!k]")
+    log = tmp_path / "log"
+    for fatal in (0, 150, 290):
+        assert apart(Deadly(fatal, log), tmp_path / "two") == -signal.SIGKILL
+    assert not list((tmp_path / "two").glob("tokens-*[!k]"))
+    (begun,) = (path for path in (tmp_path / "two").iterdir() if path.is_dir())
+    kept = json.loads((begun / "index.json").read_text(encoding="utf-8"))
+    assert 100 < kept["documents"] < 290
+    log.write_text("")
+    assert apart(Deadly(None, log), tmp_path / "two") == 0
+    assert log.read_text() == "t" * (294 - kept["documents"])
+    assert files(tmp_path / "two" / one.name) == files(one)
+    assert len(files(one)) > 20
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [
+        one.name,
+        f"{one.name}.lock",
+    ]
+
+
+@pytest.mark.parametrize("harm", ["index", "tokeniser", "shard", "documents", "size"])
+def test_what_does_not_fit_together_is_said_and_made_anew(tmp_path: Path, harm: str) -> None:
+    cache, log = tmp_path / "cache", tmp_path / "log"
+    assert apart(Deadly(None, tmp_path / "whole"), tmp_path / "one") == 0
+    (one,) = (tmp_path / "one").glob("tokens-*[!k]")
+    assert apart(Deadly(250, log), cache) == -signal.SIGKILL
+    (begun,) = (path for path in cache.iterdir() if path.is_dir())
+    index = json.loads((begun / "index.json").read_text(encoding="utf-8"))
+    said = "is damaged"
+    if harm == "index":
+        (begun / "index.json").write_text("{}")
+    elif harm == "tokeniser":
+        index["tokeniser"], said = "0" * 64, "its index.json is of another tokeniser"
+        (begun / "index.json").write_text(json.dumps(index))
+    elif harm == "shard":
+        (begun / "train.tokens.00002").unlink()
+        said = "train.tokens.00002 has 0 bytes instead of 4,000"
+    elif harm == "documents":
+        index["last"], said = "another", "is 'another' no longer"
+        (begun / "index.json").write_text(json.dumps(index))
+    else:
+        said = "its index.json is of another shard length"
+    size = 3000 if harm == "size" else 4000
+    assert apart(Deadly(None, log), cache, size) == 0
+    warning = log.with_suffix(".said").read_text()
+    assert re.search(rf"\.begun was begun, but .*{re.escape(said)}.*; it is made anew$", warning)
+    if harm != "size":
+        assert files(cache / one.name) == files(one)
+
+
+def test_a_cache_of_an_older_format_is_said_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "text", 10)
+    decides = tokens._decides
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens, "_decides", lambda c, corpus, _=0: decides(c, corpus, 2))
+        prepare_tokens(config(folder), tmp_path / "cache")
+    (older,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    (older / "train.tokens.00000").write_bytes(b"of another layout")
+    with pytest.warns(UserWarning, match=rf"{older.name} is of an older format; its tokens are"):
+        data = prepare_tokens(config(folder), tmp_path / "cache")
+    assert data.train.total > 100
+    assert (older / "train.tokens.00000").read_bytes() == b"of another layout"
+
+
+def _rows(split: TokenSplit, rank: int, world: int, answers: Any) -> None:
+    batches = TrainingBatches(split, 16, 4, 3)
+    rows = [batches.batch(step, rank, world).tolist() for step in range(6)]
+    assert isinstance(split.tokens, TokenShards)
+    answers.put((rank, rows, split.tokens.mapped))
+
+
+def test_two_processes_read_their_part_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_build, "SHARD_BYTES", 200)
+    folder = write_folder(tmp_path / "text", 60)
+    data: TokenData = prepare_tokens(config(folder), tmp_path / "cache")
+    context = multiprocessing.get_context("fork")
+    answers: Any = context.Queue()
+    processes = [
+        context.Process(target=_rows, args=(data.train, rank, 2, answers)) for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    (_, first, of_first), (_, second, of_second) = sorted(answers.get() for _ in processes)
+    for process in processes:
+        process.join(30)
+    whole = TrainingBatches(data.train, 16, 4, 3)
+    assert [a + b for a, b in zip(first, second, strict=True)] == [
+        whole.batch(step).tolist() for step in range(6)
+    ]
+    # A row of 17 tokens stands in one shard of 100 or in two: 12 rows touch 24 of them at most.
+    shards = len(list(tmp_path.glob("cache/tokens-*/train.tokens.*")))
+    assert shards > 60
+    assert len(of_first) <= 24
+    assert len(of_second) <= 24
+    assert isinstance(data.train.tokens, TokenShards)
+    assert data.train.tokens.mapped == of_first | of_second
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc/self/smaps is Linux's")
+def test_only_the_pages_of_the_rows_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.00000"
+    path.touch()
+    os.truncate(path, 64 << 20)
+    shards = TokenShards([path], U2, 32 << 20, 32 << 20)
+    split = TokenSplit("train", shards, np.array([0, 32 << 20]), ["all"])
+    rows = TrainingBatches(split, 64, 16, 0).batch(0)
+    assert rows.shape == (16, 65)
+    mapping = Path("/proc/self/smaps").read_text().split(str(path))[1]
+    resident = int(re.search(r"Rss:\s+(\d+) kB", mapping)[1])  # type: ignore[index]
+    # The system may map what it has cached around a page: 64 kB, twice where a row crosses.
+    assert 16 * 4 <= resident <= 16 * 2 * 64

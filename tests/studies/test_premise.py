@@ -1,0 +1,117 @@
+"""The premise below a table, from small frames whose accuracies are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from normattn.measure import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.report.view import View
+from normattn.studies._premise import at_training_length, copying, premise
+from normattn.studies.keynorm import STUDY
+
+L, LONGEST, DOCUMENTS = 4, 16, 40
+EDGES = [*range(0, LONGEST + 1, 2)]
+NOISE = np.random.default_rng(0).normal(0, 0.5, DOCUMENTS)
+
+
+def frame(at_length: Mapping[str, float], copied: float = 0.0, steps: int = 900) -> pl.DataFrame:
+    """Rows of so many points at L, whose tiled text is `copied` points better than natural text."""
+    parts = []
+    for number, (row, points) in enumerate(at_length.items()):
+
+        def identity(protocol: str, length: int, row: str = row) -> Identity:
+            return Identity("keynorm", row, row, 0, protocol, length, L, data="d")
+
+        spread = points + NOISE * (1 + number / 100)
+        parts += [
+            measured(identity("train_length", L), "accuracy", spread, [0, L]),
+            measured(identity("non_repeated", LONGEST), "accuracy", spread, EDGES),
+            measured(identity("repeated", LONGEST), "accuracy", spread, EDGES),
+            measured(identity("repeated", LONGEST), "accuracy_seen", spread + copied, EDGES, 1),
+            identified(identity("training", 0), [fact("steps", steps)]),
+        ]
+    return joined(parts)
+
+
+def measured(
+    identity: Identity, statistic: str, points: Any, edges: list[int], unseen: int = 0
+) -> pl.DataFrame:
+    """A hundred tokens a document and bin, none in the first `unseen` bins."""
+    of = np.full((DOCUMENTS, len(edges) - 1), 100.0)
+    of[:, :unseen] = 0
+    names = [f"x{n:02}" for n in range(DOCUMENTS)]
+    return identified(
+        identity, [sums(statistic, names, of * points[:, None] / 100, of, axis="p", edges=edges)]
+    )
+
+
+def said(measurements: pl.DataFrame) -> str:
+    return "\n".join(premise(view(measurements)))
+
+
+def view(measurements: pl.DataFrame) -> View:
+    return View(measurements, Bootstrap(resamples=200))
+
+
+@pytest.mark.parametrize(
+    ("points", "verdict"),
+    [
+        ({"Baseline": 30.0, "KNA": 30.4, "CosA": 29.7}, "The premise is met: "),
+        ({"Baseline": 30.0, "KNA": 30.4, "CosA": 33.0}, "The premise is not met: "),
+        ({"Baseline": 30.0, "KNA": 31.0}, "the premise is met cannot be told: "),
+    ],
+)
+def test_equally_good_at_the_training_length(points: dict[str, float], verdict: str) -> None:
+    measurements = frame(points)
+    assert verdict in said(measurements)
+    differences = at_training_length(view(measurements))
+    assert {row: round(known.value, 3) for row, known in differences.items()} == {
+        row: pytest.approx(value - 30.0 + NOISE.mean() * (number + 1) / 100, abs=1e-3)
+        for number, (row, value) in enumerate(list(points.items())[1:])
+    }
+    assert ("CosA +3.0" in said(measurements)) == (points.get("CosA") == 33.0)
+
+
+def test_without_a_baseline_nothing_is_said_of_the_premise() -> None:
+    assert "premise" not in said(frame({"KNA": 30.0, "CosA": 31.0}))
+
+
+def test_copying_is_tokens_within_the_training_length_alone() -> None:
+    measurements = frame({"Baseline": 30.0, "KNA": 30.4}, copied=12.0)
+    assert "Copying is learned by every score." in said(measurements)
+    known = copying(view(measurements))["KNA"]
+    assert known.value == pytest.approx(12.0)
+    # One bin of two tokens lies within L and has been seen: a hundred tokens of each document.
+    assert known.count == 100 * DOCUMENTS
+
+
+def test_copying_that_some_have_learned_is_said_by_name() -> None:
+    learned, not_learned = frame({"CosA": 30.0}, copied=25.0), frame({"Baseline": 30.0}, copied=9.0)
+    assert "is learned by CosA and not by the other 1" in said(joined([not_learned, learned]))
+    assert "Copying is not learned by any score" in said(not_learned)
+
+
+def test_longer_trainings_are_pointed_at_from_shorter_ones() -> None:
+    shorter = said(frame({"Baseline": 30.0}, steps=900))
+    assert "took 900 steps" in shorter
+    assert "results/keynorm-workstation" in shorter
+    assert "steps" not in said(frame({"Baseline": 30.0}, steps=3000))
+
+
+def test_many_rows_are_told_by_the_lowest_and_the_highest() -> None:
+    many = said(frame({"Baseline": 30.0, **{f"Row{n}": 32.0 + n for n in range(9)}}))
+    assert "of 9 from Row0 +2.0" in many
+    assert "Row8 +10.0" in many
+    assert "Row4" not in many
+
+
+def test_it_stands_below_the_table() -> None:
+    table = STUDY.page.tables[0]
+    shown = view(frame({"Baseline": 30.0, "KNA": 30.4}))
+    notes = table.notes(shown) if callable(table.notes) else table.notes
+    assert notes[: len(premise(shown))] == tuple(premise(shown))
