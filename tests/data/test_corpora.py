@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from normattn.data import parse_corpus
+from normattn.data.corpora import parquet as parquet_corpus
 from normattn.data.corpora import path as path_corpus
 from normattn.data.corpora.budget import spread
 from normattn.data.corpora.reading import pieces
@@ -139,6 +141,28 @@ def test_parquet_streams_a_column(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(InputError, match=r"rows\.parquet is not a whole Parquet file"):
         names_and_texts(f"{file}?field=body")
+
+
+def test_a_row_group_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "rows.parquet"
+    texts = [os.urandom(512).hex() for _ in range(6000)]
+    options = {"row_group_size": 1 << 20, "use_dictionary": False, "compression": "none"}
+    parquet.write_table(pyarrow.table({"text": texts}), file, **options)
+    assert parquet.ParquetFile(file).num_row_groups == 1
+    reads: list[int] = []
+
+    class Noting(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            content = super().read(size)
+            reads.append(len(content))
+            return content
+
+    monkeypatch.setattr(parquet_corpus, "open_bytes", Noting)
+    assert [text for _, text in names_and_texts(file)] == texts
+    assert sum(reads) > 6_000_000
+    assert max(reads) <= 2 << 20
 
 
 def test_parquet_without_pyarrow_says_what_to_install(

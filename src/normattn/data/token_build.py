@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from jaxtyping import UInt32
@@ -42,9 +43,9 @@ def build_tokens(
     called behind every batch. Raises `InputError` for a corpus that is unreadable or empty.
     """
     tokeniser = _tokeniser(folder, config, corpus)
-    dtype = np.dtype("<u2" if config.vocab_size <= 1 << 16 else "<u4")
-    shard_length = max(1, SHARD_BYTES // dtype.itemsize)
-    new = TokenIndex(tokeniser=tokeniser.fingerprint, dtype=dtype.str, shard_length=shard_length)
+    dtype: Literal["<u2", "<u4"] = "<u2" if config.vocab_size <= 1 << 16 else "<u4"
+    shard_length = max(1, SHARD_BYTES // np.dtype(dtype).itemsize)
+    new = TokenIndex(tokeniser=tokeniser.fingerprint, dtype=dtype, shard_length=shard_length)
     preparation = _Preparation(folder, config, corpus, tokeniser, on_progress)
     try:
         index = preparation.go_on(_begun(folder, new))
@@ -108,14 +109,12 @@ class _SplitWriter:
 
     def __init__(self, folder: Path, name: SplitName, index: TokenIndex) -> None:
         self.counts = index.splits[name]
-        columns = index.columns(name)
-        if index.documents == 0:
-            columns = tuple(column._replace(length=0) for column in columns)
+        begun = index.documents > 0
         self._tokens, self._offsets, self._names, self._name_ends = self._writers = [
-            ShardWriter(folder, column.name, column.dtype, column.shard_length, column.length)
-            for column in columns
+            ShardWriter(folder, column, dtype, shard_length, length if begun else 0)
+            for column, dtype, length, shard_length in index.columns(name)
         ]
-        if index.documents == 0:
+        if not begun:
             self._offsets.append(np.zeros(1))
 
     def __enter__(self) -> _SplitWriter:

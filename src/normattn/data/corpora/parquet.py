@@ -13,8 +13,8 @@ from normattn.errors import InputError, library
 
 _ROWS = 256
 _READ_BYTES = 1 << 20
-"""Read at a time. Without a number pyarrow reads a column of a whole row group, which some writers
-make as large as the file."""
+"""Read at a time. Left alone, pyarrow reads a row group's column at once, which some writers make
+as large as the file."""
 
 
 def read_parquet(path: Path, name: str, field: str) -> Iterator[Document]:
@@ -28,7 +28,7 @@ def read_parquet(path: Path, name: str, field: str) -> Iterator[Document]:
     row = 0
     with open_bytes(path) as file:
         try:
-            table = parquet.ParquetFile(file, buffer_size=_READ_BYTES)
+            table = parquet.ParquetFile(file, buffer_size=_READ_BYTES, pre_buffer=False)
             _check_column(path, table.schema_arrow, field)
             for batch in table.iter_batches(batch_size=_ROWS, columns=[field]):
                 for text in batch.column(0).to_pylist():
