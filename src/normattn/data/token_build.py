@@ -51,6 +51,7 @@ def build_tokens(
         index = preparation.go_on(_begun(folder, new))
     except CannotResumeError as error:
         warnings.warn(f"{folder} was begun, but {error}; it is made anew", stacklevel=2)
+        (folder / INDEX).unlink(missing_ok=True)
         index = preparation.go_on(new)
     if index.documents == 0:
         raise InputError(f"corpus {config.corpus!r} is empty: it holds no text")

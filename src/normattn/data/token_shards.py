@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,13 @@ class TokenShards:
         if len(self._paths) == 1 or not len(flat):
             return self._shard(0).take(index)
         numbers = flat // self._shard_length
-        # A window stands in one file or two, so that a stable sort moves whole runs.
-        order = np.argsort(numbers, kind="stable")
-        borders = np.flatnonzero(np.diff(numbers[order])) + 1
+        # A window stands in one file, or two: there are hardly more runs than windows.
+        borders = np.flatnonzero(np.diff(numbers)) + 1
         values = np.empty(flat.shape, self.dtype)
-        for part in np.split(order, borders):
-            number = int(numbers[part[0]])
-            values[part] = self._shard(number).take(flat[part] - number * self._shard_length)
+        for start, stop in pairwise([0, *borders.tolist(), len(flat)]):
+            number = int(numbers[start])
+            inside = flat[start:stop] - number * self._shard_length
+            values[start:stop] = self._shard(number).take(inside)
         return values.reshape(index.shape)
 
     def parts(self) -> Iterator[np.ndarray]:
