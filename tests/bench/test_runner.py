@@ -11,7 +11,7 @@ import torch
 
 from cli.conftest import Command, Said
 from cli.conftest import command as command
-from normattn.bench import machine, measure, record, runner
+from normattn.bench import machine, measure, runner
 from normattn.bench.case import Case
 from normattn.bench.judge import roofline
 from normattn.bench.measure import Measurement
@@ -135,7 +135,7 @@ def test_other_code_or_rounds_are_measured_again(
     assert run(lengths=(1024,)) == 0
     assert run(lengths=(1024, 2048)) == 2
     assert run(lengths=(1024,), rounds=11) == 2
-    monkeypatch.setattr(record, "source_digest", lambda: "other")
+    monkeypatch.setattr(machine, "source_digest", lambda: "other")
     assert run(lengths=(1024,), rounds=11) == 2
     cases = [row["case"] for row in json.loads((tmp_path / "plain.json").read_text())["rows"]]
     assert len(cases) == len(set(cases)) == 4

@@ -193,7 +193,7 @@ def test_quantiles_of_a_histogram_are_linear_within_a_bin() -> None:
 
 
 def test_losses_have_their_digits_and_direction() -> None:
-    assert (loss().higher, loss().digits, loss().unit) == (False, 3, "nats")
+    assert (loss().digits, loss().unit) == (3, "nats")
     assert Estimate(1.0).as_json()["low"] is None
 
 

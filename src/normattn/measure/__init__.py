@@ -2,7 +2,7 @@
 
 from normattn.measure.bootstrap import Bootstrap
 from normattn.measure.decisions import holm, sign_test
-from normattn.measure.estimate import Estimate, by_bin, contrast, contrasts, estimate, of_seeds
+from normattn.measure.estimate import Estimate, by_bin, contrast, estimate, of_seeds
 from normattn.measure.frame import Identity, fact, identified, joined, sums
 from normattn.measure.gather import Sums, gathered, select
 from normattn.measure.statistic import Statistic
@@ -18,7 +18,6 @@ __all__ = [
     "by_bin",
     "collected",
     "contrast",
-    "contrasts",
     "digest",
     "estimate",
     "fact",

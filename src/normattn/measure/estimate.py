@@ -92,7 +92,14 @@ def contrast(
 
     Raises `InputError` where they share no seed or no unit.
     """
-    return contrasts(terms, [statistic], bootstrap)[0]
+    drawn = bootstrap or Bootstrap()
+    paired = pair(terms)
+    return _estimate(
+        sum(factor * _values(sums, statistic) for factor, sums in paired),  # type: ignore[arg-type]
+        sum(factor * _resampled(sums, statistic, drawn) for factor, sums in paired),  # type: ignore[arg-type]
+        paired[0][1],
+        drawn,
+    )
 
 
 def by_bin(
@@ -101,24 +108,6 @@ def by_bin(
     """The statistic of every bin by itself, each with its interval; None where nothing counted."""
     results = [estimate(sums.at([index]), statistic, bootstrap) for index in range(len(sums.bins))]
     return [result if np.isfinite(result.value) else None for result in results]
-
-
-def contrasts(
-    terms: Sequence[Term], statistics: Sequence[Statistic], bootstrap: Bootstrap | None = None
-) -> list[Estimate]:
-    """Several statistics of the same terms, as `contrast`."""
-    drawn = bootstrap or Bootstrap()
-    paired = pair(terms)
-    first = paired[0][1]
-    return [
-        _estimate(
-            sum(factor * _values(sums, statistic) for factor, sums in paired),  # type: ignore[arg-type]
-            sum(factor * _resampled(sums, statistic, drawn) for factor, sums in paired),  # type: ignore[arg-type]
-            first,
-            drawn,
-        )
-        for statistic in statistics
-    ]
 
 
 def of_seeds(by_seed: Mapping[int, float], level: float = Bootstrap.level) -> Estimate:

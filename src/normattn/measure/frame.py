@@ -150,9 +150,9 @@ def sums(
     )
 
 
-def fact(statistic: str, value: float | int, of: float | int = 1.0, unit: str = "") -> pl.DataFrame:
+def fact(statistic: str, value: float | int, unit: str = "") -> pl.DataFrame:
     """One number about a training as a row: its parameters, its steps, a time."""
-    return sums(statistic, [unit], [value], [of])
+    return sums(statistic, [unit], [value], [1.0])
 
 
 def identified(identity: Identity, parts: Iterable[pl.DataFrame]) -> pl.DataFrame:

@@ -25,7 +25,7 @@ class Statistic:
     """One column's number.
 
     `name` is the frame's statistic, `unit` what follows the number ("%", "nats"), `digits` those
-    after the point, `higher` which way is better (None: neither).
+    after the point.
     """
 
     name: str
@@ -33,7 +33,6 @@ class Statistic:
     value: Value
     unit: str = ""
     digits: int = 1
-    higher: bool | None = True
 
     def titled(self, title: str) -> Statistic:
         """The same under another title."""
@@ -49,13 +48,9 @@ def ratio(scale: float = 1.0) -> Value:
     return value
 
 
-def mean_of_bins(scale: float = 1.0) -> Value:
-    """The mean over bins (layers, heads) of scale · sum/of."""
-
-    def value(above: Array, below: Array, *whole: Array) -> Array:
-        return np.asarray(_divided(scale * above, below).mean(-1))
-
-    return value
+def mean_of_bins(above: Array, below: Array, *whole: Array) -> Array:
+    """The mean over bins (layers, heads) of sum/of."""
+    return np.asarray(_divided(above, below).mean(-1))
 
 
 def quantile(share: float, edges: tuple[float, float]) -> Value:
@@ -116,12 +111,12 @@ def accuracy(title: str = "accuracy", name: str = "accuracy") -> Statistic:
 
 def loss(title: str = "loss", name: str = "loss", digits: int = 3) -> Statistic:
     """Nats per prediction."""
-    return Statistic(name, title, ratio(), "nats", digits, higher=False)
+    return Statistic(name, title, ratio(), "nats", digits)
 
 
-def mean(name: str, title: str, digits: int = 2, higher: bool | None = None) -> Statistic:
+def mean(name: str, title: str, digits: int = 2) -> Statistic:
     """A plain mean: Σ sum / Σ of."""
-    return Statistic(name, title, ratio(), "", digits, higher)
+    return Statistic(name, title, ratio(), "", digits)
 
 
 BLEU = Statistic("bleu", "BLEU", lambda above, below, *whole: bleu(above), "", 1)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from normattn.measure import Estimate, Statistic
 from normattn.measure.gather import Where
@@ -17,7 +16,6 @@ class Cell:
 
     text: str
     estimate: Estimate | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def sort_value(self) -> float | None:
@@ -30,11 +28,10 @@ NOTHING = Cell("–")
 
 @dataclass(frozen=True)
 class Row:
-    """A row: what it is called, where its measurements are, and what is said of it beside them."""
+    """A row: what it is called, and where its measurements are."""
 
     label: str
     where: Where
-    note: str = ""
 
 
 @dataclass(frozen=True)

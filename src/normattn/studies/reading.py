@@ -125,7 +125,7 @@ def _retrieval_columns(view: View) -> Sequence[Column]:
 _LABELLED = (
     (accuracy("right by likelihood", "chosen"), "likelihood"),
     (accuracy("right by generation", "exact"), "generation"),
-    (Statistic("shots", "shots", ratio(), higher=None), "shots"),
+    (Statistic("shots", "shots", ratio()), "shots"),
 )
 
 

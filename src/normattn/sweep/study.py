@@ -311,16 +311,12 @@ def sweep_of(
     return Sweep(study, config, tuple(cells), tuple(skipped), out, describe, facts)
 
 
-def refuse_choices(
-    request: Request, study: str, *, variants: bool = True, methods: bool = False
-) -> None:
-    """Raise `InputError` for --variants or --methods where a study has its own."""
-    for option, given, allowed in (
-        ("--variants", request.variants, variants),
-        ("--methods", request.methods, methods),
-    ):
-        if given is not None and not allowed:
-            raise InputError(f"reproduce {study} chooses its own {option[2:]}; leave {option} out")
+def refuse_choices(request: Request, study: str, *, variants: bool = True) -> None:
+    """Raise `InputError` for --methods, and for --variants where a study has its own."""
+    own = {"variants": None if variants else request.variants, "methods": request.methods}
+    for name, given in own.items():
+        if given is not None:
+            raise InputError(f"reproduce {study} chooses its own {name}; leave --{name} out")
 
 
 def seeds_of(request: Request, preset: StudyPreset) -> tuple[int, ...]:

@@ -41,7 +41,6 @@ class EvaluateOptions:
     methods: tuple[str, ...] = option(
         "as is",
         read=names,
-        typed=str,
         help="Post-hoc methods, by commas: NTK, YaRN, ReRoPE, logn+, PI …; or all.",
     )
     protocols: tuple[str, ...] | None = option(

@@ -99,7 +99,7 @@ class ExtendOptions:
         None, help="Last tokens that are scored. [default: shortest length / 8]"
     )
     passkey: bool = option(True, "--passkey/--no-passkey", help="Whether a pass key is hidden.")
-    dtype: Literal["fp32", "bf16"] = option("fp32", read=_dtype, typed=str, help="fp32 or bf16.")
+    dtype: Literal["fp32", "bf16"] = option("fp32", read=_dtype, help="fp32 or bf16.")
     device: str = option("auto", help="auto, cpu, cuda or cuda:N.")
     threads: int | None = option(None, min=1, help="CPU threads. [default: as torch chooses]")
     seed: int = option(0, min=0, help="Chooses windows and pass keys.")

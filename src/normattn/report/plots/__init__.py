@@ -1,18 +1,14 @@
-"""Figures as images: `draw(figure)` gives the bytes of a PNG or SVG file.
+"""Figures as images: `draw(figure)` gives the bytes of a PNG file.
 
 Importing this does not import matplotlib; drawing does.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 from normattn.report.figure import Curves, Density, Figure, Grid, Intervals
 
-Format = Literal["png", "svg"]
 
-
-def draw(figure: Figure, form: Format = "png") -> bytes:
+def draw(figure: Figure) -> bytes:
     """The image of a figure: equal figures give equal bytes, in any process."""
     # matplotlib takes half a second to import, and few commands draw.
     from normattn.report.plots import curves, density, grid, intervals
@@ -28,4 +24,4 @@ def draw(figure: Figure, form: Format = "png") -> bytes:
                 drawn = grid.plot(figure)
             case Density():
                 drawn = density.plot(figure)
-        return rendered(drawn, form)
+        return rendered(drawn)

@@ -13,7 +13,6 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
@@ -34,8 +33,6 @@ _SETTINGS: dict[str, Any] = {
     "figure.dpi": 150,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
-    "svg.hashsalt": "normattn",
-    "svg.fonttype": "path",
 }
 LETTER = 0.066
 """Inches that a letter of a label takes, at most on average."""
@@ -50,15 +47,11 @@ def house_style() -> Iterator[None]:
         yield
 
 
-def rendered(figure: Figure, form: str) -> bytes:
-    """The bytes of a PNG or SVG file, without dates or versions."""
+def rendered(figure: Figure) -> bytes:
+    """The bytes of a PNG file, without dates or versions."""
     file = io.BytesIO()
-    if form == "png":
-        png: Any = FigureCanvasAgg(figure)
-        png.print_png(file, metadata={"Software": None})
-    else:
-        svg: Any = FigureCanvasSVG(figure)
-        svg.print_svg(file, metadata={"Date": None, "Creator": None})
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.print_png(file, metadata={"Software": None})
     return file.getvalue()
 
 

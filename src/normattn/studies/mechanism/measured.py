@@ -64,7 +64,7 @@ def cosine_quantile(share: float) -> Statistic:
         heads = above.reshape(*above.shape[:-1], -1, BINS)
         return np.asarray(crossing(heads, share, (-1.0, 1.0)).mean(-1))
 
-    return Statistic("cosine", "cosine", value, "", 2, None)
+    return Statistic("cosine", "cosine", value, "", 2)
 
 
 def outside(near: Sums) -> Statistic:
@@ -77,4 +77,4 @@ def outside(near: Sums) -> Statistic:
     def value(above: Array, below: Array, *whole: Array) -> Array:
         return np.asarray(100 * np.where(allowed, 0.0, above).sum(-1) / above.sum(-1))
 
-    return Statistic("cosine", "outside", value, "%", 2, None)
+    return Statistic("cosine", "outside", value, "%", 2)

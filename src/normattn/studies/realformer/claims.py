@@ -178,7 +178,7 @@ def _means(
     sign: int = 1,
 ) -> Claim:
     """RealFormer − PostLN, the mean over layers."""
-    statistic = replace(_STATISTICS[name], value=mean_of_bins())
+    statistic = replace(_STATISTICS[name], value=mean_of_bins)
     terms = tuple(Term(factor, depth(row, size), bins) for row, factor in _BOTH)
     measured = f"{size}: RealFormer − PostLN, {words}"
     return Claim(sentence, source, measured, statistic, terms, sign)

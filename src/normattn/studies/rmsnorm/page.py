@@ -30,8 +30,8 @@ LOST = PUBLISHED[LAYER][0] - PUBLISHED[RMS][0]
 EARLY = 0.1
 """The share of the steps that counts as early in a training."""
 
-LOSS = Statistic("loss", "loss, mnats", ratio(1000.0), "mnats", 2, higher=False)
-STEP = Statistic("step_time", "step, ms", median(1000.0), "ms", 1, higher=False)
+LOSS = Statistic("loss", "loss, mnats", ratio(1000.0), "mnats", 2)
+STEP = Statistic("step_time", "step, ms", median(1000.0), "ms", 1)
 LOG_STEP = replace(STEP, value=lambda *sums: np.log(STEP.value(*sums)))
 THRESHOLD = mean("threshold", "threshold")
 PARAMETERS = mean("parameters", "parameters", 0)
