@@ -1,0 +1,101 @@
+"""What the README says of its first command is what was published of it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from normattn.studies.keynorm import METHODS, VARIANTS
+from normattn.sweep import presets
+from normattn.sweep.reading import AS_IS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def rows(folder: str) -> dict[str, Any]:
+    """The published numbers of a folder, by the row's name."""
+    published = json.loads((ROOT / "results" / folder / "table.json").read_text("utf-8"))
+    return {row["row"]: row for row in published["tables"]["table"]}
+
+
+def table() -> list[str]:
+    """The README's table: what quick gives for every score, and the workstation's beside it."""
+    quick, workstation = rows("keynorm-quick"), rows("keynorm-workstation")
+    lines = []
+    for variant in VARIANTS:
+        changes = [
+            quick[name(variant, method)]["change"]["value"] for method in METHODS if method != AS_IS
+        ]
+        longer = workstation.get(variant)
+        beside = ["–", "–"]
+        if longer:
+            beside = [f"{longer['train']['value']:.1f}", points(longer["change"]["value"])]
+        cells = [
+            f"`{variant}`",
+            f"{quick[variant]['train']['value']:.1f}",
+            interval(quick[variant]["change"]),
+            *map(points, changes),
+            *beside,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def name(variant: str, method: str) -> str:
+    return variant if method == AS_IS else f"{variant}-{method}"
+
+
+def points(value: float) -> str:
+    return f"{value:+.1f}".replace("-", "−")
+
+
+def interval(estimate: Mapping[str, float]) -> str:
+    value, low, high = (points(estimate[part]) for part in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
+def test_the_first_command_is_what_made_the_folder() -> None:
+    command = README.split("<!-- command 1: reproduce -->\n```bash\n")[1].split("\n```")[0]
+    assert command.endswith(".venv/bin/normattn reproduce keynorm --preset quick")
+    assert "normattn reproduce keynorm --preset quick`" in page("table.md")
+    published = json.loads((ROOT / "results/keynorm-quick/config.json").read_text("utf-8"))
+    assert holds(published["config"], written("quick"))
+    assert {name(variant, method) for variant in VARIANTS for method in METHODS} == set(
+        rows("keynorm-quick")
+    )
+
+
+def page(file: str) -> str:
+    return (ROOT / "results" / "keynorm-quick" / file).read_text("utf-8")
+
+
+def written(preset: str) -> dict[str, Any]:
+    """What the preset's file says of training and evaluation."""
+    settings = tomllib.loads((resources.files(presets) / f"{preset}.toml").read_text("utf-8"))
+    return {group: settings[group] for group in ("training", "evaluation")}
+
+
+def holds(resolved: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
+    """Whether every setting that was said stands in what was resolved."""
+    return all(
+        holds(resolved[key], value) if isinstance(value, dict) else resolved[key] == value
+        for key, value in said.items()
+    )
+
+
+def test_the_table_of_the_first_command_is_the_published_one() -> None:
+    assert "\n".join(table()) in README
+
+
+def test_the_readme_says_what_the_page_says_of_its_premise() -> None:
+    """Whether the scores are equally good at L, and whether copying is learned."""
+    said = page("table.md")
+    assert "\n- The premise is not met" in said
+    assert "the scores are not equally good at L" in README
+    assert "Copying is not learned by any score" in said
+    assert "copying is not learned" in README
