@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +14,15 @@ import torch.distributed as dist
 from normattn.errors import InputError
 from normattn.training.causal import CausalWorkload
 from normattn.training.config import TrainingConfig
-from normattn.training.counting import Counted, Work
+from normattn.training.counting import Counted
 from normattn.training.distribution import World
 from normattn.training.measured_step import measured_peak
 from normattn.training.plan import DEVICES, HERE, Plan, described, device_named, dry_share, plan
 from normattn.training.roofline import Rates
+from normattn.training.work import Touch, Work
 
 from .group import CURVE, hold, together
+from .rates import RATES, keep, rates_file
 from .settings import small
 
 H100 = DEVICES["h100"]
@@ -61,7 +64,7 @@ def test_bytes_and_times_by_hand() -> None:
     ddp = small(model=model, batch_size=16)
     cost = CausalWorkload().cost(ddp)
     p, root = cost.parameters, 32 * 8
-    product, sum_ = Work(False, 67e9, 1e3, 0.0), Work(False, 0.0, 3.35e9, 0.0)
+    product, sum_ = Work(flops=67e9), Work(touched=(Touch(3.35e9, 0.0),))
     counted = Counted(100 * p, 12 * p, Counter({product: 2, sum_: 3}))
     alone = plan(ddp, cost, counted, H100, 1, 1)
     assert (alone.sent, alone.beside, alone.checkpoint) == (0.0, 0.0, 12 * p)
@@ -83,29 +86,39 @@ def test_bytes_and_times_by_hand() -> None:
     assert "more than it has" in described(much, H100, "h100", 1, 1)
 
 
-@pytest.mark.parametrize("hidden", [True, False])
-def test_an_operation_takes_what_binds_it(hidden: bool) -> None:
-    rates = Rates(10.0, 40.0, 8.0, 2.0, 0.5, hidden)
-    both = max if hidden else sum
-
-    def seconds(*work: Any) -> float:
-        return rates.seconds(Counted(work=Counter({Work(*work): 1})))
-
-    assert seconds(False, 100.0, 8.0, 1.0) == 0.5 + both((10.0, 1.0, 0.5))
-    assert seconds(True, 100.0, 8.0, 1.0) == 0.5 + both((2.5, 1.0, 0.5))
-    assert seconds(False, 1.0, 8.0, 6.0) == 0.5 + both((0.1, 1.0, 3.0))
-    assert seconds(False, 0.0, 0.0, 0.0) == 0.5
-    assert math.isinf(H100.rates.exponentials)
+def test_a_published_device_has_one_rate_of_a_kind() -> None:
+    """Of an operation its products or its bytes, whichever take longer; nothing else."""
+    rates = Rates.published(10.0, 40.0, 8.0)
+    far, near = (Touch(8.0, math.inf),), (Touch(8.0, 1.0),)
+    assert rates.of(Work(flops=100.0, touched=far, exponentials=9.0)) == 10.0
+    assert rates.of(Work(True, 100.0, near, side=64.0, form="batched")) == 2.5
+    assert rates.of(Work(flops=1.0, touched=far, layout="scattered")) == 1.0
+    assert rates.of(Work()) == 0.0
 
 
-def test_this_machine_is_measured() -> None:
-    """No more than that there are rates."""
+def test_a_time_by_hand_from_rates_on_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of five operations: each by its curve, at its size."""
+    monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path))
+    keep(rates_file(), RATES)
     here = device_named(HERE)
-    rates = here.rates
-    assert min(rates.fp32, rates.bf16) > 1e8
-    assert min(rates.bandwidth, rates.exponentials) > 1e6
-    assert 0 < rates.overhead < 1e-1
-    assert here.memory > 1e8
+    assert capsys.readouterr().err == ""
+    work = Counter(
+        {
+            Work(): 3,
+            Work(flops=1e6, side=100.0): 2,
+            Work(True, 1e6, (Touch(6000.0, 1.0),), form="attention"): 1,
+            Work(False, 0.0, (Touch(100.0, 1.0), Touch(100.0, 1e9)), 50.0): 1,
+            Work(False, 0.0, (Touch(100.0, 1.0),), layout="scattered"): 1,
+        }
+    )
+    # 8 calls; √(1e3 · 1e5) FLOP/s at side 100, between 10 and 1,000; bytes at 1,000 and at 100.
+    by_hand = (
+        8 * 0.5 + 2 * 1e6 / 1e4 + max(1e6 / 5e5, 6000.0 / 1e3) + 0.1 + 1.0 + 50 / 10 + 100 / 50
+    )
+    assert here.rates.seconds(Counted(work=work)) == pytest.approx(by_hand)
+    assert (here.rates.bandwidth, here.inside) == (100.0, 50.0)
 
 
 def test_what_cannot_be_counted_is_refused() -> None:

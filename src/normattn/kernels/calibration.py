@@ -57,6 +57,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def path_for(kind: str, own: Machine) -> Path:
+    """Where times of this `kind` are kept that were measured on such a machine."""
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:12]
+    return default_cache_dir() / f"{kind}-{digest}.json"
+
+
 @cache
 def _source() -> str:
     """12 digits that change with the text of the kernels."""
@@ -103,10 +109,9 @@ class Calibration:
     def here() -> Calibration:
         """This machine's, with what is on file."""
         own = machine()
-        digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:12]
         # A thread's own time says nothing of what other processes take; of several there is none.
         clock = time.thread_time if own["threads"] == 1 else time.perf_counter
-        made = Calibration(own, default_cache_dir() / f"kernels-{digest}.json", clock)
+        made = Calibration(own, path_for("kernels", own), clock)
         made.read()
         return made
 

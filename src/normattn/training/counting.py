@@ -7,10 +7,11 @@ seen, nor what an allocator keeps or rounds up to.
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,28 +21,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-ATEN = torch.ops.aten
-# Attention of a CPU, which torch's registry lacks: products of the forward and of the backward.
-_FLASH = {
-    ATEN._scaled_dot_product_flash_attention_for_cpu: 2,
-    ATEN._scaled_dot_product_flash_attention_for_cpu_backward: 5,
-}
-# The exponentials of a softmax and its like take longer than their bytes.
-_EXPONENTIAL = frozenset(
-    {ATEN.exp, ATEN.exp_, ATEN._softmax, ATEN.silu, ATEN.silu_backward, ATEN.sigmoid, ATEN.tanh}
-    | {ATEN.gelu, ATEN.gelu_backward, ATEN.exp2, ATEN.softplus, ATEN.log_sigmoid_forward}
-)
-
-
-class Work(NamedTuple):
-    """One operation: products in which type, bytes read and written, exponentials taken."""
-
-    half: bool
-    flops: float
-    moved: float
-    exponentials: float
+from normattn.training.work import Touch, Work, is_free, tensors_touched, work_of
 
 
 @dataclass
@@ -70,6 +51,9 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = 0
         self.truth = False
         self.counted = Counted()
+        self._clock = 0.0
+        self._touched: dict[int, float] = {}
+        self._given_back: defaultdict[int, list[float]] = defaultdict(list)
         self._held: dict[int, weakref.ref[Any]] = {}
 
     def begin(self) -> None:
@@ -91,51 +75,38 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
         for tensor in made:
             self._see(tensor.untyped_storage())
-        if not func.is_view:
-            taken = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
-            self.counted.work[_work(func, args, given, taken, made, out)] += 1
+        taken = [tensor for tensor in tree_leaves((args, given)) if isinstance(tensor, Tensor)]
+        if is_free(func, taken, made):
+            self.counted.work[Work()] += 1
+            return out
+        touches = tuple(self._touch(*touched) for touched in tensors_touched(func, taken, made))
+        self.counted.work[work_of(func, args, given, out, (taken, made), touches)] += 1
         return out
+
+    def _touch(self, tensor: Tensor, size: int) -> Touch:
+        """Bytes of a tensor, and those touched since this storage was last."""
+        key = tensor.untyped_storage()._cdata
+        since = self._clock - self._touched.get(key, -math.inf)
+        self._clock += size
+        self._touched[key] = self._clock
+        # To a power of two, so that operations of one kind are counted together.
+        power = math.ceil(math.log2(max(since, size, 1.0))) if since < math.inf else math.inf
+        return Touch(size, 2.0**power)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._held:
             return
+        # An allocator gives out again what was given back last.
+        if again := self._given_back[size]:
+            self._touched[key] = again.pop()
         self.live += size
         self.counted.peak = max(self.counted.peak, self.live)
 
         def gone(_: Any) -> None:
             self.live -= size
             del self._held[key]
+            if key in self._touched:
+                self._given_back[size].append(self._touched.pop(key))
 
         self._held[key] = weakref.ref(storage, gone)
-
-
-def _work(
-    func: Any, args: Any, given: dict[str, Any], taken: list[Tensor], made: list[Tensor], out: Any
-) -> Work:
-    packet = func.overloadpacket
-    half = bool(made) and made[0].dtype in (torch.bfloat16, torch.float16)
-    if packet in _FLASH:
-        flops, pairs = _attention(packet, args)
-        return Work(half, flops, sum(map(_bytes, [*taken, *made])), pairs)
-    if packet in (ATEN.empty, ATEN.new_empty, ATEN.empty_like, ATEN.empty_strided):
-        return Work(False, 0.0, 0.0, 0.0)
-    flops = 0.0
-    if packet in flop_registry:
-        flops = float(flop_registry[packet](*args, **{**given, "out_val": out}))
-    exponentials = float(sum(tensor.numel() for tensor in made)) if packet in _EXPONENTIAL else 0.0
-    return Work(half, flops, sum(map(_bytes, [*taken, *made])), exponentials)
-
-
-def _attention(packet: Any, args: Any) -> tuple[float, float]:
-    """Products over the pairs that are seen, half of them if causal, and those pairs."""
-    forward = packet is ATEN._scaled_dot_product_flash_attention_for_cpu
-    q, k = (args[0], args[1]) if forward else (args[1], args[2])
-    causal = args[4] if forward and len(args) > 4 else (args[7] if not forward else False)
-    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (0.5 if causal else 1.0)
-    return float(_FLASH[packet] * 2 * pairs * q.shape[3]), float(pairs)
-
-
-def _bytes(x: Tensor) -> float:
-    """What is read or written of it: an axis that is only repeated is there once."""
-    return float(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()))

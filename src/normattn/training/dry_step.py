@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from normattn.kernels.calibration import using
 from normattn.kernels.place import as_on_gpu
 from normattn.kernels.tiles import forget_corners
 from normattn.layers.attend import forget_positions
@@ -61,7 +62,10 @@ def dry_step(
     """
     rows = rows_per_share(config.batch_size, processes * config.accumulate)
     alone = config.model_copy(update={"compile": False})
-    with _nothing_kept(), as_on_gpu(gpu), FakeTensorMode(), Counting() as counting, Undrawn():
+    # Processes that compute together choose their kernels as on any other machine.
+    chosen = using(config.kernels if processes == 1 else "portable")
+    fake = FakeTensorMode()
+    with _nothing_kept(), chosen, as_on_gpu(gpu), fake, Counting() as counting, Undrawn():
         task = DrawnTask(config, rows)
         if gathered:
             _let_go(task.model, config.precision == "bf16")

@@ -17,7 +17,8 @@ from normattn.training.config import TrainingConfig
 from normattn.training.cost import BYTES, Cost, memory_of
 from normattn.training.counting import Counted
 from normattn.training.dry_step import dry_step
-from normattn.training.roofline import Rates, rates_here
+from normattn.training.measured_rates import rates_here
+from normattn.training.roofline import Rates
 
 HERE = "here"
 
@@ -37,9 +38,9 @@ class Device:
 
 
 DEVICES = {
-    "a100": Device(Rates(fp32=19.5e12, bf16=312e12, bandwidth=2.0e12), 80e9, 300e9, 25e9),
-    "h100": Device(Rates(fp32=67e12, bf16=989e12, bandwidth=3.35e12), 80e9, 450e9, 50e9),
-    "h200": Device(Rates(fp32=67e12, bf16=989e12, bandwidth=4.8e12), 141e9, 450e9, 50e9),
+    "a100": Device(Rates.published(fp32=19.5e12, bf16=312e12, bandwidth=2.0e12), 80e9, 300e9, 25e9),
+    "h100": Device(Rates.published(fp32=67e12, bf16=989e12, bandwidth=3.35e12), 80e9, 450e9, 50e9),
+    "h200": Device(Rates.published(fp32=67e12, bf16=989e12, bandwidth=4.8e12), 141e9, 450e9, 50e9),
 }
 """NVIDIA's data sheets (SXM); between machines one 200 (A100) or 400 Gb/s adapter a device."""
 
