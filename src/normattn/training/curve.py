@@ -60,5 +60,5 @@ class Curve:
             return self.points[max(after - 1, 0)][1]
         (left, low), (right, high) = self.points[after - 1 : after + 1]
         part = math.log(x / left) / math.log(right / left)
-        between = low * (high / low) ** part
+        between = low * math.exp(part * math.log(high / low))
         return min(max(between, min(low, high)), max(low, high))

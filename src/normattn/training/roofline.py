@@ -47,7 +47,7 @@ class Rates:
     @classmethod
     def published(cls, fp32: float, bf16: float, bandwidth: float) -> Rates:
         """A data sheet's: the same whatever the form, layout and size; exponentials are free."""
-        curves = {}
+        curves: dict[str, Curve] = {}
         for half in (False, True):
             curves |= {rate_of(form, half): Curve.level(bf16 if half else fp32) for form in FORMS}
             curves |= {rate_of(layout, half): Curve.level(bandwidth) for layout in LAYOUTS}

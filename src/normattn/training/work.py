@@ -167,8 +167,8 @@ def _bytes(x: Tensor) -> int:
 
 
 def _key(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return int(x.untyped_storage()._cdata)
 
 
 def _place(x: Tensor) -> tuple[int, int, int]:
-    return _key(x), x.storage_offset(), x.numel()
+    return _key(x), int(x.storage_offset()), x.numel()
