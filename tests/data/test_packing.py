@@ -55,7 +55,7 @@ def test_seeds_and_steps_differ() -> None:
 
 def test_rows_are_windows_of_the_packed_tokens_from_everywhere() -> None:
     batches = TrainingBatches(SPLIT, 16, 64, 0)
-    packed = SPLIT.tokens.astype(np.int64)
+    packed = np.asarray(SPLIT.tokens).astype(np.int64)
     windows = {tuple(window) for window in np.lib.stride_tricks.sliding_window_view(packed, 17)}
     starts = set()
     crossed = False
@@ -72,7 +72,7 @@ def test_rows_are_windows_of_the_packed_tokens_from_everywhere() -> None:
 def test_a_split_of_one_row_gives_that_row() -> None:
     split = make_split([16])
     rows = TrainingBatches(split, 16, 3, 0).batch(7)
-    np.testing.assert_array_equal(rows, np.tile(split.tokens.astype(np.int64), (3, 1)))
+    np.testing.assert_array_equal(rows, np.tile(np.asarray(split.tokens).astype(np.int64), (3, 1)))
 
 
 def test_the_share_and_periods_of_tiled_rows() -> None:

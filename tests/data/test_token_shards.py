@@ -34,6 +34,7 @@ from normattn.data import (
 )
 from normattn.data.shard_writer import CannotResumeError, ShardWriter, shard_paths
 from normattn.data.token_shards import TokenShards
+from normattn.data.tokeniser import Tokeniser
 from normattn.errors import InputError
 
 from .helpers import write_folder
@@ -193,14 +194,14 @@ class Deadly(Corpus):
 def _prepare(corpus: Deadly, cache: Path, shard_bytes: int = 4000) -> None:
     token_build.SHARD_BYTES = shard_bytes
     setattr(tokens, "parse_corpus", lambda text: corpus)  # noqa: B010 — in a process of its own
-    encode = token_build.Tokeniser.encode_arrays
+    encode = Tokeniser.encode_arrays
 
     def counting(self: Any, texts: Any) -> Any:
         with corpus.log.open("a") as log:
             log.write("t" * len(texts))
         return encode(self, texts)
 
-    setattr(token_build.Tokeniser, "encode_arrays", counting)  # noqa: B010
+    setattr(Tokeniser, "encode_arrays", counting)  # noqa: B010
     with warnings.catch_warnings(record=True) as said:
         prepare_tokens(config("deadly"), cache)
     corpus.log.with_suffix(".said").write_text("\n".join(str(warning.message) for warning in said))

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from normattn import atomic
 from normattn.data import Corpus, DataConfig, Document, TokenData, prepare_tokens, tokens
 from normattn.data import cache as cache_module
+from normattn.data.token_build import build_tokens
 from normattn.data.token_shards import TokenShards
 from normattn.errors import InputError
 from normattn.files import default_cache_dir
@@ -87,7 +88,7 @@ def test_the_cache_is_used_again_and_its_key_sees_every_setting(
 ) -> None:
     folder = write_folder(tmp_path / "text")
     built = []
-    real = tokens.build_tokens
+    real = build_tokens
 
     def counted(*args: Any) -> None:
         built.append(1)
@@ -195,7 +196,7 @@ def test_a_build_that_fails_leaves_nothing_and_the_next_one_sweeps(
 
 
 def _prepare(folder: Path, cache: Path, log: Path, barrier: Any) -> None:
-    real = tokens.build_tokens
+    real = build_tokens
 
     def noted(*args: Any) -> None:
         with log.open("a") as file:

@@ -160,7 +160,7 @@ def _memory(since: int, layout: Layout, dtype: torch.dtype, clock: Clock) -> flo
         x = x.view(_JUMPS, -1, RUN).transpose(0, 1)
     if layout == "mixed":
         y = y.to(torch.float32 if dtype is torch.bfloat16 else torch.bfloat16)
-    moved = sum(tensor.nbytes for tensor in (x, y, z))
+    moved = sum(int(tensor.nbytes) for tensor in (x, y, z))
     return moved / _taken(lambda: torch.mul(x, y, out=z), clock, since)
 
 

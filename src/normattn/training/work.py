@@ -72,7 +72,7 @@ def is_free(func: Any, taken: list[Tensor], made: list[Tensor]) -> bool:
     """Whether an operation moves nothing: a view by any name, no memory of its own."""
     if func.is_view or func.overloadpacket in _NOTHING:
         return True
-    if func.overloadpacket is ATEN.copy_ and _place(taken[0]) == _place(taken[-1]):
+    if func.overloadpacket is ATEN.copy_ and _stored_at(taken[0]) == _stored_at(taken[-1]):
         return True
     held = {_key(tensor) for tensor in taken}
     return not func._schema.is_mutable and bool(made) and all(_key(x) in held for x in made)
@@ -80,7 +80,7 @@ def is_free(func: Any, taken: list[Tensor], made: list[Tensor]) -> bool:
 
 def tensors_touched(func: Any, taken: list[Tensor], made: list[Tensor]) -> list[tuple[Tensor, int]]:
     """The tensors that an operation reads and writes, each once, and how many bytes of each."""
-    once = {_place(tensor): tensor for tensor in (*taken, *made)}
+    once = {_stored_at(tensor): tensor for tensor in (*taken, *made)}
     sizes = [(tensor, _bytes(tensor)) for tensor in once.values()]
     if func.overloadpacket in _LOOKS_UP and len(sizes) > 1:
         (table, size), *others = sizes
@@ -170,5 +170,5 @@ def _key(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
-def _place(x: Tensor) -> tuple[int, int, int]:
+def _stored_at(x: Tensor) -> tuple[int, int, int]:
     return _key(x), int(x.storage_offset()), x.numel()
