@@ -22,7 +22,12 @@ LOSSES = {"a": _lines((3.0, 4.0), YaRN=(3.1, 3.2)), "b": _lines((2.0, 2.5), PI=(
 def _folder(place: Path, text: str, model: str = "model") -> Path:
     """What `extend` leaves: a configuration and a frame."""
     place.mkdir()
-    config = {"text": [f"/texts/{text}.txt"], "windows": 3, "train_length": 8}
+    config = {
+        "model": f"/models/{model}.gguf",
+        "text": [f"/texts/{text}.txt"],
+        "windows": 3,
+        "train_length": 8,
+    }
     stored = {"format": FORMAT, "kind": extend.KIND, "config": config}
     (place / "config.json").write_text(json.dumps(stored))
     measured = _frame(LOSSES[text]).with_columns(pl.lit(model).alias("row"))
@@ -67,17 +72,28 @@ def test_the_command_and_its_frame(
 ) -> None:
     monkeypatch.setattr("normattn.report.plots.draw", lambda figure: b"drawn elsewhere")
     places = [str(_folder(tmp_path / text, text)) for text in "ab"]
+    pages = []
     for arguments in ([*places, "--out", str(tmp_path / "all")], [str(tmp_path / "all")]):
         with pytest.raises(SystemExit) as ended:
             main(["report", *arguments])
         assert ended.value.code == 0, capsys.readouterr()
+        pages.append((tmp_path / "all" / "report.html").read_text())
+    assert pages[0] == pages[1]
     assert "model, b.txt: PI" in (tmp_path / "all" / "table.md").read_text()
+    stored = json.loads((tmp_path / "all" / "config.json").read_text())
+    assert stored["kind"] == gallery.KIND
+    assert stored["config"]["model, a.txt"] == {"windows": 3, "train_length": 8}
     before = Path(places[0], frame.FILE).read_bytes()
     with pytest.raises(SystemExit) as ended:
         main(["report", *places])
     assert ended.value.code == 2
     assert "give the page of all its own --out" in capsys.readouterr().err
     assert Path(places[0], frame.FILE).read_bytes() == before
+    (tmp_path / "all" / "config.json").write_text('{"format": 1, "kind": "keynorm", "config": {}}')
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *places, "--out", str(tmp_path / "all")])
+    assert ended.value.code == 2
+    assert "is that of keynorm: give another --out" in capsys.readouterr().err
 
 
 def test_one_text_twice_is_refused(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def test_seeds_apart_give_the_page_of_all(
 def test_the_page_of_all_says_every_command(part: Part, tmp_path: Path) -> None:
     places = [part(tmp_path / "a", pl.col("seed") > 0), part(tmp_path / "b", pl.col("seed") < 1)]
     _change(places[0], "asked", [{"seeds": "1,2"}])
+    _change(places[1], "asked", [])
     out = tmp_path / "all"
     for _ in range(2):
         report(places, out)

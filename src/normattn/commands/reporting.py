@@ -16,6 +16,7 @@ from normattn.measure import collected, frame, joined
 from normattn.measure.gather import on_common_sets
 from normattn.report.terminal import say
 from normattn.runs import RunDirectory, read_status
+from normattn.runs.directory import FORMAT
 from normattn.structured import read_object
 from normattn.studies import OF_COMMANDS, find, gallery
 from normattn.studies.extend import KIND as EXTEND
@@ -51,7 +52,8 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
     several = len(places) > 1
     if several and all(_configuration(folder)[1] == EXTEND for folder in places):
         _refuse_own_place(out, places, "one model on one text")
-        say(out, gallery.STUDY.report(gallery.gathered(places), out, {}))
+        whole = _gallery(places, out)
+        say(out, whole.study.report(whole.frame, out, whole.config))
         return
     known = [_measured(folder, named) for folder in places]
     of_studies = [part for part in known if part is not None]
@@ -83,6 +85,16 @@ def _measured(folder: Path, named: str | None) -> Measured | None:
         study = find(named or _study_of(measured, folder / frame.FILE))
         return Measured(study, config, measured)
     return None
+
+
+def _gallery(places: Sequence[Path], out: Path) -> Measured:
+    """Models and texts that `extend` read, whose settings lie in `out` too."""
+    measured, config = gallery.gathered(places), gallery.settings(places)
+    kind = _configuration(out)[1]
+    if kind not in (None, gallery.KIND):
+        raise InputError(f"{out / 'config.json'} is that of {kind}: give another --out")
+    write_json(out / "config.json", {"format": FORMAT, "kind": gallery.KIND, "config": config})
+    return Measured(gallery.STUDY, config, measured)
 
 
 def _joined(places: Sequence[Path], parts: Sequence[Measured], out: Path) -> Measured:

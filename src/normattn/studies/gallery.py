@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -63,6 +64,17 @@ def gathered(places: Sequence[Path]) -> pl.DataFrame:
     return frame.joined(parts).with_columns(pl.lit(KIND).alias("study"))
 
 
+def settings(places: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """What each of these folders was read by, under the names of its model and text."""
+    stored = [RunDirectory.existing(folder, OF_EXTEND).config for folder in places]
+    return {
+        f"{Path(config['model']).stem}, {_text(folder)}": {
+            name: value for name, value in config.items() if name not in ("model", "text")
+        }
+        for folder, config in zip(places, stored, strict=True)
+    }
+
+
 def _text(folder: Path) -> str:
     """The names of the files that were read."""
     given = RunDirectory.existing(folder, OF_EXTEND).config["text"]
@@ -74,10 +86,12 @@ def _multiples(view: View) -> list[float]:
 
 
 def _subjects(view: View) -> list[Where]:
-    """Every model on every text."""
-    models = view.values("row")
+    """Every model on every text, by name: a frame comes back from its file in another order."""
+    models = sorted(view.values("row"))
     return [
-        {"row": model, TEXT: text} for model in models for text in view.values(TEXT, {"row": model})
+        {"row": model, TEXT: text}
+        for model in models
+        for text in sorted(view.values(TEXT, {"row": model}))
     ]
 
 
