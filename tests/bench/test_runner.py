@@ -174,7 +174,7 @@ def test_list_shows_every_suite_and_measures_nothing(
     ("options", "expected"),
     [
         (["two-regimes"], ["'two-regimes'", "did you mean two-regime"]),
-        (["quantum"], ["'quantum'", "known: folded"]),
+        (["quantum"], ["'quantum'", "there are folded"]),
         (["plain", "--rounds", "8"], ["--rounds", "at least 9", "got 8", "--quick"]),
         (["plain", "--rounds", "0"], ["--rounds", "1"]),
         (["plain", "--threads", "0"], ["--threads", "1"]),
