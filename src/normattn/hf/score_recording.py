@@ -36,7 +36,7 @@ class Projection:
 class Heard:
     """One attention layer: its projections, what reached its attention function, and the result.
 
-    q and k are normalised and turned already; `visible` (B, T, T) says who sees whom; `more` are
+    q and k are normalised and turned already; `visible` (B, T, S) says who sees whom; `more` are
     the function's other arguments (scaling, softcap, s_aux, …). `added` is the largest finite
     number that the mask adds.
     """
@@ -44,9 +44,9 @@ class Heard:
     index: int
     module: nn.Module
     q: Float[Tensor, "b h t d"]
-    k: Float[Tensor, "b g t d"]
-    v: Float[Tensor, "b g t e"]
-    visible: Bool[Tensor, "b t t"]
+    k: Float[Tensor, "b g s d"]
+    v: Float[Tensor, "b g s e"]
+    visible: Bool[Tensor, "b t s"]
     added: float
     more: dict[str, Any]
     out: Float[Tensor, "b t h e"]
@@ -117,7 +117,12 @@ def _listener(heard: list[Heard]) -> Callable[..., tuple[Tensor, Tensor | None]]
     """The family's own eager attention, which keeps what it is given and what it returns."""
 
     def function(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
         own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         index = getattr(module, "layer_idx", len(heard))
@@ -125,8 +130,10 @@ def _listener(heard: list[Heard]) -> Callable[..., tuple[Tensor, Tensor | None]]
             raise InputError(
                 f"layer {index} ({type(module).__name__}) has no eager attention to be held against"
             )
-        result: tuple[Tensor, Tensor | None] = own(module, query, key, value, mask, **more)
-        visible, added = _seen(query, key, mask)
+        result: tuple[Tensor, Tensor | None] = own(
+            module, query, key, value, attention_mask, **more
+        )
+        visible, added = _seen(query, key, attention_mask)
         heard.append(
             Heard(int(index), module, query, key, value, visible, added, dict(more), result[0])
         )

@@ -1,0 +1,75 @@
+"""Which causal family has which score: read off a tiny model of each, as `normattn score` does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import transformers
+
+from normattn import InputError, score_of
+from normattn.hf.score_reading import LayerScore
+
+from .tiny import build
+
+PAGE = Path(__file__).parents[2] / "docs" / "family-scores.md"
+HEAD = """# Which model has which score
+
+The score of every layer of every causal family of transformers with rotary positions, read off a
+tiny model with random weights made from its default configuration ({version}): what a layer's
+projections give and what reaches its attention tell the normalisation, the rotation and the scale,
+and `attention` with that score is within 1e-5 of the layer's own. Sizes (windows, trained lengths)
+are the tiny model's. Of {families} families, {read} are read in every layer; for the others the row
+says what is missing.
+
+A real model of the family may have another configuration: `normattn score MODEL` reads its own.
+`python scripts/family_scores.py` makes this page, and a test makes it again.
+[Which model is extended by which method](families.md).
+
+"""
+
+
+def row(family: str) -> tuple[str, ...]:
+    """What is said of each run of layers with one score; a sentence where nothing can be read."""
+    try:
+        read = score_of(build(family))
+    except InputError as error:
+        return (f"all layers: not read: {' '.join(str(error).split())}",)
+    return tuple(f"layer {layer.layer}: {_said(layer)}" for layer in read.layers)
+
+
+def _said(layer: LayerScore) -> str:
+    """The score; else what is missing, without the layer's name and what differs by processor."""
+    if layer.verified:
+        return f"`{layer.spec}`"
+    lacks = str(layer.lacks).partition("): ")[2]
+    return "not read: " + re.sub(r" by \S+ of its largest output", "", lacks)
+
+
+def is_read(said: Sequence[str]) -> bool:
+    """Whether the score of every layer is known."""
+    return not any("not read: " in line for line in said)
+
+
+def page(rows: Mapping[str, Sequence[str]]) -> str:
+    """The page of all families."""
+    head = HEAD.format(
+        version=f"transformers {transformers.__version__}",
+        families=len(rows),
+        read=sum(is_read(said) for said in rows.values()),
+    )
+    lines = ["| family | score |", "| --- | --- |"]
+    lines += [f"| {family} | {'<br>'.join(_short(rows[family]))} |" for family in sorted(rows)]
+    return head + "\n".join([*lines, ""])
+
+
+def _short(said: Sequence[str]) -> list[str]:
+    """One answer of all layers alone; else each answer once, with its layers."""
+    layers: dict[str, list[str]] = {}
+    for line in said:
+        where, _, score = line.partition(": ")
+        layers.setdefault(score, []).append(where.removeprefix("layer "))
+    if len(layers) == 1:
+        return list(layers)
+    return [f"layer {', '.join(dict.fromkeys(w))}: {score}" for score, w in layers.items()]
