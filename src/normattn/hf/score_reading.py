@@ -120,8 +120,8 @@ class _Fit:
 def _read(heard: Heard, config: Any) -> LayerScore:
     keys, count = heard.k.shape[2], heard.q.shape[2]
     if keys != count:
-        lacks = f"reads {keys} keys of {count} tokens, so where its keys stand is not known"
-        return LayerScore(heard.index, None, None, f"{heard.name}: {lacks}")
+        why = f"reads {keys} keys of {count} tokens, so where its keys stand is not known"
+        return LayerScore(heard.index, None, None, f"{heard.name}: {why}")
     fit = next(_fits(heard, config), None)
     if fit is None:
         return LayerScore(
