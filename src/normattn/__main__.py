@@ -1,5 +1,9 @@
 """The `normattn` command, also by `python -m normattn`: first the guard, then everything else."""
 
+from __future__ import annotations
+
+import warnings
+
 from normattn.stopping import run_stoppable
 
 
@@ -8,7 +12,19 @@ def main() -> None:
     run_stoppable(_command)
 
 
+def _sentence(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """A warning as the user reads it: no file of ours, no line of its code."""
+    return f"warning: {message}\n"
+
+
 def _command() -> None:
+    warnings.formatwarning = _sentence
     # Only here, under the guard: imports take long enough to be stopped in.
     from normattn.cli.app import main
 
