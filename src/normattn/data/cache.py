@@ -69,7 +69,9 @@ def cached_folder(path: Path, build: Callable[[Path], None], resumable: bool = F
             atomic.replace_directory(path, lambda folder: _fill(folder, build))
         else:
             _go_on(begun, path, build)
-        _remember(path)
+        expected = _manifest(path)
+        if _is_large(expected):
+            _remember(path, _states(path, expected))
     return path
 
 
@@ -108,7 +110,9 @@ def damage(path: Path) -> str | None:
 
 def _difference(path: Path, expected: Mapping[str, tuple[int, str]]) -> str | None:
     """The first file whose size or content is not the expected one, in words."""
-    remembered = _remembered(path) if _is_large(expected) else {}
+    large = _is_large(expected)
+    remembered = _remembered(path) if large else {}
+    # As they are before they are read: what is written to meanwhile is read again next time.
     seen = _states(path, expected)
     for name, (size, digest) in expected.items():
         there = (path / name).stat().st_size
@@ -116,18 +120,16 @@ def _difference(path: Path, expected: Mapping[str, tuple[int, str]]) -> str | No
             return f"{name} has {there:,} bytes instead of {size:,}"
         if remembered.get(name) != seen[name] and sha256_of(path / name) != digest:
             return f"the content of {name} has changed"
-    if seen != remembered:
-        _remember(path)
+    if large and seen != remembered:
+        _remember(path, seen)
     return None
 
 
-def _remember(path: Path) -> None:
-    """Note that a large folder was just read whole."""
-    expected = _manifest(path)
-    if _is_large(expected):
-        # A cache in a read-only place is read whole every time.
-        with suppress(InputError):
-            atomic.write_json(_memory(path), _states(path, expected))
+def _remember(path: Path, seen: Mapping[str, Any]) -> None:
+    """Note the states in which all files of a large folder were as they should be."""
+    # A cache in a read-only place is read in full every time.
+    with suppress(InputError):
+        atomic.write_json(_memory(path), seen)
 
 
 def _is_large(expected: Mapping[str, tuple[int, str]]) -> bool:

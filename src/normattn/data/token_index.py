@@ -86,7 +86,7 @@ class TokenIndex(Settings):
         )
 
     def split(self, folder: Path, name: SplitName) -> TokenSplit:
-        """One split of a whole folder, its files read on demand."""
+        """One split of a complete folder, memory-mapped."""
         tokens, *others = self.columns(name)
         shards = TokenShards(tokens.paths(folder), tokens.dtype, tokens.length, tokens.shard_length)
         offsets, names, name_ends = (_mapped(column, folder) for column in others)
@@ -95,7 +95,7 @@ class TokenIndex(Settings):
 
 
 def _mapped(column: Column, folder: Path) -> np.ndarray:
-    """The only file of a column as an array that is read on demand."""
+    """The only file of a column as a memory-mapped array."""
     if column.length == 0:  # an empty file cannot be mapped
         return np.zeros(0, column.dtype)
     return np.asarray(np.memmap(column.paths(folder)[0], dtype=column.dtype, mode="r"))

@@ -29,8 +29,8 @@ def prepare_tokens(
     """The tokens of a corpus, from the cache or built into it.
 
     The tokeniser is trained on training documents only. Text streams through in batches of about
-    256 kB into shards that are mapped when they are read; where a process is killed meanwhile, the
-    next call goes on from its last whole shard. `cache_dir` defaults to $NORMATTN_CACHE,
+    256 kB into shards that are mapped when they are read; after an interruption the next
+    call resumes behind the last complete shard. `cache_dir` defaults to $NORMATTN_CACHE,
     $XDG_CACHE_HOME/normattn or ~/.cache/normattn. `on_progress(done_bytes, total_bytes)` is called
     while text is tokenised; the total is None where it is not known. Raises `InputError` for a
     corpus that is missing, empty, unreadable or not UTF-8, and for a cache that cannot be written.
