@@ -142,6 +142,29 @@ def test_a_damaged_cache_is_named_and_built_again(
     assert again.fingerprint == good.fingerprint
 
 
+def test_a_write_behind_the_check_of_a_large_cache_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "text", 10)
+    prepare_tokens(config(folder), tmp_path / "cache")
+    (cached,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    hashed = cache_module.sha256_of
+
+    def overtaken(path: Path) -> str:
+        digest = hashed(path)
+        if path.name == "train.tokens.00000":
+            content = path.read_bytes()
+            path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        return digest
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "HASHED_BYTES", 0)
+        patch.setattr(cache_module, "sha256_of", overtaken)
+        assert cache_module.damage(cached) is None
+    monkeypatch.setattr(cache_module, "HASHED_BYTES", 0)
+    assert "train.tokens.00000 has changed" in str(cache_module.damage(cached))
+
+
 def test_a_large_cache_is_read_whole_once_and_again_when_it_was_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
