@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -209,6 +210,32 @@ def test_the_fingerprint_follows_names_versions_and_contents(install: Install) -
     assert corpus.fingerprint() != first
     assert corpus.sources() == {"alpha": "1.0", "beta": "2.1"}
     assert corpus.total_bytes() == len(source("a")) + len(source("b"))
+
+
+def test_a_record_of_versions_names_the_same_text_among_other_packages(
+    install: Install, tmp_path: Path
+) -> None:
+    install("alpha", {"alpha/a.py": source("a")})
+    install("beta", {"beta/b.py": source("b")}, version="2.1")
+    everything = parse_corpus("python-packages")
+    record = tmp_path / "corpus.json"
+    record.write_text(json.dumps({"fingerprints": ["0"], "sources": everything.sources()}))
+    before, text = everything.fingerprint(), documents()
+
+    install("gamma", {"gamma/c.py": source("c")})
+    again = parse_corpus(f"python-packages?versions={record}")
+    assert parse_corpus(str(again)) == again
+    assert everything.fingerprint() != before == again.fingerprint()
+    assert {doc.name: doc.text for doc in again.documents()} == text != documents()
+
+    record.write_text(json.dumps({"sources": {"alpha": "1.0", "beta": "2.2", "delta": "3"}}))
+    with pytest.raises(
+        InputError, match=r"2 of the 3 packages .* pip install --no-deps beta==2.2 delta==3$"
+    ):
+        again.fingerprint()
+    record.write_text("{}")
+    with pytest.raises(InputError, match=r"names no packages: expected the corpus.json of a run"):
+        again.fingerprint()
 
 
 def test_any_environment_will_do(install: Install, tmp_path: Path) -> None:

@@ -71,6 +71,44 @@ def test_seeds_apart_give_the_page_of_all(
     assert (out / "table.md").read_bytes() == before
 
 
+def _trained_on(folder: Path, **sources: str) -> None:
+    (folder / "corpus.json").write_text(json.dumps({"fingerprints": ["7"], "sources": sources}))
+
+
+def test_a_page_alone_takes_its_settings_and_sources_along(part: Part, tmp_path: Path) -> None:
+    """So that what is published can be joined with other cells later."""
+    place = part(tmp_path / "0", pl.col("seed") < 1)
+    _trained_on(place, text="1.0")
+    out = tmp_path / "out"
+    report([place], out)
+    for name in ("config.json", "corpus.json"):
+        assert json.loads((out / name).read_bytes()) == json.loads((place / name).read_bytes())
+    _change(out, "seed", 8)
+    _refused([place], out, "holds other settings than .*: give another --out")
+
+
+def test_one_text_under_two_addresses_is_one_corpus(part: Part, tmp_path: Path) -> None:
+    places = [part(tmp_path / "a", pl.col("seed") > 0), part(tmp_path / "b", pl.col("seed") < 1)]
+    for place, address in zip(
+        places, ("python-packages", "python-packages?versions=x"), strict=True
+    ):
+        stored = json.loads((place / "config.json").read_text())
+        stored["config"].setdefault("training", {}).setdefault("data", {})["corpus"] = address
+        (place / "config.json").write_text(json.dumps(stored))
+    _refused(places, tmp_path / "out", "training.data.corpus is 'python-packages' in the first")
+    for place in places:
+        _trained_on(place, text="1.0")
+    report(places, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "corpus.json").read_text()) == {
+        "fingerprints": ["7"],
+        "sources": {"text": "1.0"},
+    }
+    _trained_on(places[0], text="1.1")
+    _refused(places, tmp_path / "again", "training.data.corpus is 'python-packages' in the first")
+    (places[0] / "corpus.json").write_text('{"fingerprints": [7]}')
+    _refused(places, tmp_path / "again", "corpus.json is damaged: expected fingerprints and")
+
+
 def test_the_page_of_all_says_every_command(part: Part, tmp_path: Path) -> None:
     places = [part(tmp_path / "a", pl.col("seed") > 0), part(tmp_path / "b", pl.col("seed") < 1)]
     _change(places[0], "asked", [{"seeds": "1,2"}])

@@ -16,17 +16,21 @@ import polars as pl
 from normattn.errors import InputError
 from normattn.measure import frame
 from normattn.runs.directory import first_difference
+from normattn.sweep.corpora import Corpora
 from normattn.sweep.study import CHANGEABLE
 
 CELL = ("row", "seed")
 SET = ("protocol", "length", "split")
 TASK = "factor.task"
+ADDRESS = "training.data.corpus"
+"""Two addresses may name one text: what was trained on is then told by its tokens."""
 
 
 def joined_cells(
     folders: Sequence[Path],
     configurations: Sequence[Mapping[str, Any]],
     frames: Sequence[pl.DataFrame],
+    corpora: Sequence[Corpora],
 ) -> pl.DataFrame:
     """The frames of `folders`, which hold other cells of one study, as one.
 
@@ -35,14 +39,18 @@ def joined_cells(
     """
     for first, second in combinations(range(len(folders)), 2):
         two = f"{folders[first]} and {folders[second]}"
-        _refuse_other_settings(two, configurations[first], configurations[second])
+        same_text = corpora[first] == corpora[second] != Corpora()
+        _refuse_other_settings(two, configurations[first], configurations[second], same_text)
         _refuse_shared_cells(two, frames[first], frames[second])
         _refuse_other_documents(two, frames[first], frames[second])
     return frame.joined(frames)
 
 
-def _refuse_other_settings(two: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    differs = first_difference(dict(one), dict(other), frozenset(CHANGEABLE))
+def _refuse_other_settings(
+    two: str, one: Mapping[str, Any], other: Mapping[str, Any], same_text: bool
+) -> None:
+    free = frozenset({*CHANGEABLE, ADDRESS} if same_text else CHANGEABLE)
+    differs = first_difference(dict(one), dict(other), free)
     if differs is not None:
         name, here, there = differs
         raise InputError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from normattn.studies import OF_COMMANDS, find, gallery
 from normattn.studies.extend import KIND as EXTEND
 from normattn.sweep.cell import study_of
 from normattn.sweep.collect import history
+from normattn.sweep.corpora import Corpora
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.study import Study
 from normattn.training import TrainingConfig
@@ -36,6 +37,7 @@ class Measured:
     study: Study
     config: Mapping[str, Any]
     frame: pl.DataFrame
+    corpora: Corpora = field(default_factory=Corpora)
 
 
 def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
@@ -59,6 +61,7 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
     of_studies = [part for part in known if part is not None]
     if len(of_studies) == len(places) and len({part.study.name for part in of_studies}) == 1:
         whole = _joined(places, of_studies, out) if several else of_studies[0]
+        _leave_settings(whole, places[0], out)
         say(out, whole.study.report(whole.frame, out, whole.config))
         return
     kinds = ["runs" if part is None else f"the study {part.study.name}" for part in known]
@@ -78,12 +81,12 @@ def _measured(folder: Path, named: str | None) -> Measured | None:
     if kind is not None and (folder / "jobs").is_dir():
         study = find(named) if named else _study_of_cells(folder) or find(kind)
         _refuse_lost(study, folder)
-        return Measured(study, config, study.measurements(folder))
+        return Measured(study, config, study.measurements(folder), Corpora.below(folder))
     # A page made of runs lies among them by default: they may have been measured again since.
     if (folder / frame.FILE).is_file() and (kind in OF_COMMANDS or not _runs([folder])):
         measured = frame.read(folder / frame.FILE)
         study = find(named or _study_of(measured, folder / frame.FILE))
-        return Measured(study, config, measured)
+        return Measured(study, config, measured, Corpora.below(folder))
     return None
 
 
@@ -98,19 +101,31 @@ def _gallery(places: Sequence[Path], out: Path) -> Measured:
 
 
 def _joined(places: Sequence[Path], parts: Sequence[Measured], out: Path) -> Measured:
-    """Folders of one study as one, whose settings lie in `out` too: it is such a folder again."""
+    """Folders of one study as one."""
     _refuse_own_place(out, places, f"some of the cells of {parts[0].study.name}")
-    whole = joined_cells(places, [part.config for part in parts], [part.frame for part in parts])
-    settings, config = out / "config.json", dict(parts[0].config)
+    whole = joined_cells(
+        places,
+        [part.config for part in parts],
+        [part.frame for part in parts],
+        [part.corpora for part in parts],
+    )
+    config = dict(parts[0].config)
     asked = [choices for part in parts for choices in part.config.get("asked") or [{}]]
     if any(asked):
         config["asked"] = [choices for n, choices in enumerate(asked) if choices not in asked[:n]]
-    if settings.exists() and _configuration(out)[0] != config:
-        raise InputError(f"{settings} holds other settings than {places[0]}: give another --out")
-    if config:
-        stored = read_object(places[0] / "config.json")
-        write_json(settings, {**stored, "config": config})
-    return Measured(parts[0].study, config, whole)
+    corpora = Corpora.joined(part.corpora for part in parts)
+    return Measured(parts[0].study, config, whole, corpora)
+
+
+def _leave_settings(whole: Measured, place: Path, out: Path) -> None:
+    """Settings and sources in `out` too: it is a folder of the study again, and can be joined."""
+    settings = out / "config.json"
+    if not whole.config or out.resolve() == place.resolve():
+        return
+    if settings.exists() and _configuration(out)[0] != whole.config:
+        raise InputError(f"{settings} holds other settings than {place}: give another --out")
+    write_json(settings, {**read_object(place / "config.json"), "config": dict(whole.config)})
+    whole.corpora.write(out)
 
 
 def _refuse_own_place(out: Path, places: Sequence[Path], held: str) -> None:
