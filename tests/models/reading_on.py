@@ -33,6 +33,8 @@ COMBINED = (
     "QKNorm2020-logn+-DynamicNTK",
     "QKRMSNorm(gain=true)-RotateFirst-DynamicNTK",
     "KNA-PartialRoPE-LeakyReRoPE",
+    "KNA-PartialRoPE(side=last)",
+    "KNA-PartialRoPE(side=last,layout=interleaved)-SelfExtend",
     "Baseline-XPos-SoftCap(cap=3)-Sink",
     "KNA-logn-Packed-SelfExtend",
     "Baseline-Packed-DynamicNTK",

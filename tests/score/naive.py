@@ -50,17 +50,18 @@ def _turned(recipe: Recipe, x: Tensor, at: Tensor, theta: Tensor, growing: float
 
     `growing` is +1 where pairs grow with the position, -1 where they shrink.
     """
-    turning = 2 * theta.shape[-1]
+    first = scalars.start(recipe, x.shape[-1])
+    end = first + 2 * theta.shape[-1]
     if recipe.position == "half":
-        a, b = x[..., :turning].chunk(2, -1)
+        a, b = x[..., first:end].chunk(2, -1)
     else:
-        a, b = x[..., :turning].reshape(*x.shape[:-1], -1, 2).unbind(-1)
+        a, b = x[..., first:end].reshape(*x.shape[:-1], -1, 2).unbind(-1)
     decay = torch.tensor(scalars.decays(recipe, x.shape[-1]), dtype=torch.float64)
     phase = torch.exp((1j * theta + growing * decay) * at[..., None])[:, None]
     y = torch.complex(a, b) * phase
     parts = (y.real, y.imag)
     left = torch.cat(parts, -1) if recipe.position == "half" else torch.stack(parts, -1).flatten(-2)
-    return torch.cat((left, x[..., turning:]), -1)
+    return torch.cat((x[..., :first], left, x[..., end:]), -1)
 
 
 def _side_by_side(recipe: Recipe, a: Tensor, b: Tensor) -> Tensor:

@@ -70,8 +70,10 @@ def turned(x: Array, recipe: Recipe, by: float, block: int, growing: float = 0.0
     """x (D,) turned by the position `by`, its pairs multiplied as for the distance `growing`."""
     theta = scalars.frequencies(recipe, scalars.turning(recipe, len(x)), block)
     decay, half, y = scalars.decays(recipe, len(x)), len(theta), np.array(x)
+    start = scalars.start(recipe, len(x))
     for m, frequency in enumerate(theta):
         a, b = (m, m + half) if recipe.position == "half" else (2 * m, 2 * m + 1)
+        a, b = start + a, start + b
         cos, sin = math.cos(by * frequency), math.sin(by * frequency)
         size = math.exp(growing * decay[m])
         y[a] = size * (cos * x[a] - sin * x[b])

@@ -43,6 +43,7 @@ class Recipe:
     gamma: float = 0.4
     decay: float = 8.0
     fraction: float = 0.5
+    side: str = "first"
     low: float = 0.3
     high: float = 0.8
     factors: tuple[float, ...] = ()
@@ -89,7 +90,7 @@ class Recipe:
         own: dict[str, dict[str, object]] = {
             "RoPE": {},
             "XPos": {"gamma": self.gamma, "scale": self.decay},
-            "PartialRoPE": {"fraction": self.fraction},
+            "PartialRoPE": {"fraction": self.fraction, "side": self.side},
             "PRoPE": {"fraction": self.fraction},
             "PoPE": {},
         }
@@ -158,6 +159,11 @@ def turning(recipe: Recipe, d: int) -> int:
     if recipe.shape != "PartialRoPE":
         return 2 * d if recipe.shape == "PoPE" else d
     return max(2, 2 * math.floor(recipe.fraction * d / 2))
+
+
+def start(recipe: Recipe, d: int) -> int:
+    """The first feature that turns."""
+    return d - turning(recipe, d) if recipe.side == "last" else 0
 
 
 @functools.cache

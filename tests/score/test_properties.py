@@ -44,6 +44,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "gamma": st.floats(0.1, 10),
     "scale": st.floats(100, 1e6),
     "fraction": st.floats(0.01, 1),
+    "side": st.sampled_from(["first", "last"]),
     "low": st.floats(0.1, 1),
     "high": st.floats(1.5, 100),
     "factors": st.lists(st.floats(0.5, 100), min_size=4, max_size=4).map(tuple),

@@ -164,4 +164,8 @@ def laid_out(rotation: Rotation | SideBySide | ByChunk, q: Tensor) -> Turn:
         partner = (pairs + turned // 2) % turned
     rest = rest.expand(-1, size - turned)
     cos, sin = torch.cat((cos, rest), -1), torch.cat((sin, torch.zeros_like(rest)), -1)
-    return Turn(cos, sin, torch.cat((partner, index[turned:])))
+    partner = torch.cat((partner, index[turned:]))
+    if rotation.start:  # the features that turn stand behind as many of the others
+        cos, sin = cos.roll(rotation.start, -1), sin.roll(rotation.start, -1)
+        partner = (partner.roll(rotation.start) + rotation.start) % size
+    return Turn(cos, sin, partner)

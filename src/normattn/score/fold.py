@@ -57,12 +57,14 @@ class Turner:
         interleaved: whether features 2m and 2m + 1 are a pair, instead of m and m + P.
         growth: the logarithm by which each pair grows from position to position (XPos).
         amplitude: what cos and sin are multiplied with; features that do not turn keep their size.
+        start: the first of the 2·P features that turn.
     """
 
     theta: Float[Tensor, " p"]
     interleaved: bool
     growth: Float[Tensor, " p"] | None = None
     amplitude: float = 1.0
+    start: int = 0
 
     def at(
         self, positions: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0, sign: int = 1
@@ -71,6 +73,8 @@ class Turner:
         growth = None if self.growth is None else self.growth * sign
         made = rotation(positions.double(), self.theta, scale, self.interleaved, dtype, growth)
         size = self.amplitude
+        if self.start:
+            made = replace(made, start=self.start)
         return made if size == 1 else replace(made, cos=made.cos * size, sin=made.sin * size)
 
     def queries(
@@ -199,8 +203,12 @@ def _turner(spec: ScoreSpec, head_dim: int) -> Turner | None:
     position = spec.position
     if not isinstance(position, RotaryPosition):
         return None
-    interleaved = position.layout == "interleaved"
-    return Turner(frequencies(spec, head_dim), interleaved, position.log_growth(head_dim))
+    return Turner(
+        frequencies(spec, head_dim),
+        interleaved=position.layout == "interleaved",
+        growth=position.log_growth(head_dim),
+        start=position.start(head_dim),
+    )
 
 
 def frequencies(spec: ScoreSpec, head_dim: int) -> Float[Tensor, " p"]:

@@ -106,8 +106,12 @@ class RotaryPosition(PositionPart):
         self.require(self.layout in ("half", "interleaved"), "layout", "'half' or 'interleaved'")
 
     def rotated(self, head_dim: int) -> int:
-        """How many leading features turn; the others carry no position."""
+        """How many features turn, one behind the other; the others carry no position."""
         return head_dim
+
+    def start(self, head_dim: int) -> int:
+        """The first feature that turns."""
+        return 0
 
     def turning(self, theta: Float[Tensor, "half"]) -> Float[Tensor, "half"]:
         """The frequencies with those that the position leaves out set to 0, whatever made them."""

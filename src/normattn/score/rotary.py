@@ -22,27 +22,28 @@ from normattn.plain import plain
 class Rotation:
     """cos and sin of the angles, each (T, P) or (B, 1, T, P), already multiplied by a scale.
 
-    Features beyond the first 2·P do not turn: they are multiplied by `rest`, (T, 1) or
-    (B, 1, T, 1).
+    The 2·P features from `start` on turn; the others do not: they are multiplied by `rest`, (T, 1)
+    or (B, 1, T, 1).
     """
 
     cos: Float[Tensor, "*b t p"]
     sin: Float[Tensor, "*b t p"]
     rest: Float[Tensor, "*b t 1"]
     interleaved: bool
+    start: int = 0
 
     def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
         """Turn pair (a, b) into (a·cos − b·sin, b·cos + a·sin)."""
         tables = self.cos, self.sin, self.rest
         if plain():
-            return _turn_plainly(x, *tables, self.interleaved)
-        y: Tensor = _Rotate.apply(x, *tables, self.interleaved, False)  # type: ignore[no-untyped-call]
+            return _turn_plainly(x, *tables, self.interleaved, self.start)
+        y: Tensor = _Rotate.apply(x, *tables, self.interleaved, self.start, False)  # type: ignore[no-untyped-call]
         return y
 
     def rows(self, rows: slice) -> Rotation:
         """The rotation of some of the positions."""
         cos, sin, rest = (x[..., rows, :] for x in (self.cos, self.sin, self.rest))
-        return Rotation(cos, sin, rest, self.interleaved)
+        return Rotation(cos, sin, rest, self.interleaved, self.start)
 
 
 @dataclass(frozen=True)
@@ -159,15 +160,16 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _turn(
-    x: Tensor, cos: Tensor, sin: Tensor, rest: Tensor, interleaved: bool, back: bool
+    x: Tensor, cos: Tensor, sin: Tensor, rest: Tensor, interleaved: bool, start: int, back: bool
 ) -> Tensor:
     wide = x if x.dtype == cos.dtype else x.to(cos.dtype)
     y = torch.empty_like(wide, memory_format=torch.contiguous_format)
-    turned = 2 * cos.shape[-1]
-    a, b = _pairs(wide[..., :turned], interleaved)
-    left, right = _pairs(y[..., :turned], interleaved)
-    if turned < x.shape[-1]:
-        torch.mul(wide[..., turned:], rest, out=y[..., turned:])
+    end = start + 2 * cos.shape[-1]
+    a, b = _pairs(wide[..., start:end], interleaved)
+    left, right = _pairs(y[..., start:end], interleaved)
+    for still in (slice(start), slice(end, None)):
+        if y[..., still].shape[-1]:
+            torch.mul(wide[..., still], rest, out=y[..., still])
     sign = -1 if back else 1
     torch.mul(a, cos, out=left)
     left.addcmul_(b, sin, value=-sign)
@@ -176,14 +178,17 @@ def _turn(
     return y.to(x.dtype)
 
 
-def _turn_plainly(x: Tensor, cos: Tensor, sin: Tensor, rest: Tensor, interleaved: bool) -> Tensor:
+def _turn_plainly(
+    x: Tensor, cos: Tensor, sin: Tensor, rest: Tensor, interleaved: bool, start: int
+) -> Tensor:
     """The same rotation in operations that a compiler can fuse."""
     wide, turned = x.to(cos.dtype), 2 * cos.shape[-1]
-    a, b = _pairs(wide[..., :turned], interleaved)
+    end = start + turned
+    a, b = _pairs(wide[..., start:end], interleaved)
     left, right = a * cos - b * sin, b * cos + a * sin
     y = torch.stack((left, right), -1).flatten(-2) if interleaved else torch.cat((left, right), -1)
     if turned < x.shape[-1]:
-        y = torch.cat((y, wide[..., turned:] * rest), -1)
+        y = torch.cat((wide[..., :start] * rest, y, wide[..., end:] * rest), -1)
     return y.to(x.dtype)
 
 
@@ -198,19 +203,21 @@ class _Rotate(torch.autograd.Function):
         sin: Tensor,
         rest: Tensor,
         interleaved: bool,
+        start: int,
         back: bool,
     ) -> Tensor:
         ctx.save_for_backward(cos, sin, rest)
-        ctx.settings = interleaved, back
-        return _turn(x, cos, sin, rest, interleaved, back)
+        ctx.settings = interleaved, start, back
+        return _turn(x, cos, sin, rest, interleaved, start, back)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, rest = ctx.saved_tensors
-        interleaved, back = ctx.settings
+        interleaved, start, back = ctx.settings
         if plain():
-            turned = _turn_plainly(grads[0], cos, sin if back else -sin, rest, interleaved)
-            return turned, None, None, None, None, None
+            turned = _turn_plainly(grads[0], cos, sin if back else -sin, rest, interleaved, start)
+            return turned, None, None, None, None, None, None
         # With gradients on, a derivative of this derivative is wanted: it is a rotation as well.
         turn = _Rotate.apply if torch.is_grad_enabled() else _turn
-        return turn(grads[0], cos, sin, rest, interleaved, not back), None, None, None, None, None
+        turned = turn(grads[0], cos, sin, rest, interleaved, start, not back)
+        return turned, None, None, None, None, None, None

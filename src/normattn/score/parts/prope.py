@@ -19,7 +19,7 @@ class PRoPE(RotaryPosition):
     """p-RoPE: θ_m = base^(−2m/d) for m < ⌊p·d/2⌋ and 0 from there on (arXiv 2410.06205).
 
     `fraction` p of the pairs turn, the fastest ones, with the frequencies of the whole head. That
-    is not `PartialRoPE`, where the first p·d features turn with those of a head of that size.
+    is not `PartialRoPE`, where p·d features turn with those of a head of that size.
     p = 1 is RoPE, p = 0 NoPE.
     """
 
