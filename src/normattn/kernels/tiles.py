@@ -104,6 +104,12 @@ class Plan:
         """Whether i − j is known from the row and the column alone."""
         return self.seen.aligned and self.queries <= self.keys
 
+    @property
+    def alone(self) -> bool:
+        """Whether one near span of one tile holds every column."""
+        spans = [(span.far, span.columns) for tile in self.tiles for span in tile.spans]
+        return spans == [(False, slice(0, self.keys))] and self.near_start == 0
+
     def groups(self, q: Tensor) -> Iterator[Group]:
         """Whole batch rows while they fit into a tile, else heads of one row."""
         batch, heads = q.shape[0], q.shape[1] // self.repeat
