@@ -9,7 +9,7 @@ from pathlib import Path
 import transformers
 
 from normattn import InputError, score_of
-from normattn.hf.score_reading import LayerScore
+from normattn.hf.score_reading import AGREES, LayerScore
 
 from .tiny import build
 
@@ -41,10 +41,13 @@ def row(family: str) -> tuple[str, ...]:
 
 def _said(layer: LayerScore) -> str:
     """The score; else what is missing, without the layer's name and what differs by processor."""
+    beside = "" if layer.beside is None else f" ({layer.beside})"
     if layer.verified:
-        return f"`{layer.spec}`"
+        return f"`{layer.spec}`{beside}"
     lacks = str(layer.lacks).partition("): ")[2]
-    return "not read: " + re.sub(r" by \S+ of its largest output", "", lacks)
+    agrees = layer.difference is not None and layer.difference < AGREES
+    but = f"; but for that `{layer.spec}`{beside}" if agrees else ""
+    return "not read: " + re.sub(r" by \S+ of its largest output", "", lacks) + but
 
 
 def is_read(said: Sequence[str]) -> bool:

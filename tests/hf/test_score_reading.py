@@ -18,6 +18,7 @@ from normattn.score.recipes import RECIPES
 from .families import FAMILIES, configuration, model_of
 from .test_gguf import _write
 from .test_recipes import _SIZES, _configuration, _model, _small
+from .tiny import build
 
 
 def _tiny(name: str) -> tuple[Any, ScoreSpec, int]:
@@ -222,3 +223,66 @@ def test_a_damaged_gguf(kept: int, tmp_path: Path, capfd: pytest.CaptureFixture[
     assert (code, out) == (2, "")
     assert "tiny.gguf" in error.splitlines()[-1]
     assert "Traceback" not in error
+
+
+def _latent(**more: Any) -> Any:
+    """A tiny DeepSeek-V3, whose keys are made of latent vectors and whose last features turn."""
+    sizes = {key: value for key, value in _SIZES.items() if key != "head_dim"}
+    own = {
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "first_k_dense_replace": 2,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+    }
+    config = transformers.DeepseekV3Config(**{**sizes, **own, **more})
+    return _model("DeepseekV3", config)
+
+
+def test_keys_of_latent_vectors_are_read() -> None:
+    plain = "Baseline-PartialRoPE(layout=interleaved,fraction=0.3334,side=last)"
+    assert {str(layer.spec) for layer in score_of(_latent()).layers} == {plain}
+    apart = score_of(_latent(rope_interleave=False, q_lora_rank=None))
+    assert apart.verified, str(apart)
+    assert str(apart.layers[0].spec) == "Baseline-PartialRoPE(fraction=0.3334,side=last)"
+
+
+@pytest.mark.parametrize("all_dim", [1.0, 0.5])
+def test_a_scale_that_goes_with_yarn_is_its_sharpness(all_dim: float) -> None:
+    """DeepSeek multiplies the whole score with what others multiply the turned features with."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 64,
+        "mscale": all_dim,
+        "mscale_all_dim": all_dim,
+    }
+    seen = score_of(_latent(rope_parameters=rope))
+    assert seen.verified, str(seen)
+    yarn = "YaRN(factor=40)" if all_dim == 1 else "YaRN(factor=40,sharpness=0.05)"
+    assert str(seen.layers[0].spec).endswith(f"side=last)-{yarn}@64")
+
+
+def test_what_a_layer_does_besides_is_said() -> None:
+    model = model_of("Qwen3")
+    projection = model.model.layers[1].self_attn.o_proj
+    layer, norm = model.model.layers[1].self_attn, torch.nn.RMSNorm(projection.in_features, 1e-6)
+    try:
+        layer.o_proj = torch.nn.Sequential(norm, projection)
+        seen = score_of(model, tokens=24)
+    finally:
+        layer.o_proj = projection
+    assert seen.verified, str(seen)
+    assert "an RMS norm of all heads follows, which is the layer's" in str(seen)
+    assert seen.layers[0].beside is None
+
+
+def test_keys_that_an_indexer_selects_have_no_name() -> None:
+    seen = score_of(build("glm_moe_dsa"))
+    assert not seen.verified
+    assert "its indexer selects 4 keys for each query, which no part says" in str(seen)
+    assert all(layer.difference is not None and layer.difference < 1e-5 for layer in seen.layers)

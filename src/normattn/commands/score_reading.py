@@ -41,6 +41,7 @@ def _record(model: str, config: Any, score: Any) -> dict[str, Any]:
                 "difference": layer.difference,
                 "verified": layer.verified,
                 "lacks": layer.lacks,
+                "beside": layer.beside,
             }
             for layer in score.layers
         ],

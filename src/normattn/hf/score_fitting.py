@@ -38,11 +38,38 @@ class Norm:
 
 @dataclass(frozen=True)
 class Turned:
-    """θ of each pair of the first 2·P features, and by what each position is multiplied besides."""
+    """θ of each pair of 2·P features, and by what each position is multiplied besides.
+
+    The features that turn start at `start`.
+    """
 
     theta: Float[Tensor, " p"]
     size: Float[Tensor, " t"]
     interleaved: bool
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Which features turn, `size` of them from `start` on, and which two are a pair.
+
+    `apart`: pairs are (m, m + P), not (2m, 2m + 1). `reordered`: the rotation puts the first ones
+    of all pairs before the second ones, as some families do with pairs that stood side by side.
+    """
+
+    size: int
+    start: int
+    apart: bool
+    reordered: bool = False
+
+    def restored(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
+        """x with the features that turn where they stood before the rotation."""
+        if not self.reordered:
+            return x
+        end = self.start + self.size
+        first, second = x[..., self.start : end].chunk(2, -1)
+        pairs = torch.stack((first, second), -1).flatten(-2)
+        return torch.cat((x[..., : self.start], pairs, x[..., end:]), -1)
 
 
 def bare(x: Float[Tensor, "b h t d"], kind: str, across: str, eps: float) -> Tensor:
@@ -91,31 +118,29 @@ def _line(
 
 
 def turned(
-    still: Float[Tensor, "b h t d"], given: Float[Tensor, "b h t d"], features: int, apart: bool
+    still: Float[Tensor, "b h t d"], given: Float[Tensor, "b h t d"], shape: Shape
 ) -> Turned | None:
-    """The rotation of the first `features` that makes `given` of `still`; None where none does.
-
-    `apart`: pairs are (m, m + P), not (2m, 2m + 1).
-    """
-    z, w = _complex(still, features, apart), _complex(given, features, apart)
+    """The rotation of this shape that makes `given` of `still`; None where none does."""
+    z, w = _complex(still, shape), _complex(given, shape)
     ratio = (w * z.conj()).sum((0, 1)) / z.abs().square().sum((0, 1)).clamp(min=1e-30)  # (T, P)
     miss = (w - ratio * z).abs().max()
-    rest = still[..., features:].double()
     size = ratio.abs().mean(-1)
-    if rest.numel():
-        off = (rest * size[:, None] - given[..., features:]).abs().max()
-        miss = torch.maximum(miss, off)
+    for others in (slice(shape.start), slice(shape.start + shape.size, None)):
+        rest = still[..., others].double()
+        if rest.numel():
+            off = (rest * size[:, None] - given[..., others]).abs().max()
+            miss = torch.maximum(miss, off)
     uneven = (ratio.abs() - size[:, None]).abs().max()
     top = given.abs().max()
     if float(miss) > CLOSE * float(top) or float(uneven) > 2 * CLOSE * float(size.max()):
         return None
     theta = _angles(ratio)
-    return None if theta is None else Turned(theta, size, not apart)
+    return None if theta is None else Turned(theta, size, not shape.apart, shape.start)
 
 
-def _complex(x: Tensor, features: int, apart: bool) -> Tensor:
-    x = x[..., :features].double()
-    a, b = x.chunk(2, -1) if apart else (x[..., 0::2], x[..., 1::2])
+def _complex(x: Tensor, shape: Shape) -> Tensor:
+    x = x[..., shape.start : shape.start + shape.size].double()
+    a, b = x.chunk(2, -1) if shape.apart else (x[..., 0::2], x[..., 1::2])
     return torch.complex(a, b)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from normattn.hf.score_fitting import CLOSE, Turned, plain_base
 from normattn.score import ScoreSpec
 from normattn.score.fold import frequencies
+from normattn.score.parts.partial_rope import PartialRoPE
 
 _STILL = 1e-7
 
@@ -33,15 +34,20 @@ def rope_of(config: Any, index: int) -> Mapping[str, Any]:
 
 
 def position_words(
-    rotation: Turned, rope: Mapping[str, Any], config: Any, head_dim: int, gain: float | None
+    rotation: Turned,
+    rope: Mapping[str, Any],
+    config: Any,
+    head_dim: int,
+    gains: tuple[float, ...],
 ) -> tuple[str, int | None] | None:
     """Position and spectrum of a rotation as parts, with the length that they need; None if none.
 
-    `gain` is what the rotation was measured to multiply q with, where that can be told.
+    `gains` are what the rotation may multiply q and k with by what was measured; none where that
+    cannot be told.
     """
     if float(rotation.theta.abs().max()) < _STILL:
         return "NoPE", None
-    for position, spectrum, length in _proposals(rotation, rope, config, head_dim, gain):
+    for position, spectrum, length in _proposals(rotation, rope, config, head_dim, gains):
         text = "-".join(filter(None, ("Baseline", position, spectrum)))
         spec = ScoreSpec.parse(text, train_length=length)
         theirs, mine = (
@@ -63,7 +69,11 @@ _Words = tuple[str, str, int | None]
 
 
 def _proposals(
-    rotation: Turned, rope: Mapping[str, Any], config: Any, head_dim: int, gain: float | None
+    rotation: Turned,
+    rope: Mapping[str, Any],
+    config: Any,
+    head_dim: int,
+    gains: tuple[float, ...],
 ) -> Iterator[_Words]:
     """What the configuration says, then a plain row of frequencies that fits."""
     size = 2 * rotation.theta.numel()
@@ -77,9 +87,10 @@ def _proposals(
             continue
         kind, part = "RoPE", ""
         if size != head_dim:
-            kind, part = "PartialRoPE", f"fraction={_nice(size / head_dim)}"
+            kind, part = "PartialRoPE", _fraction(size, head_dim)
+            part += ",side=last" if rotation.start else ""
         position = _part(kind, named, layout, part) if named or layout or part else ""
-        yield position, *_spectrum(rope, config, gain)
+        yield position, *_spectrum(rope, config, gains)
         yield position, "", None
 
 
@@ -93,7 +104,9 @@ def _stretch(rope: Mapping[str, Any]) -> str:
     return f"PI(factor={_nice(factor)})" if factor != 1 else ""
 
 
-def _spectrum(rope: Mapping[str, Any], config: Any, gain: float | None) -> tuple[str, int | None]:
+def _spectrum(
+    rope: Mapping[str, Any], config: Any, gains: tuple[float, ...]
+) -> tuple[str, int | None]:
     """The stretched spectrum that rope parameters name, with the length it counts within."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     length = rope.get("original_max_position_embeddings")
@@ -114,11 +127,27 @@ def _spectrum(rope: Mapping[str, Any], config: Any, gain: float | None) -> tuple
         for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
             if (value := rope.get(name)) not in (None, usual):
                 given.append(f"{name}={_nice(float(value))}")
-        sharpness = (_amplitude(rope, factor) if gain is None else gain) - 1
-        sharpness = round(sharpness / math.log(factor), 4) if factor > 1 else 0.1
+        likely = (0.1, 0.1 * float(rope.get("mscale_all_dim") or 1.0))
+        sharpness = _sharpness(gains or (_amplitude(rope, factor),), factor, likely)
         given += [f"sharpness={_nice(sharpness)}"] if sharpness != 0.1 else []
         return _part("YaRN", *given), length
     return "", None
+
+
+def _sharpness(gains: tuple[float, ...], factor: float, usual: tuple[float, ...]) -> float:
+    """YaRN's by what multiplies q and k: a usual one if one of them says so, else the last."""
+    if factor <= 1:
+        return 0.1
+    told = [round((gain - 1) / math.log(factor), 4) for gain in gains]
+    return next((one for one in usual if round(one, 4) in told), told[-1])
+
+
+def _fraction(size: int, head_dim: int) -> str:
+    """A share of the head that `size` of its features are, as `PartialRoPE` rounds it."""
+    exact = size / head_dim
+    shares = (round(exact, 10), math.ceil(exact * 1e4) / 1e4, math.ceil(exact * 1e8) / 1e8)
+    fits = (share for share in shares if PartialRoPE(fraction=share).rotated(head_dim) == size)
+    return f"fraction={_nice(next(fits, exact))}"
 
 
 def _amplitude(rope: Mapping[str, Any], factor: float) -> float:

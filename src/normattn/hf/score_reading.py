@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.hf.score_fitting import CLOSE, Norm, Turned, bare, norms, turned
+from normattn.hf.score_fitting import Norm, Shape, Turned, bare, norms, turned
+from normattn.hf.score_gating import Gating, gating
 from normattn.hf.score_naming import position_words, rope_of, temperature_words, window_words
+from normattn.hf.score_projections import Raw, candidates
 from normattn.hf.score_recording import Heard, listen
 from normattn.layers.attend import attention
 from normattn.score import Score, ScoreSpec
@@ -34,13 +35,15 @@ class LayerScore:
     """One attention layer: its score, or what is missing to name it.
 
     `difference` is how far `attention` with this score was from the layer's own, as a share of the
-    largest output; `lacks` says what the vocabulary has no word for, None where it has all.
+    largest output; `lacks` says what the vocabulary has no word for, None where it has all;
+    `beside` what the layer does to the output that is no part of a score.
     """
 
     layer: int
     spec: ScoreSpec | None
     difference: float | None
     lacks: str | None
+    beside: str | None = None
 
     @property
     def verified(self) -> bool:
@@ -68,14 +71,19 @@ class ModelScore:
         """A line for each run of layers with one score."""
         runs: list[list[LayerScore]] = []
         for layer in self.layers:
-            same = runs and (runs[-1][0].spec, runs[-1][0].lacks) == (layer.spec, layer.lacks)
+            same = runs and _alike_said(runs[-1][0], layer)
             runs[-1].append(layer) if same else runs.append([layer])
         for run in runs:
             where = f"layer {run[0].layer}" + (f"-{run[-1].layer}" if len(run) > 1 else "")
             name = "not read" if run[0].spec is None else str(run[0].spec)
             off = max((layer.difference or 0.0 for layer in run), default=0.0)
             how = run[0].lacks or f"verified on {self.tokens} tokens, off by {off:.0e}"
+            how += "" if run[0].beside is None else f"; {run[0].beside}"
             yield f"{where}: {name} ({how})"
+
+
+def _alike_said(one: LayerScore, other: LayerScore) -> bool:
+    return (one.spec, one.lacks, one.beside) == (other.spec, other.lacks, other.beside)
 
 
 def score_of(model: Any, tokens: int = 48) -> ModelScore:
@@ -108,13 +116,23 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
 class _Fit:
     """One way from projections to what attention was given."""
 
-    raw_q: Tensor
-    raw_k: Tensor
+    raw: Raw
     q: Norm
     k: Norm
     q_turned: Turned
     k_turned: Turned
     first: bool
+
+    @property
+    def norm(self) -> Norm:
+        """That of queries, or of keys where queries have none."""
+        return self.q if self.q.kind else self.k
+
+    @property
+    def across(self) -> str:
+        """What both normalise over, and whether each head has a gain of its own."""
+        kinds = {norm.across for norm in (self.q, self.k) if norm.kind}
+        return "each" if "each" in kinds else next(iter(kinds), "head")
 
 
 def _read(heard: Heard, config: Any) -> LayerScore:
@@ -124,77 +142,89 @@ def _read(heard: Heard, config: Any) -> LayerScore:
         return LayerScore(heard.index, None, None, f"{heard.name}: {why}")
     fit = next(_fits(heard, config), None)
     if fit is None:
-        return LayerScore(
-            heard.index,
-            None,
-            None,
-            f"{heard.name}: no projection of it, normalised and turned in a way that the "
-            "vocabulary has, is what reaches its attention",
-        )
-    gate = _gate(heard)
+        return LayerScore(heard.index, None, None, f"{heard.name}: {_unread(heard, config)}")
+    gate = gating(heard, _eps(heard, config))
     text, length, lacks = _named(heard, config, fit, gate)
     if text is None:
         return LayerScore(heard.index, None, None, f"{heard.name}: {lacks}")
     spec = ScoreSpec.parse(text, train_length=length)
+    beside = "; ".join(filter(None, (fit.raw.beside, gate.beside))) or None
     off = _difference(spec, heard, fit, gate.logits)
     wide = heard.q.dtype in (torch.float32, torch.float64)
     if off > (AGREES if wide else _HALF):
         lacks = f"its attention differs from that of {spec} by {off:.1e} of its largest output"
-    return LayerScore(heard.index, spec, off, None if lacks is None else f"{heard.name}: {lacks}")
+    lacks = None if lacks is None else f"{heard.name}: {lacks}"
+    return LayerScore(heard.index, spec, off, lacks, beside)
 
 
 def _fits(heard: Heard, config: Any) -> Iterator[_Fit]:
     """Ways that agree with all that was heard, the plainest first."""
     d, eps = heard.q.shape[-1], _eps(heard, config)
-    sizes = tuple(dict.fromkeys((*_shares(heard, config, d), d)))
-    for raw_q, raw_k in _raw(heard):
-        sides = (list(norms(raw_q, heard.q, eps)), list(norms(raw_k, heard.k, eps)))
-        for left, right, first, size, apart in itertools.product(
-            *sides, (False, True), sizes, (True, False)
-        ):
-            one = _one(left, raw_q, heard.q, size, apart, first)
-            other = None if one is None else _one(right, raw_k, heard.k, size, apart, first)
-            if one is not None and other is not None and _alike(one, other):
-                yield _Fit(raw_q, raw_k, left, right, one, other, first)
+    shares = tuple(_shares(heard, config, d))
+    for raw in candidates(heard):
+        for shapes in _shapes(raw, shares, d):
+            q, k = shapes[0].restored(heard.q), shapes[0].restored(heard.k)
+            sides = (list(norms(raw.q, q, eps)), list(norms(raw.k, k, eps)))
+            for left, right, first, shape in itertools.product(*sides, (False, True), shapes):
+                if not _beside(left, right):
+                    continue
+                one = _one(left, raw.q, q, shape, first)
+                other = None if one is None else _one(right, raw.k, k, shape, first)
+                if one is not None and other is not None and _alike(one, other):
+                    yield _Fit(raw, left, right, one, other, first)
 
 
-def _one(
-    norm: Norm, raw: Tensor, given: Tensor, size: int, apart: bool, first: bool
-) -> Turned | None:
+def _unread(heard: Heard, config: Any) -> str:
+    """Why no way agrees: what no projection makes, or that it is turned in a way of its own."""
+    raws, eps = list(candidates(heard)), _eps(heard, config)
+    if not raws:
+        heads, groups, d = heard.q.shape[1], heard.k.shape[1], heard.q.shape[-1]
+        return (
+            f"none of its linear maps makes {heads} heads of queries and {groups} of keys with {d} "
+            "features, so what is done to them is not known"
+        )
+    kept = {
+        "queries": any(True for raw in raws for _ in norms(raw.q, heard.q, eps)),
+        "keys": any(True for raw in raws for _ in norms(raw.k, heard.k, eps)),
+    }
+    sides = " and ".join(side for side, agrees in kept.items() if not agrees)
+    if sides:
+        return f"no projection of it, normalised as the vocabulary can, is its {sides}"
+    return "its queries and keys are turned or normalised in a way that no part says"
+
+
+def _shapes(raw: Raw, shares: tuple[int, ...], d: int) -> Iterator[list[Shape]]:
+    """What may turn: lists of those that leave features where they are, then of others alone."""
+    first = [(size, 0) for size in dict.fromkeys((*shares, d))]
+    last = [(size, d - size) for size in shares if size < d]
+    if raw.last is not None:
+        first, last = [(raw.last, d - raw.last)], first
+    for blocks in (first, last):
+        if blocks:
+            yield [Shape(*block, apart) for block in blocks for apart in (True, False)]
+            yield from ([Shape(*block, apart=False, reordered=True)] for block in blocks)
+
+
+def _one(norm: Norm, raw: Tensor, given: Tensor, shape: Shape, first: bool) -> Turned | None:
     raw, given = raw.double(), given.double()
     if not first:
-        return turned(norm(raw), given, size, apart)
+        return turned(norm(raw), given, shape)
     if not norm.kind:
         return None
     still = bare(raw, norm.kind, norm.across, norm.eps)
-    return turned(still, (given - norm.bias[:, None]) / norm.gain[:, None], size, apart)
+    return turned(still, (given - norm.bias[:, None]) / norm.gain[:, None], shape)
+
+
+def _beside(one: Norm, other: Norm) -> bool:
+    """Whether one part says both normalisations."""
+    if not (one.kind and other.kind):
+        return True
+    over = {one.across == "all", other.across == "all"}
+    return (one.kind, one.eps) == (other.kind, other.eps) and len(over) == 1
 
 
 def _alike(one: Turned, other: Turned) -> bool:
     return bool((one.theta - other.theta).abs().max() < 1e-4)
-
-
-def _raw(heard: Heard) -> Iterator[tuple[Tensor, Tensor]]:
-    """Queries and keys as projections may hold them: apart, joined, side by side, with a gate."""
-    heads, groups, d = heard.q.shape[1], heard.k.shape[1], heard.q.shape[-1]
-    made = [projection.made for projection in heard.projections]
-    for one in made:
-        for other in made:
-            if one is not other and other.shape[-1] == groups * d:
-                if one.shape[-1] == heads * d:
-                    yield _heads(one, d), _heads(other, d)
-                elif one.shape[-1] == 2 * heads * d:
-                    yield _heads(one, 2 * d)[..., :d], _heads(other, d)
-        if one.shape[-1] == (heads + 2 * groups) * d:
-            parts = _heads(one, d)
-            yield parts[:, :heads], parts[:, heads : heads + groups]
-            if heads == groups:
-                joined = _heads(one, 3 * d)
-                yield joined[..., :d], joined[..., d : 2 * d]
-
-
-def _heads(x: Float[Tensor, "b t w"], size: int) -> Float[Tensor, "b h t d"]:
-    return x.reshape(*x.shape[:2], -1, size).transpose(1, 2)
 
 
 def _eps(heard: Heard, config: Any) -> list[float]:
@@ -213,23 +243,19 @@ def _shares(heard: Heard, config: Any, d: int) -> list[int]:
 
 
 def _named(
-    heard: Heard, config: Any, fit: _Fit, gate: _Gate
+    heard: Heard, config: Any, fit: _Fit, gate: Gating
 ) -> tuple[str | None, int | None, str | None]:
     """The score as text, the length it needs, and what is missing in it."""
     rope, d = rope_of(config, heard.index), heard.q.shape[-1]
-    bare_gain = float(fit.k.gain[0, 0]) if not fit.k.kind else None
-    placed = position_words(fit.q_turned, rope, config, d, bare_gain)
+    placed = position_words(fit.q_turned, rope, config, d, _gains(heard, fit))
     if placed is None:
         return None, None, "its rotary frequencies are none that the vocabulary has"
     position, length = placed
     warm = temperature_words(config, rope, fit.q_turned.size, position != "NoPE")
     if warm is None:
         return None, None, "its scale changes with the position in a way that no part says"
-    window, lacks = "", None
-    if _causal(heard):
-        window, lacks = window_words(heard.visible[0].cpu(), _window(heard, config))
-    if heard.added:
-        lacks = f"its mask adds up to {heard.added:.2g} to a score"
+    window, hides = _hidden(heard, config)
+    lacks = "; ".join(filter(None, (fit.raw.lacks, hides, gate.lacks))) or None
     if window.startswith("SlidingWindow") and "(factor" in position:
         window = window.replace(")", ",stretched=true)")
     cap, sink = heard.more.get("softcap"), heard.more.get("s_aux")
@@ -243,7 +269,7 @@ def _named(
         gate.part,
         window,
     )
-    return "-".join(filter(None, words)), length, lacks or gate.lacks
+    return "-".join(filter(None, words)), length, lacks
 
 
 def _amplitude(position: str, length: int | None) -> float:
@@ -255,10 +281,14 @@ def _amplitude(position: str, length: int | None) -> float:
 def _variant(heard: Heard, fit: _Fit, amplitude: float) -> str:
     kinds = {"rms": "RMSNorm", "layer": "LayerNorm"}
     fields = []
-    scaling = float(heard.more.get("scaling") or heard.q.shape[-1] ** -0.5)
-    if abs(scaling * heard.q.shape[-1] ** 0.5 - 1) > 1e-6:
-        fields.append(f"scale={scaling!r}")
-    norm = fit.q if fit.q.kind else fit.k
+    scaling = _scaling(heard)
+    for fitted in (fit.q, fit.k):
+        share = 1.0 if fitted.kind else float(fitted.gain[0, 0]) / amplitude
+        scaling *= 1.0 if abs(share - 1) < 1e-5 else share
+    if abs(scaling * heard.q.shape[-1] ** 0.5 - 1) > 1e-5:
+        same = scaling == _scaling(heard)
+        fields.append(f"scale={scaling!r}" if same else f"scale={scaling:.8g}")
+    norm = fit.norm
     name = "Baseline"
     if norm.kind:
         sides = ("Q" if fit.q.kind else "") + ("K" if fit.k.kind else "")
@@ -269,9 +299,41 @@ def _variant(heard: Heard, fit: _Fit, amplitude: float) -> str:
             if fitted.kind
         )
         fields += ["gain=false"] if plain else []
-        fields += [f"across={norm.across}"] if norm.across != "head" else []
+        fields += [f"across={fit.across}"] if fit.across != "head" else []
         fields += [f"eps={norm.eps!r}"] if norm.eps != 1e-6 else []
     return f"{name}({','.join(fields)})" if fields else name
+
+
+def _scaling(heard: Heard) -> float:
+    """λ as the attention function was given it."""
+    return float(heard.more.get("scaling") or heard.q.shape[-1] ** -0.5)
+
+
+def _gains(heard: Heard, fit: _Fit) -> tuple[float, ...]:
+    """What the rotation may multiply queries and keys with; nothing where norms hide it.
+
+    The square root of all that multiplies the product, beyond 1/√d, or what was seen of keys.
+    """
+    if fit.k.kind or fit.q.kind:
+        return () if fit.k.kind else (float(fit.k.gain[0, 0]),)
+    q, k = float(fit.q.gain[0, 0]), float(fit.k.gain[0, 0])
+    whole = _scaling(heard) * heard.q.shape[-1] ** 0.5 * q * k
+    return (*((whole**0.5,) if whole > 0 else ()), k)
+
+
+def _hidden(heard: Heard, config: Any) -> tuple[str, str | None]:
+    """The part that says which keys are hidden, "" for none, and what no part says."""
+    indices = heard.more.get("indices")
+    if indices is not None:
+        count = getattr(config, "index_topk", None) or indices.shape[-1]
+        return "", f"its indexer selects {count} keys for each query, which no part says"
+    if not _causal(heard):
+        return "", None
+    if heard.mask is not None and not heard.alike:
+        return "", "its mask hides keys by what the text says, which no part says"
+    if heard.added:
+        return "", f"its mask adds up to {heard.added:.2g} to a score, which no part says"
+    return window_words(heard.visible[0].cpu(), _window(heard, config))
 
 
 def _window(heard: Heard, config: Any) -> str:
@@ -290,42 +352,6 @@ def _causal(heard: Heard) -> bool:
     return not bool(heard.visible[0].triu(1).any())
 
 
-@dataclass(frozen=True)
-class _Gate:
-    """The output gate's part and its logits (B, T, …); what is missing where the output changes."""
-
-    part: str = ""
-    logits: Tensor | None = None
-    lacks: str | None = None
-
-
-def _gate(heard: Heard) -> _Gate:
-    """What stands between attention's output and the last projection."""
-    out = heard.out.flatten(2)
-    given = [
-        projection.given for projection in heard.projections if projection.given.shape == out.shape
-    ]
-    if any(torch.equal(candidate, out) for candidate in given):
-        return _Gate()
-    for candidate, logits in itertools.product(given, _logits(heard)):
-        wide = out.shape[-1] // logits.shape[-1]
-        off = logits.double().sigmoid().repeat_interleave(wide, -1) * out - candidate
-        if float(off.abs().max()) <= CLOSE * float(candidate.abs().max()):
-            return _Gate("Gate" if wide == 1 else "Gate(per=head)", logits)
-    lacks = "its output is changed before the last projection in a way that no part says"
-    return _Gate(lacks=lacks)
-
-
-def _logits(heard: Heard) -> Iterator[Tensor]:
-    """What may gate the output: a projection of its own, or the second half of each head's."""
-    heads, size = heard.out.shape[2:]
-    for made in (projection.made for projection in heard.projections):
-        if made.shape[-1] == 2 * heads * size:
-            yield made.reshape(*made.shape[:2], heads, 2 * size)[..., size:].flatten(2)
-        elif made.shape[-1] in (heads * size, heads):
-            yield made
-
-
 def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, logits: Tensor | None) -> float:
     """How far `attention` is from the layer's own, as a share of its largest output."""
     score = Score(spec, heard.q.shape[1], heard.q.shape[-1], heard.k.shape[1]).double()
@@ -338,11 +364,20 @@ def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, logits: Tensor | None)
                 own.copy_(shared / amplitude)
     if score.sink is not None:
         score.sink.copy_(heard.more["s_aux"])
-    q, k, v = (tensor.detach().double().cpu() for tensor in (fit.raw_q, fit.raw_k, heard.v))
+    q, k, v = (tensor.detach().double().cpu() for tensor in (fit.raw.q, fit.raw.k, heard.v))
     theirs = heard.out.double().cpu()
     if logits is not None:
         logits = logits.double().cpu()
         wide = theirs[0, 0].numel() // logits.shape[-1]
         theirs = theirs * logits.sigmoid().repeat_interleave(wide, -1).view_as(theirs)
-    ours = attention(q, k, v, score.cpu(), causal=_causal(heard), gate=logits)
+    mask = _mask(heard)
+    ours = attention(q, k, v, score.cpu(), causal=_causal(heard), gate=logits, attn_mask=mask)
     return float((ours.transpose(1, 2) - theirs).abs().max() / theirs.abs().max())
+
+
+def _mask(heard: Heard) -> Tensor | None:
+    """What the layer's mask does that no part says: which keys it hides, or what it adds."""
+    if heard.mask is None or (heard.alike and not heard.added):
+        return None
+    mask = heard.mask[..., : heard.k.shape[2]].cpu()
+    return mask if mask.dtype == torch.bool else mask.double()

@@ -9,7 +9,7 @@ Legend: B batch, H query heads, G key heads, T tokens, D head dimension, E value
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,12 +33,25 @@ class Projection:
 
 
 @dataclass
+class Inside:
+    """What another module inside an attention layer made, (B, T, W), and its name in the layer.
+
+    `projects`: it has linear maps of its own.
+    """
+
+    name: str
+    projects: bool
+    made: Float[Tensor, "b t w"]
+
+
+@dataclass
 class Heard:
     """One attention layer: its projections, what reached its attention function, and the result.
 
     q and k are normalised and turned already; `visible` (B, T, S) says who sees whom; `more` are
     the function's other arguments (scaling, softcap, s_aux, …). `added` is the largest finite
-    number that the mask adds.
+    number that the mask adds, `mask` what it is. `lent` are the projections of the layer whose keys
+    this one reads too.
     """
 
     index: int
@@ -50,7 +63,17 @@ class Heard:
     added: float
     more: dict[str, Any]
     out: Float[Tensor, "b t h e"]
+    mask: Tensor | None = None
     projections: list[Projection] = field(default_factory=list)
+    lent: list[Projection] = field(default_factory=list)
+    inside: list[Inside] = field(default_factory=list)
+
+    @property
+    def alike(self) -> bool:
+        """Whether the mask hides the same keys in every text and from every head."""
+        if self.mask is None:
+            return True
+        return bool((hidden(self.mask[..., : self.k.shape[2]]) == ~self.visible[0]).all())
 
     @property
     def name(self) -> str:
@@ -65,33 +88,65 @@ def listen(model: Any, tokens: int = 48) -> list[Heard]:
     Raises `InputError` for a model that cannot read them, or whose layers do not take their
     attention function from transformers' AttentionInterface.
     """
-    heard: list[Heard] = []
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, vocabulary, (_BATCH, tokens), generator=generator).to(model.device)
     mode = model.training
     model.eval()
     try:
-        with _listening(model, heard), _projections(model) as ran:
-            try:
-                model(ids, use_cache=False)
-            except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
-                sentence = " ".join(str(error).split())[:200]
-                raise InputError(
-                    f"{type(model).__name__} cannot read tokens alone, so its layers cannot be "
-                    f"listened to: {sentence}"
-                ) from error
+        # Once to know the layers, and once more to keep what is made inside of them, not elsewhere.
+        layers = dict.fromkeys(call.module for call in _read(model, ids))
+        with _made(layers, tokens) as ran:
+            heard = _read(model, ids)
     finally:
         model.train(mode)
+    _hand_out(heard, ran)
+    return heard
+
+
+def _read(model: Any, ids: Tensor) -> list[Heard]:
+    """The calls of attention while the model reads these tokens."""
+    heard: list[Heard] = []
+    with _listening(model, heard):
+        try:
+            model(ids, use_cache=False)
+        except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
+            sentence = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"{type(model).__name__} cannot read tokens alone, so its layers cannot be "
+                f"listened to: {sentence}"
+            ) from error
     if not heard:
         raise InputError(
             f"the layers of {type(model).__name__} do not take their attention function from "
             "transformers' AttentionInterface, so they cannot be listened to"
         )
-    for call in heard:
-        inside = (ran[part] for part in call.module.modules() if part in ran)
-        call.projections = list(inside)
     return heard
+
+
+def _hand_out(heard: list[Heard], ran: _Ran) -> None:
+    """To each call of a layer what its modules made in the same run, and the maker of its keys.
+
+    A layer may run several times, and call its attention several times a run.
+    """
+    for number, call in enumerate(heard):
+        calls = [other for other in heard if other.module is call.module]
+        turn = next(at for at, other in enumerate(calls) if other is call)
+        for name, part in call.module.named_modules():
+            runs = ran.get(part)
+            if not runs or part is call.module:
+                continue
+            given, made = runs[turn * len(runs) // len(calls)]
+            if isinstance(part, nn.Linear):
+                call.projections += [Projection(given, x) for x in made if given is not None]
+            else:
+                projects = any(isinstance(inner, nn.Linear) for inner in part.modules())
+                call.inside += [
+                    Inside(f"{name} ({type(part).__name__})", projects, x) for x in made
+                ]
+        for earlier in heard[:number]:
+            if earlier.k.shape == call.k.shape and torch.equal(earlier.k, call.k):
+                call.lent = earlier.projections
 
 
 @contextmanager
@@ -135,7 +190,18 @@ def _listener(heard: list[Heard]) -> Callable[..., tuple[Tensor, Tensor | None]]
         )
         visible, added = _seen(query, key, attention_mask)
         heard.append(
-            Heard(int(index), module, query, key, value, visible, added, dict(more), result[0])
+            Heard(
+                int(index),
+                module,
+                query,
+                key,
+                value,
+                visible,
+                added,
+                dict(more),
+                result[0],
+                attention_mask,
+            )
         )
         return result
 
@@ -148,27 +214,45 @@ def _seen(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, floa
     if mask is None:
         return query.new_ones(batch, queries, keys, dtype=torch.bool), 0.0
     mask = mask[..., :keys].expand(batch, -1, queries, keys)
-    if mask.dtype == torch.bool:
-        return mask[:, 0], 0.0
-    visible = mask > torch.finfo(mask.dtype).min / 2
-    return visible[:, 0], float(torch.where(visible, mask, 0.0).abs().max())
+    visible = ~hidden(mask)
+    added = 0.0 if mask.dtype == torch.bool else float(torch.where(visible, mask, 0.0).abs().max())
+    return visible[:, 0], added
+
+
+def hidden(mask: Tensor) -> Tensor:
+    """Where a mask, boolean or added to scores, hides a key."""
+    return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+
+
+_Ran = dict[nn.Module, list[tuple[Tensor | None, list[Tensor]]]]
 
 
 @contextmanager
-def _projections(model: Any) -> Iterator[dict[nn.Module, Projection]]:
-    """What goes into every linear map of the model and what comes out, last call."""
-    ran: dict[nn.Module, Projection] = {}
+def _made(layers: Iterable[nn.Module], tokens: int) -> Iterator[_Ran]:
+    """What goes into every module of these layers and what comes out, (B, T, W), call by call."""
+    ran: _Ran = {}
 
     def keep(module: nn.Module, given: Any, made: Any) -> None:
-        if given and isinstance(made, Tensor) and made.dim() == 3:
-            ran[module] = Projection(given[0], made)
+        rows = [_row(x, tokens) for x in (made if isinstance(made, tuple) else (made,))]
+        kept = [row for row in rows if row is not None]
+        if kept:
+            ran.setdefault(module, []).append((_row(given[0], tokens) if given else None, kept))
 
-    kinds = (nn.Linear,)
-    handles = [
-        part.register_forward_hook(keep) for part in model.modules() if isinstance(part, kinds)
-    ]
+    parts = dict.fromkeys(part for layer in layers for part in layer.modules())
+    handles = [part.register_forward_hook(keep) for part in parts]
     try:
         yield ran
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _row(x: Any, tokens: int) -> Tensor | None:
+    """x as (B, T, W): heads side by side, or one head of latent vectors; None for what is not."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() not in (3, 4):
+        return None
+    if x.dim() == 3:
+        return x
+    if x.shape[1] == tokens:
+        return x.flatten(2)
+    return x[:, 0] if x.shape[1] == 1 else None
