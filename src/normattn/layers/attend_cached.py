@@ -65,6 +65,12 @@ def attention_cached(
     Equal to the last T rows of `attention` over all tokens. Raises `InputError` for shapes that do
     not fit, a full cache, and a cache that another score filled.
     """
+    quick = key_padding is None and positions is None and documents is None
+    quick = quick and carry is None and forget is None and backend == "auto" and observer() is None
+    ready = _kept(score, cache, q, k, v) if quick and gate is None else None
+    if ready is not None and ready.step.bare:
+        cache.claim(score.spec)
+        return ready(q, k, v, score, cache)
     check_shapes(q, k, v)
     refuse_carry(score.spec, carry)
     check_gate(score.spec, gate, q, v)
@@ -72,13 +78,11 @@ def attention_cached(
     cache.claim(score.spec)
     v = paired_values(score.spec, v, k.shape[-1])
     first, count = cache.length, k.shape[2]
-    given = (key_padding, positions, documents)
-    bare = carry is None and forget is None and key_padding is positions is documents is None
-    if count == 1 and backend == "auto" and bare and observer() is None:
-        ready = _ready(score, cache, q)
+    if quick and count == 1:
+        ready = _kept(score, cache, q, k, v) or _made(score, cache, q, k, v)
         if ready is not None:
             return gated(score.spec, joined_pairs(score, ready(q, k, v, score, cache)), gate)
-    _check_given(given, q.shape[0], first + count)
+    _check_given((key_padding, positions, documents), q.shape[0], first + count)
     if documents is not None:
         documents = numbered(documents, key_padding)
     if positions is None and (key_padding is not None or documents is not None):
@@ -128,26 +132,33 @@ def attention_cached(
     return gated(score.spec, joined_pairs(score, out), gate)
 
 
-def _ready(score: Score, cache: KeyValueCache, q: Tensor) -> OneToken | OneTokenFar | None:
-    """The quick way for one more token, kept in the cache; None where it is not enough."""
+def _kept(
+    score: Score, cache: KeyValueCache, q: Tensor, k: Tensor, v: Tensor
+) -> OneToken | OneTokenFar | None:
+    """The quick way for one more token that the last one took, where it fits this one too."""
     kept = cache.one_token
-    if isinstance(kept, OneToken | OneTokenFar) and (
-        kept.spec is score.spec and kept.capacity > cache.length and kept.dtype == q.dtype
-    ):
+    if isinstance(kept, OneToken | OneTokenFar) and kept.step.fits(score, q, k, v, cache):
         return kept
+    return None
+
+
+def _made(
+    score: Score, cache: KeyValueCache, q: Tensor, k: Tensor, v: Tensor
+) -> OneToken | OneTokenFar | None:
+    """The quick way for one more token, kept in the cache; None where it is not enough."""
     spec = score.spec
     if serves(score, q):
-        cache.one_token = made(score, cache.length, q)
-    elif (
+        cache.one_token = ready = made(score, cache.length, q, k, v)
+        return ready
+    if (
         foldable(score, q)
         and spec.regime is not None
         and spec.visible[0] is None
         and spec.bias is None
     ):
-        cache.one_token = made_far(score, cache.length, q)
-    else:
-        return None
-    return _ready(score, cache, q)
+        cache.one_token = far = made_far(score, cache.length, q, k, v)
+        return far
+    return None
 
 
 def _standing(

@@ -171,7 +171,8 @@ class KeyValueCache(ABC):
             room.used = max(0, length - self.dropped)
         for room in self.turned.values():
             room.used = min(room.used, self._keys.used)
-        self.selected = {at: taken for at, taken in self.selected.items() if at <= length}
+        if self.selected:
+            self.selected = {at: taken for at, taken in self.selected.items() if at <= length}
         cut = self.length - length
         whole = self.near_end == self.length
         self.near.used = max(0, self.near.used - cut) if whole else 0

@@ -10,19 +10,21 @@ C capacity.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from normattn.kernels.infinities import nan_for_infinite, readable, spoilt
+from normattn.kernels.infinities import nan_for_infinite, readable
 from normattn.layers.attend import regular_positions
 from normattn.layers.cache import KeyValueCache
 from normattn.score import Score, ScoreSpec
 from normattn.score.fold import key_fold, query_scale
 from normattn.score.folded_parts import RotaryPosition
+from normattn.score.normalisation import L2Norm
 from normattn.score.outer_parts import PairBiasPart
 from normattn.score.rotary import ByChunk, Rotation, SideBySide
 
@@ -31,26 +33,93 @@ from normattn.score.rotary import ByChunk, Rotation, SideBySide
 class Turn:
     """A rotation of one token: feature x becomes x·cos + x[partner]·sin, with the signs in sin."""
 
-    cos: Float[Tensor, "c d"]
-    sin: Float[Tensor, "c d"]
-    partner: Int[Tensor, " d"]
+    cos: Float[Tensor, "c *n d"]
+    sin: Float[Tensor, "c *n d"]
+    partner: Int[Tensor, "*b d"]
 
-    def __call__(self, x: Float[Tensor, "b h 1 d"], at: int) -> Float[Tensor, "b h 1 d"]:
-        """`x` at position `at`."""
-        return torch.addcmul(x * self.cos[at], x.index_select(-1, self.partner), self.sin[at])
+
+@dataclass(frozen=True)
+class Step:
+    """What a step was made for: a score, tensors of these shapes and this dtype, a capacity.
+
+    `bare` is whether the score asks nothing of a layer beside queries, keys and values. `unit` is
+    the eps of keys of length 1 where these are all that is normalised, and `alike` whether queries
+    and keys are normalised in one way, head by head, without a gain. `read` is whether the host may
+    look at a number.
+    """
+
+    spec: ScoreSpec
+    shapes: tuple[torch.Size, torch.Size, torch.Size]
+    dtype: torch.dtype
+    capacity: int
+    bare: bool
+    unit: float | None
+    alike: bool
+    read: bool
+
+    @staticmethod
+    def of(score: Score, length: int, q: Tensor, k: Tensor, v: Tensor) -> Step:
+        """What a step over a cache of `length` tokens is made for."""
+        spec, capacity = score.spec, max(64, 1 << length.bit_length())
+        query, key = spec.variant.query_norm(), spec.variant.key_norm()
+        return Step(
+            spec,
+            (q.shape, k.shape, v.shape),
+            q.dtype,
+            capacity,
+            bare=spec.gate is None and spec.difference is None,
+            unit=score.key_norm.eps
+            if query is None and isinstance(score.key_norm, L2Norm)
+            else None,
+            alike=key is not None and key == query and key.by_head and not key.gain,
+            read=readable(q),
+        )
+
+    def fits(self, score: Score, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache) -> bool:
+        """Whether it serves this call, whose tensors then are what was checked when it was made."""
+        return (
+            score.spec is self.spec
+            and cache.length < self.capacity
+            and (q.shape, k.shape, v.shape) == self.shapes
+            and q.dtype is k.dtype is v.dtype is self.dtype
+            and q.layout is k.layout is v.layout is torch.strided
+        )
+
+    def normed(self, q: Tensor, k: Tensor, score: Score) -> Float[Tensor, "b heads 1 d"]:
+        """Query and key as the score normalises them, side by side.
+
+        Both at once where that can be, and a key of length 1 in as few calls as there are: so small
+        a tensor costs its calls, not its numbers.
+        """
+        if self.alike:
+            assert score.key_norm is not None
+            both: Tensor = score.key_norm(torch.cat((q, k), 1))
+            return both
+        if self.unit is not None:
+            k = k / torch.linalg.vector_norm(k, dim=-1, keepdim=True).clamp_min(self.unit)
+        elif score.key_norm is not None:
+            k = score.key_norm(k)
+        if score.query_norm is not None:
+            q = score.query_norm(q)
+        return torch.cat((q, k), 1)
+
+    def spoilt(self, both: Tensor) -> tuple[Tensor, bool]:
+        """The same with NaN for infinities, and whether some number is seen not to be finite."""
+        read = self.read and not torch.compiler.is_compiling()
+        diverged = read and not math.isfinite(both.sum().item())
+        return (both if read and not diverged else nan_for_infinite(both)), diverged
 
 
 @dataclass(frozen=True)
 class OneToken:
     """Tables for positions 0 … C − 1 of one score in one dtype.
 
-    `turn` is None where nothing turns. `scale` holds λ of every position, or is λ. `bias` is
-    b(C − 1 − r) from left to right, per head.
+    `turn` is None where nothing turns, and its partners are those of all features of a query and a
+    key. `scale` holds λ of every position, or is λ. `bias` is b(C − 1 − r) from left to right, per
+    head.
     """
 
-    spec: ScoreSpec
-    dtype: torch.dtype
-    capacity: int
+    step: Step
     scale: list[float] | float
     turn: Turn | None
     bias: Float[Tensor, "h c"] | None
@@ -65,34 +134,27 @@ class OneToken:
         cache: KeyValueCache,
     ) -> Float[Tensor, "b h 1 e"]:
         """The token's output; its key and value join the cache."""
-        at = cache.length
-        if score.query_norm is not None:
-            q = score.query_norm(q)
-        if score.key_norm is not None:
-            k = score.key_norm(k)
-        # Both at once: so small a tensor costs its calls, not its numbers.
-        both, heads = torch.cat((q, k), 1), q.shape[1]
-        diverged = spoilt(both)
-        if diverged or not readable(both):
-            both = nan_for_infinite(both)
-        if self.turn is not None:
-            both = self.turn(both, at)
-        q, k = both[:, :heads], both[:, heads:]
+        at, heads, groups = cache.length, q.shape[1], k.shape[1]
+        both, diverged = self.step.spoilt(self.step.normed(q, k, score))
+        turn = self.turn
+        if turn is not None:
+            partner = both.gather(-1, turn.partner)
+            both = torch.addcmul(both * turn.cos[at], partner, turn.sin[at])
+        q, k = both.split_with_sizes((heads, groups), 1)
         keys, values = cache.append(k, v)
         if self.window is not None and keys.shape[2] > self.window:
             keys, values = keys[:, :, -self.window :], values[:, :, -self.window :]
         mask = None
         if self.bias is not None:
-            mask = self.bias[None, :, None, self.capacity - keys.shape[2] :]
+            mask = self.bias[None, :, None, self.step.capacity - keys.shape[2] :]
         scale = self.scale if isinstance(self.scale, float) else self.scale[at]
         if score.scale is not None:
             scale = scale * float(score.scale)
-        grouped = q.shape[1] != k.shape[1]
         if diverged or v.shape[-1] != q.shape[-1]:
             # The kernel copies values of another size, and may give 0 where all is NaN.
             return _by_hand(q * scale, keys, values, mask)
         return scaled_dot_product_attention(
-            q, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
+            q, keys, values, attn_mask=mask, scale=scale, enable_gqa=heads != groups
         )
 
 
@@ -129,11 +191,11 @@ def foldable(score: Score, q: Tensor) -> bool:
     return plain and wide and not spec.moves and not growing
 
 
-def made(score: Score, length: int, q: Tensor) -> OneToken:
+def made(score: Score, length: int, q: Tensor, k: Tensor, v: Tensor) -> OneToken:
     """The tables for a cache that is `length` tokens long now."""
-    spec, capacity = score.spec, max(64, 1 << length.bit_length())
+    spec, step = score.spec, Step.of(score, length, q, k, v)
     with torch.inference_mode(False):
-        at = regular_positions(capacity, capacity, q.device)
+        at = regular_positions(step.capacity, step.capacity, q.device)
         scale = query_scale(spec, score.head_dim, at.n)
         rotation = key_fold(spec, score.head_dim, at.key, q.dtype, 0).near
         bias = None
@@ -141,9 +203,15 @@ def made(score: Score, length: int, q: Tensor) -> OneToken:
             learned = {} if score.bias is None else dict(score.bias.items())
             bias = spec.bias.values(at.key.to(q.dtype), score.heads, learned)
             bias = bias.detach().flip(-1).to(q.dtype)
-        turn = None if rotation is None else laid_out(rotation, q)
+        turn = None if rotation is None else spread(laid_out(rotation, q), q, k)
     scales: list[float] | float = scale.tolist() if isinstance(scale, Tensor) else float(scale)
-    return OneToken(spec, q.dtype, capacity, scales, turn, bias, window=spec.visible[0])
+    return OneToken(step, scales, turn, bias, window=spec.visible[0])
+
+
+def spread(turn: Turn, q: Tensor, k: Tensor) -> Turn:
+    """The turn with a partner for each feature of query and key, the query's heads first."""
+    heads = q.shape[1] + k.shape[1]
+    return replace(turn, partner=turn.partner.expand(q.shape[0], heads, 1, -1))
 
 
 def laid_out(rotation: Rotation | SideBySide | ByChunk, q: Tensor) -> Turn:

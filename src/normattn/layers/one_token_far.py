@@ -15,25 +15,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.kernels.infinities import certainly_finite, nan_for_infinite
 from normattn.layers.attend import regular_positions
 from normattn.layers.cache import KeyValueCache, Room
-from normattn.layers.one_token import Turn, laid_out
-from normattn.score import Score, ScoreSpec
-from normattn.score.fold import key_fold, near_from_far, query_fold
+from normattn.layers.one_token import Step, Turn, laid_out, spread
+from normattn.score import Score
+from normattn.score.fold import Fold, key_fold, near_from_far, query_fold
 
 
 @dataclass(frozen=True)
 class OneTokenFar:
-    """Turns for positions 0 … C − 1 of one score in one dtype; λ is in those of the query."""
+    """Turns for positions 0 … C − 1 of one score in one dtype; λ is in those of the query.
 
-    spec: ScoreSpec
-    dtype: torch.dtype
-    capacity: int
+    `query` and `key` hold near and far turns side by side (C, 2, 1, 1, 1, D), and share their
+    partners.
+    """
+
+    step: Step
     query: Turn
-    far_query: Turn
     key: Turn
-    far_key: Turn
     window: int
 
     def __call__(
@@ -45,27 +44,28 @@ class OneTokenFar:
         cache: KeyValueCache,
     ) -> Float[Tensor, "b h 1 e"]:
         """The token's output; its key and value join the cache."""
-        at = cache.length
-        if score.query_norm is not None:
-            q = score.query_norm(q)
-        if score.key_norm is not None:
-            k = score.key_norm(k)
-        if score.scale is not None:
-            q = q * score.scale
-        if not certainly_finite(q, k):
-            q, k = nan_for_infinite(q), nan_for_infinite(k)
-        keys, values = cache.append(self.far_key(k, at), v)
-        near = self._near(score, cache, keys, self.key(k, at))
+        at, heads, groups = cache.length, q.shape[1], k.shape[1]
+        both, _ = self.step.spoilt(self.step.normed(q, k, score))
+        partner = both.gather(-1, self.key.partner)
+        (q, k), (q_partner, k_partner) = (
+            x.split_with_sizes((heads, groups), 1) for x in (both, partner)
+        )
+        q = torch.addcmul(q * self.query.cos[at], q_partner, self.query.sin[at])
+        near_q, far_q = (q if score.scale is None else q * score.scale).unbind()
+        near_k, far_k = torch.addcmul(k * self.key.cos[at], k_partner, self.key.sin[at]).unbind()
+        keys, values = cache.append(far_k, v)
+        near = self._near(score, cache, keys, near_k)
         # Query heads that share a key head are rows of one product.
-        shape = (q.shape[0], k.shape[1], -1, q.shape[-1])
+        batch, _, _, size = self.step.shapes[0]
+        shape = (batch, groups, heads // groups, size)
         far = max(0, at + 1 - self.window)
-        score_near = self.query(q, at).reshape(shape) @ near.transpose(-1, -2)
+        score_near = near_q.reshape(shape) @ near.transpose(-1, -2)
         if far:
-            distant = self.far_query(q, at).reshape(shape) @ keys[:, :, :far].transpose(-1, -2)
+            distant = far_q.reshape(shape) @ keys[:, :, :far].transpose(-1, -2)
             weight = torch.softmax(torch.cat((distant, score_near), -1), -1)
         else:
             weight = torch.softmax(score_near, -1)
-        return (weight @ values).flatten(1, 2)[:, :, None]
+        return (weight @ values).reshape(batch, heads, 1, -1)
 
     def _near(self, score: Score, cache: KeyValueCache, keys: Tensor, new: Tensor) -> Tensor:
         """The last `window` keys at their near positions."""
@@ -74,7 +74,7 @@ class OneTokenFar:
         if cache.near_end != end - 1 or end - 1 - room.used > start:
             # The cache was filled or cut by other calls: turn the window once.
             places = torch.arange(start, end)
-            turn = near_from_far(self.spec, score.head_dim, places, keys.dtype, start)
+            turn = near_from_far(self.step.spec, score.head_dim, places, keys.dtype, start)
             assert turn is not None
             cache.near = room = Room(2)
             room.append(turn(keys[:, :, start:]))
@@ -87,21 +87,26 @@ class OneTokenFar:
         return held[:, :, room.used - (end - start) :]
 
 
-def made_far(score: Score, length: int, q: Tensor) -> OneTokenFar:
+def made_far(score: Score, length: int, q: Tensor, k: Tensor, v: Tensor) -> OneTokenFar:
     """The turns for a cache that is `length` tokens long now."""
-    spec, capacity = score.spec, max(64, 1 << length.bit_length())
+    spec, step = score.spec, Step.of(score, length, q, k, v)
     assert spec.regime is not None
     assert spec.regime.window is not None
     with torch.inference_mode(False):
-        at = regular_positions(capacity, capacity, q.device)
+        at = regular_positions(step.capacity, step.capacity, q.device)
         query = query_fold(spec, score.head_dim, at, q.dtype)
         key = key_fold(spec, score.head_dim, at.key, q.dtype, 0)
-        assert query.near is not None
-        assert query.far is not None
-        assert key.near is not None
-        assert key.far is not None
-        turns = (query.near, query.far, key.near, key.far)
-        near_q, far_q, near_k, far_k = (laid_out(turn, q) for turn in turns)
-    return OneTokenFar(
-        *(spec, q.dtype, capacity, near_q, far_q, near_k, far_k), window=spec.regime.window
+        query_turn, key_turn = (_pair(fold, q, k) for fold in (query, key))
+    return OneTokenFar(step, query_turn, key_turn, spec.regime.window)
+
+
+def _pair(fold: Fold, q: Tensor, k: Tensor) -> Turn:
+    """Near and far turns side by side; their partners are the same."""
+    assert fold.near is not None
+    assert fold.far is not None
+    near, far = (spread(laid_out(rotation, q), q, k) for rotation in (fold.near, fold.far))
+    cos, sin = (
+        torch.stack(tables, 1)[:, :, None, None, None]
+        for tables in ((near.cos, far.cos), (near.sin, far.sin))
     )
+    return Turn(cos, sin, near.partner)

@@ -59,6 +59,11 @@ class Normalisation:
         """Whether a token's result depends on later tokens."""
         return self.kind in ("batch", "instance")
 
+    @property
+    def by_head(self) -> bool:
+        """Whether each head's vector is normalised by itself alone."""
+        return self.across != "all" and self.kind not in ("batch", "instance")
+
     def build(self, heads: int, head_dim: int) -> nn.Module:
         """The module for `heads` heads of `head_dim`."""
         eps = DEFAULT_EPS[self.kind] if self.eps is None else self.eps
