@@ -14,6 +14,7 @@ import polars as pl
 
 from normattn.data import TokenData
 from normattn.data.evaluation_sets import EvaluationSet, last_segment_sets, train_length_set
+from normattn.errors import InputError
 from normattn.report.claim import Claim, difference
 from normattn.report.figure import Curves, Figure, Line, Panel
 from normattn.report.page import Page
@@ -120,8 +121,8 @@ def evaluation_sets(
 
 
 def branches(view: View) -> list[str]:
-    """The scores that training continued with, the control first."""
-    names = [name for name in view.values(BRANCH) if name is not None]
+    """The scores that training continued with and that were read since, the control first."""
+    names = view.values(BRANCH, {"protocol": "last_segment"})
     return sorted(names, key=lambda name: (name != BASE, name))
 
 
@@ -142,6 +143,8 @@ def rows(view: View) -> list[Row]:
 
 def _lengths(view: View) -> tuple[int, int]:
     lengths = sorted(view.values("length", {"protocol": "last_segment"}))
+    if not lengths:
+        raise InputError("there is nothing to report yet: no trained model was read")
     return lengths[0], lengths[-1]
 
 
@@ -162,7 +165,9 @@ def columns(view: View) -> Sequence[Column]:
 def claims(view: View) -> list[Claim]:
     """After the last step each branch against the control."""
     near, far = ({"protocol": "last_segment", "length": n} for n in _lengths(view))
-    all_claims = []
+    all_claims: list[Claim] = []
+    if BASE not in branches(view):
+        return all_claims
     for branch in branches(view)[1:]:
         ours = {BRANCH: branch, STEP: steps(view, branch)[-1]}
         control = {BRANCH: BASE, STEP: steps(view, BASE)[-1]}

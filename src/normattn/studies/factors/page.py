@@ -18,8 +18,8 @@ CHANGE, SCORE = "factor.change", "factor.row"
 
 
 def rows(view: View) -> list[Row]:
-    """The changes that were trained, the preset as it is first."""
-    known = [name for name in view.values(CHANGE) if name is not None]
+    """The changes whose models were read, the preset as it is first."""
+    known = view.values(CHANGE, {"protocol": "last_segment", "method": ""})
     order = {name: number for number, name in enumerate(CHANGES)}
     ranked = sorted(known, key=lambda name: (order.get(name, len(order)), name))
     return [Row(words(name), {CHANGE: name}) for name in ranked]
@@ -96,8 +96,6 @@ def _terms(
 
 def _comparable(view: View, change: str) -> bool:
     """Whether the preset as it is was read too, in the same documents."""
-    if AS_PRESET not in view.values(CHANGE):
-        return False
     units = [
         set(view.values("unit", {CHANGE: name, "protocol": "last_segment"}))
         for name in (change, AS_PRESET)

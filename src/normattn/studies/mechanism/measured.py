@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 
+from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
 from normattn.measure import Sums
 from normattn.measure.statistic import Array, Statistic, crossing, mean
@@ -22,8 +23,10 @@ SPREAD = mean("spread", "spread of ‖k‖")
 
 
 def lengths(view: View) -> tuple[int, int]:
-    """The training length, and the longer one."""
+    """The training length, and the longer one; `InputError` before any model was looked into."""
     measured = view.values("length", {"protocol": "mechanism"})
+    if not measured:
+        raise InputError("there is nothing to report yet: no trained model was looked into")
     return min(measured), max(measured)
 
 

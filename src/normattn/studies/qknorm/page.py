@@ -213,7 +213,7 @@ def _image_notes(view: View) -> Sequence[str]:
     classes = view.values("sum", {"statistic": "classes"})
     tokens = view.values("length", {"protocol": IMAGES})
     sizes = sorted(view.values("sum", {"statistic": "parameters"}))
-    if not sizes:
+    if not (sizes and classes and tokens):
         return INNER_NOTES
     size = " to ".join(f"{value:,.0f}" for value in dict.fromkeys((sizes[0], sizes[-1])))
     return (
