@@ -79,6 +79,12 @@ def _configuration(name: str, spec: ScoreSpec) -> tuple[str, dict[str, Any], int
             "hidden_size": 64,
         }
         return "Cohere2", more, 4
+    if name == "DeepSeek-V3":
+        rope = _yarn(spec, mscale=1.0, mscale_all_dim=1.0)
+        sizes: dict[str, Any] = {"qk_nope_head_dim": 32, "qk_rope_head_dim": D, "v_head_dim": D}
+        ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 2}
+        own: dict[str, Any] = {"num_key_value_heads": HEADS, "rope_interleave": True}
+        return "DeepseekV3", {"rope_parameters": rope, **sizes, **ranks, **own}, 2
     if name == "Gemma-2":
         cap = spec.cap.cap  # type: ignore[union-attr]
         own = {"attn_logit_softcapping": cap, "query_pre_attn_scalar": D}
@@ -180,15 +186,12 @@ def _gain(norm: Any) -> Tensor:
 
 def _ours(spec: ScoreSpec, module: Any, x: Tensor) -> Tensor:
     """The layer's attention up to its output projection, by `attention`."""
-    q = module.q_proj(x)
     gate = None
     if spec.gate is not None:
-        q, gate = (each.flatten(2) for each in q.unflatten(-1, (-1, 2 * D)).chunk(2, -1))
-    q, k, v = (
-        each.unflatten(-1, (-1, D)).transpose(1, 2)
-        for each in (q, module.k_proj(x), module.v_proj(x))
-    )
-    score = Score(spec, HEADS, D, GROUPS)
+        halves = module.q_proj(x).unflatten(-1, (-1, 2 * D)).chunk(2, -1)
+        gate = halves[1].flatten(2)
+    q, k, v = _bare(module, x)
+    score = Score(spec, HEADS, q.shape[-1], k.shape[1])
     with torch.no_grad():
         for own, theirs in ((score.query_norm, "q_norm"), (score.key_norm, "k_norm")):
             if own is not None and hasattr(module, theirs):
@@ -226,11 +229,23 @@ def test_the_recipe_is_what_the_layers_compute(name: str, size: str) -> None:
 
 
 def _bare(module: Any, x: Tensor) -> list[Tensor]:
-    q = module.q_proj(x)[..., : HEADS * D]
+    """Queries, keys and values as the projections make them, (B, H, T, D)."""
+    if hasattr(module, "kv_b_proj"):
+        return _of_latents(module, x)
+    q = module.q_proj(x).unflatten(-1, (HEADS, -1))[..., :D].flatten(2)
     return [
         each.unflatten(-1, (-1, D)).transpose(1, 2)
         for each in (q, module.k_proj(x), module.v_proj(x))
     ]
+
+
+def _of_latents(module: Any, x: Tensor) -> list[Tensor]:
+    """Keys are those of each head and, behind them, the ones that all heads share."""
+    q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x))).unflatten(-1, (HEADS, -1))
+    latent, shared = module.kv_a_proj_with_mqa(x).split([module.kv_lora_rank, D], -1)
+    own = module.kv_b_proj(module.kv_a_layernorm(latent)).unflatten(-1, (HEADS, -1))
+    k = torch.cat((own[..., :-D], shared[:, :, None].expand(-1, -1, HEADS, -1)), -1)
+    return [each.transpose(1, 2) for each in (q, k, own[..., -D:])]
 
 
 def test_every_recipe_reads_and_prints_and_takes_a_method() -> None:

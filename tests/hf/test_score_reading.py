@@ -112,6 +112,40 @@ def test_the_command_names_layers(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [each["score"] for each in record["layers"]] == ["QKRMSNorm"] * 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "score"),
+    [
+        ("deepseek_v3", {}, "Baseline-PartialRoPE(layout=interleaved,fraction=0.3334,side=last)"),
+        (  # √(6144/1536) times 1/√192
+            "longcat_flash",
+            {"num_layers": 1},
+            "Baseline(scale=0.1443376)-PartialRoPE(base=10000000,layout=interleaved,"
+            "fraction=0.3334,side=last)",
+        ),
+        ("gemma4_text", {}, "QKRMSNorm(scale=1)-SlidingWindow(window=512)"),
+        ("gemma3n_text", {}, "QKRMSNorm(scale=1)-SlidingWindow(window=512)"),
+    ],
+)
+def test_the_command_reads_sizes_as_released(
+    kind: str, more: dict[str, int], score: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Groups of experts, sizes by layer, ratios of widths and ranks survive in the small model."""
+    make: Any = transformers.CONFIG_MAPPING[kind]
+    config = make(**more)
+    layers = ["sliding_attention", "full_attention"]
+    count: dict[str, Any] = {} if more else {"num_hidden_layers": 2}
+    if kind.startswith("gemma"):
+        count |= {"layer_types": layers, "num_kv_shared_layers": 0}
+    if kind == "gemma3n_text":
+        count |= {name: getattr(config, name)[:2] for name in _BY_LAYER}
+    make(**count, **more).save_pretrained(tmp_path)
+    app(args=["score", str(tmp_path), "--tokens", "16"], standalone_mode=False)
+    assert f": {score} (verified on 16 tokens" in capsys.readouterr().out
+
+
+_BY_LAYER = ("intermediate_size", "activation_sparsity_pattern")
+
+
 def _said(capfd: pytest.CaptureFixture[str], model: Path) -> tuple[int, str, str]:
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:

@@ -15,10 +15,10 @@ def read_score(model: str, tokens: int, as_json: bool) -> int:
     layers that cannot be listened to.
     """
     from normattn.hf.score_reading import ModelScore, score_of
-    from normattn.hf.small_model import read_configuration, small_model
+    from normattn.hf.small_model import in_float64, read_configuration, small_model
 
     config = read_configuration(model)
-    score: ModelScore = score_of(small_model(config), tokens)
+    score: ModelScore = score_of(in_float64(small_model(config)), tokens)
     if as_json:
         print(json.dumps(_record(model, config, score), ensure_ascii=False, indent=2))
         return 0 if score.verified else 1

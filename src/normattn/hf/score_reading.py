@@ -287,7 +287,7 @@ def _variant(heard: Heard, fit: _Fit, amplitude: float) -> str:
         scaling *= 1.0 if abs(share - 1) < 1e-5 else share
     if abs(scaling * heard.q.shape[-1] ** 0.5 - 1) > 1e-5:
         same = scaling == _scaling(heard)
-        fields.append(f"scale={scaling!r}" if same else f"scale={scaling:.8g}")
+        fields.append(f"scale={scaling!r}" if same else f"scale={scaling:.7g}")
     norm = fit.norm
     name = "Baseline"
     if norm.kind:

@@ -145,7 +145,7 @@ def _hand_out(heard: list[Heard], ran: _Ran) -> None:
                     Inside(f"{name} ({type(part).__name__})", projects, x) for x in made
                 ]
         for earlier in heard[:number]:
-            if earlier.k.shape == call.k.shape and torch.equal(earlier.k, call.k):
+            if earlier.k.data_ptr() == call.k.data_ptr():
                 call.lent = earlier.projections
 
 

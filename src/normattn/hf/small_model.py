@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from normattn.errors import InputError
 from normattn.hf.loading import _explained, _options, _source, compare, refuse_kind
 
 _VOCABULARY = 64
+_RANK = 16
+"""What the smallest rank of latent vectors becomes, or a multiple of it."""
 _LITTLE = {
     "intermediate_size": 32,
     "moe_intermediate_size": 16,
@@ -21,7 +24,10 @@ _LITTLE = {
     "num_experts": 2,
     "num_local_experts": 2,
     "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_expert_group": 1,
     "vocab_size": _VOCABULARY,
     "vocab_size_per_layer_input": _VOCABULARY,
 }
@@ -83,6 +89,16 @@ def small_model(config: Any) -> Any:
     return model
 
 
+def in_float64(model: Any) -> Any:
+    """The model in float64 where its family computes in it, so that rounding differs less."""
+    try:
+        with torch.no_grad():
+            model.double()(torch.tensor([[2, 3]]), use_cache=False)
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
+        return model.float()
+    return model
+
+
 def _make_small(text: Any) -> None:
     """Set the sizes of a text configuration to those of the small model."""
     heads = getattr(text, "num_attention_heads", None)
@@ -92,18 +108,50 @@ def _make_small(text: Any) -> None:
             f"(num_attention_heads is {heads!r}), so there is no score to read"
         )
     groups = int(getattr(text, "num_key_value_heads", None) or heads)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    head_dim = _configured(text, "head_dim") or text.hidden_size // heads
     for name, most in _MOST.items():
         size = head_dim if name == "head_dim" else getattr(text, name, None)
         if isinstance(size, int | float) and not 0 < size <= most:
             raise InputError(f"{name}={size:,} is no size of a {text.model_type} model")
     sizes = {
-        **{name: size for name, size in _LITTLE.items() if hasattr(text, name)},
+        **{name: _little(getattr(text, name), size) for name, size in _few(text)},
         **{name: value for name, value in _TOKENS.items() if hasattr(text, name)},
         "num_attention_heads": 2,
         "hidden_size": 2 * int(head_dim),
     }
+    sizes.update(_narrowed(text))
     if hasattr(text, "num_key_value_heads"):
         sizes["num_key_value_heads"] = 2 if groups == heads else 1
     for name, value in sizes.items():
         setattr(text, name, value)
+
+
+def _configured(text: Any, name: str) -> Any:
+    """The value of a field, or the one of all layers where some have one of their own."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:  # transformers refuses to say it for the whole
+        return text.__dict__.get(name)
+
+
+def _narrowed(text: Any) -> dict[str, int]:
+    """The width and the ranks of latent vectors with their ratios kept: some scale by those."""
+    names = ("hidden_size", "q_lora_rank", "kv_lora_rank")
+    ranks = {name: getattr(text, name, None) for name in names}
+    whole = {name: size for name, size in ranks.items() if isinstance(size, int) and size > 0}
+    common = math.gcd(*whole.values())
+    if len(whole) < 2 or common < 2 * _RANK or common % _RANK:
+        return {}
+    return {name: size // (common // _RANK) for name, size in whole.items()}
+
+
+def _few(text: Any) -> list[tuple[str, int]]:
+    """The sizes that this configuration has."""
+    return [(name, size) for name, size in _LITTLE.items() if hasattr(text, name)]
+
+
+def _little(configured: Any, size: int) -> Any:
+    """The size, not above what is configured; of every layer where each has its own."""
+    if isinstance(configured, list):
+        return [_little(one, size) for one in configured]
+    return min(configured, size) if isinstance(configured, int) else size

@@ -2,8 +2,8 @@
 
 Each is what the model computes in its attention layers, and is held against transformers' own
 layers in the tests: the kind of score is verified. The numbers are meant to be those of the named
-release; only Command R7B's were compared with its configuration, so read a release's own with
-`normattn score` before relying on one.
+release; only those of Command R7B and DeepSeek-V3 were compared with its configuration, so read a
+release's own with `normattn score` before relying on one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ RECIPES: Mapping[str, str] = MappingProxyType(
         "Command-R7B": (
             "Baseline-RoPE(base=50000,layout=interleaved)-SlidingWindow(window=4096)"
             "-NoPEEvery(every=4)"
+        ),
+        # deepseek-ai/DeepSeek-V3: keys of latent vectors, the last 64 of whose 192 features turn
+        "DeepSeek-V3": (
+            "Baseline-PartialRoPE(layout=interleaved,fraction=0.3334,side=last)-YaRN(factor=40)"
+            "@4096"
         ),
         # google/gemma-2-9b
         "Gemma-2": "Baseline-SoftCap(cap=50)-FullEvery(window=4096)",
