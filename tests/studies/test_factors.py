@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,17 @@ def test_bad_input(tiny: Path) -> None:
         resolve(Request(str(tiny), variants=("preln",)))
     skipped = [each.variant for each in resolve(Request(str(tiny))).skipped]
     assert skipped == ["no-tiling", "heads-4x", "preln", "mha", "english"]
+
+
+def test_the_row_of_english_text_may_be_added_later(tiny: Path, tmp_path: Path) -> None:
+    english, out = tmp_path / "english", tmp_path / "out"
+    english.mkdir()
+    for text in (tiny.parent / "texts").iterdir():
+        (english / f"other-{text.name}").write_bytes(text.read_bytes())
+    asked = Request(str(tiny), variants=("preset",), seeds=(0,), out=out, changes=FEW)
+    run(STUDY, resolve(asked))
+    changes = {**FEW, "factors.english": str(english)}
+    run(STUDY, resolve(replace(asked, variants=("preset", "english"), changes=changes)))
+    facts = json.loads(files(out)["table.json"])["tables"]["table"]
+    assert [fact["row"] for fact in facts] == [CHANGES["preset"].words, CHANGES["english"].words]
+    assert facts[1]["effect"] is None

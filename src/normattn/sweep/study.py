@@ -39,6 +39,7 @@ CHANGEABLE = (
     "training.parallel",
     "evaluation.max_tokens",
     "mechanism.max_tokens",
+    "factors.english",  # the text of one row, which that row's cells hold
     "changed",  # what follows from it is compared
     "asked",  # it chooses cells, which may be added
 )
