@@ -13,7 +13,7 @@ from normattn.data import prepare_tokens
 from normattn.errors import InputError
 from normattn.models.pretrained import load_model
 from normattn.studies.factors import STUDY, FactorCell, resolve
-from normattn.studies.factors.changes import CHANGES
+from normattn.studies.factors.changes import CHANGES, words
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.measuring import evaluate_trained
 from normattn.sweep.study import Request, Sweep
@@ -81,7 +81,7 @@ def test_the_table_is_what_the_models_read(tiny: Path, tmp_path: Path) -> None:
     sweep = resolve(asked)
     run(STUDY, sweep)
     facts = json.loads(files(tmp_path)["table.json"])["tables"]["table"]
-    assert [fact["row"] for fact in facts] == [CHANGES[name].words for name in changes]
+    assert [fact["row"] for fact in facts] == [words(name) for name in changes]
 
     def change(name: str, score: str) -> float:
         """The change of the last segment's accuracy once more, from the saved models alone."""
@@ -139,5 +139,5 @@ def test_the_row_of_english_text_may_be_added_later(tiny: Path, tmp_path: Path) 
     changes = {**FEW, "factors.english": str(english)}
     run(STUDY, resolve(replace(asked, variants=("preset", "english"), changes=changes)))
     facts = json.loads(files(out)["table.json"])["tables"]["table"]
-    assert [fact["row"] for fact in facts] == [CHANGES["preset"].words, CHANGES["english"].words]
-    assert facts[1]["effect"] is None
+    assert [fact["row"] for fact in facts] == [words("preset"), words("english")]
+    assert "effect" not in facts[1], "no document is shared, so nothing is paired"
