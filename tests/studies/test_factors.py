@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ import pytest
 from normattn.data import prepare_tokens
 from normattn.errors import InputError
 from normattn.models.pretrained import load_model
+from normattn.runs.directory import first_difference
 from normattn.studies.factors import STUDY, FactorCell, resolve
 from normattn.studies.factors.changes import CHANGES, words
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.measuring import evaluate_trained
-from normattn.sweep.study import Request, Sweep
+from normattn.sweep.study import Request, Sweep, free_settings, with_added
 from studies.inprocess import files, run
 
 FEW: dict[str, Any] = {"training.steps": 3, "evaluation.max_windows": 6}
@@ -130,14 +130,15 @@ def test_bad_input(tiny: Path) -> None:
 
 
 def test_the_row_of_english_text_may_be_added_later(tiny: Path, tmp_path: Path) -> None:
-    english, out = tmp_path / "english", tmp_path / "out"
+    english = tmp_path / "english"
     english.mkdir()
-    for text in (tiny.parent / "texts").iterdir():
-        (english / f"other-{text.name}").write_bytes(text.read_bytes())
-    asked = Request(str(tiny), variants=("preset",), seeds=(0,), out=out, changes=FEW)
-    run(STUDY, resolve(asked))
-    changes = {**FEW, "factors.english": str(english)}
-    run(STUDY, resolve(replace(asked, variants=("preset", "english"), changes=changes)))
-    facts = json.loads(files(out)["table.json"])["tables"]["table"]
-    assert [fact["row"] for fact in facts] == [words("preset"), words("english")]
-    assert "effect" not in facts[1], "no document is shared, so nothing is paired"
+    before = resolve(Request(str(tiny), variants=("preset",), changes=FEW))
+    later = resolve(Request(str(tiny), changes={**FEW, "factors.english": str(english)}))
+    stored, wanted = (sweep.config.model_dump(mode="json") for sweep in (before, later))
+    assert first_difference(stored, wanted, free_settings(stored, wanted)) is None
+    assert with_added(stored, wanted) == wanted
+    assert with_added(wanted, stored) == wanted
+    other = {**wanted, "english": "elsewhere"}
+    assert first_difference(wanted, other, free_settings(wanted, other)) == (
+        *("english", repr(str(english)), "'elsewhere'"),
+    )

@@ -17,7 +17,7 @@ from normattn.errors import InputError
 from normattn.measure import frame
 from normattn.runs.directory import first_difference
 from normattn.sweep.corpora import Corpora
-from normattn.sweep.study import CHANGEABLE
+from normattn.sweep.study import free_settings
 
 CELL = ("row", "seed")
 SET = ("protocol", "length", "split")
@@ -49,7 +49,7 @@ def joined_cells(
 def _refuse_other_settings(
     two: str, one: Mapping[str, Any], other: Mapping[str, Any], same_text: bool
 ) -> None:
-    free = frozenset({*CHANGEABLE, ADDRESS} if same_text else CHANGEABLE)
+    free = free_settings(one, other) | ({ADDRESS} if same_text else frozenset())
     differs = first_difference(dict(one), dict(other), free)
     if differs is not None:
         name, here, there = differs

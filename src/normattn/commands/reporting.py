@@ -24,7 +24,7 @@ from normattn.sweep.cell import study_of
 from normattn.sweep.collect import history
 from normattn.sweep.corpora import Corpora
 from normattn.sweep.layout import CellPaths
-from normattn.sweep.study import Study
+from normattn.sweep.study import Study, with_added
 from normattn.training import TrainingConfig
 
 READING = "reading"
@@ -110,6 +110,8 @@ def _joined(places: Sequence[Path], parts: Sequence[Measured], out: Path) -> Mea
         [part.corpora for part in parts],
     )
     config = dict(parts[0].config)
+    for part in parts[1:]:
+        config = with_added(config, part.config)
     asked = [choices for part in parts for choices in part.config.get("asked") or [{}]]
     if any(asked):
         config["asked"] = [choices for n, choices in enumerate(asked) if choices not in asked[:n]]

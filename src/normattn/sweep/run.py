@@ -31,7 +31,15 @@ from normattn.sweep.plan import (
     measure,
     stage_shares,
 )
-from normattn.sweep.study import CHANGEABLE, Cell, Request, Study, Sweep
+from normattn.sweep.study import (
+    CHANGEABLE,
+    Cell,
+    Request,
+    Study,
+    Sweep,
+    free_settings,
+    with_added,
+)
 from normattn.sweep.watch import SweepProgress
 
 # Below this many FLOPs a sweep ends about as soon as its measurement would.
@@ -76,7 +84,7 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
         _prepare(console, sweep)
         if not occupied:
             stack.enter_context(_open(sweep).lock())
-        _note_choices(sweep.out, request.choices)
+        _note_choices(sweep, request.choices)
         if models:
             taking.take(sweep, models)
         if sweep.skipped:
@@ -105,12 +113,17 @@ def needs_of(sweep: Sweep) -> Needs:
 
 
 def _open(sweep: Sweep) -> RunDirectory:
-    return RunDirectory.open(sweep.out, sweep.config, sweep.study, CHANGEABLE)
+    stored = peek(sweep.out / "config.json").get("config") or {}
+    free = free_settings(stored, sweep.config.model_dump(mode="json")) if stored else CHANGEABLE
+    return RunDirectory.open(sweep.out, sweep.config, sweep.study, free)
 
 
-def _note_choices(out: Path, choices: dict[str, str]) -> None:
+def _note_choices(sweep: Sweep, choices: dict[str, str]) -> None:
     """Add to the directory's settings what chose further cells: its page says how to make all."""
-    run = RunDirectory.existing(out)
+    run = RunDirectory.existing(sweep.out)
+    later = with_added(run.config, sweep.config.model_dump(mode="json"))
+    for name in (name for name in later if later[name] != run.config[name]):
+        run.put(name, later[name])
     asked = run.config.get("asked") or [{}]
     if choices not in asked:
         run.put("asked", [*asked, choices])

@@ -39,10 +39,11 @@ CHANGEABLE = (
     "training.parallel",
     "evaluation.max_tokens",
     "mechanism.max_tokens",
-    "factors.english",  # the text of one row, which that row's cells hold
     "changed",  # what follows from it is compared
     "asked",  # it chooses cells, which may be added
 )
+# Settings of rows that may be added: where one is empty, no cell was made of it yet.
+ADDABLE = ("english",)
 OwnPreset = TypeVar("OwnPreset", bound=StudyPreset)
 OwnCell = TypeVar("OwnCell", bound="Cell")
 OwnConfig = TypeVar("OwnConfig", bound="SweepConfig")
@@ -62,6 +63,21 @@ class SweepConfig(Settings):
         """What a preset says of it, and what it does not (`own`)."""
         taken = {name: getattr(preset, name) for name in cls.model_fields if hasattr(preset, name)}
         return cls(**{**taken, "preset": preset.name, **own})
+
+
+def free_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> frozenset[str]:
+    """What may differ between the settings of two sweeps whose cells shall be one study's."""
+    added = (name for name in ADDABLE if not (one.get(name) and other.get(name)))
+    return frozenset({*CHANGEABLE, *added})
+
+
+def with_added(config: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with those settings of `later` that only rows added later have."""
+    added = {name: later[name] for name in ADDABLE if later.get(name) and not config.get(name)}
+    if not added:
+        return dict(config)
+    changed = {**config.get("changed", {}), **later.get("changed", {})}
+    return {**config, **added, "changed": changed}
 
 
 class Cell(Settings, ABC):
