@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from normattn.hf.score_fitting import CLOSE, norms
 from normattn.hf.score_recording import Heard
@@ -48,17 +49,21 @@ def gating(heard: Heard, eps: Sequence[float]) -> Gating:
 
 
 def _gate(out: Tensor, given: Tensor, logits: Tensor) -> Gating | None:
-    """The gate that makes `given` (B, T, H·E) of the output (B, T, H, E) by these logits."""
+    """The gate that makes `given` (B, T, H·E) of the output (B, T, H, E) by these logits.
+
+    A number for each head may be added to them first.
+    """
     heads, size = out.shape[2:]
     wide = logits.shape[-1] // heads
-    per = "" if wide > 1 or size == 1 else "(per=head)"
+    per = [] if wide > 1 or size == 1 else ["per=head"]
     gate = logits.double().reshape(*logits.shape[:2], heads, wide)
     wanted = given.double().view_as(out)
-    if _same(gate.sigmoid() * out, wanted):
-        return Gating(f"Gate{per}", logits)
-    shifted = gate + _shift(out, wanted, gate)
-    if _same(shifted.sigmoid() * out, wanted):
-        return Gating(f"Gate{per}", shifted.flatten(2))
+    tried = [(gate, []), (gate, ["act=softplus"]), (gate + _shift(out, wanted, gate), [])]
+    for logits, act in tried:
+        size = F.softplus(logits) if act else logits.sigmoid()
+        if _same(size * out, wanted):
+            fields = ",".join([*per, *act])
+            return Gating(f"Gate({fields})" if fields else "Gate", logits.flatten(2))
     return None
 
 

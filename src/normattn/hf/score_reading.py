@@ -23,6 +23,7 @@ from normattn.hf.score_naming import position_words, rope_of, temperature_words,
 from normattn.hf.score_projections import Raw, candidates
 from normattn.hf.score_recording import Heard, listen
 from normattn.layers.attend import attention
+from normattn.layers.output_gate import gated
 from normattn.score import Score, ScoreSpec
 
 AGREES = 1e-5
@@ -367,9 +368,8 @@ def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, logits: Tensor | None)
     q, k, v = (tensor.detach().double().cpu() for tensor in (fit.raw.q, fit.raw.k, heard.v))
     theirs = heard.out.double().cpu()
     if logits is not None:
+        theirs = gated(spec, theirs.transpose(1, 2), logits.double().cpu()).transpose(1, 2)
         logits = logits.double().cpu()
-        wide = theirs[0, 0].numel() // logits.shape[-1]
-        theirs = theirs * logits.sigmoid().repeat_interleave(wide, -1).view_as(theirs)
     mask = _mask(heard)
     ours = attention(q, k, v, score.cpu(), causal=_causal(heard), gate=logits, attn_mask=mask)
     return float((ours.transpose(1, 2) - theirs).abs().max() / theirs.abs().max())
