@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normattn.hf.score_fitting import CLOSE, norms
+from normattn.hf.score_pairing import Pairs, pairs_of
 from normattn.hf.score_recording import Heard
 
 _CHANGED = "its output is changed before the last projection in a way that no part says"
@@ -22,13 +23,15 @@ _CHANGED = "its output is changed before the last projection in a way that no pa
 class Gating:
     """The output gate's part and its logits (B, T, …), and what else happens to the output.
 
-    `beside` says what the layer does that is no part of a score; `lacks` what is not understood.
+    `beside` says what the layer does that is no part of a score; `lacks` what is not understood;
+    `pairs` are those of differential attention.
     """
 
     part: str = ""
     logits: Tensor | None = None
     beside: str | None = None
     lacks: str | None = None
+    pairs: Pairs | None = None
 
 
 def gating(heard: Heard, eps: Sequence[float]) -> Gating:
@@ -37,6 +40,10 @@ def gating(heard: Heard, eps: Sequence[float]) -> Gating:
     given = [
         projection.given for projection in heard.projections if projection.given.shape == out.shape
     ]
+    pairs = pairs_of(heard, given, eps)
+    if pairs is not None:
+        beside = "its pairs are key heads g and g + G/2, where attention() has neighbours"
+        return Gating(pairs.part, beside=beside, pairs=pairs)
     if any(torch.equal(candidate, out) for candidate in given):
         return Gating()
     for candidate in given:
@@ -60,8 +67,8 @@ def _gate(out: Tensor, given: Tensor, logits: Tensor) -> Gating | None:
     wanted = given.double().view_as(out)
     tried = [(gate, []), (gate, ["act=softplus"]), (gate + _shift(out, wanted, gate), [])]
     for logits, act in tried:
-        size = F.softplus(logits) if act else logits.sigmoid()
-        if _same(size * out, wanted):
+        opened = F.softplus(logits) if act else logits.sigmoid()
+        if _same(opened * out, wanted):
             fields = ",".join([*per, *act])
             return Gating(f"Gate({fields})" if fields else "Gate", logits.flatten(2))
     return None
