@@ -223,7 +223,12 @@ def test_bad_input() -> None:
 
 @pytest.mark.parametrize(
     ("text", "distances"),
-    [("Baseline", 12), ("Baseline-PI(factor=2)", 20), ("Baseline-ReRoPE(window=3)", 40)],
+    [
+        ("Baseline", 12),
+        ("Baseline-RoPE(direction=backward)", 12),
+        ("Baseline-PI(factor=2)", 20),
+        ("Baseline-ReRoPE(window=3)", 40),
+    ],
 )
 def test_unseen_angles(text: str, distances: int) -> None:
     """By the definition: pair m has seen θ_m·r, r < L, or the whole circle."""

@@ -21,7 +21,8 @@ tiny model with random weights made from its default configuration ({version}): 
 projections give and what reaches its attention tell the normalisation, the rotation and the scale,
 and `attention` with that score is within 1e-5 of the layer's own. Sizes (windows, trained lengths)
 are the tiny model's. Of {families} families, {read} are read in every layer; for the others the row
-says what is missing.
+says what is missing, and the score that the layer has but for that. What stands in brackets behind
+a score the layer does before or after its attention: it is no part of the score.
 
 A real model of the family may have another configuration: `normattn score MODEL` reads its own.
 `python scripts/family_scores.py` makes this page, and a test makes it again.

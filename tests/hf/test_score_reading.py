@@ -315,6 +315,29 @@ def test_what_a_layer_does_besides_is_said() -> None:
     assert seen.layers[0].beside is None
 
 
+@pytest.mark.parametrize("groups", [4, 2])
+def test_two_calls_of_attention_are_differential(groups: int) -> None:
+    seen = score_of(build("diffllama", num_key_value_heads=groups))
+    assert seen.verified, str(seen)
+    assert [layer.layer for layer in seen.layers] == [0, 1]
+    # λ_init by the number of the layer: 0.8 − 0.6·exp(−0.3·l).
+    names = [f"Baseline-Differential(init={init})" for init in ("0.2", "0.355509")]
+    assert [str(layer.spec) for layer in seen.layers] == names
+
+
+def test_gates_of_other_kinds_are_read() -> None:
+    """Softplus, a number for each head besides, and logits behind the queries of each head."""
+    assert "-Gate(per=head,act=softplus)" in str(score_of(build("laguna")).layers[0].spec)
+    assert "-Gate" in str(score_of(build("beam")).layers[0].spec)
+    assert "-Gate" in str(score_of(build("axk2")).layers[0].spec)
+
+
+def test_a_layer_that_runs_several_times_is_read_each_time() -> None:
+    seen = score_of(build("hrm_text"))
+    assert seen.verified, str(seen)
+    assert len(seen.layers) > len({layer.layer for layer in seen.layers})
+
+
 def test_keys_that_an_indexer_selects_have_no_name() -> None:
     seen = score_of(build("glm_moe_dsa"))
     assert not seen.verified

@@ -17,26 +17,29 @@ from score.cases import tensors
 B, H, G, T, D, E = 2, 4, 2, 9, 6, 5
 
 
-def _by_hand(o: Tensor, gate: Tensor) -> Tensor:
-    """σ(g) o, one head and token at a time."""
+def _by_hand(o: Tensor, gate: Tensor, act: str = "sigmoid") -> Tensor:
+    """σ(g) o or ln(1 + eᵍ) o, one head and token at a time."""
     out = torch.zeros_like(o)
     for b in range(o.shape[0]):
         for h in range(o.shape[1]):
             for t in range(o.shape[2]):
                 wide = gate.shape[-1] // o.shape[1]
                 mine = gate[b, t, h * wide : (h + 1) * wide]
-                out[b, h, t] = o[b, h, t] / (1 + (-mine).exp())
+                logistic = act == "sigmoid"
+                size = 1 / (1 + (-mine).exp()) if logistic else (1 + mine.exp()).log()
+                out[b, h, t] = o[b, h, t] * size
     return out
 
 
 @pytest.mark.parametrize(("per", "wide"), [("head", H), ("feature", H * E)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_outputs_and_gradients(per: str, wide: int, causal: bool) -> None:
+@pytest.mark.parametrize("act", ["sigmoid", "softplus"])
+def test_outputs_and_gradients(per: str, wide: int, causal: bool, act: str) -> None:
     leaves = tensors((B, H, T, D), (B, G, T, D), (B, G, T, E), (B, T, wide))
     q, k, v, gate = leaves
-    ours = attention(q, k, v, f"KNA-Gate(per={per})", causal=causal, gate=gate)
+    ours = attention(q, k, v, f"KNA-Gate(per={per},act={act})", causal=causal, gate=gate)
     plain = attention(q, k, v, "KNA", causal=causal, backend="reference")
-    expected = _by_hand(plain, gate)
+    expected = _by_hand(plain, gate, act)
     weights = torch.linspace(-1, 1, ours.numel(), dtype=ours.dtype).view_as(ours)
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
     for one, other in zip(

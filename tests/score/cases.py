@@ -78,6 +78,7 @@ def methods(method: str) -> Iterator[Recipe]:
     turning += [Recipe("CosA", "logn", "interleaved"), Recipe("QKNorm2020", "", "half")]
     turning += [Recipe("KLayerNorm", "", "half", shape="PartialRoPE", fraction=0.6)]
     turning += [Recipe("KRMSNorm", "", "interleaved", shape="PartialRoPE", side="last")]
+    turning += [Recipe("QRMSNorm", "", "half", direction="backward")]
     turning += [Recipe("QKRMSNorm", "logn", "half", rotate_first=True)]
     turning += [Recipe("QLayerNorm", "logn+", "interleaved", rotate_first=True, across="all")]
     turning += [Recipe("QKRMSNorm", "SSMax", "half", shape="PRoPE", fraction=0.7)]
@@ -124,6 +125,8 @@ def additions() -> Iterator[Recipe]:
     for position, fraction in (("half", 0.75), ("interleaved", 0.5), ("half", 1.0)):
         last = Recipe("KNA", "logn", position, shape="PartialRoPE", side="last", fraction=fraction)
         yield from (last, replace(last, bias="ALiBi"), replace(last, rotate_first=True, sink=True))
+    yield Recipe("KNA", "logn", "interleaved", direction="backward", cap=2.0)
+    yield Recipe("QKRMSNorm", "", "half", direction="backward", rotate_first=True, bias="ALiBi")
     for variant in ("KNA", "QKLayerNorm", "QRMSNorm", "KLayerNorm", "QKBatchNorm", "QInstanceNorm"):
         for gain in (True, False):
             yield Recipe(variant, "logn", rotate_first=True, gain=gain)

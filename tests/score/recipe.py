@@ -44,6 +44,7 @@ class Recipe:
     decay: float = 8.0
     fraction: float = 0.5
     side: str = "first"
+    direction: str = "forward"
     low: float = 0.3
     high: float = 0.8
     factors: tuple[float, ...] = ()
@@ -88,7 +89,7 @@ class Recipe:
     @property
     def _position_fields(self) -> dict[str, object]:
         own: dict[str, dict[str, object]] = {
-            "RoPE": {},
+            "RoPE": {"direction": self.direction},
             "XPos": {"gamma": self.gamma, "scale": self.decay},
             "PartialRoPE": {"fraction": self.fraction, "side": self.side},
             "PRoPE": {"fraction": self.fraction},
@@ -175,7 +176,8 @@ def frequencies(recipe: Recipe, d: int, block: int = 0) -> list[float]:
             theta if m < math.floor(recipe.fraction * d / 2) else 0.0
             for m, theta in enumerate(whole)
         ]
-    return _stretched(recipe, d, block)
+    sign = -1 if recipe.direction == "backward" else 1
+    return [sign * theta for theta in _stretched(recipe, d, block)]
 
 
 def _stretched(recipe: Recipe, d: int, block: int) -> list[float]:

@@ -176,6 +176,8 @@ def test_a_layout_is_trained_in_and_a_method_reaches_its_layers() -> None:
         ("KNA-XPos(scale=-1)", "XPos: scale must be a number above 0"),
         ("KNA-PartialRoPE(fraction=0)", "fraction must be above 0 and at most 1"),
         ("KNA-PartialRoPE(fraction=1.5)", "fraction must be above 0 and at most 1"),
+        ("KNA-RoPE(direction=up)", "direction must be 'forward' or 'backward', but it is 'up'"),
+        ("KNA-Gate(act=tanh)", "act must be 'sigmoid' or 'softplus', but it is 'tanh'"),
         ("KNA-PartialRoPE(side=left)", "side must be 'first' or 'last', but it is 'left'"),
         ("KNA-SoftCap(cap=0)", "SoftCap: cap must be a number above 0"),
         ("KNA-SlidingWindow(window=0)", "SlidingWindow: window must be at least 1"),

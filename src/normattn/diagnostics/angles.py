@@ -33,11 +33,12 @@ def unseen_angles(
     if not isinstance(position, RotaryPosition) or length is None:
         return None
     size = position.rotated(head_dim)
-    trained = position.turning(rope_frequencies(size, position.base))
+    trained = position.turning(rope_frequencies(size, position.base)).abs()
     fixed = spec.fixed(block) if spec.moves else spec
     read = trained
     if fixed.spectrum is not None:
-        read = position.turning(fixed.spectrum.inverse_frequencies(size, position.base, length))
+        theta = fixed.spectrum.inverse_frequencies(size, position.base, length)
+        read = position.turning(theta).abs()
     angle = (_relative(fixed, distances)[:, None] * read) % (2 * math.pi)
     seen = trained * (length - 1)
     # Rounding must not make a new angle of the last one that was seen.

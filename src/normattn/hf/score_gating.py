@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from normattn.hf.score_fitting import CLOSE, norms
+from normattn.hf.score_pairing import Pairs, pairs_of
 from normattn.hf.score_recording import Heard
 
 _CHANGED = "its output is changed before the last projection in a way that no part says"
@@ -21,13 +23,15 @@ _CHANGED = "its output is changed before the last projection in a way that no pa
 class Gating:
     """The output gate's part and its logits (B, T, …), and what else happens to the output.
 
-    `beside` says what the layer does that is no part of a score; `lacks` what is not understood.
+    `beside` says what the layer does that is no part of a score; `lacks` what is not understood;
+    `pairs` are those of differential attention.
     """
 
     part: str = ""
     logits: Tensor | None = None
     beside: str | None = None
     lacks: str | None = None
+    pairs: Pairs | None = None
 
 
 def gating(heard: Heard, eps: Sequence[float]) -> Gating:
@@ -36,6 +40,10 @@ def gating(heard: Heard, eps: Sequence[float]) -> Gating:
     given = [
         projection.given for projection in heard.projections if projection.given.shape == out.shape
     ]
+    pairs = pairs_of(heard, given, eps)
+    if pairs is not None:
+        beside = "its pairs are key heads g and g + G/2, where attention() has neighbours"
+        return Gating(pairs.part, beside=beside, pairs=pairs)
     if any(torch.equal(candidate, out) for candidate in given):
         return Gating()
     for candidate in given:
@@ -48,17 +56,21 @@ def gating(heard: Heard, eps: Sequence[float]) -> Gating:
 
 
 def _gate(out: Tensor, given: Tensor, logits: Tensor) -> Gating | None:
-    """The gate that makes `given` (B, T, H·E) of the output (B, T, H, E) by these logits."""
+    """The gate that makes `given` (B, T, H·E) of the output (B, T, H, E) by these logits.
+
+    A number for each head may be added to them first.
+    """
     heads, size = out.shape[2:]
     wide = logits.shape[-1] // heads
-    per = "" if wide > 1 or size == 1 else "(per=head)"
+    per = [] if wide > 1 or size == 1 else ["per=head"]
     gate = logits.double().reshape(*logits.shape[:2], heads, wide)
     wanted = given.double().view_as(out)
-    if _same(gate.sigmoid() * out, wanted):
-        return Gating(f"Gate{per}", logits)
-    shifted = gate + _shift(out, wanted, gate)
-    if _same(shifted.sigmoid() * out, wanted):
-        return Gating(f"Gate{per}", shifted.flatten(2))
+    tried = [(gate, []), (gate, ["act=softplus"]), (gate + _shift(out, wanted, gate), [])]
+    for logits, act in tried:
+        opened = F.softplus(logits) if act else logits.sigmoid()
+        if _same(opened * out, wanted):
+            fields = ",".join([*per, *act])
+            return Gating(f"Gate({fields})" if fields else "Gate", logits.flatten(2))
     return None
 
 

@@ -79,13 +79,14 @@ def _proposals(
     size = 2 * rotation.theta.numel()
     share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
     layout = "layout=interleaved" if rotation.interleaved else ""
-    bases = [rope.get("rope_theta"), plain_base(rotation.theta)]
+    backward = "direction=backward" if float(rotation.theta[0]) < 0 else ""
+    bases = [rope.get("rope_theta"), plain_base(-rotation.theta if backward else rotation.theta)]
     for base in filter(None, bases):
         named = f"base={_nice(float(base))}" if float(base) != 10000 else ""
         if rope.get("rope_type") == "proportional" and share:
             yield _part("PRoPE", named, layout, f"fraction={share}"), _stretch(rope), None
             continue
-        kind, part = "RoPE", ""
+        kind, part = "RoPE", backward
         if size != head_dim:
             kind, part = "PartialRoPE", _fraction(size, head_dim)
             part += ",side=last" if rotation.start else ""

@@ -20,9 +20,11 @@ from normattn.errors import InputError
 from normattn.hf.score_fitting import Norm, Shape, Turned, bare, norms, turned
 from normattn.hf.score_gating import Gating, gating
 from normattn.hf.score_naming import position_words, rope_of, temperature_words, window_words
+from normattn.hf.score_pairing import beside_partners
 from normattn.hf.score_projections import Raw, candidates
 from normattn.hf.score_recording import Heard, listen
 from normattn.layers.attend import attention
+from normattn.layers.output_gate import gated
 from normattn.score import Score, ScoreSpec
 
 AGREES = 1e-5
@@ -149,7 +151,7 @@ def _read(heard: Heard, config: Any) -> LayerScore:
         return LayerScore(heard.index, None, None, f"{heard.name}: {lacks}")
     spec = ScoreSpec.parse(text, train_length=length)
     beside = "; ".join(filter(None, (fit.raw.beside, gate.beside))) or None
-    off = _difference(spec, heard, fit, gate.logits)
+    off = _difference(spec, heard, fit, gate)
     wide = heard.q.dtype in (torch.float32, torch.float64)
     if off > (AGREES if wide else _HALF):
         lacks = f"its attention differs from that of {spec} by {off:.1e} of its largest output"
@@ -352,7 +354,7 @@ def _causal(heard: Heard) -> bool:
     return not bool(heard.visible[0].triu(1).any())
 
 
-def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, logits: Tensor | None) -> float:
+def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, gate: Gating) -> float:
     """How far `attention` is from the layer's own, as a share of its largest output."""
     score = Score(spec, heard.q.shape[1], heard.q.shape[-1], heard.k.shape[1]).double()
     amplitude = 1.0 if spec.spectrum is None else spec.spectrum.gain(spec.train_length) ** 0.5
@@ -365,11 +367,14 @@ def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, logits: Tensor | None)
     if score.sink is not None:
         score.sink.copy_(heard.more["s_aux"])
     q, k, v = (tensor.detach().double().cpu() for tensor in (fit.raw.q, fit.raw.k, heard.v))
-    theirs = heard.out.double().cpu()
+    theirs, logits = heard.out.double().cpu(), gate.logits
     if logits is not None:
         logits = logits.double().cpu()
-        wide = theirs[0, 0].numel() // logits.shape[-1]
-        theirs = theirs * logits.sigmoid().repeat_interleave(wide, -1).view_as(theirs)
+        theirs = gated(spec, theirs.transpose(1, 2), logits).transpose(1, 2)
+    if gate.pairs is not None:
+        q, k = (beside_partners(x, k.shape[1]) for x in (q, k))
+        v, theirs = gate.pairs.v.double().cpu(), gate.pairs.out.double().cpu()
+        gate.pairs.fill(score)
     mask = _mask(heard)
     ours = attention(q, k, v, score.cpu(), causal=_causal(heard), gate=logits, attn_mask=mask)
     return float((ours.transpose(1, 2) - theirs).abs().max() / theirs.abs().max())

@@ -51,7 +51,7 @@ class Heard:
     q and k are normalised and turned already; `visible` (B, T, S) says who sees whom; `more` are
     the function's other arguments (scaling, softcap, s_aux, …). `added` is the largest finite
     number that the mask adds, `mask` what it is. `lent` are the projections of the layer whose keys
-    this one reads too.
+    this one reads too, `twin` a second call with the same queries and keys, for other values.
     """
 
     index: int
@@ -66,6 +66,7 @@ class Heard:
     mask: Tensor | None = None
     projections: list[Projection] = field(default_factory=list)
     lent: list[Projection] = field(default_factory=list)
+    twin: Heard | None = None
     inside: list[Inside] = field(default_factory=list)
 
     @property
@@ -101,7 +102,19 @@ def listen(model: Any, tokens: int = 48) -> list[Heard]:
     finally:
         model.train(mode)
     _hand_out(heard, ran)
-    return heard
+    return _with_twins(heard)
+
+
+def _with_twins(heard: list[Heard]) -> list[Heard]:
+    """The calls without those that a layer makes a second time with the same queries and keys."""
+    kept: list[Heard] = []
+    for call in heard:
+        last = kept[-1] if kept else None
+        if last is not None and last.module is call.module and last.q is call.q:
+            last.twin = call
+        else:
+            kept.append(call)
+    return kept
 
 
 def _read(model: Any, ids: Tensor) -> list[Heard]:

@@ -1,4 +1,4 @@
-"""The output gate of attention: each head's output times a sigmoid of the layer's input.
+"""The output gate of attention: each head's output times a gate of the layer's input.
 
 Legend: B batch, H query heads, T queries, E value size.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.score import ScoreSpec
@@ -23,11 +24,11 @@ def gate_projection(spec: ScoreSpec, dim: int, heads: int, size: int) -> nn.Line
 def gated(
     spec: ScoreSpec, o: Float[Tensor, "b h t e"], gate: Float[Tensor, "b t gates"] | None
 ) -> Float[Tensor, "b h t e"]:
-    """σ(gate) ⊙ o, gate (B, T, H) or (B, T, H·E) as the score says; o itself without `Gate`."""
+    """act(gate) ⊙ o, gate (B, T, H) or (B, T, H·E) as the score says; o itself without `Gate`."""
     if spec.gate is None or gate is None:
         return o
     logits = gate.reshape(*gate.shape[:2], o.shape[1], -1).transpose(1, 2)
-    return o * torch.sigmoid(logits)
+    return o * (torch.sigmoid(logits) if spec.gate.act == "sigmoid" else F.softplus(logits))
 
 
 def check_gate(spec: ScoreSpec, gate: Tensor | None, q: Tensor, v: Tensor) -> None:

@@ -188,11 +188,15 @@ class SinkPart(Part):
 
 @dataclass(frozen=True)
 class GatePart(Part):
-    """What a layer multiplies each head's output with: a gate for each feature, or for the head."""
+    """What a layer multiplies each head's output with: a gate for each feature, or for the head.
+
+    `act` makes the gate of its logits.
+    """
 
     slot: ClassVar[Slot] = Slot.GATE
     when: ClassVar[When] = "trained-in"
     per: Literal["feature", "head"] = "feature"
+    act: Literal["sigmoid", "softplus"] = "sigmoid"
 
 
 @dataclass(frozen=True)
