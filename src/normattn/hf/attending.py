@@ -6,7 +6,7 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.hf.folding import Folding, Turning, query_factor
 from normattn.hf.masks import Placing, placing
+from normattn.hf.turned_keys import TurnedKeys
 from normattn.kernels import Problem, attend, unrounded
 from normattn.layers.attend import in_blocks
-from normattn.score import ScoreSpec
+from normattn.score import Positions, ScoreSpec
 from normattn.score.fold import Fold, beside, scaled
+from normattn.score.rotary import ByChunk, Rotation, SideBySide
 
 ATTRIBUTE = "normattn_layer"
 _REFUSED = ("cache", "position_bias", "output_attentions")
@@ -65,12 +67,13 @@ class ExtendedLayer:
     """How one layer attends while its model is extended.
 
     `folding` turns queries and keys; None where they come as they shall be multiplied: rotated by
-    the model, or never (a NoPE layer).
+    the model, or never (a NoPE layer). `kept` are the keys that it has turned, where it keeps any.
     """
 
     spec: ScoreSpec
     folding: Folding | None
     memory: Memory
+    kept: TurnedKeys | None = None
 
     def __call__(
         self,
@@ -83,6 +86,8 @@ class ExtendedLayer:
     ) -> Float[Tensor, "b h t e"]:
         """softmax(score) · v for the queries, the last of the keys that the mask names."""
         placement = self._placing(mask, q, k, position_ids)
+        if self.kept is not None:
+            self.kept.begin(k, q.shape[2], whole=placement.runs is None)
         if placement.runs is None:
             return self._attend(
                 q, k[:, :, : placement.keys], v[:, :, : placement.keys], placement, asked
@@ -152,14 +157,36 @@ class ExtendedLayer:
         assert queries.near is not None
         assert near.near is not None
         near_q = _evened(self.folding.turning, queries.near(q))
-        near_k = near.near(k[:, :, start:])
         if regime is None or queries.far is None:
+            near_k = self._keys(k, near.near, at, block, "near")
             return Problem(near_q, near_k, v, placement.seen)
+        near_k = near.near(k[:, :, start:])
         far_q = _evened(self.folding.turning, queries.far(q))
-        far_k = k if far.far is None else far.far(k)
+        far_k = k if far.far is None else self._keys(k, far.far, at, block, "far")
         return Problem(
             *(near_q, near_k, v, placement.seen, far_q, far_k, regime.window), near_start=start
         )
+
+    def _keys(
+        self,
+        k: Tensor,
+        whole: Rotation | SideBySide | ByChunk,
+        at: Positions,
+        block: int,
+        side: Literal["near", "far"],
+    ) -> Tensor:
+        """All keys at their near or far positions: those of the calls before as they were kept."""
+        folding, kept = self.folding, self.kept
+        counted = at.regular and isinstance(whole, Rotation)
+        if kept is None or folding is None or not (kept.open and counted):
+            return whole(k)
+
+        def turn(first: int) -> Tensor:
+            made = getattr(folding.keys(at, first, block, k.dtype), side)
+            turned: Tensor = made(k[:, :, first:])
+            return turned
+
+        return kept.turned((side, block), k, turn)
 
     def _placing(
         self, mask: Tensor | None, q: Tensor, k: Tensor, position_ids: Tensor | None

@@ -28,6 +28,7 @@ from normattn.hf.interface import registered
 from normattn.hf.native import native, put_fields, trained
 from normattn.hf.probing import ask, named
 from normattn.hf.resolved import Resolved
+from normattn.hf.turned_keys import TurnedKeys
 from normattn.hf.understanding import Layer, refuse_vectors, understand
 from normattn.score import ScoreSpec
 from normattn.score.grammar import print_part
@@ -165,7 +166,11 @@ class Extension:
             if name is not None:
                 turning = layer.turning if inside else None
                 folding = None if turning is None else _shared(foldings, spec, turning)
-                self._set(layer.module, ATTRIBUTE, ExtendedLayer(spec, folding, self._memory))
+                kept = None if folding is None else TurnedKeys()
+                own_way = ExtendedLayer(spec, folding, self._memory, kept)
+                self._set(layer.module, ATTRIBUTE, own_way)
+                if kept is not None:
+                    self._hook(layer.module.register_forward_pre_hook(kept, with_kwargs=True))
             if layer.turning is not None:
                 hook = Embeddings(layer, spec, inside, name, self._memory, sections)
                 self._hook(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
