@@ -42,8 +42,8 @@ def gating(heard: Heard, eps: Sequence[float]) -> Gating:
     ]
     pairs = pairs_of(heard, given, eps)
     if pairs is not None:
-        beside = "its pairs are key heads g and g + G/2, where attention() has neighbours"
-        return Gating(pairs.part, beside=beside, pairs=pairs)
+        order = "its pairs are key heads g and g + G/2, where attention() has neighbours"
+        return Gating(pairs.part, beside=order, pairs=pairs)
     if any(torch.equal(candidate, out) for candidate in given):
         return Gating()
     for candidate in given:
