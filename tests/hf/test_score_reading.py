@@ -445,3 +445,15 @@ def test_a_norm_of_what_all_heads_share_is_said() -> None:
     assert all("pass k_rope_only_layernorm" in str(layer.beside) for layer in seen.layers)
     assert "an indexer" in str(seen.layers[0].beside)
     assert "an indexer" not in str(seen.layers[1].beside)
+
+
+@pytest.mark.parametrize(("experts", "keys"), [(2, ", and its keys are repeated"), (1, "")])
+def test_queries_of_a_mixture_of_experts_are_read(experts: int, keys: str) -> None:
+    """Each token's queries are of experts of its own, in heads that follow one another."""
+    sizes = {"num_experts_per_tok": experts, "num_key_value_heads": 2}
+    seen = score_of(build("jetmoe", num_attention_heads=2 * experts, **sizes))
+    assert seen.verified, str(seen)
+    for layer in seen.layers:
+        said = str(layer.beside)
+        assert said.startswith("its queries are of a mixture of experts, experts.input_linear")
+        assert said.endswith(f"(JetMoeParallelExperts){keys and keys + ' for each expert'}")

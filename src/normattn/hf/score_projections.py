@@ -34,8 +34,8 @@ def candidates(heard: Heard) -> Iterator[Raw]:
 
     Last those that several projections together have made, in a module of the layer.
     """
-    own = [projection.made for projection in heard.projections]
-    lent = [projection.made for projection in heard.lent]
+    own = [projection.made for projection in heard.projections if not projection.mixture]
+    lent = [projection.made for projection in heard.lent if not projection.mixture]
     yield from _apart(own, own + lent, heard)
     yield from _joined(own, heard)
     yield from _latent(own, heard)
@@ -44,6 +44,7 @@ def candidates(heard: Heard) -> Iterator[Raw]:
         clipped = [made.clamp(-clip, clip) for made in own]
         for raw in (*_joined(clipped, heard), *_apart(clipped, clipped, heard)):
             yield replace(raw, beside=f"what its projections make is clipped to ±{clip:g} first")
+    yield from _mixed(own, heard)
     composed = [part for part in heard.inside if part.projects]
     for name in dict.fromkeys(part.name for part in composed):
         made = [part.made for part in composed if part.name == name]
@@ -76,6 +77,31 @@ def _apart(own: Sequence[Tensor], keys: Sequence[Tensor], heard: Heard) -> Itera
         for other in keys:
             if one is not other and other.shape[-1] == groups * (d + e):
                 yield Raw(q, heads_of(other[..., : groups * d], d))
+
+
+def _mixed(own: Sequence[Tensor], heard: Heard) -> Iterator[Raw]:
+    """Queries of a mixture of experts; its heads share keys that are repeated for each expert."""
+    (_, groups, _, d), e = heard.k.shape, heard.v.shape[-1]
+    times = next(n for n in range(groups, 0, -1) if _repeats(heard.k, n))
+    own_heads = groups // times
+    for projection in heard.projections:
+        if projection.mixture is None:
+            continue
+        shared = ", and its keys are repeated for each expert" if times > 1 else ""
+        beside = f"its queries are of a mixture of experts, {projection.mixture}{shared}"
+        for other in own:
+            if other.shape[-1] == own_heads * (d + e):
+                k = heads_of(other[..., : own_heads * d], d).repeat(1, times, 1, 1)
+                for _, q in _queries([projection.made], heard):
+                    yield Raw(q, k, beside=beside)
+
+
+def _repeats(k: Float[Tensor, "b g t d"], times: int) -> bool:
+    """Whether all key heads are so many times the first of them, one after the other."""
+    groups = k.shape[1]
+    if groups % times:
+        return False
+    return torch.equal(k, k[:, : groups // times].repeat(1, times, 1, 1))
 
 
 def _joined(made: Sequence[Tensor], heard: Heard) -> Iterator[Raw]:

@@ -26,10 +26,14 @@ _BATCH = 4
 
 @dataclass
 class Projection:
-    """A linear map inside an attention layer, with what went in and came out, (B, T, W)."""
+    """A linear map inside an attention layer, with what went in and came out, (B, T, W).
+
+    `mixture`: the name of the module in the layer where each token has linear maps of its own.
+    """
 
     given: Float[Tensor, "b t w"]
     made: Float[Tensor, "b t w2"]
+    mixture: str | None = None
 
 
 @dataclass
@@ -156,14 +160,14 @@ def _hand_out(heard: list[Heard], ran: _Ran) -> None:
             runs = ran.get(part)
             if not runs or part is call.module:
                 continue
-            given, made = runs[turn * len(runs) // len(calls)]
-            if isinstance(part, nn.Linear):
-                call.projections += [Projection(given, x) for x in made if given is not None]
+            run, named = runs[turn * len(runs) // len(calls)], f"{name} ({type(part).__name__})"
+            if isinstance(part, nn.Linear) or run.mixed:
+                if run.given is not None:
+                    mixture = named if run.mixed else None
+                    call.projections += [Projection(run.given, x, mixture) for x in run.made]
             else:
                 projects = any(isinstance(inner, nn.Linear) for inner in part.modules())
-                call.inside += [
-                    Inside(f"{name} ({type(part).__name__})", projects, x) for x in made
-                ]
+                call.inside += [Inside(named, projects, x) for x in run.made]
         for earlier in heard[:number]:
             if earlier.k.data_ptr() == call.k.data_ptr():
                 call.lent = earlier.projections
@@ -256,19 +260,35 @@ def hidden(mask: Tensor) -> Tensor:
     return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
-_Ran = dict[nn.Module, list[tuple[Tensor | None, list[Tensor]]]]
+@dataclass
+class _Run:
+    """What went into a module and came out; `mixed`: in the order of a mixture of experts."""
+
+    given: Tensor | None
+    made: list[Tensor]
+    mixed: bool = False
+
+
+_Ran = dict[nn.Module, list[_Run]]
 
 
 @contextmanager
 def _made(layers: Iterable[nn.Module], tokens: int) -> Iterator[_Ran]:
     """What goes into every module of these layers and what comes out, (B, T, W), call by call."""
     ran: _Ran = {}
+    orders: list[Tensor] = []
 
     def keep(module: nn.Module, given: Any, made: Any) -> None:
-        rows = [_row(x, tokens) for x in (made if isinstance(made, tuple) else (made,))]
-        kept = [row for row in rows if row is not None]
+        outputs = made if isinstance(made, tuple) else (made,)
+        orders.extend(x for x in outputs if _is_order(x, _BATCH * tokens))
+        kept = [row for x in outputs if (row := _row(x, tokens)) is not None]
         if kept:
-            ran.setdefault(module, []).append((_row(given[0], tokens) if given else None, kept))
+            run = _Run(_row(given[0], tokens) if given else None, kept)
+            ran.setdefault(module, []).append(run)
+        elif given and orders:
+            both = [_put_back(x, orders[-1], tokens) for x in (given[0], outputs[0])]
+            if both[0] is not None and both[1] is not None:
+                ran.setdefault(module, []).append(_Run(both[0], [both[1]], mixed=True))
 
     parts = dict.fromkeys(part for layer in layers for part in layer.modules())
     handles = [part.register_forward_hook(keep) for part in parts]
@@ -277,6 +297,26 @@ def _made(layers: Iterable[nn.Module], tokens: int) -> Iterator[_Ran]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_order(x: Any, tokens: int) -> bool:
+    """Whether a router says by x in which order the tokens, once or n times, go to experts."""
+    if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.dim() != 1:
+        return False
+    whole = torch.arange(x.numel(), device=x.device)
+    return x.numel() > 0 and x.numel() % tokens == 0 and torch.equal(x.sort().values, whole)
+
+
+def _put_back(x: Any, order: Tensor, tokens: int) -> Float[Tensor, "b t w"] | None:
+    """The rows of x in the order of tokens, those of one token side by side; None for what is not.
+
+    The inverse of what a mixture of experts does to its input.
+    """
+    if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[0] != order.numel():
+        return None
+    back = torch.empty_like(x)
+    back[order] = x
+    return back.reshape(_BATCH, tokens, -1)
 
 
 def _row(x: Any, tokens: int) -> Tensor | None:

@@ -66,9 +66,10 @@ def read_configuration(model: str | Path) -> Any:
 def small_model(config: Any) -> Any:
     """A random causal language model of this configuration with two heads, narrow elsewhere.
 
-    Layers, their kinds, the size of a head and all about positions are as configured; weights are
-    large enough for attention to be far from even. Raises `InputError` where transformers cannot
-    build it, and for sizes beyond those of any model.
+    Layers, their kinds, the size of a head and all about positions are as configured; where layers
+    choose among keys they keep few, so that a short text shows it. Weights are large enough for
+    attention to be far from even. Raises `InputError` where transformers cannot build it, and for
+    sizes beyond those of any model.
     """
     import transformers
 
