@@ -395,6 +395,11 @@ def _tilted(mask: torch.Tensor) -> torch.Tensor:
     return mask - torch.arange(mask.shape[-1])
 
 
+def _rounded(mask: torch.Tensor) -> torch.Tensor:
+    """Tilted, with other rounding in each text."""
+    return _tilted(mask) * (1 + 1e-7 * torch.arange(len(mask))[:, None, None, None])
+
+
 def _by_head(mask: torch.Tensor) -> torch.Tensor:
     heads = _holed(mask).repeat(1, 4, 1, 1)
     heads[:, :2] = mask
@@ -411,6 +416,7 @@ def _holed(mask: torch.Tensor) -> torch.Tensor:
     ("change", "lacks"),
     [
         (_tilted, "its mask adds up to 23 to a score, which no part says"),
+        (_rounded, "its mask adds up to 23 to a score, which no part says"),
         (_by_head, "its mask hides other keys from other heads, which no part says"),
         (_holed, "its mask is neither causal nor a window"),
     ],

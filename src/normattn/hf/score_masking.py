@@ -18,6 +18,9 @@ from torch import Tensor
 from normattn.hf.score_naming import window_words
 from normattn.hf.score_recording import Heard, hidden
 
+_ROUNDED = 1e-4
+"""How far numbers of two texts may be apart by rounding alone, as a share of the largest."""
+
 
 @dataclass(frozen=True)
 class Masking:
@@ -57,8 +60,8 @@ def _by_text(mask: Shaped[Tensor, "b h t s"]) -> tuple[bool, bool]:
     if mask.dtype == torch.bool:
         return bool((hides != hides[:1]).any()), False
     both = ~hides & ~hides[:1]
-    adds = torch.where(both, mask - mask[:1], 0.0).any()
-    return bool((hides != hides[:1]).any()), bool(adds)
+    added, apart = (torch.where(both, x, 0.0).abs().max() for x in (mask, mask - mask[:1]))
+    return bool((hides != hides[:1]).any()), bool(apart > _ROUNDED * added)
 
 
 def _words(heard: Heard, hides: bool, adds: bool) -> str | None:

@@ -97,7 +97,9 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
     attention function tell the normalisation, the rotation and the scale; the mask tells the
     window; numbers that so few tokens cannot show (a long window, a step of temperature) are the
     configuration's. Then `attention` with that score, on the same projections, is compared with
-    what the layer's own attention gave: 1e-5 of its largest output in float32.
+    what the layer's own attention gave: 1e-5 of its largest output in float32. Where which keys are
+    seen, or what is added to their scores, depends on the text, `attention` is given the layer's
+    own mask, and `beside` says so.
 
     Raises `InputError` for a model that cannot be listened to at all; a layer that cannot be read
     says so in its `lacks`.

@@ -185,12 +185,12 @@ def _listening(model: Any, heard: list[Heard], name: str) -> Iterator[None]:
     # A family may have an interface of its own, which knows what is registered for all.
     AttentionInterface.register(LISTENING, listener)
     standing = ALL_ATTENTION_FUNCTIONS.get(name)
-    ALL_ATTENTION_FUNCTIONS[name] = listener
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
-    for config in configs.values():
-        config._attn_implementation_internal = name
     try:
+        ALL_ATTENTION_FUNCTIONS[name] = listener
+        for config in configs.values():
+            config._attn_implementation_internal = name
         yield
     finally:
         for key, config in configs.items():
