@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from normattn import ScoreSpec, score_of
 from normattn.cli.app import app, main
@@ -122,6 +123,12 @@ def test_the_command_names_layers(tmp_path: Path, capsys: pytest.CaptureFixture[
             "Baseline(scale=0.1443376)-PartialRoPE(base=10000000,layout=interleaved,"
             "fraction=0.3334,side=last)",
         ),
+        (
+            "deepseek_v32",
+            {},
+            "Baseline-PartialRoPE(layout=interleaved,fraction=0.3334,side=last)",
+        ),
+        ("doge", {}, "QKRMSNorm"),
         ("gemma4_text", {}, "QKRMSNorm(scale=1)-SlidingWindow(window=512)"),
         ("gemma3n_text", {}, "QKRMSNorm(scale=1)-SlidingWindow(window=512)"),
     ],
@@ -338,8 +345,103 @@ def test_a_layer_that_runs_several_times_is_read_each_time() -> None:
     assert len(seen.layers) > len({layer.layer for layer in seen.layers})
 
 
-def test_keys_that_an_indexer_selects_have_no_name() -> None:
-    seen = score_of(build("glm_moe_dsa"))
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])
+def test_keys_that_an_indexer_chooses_are_an_operand(family: str) -> None:
+    model = build(family)
+    seen = score_of(model)
+    assert "eager" not in ALL_ATTENTION_FUNCTIONS
+    assert seen.verified, str(seen)
+    beside = "an indexer chooses the keys of each query (attn_mask)"
+    assert {layer.beside for layer in seen.layers} == {beside}
+    assert beside in str(seen)
+
+
+def test_the_command_says_that_a_mask_is_an_operand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A released configuration keeps 2048 keys; the small model leaves out some of 16."""
+    make: Any = transformers.CONFIG_MAPPING["deepseek_v32"]
+    make(num_hidden_layers=1).save_pretrained(tmp_path)
+    words = ["score", str(tmp_path), "--json", "--tokens", "16"]
+    app(args=words, standalone_mode=False)
+    record = json.loads(capsys.readouterr().out)
+    assert record["verified"]
+    beside = "an indexer chooses the keys of each query (attn_mask)"
+    assert [layer["beside"] for layer in record["layers"]] == [beside]
+
+
+def test_an_indexer_that_leaves_no_key_out_is_not_shown() -> None:
+    seen = score_of(build("glm_moe_dsa", index_topk=48))
     assert not seen.verified
-    assert "its indexer selects 4 keys for each query, which no part says" in str(seen)
-    assert all(layer.difference is not None and layer.difference < 1e-5 for layer in seen.layers)
+    assert "its indexer leaves out none of 48 tokens: it takes more to show it" in str(seen)
+    assert {layer.beside for layer in seen.layers} == {None}
+
+
+def test_masks_by_the_text_are_operands() -> None:
+    """Doge adds to the scores of a key by its values, and hides the lowest; Qwen4 hides blocks."""
+    added = score_of(build("doge"))
+    assert added.verified, str(added)
+    assert "what the mask adds to the scores depends on the text (attn_mask)" in str(added)
+    both = score_of(build("doge", keep_window_size=6))
+    assert both.verified, str(both)
+    said = "which keys are seen and what is added to scores depend on the text (attn_mask)"
+    assert {layer.beside for layer in both.layers} == {said}
+    hides = score_of(build("qwen4_exp_text"))
+    assert hides.verified, str(hides)
+    assert "which keys are seen depends on the text (attn_mask)" in str(hides)
+
+
+def _tilted(mask: torch.Tensor) -> torch.Tensor:
+    return mask - torch.arange(mask.shape[-1])
+
+
+def _by_head(mask: torch.Tensor) -> torch.Tensor:
+    heads = _holed(mask).repeat(1, 4, 1, 1)
+    heads[:, :2] = mask
+    return heads
+
+
+def _holed(mask: torch.Tensor) -> torch.Tensor:
+    holed = mask.clone()
+    holed[:, :, 10:, 2] = torch.finfo(mask.dtype).min
+    return holed
+
+
+@pytest.mark.parametrize(
+    ("change", "lacks"),
+    [
+        (_tilted, "its mask adds up to 23 to a score, which no part says"),
+        (_by_head, "its mask hides other keys from other heads, which no part says"),
+        (_holed, "its mask is neither causal nor a window"),
+    ],
+)
+def test_masks_that_every_text_has_are_no_operands(
+    change: Callable[[torch.Tensor], torch.Tensor], lacks: str
+) -> None:
+    """A bias by position, or a pattern of heads, is a part of the score: it is not passed over."""
+    model = model_of("Llama")
+    layer = model.model.layers[1].self_attn
+    before = layer.forward
+
+    def masked(hidden_states: Any, attention_mask: Any, **more: Any) -> Any:
+        return before(hidden_states, attention_mask=change(attention_mask), **more)
+
+    layer.forward = masked
+    try:
+        seen = score_of(model, tokens=24)
+    finally:
+        del layer.forward
+    assert seen.layers[0].verified
+    assert not seen.verified
+    assert lacks in str(seen.layers[1].lacks)
+    assert seen.layers[1].beside is None
+    assert seen.layers[1].difference is not None
+    assert seen.layers[1].difference < 1e-5
+
+
+def test_a_norm_of_what_all_heads_share_is_said() -> None:
+    seen = score_of(build("dots3_note_text"))
+    assert seen.verified, str(seen)
+    assert all("pass k_rope_only_layernorm" in str(layer.beside) for layer in seen.layers)
+    assert "an indexer" in str(seen.layers[0].beside)
+    assert "an indexer" not in str(seen.layers[1].beside)

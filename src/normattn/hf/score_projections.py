@@ -20,14 +20,13 @@ class Raw:
     """Queries and keys that projections made; the `last` features of a key are those of all heads.
 
     `last` is None where keys are of one projection. `beside` says what the layer did to them that
-    is no part of a score, `lacks` what is one, but has no name.
+    is no part of a score.
     """
 
     q: Float[Tensor, "b h t d"]
     k: Float[Tensor, "b g t d"]
     last: int | None = None
     beside: str | None = None
-    lacks: str | None = None
 
 
 def candidates(heard: Heard) -> Iterator[Raw]:
@@ -106,12 +105,12 @@ def _latent(own: Sequence[Tensor], heard: Heard) -> Iterator[Raw]:
         kept = heads_of(other, size)
         if not _close(kept[..., size - e :], heard.v):
             continue
-        for shared, lacks in _shared(other, last, own, heard):
+        for shared, beside in _shared(other, last, own, heard):
             turning = heads_of(shared, last).expand(-1, groups, -1, -1)
             k = torch.cat((kept[..., : size - e], turning), -1)
             for one, q in _queries(own, heard):
                 if one is not other:
-                    yield Raw(q, k, last, lacks=lacks)
+                    yield Raw(q, k, last, beside)
 
 
 def _shared(
@@ -123,11 +122,7 @@ def _shared(
             yield shared[..., -last:], None
     for part in heard.inside:
         if part.made.shape[-1] == last and not part.projects:
-            lacks = (
-                f"the {last} features of its keys that all heads share pass {part.name} by "
-                "themselves, which no part says"
-            )
-            yield part.made, lacks
+            yield part.made, f"the features of its keys that all heads share pass {part.name} first"
 
 
 def _clip(own: Sequence[Tensor], heard: Heard) -> float | None:

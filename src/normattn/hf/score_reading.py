@@ -19,7 +19,8 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.hf.score_fitting import Norm, Shape, Turned, bare, norms, turned
 from normattn.hf.score_gating import Gating, gating
-from normattn.hf.score_naming import position_words, rope_of, temperature_words, window_words
+from normattn.hf.score_masking import Masking, masking
+from normattn.hf.score_naming import position_words, rope_of, temperature_words
 from normattn.hf.score_pairing import beside_partners
 from normattn.hf.score_projections import Raw, candidates
 from normattn.hf.score_recording import Heard, listen
@@ -38,7 +39,8 @@ class LayerScore:
 
     `difference` is how far `attention` with this score was from the layer's own, as a share of the
     largest output; `lacks` says what the vocabulary has no word for, None where it has all;
-    `beside` what the layer does to the output that is no part of a score.
+    `beside` what the layer does that is no part of a score: to what its projections make, to the
+    output, or to its mask, which `attention` takes as `attn_mask`.
     """
 
     layer: int
@@ -146,12 +148,13 @@ def _read(heard: Heard, config: Any) -> LayerScore:
     if fit is None:
         return LayerScore(heard.index, None, None, f"{heard.name}: {_unread(heard, config)}")
     gate = gating(heard, _eps(heard, config))
-    text, length, lacks = _named(heard, config, fit, gate)
+    mask = masking(heard, config)
+    text, length, lacks = _named(heard, config, fit, gate, mask)
     if text is None:
         return LayerScore(heard.index, None, None, f"{heard.name}: {lacks}")
     spec = ScoreSpec.parse(text, train_length=length)
-    beside = "; ".join(filter(None, (fit.raw.beside, gate.beside))) or None
-    off = _difference(spec, heard, fit, gate)
+    beside = "; ".join(filter(None, (fit.raw.beside, mask.beside, gate.beside))) or None
+    off = _difference(spec, heard, fit, gate, mask)
     wide = heard.q.dtype in (torch.float32, torch.float64)
     if off > (AGREES if wide else _HALF):
         lacks = f"its attention differs from that of {spec} by {off:.1e} of its largest output"
@@ -245,7 +248,7 @@ def _shares(heard: Heard, config: Any, d: int) -> list[int]:
 
 
 def _named(
-    heard: Heard, config: Any, fit: _Fit, gate: Gating
+    heard: Heard, config: Any, fit: _Fit, gate: Gating, mask: Masking
 ) -> tuple[str | None, int | None, str | None]:
     """The score as text, the length it needs, and what is missing in it."""
     rope, d = rope_of(config, heard.index), heard.q.shape[-1]
@@ -256,8 +259,7 @@ def _named(
     warm = temperature_words(config, rope, fit.q_turned.size, position != "NoPE")
     if warm is None:
         return None, None, "its scale changes with the position in a way that no part says"
-    window, hides = _hidden(heard, config)
-    lacks = "; ".join(filter(None, (fit.raw.lacks, hides, gate.lacks))) or None
+    window, lacks = mask.part, "; ".join(filter(None, (mask.lacks, gate.lacks))) or None
     if window.startswith("SlidingWindow") and "(factor" in position:
         window = window.replace(")", ",stretched=true)")
     cap, sink = heard.more.get("softcap"), heard.more.get("s_aux")
@@ -323,38 +325,7 @@ def _gains(heard: Heard, fit: _Fit) -> tuple[float, ...]:
     return (*((whole**0.5,) if whole > 0 else ()), k)
 
 
-def _hidden(heard: Heard, config: Any) -> tuple[str, str | None]:
-    """The part that says which keys are hidden, "" for none, and what no part says."""
-    indices = heard.more.get("indices")
-    if indices is not None:
-        count = getattr(config, "index_topk", None) or indices.shape[-1]
-        return "", f"its indexer selects {count} keys for each query, which no part says"
-    if not _causal(heard):
-        return "", None
-    if heard.mask is not None and not heard.alike:
-        return "", "its mask hides keys by what the text says, which no part says"
-    if heard.added:
-        return "", f"its mask adds up to {heard.added:.2g} to a score, which no part says"
-    return window_words(heard.visible[0].cpu(), _window(heard, config))
-
-
-def _window(heard: Heard, config: Any) -> str:
-    """What hides keys by the layer's own words or the configuration's."""
-    types = getattr(config, "layer_types", None) or ()
-    kind = types[heard.index] if heard.index < len(types) else ""
-    if kind == "chunked_attention":
-        return f"Chunked(size={config.attention_chunk_size})"
-    given = heard.more.get("sliding_window")
-    if given is None and kind == "sliding_attention":
-        given = config.sliding_window
-    return "" if given is None else f"SlidingWindow(window={int(given)})"
-
-
-def _causal(heard: Heard) -> bool:
-    return not bool(heard.visible[0].triu(1).any())
-
-
-def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, gate: Gating) -> float:
+def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, gate: Gating, mask: Masking) -> float:
     """How far `attention` is from the layer's own, as a share of its largest output."""
     score = Score(spec, heard.q.shape[1], heard.q.shape[-1], heard.k.shape[1]).double()
     amplitude = 1.0 if spec.spectrum is None else spec.spectrum.gain(spec.train_length) ** 0.5
@@ -375,14 +346,5 @@ def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, gate: Gating) -> float
         q, k = (beside_partners(x, k.shape[1]) for x in (q, k))
         v, theirs = gate.pairs.v.double().cpu(), gate.pairs.out.double().cpu()
         gate.pairs.fill(score)
-    mask = _mask(heard)
-    ours = attention(q, k, v, score.cpu(), causal=_causal(heard), gate=logits, attn_mask=mask)
+    ours = attention(q, k, v, score.cpu(), mask.causal, mask.operand, gate=logits)
     return float((ours.transpose(1, 2) - theirs).abs().max() / theirs.abs().max())
-
-
-def _mask(heard: Heard) -> Tensor | None:
-    """What the layer's mask does that no part says: which keys it hides, or what it adds."""
-    if heard.mask is None or (heard.alike and not heard.added):
-        return None
-    mask = heard.mask[..., : heard.k.shape[2]].cpu()
-    return mask if mask.dtype == torch.bool else mask.double()

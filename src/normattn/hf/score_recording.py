@@ -9,7 +9,7 @@ Legend: B batch, H query heads, G key heads, T tokens, D head dimension, E value
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +52,7 @@ class Heard:
     the function's other arguments (scaling, softcap, s_aux, …). `added` is the largest finite
     number that the mask adds, `mask` what it is. `lent` are the projections of the layer whose keys
     this one reads too, `twin` a second call with the same queries and keys, for other values.
+    `selects`: an indexer chooses the keys of each query.
     """
 
     index: int
@@ -68,6 +69,7 @@ class Heard:
     lent: list[Projection] = field(default_factory=list)
     twin: Heard | None = None
     inside: list[Inside] = field(default_factory=list)
+    selects: bool = False
 
     @property
     def alike(self) -> bool:
@@ -96,11 +98,16 @@ def listen(model: Any, tokens: int = 48) -> list[Heard]:
     model.eval()
     try:
         # Once to know the layers, and once more to keep what is made inside of them, not elsewhere.
-        layers = dict.fromkeys(call.module for call in _read(model, ids))
+        first = _read(model, ids, LISTENING)
+        selecting = {call.module for call in first if call.more.get("indices") is not None}
+        layers = dict.fromkeys(call.module for call in first)
         with _made(layers, tokens) as ran:
-            heard = _read(model, ids)
+            # With `eager` alone a layer's own mask hides the keys that its indexer leaves out.
+            heard = _read(model, ids, "eager" if selecting else LISTENING)
     finally:
         model.train(mode)
+    for call in heard:
+        call.selects = call.module in selecting
     _hand_out(heard, ran)
     return _with_twins(heard)
 
@@ -117,10 +124,10 @@ def _with_twins(heard: list[Heard]) -> list[Heard]:
     return kept
 
 
-def _read(model: Any, ids: Tensor) -> list[Heard]:
-    """The calls of attention while the model reads these tokens."""
+def _read(model: Any, ids: Tensor, name: str) -> list[Heard]:
+    """The calls of attention while the model reads these tokens by the function of this name."""
     heard: list[Heard] = []
-    with _listening(model, heard):
+    with _listening(model, heard, name):
         try:
             model(ids, use_cache=False)
         except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
@@ -163,26 +170,36 @@ def _hand_out(heard: list[Heard], ran: _Ran) -> None:
 
 
 @contextmanager
-def _listening(model: Any, heard: list[Heard]) -> Iterator[None]:
+def _listening(model: Any, heard: list[Heard], name: str) -> Iterator[None]:
     """Our function where the attention function is looked up, with the masks of `eager`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    AttentionInterface.register(LISTENING, _listener(heard))
     AttentionMaskInterface.register(LISTENING, eager_mask)
+    listener = _listener(heard, set(model.modules()))
+    # A family may have an interface of its own, which knows what is registered for all.
+    AttentionInterface.register(LISTENING, listener)
+    standing = ALL_ATTENTION_FUNCTIONS.get(name)
+    ALL_ATTENTION_FUNCTIONS[name] = listener
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
     for config in configs.values():
-        config._attn_implementation_internal = LISTENING
+        config._attn_implementation_internal = name
     try:
         yield
     finally:
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]
+        ALL_ATTENTION_FUNCTIONS.pop(name)
+        if standing is not None and name != LISTENING:
+            ALL_ATTENTION_FUNCTIONS[name] = standing
 
 
-def _listener(heard: list[Heard]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The family's own eager attention, which keeps what it is given and what it returns."""
+def _listener(
+    heard: list[Heard], parts: Collection[nn.Module]
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The family's own eager attention, which keeps what these modules give it and get of it."""
 
     def function(
         module: nn.Module,
@@ -201,6 +218,8 @@ def _listener(heard: list[Heard]) -> Callable[..., tuple[Tensor, Tensor | None]]
         result: tuple[Tensor, Tensor | None] = own(
             module, query, key, value, attention_mask, **more
         )
+        if module not in parts:
+            return result
         visible, added = _seen(query, key, attention_mask)
         heard.append(
             Heard(

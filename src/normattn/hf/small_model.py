@@ -28,6 +28,10 @@ _LITTLE = {
     "n_group": 1,
     "topk_group": 1,
     "num_expert_group": 1,
+    "index_topk": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "keep_window_size": 8,
     "vocab_size": _VOCABULARY,
     "vocab_size_per_layer_input": _VOCABULARY,
 }
