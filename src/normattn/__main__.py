@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 
 from normattn.stopping import run_stoppable
@@ -25,6 +27,9 @@ def _sentence(
 
 def _command() -> None:
     warnings.formatwarning = _sentence
+    if not sys.stderr.isatty():
+        # Bars of the libraries beneath would fill a log with their copies; read when tqdm comes.
+        os.environ.setdefault("TQDM_DISABLE", "1")
     # Only here, under the guard: imports take long enough to be stopped in.
     from normattn.cli.app import main
 

@@ -51,14 +51,15 @@ def test_another_number_of_rows() -> None:
     module, cache = Score("KNA", H, D, G).double().eval(), GrowingCache()
     q, k, v = _tensors(3, 5)
     for at in range(4):
-        attention_cached(*(x[:, :, at : at + 1] for x in (q, k, v)), module, cache)
+        now = slice(at, at + 1)
+        attention_cached(q[:, :, now], k[:, :, now], v[:, :, now], module, cache)
     rows = torch.tensor([2, 0])
     cache.reorder(rows)
-    out = attention_cached(*(x[rows, :, 4:] for x in (q, k, v)), module, cache)
+    out = attention_cached(q[rows, :, 4:], k[rows, :, 4:], v[rows, :, 4:], module, cache)
     whole = attention(q[rows], k[rows], v[rows], module)
     torch.testing.assert_close(out, whole[:, :, 4:], rtol=1e-9, atol=1e-9)
     with pytest.raises(InputError, match="2 rows"):
-        attention_cached(*(x[:, :, 4:] for x in (q, k, v)), module, cache)
+        attention_cached(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], module, cache)
 
 
 @torch.no_grad()

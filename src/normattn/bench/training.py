@@ -18,6 +18,7 @@ from normattn.models.config import CausalLMConfig
 from normattn.runs.timing import Step
 from normattn.training.distribution import World
 from normattn.training.loop_config import LoopConfig
+from normattn.training.pages import keep_pages
 from normattn.training.step import Stepper
 
 PresetName = Literal["laptop", "workstation"]
@@ -56,6 +57,8 @@ class PresetStep:
     def build(self) -> Step:
         """The loop's own step, by the portable kernels as in a published training."""
         torch.manual_seed(0)
+        if self.device == "cpu":
+            keep_pages()
         config = LoopConfig(steps=10**9, precision="bf16" if self.half else "fp32")
         task = _Random(CausalLM(MODELS[self.preset]).to(self.device), self._rows)
         world = World(0, 1, torch.device(self.device))

@@ -23,6 +23,7 @@ from normattn.runs.timing import threads
 from normattn.training.distribution import World, world
 from normattn.training.divergence import find_origin
 from normattn.training.loop_config import LoopConfig
+from normattn.training.pages import keep_pages
 from normattn.training.progress import ProgressBar
 from normattn.training.reports import Callback, Probe, StepReport, TrainingResult
 from normattn.training.seeds import derive_seed
@@ -70,6 +71,8 @@ def train(
     with ExitStack() as stack:
         process = stack.enter_context(world(config.device))
         stack.enter_context(threads(config.threads))
+        if process.device.type == "cpu":
+            keep_pages()
         stack.enter_context(using(config.kernels))
         followers = list(callbacks)
         # Before anything is written: a tracker that is not installed leaves no run behind.
