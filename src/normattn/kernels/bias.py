@@ -32,6 +32,7 @@ from normattn.kernels.derivatives import refuse_second_derivative
 from normattn.kernels.observe import Eye, Looked
 from normattn.kernels.place import on_cpu
 from normattn.kernels.problem import Problem
+from normattn.kernels.subnormals import flushing
 from normattn.kernels.visibility import Visibility
 
 # Query rows of a tile, and the bytes of its scores: about what a core's second cache holds.
@@ -237,6 +238,7 @@ def _flat(x: Tensor) -> Tensor:
 
 class _Bias(torch.autograd.Function):
     @staticmethod
+    @flushing
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Visibility, eye: Eye | None
     ) -> Tensor:
@@ -258,6 +260,7 @@ class _Bias(torch.autograd.Function):
         return out
 
     @staticmethod
+    @flushing
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the bias kernel", "backend='reference'")
         q, k, v, bias = ctx.saved_tensors

@@ -24,6 +24,7 @@ from normattn.kernels.operands import grouped, ungrouped
 from normattn.kernels.problem import Problem
 from normattn.kernels.score_buffer import LayerScores
 from normattn.kernels.scores import Scores
+from normattn.kernels.subnormals import flushing
 from normattn.kernels.summed import SummedScores
 from normattn.kernels.tiles import Group, Plan
 
@@ -47,6 +48,7 @@ class _Chunked(torch.autograd.Function):
         return (None, None, None, *sums.all(problem))
 
 
+@flushing
 def forward_tiles(
     problem: Problem,
     plan: Plan,
@@ -84,6 +86,7 @@ def forward_tiles(
     return ungrouped(out)
 
 
+@flushing
 def backward_tiles(
     problem: Problem,
     plan: Plan,
