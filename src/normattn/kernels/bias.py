@@ -9,9 +9,10 @@ rows start one entry earlier each puts every antidiagonal into a column. Backwar
 weights once more instead of keeping them. In half precision scores and bias are rounded to it
 before softmax, which runs in float32.
 
-Where the bias falls so far that no score can make up for it, a weight is 0 in the tensors' type:
-by Cauchy and Schwarz it is at most exp(2 max|q| max|k| + b(d) − b(0)). A head's keys beyond that
-distance, its reach, are left out, which is most of them in ALiBi's steep heads.
+Where the bias falls so far that no score can make up for it, a weight is below the normal numbers
+of the tensors' type, which count as 0 here: by Cauchy and Schwarz it is at most
+exp(2 max|q| max|k| + b(d) − b(0)). A head's keys beyond that distance, its reach, are left out,
+which is most of them in ALiBi's steep heads.
 
 Legend: B batch, H heads, T queries, S keys, D score size, E value size, R distances; n heads and r
 rows of a tile, w its columns.
@@ -165,14 +166,13 @@ class _Layout:
 
 
 def _reach(q: Tensor, k: Tensor, bias: Tensor) -> tuple[int, ...]:
-    """For each head a distance from which on every weight is 0 in the type of q."""
+    """For each head a distance from which on every weight is below the normal numbers of q."""
     keys = k.shape[2]
     everything = (keys,) * q.shape[1]
     # Elsewhere the host would have to wait for the answer; a few rows are not worth the question.
     if not on_cpu(q) or torch.compiler.is_compiling() or keys < REACH_FROM:
         return everything
-    type_ = torch.finfo(q.dtype)
-    least = math.log(type_.smallest_normal * type_.eps)
+    least = math.log(torch.finfo(q.dtype).smallest_normal)
     fall = bias.detach()[:, :keys] - bias.detach()[:, :1]
     if fall.amin() >= least:
         return everything
