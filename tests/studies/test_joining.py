@@ -109,6 +109,24 @@ def test_one_text_under_two_addresses_is_one_corpus(part: Part, tmp_path: Path) 
     _refused(places, tmp_path / "again", "corpus.json is damaged: expected fingerprints and")
 
 
+def test_trainings_of_one_row_and_seed_are_told_by_what_they_vary_in(tmp_path: Path) -> None:
+    """A learning-rate sweep trains KNA with seed 0 six times: rates may be joined."""
+    whole = RESULTS / "qknorm-laptop"
+    measured = frame.read(whole / frame.FILE).filter(row="KNA", seed=0)
+    places = []
+    for name, kept in (("low", pl.col("factor.rate") < 4), ("high", pl.col("factor.rate") >= 4)):
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(whole / "config.json", folder)
+        frame.write(folder / frame.FILE, measured.filter(kept))
+        places.append(folder)
+    report(places, tmp_path / "out")
+    rows = frame.read(tmp_path / "out" / frame.FILE)
+    assert rows["factor.rate"].n_unique() == measured["factor.rate"].n_unique() > 3
+    shutil.copytree(places[1], tmp_path / "again")
+    _refused([*places, tmp_path / "again"], tmp_path / "no", r"KNA seed 0 \(images, 0.016, 4.0\)")
+
+
 def test_the_page_of_all_says_every_command(part: Part, tmp_path: Path) -> None:
     places = [part(tmp_path / "a", pl.col("seed") > 0), part(tmp_path / "b", pl.col("seed") < 1)]
     _change(places[0], "asked", [{"seeds": "1,2"}])

@@ -15,6 +15,7 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.measure import frame
+from normattn.measure.frame import FACTOR
 from normattn.runs.directory import first_difference
 from normattn.sweep.corpora import Corpora
 from normattn.sweep.study import free_settings
@@ -59,10 +60,27 @@ def _refuse_other_settings(
 
 
 def _refuse_shared_cells(two: str, one: pl.DataFrame, other: pl.DataFrame) -> None:
-    shared = one.select(CELL).unique().join(other.select(CELL).unique(), on=CELL).sort(CELL)
+    """A training is told by its row, its seed and what else its loss curve was said to vary in."""
+    trained = [part.filter(protocol="training") for part in (one, other)]
+    apart: list[str] = []
+    if all(part.height for part in trained):
+        names = {name for part in trained for name in part.columns if name.startswith(FACTOR)}
+        apart = sorted(names - {TASK})
+        one, other = (_with(part, apart) for part in trained)
+    keys = [*CELL, *apart]
+    cells = [part.select(keys).unique() for part in (one, other)]
+    shared = cells[0].join(cells[1], on=keys, nulls_equal=True).sort(keys)
     if shared.height:
-        row, seed = shared.row(0)
-        raise InputError(f"{two} both hold {row} seed {seed}; each cell may stand in one of them")
+        row, seed, *others = shared.row(0)
+        varied = ", ".join(str(value) for value in others if value not in (None, row))
+        named = f"{row} seed {seed}" + (f" ({varied})" if varied else "")
+        raise InputError(f"{two} both hold {named}; each cell may stand in one of them")
+
+
+def _with(part: pl.DataFrame, columns: Sequence[str]) -> pl.DataFrame:
+    """The frame with all of these columns, as text, empty where it had none."""
+    absent = [pl.lit(None).alias(name) for name in columns if name not in part.columns]
+    return part.with_columns(absent).with_columns(pl.col(columns).cast(pl.String))
 
 
 def _refuse_other_documents(two: str, one: pl.DataFrame, other: pl.DataFrame) -> None:
