@@ -119,14 +119,14 @@ def _joined(places: Sequence[Path], parts: Sequence[Measured], out: Path) -> Mea
     return Measured(parts[0].study, config, whole, corpora)
 
 
-def _leave_settings(whole: Measured, place: Path, out: Path) -> None:
+def _leave_settings(whole: Measured, source: Path, out: Path) -> None:
     """Settings and sources in `out` too: it is a folder of the study again, and can be joined."""
     settings = out / "config.json"
-    if not whole.config or out.resolve() == place.resolve():
+    if not whole.config or out.resolve() == source.resolve():
         return
     if settings.exists() and _configuration(out)[0] != whole.config:
-        raise InputError(f"{settings} holds other settings than {place}: give another --out")
-    write_json(settings, {**read_object(place / "config.json"), "config": dict(whole.config)})
+        raise InputError(f"{settings} holds other settings than {source}: give another --out")
+    write_json(settings, {**read_object(source / "config.json"), "config": dict(whole.config)})
     whole.corpora.write(out)
 
 
