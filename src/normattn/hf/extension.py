@@ -167,8 +167,7 @@ class Extension:
                 turning = layer.turning if inside else None
                 folding = None if turning is None else _shared(foldings, spec, turning)
                 kept = None if folding is None else TurnedKeys()
-                own_way = ExtendedLayer(spec, folding, self._memory, kept)
-                self._set(layer.module, ATTRIBUTE, own_way)
+                self._set(layer.module, ATTRIBUTE, ExtendedLayer(spec, folding, self._memory, kept))
                 if kept is not None:
                     self._hook(layer.module.register_forward_pre_hook(kept, with_kwargs=True))
             if layer.turning is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -118,9 +117,10 @@ def _of_versions(packages: list[Package], record: str) -> list[Package]:
         if name not in installed or installed[name].version != version
     ]
     if lacks:
+        more = f" and {len(lacks) - 3} more" if len(lacks) > 3 else ""
         raise InputError(
             f"{len(lacks)} of the {len(wanted)} packages in {record} are not installed in the "
-            f"version it names: pip install --no-deps {shlex.join(lacks)}"
+            f"version it names: {', '.join(lacks[:3])}{more} (pip install --no-deps NAME==VERSION)"
         )
     return [installed[name] for name in sorted(wanted)]
 
