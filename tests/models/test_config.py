@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from normattn.errors import InputError
+from normattn.layers.gated_attention_unit import GatedAttentionUnit
 from normattn.layers.norms import RMSNorm
 from normattn.models import CausalLM
 from normattn.models.config import CausalLMConfig
@@ -46,6 +47,8 @@ def test_it_is_frozen() -> None:
         ({"dropout": 1.0}, "dropout: .* less than 1"),
         ({"init_std": 0.0}, "init_std: .* greater than 0"),
         ({"embedding_std": 0.0}, "embedding_std: .* greater than 0"),
+        ({"gamma_std": 1.0}, "gamma_std has no meaning for block 'mha'"),
+        ({"block": "gau", "heads": 1, "gamma_std": 0.0}, "gamma_std: .* greater than 0"),
         ({"norm_eps": float("nan")}, "norm_eps: "),
         ({"placement": "SandwichLN"}, "placement: .*'PreLN'.*'SandwichLN'"),
         ({"depth": 3}, "depth: there is no such setting"),
@@ -101,4 +104,27 @@ def test_a_first_loss_near_the_logarithm_of_the_vocabulary() -> None:
     dump = CausalLMConfig(**settings).model_dump(mode="json")
     assert "embedding_std" not in dump
     whole = CausalLMConfig(**settings, **quiet)
+    assert CausalLMConfig(**whole.model_dump(mode="json")) == whole
+
+
+def test_gamma_std_keeps_a_token_from_attending_to_itself_at_the_start() -> None:
+    """With γ of ones q = k, so a token's own key scores highest; drawn γ do not favour it."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"vocab_size": 512, "dim": 64, "layers": 1, "block": "gau"}
+    settings = {**shape, "train_length": 32, "score": "Baseline-NoPE"}
+    diagonals = []
+    cases: list[dict[str, Any]] = [{}, {"gamma_std": 1.0}]
+    for drawn in cases:
+        model = CausalLM(CausalLMConfig(**settings, **drawn))
+        unit = next(m for m in model.modules() if isinstance(m, GatedAttentionUnit))
+        q, k, *_ = unit.operands(torch.randn(8, 32, 64))
+        logits = (q @ k.mT)[:, 0]
+        diagonals.append(float((logits.argmax(-1) == torch.arange(32)).float().mean()))
+        if drawn:
+            assert 0.8 < float(unit.gamma.std()) < 1.2
+    assert diagonals[0] > 0.9
+    assert diagonals[1] < 0.5
+    dump = CausalLMConfig(**settings).model_dump(mode="json")
+    assert "gamma_std" not in dump
+    whole = CausalLMConfig(**settings, gamma_std=1.0)
     assert CausalLMConfig(**whole.model_dump(mode="json")) == whole

@@ -22,9 +22,10 @@ class GatedAttentionUnit(SelfAttention):
     q = γ_q ⊙ z (+ β_q), k = γ_k ⊙ z (+ β_k); one head. Shapes: (B, T, dim) → (B, T, dim).
     Defaults: key_size 128, expansion 2, and no biases and no β, which is GAU-α; `offset=True`
     adds β_q and β_k (zeros at the start), `bias=True` the biases of the two matmuls. γ starts at
-    ones, as in GAU-α (the paper draws it from a normal distribution of deviation 0.02, which
-    makes every weight uniform at the start). The weight of `expand` holds the rows of u, v, z.
-    `dropout` is the probability with which an attention weight is dropped in training. Raises
+    ones, as in GAU-α, where q = k makes every token attend to itself at first (the paper draws it
+    from a normal distribution of deviation 0.02, which makes every weight uniform; a model's
+    setting `gamma_std` draws it with any deviation). The weight of `expand` holds the rows of u, v,
+    z. `dropout` is the probability with which an attention weight is dropped in training. Raises
     `InputError` for a size below 1. Source: arXiv 2202.10447; kexue 8934, 9052.
     """
 

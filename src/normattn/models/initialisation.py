@@ -33,7 +33,8 @@ def initialise(model: nn.Module, config: StackConfig) -> None:
       replaces it;
     - ReZero and PostLN with attention, and placements without norms: none.
 
-    Gains of norms, γ, β and what a score learns keep the values that their modules gave them.
+    γ of a gated attention unit is drawn with the deviation `gamma_std` where there is one. Gains of
+    norms, other γ, β and what a score learns keep the values that their modules gave them.
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -88,6 +89,8 @@ def _gated_attention_unit(layer: GatedAttentionUnit, config: StackConfig) -> Non
     for weight, gain in ((u, gate), (v, value), (z, key), (layer.out.weight, out)):
         # Fan-in also under DeepNorm: swish and the gate already shrink what Xavier would shrink.
         _draw(weight, gain * (config.init_std or weight.shape[1] ** -0.5))
+    if config.gamma_std is not None:
+        _draw(layer.gamma, config.gamma_std)
     _gates(layer, config)
 
 

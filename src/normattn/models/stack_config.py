@@ -35,10 +35,12 @@ class StackConfig(BaseModel):
     root (`layers.norms.RMSNorm`). `qkv_bias`: queries, keys and values of self-attention have a
     bias (Qwen2), which starts at 0. `init_std` is the weights' standard deviation (None:
     1/√fan-in, see `models.initialisation`), `embedding_std` the embedding's (None: as the
-    weights'). Where the embedding is normalised and is the head too, a model that has learned
-    nothing gives its own input token a logit of embedding_std · dim: the first loss is near ln V
-    while that is well below ln V. A dump leaves out what came later and is off: `eps_placement`,
-    `qkv_bias`, `embedding_std`. Raises `InputError` with one sentence per value out of range.
+    weights'), `gamma_std` that of a gated attention unit's γ_q and γ_k (None: ones, so that every
+    query starts as its own key and a token attends to itself first of all). Where the embedding is
+    normalised and is the head too, a model that has learned nothing gives its own input token a
+    logit of embedding_std · dim: the first loss is near ln V while that is well below ln V. A dump
+    leaves out what came later and is off: `eps_placement`, `qkv_bias`, `embedding_std`,
+    `gamma_std`. Raises `InputError` with one sentence per value out of range.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -69,6 +71,10 @@ class StackConfig(BaseModel):
     qkv_bias: Annotated[bool, Field(exclude_if=lambda on: not on)] = False
     init_std: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     embedding_std: Annotated[
+        Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
+        Field(exclude_if=lambda deviation: deviation is None),
+    ] = None
+    gamma_std: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
         Field(exclude_if=lambda deviation: deviation is None),
     ] = None
