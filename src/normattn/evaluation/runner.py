@@ -15,6 +15,7 @@ from normattn.evaluation.cells import AnySet, CellInfo
 from normattn.evaluation.fingerprints import weights_digest
 from normattn.evaluation.in_context import evaluate_in_context
 from normattn.evaluation.protocols import evaluate_cell
+from normattn.evaluation.recall import recalling
 from normattn.evaluation.retrieval import evaluate_retrieval
 from normattn.evaluation.scorers import Precision, Scoring, TokenScorer, from_causal_lm
 from normattn.measure import MeasurementStore
@@ -65,9 +66,11 @@ def evaluate_run(
             split=split,
             factors=factors or {},
         )
+        scorer_of = recalling(scorer, evaluation_sets)
         with nullcontext() if spec == own else model.using(spec):
             for evaluation_set in evaluation_sets:
-                rows = _evaluate(scorer, evaluation_set, cell, store, tokens_per_batch)
+                own_scorer = scorer_of(evaluation_set)
+                rows = _evaluate(own_scorer, evaluation_set, cell, store, tokens_per_batch)
                 measured.append(rows)
                 if on_measured is not None:
                     on_measured(rows)

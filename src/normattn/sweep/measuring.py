@@ -94,6 +94,19 @@ def set_lengths(settings: EvaluationSettings) -> list[int]:
     return [length for protocol in settings.protocols for length in lengths[protocol]]
 
 
+def read_lengths(settings: EvaluationSettings) -> list[int]:
+    """The length of what a method reads in units of L, set by set, at most.
+
+    The longest natural text, the last segment behind the longest context and the text read by
+    position are the same windows, which go through the model once (`evaluation.recall`).
+    """
+    lengths, (longest,) = set_lengths(settings), settings.multiples[-1:]
+    alike = {"non_repeated", "last_segment", "by_position"}.intersection(settings.protocols)
+    for _ in range(len(alike) - 1 if longest > 1 else 0):
+        lengths.remove(longest)
+    return lengths
+
+
 def count_evaluations(settings: EvaluationSettings) -> int:
     """How many evaluations one method takes."""
     return len(set_lengths(settings))

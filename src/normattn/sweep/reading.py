@@ -17,7 +17,7 @@ from normattn.sweep.measuring import (
     EVALUATIONS,
     count_evaluations,
     evaluate_trained,
-    set_lengths,
+    read_lengths,
 )
 from normattn.sweep.settings import EvaluationSettings
 from normattn.sweep.stages import Note, Stage
@@ -48,7 +48,7 @@ class ReadStage(Stage):
     def cost(self) -> Cost:
         """Every token that passes through the model, at most."""
         length = self.config.model.train_length
-        lengths = [length * multiple for multiple in set_lengths(self.settings)]
+        lengths = [length * multiple for multiple in read_lengths(self.settings)]
         return cost_of(self.config, lengths, self.settings.max_windows * len(self.methods))
 
     @property

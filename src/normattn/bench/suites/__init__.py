@@ -10,7 +10,8 @@ from normattn.errors import unknown
 
 _NAMES = (
     *("folded", "two_regime", "plain", "tiles", "choice", "bias", "decode", "cross_entropy"),
-    *("norms", "preset_step", "train_step", "realformer", "diagnostics", "extend", "memory"),
+    *("norms", "preset_step", "scoring", "train_step", "realformer"),
+    *("diagnostics", "extend", "memory"),
 )
 """The modules beside this one, in the order in which they are measured."""
 _SUITES = (import_module(f"{__name__}.{name}").SUITE for name in _NAMES)

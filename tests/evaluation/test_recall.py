@@ -1,0 +1,106 @@
+"""Windows that several sets hold are scored once, and every number stays what it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from polars.testing import assert_frame_equal
+
+from normattn.data.evaluation_sets import EvaluationSet
+from normattn.evaluation import evaluate_cell, evaluate_run, from_causal_lm
+from normattn.evaluation.recall import recalling
+from normattn.kernels.cross_entropy import TokenScores
+from normattn.measure import MeasurementStore
+from normattn.measure.frame import sorted_rows
+from normattn.models.causal_lm import CausalLM
+from normattn.models.config import CausalLMConfig
+
+from .make import Counter, info, make_set
+
+L = 8
+
+
+def texts() -> list[EvaluationSet]:
+    """A short text, a long one, the last segment of the long one, and that by position."""
+    random = np.random.default_rng(0)
+    short, long = (list(random.integers(0, 16, (5, n + 1))) for n in (L, 4 * L))
+    natural = make_set(long)
+    return [
+        make_set(short, protocol="train_length"),
+        natural,
+        replace(natural, protocol="last_segment", start=3 * L),
+        replace(natural, protocol="by_position"),
+    ]
+
+
+@pytest.fixture
+def model() -> CausalLM:
+    torch.manual_seed(0)
+    return CausalLM(CausalLMConfig(vocab_size=16, dim=16, layers=2, heads=2, train_length=L))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many windows the model was given at a time."""
+    rows: list[int] = []
+    scores = CausalLM.token_scores
+
+    def counted(self: CausalLM, ids: torch.Tensor) -> TokenScores:
+        rows.append(len(ids))
+        return scores(self, ids)
+
+    monkeypatch.setattr(CausalLM, "token_scores", counted)
+    return rows
+
+
+def test_windows_in_common_are_read_once_under_each_method(
+    model: CausalLM, asked: list[int]
+) -> None:
+    chosen = texts()
+    measured = evaluate_run(model, chosen, seed=0, methods=("", "NTK"), tokens_per_batch=8 * L)
+    # Five short windows together; of the long ones two, two and one.
+    assert asked == 2 * [5, 2, 2, 1]
+    singly = [
+        evaluate_run(model, [one], seed=0, methods=(method,), factor=4.0, tokens_per_batch=8 * L)
+        for method in ("", "NTK")
+        for one in chosen
+    ]
+    for together, (alone,) in zip(measured, singly, strict=True):
+        assert_frame_equal(sorted_rows(together), sorted_rows(alone), check_exact=True)
+
+
+def test_what_was_measured_before_is_no_loss(
+    model: CausalLM, asked: list[int], tmp_path: Path
+) -> None:
+    store = MeasurementStore(tmp_path)
+    chosen = texts()
+    evaluate_run(model, chosen[1:2], seed=0, factor=4.0, store=store)
+    evaluate_run(model, chosen, seed=0, factor=4.0, store=store)
+    assert asked == [5, 5, 5]
+
+
+def test_scores_are_dropped_with_the_last_set_that_reads_them() -> None:
+    scorer = Counter()
+    chosen = texts()
+    scorer_of = recalling(scorer, chosen)
+    own = [scorer_of(one) for one in chosen]
+    assert own[0] is scorer
+    assert own[1] is own[2] is own[3]
+    for one, its in zip(chosen, own, strict=True):
+        evaluate_cell(its, one, info())
+    assert scorer.shapes == [(5, L + 1), (5, 4 * L + 1)]
+    assert recalling(scorer, chosen[1:2])(chosen[1]) is scorer
+
+
+def test_other_windows_are_scored_anew(model: CausalLM) -> None:
+    natural = texts()[1]
+    other = replace(natural, windows=natural.windows[::-1].copy(), protocol="by_position")
+    scorer = Counter(from_causal_lm(model))
+    scorer_of = recalling(scorer, [natural, other])
+    for one in (natural, other):
+        evaluate_cell(scorer_of(one), one, info())
+    assert len(scorer.shapes) == 2
