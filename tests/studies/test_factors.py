@@ -67,7 +67,8 @@ def test_each_change_changes_what_it_says_and_nothing_else(tiny: Path) -> None:
     made = {name: cell.training_config.model_dump(mode="json") for name, cell in small.items()}
     assert differing(made["mha+preln-KNA"], made["preset-KNA"]) == {
         "model.block": "mha",
-        "model.heads": 3,
+        "model.heads": 4,
+        "model.gamma_std": None,  # Only a gated attention unit has it.
         "model.placement": "PreLN",
     }
     joined = resolve(Request("laptop", variants=("gau+no-tiling+steps-4x",)))

@@ -29,8 +29,8 @@ MODELS: Final[Mapping[PresetName, CausalLMConfig]] = {
     ),
     "workstation": CausalLMConfig(
         vocab_size=2048,
-        dim=192,
-        layers=3,
+        dim=128,
+        layers=6,
         block="gau",
         key_size=128,
         expansion=2,
@@ -39,9 +39,10 @@ MODELS: Final[Mapping[PresetName, CausalLMConfig]] = {
         norm_gain=False,
         train_length=128,
         embedding_std=0.02,
+        gamma_std=1.0,
     ),
 }
-BATCHES: Final[Mapping[PresetName, int]] = {"laptop": 64, "workstation": 16}
+BATCHES: Final[Mapping[PresetName, int]] = {"laptop": 64, "workstation": 32}
 _SIDE = 1024
 
 

@@ -25,12 +25,14 @@ class Change:
     base: int | None = None
 
     def applied(self, training: Mapping[str, Any]) -> dict[str, Any]:
-        """The preset's training settings with this change."""
+        """The preset's training settings with this change; as they are if it has that block."""
         scaled = {
             name: type(value := _value(training, name))(value * factor)
             for name, factor in self.times.items()
         }
         changed = {**self.settings, **scaled}
+        if changed.get("model.block") == training["model"].get("block", "mha"):
+            return dict(training)
         kept = {**training, "model": without_foreign(training["model"], changed.get("model.block"))}
         if "optimiser" in changed:  # Another one has settings of its own.
             del kept["optimiser"]
@@ -75,7 +77,7 @@ CHANGES: Mapping[str, Change] = {
         "Tiger at 5e-3, not searched for", {"optimiser": {"name": "tiger", "lr": TIGER}}
     ),
     "gau": Change("gated attention units", {"model.block": "gau"}),
-    "mha": Change("multi-head attention and SwiGLU", {"model.block": "mha", "model.heads": 3}),
+    "mha": Change("multi-head attention and SwiGLU", {"model.block": "mha", "model.heads": 4}),
     "layers-6": Change("6 layers", {"model.layers": 6}),
     "layers-12": Change("12 layers", {"model.layers": 12}),
     ENGLISH: Change("English text"),
