@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 
+from normattn.diagnostics.ranges import TAIL, trained_range
 from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
 from normattn.measure import Sums
@@ -14,8 +15,6 @@ from normattn.report.table import Column, Row
 from normattn.report.view import View
 from normattn.studies._reading import VARIANT_ORDER, ranked
 
-TAIL = 0.001
-"""The share of the cosines at L left out at either end of their range."""
 QUANTILES = (TAIL, 0.25, 0.5, 0.75, 1 - TAIL)
 CORRELATION = mean("correlation", "rank correlation")
 RAW = mean("raw_correlation", "before the norm")
@@ -73,9 +72,7 @@ def cosine_quantile(share: float) -> Statistic:
 def outside(near: Sums) -> Statistic:
     """The share (%) of cosines in bins that hold none of the cosines at L, but for their tails."""
     counts = near.sum.sum((0, 1)).reshape(-1, BINS)
-    shares = counts.cumsum(-1) / counts.sum(-1, keepdims=True)
-    before = np.concatenate((np.zeros((len(shares), 1)), shares[:, :-1]), axis=1)
-    allowed = ((shares > TAIL) & (before < 1 - TAIL)).reshape(-1)
+    allowed = trained_range(counts).reshape(-1)
 
     def value(above: Array, below: Array, *whole: Array) -> Array:
         return np.asarray(100 * np.where(allowed, 0.0, above).sum(-1) / above.sum(-1))

@@ -1,0 +1,64 @@
+"""The norms of a layer's keys, and what they say of a key's position.
+
+Legend: B texts, G key heads, S keys; F = `FIRST`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from normattn.diagnostics.ranks import rank_correlation
+
+FIRST = 4
+"""Keys at the start of a text that are measured apart: models like to park attention there."""
+
+# Norms that differ by less than this share of their mean differ by rounding only.
+_SAME = 1e-4
+
+
+def key_norms(k: Float[Tensor, "b g s d"]) -> Float[Tensor, "b g s"]:
+    """‖k_j‖ in float64."""
+    return torch.linalg.vector_norm(k.double(), dim=-1)
+
+
+def spread(norms: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
+    """Standard deviation of the norms over their mean."""
+    return norms.std(-1, correction=0) / norms.mean(-1)
+
+
+def varied(norms: Float[Tensor, "*rows n"]) -> Tensor:
+    """Whether norms differ by more than rounding: after a norm without gain they do not."""
+    return spread(norms) > _SAME
+
+
+def position_correlation(norms: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
+    """Spearman's correlation of ‖k_j‖ with j, for j ≥ F: +1 where norms only grow.
+
+    NaN where the norms are all equal or fewer than two keys are left.
+    """
+    rest = norms[..., FIRST:]
+    order = torch.arange(rest.shape[-1], dtype=torch.float64, device=norms.device)
+    return rank_correlation(rest, order.expand(rest.shape))
+
+
+def first_norms(norms: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows first"]:
+    """‖k_0‖ … ‖k_(F−1)‖, each over the median norm of the keys after them."""
+    return norms[..., :FIRST] / norms[..., FIRST:].quantile(0.5, -1, keepdim=True)
+
+
+def as_elsewhere(
+    total: NDArray[np.float64], count: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Sums by document (documents, …), each with the sign of all other documents together.
+
+    Chance gives 0, whatever the values within a document have in common: documents are drawn alone,
+    and a document has no part in its own sign. What every document has gives its size, whichever
+    its sign: so heads of opposite signs can be averaged, which |·| would not allow (it is above 0
+    by chance). A document whose value no other can sign counts for nothing.
+    """
+    others, known = total.sum(0) - total, count.sum(0) - count > 0
+    return np.where(known, total * np.sign(others), 0.0), np.where(known, count, 0.0)
