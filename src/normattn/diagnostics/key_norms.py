@@ -18,6 +18,8 @@ FIRST = 4
 
 # Norms that differ by less than this share of their mean differ by rounding only.
 _SAME = 1e-4
+# Of a mean: finer differences between two keys are what turning them leaves of one norm.
+_GRAIN = 1e-5
 
 
 def key_norms(k: Float[Tensor, "b g s d"]) -> Float[Tensor, "b g s"]:
@@ -38,9 +40,11 @@ def varied(norms: Float[Tensor, "*rows n"]) -> Tensor:
 def position_correlation(norms: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
     """Spearman's correlation of ‖k_j‖ with j, for j ≥ F: +1 where norms only grow.
 
-    NaN where the norms are all equal or fewer than two keys are left.
+    Norms are compared to 1e-5 of their mean: a token that comes twice has one norm in the lowest
+    layer, and rounding must not rank it. NaN where norms are all equal or fewer than two are left.
     """
     rest = norms[..., FIRST:]
+    rest = (rest / (rest.mean(-1, keepdim=True) * _GRAIN)).round()
     order = torch.arange(rest.shape[-1], dtype=torch.float64, device=norms.device)
     return rank_correlation(rest, order.expand(rest.shape))
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normattn.data.evaluation_sets import EvaluationSet
+from normattn.diagnostics.clamping import ClampedReading
 from normattn.diagnostics.cosines import count_cosines
 from normattn.diagnostics.documents import Documents
 from normattn.diagnostics.key_norms import key_norms, spread, varied
@@ -46,8 +47,8 @@ def measure_mechanism(
     `raw_correlation` of the key before its normalisation; `spread`: the standard deviation of ‖k_j‖
     over its mean; `density`: keys by log2 of ‖k‖ over its mean and, as the factor `received`, log2
     of the attention received. What norms say of positions is `NormPositions`', at L; what leaves
-    its trained range, near and far, `RangeCounts`', at the longer length. `tokens_per_batch` bounds
-    memory; `progress` is told texts done.
+    its trained range, near and far, `RangeCounts`', at the longer length, and what unseen positions
+    cost there `ClampedReading`'s. `tokens_per_batch` bounds memory; `progress` is told texts done.
     """
     counts = _Counts(model, texts)
     rows = max(1, tokens_per_batch // texts.length)
@@ -62,6 +63,7 @@ def measure_mechanism(
         for part in parts:
             with watching(model, counts.far(part, ranges)):
                 model.hidden(_ids(model, texts, part, texts.length))
+            counts.clamped.add(part, model, _ids(model, texts, part, texts.length + 1))
             progress(part.stop, len(texts))
     return counts.measured(seed, weights, ranges)
 
@@ -91,6 +93,7 @@ class _Counts:
         self.density = np.zeros([len(edges) - 1 for edges in DENSITY], np.int64)
         key_heads = config.kv_heads or config.heads
         self.positions = NormPositions(documents, key_heads, texts.train_length)
+        self.clamped = ClampedReading(documents, texts.train_length)
 
     def near(self, part: slice) -> Callable[[Seen], None]:
         def see(seen: Seen) -> None:
@@ -150,7 +153,7 @@ class _Counts:
             for index, low in enumerate(DENSITY[1][:-1])
         ]
         longer = self._identity(seed, weights, self.texts.length)
-        far = [*self._cosine_rows("far"), *ranges.measured()]
+        far = [*self._cosine_rows("far"), *ranges.measured(), *self.clamped.measured()]
         return joined([identified(whose, near), identified(longer, far), *density])
 
     def _identity(self, seed: int, weights: str, length: int) -> Identity:

@@ -11,10 +11,12 @@ from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
 from normattn.measure import Sums
 from normattn.measure.statistic import Array, Statistic, crossing, mean
-from normattn.report.table import Column, Row
+from normattn.report.table import NOTHING, Cell, Column, Row, shown
 from normattn.report.view import View
 from normattn.studies._reading import VARIANT_ORDER, ranked
 
+SOURCE_OPEN = "kexue 9859, left open"
+"""Of a question that the source asks and does not answer."""
 QUANTILES = (TAIL, 0.25, 0.5, 0.75, 1 - TAIL)
 CORRELATION = mean("correlation", "rank correlation")
 RAW = mean("raw_correlation", "before the norm")
@@ -31,7 +33,15 @@ def lengths(view: View) -> tuple[int, int]:
 
 def rows(view: View) -> list[Row]:
     """The scores that were looked into."""
-    names = view.values("row", {"protocol": "mechanism"})
+    return _rows(view.values("row", {"protocol": "mechanism"}))
+
+
+def measured_rows(view: View, statistic: str) -> list[Row]:
+    """The scores of which a statistic was measured."""
+    return _rows(view.values("row", {"protocol": "mechanism", "statistic": statistic}))
+
+
+def _rows(names: list[str]) -> list[Row]:
     return [Row(name, {"row": name}) for name in ranked(names, VARIANT_ORDER)]
 
 
@@ -43,6 +53,22 @@ def where(view: View, **more: object) -> dict[str, object]:
         "factor.received": None,
         **more,
     }
+
+
+def column(
+    key: str, title: str, statistic: Statistic, length: int, without: str = NOTHING.text
+) -> Column:
+    """A statistic at a length; `without` where nothing was counted."""
+
+    def cell(view: View, row: Row) -> Cell:
+        estimate = view.estimate(statistic, {**row.where, **where(view, length=length)})
+        if estimate is None:
+            return NOTHING
+        if not np.isfinite(estimate.value):
+            return Cell(without)
+        return Cell(shown(estimate, statistic.digits), estimate)
+
+    return Column(key, title, plain=cell)
 
 
 def cosine_columns(view: View, key: str, length: int) -> list[Column]:
