@@ -17,9 +17,9 @@ from normattn.data.evaluation_sets import EvaluationSet
 from normattn.diagnostics import BINS, measure_mechanism
 from normattn.diagnostics.key_norms import (
     FIRST,
-    as_elsewhere,
     first_norms,
     position_correlation,
+    signed_elsewhere,
     varied,
 )
 from normattn.diagnostics.ranges import REGIONS, TAIL, pairs_by_region, trained_range
@@ -64,25 +64,29 @@ def test_norms_that_differ_by_rounding_do_not_vary() -> None:
     assert varied(norms).tolist() == [False, True]
 
 
-def test_a_sign_comes_from_the_other_documents_alone() -> None:
-    total = np.array([[2.0, -3.0, 1.0], [4.0, -1.0, 0.0], [-1.0, -2.0, 0.0]])
-    count = np.array([[1.0, 2.0, 1.0], [2.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
-    above, below = as_elsewhere(total, count)
-    # Signs of the others: 3, 1, 6; −3, −5, −4; the last has one document alone.
-    assert above.tolist() == [[2.0, 3.0, 0.0], [4.0, 1.0, 0.0], [-1.0, 2.0, 0.0]]
-    assert below.tolist() == [[1.0, 2.0, 0.0], [2.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
+def test_a_sign_comes_from_other_documents_alone() -> None:
+    total = np.array([[2.0, -3.0, 1.0], [4.0, -1.0, 2.0], [1.0, 2.0, -1.0], [-5.0, 6.0, 3.0]])
+    count = np.array([[1.0, 2.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0], [3.0, 1.0, 1.0]])
+    above, below = signed_elsewhere(total, count)
+    # Signs of the first and third document together: +3, −1, and none.
+    assert above.tolist() == [[0, 0, 0], [4, 1, 0], [0, 0, 0], [-5, -6, 0]]
+    assert below.tolist() == [[0, 0, 0], [2, 1, 0], [0, 0, 0], [3, 1, 0]]
+    assert not signed_elsewhere(total[:1], count[:1])[1].any()
 
 
-def test_chance_gives_nothing_and_what_all_documents_have_its_size() -> None:
-    """Of 4,000 heads with eight documents each; within a document values may be anything."""
+def test_chance_has_no_size_and_is_rarely_taken_for_one() -> None:
+    """2,000 models of three heads and 64 documents."""
     random = np.random.default_rng(0)
-    noise = random.standard_t(4, size=(8, 4000))
-    ones = np.ones_like(noise)
-    above, below = as_elsewhere(noise, ones)
-    assert abs(above.sum() / below.sum()) < 4 * noise.std() / math.sqrt(noise.size)
-    assert np.abs(noise).mean() > 0.8  # what |·| would have called a size
-    heads = random.choice([-1.0, 1.0], size=4000) * 5
-    above, below = as_elsewhere(noise + heads, ones)
+    noise = random.standard_t(4, size=(64, 2000, 3)) + random.normal(size=(64, 2000, 1))
+    above, below = signed_elsewhere(noise, np.ones_like(noise))
+    values = above[1::2].mean(-1)
+    assert below.sum() == noise.size / 2
+    z = values.mean(0) / (values.std(0, ddof=1) / math.sqrt(len(values)))
+    assert abs(z.mean()) < 0.1
+    limit = stats.t.ppf(0.975, 31)
+    assert 0.015 < (z > limit).mean() < 0.04
+    heads = random.choice([-1.0, 1.0], size=(2000, 3)) * 5
+    above, below = signed_elsewhere(noise + heads, np.ones_like(noise))
     assert above.sum() / below.sum() == pytest.approx(5, abs=0.05)
 
 
@@ -157,10 +161,9 @@ def test_a_record_holds_them_by_document(score: str, raw: bool) -> None:
         np.testing.assert_allclose(found["sum"], sums, atol=1e-9)
         assert found["of"].to_list() == ([0, 0, 0] if constant else [1, 2, 2])
         signed = of(record, f"{side}position_size", layer, head)["sum"].to_list()
-        for index, value in enumerate(sums):
-            others = sum(sums) - value
-            expected = 0.0 if constant else math.copysign(value, value * others)
-            assert signed[index] == pytest.approx(expected, abs=1e-9)
+        # Documents a and c give the sign, b is measured.
+        expected = 0.0 if constant else sums[1] * np.sign(sums[0] + sums[2])
+        np.testing.assert_allclose(signed, [0.0, expected, 0.0], atol=1e-9)
         first = of(record, f"{side}first_norms", layer, head).filter(unit="b")
         rows = norms[documents == "b", layer, head]
         expected_first = (rows[:, :4] / np.median(rows[:, 4:], axis=1, keepdims=True)).sum(0)

@@ -24,7 +24,8 @@ _GRAIN = 1e-5
 
 def key_norms(k: Float[Tensor, "b g s d"]) -> Float[Tensor, "b g s"]:
     """‖k_j‖ in float64."""
-    return torch.linalg.vector_norm(k.double(), dim=-1)
+    norms: Tensor = torch.linalg.vector_norm(k.double(), dim=-1)
+    return norms
 
 
 def spread(norms: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
@@ -54,15 +55,18 @@ def first_norms(norms: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows first"]
     return norms[..., :FIRST] / norms[..., FIRST:].quantile(0.5, -1, keepdim=True)
 
 
-def as_elsewhere(
+def signed_elsewhere(
     total: NDArray[np.float64], count: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Sums by document (documents, …), each with the sign of all other documents together.
+    """Sums by document (documents, …), every second one with the sign of all the others together.
 
-    Chance gives 0, whatever the values within a document have in common: documents are drawn alone,
-    and a document has no part in its own sign. What every document has gives its size, whichever
-    its sign: so heads of opposite signs can be averaged, which |·| would not allow (it is above 0
-    by chance). A document whose value no other can sign counts for nothing.
+    What documents have in common then shows its size, whichever its sign, so that heads of opposite
+    signs can be averaged; chance gives 0, and an interval over documents keeps its promise,
+    whatever the values within a document have in common. A mean of |·| is above 0 by chance, and a
+    sign from all documents but one is all but the document's own. The documents that gave the
+    signs, and those that nothing could sign, count for nothing.
     """
-    others, known = total.sum(0) - total, count.sum(0) - count > 0
-    return np.where(known, total * np.sign(others), 0.0), np.where(known, count, 0.0)
+    measuring = np.arange(len(total)) % 2 == 1
+    sign = np.sign(total[~measuring].sum(0))
+    kept = measuring.reshape(-1, *[1] * (total.ndim - 1)) & (sign != 0)
+    return np.where(kept, total * sign, 0.0), np.where(kept, count, 0.0)

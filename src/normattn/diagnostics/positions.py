@@ -11,10 +11,10 @@ from torch import Tensor
 from normattn.diagnostics.documents import Documents
 from normattn.diagnostics.key_norms import (
     FIRST,
-    as_elsewhere,
     first_norms,
     key_norms,
     position_correlation,
+    signed_elsewhere,
     varied,
 )
 from normattn.diagnostics.watching import Seen
@@ -28,9 +28,9 @@ class NormPositions:
 
     Rows, with `raw_` before their names for the key before its normalisation: `position`,
     Spearman's correlation of ‖k_j‖ with j within a text, for j ≥ `FIRST`, over the texts in which
-    norms differ at all; `position_size`, the same with the sign that the head has in the other
-    documents (`as_elsewhere`); `first_norms`, by j < `FIRST`: ‖k_j‖ over the median norm of the
-    later keys. None of them for texts of fewer than `FIRST` + 2 tokens.
+    norms differ at all; `position_size`, the same in every second document, with the sign that the
+    head has in the others (`signed_elsewhere`); `first_norms`, by j < `FIRST`: ‖k_j‖ over the
+    median norm of the later keys. None of them for texts of fewer than `FIRST` + 2 tokens.
     """
 
     def __init__(self, documents: Documents, key_heads: int, length: int) -> None:
@@ -71,6 +71,6 @@ class NormPositions:
         first, edges = self._sums[f"{side}first_norms"], list(range(FIRST + 1))
         return [
             rows(f"{side}position", position, count),
-            rows(f"{side}position_size", *as_elsewhere(position, count)),
+            rows(f"{side}position_size", *signed_elsewhere(position, count)),
             rows(f"{side}first_norms", first, texts[..., None], axis="position", edges=edges),
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from normattn.diagnostics.ranges import TAIL
 from normattn.report.claim import Claim, difference
 from normattn.report.page import Page
 from normattn.report.table import NOTHING, Cell, Column, Row, Table, shown
@@ -14,7 +15,6 @@ from normattn.studies.mechanism.measured import (
     CORRELATION,
     RAW,
     SPREAD,
-    TAIL,
     cosine_columns,
     cosine_quantile,
     lengths,

@@ -29,9 +29,9 @@ def table() -> Table:
             "Above 0 norms grow with the position; heads of opposite signs cancel.",
             "heads + / − / all: heads of all trained models, those whose own interval over "
             "documents lies above or below 0; by chance one of forty is above and one below.",
-            "size: the same with each document's sign turned by that which its head has in the "
-            "other documents, so that heads of opposite signs add up. Chance gives 0, also where "
-            "neighbouring keys have similar norms, which would raise a mean of |ρ|.",
+            "size: the same in every second document, with the sign turned by that which the head "
+            "has in the other documents, so that heads of opposite signs add up. Chance gives 0, "
+            "also where neighbouring keys have similar norms; it would raise a mean of |ρ|.",
             f"first key, next {FIRST - 1}: their norm over the median norm of all after them.",
             "as the score sees it, raw: after and before the key's normalisation.",
         ),
