@@ -51,35 +51,47 @@ def pairs_by_region(
     problem, visibility = seen.problem, seen.problem.visibility
     q, k = (normalize(x.double(), dim=-1) for x in (problem.q, problem.k))
     batch, heads, queries = q.shape[:3]
-    k = k.repeat_interleave(heads // k.shape[1], 1)
-    counts = torch.zeros(batch, heads, len(REGIONS), dtype=torch.float64, device=q.device)
-    masses = torch.zeros_like(counts)
+    k = k.repeat_interleave(heads // k.shape[1], 1).transpose(-1, -2)
+    pairs = torch.zeros(batch, heads, len(REGIONS), dtype=torch.float64, device=q.device)
+    attention = torch.zeros_like(pairs)
     head = torch.arange(heads, device=q.device)[:, None, None]
-    every = slice(None)
     for first in range(0, queries, _ROWS):
         rows = slice(first, min(first + _ROWS, queries))
-        bin_of = _bins(q[:, :, rows] @ k.transpose(-1, -2))
-        region = 1 - inside[head, bin_of].long()
-        region = region + 2 * (visibility.distance(rows, every) >= length)
-        hidden = visibility.hidden(rows, every)
-        seen_pairs = torch.ones_like(region, dtype=torch.float64)
-        counts += _by_region(
-            region, seen_pairs if hidden is None else seen_pairs.masked_fill(hidden, 0)
-        )
-        weights = alpha(problem, torch.arange(rows.start, rows.stop, device=q.device)).double()
-        late = (visibility.query[..., rows] >= length).double()
-        late = late[:, None, :, None] if late.dim() == 2 else late[:, None]
-        masses += _by_region(region, weights * late)
-    return counts, masses
+        # Later keys are seen by none of these rows.
+        keys = k.shape[-1]
+        aligned = visibility.causal and visibility.aligned
+        upto = rows.stop + keys - queries if aligned else keys
+        columns = slice(0, upto)
+        bin_of = _bins(q[:, :, rows] @ k[..., columns])
+        outside = (~inside).double()[head, bin_of]
+        far = (visibility.distance(rows, columns) >= length).double()
+        hidden = visibility.hidden(rows, columns)
+        visible = torch.ones_like(far) if hidden is None else (~hidden).double()
+        pairs += _by_region(visible.expand(outside.shape), outside, far)
+        weights = alpha(problem, torch.arange(rows.start, rows.stop, device=q.device))
+        late = (visibility.query[..., rows] >= length).double()[..., None]
+        late = late[:, None] if late.dim() == 3 else late
+        attention += _by_region(weights[..., columns].double() * late, outside, far)
+    return pairs, attention
 
 
 def _bins(cosine: Tensor) -> Int[Tensor, "b h r s"]:
     """As `kernels.cosines` counts them."""
-    return ((cosine.clamp(-1, 1) + 1) * (BINS / 2)).floor().long().clamp(0, BINS - 1)
+    return cosine.clamp(-1, 1).add_(1).mul_(BINS / 2).long().clamp_(max=BINS - 1)
 
 
-def _by_region(region: Tensor, values: Tensor) -> Float[Tensor, "b h 4"]:
-    return torch.stack([(values * (region == n)).sum((-2, -1)) for n in range(len(REGIONS))], -1)
+def _by_region(
+    values: Float[Tensor, "b h r s"], outside: Float[Tensor, "b h r s"], far: Tensor
+) -> Float[Tensor, "b h 4"]:
+    """Sums of values in each of the `REGIONS`; `outside` and `far` are 1 or 0."""
+    whole, beyond = (_near_and_far(part, far) for part in (values, values * outside))
+    return torch.stack((whole - beyond, beyond), -1).flatten(-2)
+
+
+def _near_and_far(values: Float[Tensor, "b h r s"], far: Tensor) -> Float[Tensor, "b h 2"]:
+    """Sums over pairs nearer than L, and over the rest; `far` is (r, s) or (b, 1, r, s)."""
+    kinds = torch.stack((1 - far, far), -1).flatten(-3, -2)
+    return values.flatten(2) @ (kinds if kinds.dim() == 2 else kinds[:, 0])
 
 
 class RangeCounts:
