@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,8 @@ def test_a_sign_comes_from_other_documents_alone() -> None:
     # Signs of the first and third document together: +3, −1, and none.
     assert above.tolist() == [[0, 0, 0], [4, 1, 0], [0, 0, 0], [-5, -6, 0]]
     assert below.tolist() == [[0, 0, 0], [2, 1, 0], [0, 0, 0], [3, 1, 0]]
-    assert not signed_elsewhere(total[:1], count[:1])[1].any()
+    for few in (1, 2, 3):
+        assert not signed_elsewhere(total[:few], count[:few])[1].any()
 
 
 def test_chance_has_no_size_and_is_rarely_taken_for_one() -> None:
@@ -142,14 +144,15 @@ def key_norms_of(model: CausalLM, texts: EvaluationSet, raw: bool) -> Array:
 @pytest.mark.parametrize("score", ["Baseline", "KNA", "QKRMSNorm"])
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_record_holds_them_by_document(score: str, raw: bool) -> None:
-    model, texts = model_of(score), texts_of()
+    model = model_of(score)
+    texts = replace(texts_of(), documents=["b", "a", "b", "c", "d"])
     record = measure_mechanism(model, texts, seed=0, weights="w")
     norms, side = key_norms_of(model, texts, raw), "raw_" if raw else ""
     constant = score == "KNA" and not raw
     documents = np.array(texts.documents)
     for layer, head in np.ndindex(2, 2):
         sums = []
-        for name in "abc":
+        for name in "abcd":
             rows = norms[documents == name, layer, head]
             if constant:
                 sums.append(0.0)
@@ -159,11 +162,11 @@ def test_a_record_holds_them_by_document(score: str, raw: bool) -> None:
             sums.append(sum(stats.spearmanr(row, np.arange(12)).statistic for row in ranked))
         found = of(record, f"{side}position", layer, head)
         np.testing.assert_allclose(found["sum"], sums, atol=1e-9)
-        assert found["of"].to_list() == ([0, 0, 0] if constant else [1, 2, 2])
+        assert found["of"].to_list() == ([0] * 4 if constant else [1, 2, 1, 1])
         signed = of(record, f"{side}position_size", layer, head)["sum"].to_list()
-        # Documents a and c give the sign, b is measured.
-        expected = 0.0 if constant else sums[1] * np.sign(sums[0] + sums[2])
-        np.testing.assert_allclose(signed, [0.0, expected, 0.0], atol=1e-9)
+        # Documents a and c give the sign, b and d are measured.
+        sign = np.sign(sums[0] + sums[2])
+        np.testing.assert_allclose(signed, [0.0, sums[1] * sign, 0.0, sums[3] * sign], atol=1e-9)
         first = of(record, f"{side}first_norms", layer, head).filter(unit="b")
         rows = norms[documents == "b", layer, head]
         expected_first = (rows[:, :4] / np.median(rows[:, 4:], axis=1, keepdims=True)).sum(0)

@@ -64,9 +64,11 @@ def signed_elsewhere(
     signs can be averaged; chance gives 0, and an interval over documents keeps its promise,
     whatever the values within a document have in common. A mean of |·| is above 0 by chance, and a
     sign from all documents but one is all but the document's own. The documents that gave the
-    signs, and those that nothing could sign, count for nothing.
+    signs, and those that nothing could sign, count for nothing; nor does a single one, which has no
+    interval.
     """
     measuring = np.arange(len(total)) % 2 == 1
     sign = np.sign(total[~measuring].sum(0))
-    kept = measuring.reshape(-1, *[1] * (total.ndim - 1)) & (sign != 0)
+    several = (count[measuring] > 0).sum(0) > 1
+    kept = measuring.reshape(-1, *[1] * (total.ndim - 1)) & (sign != 0) & several
     return np.where(kept, total * sign, 0.0), np.where(kept, count, 0.0)

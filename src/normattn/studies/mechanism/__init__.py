@@ -136,8 +136,8 @@ STUDY = Study(
     help="Test the source's explanation: key norms against attention, and cosines at L and 8 L."
     "\n\nTrains each score and counts, by hooks on the trained model, how ‖k_j‖ ranks with the "
     "attention that key j receives and with j itself, the range of cos(q, k) at L and at 8 L, and "
-    "what positions cost that were never trained. Tables and figures, with intervals over documents "
-    "(and seeds).",
+    "what positions cost that were never trained. Tables and figures, with intervals over "
+    "documents (and seeds).",
     resolve=resolve,
     cells=(MechanismCell,),
     page=PAGE,
