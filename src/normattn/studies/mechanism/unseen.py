@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -131,14 +132,14 @@ def figures(view: View) -> list[Figure]:
     scores, longer = measured_rows(view, "last_accuracy"), lengths(view)[1]
     if not scores:
         return []
-    readings = []
-    for reading in READINGS:
-        cell = column("", "", _reading("last_accuracy", reading), longer).cell
-        values = tuple(cell(view, row).estimate for row in scores)
-        readings.append(IntervalColumn(reading, values))
-    title = f"Accuracy (%) of the last {lengths(view)[0]:,} of {longer:,} tokens"
-    names = tuple(row.label for row in scores)
-    return [Intervals("last_accuracy", title, names, tuple(readings))]
+    known = {}
+    for row, reading in product(scores, READINGS):
+        cell = column("", "", _reading("last_accuracy", reading), longer).cell(view, row)
+        if cell.estimate is not None:
+            known[f"{row.label}, {reading}"] = cell.estimate
+    title = f"The last {lengths(view)[0]:,} of {longer:,} tokens"
+    accuracy = IntervalColumn("accuracy, %", tuple(known.values()))
+    return [Intervals("last_accuracy", title, tuple(known), (accuracy,))]
 
 
 def claims(view: View) -> list[Claim]:
