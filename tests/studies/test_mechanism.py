@@ -47,7 +47,44 @@ def test_stopped_anywhere_it_is_the_same(
         assert row["cosine_near_0.5"]["low"] <= row["cosine_near_0.5"]["value"]
         assert -1 <= row["cosine_far_0.001"]["value"] <= row["cosine_far_0.999"]["value"] <= 1
         assert 0 <= row["outside"]["value"] <= 100
-    assert b"cosine_ranges" in files(tmp_path / "whole")["figures.txt"]
+    figures = files(tmp_path / "whole")["figures.txt"]
+    assert b"cosine_ranges" in figures
+    assert b"last_accuracy" in figures
+
+
+def test_norms_by_position_and_what_unseen_positions_cost(tiny: Path, tmp_path: Path) -> None:
+    variants = ("Baseline", "KNA", "KNA-NoPE")
+    run(STUDY, resolve(Request(str(tiny), variants, out=tmp_path, changes=FEW)))
+    page = json.loads(files(tmp_path)["table.json"])
+    whole, norms, distances, clamped = (
+        {row["row"]: row for row in page["tables"][name]}
+        for name in ("table", "positions", "distances", "clamped")
+    )
+    baseline, kna, nope = (norms[name] for name in variants)
+    # The rotation keeps a norm, so the raw key says the same as the key that is scored.
+    assert baseline["position"]["value"] == pytest.approx(
+        baseline["raw_position"]["value"], abs=1e-3
+    )
+    assert [kna["position"], kna["position_size"]] == ["one norm", None]
+    assert kna["first_key"]["value"] == pytest.approx(1, abs=1e-4)
+    assert -1 <= nope["raw_position"]["value"] <= 1
+    above, below, heads = map(int, baseline["position_heads"].split(" / "))
+    assert above + below <= heads == 2  # one layer
+    for row in distances.values():
+        ends = sorted((row["near_outside"]["value"], row["far_outside"]["value"]))
+        assert ends[0] <= whole[row["row"]]["outside"]["value"] <= ends[1]
+        difference = row["far_outside"]["value"] - row["near_outside"]["value"]
+        assert row["further"]["value"] == pytest.approx(difference, abs=1e-6)
+        parts = (row[name]["value"] for name in ("near_attention", "far_attention", "far_inside"))
+        assert 0 < sum(parts) < 100
+    assert clamped["KNA-NoPE"]["accuracy_clamped"] is None
+    for name in ("Baseline", "KNA"):
+        row = clamped[name]
+        gained = row["loss_clamped"]["value"] - row["loss_as_is"]["value"]
+        assert row["loss_clamped_less_as_is"]["value"] == pytest.approx(gained, abs=1e-6)
+    claims = [found["claim"] for found in page["claims"]]
+    assert "a key's norm carries its position, whichever way" in claims
+    assert "unseen positions cost KNA accuracy on longer text" in claims
 
 
 def test_bad_input(tiny: Path) -> None:

@@ -3,7 +3,8 @@
 The source says: without a norm, a key's own size decides how much attention it gets, so that
 cos(q, k) is trained badly and leaves its trained range on longer text (kexue.fm/archives/9859).
 Measured here: ‖k_j‖ against the attention that key j receives, and the cosines at L and at 8 L, in
-models with and without norms.
+models with and without norms; and what the source leaves open, ‖k_j‖ against the position j, and
+whether positions that were never trained cost more than cosines out of range.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ VARIANTS = (
     *("QKLayerNorm", "QKLayerNorm(gain=false)", "QKRMSNorm", "QKRMSNorm(gain=false)"),
 )
 RECORD = "mechanism.parquet"
-# Scores are computed a second time, in blocks and in float64, beside the model's own.
-WEIGHT = 8
+# Scores are computed twice more, in blocks and in float64, beside the model's own, and texts read
+# thrice: 7 to 12 times what reading takes.
+WEIGHT = 11
 
 INSTEAD = {"multiples": "mechanism.multiple", "protocols": "the protocols of its question"}
 
@@ -133,8 +135,9 @@ STUDY = Study(
     name=KIND,
     help="Test the source's explanation: key norms against attention, and cosines at L and 8 L."
     "\n\nTrains each score and counts, by hooks on the trained model, how ‖k_j‖ ranks with the "
-    "attention that key j receives, and the range of cos(q, k) at L and at 8 L. A table and "
-    "figures, with intervals over documents (and seeds).",
+    "attention that key j receives and with j itself, the range of cos(q, k) at L and at 8 L, and "
+    "what positions cost that were never trained. Tables and figures, with intervals over "
+    "documents (and seeds).",
     resolve=resolve,
     cells=(MechanismCell,),
     page=PAGE,

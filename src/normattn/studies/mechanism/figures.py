@@ -15,6 +15,7 @@ from normattn.report.figure import (
     Intervals,
 )
 from normattn.report.view import View
+from normattn.studies.mechanism import unseen
 from normattn.studies.mechanism.measured import cosine_columns, lengths, rows, where
 
 
@@ -42,7 +43,8 @@ def figures(view: View) -> list[Figure]:
                 heights.append(tuple(float(v) for v in counts / counts.sum()))
         lines.append(DensityRow(row.label, -1.0, 1.0, tuple(heights), (f"{near:,}", f"{far:,}")))
     title = f"Cosines at {near:,} and at {far:,} tokens, all heads"
-    return [_densities(view), ranges, Density("cosines", title, tuple(lines), "cos(q, k)")]
+    cosines = Density("cosines", title, tuple(lines), "cos(q, k)")
+    return [_densities(view), ranges, cosines, *unseen.figures(view)]
 
 
 def _densities(view: View) -> Figure:

@@ -6,16 +6,17 @@ from functools import cache
 
 import numpy as np
 
+from normattn.diagnostics.ranges import TAIL, trained_range
 from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
 from normattn.measure import Sums
 from normattn.measure.statistic import Array, Statistic, crossing, mean
-from normattn.report.table import Column, Row
+from normattn.report.table import NOTHING, Cell, Column, Row, shown
 from normattn.report.view import View
 from normattn.studies._reading import VARIANT_ORDER, ranked
 
-TAIL = 0.001
-"""The share of the cosines at L left out at either end of their range."""
+SOURCE_OPEN = "kexue 9859, left open"
+"""Of a question that the source asks and does not answer."""
 QUANTILES = (TAIL, 0.25, 0.5, 0.75, 1 - TAIL)
 CORRELATION = mean("correlation", "rank correlation")
 RAW = mean("raw_correlation", "before the norm")
@@ -32,7 +33,15 @@ def lengths(view: View) -> tuple[int, int]:
 
 def rows(view: View) -> list[Row]:
     """The scores that were looked into."""
-    names = view.values("row", {"protocol": "mechanism"})
+    return _rows(view.values("row", {"protocol": "mechanism"}))
+
+
+def measured_rows(view: View, statistic: str) -> list[Row]:
+    """The scores of which a statistic was measured."""
+    return _rows(view.values("row", {"protocol": "mechanism", "statistic": statistic}))
+
+
+def _rows(names: list[str]) -> list[Row]:
     return [Row(name, {"row": name}) for name in ranked(names, VARIANT_ORDER)]
 
 
@@ -44,6 +53,22 @@ def where(view: View, **more: object) -> dict[str, object]:
         "factor.received": None,
         **more,
     }
+
+
+def column(
+    key: str, title: str, statistic: Statistic, length: int, without: str = NOTHING.text
+) -> Column:
+    """A statistic at a length; `without` where nothing was counted."""
+
+    def cell(view: View, row: Row) -> Cell:
+        estimate = view.estimate(statistic, {**row.where, **where(view, length=length)})
+        if estimate is None:
+            return NOTHING
+        if not np.isfinite(estimate.value):
+            return Cell(without)
+        return Cell(shown(estimate, statistic.digits), estimate)
+
+    return Column(key, title, plain=cell)
 
 
 def cosine_columns(view: View, key: str, length: int) -> list[Column]:
@@ -73,9 +98,7 @@ def cosine_quantile(share: float) -> Statistic:
 def outside(near: Sums) -> Statistic:
     """The share (%) of cosines in bins that hold none of the cosines at L, but for their tails."""
     counts = near.sum.sum((0, 1)).reshape(-1, BINS)
-    shares = counts.cumsum(-1) / counts.sum(-1, keepdims=True)
-    before = np.concatenate((np.zeros((len(shares), 1)), shares[:, :-1]), axis=1)
-    allowed = ((shares > TAIL) & (before < 1 - TAIL)).reshape(-1)
+    allowed = trained_range(counts).reshape(-1)
 
     def value(above: Array, below: Array, *whole: Array) -> Array:
         return np.asarray(100 * np.where(allowed, 0.0, above).sum(-1) / above.sum(-1))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from normattn.diagnostics.ranges import TAIL
 from normattn.report.claim import Claim, difference
 from normattn.report.page import Page
 from normattn.report.table import NOTHING, Cell, Column, Row, Table, shown
 from normattn.report.view import Term, View
+from normattn.studies.mechanism import positions, unseen
 from normattn.studies.mechanism.figures import figures
 from normattn.studies.mechanism.measured import (
     CORRELATION,
     RAW,
     SPREAD,
-    TAIL,
     cosine_columns,
     cosine_quantile,
     lengths,
@@ -117,7 +118,7 @@ def claims(view: View) -> list[Claim]:
         f"{1 - TAIL:.1%} quantile at {near:,}: KNA − Baseline",
         *(highest, where(view, row="KNA"), baseline),
     )
-    return [decides, *further, widens]
+    return [decides, *further, widens, *positions.claims(view), *unseen.claims(view)]
 
 
 PAGE = Page(
@@ -145,6 +146,8 @@ PAGE = Page(
                 f"range of its head at L ({TAIL:.1%} left out at either end).",
             ),
         ),
+        positions.table(),
+        *unseen.tables(),
     ),
     claims=claims,
     figures=figures,
