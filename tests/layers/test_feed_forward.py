@@ -38,7 +38,7 @@ def test_without_gradient_swiglu_goes_by_parts_and_changes_nothing(
         by_parts = layer(x)
     assert sizes == [rows, *{1024: [512, 512], 1600: [512, 512, 576]}.get(rows, [rows])]
     # Of other libraries' products nobody knows that they round a row alike among any others.
-    close = 0.0 if torch.backends.mkl.is_available() else 1e-2
+    close = 0.0 if torch.backends.mkl.is_available() else 1e-2  # type: ignore[no-untyped-call]
     torch.testing.assert_close(by_parts, whole, rtol=close, atol=close)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.evaluation import from_causal_lm, from_logits
 from normattn.evaluation.scorers import scores_from
-from normattn.models import causal_lm
+from normattn.kernels.cross_entropy import TokenScores, token_scores
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 
@@ -26,13 +26,12 @@ def _model() -> CausalLM:
 def headed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens went through the head at a time."""
     rows: list[int] = []
-    scores = causal_lm.token_scores
 
-    def counted(hidden: Tensor, *rest: Tensor) -> causal_lm.TokenScores:
+    def counted(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenScores:
         rows.append(len(hidden))
-        return scores(hidden, *rest)
+        return token_scores(hidden, weight, targets)
 
-    monkeypatch.setattr(causal_lm, "token_scores", counted)
+    monkeypatch.setattr("normattn.models.causal_lm.token_scores", counted)
     return rows
 
 
@@ -51,7 +50,7 @@ def test_last_tokens_have_the_same_scores_to_the_last_bit(
     assert headed == [3 * tokens, 3 * through]
     assert last.loss.shape == last.correct.shape == (3, tokens - first)
     # Of other libraries' products nobody knows that they round a row alike among any others.
-    close = 0.0 if torch.backends.mkl.is_available() else 1e-5
+    close = 0.0 if torch.backends.mkl.is_available() else 1e-5  # type: ignore[no-untyped-call]
     torch.testing.assert_close(last.loss, whole.loss[:, first:], rtol=close, atol=close)
     assert torch.equal(last.correct, whole.correct[:, first:])
 
@@ -60,8 +59,8 @@ def test_last_tokens_have_the_same_scores_to_the_last_bit(
 def test_chunks_before_the_last_tokens_go_through_no_head(
     first: int, through: list[int], headed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(causal_lm, "_SCORED_TOKENS", 16)
-    monkeypatch.setattr(causal_lm, "CHUNK", 8)
+    monkeypatch.setattr("normattn.models.causal_lm._SCORED_TOKENS", 16)
+    monkeypatch.setattr("normattn.models.causal_lm.CHUNK", 8)
     model = _model()
     ids = torch.randint(VOCABULARY, (2, 21))
     whole = model.token_scores(ids)

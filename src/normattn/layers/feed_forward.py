@@ -107,7 +107,7 @@ class _GatedSiLU(torch.autograd.Function):
 def _parts(rows: Tensor) -> tuple[Tensor, ...]:
     """Parts of as many rows; the last takes the rest, as products of few rows round otherwise."""
     count = max(1, len(rows) // _ROWS)
-    return rows.split([*[_ROWS] * (count - 1), len(rows) - _ROWS * (count - 1)])
+    return torch.split(rows, [*[_ROWS] * (count - 1), len(rows) - _ROWS * (count - 1)])
 
 
 def _check(dim: int, hidden: int) -> None:
