@@ -32,14 +32,17 @@ def test_training_has_as_many_tokens(name: PresetName) -> None:
     assert Training(scoring).steps * BATCHES[name] * length == scoring.tokens
 
 
-def test_windows_in_common_are_work_once() -> None:
+def test_windows_in_common_are_work_once_and_the_head_where_tokens_count() -> None:
     scoring = Scoring("laptop", windows=4)
     config = MODELS["laptop"]
     length = config.train_length
     # The longest text is that of the last segment too; one short text is of neither.
     passed = [1, 8, 8, 1, 2, 4]
     flops = (flops_per_token(config, n * length).forward * n * length for n in passed)
-    assert scoring.work().flops == pytest.approx(4 * sum(flops))
+    left_out = (1 + 3) * length
+    head = 2 * config.dim * config.vocab_size
+    assert scoring.work().flops == pytest.approx(4 * (sum(flops) - left_out * head))
+    assert scoring.work().exps == 4 * (24 * length - left_out) * config.vocab_size
 
 
 def test_every_method_is_scored_in_its_own_way() -> None:

@@ -49,9 +49,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     scores = CausalLM.token_scores
 
-    def counted(self: CausalLM, ids: torch.Tensor) -> TokenScores:
+    def counted(self: CausalLM, ids: torch.Tensor, first: int = 0) -> TokenScores:
         rows.append(len(ids))
-        return scores(self, ids)
+        return scores(self, ids, first)
 
     monkeypatch.setattr(CausalLM, "token_scores", counted)
     return rows

@@ -85,14 +85,21 @@ class Scoring:
         return sum(len(chosen) * chosen.length for chosen in self.sets())
 
     def work(self) -> Work:
-        """FLOPs by the model's own account: a window goes through the model once."""
+        """FLOPs by the model's own account: a window goes through the model once.
+
+        Tokens that no protocol counts go through no head.
+        """
         config = MODELS[self.preset]
-        once = {chosen.windows.tobytes(): chosen for chosen in self.sets()}.values()
-        per_token = {n: flops_per_token(config, n).forward for n in {c.length for c in once}}
-        flops = sum(len(chosen) * chosen.length * per_token[chosen.length] for chosen in once)
-        passed = sum(len(chosen) * chosen.length for chosen in once)
+        # Of sets with the same windows the first, which counts all tokens.
+        once = {chosen.windows.tobytes(): chosen for chosen in reversed(self.sets())}.values()
+        head = 2 * config.dim * config.vocab_size
+        flops, counted = 0.0, 0
+        for chosen in once:
+            per_token = flops_per_token(config, chosen.length).forward
+            flops += len(chosen) * (chosen.length * per_token - chosen.start * head)
+            counted += len(chosen) * (chosen.length - chosen.start)
         parameters = sum(p.numel() for p in CausalLM(config).parameters())
-        return Work(flops, 4.0 * parameters, float(passed * config.vocab_size))
+        return Work(flops, 4.0 * parameters, float(counted * config.vocab_size))
 
     def small(self) -> Scoring:
         """The same on as few windows as there can be."""

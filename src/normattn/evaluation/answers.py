@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float64, Int32, Int64
 
 from normattn.errors import InputError, NormattnError
 from normattn.evaluation.cells import batches
-from normattn.evaluation.scorers import TokenScorer
+from normattn.evaluation.scorers import TokenScorer, scores_from
 
 
 def count_answers(
@@ -30,13 +30,18 @@ def count_answers(
         raise InputError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
     correct, loss = np.zeros(len(windows), np.int64), np.zeros(len(windows))
     for rows in batches(len(windows), max(1, tokens_per_batch // scored.shape[1])):
-        scores = scorer(torch.from_numpy(windows[rows].astype(np.int64)))
-        losses = np.where(scored[rows], scores.loss.double().cpu().numpy(), 0.0)
+        wanted = scored[rows]
+        first = int(wanted.any(axis=0).argmax())
+        scores = scores_from(scorer, torch.from_numpy(windows[rows].astype(np.int64)), first)
+        # As long as the windows, because the rounding of a sum follows the places of its terms.
+        losses = np.zeros(wanted.shape)
+        wanted = wanted[:, first:]
+        losses[:, first:] = np.where(wanted, scores.loss.double().cpu().numpy(), 0.0)
         if not np.isfinite(losses).all():
             raise NormattnError(
                 f"{name} gives a loss that is not finite in an answer of the {task} windows of "
                 f"{scored.shape[1]} tokens"
             )
-        correct[rows] = (scores.correct.cpu().numpy() & scored[rows]).sum(axis=1)
+        correct[rows] = (scores.correct.cpu().numpy() & wanted).sum(axis=1)
         loss[rows] = losses.sum(axis=1)
     return correct, loss

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from normattn.data.evaluation_sets import EvaluationSet
 from normattn.errors import InputError, NormattnError
 from normattn.evaluation.cells import CellInfo, batches, identity
-from normattn.evaluation.scorers import TokenScorer
+from normattn.evaluation.scorers import TokenScorer, scores_from
 from normattn.measure import MeasurementStore, digest, identified, sums
 
 Counts = NDArray[np.int64]
@@ -83,9 +83,10 @@ def _count(
     correct, seen_correct = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     seen_tokens, loss = np.zeros(shape, np.int64), np.zeros(shape)
     for rows in batches(len(windows), max(1, tokens_per_batch // length)):
-        scores = scorer(torch.from_numpy(np.array(windows[rows], dtype=np.int64)))
-        right = scores.correct[:, start:].cpu().numpy()
-        losses = scores.loss[:, start:].double().cpu().numpy()
+        ids = torch.from_numpy(np.array(windows[rows], dtype=np.int64))
+        scores = scores_from(scorer, ids, start)
+        right = scores.correct.cpu().numpy()
+        losses = scores.loss.double().cpu().numpy()
         _require_finite(losses, start, name, evaluation_set)
         correct[rows] = _bin_sums(right.astype(np.int64), edges)
         loss[rows] = _bin_sums(losses, edges)

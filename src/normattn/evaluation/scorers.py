@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -24,19 +25,35 @@ Scoring = Callable[[CausalLM, Precision], TokenScorer]
 _ROWS = 256  # logits rows turned into log-probabilities at a time
 
 
+@dataclass(frozen=True)
+class ModelScorer:
+    """A `CausalLM` as a scorer; see `from_causal_lm`."""
+
+    model: CausalLM
+    precision: Precision
+
+    def __call__(self, ids: Int[Tensor, "b t1"], first: int = 0) -> TokenScores:
+        """The scores of the tokens ids[:, first + 1:]."""
+        device = next(self.model.parameters()).device
+        with without_dropout(self.model), torch.no_grad(), autocast(device, self.precision):
+            return self.model.token_scores(ids.to(device), first)
+
+
 def from_causal_lm(model: CausalLM, precision: Precision = "fp32") -> TokenScorer:
     """Score with a `CausalLM`, which streams its head: tokens × vocabulary never exists whole.
 
     The model is in evaluation mode and without gradient while it scores; every submodule's mode is
     then as it was. `precision` "bf16" scores under autocast.
     """
+    return ModelScorer(model, precision)
 
-    def score(ids: Int[Tensor, "b t1"]) -> TokenScores:
-        device = next(model.parameters()).device
-        with without_dropout(model), torch.no_grad(), autocast(device, precision):
-            return model.token_scores(ids.to(device))
 
-    return score
+def scores_from(scorer: TokenScorer, ids: Int[Tensor, "b t1"], first: int) -> TokenScores:
+    """The scores of the tokens ids[:, first + 1:] alone; a model's head reads no others."""
+    if isinstance(scorer, ModelScorer):
+        return scorer(ids, first)
+    scores = scorer(ids)
+    return TokenScores(scores.loss[:, first:], scores.correct[:, first:])
 
 
 def from_logits(

@@ -32,6 +32,9 @@ from normattn.score import Score, ScoreSpec
 
 # Tokens scored at a time without gradient: the activations of about this many are held.
 _SCORED_TOKENS = 8192
+# Scores that nobody asks for are left out by so many tokens of each row: products of as many rows,
+# or of a multiple, round each of them alike among any others.
+_LEFT_OUT = 64
 
 
 class CausalLM(nn.Module):
@@ -169,40 +172,48 @@ class CausalLM(nn.Module):
             return linear_cross_entropy(hidden, self.head_weight, targets)
 
     @torch.no_grad()
-    def token_scores(self, ids: Int[Tensor, "b t1"]) -> TokenScores:
-        """Loss and correctness of every token of ids[:, 1:], shape (B, T), without gradients.
+    def token_scores(self, ids: Int[Tensor, "b t1"], first: int = 0) -> TokenScores:
+        """Loss and correctness of the tokens ids[:, first + 1:], (B, T − first), no gradients.
 
         Dropout is off while it runs. Rows go through in groups, and a row of more than 8192 tokens
         in chunks, so that memory follows neither the batch nor, beside keys and values, the
-        length. Raises `InputError` below two tokens.
+        length. Of what stands before `first` (default 0: every token) as much as possible goes
+        through no head. Raises `InputError` below two tokens and where no token follows `first`.
         """
-        if checked_ids(ids).shape[1] < 2:
+        tokens = checked_ids(ids).shape[1] - 1
+        if tokens < 1:
             raise InputError(f"rows of {ids.shape[1]} tokens predict nothing; give at least 2")
+        if not 0 <= first < tokens:
+            raise InputError(f"tokens from {first} on were asked for, but a row predicts {tokens}")
         rows = max(1, _SCORED_TOKENS // ids.shape[1])
-        long = ids.shape[1] - 1 > _SCORED_TOKENS
+        read = self._scores_in_chunks if tokens > _SCORED_TOKENS else self._scores
         with without_dropout(self):
-            scores = [
-                self._scores_in_chunks(group) if long else self._scores(group)
-                for group in torch.split(ids, rows)
-            ]
-        shape = (ids.shape[0], ids.shape[1] - 1)
-        loss = torch.cat([part.loss for part in scores]).view(shape)
-        return TokenScores(loss, torch.cat([part.correct for part in scores]).view(shape))
+            scores = [read(group, first) for group in torch.split(ids, rows)]
+        loss = torch.cat([part.loss for part in scores])
+        return TokenScores(loss, torch.cat([part.correct for part in scores]))
 
-    def _scores(self, ids: Tensor) -> TokenScores:
-        hidden, targets = self._predictions(ids)
-        return token_scores(hidden, self.head_weight, targets)
+    def _scores(self, ids: Tensor, first: int) -> TokenScores:
+        hidden, targets = self.hidden(ids[:, :-1]), ids[:, 1:]
+        even = hidden.device.type == "cpu" and targets.shape[1] % _LEFT_OUT == 0
+        start = first // _LEFT_OUT * _LEFT_OUT if even else 0
+        wanted = hidden[:, start:].flatten(0, 1), targets[:, start:].flatten()
+        scores = token_scores(wanted[0], self.head_weight, wanted[1])
+        loss, correct = (x.view(len(ids), -1)[:, first - start :] for x in scores)
+        return TokenScores(loss, correct)
 
-    def _scores_in_chunks(self, ids: Tensor) -> TokenScores:
+    def _scores_in_chunks(self, ids: Tensor, first: int) -> TokenScores:
         """The same for one row, read with a cache."""
         chunks = self._in_chunks(ids[:, :-1], None, self.new_cache(), CHUNK)
         targets = torch.split(ids[:, 1:], CHUNK, 1)
+        left_out = first // CHUNK
         scores = [
             token_scores(hidden.flatten(0, 1), self.head_weight, target.flatten())
-            for hidden, target in zip(chunks, targets, strict=True)
+            for number, (hidden, target) in enumerate(zip(chunks, targets, strict=True))
+            if number >= left_out
         ]
-        loss = torch.cat([part.loss for part in scores])
-        return TokenScores(loss, torch.cat([part.correct for part in scores]))
+        rest = slice(first - left_out * CHUNK, None)
+        loss = torch.cat([part.loss for part in scores])[None, rest]
+        return TokenScores(loss, torch.cat([part.correct for part in scores])[None, rest])
 
     def using(self, method: ScoreSpec | str, **parameters: Any) -> MethodHandle:
         """Switch a post-hoc method on in every layer until the handle is removed.
