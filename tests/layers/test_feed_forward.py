@@ -37,8 +37,8 @@ def test_without_gradient_swiglu_goes_by_parts_and_changes_nothing(
     with torch.no_grad():
         by_parts = layer(x)
     assert sizes == [rows, *{1024: [512, 512], 1600: [512, 512, 576]}.get(rows, [rows])]
-    # Of other libraries' products nobody knows that they round a row alike among any others.
-    close = 0.0 if torch.backends.mkl.is_available() else 1e-2  # type: ignore[no-untyped-call]
+    # Of bf16 and of other libraries nobody knows that they round a row alike among any others.
+    close = 0.0 if dtype == torch.float32 and torch.backends.mkl.is_available() else 1e-2  # type: ignore[no-untyped-call]
     torch.testing.assert_close(by_parts, whole, rtol=close, atol=close)
 
 

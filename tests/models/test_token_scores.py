@@ -49,8 +49,8 @@ def test_last_tokens_have_the_same_scores_to_the_last_bit(
         whole, last = model.token_scores(ids), model.token_scores(ids, first)
     assert headed == [3 * tokens, 3 * through]
     assert last.loss.shape == last.correct.shape == (3, tokens - first)
-    # Of other libraries' products nobody knows that they round a row alike among any others.
-    close = 0.0 if torch.backends.mkl.is_available() else 1e-5  # type: ignore[no-untyped-call]
+    # Of bf16 and of other libraries nobody knows that they round a row alike among any others.
+    close = 1e-2 if bf16 else 0.0 if torch.backends.mkl.is_available() else 1e-5  # type: ignore[no-untyped-call]
     torch.testing.assert_close(last.loss, whole.loss[:, first:], rtol=close, atol=close)
     assert torch.equal(last.correct, whole.correct[:, first:])
 
