@@ -42,7 +42,7 @@ MODELS: Final[Mapping[PresetName, CausalLMConfig]] = {
         gamma_std=1.0,
     ),
 }
-BATCHES: Final[Mapping[PresetName, int]] = {"laptop": 64, "workstation": 32}
+BATCHES: Final[Mapping[PresetName, int]] = {"laptop": 64, "workstation": 16}
 _SIDE = 1024
 
 
