@@ -80,13 +80,18 @@ class _Chunks:
             into[:, :, start : start + self.window + self.rows] += part
 
 
-def _chunks(problem: Problem, at_once: int | None = None) -> Iterator[_Chunks]:
-    """All queries from position w on: whole chunks, so many `at_once`, and a shorter last one."""
+def _chunks(problem: Problem) -> Iterator[_Chunks]:
+    """All queries from position w on: whole chunks, some at once, and a shorter last one.
+
+    Their keys overlap: those of one call, and so their gradients, are no more than all keys.
+    """
     window, queries = problem.window, problem.q.shape[2]
     assert window is not None
-    count, rest = divmod(max(0, queries - window), ROWS)
-    mask = _band(problem.q, min(ROWS, max(0, queries - window)), window)
-    step = max(1, at_once or count)
+    if queries <= window:
+        return
+    count, rest = divmod(queries - window, ROWS)
+    mask = _band(problem.q, min(ROWS, queries - window), window)
+    step = max(1, queries // (ROWS + window))
     for start in range(0, count, step):
         yield _Chunks(window + start * ROWS, ROWS, min(step, count - start), window, mask)
     if rest:
@@ -95,8 +100,8 @@ def _chunks(problem: Problem, at_once: int | None = None) -> Iterator[_Chunks]:
 
 def _band(q: Tensor, rows: int, window: int) -> Float[Tensor, "c w_c"]:
     """0 where row r of a chunk has column r < j ≤ r + w near, −∞ elsewhere; in wide type."""
-    near = q.new_ones((rows, window + rows), dtype=wide(q.dtype)).tril(window).triu(1)
-    return near.log_()
+    hidden = q.new_full((rows, window + rows), -torch.inf, dtype=wide(q.dtype))
+    return hidden.triu(window + 1).add_(hidden.tril_())
 
 
 def _head(problem: Problem) -> slice:
@@ -107,7 +112,7 @@ def _head(problem: Problem) -> slice:
 
 @dataclass(frozen=True)
 class _Far:
-    """Queries, keys and values of the far part; None of it where the window is not passed."""
+    """Queries, keys and values of the far part, which has as many of each."""
 
     q: Tensor
     k: Tensor
@@ -119,7 +124,7 @@ class _Far:
         assert problem.far_q is not None
         assert problem.far_k is not None
         assert problem.window is not None
-        keys = slice(0, max(0, problem.v.shape[2] - problem.window))
+        keys = slice(0, problem.v.shape[2] - problem.window)
         q, k, v = problem.far_q[:, :, problem.window :], problem.far_k[:, :, keys], problem.v
         return _Far(q.to(v.dtype), k.to(v.dtype), v[:, :, keys])
 
@@ -186,9 +191,7 @@ def _backward(problem: Problem, by_out: Tensor, out: Tensor, sums: Tensor) -> tu
         )
         by_v[:, :, keys] += by_far_v
         del by_far_v
-    # Gradients of overlapping keys take no more room than those of all keys.
-    at_once = q.shape[2] // (ROWS + head.stop)
-    for chunks in _chunks(problem, max(1, at_once)):
+    for chunks in _chunks(problem):
         of_q, of_k, of_v = flash_backward(
             chunks.queries(by_out),
             *(chunks.queries(q), chunks.keys(k), chunks.keys(v)),
