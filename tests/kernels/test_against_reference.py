@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from normattn.kernels import Problem, Visibility
+from normattn.kernels import two_regime_flash as sliding
 from normattn.kernels.capabilities import TABLE, why_not
 from normattn.kernels.chunked import chunked
 from normattn.kernels.dispatch import KERNELS
 from normattn.kernels.reference import reference
 from normattn.kernels.two_regime import two_regime
+from normattn.kernels.two_regime_flash import two_regime_flash
+
+from .memory import largest
 
 few = settings(max_examples=25, deadline=None)
 
@@ -48,12 +53,15 @@ def _mask(draw: random.Random, shape: tuple[int, int, int, int], seed: Any) -> T
     return torch.randn(size, generator=seed, dtype=torch.float64)
 
 
-def _drawn(draw: random.Random, plain: bool) -> Problem:
-    """A problem of any kind; `plain` ones are causal two-regime problems without masks."""
+def _drawn(draw: random.Random, plain: bool, whole: bool = False) -> Problem:
+    """A problem of any kind; `plain` ones are causal two-regime problems without masks.
+
+    `whole` ones have as many queries as keys.
+    """
     seed = torch.Generator().manual_seed(draw.randrange(2**31))
     batch, groups, repeat = draw.choice([1, 3]), draw.choice([1, 2]), draw.choice([1, 1, 2, 3])
     rows = draw.choice([1, 2, 7, 8, 9, 17])
-    keys = rows + draw.choice([0, 0, 3, 9, 20])
+    keys = rows + (0 if whole else draw.choice([0, 0, 3, 9, 20]))
     heads = groups * repeat
 
     def leaf(*shape: int) -> Tensor:
@@ -85,7 +93,7 @@ def _drawn(draw: random.Random, plain: bool) -> Problem:
         documents,
     )
     skipped = 0
-    if window is not None and aligned and draw.random() < 0.3:
+    if window is not None and aligned and not whole and draw.random() < 0.3:
         skipped = draw.randint(0, max(0, keys - rows - window + 1))
     return Problem(
         leaf(batch, heads, rows, 4),
@@ -114,6 +122,30 @@ def test_two_regime(draw: random.Random) -> None:
     problem = _drawn(draw, plain=True)
     assert why_not("two-regime", problem) is None
     _agree(two_regime, problem)
+
+
+@few
+@given(st.randoms(use_true_random=False), st.sampled_from([1, 2, 5, 192]))
+def test_two_regime_flash(draw: random.Random, rows: int) -> None:
+    problem = _drawn(draw, plain=True, whole=True)
+    assert why_not("two-regime-flash", problem) is None
+    with mock.patch.object(sliding, "ROWS", rows):
+        _agree(two_regime_flash, problem)
+
+
+@pytest.mark.parametrize("rows", [191, 192, 193, 384, 389, 400])
+@pytest.mark.parametrize("window", [1, 5, 150, 191, 192, 193, 384])
+def test_chunks_of_their_own_size(rows: int, window: int) -> None:
+    _agree(two_regime_flash, _regular(rows, window, torch.float64))
+
+
+def test_chunks_hold_no_matrix() -> None:
+    """Of T × S numbers nothing is stored, forward or backward: only one chunk's mask."""
+    problem = _regular(4096, 64, torch.float32)
+    with largest() as record:
+        out = two_regime_flash(problem)
+        torch.autograd.grad(out.sum(), [x for x in problem.tensors if x is not None])
+    assert record.numel <= 3 * problem.q.numel()
 
 
 def _regular(
@@ -146,11 +178,11 @@ def test_one_regime_that_outweighs_the_other(near: float, far: float) -> None:
     problem = _regular(30, 4, torch.float64, scale=near)
     assert problem.far_q is not None
     problem.far_q.data *= far
-    _agree(two_regime, problem, 1e-9)
-    _agree(chunked, problem, 1e-9)
+    for run in (two_regime, two_regime_flash, chunked):
+        _agree(run, problem, 1e-9)
 
 
-@pytest.mark.parametrize("kernel", ["two-regime", "chunked"])
+@pytest.mark.parametrize("kernel", ["two-regime", "two-regime-flash", "chunked"])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float32, 2e-5), (torch.bfloat16, 4e-2), (torch.float16, 6e-3)],
@@ -188,7 +220,7 @@ def test_operands_of_any_layout() -> None:
     key = torch.arange(21)
     seen = Visibility(True, key, key, True)
     for problem in (Problem(q, k, v, seen), Problem(q, k, v, seen, k, q, 5)):
-        for run in (chunked, two_regime) if problem.two_regimes else (chunked,):
+        for run in (chunked, two_regime, two_regime_flash) if problem.two_regimes else (chunked,):
             (mine,) = torch.autograd.grad(run(problem).sum(), qkv, retain_graph=True)
             (hand,) = torch.autograd.grad(reference(problem).sum(), qkv, retain_graph=True)
             torch.testing.assert_close(mine, hand)

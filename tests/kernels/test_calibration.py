@@ -22,7 +22,7 @@ from normattn.kernels.calibration import Calibration, Times, machine, measured, 
 from normattn.kernels.dispatch import _portable
 from normattn.kernels.reference import reference
 
-OWN = {"plain": "fused", "two regimes": "two-regime", "bias": "bias"}
+OWN = {"plain": ("fused",), "two regimes": ("two-regime", "two-regime-flash"), "bias": ("bias",)}
 
 
 def _problem(kind: str = "plain", dtype: torch.dtype = torch.float32, tokens: int = 12) -> Problem:
@@ -73,11 +73,11 @@ class _Time:
 @pytest.mark.parametrize("kind", OWN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_table_chooses_and_any_choice_is_right(kind: str, dtype: torch.dtype) -> None:
-    problem, own = _problem(kind, dtype), OWN[kind]
+    problem, rivals = _problem(kind, dtype), (*OWN[kind], "chunked")
     exact = (x if x is None else x.double() for x in problem.tensors)
     expected = reference(Problem.of(problem.settings, list(exact)))
-    for quick, slow in ((own, "chunked"), ("chunked", own)):
-        with using("fastest", _told(problem, {own: 1.0 + (quick != own), "chunked": 1.5})):
+    for quick, slow in itertools.permutations(rivals, 2):
+        with using("fastest", _told(problem, {name: 1.0 + (name != quick) for name in rivals})):
             assert choose(problem).name == quick
             decision = reasons(problem)
             assert decision.kernel == quick
@@ -93,8 +93,9 @@ def test_the_table_chooses_and_any_choice_is_right(kind: str, dtype: torch.dtype
 def test_portable_takes_the_fixed_order_whatever_the_table_says(
     kind: str, dtype: torch.dtype
 ) -> None:
-    problem = _problem(kind, dtype)
-    for times in ({OWN[kind]: 1.0, "chunked": 2.0}, {OWN[kind]: 2.0, "chunked": 1.0}):
+    problem, rivals = _problem(kind, dtype), (*OWN[kind], "chunked")
+    for quick in rivals:
+        times = {name: 1.0 + (name != quick) for name in rivals}
         with using("portable", _told(problem, times)):
             fixed = next(_portable(problem))[0]
             assert choose(problem).name == reasons(problem).kernel == fixed
@@ -113,12 +114,12 @@ def test_a_kernel_that_cannot_serve_is_never_taken() -> None:
         assert choose(last).name == "chunked"
 
 
-@pytest.mark.parametrize(("kind", "own"), [("plain", "fused"), ("two regimes", "two-regime")])
-def test_where_no_score_may_be_rounded_tiles_are_no_rival(kind: str, own: str) -> None:
-    problem = _problem(kind, torch.bfloat16)
-    table = _told(problem, {own: 1.0, "chunked": 0.1})
-    for quick in (own, "precise"):
-        times = {own: 1.0, "precise": 0.5 if quick == "precise" else 2.0}
+@pytest.mark.parametrize("kind", ["plain", "two regimes"])
+def test_where_no_score_may_be_rounded_tiles_are_no_rival(kind: str) -> None:
+    problem, own = _problem(kind, torch.bfloat16), OWN[kind]
+    table = _told(problem, {**dict.fromkeys(own, 1.0), "chunked": 0.1})
+    for quick in (*own, "precise"):
+        times = {name: 1.0 + (name != quick) for name in (*own, "precise")}
         table.seconds |= _told(problem, times).seconds
         with using("fastest", replace(table)):
             assert unrounded(problem) == quick

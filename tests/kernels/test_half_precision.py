@@ -66,11 +66,12 @@ def test_scores_stay_in_float32(kind: str, dtype: torch.dtype) -> None:
         assert _off(problem, "chunked")[0] > 2 * out, "tiles round scores: else this shows nothing"
 
 
-def test_two_regimes_round_no_score() -> None:
-    """The far part is read in half precision by the stock kernel: its weights are, no score is."""
+@pytest.mark.parametrize("kernel", ["two-regime", "two-regime-flash"])
+def test_two_regimes_round_no_score(kernel: str) -> None:
+    """What the stock kernel reads in half precision: its weights are rounded, no score is."""
     problem = _problem("far", torch.bfloat16)
-    assert attend(problem, "two-regime").dtype == torch.bfloat16
-    out, grads = _off(problem, "two-regime")
+    assert attend(problem, kernel).dtype == torch.bfloat16
+    out, grads = _off(problem, kernel)
     assert out < 1.5 * torch.finfo(torch.bfloat16).eps
     assert grads < 1.5 * torch.finfo(torch.bfloat16).eps
     assert _off(problem, "chunked")[0] > 2 * out

@@ -97,6 +97,9 @@ FEATURES: Mapping[str, Feature] = {
     "more rows than keys": Feature(
         lambda p: p.q.shape[2] > p.v.shape[2], "it needs a key at every query's position"
     ),
+    "earlier keys": Feature(
+        lambda p: p.q.shape[2] < p.v.shape[2], "it needs a query at every key's position"
+    ),
     "no rows": Feature(lambda p: p.q.shape[2] == 0, "it needs a query"),
     "other value size": Feature(
         lambda p: p.v.shape[-1] != p.q.shape[-1], "its values must have the size of the keys"
@@ -169,6 +172,16 @@ TABLE: Mapping[str, Capabilities] = {
             },
             False,
             "the far part by a CPU's flash operator, the near band by tiles",
+        ),
+        Capabilities(
+            "two-regime-flash",
+            _PLAIN
+            - {
+                *("one regime", "no causality", "more rows than keys", "earlier keys", "no rows"),
+                *("other value size", "dropout", "CUDA"),
+            },
+            False,
+            "both parts by a CPU's flash operator, the near one in sliding chunks",
         ),
         Capabilities(
             "triton",

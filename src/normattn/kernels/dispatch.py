@@ -27,6 +27,7 @@ from normattn.kernels.reference import reference
 from normattn.kernels.strips import strips
 from normattn.kernels.triton_two_regime import triton_two_regime
 from normattn.kernels.two_regime import two_regime
+from normattn.kernels.two_regime_flash import two_regime_flash
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("fused", fused),
     Kernel("triton", triton_two_regime),
     Kernel("two-regime", two_regime),
+    Kernel("two-regime-flash", two_regime_flash),
     Kernel("bias", bias_attention),
     Kernel("carried", carried),
     Kernel("concatenated", _side_by_side),
@@ -93,20 +95,22 @@ _FEW_FEATURES, _MANY_KEYS = 32, 2048
 
 def _in_order(problem: Problem) -> Iterator[tuple[str, str]]:
     """Names of kernels and why each stands where it does: what was measured here, then the rest."""
-    first = _quicker(problem, *_rivals(problem))
+    first = _quicker(problem, "chunked")
     if first is not None:
         yield first.kernel, first.why
     yield from _portable(problem)
 
 
-def _rivals(problem: Problem) -> tuple[str, str]:
-    """The kernel made for such a problem, and the tiles that serve it as well."""
-    own = "two-regime" if problem.two_regimes else "fused" if problem.bias is None else "bias"
-    return own, "chunked"
+def _rivals(problem: Problem, general: str) -> tuple[str, ...]:
+    """The kernels made for such a problem, and one that serves nearly any."""
+    if not problem.two_regimes:
+        return "fused" if problem.bias is None else "bias", general
+    whole = why_not("two-regime-flash", problem) is None
+    return "two-regime", *(("two-regime-flash",) if whole else ()), general
 
 
-def _quicker(problem: Problem, *rivals: str) -> Quicker | None:
-    """Which of these kernels takes the least time on this machine, for such a problem.
+def _quicker(problem: Problem, general: str) -> Quicker | None:
+    """Which of the rivals takes the least time on this machine, for such a problem.
 
     None where the portable choice was asked for, and where nothing is measured and nothing can be
     now: all of them must serve it.
@@ -114,7 +118,7 @@ def _quicker(problem: Problem, *rivals: str) -> Quicker | None:
     bucket = calibrated(problem)
     if bucket is None:
         return None
-    times = calibration()
+    times, rivals = calibration(), _rivals(problem, general)
     first = times.known(bucket, rivals)
     if first is not None or any(why_not(name, problem) for name in rivals):
         return first
@@ -210,9 +214,9 @@ def reasons(problem: Problem, backend: str = "auto") -> Decision:
 
 def _waiting(problem: Problem) -> str:
     """What to add where the choice is one of this machine's, which nothing is known of yet."""
-    rivals = _rivals(problem)
+    rivals = _rivals(problem, "chunked")
     chosen = any(why_not(name, problem) for name in rivals) or calibrated(problem) is None
-    known = chosen or _quicker(problem, *rivals) is not None
+    known = chosen or _quicker(problem, "chunked") is not None
     return "" if known else "; not yet measured on this machine"
 
 
@@ -240,13 +244,13 @@ def unrounded(problem: Problem) -> str:
     """The backend that rounds no score, as the stock kernel does not; "auto" in full precision.
 
     On a CPU `auto` gives half precision to tiles, which round each score to the tensors' type. The
-    stock kernel keeps scores in float32, and so does the far part of two regimes, which is quick
-    where the processor multiplies the type; all else is widened.
+    stock kernel keeps scores in float32, and so do the parts of two regimes that it is given, which
+    is quick where the processor multiplies the type; all else is widened.
     """
     q = problem.q
     if q.device.type != "cpu" or q.element_size() != 2:
         return "auto"
-    first = _quicker(problem, "two-regime" if problem.two_regimes else "fused", "precise")
+    first = None if problem.bias is not None else _quicker(problem, "precise")
     if first is not None and why_not(first.kernel, problem) is None:
         return first.kernel
     if why_not("fused", problem) is None:
@@ -266,11 +270,11 @@ _SEEN_INTO: Mapping[str, Callable[[Problem, Eye], Tensor]] = {
     "strips": strips,
     "reference": reference,
 }
-_TILED = ("fused", "two-regime")
+_TILED = ("fused", "two-regime", "two-regime-flash")
 
 
 # Kernels that on a CPU make 0 of NaN, or show it in earlier rows: tiles take what is not finite.
-_ASTRAY = ("fused", "two-regime", "bias")
+_ASTRAY = (*_TILED, "bias")
 _ASKING_AGAIN = ("concatenated", "precise")
 
 

@@ -26,9 +26,11 @@ def flash(
     k: Float[Tensor, "b g s d"],
     v: Float[Tensor, "b g s d"],
     causal: bool,
+    mask: Float[Tensor, "t s"] | None = None,
 ) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t"]]:
-    """softmax(q kᵀ) · v and the log-sum-exp of each row, in float32 or wider."""
-    out, sums = _forward(dense(q), dense(k), dense(v), 0.0, causal, scale=1.0)
+    """softmax(q kᵀ + mask) · v and the log-sum-exp of each row, in float32 or wider."""
+    mask = None if mask is None else mask[None, None]
+    out, sums = _forward(dense(q), dense(k), dense(v), 0.0, causal, attn_mask=mask, scale=1.0)
     return out, sums
 
 
@@ -40,8 +42,12 @@ def flash_backward(
     out: Float[Tensor, "b h t d"],
     sums: Float[Tensor, "b h t"],
     causal: bool,
+    mask: Float[Tensor, "t s"] | None = None,
 ) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g s d"], Float[Tensor, "b g s d"]]:
     """The gradients of q, k and v from those of `flash`'s output."""
     operands = (dense(x) for x in (by_out, q, k, v, out))
-    by_q, by_k, by_v = _backward(*operands, sums.contiguous(), 0.0, causal, scale=1.0)
+    mask = None if mask is None else mask[None, None]
+    by_q, by_k, by_v = _backward(
+        *operands, sums.contiguous(), 0.0, causal, attn_mask=mask, scale=1.0
+    )
     return by_q, by_k, by_v

@@ -13,8 +13,8 @@ def working_bytes(kernel: str, problem: Problem) -> int:
     """Bytes of a forward beside q, k, v and the output.
 
     The reference holds scores and weights, T × S each, strips those of some rows; the stock kernels
-    a log-sum-exp; tiles one tile of scores and, in half precision, a group's keys across; a carry,
-    which serves all layers, a number for each pair.
+    a log-sum-exp, and of two parts their outputs; tiles one tile of scores and, in half precision,
+    a group's keys across; a carry, which serves all layers, a number for each pair.
     """
     batch, heads, rows, _ = problem.q.shape
     size = problem.q.element_size()
@@ -29,6 +29,9 @@ def working_bytes(kernel: str, problem: Problem) -> int:
     lines = batch * heads * rows * 4
     if kernel in ("fused", "triton"):
         return lines
+    if kernel == "two-regime-flash":
+        # Each part's output and log-sum-exp, and those of both for their shares.
+        return 2 * batch * heads * rows * problem.v.shape[3] * size + 4 * lines
     if kernel == "two-regime":
         far = batch * heads * rows * problem.v.shape[3] * size
         return _tile(problem, near_only=True) + far + 4 * lines

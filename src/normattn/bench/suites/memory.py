@@ -22,6 +22,7 @@ KINDS: dict[str, Kind] = {
     "strips": "plain",
     "bias": "learned bias",
     "two-regime": "two-regime",
+    "two-regime-flash": "two-regime",
     "triton": "two-regime",
 }
 _AT_MOST = 2.0

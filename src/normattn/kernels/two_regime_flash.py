@@ -1,0 +1,215 @@
+"""Two regimes, causal, all by the stock flash kernel: near keys in sliding chunks, far ones beside.
+
+With as many queries as keys and a window w, query i has the near keys i − w < j ≤ i and the far
+keys j ≤ i − w, and three kinds of calls give the outputs o and log-sum-exps ℓ of its parts:
+
+    i < w     all keys are near: causal attention of the first w queries and keys
+    near      c queries i = s … s + c − 1 at once over the keys s − w … s + c − 1, with the band
+              |i − j| < w cut out by one mask that all chunks share ("sliding chunks", Longformer)
+    far       causal attention of far_q[w:], far_k[: S − w] and v[: S − w]
+
+    o = o_near + (o_far − o_near) · λ,   λ = 1 / (1 + exp(ℓ_near − ℓ_far)),
+    ℓ = log(exp ℓ_near + exp ℓ_far)
+
+The backward is the flash backward of every part with the global o and ℓ (FlashAttention-2), which
+is exact and needs no gradient through ℓ; what chunks give to the same keys adds up in wide type.
+
+The stock kernel multiplies whole tiles of 512 keys, so triangles without a mask cost as much as
+squares: chunks touch (w + c) / w of the band's pairs, a diagonal and a reversed triangle twice as
+many. On a CPU only.
+
+Legend: B batch, H heads, G key heads, T queries, S keys, w window, c rows of a chunk, n chunks of
+one call, D size. Log-sum-exps are natural logarithms.
+
+Sources: Longformer, https://arxiv.org/abs/2004.05150 (3.1); FlashAttention-2,
+https://arxiv.org/abs/2307.08691 (2.3.2); ReRoPE, https://kexue.fm/archives/9708.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.kernels.derivatives import refuse_second_derivative
+from normattn.kernels.flash import dense, flash, flash_backward
+from normattn.kernels.gradients import wide
+from normattn.kernels.problem import Problem
+
+# The fewest rows of which torch's kernel multiplies 64 at a time (measured: half of the time per
+# pair of the next fewer in half precision; more rows touch more pairs beside the band).
+ROWS = 192
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """`count` chunks of `rows` queries each from query `first` on, and the band of each."""
+
+    first: int
+    rows: int
+    count: int
+    window: int
+    mask: Tensor
+
+    @property
+    def span(self) -> slice:
+        """All its queries."""
+        return slice(self.first, self.first + self.rows * self.count)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """(B, H, T, …) as (n, B·H, c, …)."""
+        return x[:, :, self.span].flatten(0, 1).unflatten(1, (self.count, -1)).transpose(0, 1)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """(B, G, S, D) as (n, B·G, w + c, D), a view: a key is in several chunks."""
+        own = x[:, :, self.first - self.window : self.span.stop].flatten(0, 1)
+        return own.unfold(1, self.window + self.rows, self.rows).permute(1, 0, 3, 2)
+
+    def joined(self, x: Tensor, like: Tensor) -> Tensor:
+        """(n, B·H, c, …) as (B, H, n·c, …)."""
+        return x.transpose(0, 1).flatten(1, 2).unflatten(0, like.shape[:2])
+
+    def add(self, into: Tensor, x: Tensor) -> None:
+        """Add (n, B·G, w + c, D) to the keys (B, G, S, D) that the chunks read."""
+        for number, part in enumerate(x.unflatten(1, into.shape[:2]).unbind()):
+            start = self.first - self.window + number * self.rows
+            into[:, :, start : start + self.window + self.rows] += part
+
+
+def _chunks(problem: Problem) -> Iterator[_Chunks]:
+    """All queries from position w on: whole chunks, some at once, and a shorter last one.
+
+    Their keys overlap: those of one call, and so their gradients, are no more than all keys.
+    """
+    window, queries = problem.window, problem.q.shape[2]
+    assert window is not None
+    if queries <= window:
+        return
+    count, rest = divmod(queries - window, ROWS)
+    mask = _band(problem.q, min(ROWS, queries - window), window)
+    step = max(1, queries // (ROWS + window))
+    for start in range(0, count, step):
+        yield _Chunks(window + start * ROWS, ROWS, min(step, count - start), window, mask)
+    if rest:
+        yield _Chunks(queries - rest, rest, 1, window, mask[:rest, : window + rest])
+
+
+def _band(q: Tensor, rows: int, window: int) -> Float[Tensor, "c w_c"]:
+    """0 where row r of a chunk has column r < j ≤ r + w near, −∞ elsewhere; in wide type."""
+    hidden = q.new_full((rows, window + rows), -torch.inf, dtype=wide(q.dtype))
+    return hidden.triu(window + 1).add_(hidden.tril_())
+
+
+def _head(problem: Problem) -> slice:
+    """The queries that have near keys only, which are the keys that they see."""
+    assert problem.window is not None
+    return slice(0, min(problem.window, problem.q.shape[2]))
+
+
+@dataclass(frozen=True)
+class _Far:
+    """Queries, keys and values of the far part, which has as many of each."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @staticmethod
+    def of(problem: Problem) -> _Far:
+        """Those of a problem."""
+        assert problem.far_q is not None
+        assert problem.far_k is not None
+        assert problem.window is not None
+        keys = slice(0, problem.v.shape[2] - problem.window)
+        q, k, v = problem.far_q[:, :, problem.window :], problem.far_k[:, :, keys], problem.v
+        return _Far(q.to(v.dtype), k.to(v.dtype), v[:, :, keys])
+
+
+class _TwoRegimeFlash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, settings: Mapping[str, Any], *tensors: Tensor | None) -> Tensor:
+        problem = Problem.of(settings, tensors)
+        out, sums = _forward(problem)
+        ctx.save_for_backward(*tensors, out, sums)
+        ctx.settings = settings
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("the two-regime flash kernel", "backend='reference'")
+        *tensors, out, sums = ctx.saved_tensors
+        problem = Problem.of(ctx.settings, tensors)
+        return None, *_backward(problem, grads[0], out, sums), None, None
+
+
+def _forward(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The output, laid out as the stock kernel's, and the log-sum-exp of each row."""
+    q, k, v = problem.q, dense(problem.k), dense(problem.v)
+    batch, heads, queries, size = q.shape
+    out = q.new_empty((batch, queries, heads, size)).transpose(1, 2)
+    sums = q.new_empty((batch, heads, queries), dtype=wide(q.dtype))
+    head = _head(problem)
+    out[:, :, head], sums[:, :, head] = flash(q[:, :, head], k[:, :, head], v[:, :, head], True)
+    if head.stop == queries:
+        return out, sums
+    far = _Far.of(problem)
+    far_out, far_sums = flash(far.q, far.k, far.v, True)
+    for chunks in _chunks(problem):
+        near, near_sums = flash(
+            chunks.queries(q), chunks.keys(k), chunks.keys(v), False, chunks.mask
+        )
+        near, near_sums = chunks.joined(near, q), chunks.joined(near_sums, q)
+        rows = slice(chunks.first - head.stop, chunks.span.stop - head.stop)
+        share = (far_sums[:, :, rows] - near_sums).sigmoid_()[..., None].to(q.dtype)
+        torch.lerp(near, far_out[:, :, rows], share, out=out[:, :, chunks.span])
+        sums[:, :, chunks.span] = torch.logaddexp(near_sums, far_sums[:, :, rows])
+    return out, sums
+
+
+def _backward(problem: Problem, by_out: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v, far_q and far_k."""
+    q, k, v = problem.q, dense(problem.k), dense(problem.v)
+    assert problem.far_q is not None
+    assert problem.far_k is not None
+    by_q = torch.empty_like(q)
+    by_k, by_v = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))
+    head = _head(problem)
+    near = q[:, :, head], k[:, :, head], v[:, :, head], out[:, :, head], sums[:, :, head]
+    by_q[:, :, head], by_k[:, :, head], by_v[:, :, head] = flash_backward(
+        by_out[:, :, head], *near, causal=True
+    )
+    by_far_q, by_far_k = torch.zeros_like(problem.far_q), torch.zeros_like(problem.far_k)
+    if head.stop < q.shape[2]:
+        far, rows = _Far.of(problem), slice(head.stop, None)
+        keys = slice(0, far.k.shape[2])
+        by_far_q[:, :, rows], by_far_k[:, :, keys], by_far_v = flash_backward(
+            by_out[:, :, rows], far.q, far.k, far.v, out[:, :, rows], sums[:, :, rows], True
+        )
+        by_v[:, :, keys] += by_far_v
+        del by_far_v
+    for chunks in _chunks(problem):
+        of_q, of_k, of_v = flash_backward(
+            chunks.queries(by_out),
+            *(chunks.queries(q), chunks.keys(k), chunks.keys(v)),
+            *(chunks.queries(out), chunks.queries(sums)),
+            causal=False,
+            mask=chunks.mask,
+        )
+        by_q[:, :, chunks.span] = chunks.joined(of_q, q)
+        chunks.add(by_k, of_k)
+        chunks.add(by_v, of_v)
+    return by_q, by_k.to(k.dtype), by_v.to(v.dtype), by_far_q, by_far_k
+
+
+def two_regime_flash(problem: Problem) -> Float[Tensor, "b h t d"]:
+    """Causal attention of two regimes, of as many queries as keys, by the stock kernel alone.
+
+    In half precision no score is rounded, forward or backward: the stock kernel keeps its own in
+    float32, and rounds weights and each part's output, as it does without regimes.
+    """
+    out: Tensor = _TwoRegimeFlash.apply(problem.settings, *problem.tensors)  # type: ignore[no-untyped-call]
+    return out
