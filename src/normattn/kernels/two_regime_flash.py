@@ -62,7 +62,8 @@ class _Chunks:
 
     def queries(self, x: Tensor) -> Tensor:
         """(B, H, T, …) as (n, B·H, c, …)."""
-        return x[:, :, self.span].flatten(0, 1).unflatten(1, (self.count, -1)).transpose(0, 1)
+        own = x[:, :, self.span].flatten(0, 1)
+        return torch.unflatten(own, 1, (self.count, self.rows)).transpose(0, 1)
 
     def keys(self, x: Tensor) -> Tensor:
         """(B, G, S, D) as (n, B·G, w + c, D), a view: a key is in several chunks."""
@@ -71,11 +72,11 @@ class _Chunks:
 
     def joined(self, x: Tensor, like: Tensor) -> Tensor:
         """(n, B·H, c, …) as (B, H, n·c, …)."""
-        return x.transpose(0, 1).flatten(1, 2).unflatten(0, like.shape[:2])
+        return torch.unflatten(x.transpose(0, 1).flatten(1, 2), 0, like.shape[:2])
 
     def add(self, into: Tensor, x: Tensor) -> None:
         """Add (n, B·G, w + c, D) to the keys (B, G, S, D) that the chunks read."""
-        for number, part in enumerate(x.unflatten(1, into.shape[:2]).unbind()):
+        for number, part in enumerate(torch.unflatten(x, 1, into.shape[:2]).unbind()):
             start = self.first - self.window + number * self.rows
             into[:, :, start : start + self.window + self.rows] += part
 
