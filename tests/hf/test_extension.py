@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import normattn
 from normattn import InputError
 from normattn.hf import extension_of
+from normattn.hf.anatomy import anatomy
 from normattn.hf.confirming import _same
+from normattn.hf.probing import some_tokens
 
 from . import tiny
 from .families import LENGTH, build, configuration, logits, model_of, tokens
@@ -274,3 +276,15 @@ def test_a_step_in_half_precision_is_held_against_the_extended_models_own_forwar
     exact = [x.float() for x in before]
     assert _same(exact, exact)
     assert not _same([turned.float(), turned[:, -1:].float()], exact)
+
+
+def test_a_model_is_asked_with_tokens_from_all_over_its_vocabulary() -> None:
+    """The first are often reserved and hardly trained, and rounding decides what they give."""
+    parts = anatomy(model_of("Llama"))
+    size = parts.config.vocab_size
+    (ids,) = some_tokens(parts)
+    gaps = ids.diff()
+    assert len(set(ids.tolist())) == len(ids)
+    assert 0 < size // 20 < ids[0]
+    assert ids[-1] < size
+    assert gaps.max() - gaps.min() <= 1

@@ -11,6 +11,9 @@ from torch import Tensor
 from transformers import StaticCache
 
 import normattn
+from normattn.hf import attending
+from normattn.kernels import Problem
+from normattn.kernels.capabilities import why_not
 
 from .families import (
     FAMILIES,
@@ -145,4 +148,29 @@ def test_half_precision_keeps_large_scores(method: str) -> None:
     as_trained = (logits(rough, ids).float() - logits(exact, ids)).abs().mean()
     with normattn.extend(rough, method, **values):
         found = (logits(rough, ids).float() - logits(exact, ids)).abs().mean()
+    assert found < 1.2 * as_trained
+
+
+@pytest.mark.parametrize("kernel", ["precise", "two-regime", "two-regime-flash"])
+def test_half_precision_of_two_regimes_by_each_kernel(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the window too, and of large scores: as close to float32 as the model's own."""
+    exact, ids = model_of("Llama"), tokens(2, 300)
+    for name, weight in exact.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            weight.data *= 30
+    rough = copy.deepcopy(exact).bfloat16()
+    values: dict[str, Any] = {"window": 40, "train_length": 64}
+    as_trained = (logits(rough, ids).float() - logits(exact, ids)).abs().mean()
+    taken = []
+
+    def only(problem: Problem) -> str:
+        taken.append(kernel if why_not(kernel, problem) is None else "precise")
+        return taken[-1]
+
+    monkeypatch.setattr(attending, "unrounded", only)
+    with normattn.extend(rough, "ReRoPE", **values), normattn.extend(exact, "ReRoPE", **values):
+        found = (logits(rough, ids).float() - logits(exact, ids)).abs().mean()
+    assert kernel in taken
     assert found < 1.2 * as_trained

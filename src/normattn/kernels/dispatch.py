@@ -105,8 +105,7 @@ def _rivals(problem: Problem, general: str) -> tuple[str, ...]:
     """The kernels made for such a problem, and one that serves nearly any."""
     if not problem.two_regimes:
         return "fused" if problem.bias is None else "bias", general
-    # It rounds the output of each part, which a real model in half precision reads otherwise.
-    whole = general != "precise" and why_not("two-regime-flash", problem) is None
+    whole = why_not("two-regime-flash", problem) is None
     return "two-regime", *(("two-regime-flash",) if whole else ()), general
 
 
