@@ -8,28 +8,25 @@ Baseline, KNA and CosA.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from normattn.errors import InputError
-from normattn.measure.gather import Where
-from normattn.report.claim import Claim, difference
 from normattn.report.figure import Figure
 from normattn.report.page import Page
 from normattn.report.table import Cell, Column, Row, Table
-from normattn.report.view import Term, View
+from normattn.report.view import View
 from normattn.studies._premise import premise
 from normattn.studies._published import SETTING, TABLE
 from normattn.studies._reading import (
     LEGEND,
-    POINTS,
     history_figure,
     length_figure,
-    longest,
     position_figures,
     reading_columns,
     reading_rows,
     table_figure,
 )
+from normattn.studies._sentences import sentences
 from normattn.studies._variants import BASES, READ_WITH, trained_in_variants
 from normattn.sweep.collect import measured_below
 from normattn.sweep.language import (
@@ -102,94 +99,6 @@ def _every_method(variant: str) -> tuple[str, ...]:
     return (AS_IS, *(candidates() if variant in (*BASES, *VARIANTS) else READ_WITH))
 
 
-SOURCE = "kexue 9859"
-PAST = (
-    ("non_repeated", "natural text past L"),
-    ("repeated", "tiled text past L"),
-    ("last_segment", "the last segment after the longest context"),
-)
-
-
-def claims(view: View) -> list[Claim]:
-    """The source's sentences, each with the difference that tests it."""
-    return [*_against_baseline(view), *_within(view)]
-
-
-def _claim(sentence: str, measured: str, ours: Where, theirs: Where, *, sign: int = 1) -> Claim:
-    return difference(sentence, SOURCE, measured, POINTS, ours, theirs, sign=sign)
-
-
-def _against_baseline(view: View) -> Iterator[Claim]:
-    """Scores as they are against Baseline as it is, and at the training length."""
-    for row in ("KNA", "CosA", "KNA-logn", "CosA-logn"):
-        for protocol, words in PAST:
-            yield _claim(
-                f"{row} reads better than Baseline: {words}",
-                f"{row} − Baseline, accuracy",
-                *(_as_is(view, score, protocol) for score in (row, "Baseline")),
-            )
-    for row in ("KNA", "CosA"):
-        at = {"protocol": "train_length", "method": ""}
-        yield _claim(
-            f"{row} is slightly better at the training length",
-            f"{row} − Baseline at L, accuracy",
-            *({"row": score, **at} for score in (row, "Baseline")),
-        )
-    natural = {row: _as_is(view, row, "non_repeated") for row in ("KNA", "QNA", "Baseline")}
-    yield _claim(
-        "normalising the queries alone does not help: KNA is above QNA on natural text",
-        "KNA − QNA, accuracy",
-        *(natural["KNA"], natural["QNA"]),
-    )
-    for method in ("YaRN", "ReRoPE"):
-        yield _claim(
-            f"KNA as it is reads natural text as well as Baseline with {method} "
-            "(at least no worse: the difference is not below 0)",
-            f"KNA − Baseline-{method}, accuracy",
-            *(natural["KNA"], {**natural["Baseline"], "method": method}),
-        )
-
-
-def _within(view: View) -> Iterator[Claim]:
-    """What becomes of one score with longer contexts and with methods."""
-    natural = _as_is(view, "KNA", "non_repeated")
-    for method in ("NTK", "YaRN"):
-        said = f"KNA gains nothing from {method} on natural text"
-        there = {**natural, "method": method}
-        yield _claim(said, f"KNA-{method} − KNA, accuracy", there, natural, sign=-1)
-    lengths = sorted(view.values("length", {"protocol": "last_segment"}))
-    if len(lengths) < 2:
-        return
-    near, far = lengths[0], lengths[-1]
-    for row in ("KNA", "CosA"):
-        yield Claim(
-            f"{row} loses less than Baseline from L to the longest context",
-            SOURCE,
-            f"change of {row} − change of Baseline, last segment",
-            POINTS,
-            tuple(
-                Term(factor, _last(name, length))
-                for name, sign in ((row, 1.0), ("Baseline", -1.0))
-                for length, factor in ((far, sign), (near, -sign))
-            ),
-        )
-        yield _claim(
-            f"{row} needs no change at all: longer contexts do not hurt it",
-            f"{row}, last segment: after {far:,} − after {near:,}",
-            *(_last(row, far), _last(row, near)),
-        )
-
-
-def _last(row: str, length: int) -> dict[str, str | int]:
-    return {"row": row, "method": "", "protocol": "last_segment", "length": length}
-
-
-def _as_is(view: View, row: str, protocol: str) -> dict[str, str | int]:
-    length = longest(view, protocol)
-    known = {} if length is None else {"length": length}
-    return {"row": row, "method": "", "protocol": protocol, **known}
-
-
 def figures(view: View) -> list[Figure]:
     """Accuracy by position and by length, the table in colours, the trainings."""
     return [*position_figures(view), length_figure(view), table_figure(view), history_figure(view)]
@@ -242,7 +151,7 @@ PAGE = Page(
             "48.39 in its large table and 48.95 in its first.",
         ),
     ),
-    claims=claims,
+    claims=sentences,
     figures=figures,
 )
 
