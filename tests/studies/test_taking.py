@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from normattn.errors import InputError
-from normattn.studies import keynorm
+from normattn.studies import factors, keynorm
 from normattn.studies.mechanism import STUDY, resolve
 from normattn.sweep import taking
 from normattn.sweep.plan import make_plan
@@ -70,6 +70,25 @@ def test_only_the_same_settings_are_taken(tiny: Path, tmp_path: Path, trained: P
         taking.find(longer, trained)
     with pytest.raises(InputError, match="holds no cells"):
         taking.find(more, tmp_path)
+
+
+def test_a_study_that_calls_its_cells_otherwise(tiny: Path, tmp_path: Path, trained: Path) -> None:
+    """`factors` has preset-KNA where `keynorm` has KNA: the settings tell that they are one."""
+    asked = Request(
+        str(tiny), ("preset", "base-130"), seeds=(0,), out=tmp_path / "factors", changes=FEW
+    )
+    sweep = factors.resolve(asked)
+    found = taking.find(sweep, trained)
+    assert found.runs == {
+        f"preset-{row} seed 0": trained / "cells" / row / "seed0" for row in ("Baseline", "KNA")
+    }
+    assert set(found.others.values()) == {"no run there has its settings"}
+    taking.take(sweep, found)
+    for row in ("Baseline", "KNA"):
+        weights = Path("seed0", "model", "model.safetensors")
+        taken = (sweep.out / "cells" / f"preset-{row}" / weights).read_bytes()
+        assert taken == (trained / "cells" / row / weights).read_bytes()
+    assert make_plan(sweep).finished == 2
 
 
 def test_what_was_begun_is_left_alone(tiny: Path, tmp_path: Path, trained: Path) -> None:

@@ -56,12 +56,14 @@ def find(sweep: Sweep, folder: Path) -> Trained:
         here = CellPaths.of(sweep.out, cell.variant, cell.seed).run
         if here.exists():
             continue
-        run = CellPaths.of(folder, cell.variant, cell.seed).run
-        why = _unlike(run, sweep.stages(cell)[0])
-        if why:
-            others[cell.name] = why
+        stage = sweep.stages(cell)[0]
+        own = CellPaths.of(folder, cell.variant, cell.seed).run
+        alike = next((run for run in _candidates(folder, own) if not _unlike(run, stage)), None)
+        if alike is None:
+            none = "no run there has its settings"
+            others[cell.name] = _unlike(own, stage) if own.exists() else none
         else:
-            runs[cell.name] = run
+            runs[cell.name] = alike
     if len(others) == len(sweep.cells):
         name, why = next(iter(others.items()))
         raise InputError(f"--models {folder} has no model for this study: {name}: {why}")
@@ -80,6 +82,11 @@ def take(sweep: Sweep, models: Trained) -> None:
         if cell.kind not in fingerprints:
             fingerprints[cell.kind] = getattr(cell.prepare(), "fingerprint", None)
         _take_one(sweep, cell, models.runs[cell.name], fingerprints[cell.kind])
+
+
+def _candidates(folder: Path, own: Path) -> list[Path]:
+    """The run of the cell's own name; where there is none, all runs: names differ by study."""
+    return [own] if own.exists() else sorted((folder / "cells").glob("*/seed*"))
 
 
 def _unlike(run: Path, stage: Stage) -> str:
