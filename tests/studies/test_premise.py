@@ -77,6 +77,14 @@ def test_equally_good_at_the_training_length(points: dict[str, float], verdict: 
     assert ("CosA +3.0" in said(measurements)) == (points.get("CosA") == 33.0)
 
 
+def test_controls_are_no_part_of_the_premise() -> None:
+    rows = {"Baseline": 30.0, "KNA": 30.4, "Baseline-SlidingWindow": 25.0}
+    assert "The premise is met: " in said(frame(rows))
+    assert "SlidingWindow" not in said(frame(rows))
+    del rows["KNA"]
+    assert "Baseline-SlidingWindow −5.0" in said(frame(rows)).replace("-5.0", "−5.0")
+
+
 def test_without_a_baseline_nothing_is_said_of_the_premise() -> None:
     assert "premise" not in said(frame({"KNA": 30.0, "CosA": 31.0}))
 

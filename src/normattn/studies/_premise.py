@@ -7,7 +7,8 @@ frame and stand below the table as sentences, whichever way they come out.
 *Equally good*: the 95 % interval of every score's accuracy at L minus Baseline's lies within ±1
 point. *Copying is learned*: tokens within L whose answer stands in the context (tiled text) are
 predicted at least ten points better than natural text of the same positions. LOG.md has that rule
-from before the trainings of the preset `workstation`.
+from before the trainings of the preset `workstation`. Rows beside the source's scores are controls:
+they differ from Baseline by design, at L too.
 """
 
 from __future__ import annotations
@@ -108,7 +109,10 @@ def _longer(view: View) -> Iterator[str]:
 
 
 def _rows(view: View) -> list[str]:
-    return ranked(view.values("row", {"protocol": "train_length", "method": ""}), VARIANT_ORDER)
+    """The source's scores; where Baseline is the only one of them, every row."""
+    rows = ranked(view.values("row", {"protocol": "train_length", "method": ""}), VARIANT_ORDER)
+    compared = [row for row in rows if row in VARIANT_ORDER]
+    return compared if len(compared) > 1 else rows
 
 
 def _at(row: str) -> dict[str, str]:
