@@ -44,7 +44,7 @@ def test_what_goes_on_and_how() -> None:
         for variant, configs in trained.items()
     }
     assert methods == {
-        "Baseline": ["", "PI(factor=4)", "ABF"],
+        "Baseline": ["", "PI(factor=4)", "ABF", "NTK(factor=4)", "YaRN(factor=4)"],
         "KNA": [""],
         "KNA-logn": [""],
         "CosA": [""],
@@ -71,7 +71,7 @@ def test_stopped_anywhere_it_is_the_same(
     page = files(tmp_path / "whole")
     assert b"continued" in page["figures.txt"]
     facts = json.loads(page["table.json"])["tables"]["table"]
-    names = ("Baseline", "Baseline-PI", "Baseline-ABF", "KNA")
+    names = (*(f"Baseline{way}" for way in ("", "-PI", "-ABF", "-NTK", "-YaRN")), "KNA")
     assert {(fact["row"], fact["step"]) for fact in facts} == {
         (name, str(step)) for name in names for step in (0, 1, 4)
     }
@@ -113,5 +113,5 @@ def test_bad_input(tiny: Path) -> None:
 def test_a_stage_is_not_done_before_it_is_begun(tiny: Path, tmp_path: Path) -> None:
     sweep = resolve(Request(str(tiny), out=tmp_path / "out", changes=FEW))
     kept = [s for s in sweep.stages(sweep.cells[0]) if isinstance(s, KeptStage)]
-    assert len(kept) == 3
+    assert len(kept) == 5
     assert not any(stage.is_done() for stage in kept)

@@ -1,8 +1,8 @@
 """Does a KeyNorm model need nothing changed when training continues at a longer length?
 
 Each score is trained at L and then continues at 4 L: KNA (and CosA, KNA-logn) as it is; Baseline as
-it is, with PI and with ABF, the usual remedies. Every model is read at L, 4 L and 16 L, before and
-along the way (kexue.fm/archives/9859).
+it is and with the usual remedies, PI, ABF, NTK and YaRN. Every model is read at L, 4 L and 16 L,
+before and along the way (kexue.fm/archives/9859).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from normattn.training import TrainingConfig
 KIND = "continue"
 GROUP = "continued"
 VARIANTS = ("Baseline", "KNA", "KNA-logn", "CosA")
-REMEDIES = ("PI", "ABF")
+REMEDIES = ("PI", "ABF", "NTK", "YaRN")
 UNCHANGED = "as it is"
 
 INSTEAD = {"multiples": "continued.read", "protocols": "the protocols of its question"}
@@ -114,7 +114,9 @@ def resolve(request: Request) -> Sweep:
     config = ContinueConfig.of_text(preset, read, continued=continued)
     for variant in VARIANTS:
         check_trainable(variant, config)
-    methods = {variant: {"methods": _methods(variant, continued.multiple)} for variant in VARIANTS}
+    length = int(config.training["model"]["train_length"])
+    ways = {variant: _methods(variant, length, continued.multiple) for variant in VARIANTS}
+    methods = {variant: {"methods": way} for variant, way in ways.items()}
     cells = cells_of(ContinueCell, config, seeds_of(request, preset), methods)
     sweep = text_sweep(request, KIND, config, cells, evaluation_sets)
     for stage in sweep.stages(cells[0]):
@@ -134,13 +136,13 @@ def _with_batch_size(settings: ContinueSettings, before: int) -> ContinueSetting
     return settings.model_copy(update={"batch_size": before // settings.multiple})
 
 
-def _methods(variant: str, multiple: int) -> tuple[str, ...]:
+def _methods(variant: str, length: int, multiple: int) -> tuple[str, ...]:
     """Unchanged; the score without a norm also under each remedy."""
     if variant != "Baseline":
         return ("",)
-    plain = ScoreSpec.parse(variant)
-    texts = (str(plain.with_method(name).resolve(factor=multiple)) for name in REMEDIES)
-    return ("", *(text.removeprefix("Baseline-") for text in texts))
+    plain = ScoreSpec.parse(variant, train_length=length)
+    stretched = (plain.with_method(name).resolve(factor=multiple) for name in REMEDIES)
+    return ("", *(spec.method_text for spec in stretched))
 
 
 def evaluation_sets(
@@ -258,7 +260,7 @@ def figures(view: View) -> list[Figure]:
 PAGE = Page(
     title="Training that continues at a longer length",
     question="Trained at L, then continued at a longer length: does a model with normalised keys "
-    "need any change, and does it end as well as Baseline with PI or ABF?",
+    "need any change, and does it end as well as Baseline with a stretched rotation?",
     sources=("kexue.fm/archives/9859",),
     tables=(
         Table(
@@ -266,8 +268,8 @@ PAGE = Page(
             "",
             rows,
             columns,
-            intro="Natural held-out text, every token scored. PI and ABF, where a row names "
-            "them, are switched on from then on (step 0: before the first step).",
+            intro="Natural held-out text, every token scored. The method that a row names is "
+            "switched on from then on (step 0: before the first step).",
         ),
         Table(
             "changes",
@@ -284,10 +286,10 @@ PAGE = Page(
 
 STUDY = Study(
     name=KIND,
-    help="Train at L, continue at 4 L: KeyNorm as it is, Baseline as it is, with PI and with ABF."
-    "\n\nEach model is read at L (what is forgotten), 4 L and 16 L before and along the continued "
-    "training; tables and a figure of loss and accuracy by continued steps. The settings of the "
-    "continued training are said once, in the preset, for all scores.",
+    help="Train at L, continue at 4 L: KeyNorm as it is, Baseline as it is and with PI, ABF, NTK, "
+    "YaRN.\n\nEach model is read at L (what is forgotten), 4 L and 16 L before and along the "
+    "continued training; tables and a figure of loss and accuracy by continued steps. The settings "
+    "of the continued training are said once, in the preset, for all scores.",
     resolve=resolve,
     cells=(ContinueCell,),
     page=PAGE,
