@@ -68,6 +68,11 @@ def test_claims_of_a_page_are_corrected_together() -> None:
     assert alone.p <= 0.05
     many = decide([claim(), *[claim(sign=-1)] * 30], View(measured, SMALL))[0]
     assert many.p == pytest.approx(min(1.0, 31 * alone.p))
+    assert many.verdict == "not found"
+    # Where smaller differences matter than the interval could show, that is too little data.
+    undecided = decide([claim(matters=1e-6), *[claim(sign=-1)] * 30], View(measured, SMALL))[0]
+    assert undecided.verdict == "too little data"
+    assert undecided.remark == "significant only before the correction"
 
 
 def test_a_claim_that_cannot_be_tested_is_left_out() -> None:

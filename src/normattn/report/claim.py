@@ -3,7 +3,8 @@
 Four verdicts are told apart. *found*: the difference has the claimed sign and its p, corrected
 for all claims of the page (Holm), is at most 1 − level. *the opposite*: the same with the other
 sign. *too little data*: fewer than three seeds on a side, no interval, or an interval so wide that
-the smallest effect which it would have shown exceeds `matters`. *not found*: none of these.
+the smallest effect which it would have shown exceeds `matters`, whether or not it would have been
+found as the page's only claim. *not found*: none of these.
 """
 
 from __future__ import annotations
@@ -92,7 +93,11 @@ class Finding:
         if self.p is None and 0 < few < SEEDS:
             return f"{few} seed{'s' * (few > 1)} on both sides; {SEEDS} are needed"
         least = self.difference.half_width
-        return "no interval" if least is None else f"only beyond ±{least:.3g} would it have shown"
+        if least is None:
+            return "no interval"
+        if abs(self.difference.value) > least:
+            return "significant only before the correction"
+        return f"only beyond ±{least:.3g} would it have shown"
 
 
 def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
