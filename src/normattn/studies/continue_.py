@@ -8,6 +8,7 @@ before and along the way (kexue.fm/archives/9859).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import polars as pl
@@ -45,6 +46,9 @@ GROUP = "continued"
 VARIANTS = ("Baseline", "KNA", "KNA-logn", "CosA")
 REMEDIES = ("PI", "ABF", "NTK", "YaRN")
 UNCHANGED = "as it is"
+MATTERS = 0.05
+"""Nats: an undecided claim whose interval could have shown none but larger differences has too
+little data."""
 
 INSTEAD = {"multiples": "continued.read", "protocols": "the protocols of its question"}
 
@@ -224,13 +228,16 @@ def claims(view: View) -> list[Claim]:
     """The scores with a norm, unchanged, against Baseline and its remedies after the last step."""
     last = _last_rows(view)
     return [
-        difference(
-            f"{normed.where['row']}, unchanged, ends with a lower loss than {base.label}",
-            "kexue 9859",
-            f"loss at {length:,}, nats",
-            LOSS,
-            *({**row.where, "length": length} for row in (normed, base)),
-            sign=-1,
+        replace(
+            difference(
+                f"{normed.where['row']}, unchanged, ends with a lower loss than {base.label}",
+                "kexue 9859",
+                f"loss at {length:,}, nats",
+                LOSS,
+                *({**row.where, "length": length} for row in (normed, base)),
+                sign=-1,
+            ),
+            matters=MATTERS,
         )
         for base in last
         if base.where["row"].startswith("Baseline")
