@@ -73,7 +73,14 @@ def test_only_the_same_settings_are_taken(tiny: Path, tmp_path: Path, trained: P
 
 
 def test_a_study_that_calls_its_cells_otherwise(tiny: Path, tmp_path: Path, trained: Path) -> None:
-    """`factors` has preset-KNA where `keynorm` has KNA: the settings tell that they are one."""
+    """`factors` has preset-KNA where `keynorm` has KNA: the settings tell that they are one.
+
+    A run of another kind in that folder is passed over.
+    """
+    other = trained / "cells" / "Another" / "seed0"
+    shutil.copytree(trained / "cells" / "KNA" / "seed0", other)
+    stored = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**stored, "kind": "translation"}))
     asked = Request(
         str(tiny), ("preset", "base-130"), seeds=(0,), out=tmp_path / "factors", changes=FEW
     )

@@ -60,9 +60,11 @@ def difference(
     theirs: Where,
     *,
     sign: int = 1,
+    matters: float | None = None,
 ) -> Claim:
     """The claim that a statistic is higher in `ours` than in `theirs` (`sign` −1: lower)."""
-    return Claim(sentence, source, measured, statistic, (Term(1.0, ours), Term(-1.0, theirs)), sign)
+    terms = (Term(1.0, ours), Term(-1.0, theirs))
+    return Claim(sentence, source, measured, statistic, terms, sign, matters)
 
 
 @dataclass(frozen=True)

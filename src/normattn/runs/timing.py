@@ -116,7 +116,7 @@ def _calls(step: Step, warm: int, device: str, least_seconds: float) -> int:
 def _sample(step: Step, calls: int, device: str) -> float:
     """Seconds per call; on a GPU until the device has finished.
 
-    One thread on a CPU is measured by its own processor time, which other processes do not add to.
+    One thread on a CPU is measured by its own CPU time: load from other processes does not count.
     """
     alone = device == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter

@@ -7,7 +7,6 @@ through its first tokens and a window can extrapolate, and neither can fail.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from normattn.report.claim import Claim, difference
 from normattn.report.view import Term, View
@@ -30,7 +29,7 @@ Rows = dict[str, str | int]
 
 
 def sentences(view: View) -> list[Claim]:
-    """Every sentence as a claim, in the order in which the source comes to them."""
+    """Every sentence as a claim; the controls come last."""
     return [
         *_past_the_training_length(view),
         *_at_the_training_length(),
@@ -50,8 +49,7 @@ def _claim(
     source: str = SOURCE,
     matters: float = MATTERS,
 ) -> Claim:
-    claim = difference(sentence, source, measured, POINTS, ours, theirs, sign=sign)
-    return replace(claim, matters=matters)
+    return difference(sentence, source, measured, POINTS, ours, theirs, sign=sign, matters=matters)
 
 
 def _past_the_training_length(view: View) -> Iterator[Claim]:

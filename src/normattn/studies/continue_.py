@@ -8,7 +8,6 @@ before and along the way (kexue.fm/archives/9859).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import polars as pl
@@ -228,15 +227,13 @@ def claims(view: View) -> list[Claim]:
     """The scores with a norm, unchanged, against Baseline and its remedies after the last step."""
     last = _last_rows(view)
     return [
-        replace(
-            difference(
-                f"{normed.where['row']}, unchanged, ends with a lower loss than {base.label}",
-                "kexue 9859",
-                f"loss at {length:,}, nats",
-                LOSS,
-                *({**row.where, "length": length} for row in (normed, base)),
-                sign=-1,
-            ),
+        difference(
+            f"{normed.where['row']}, unchanged, ends with a lower loss than {base.label}",
+            "kexue 9859",
+            f"loss at {length:,}, nats",
+            LOSS,
+            *({**row.where, "length": length} for row in (normed, base)),
+            sign=-1,
             matters=MATTERS,
         )
         for base in last

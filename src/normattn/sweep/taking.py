@@ -58,12 +58,14 @@ def find(sweep: Sweep, folder: Path) -> Trained:
             continue
         stage = sweep.stages(cell)[0]
         own = CellPaths.of(folder, cell.variant, cell.seed).run
-        alike = next((run for run in _candidates(folder, own) if not _unlike(run, stage)), None)
-        if alike is None:
-            none = "no run there has its settings"
-            others[cell.name] = _unlike(own, stage) if own.exists() else none
+        # Names differ by study: where none is the cell's own, settings tell which run it is.
+        candidates = [own] if own.exists() else sorted((folder / "cells").glob("*/seed*"))
+        reasons = {run: _unlike(run, stage) for run in candidates}
+        alike = [run for run, why in reasons.items() if not why]
+        if alike:
+            runs[cell.name] = alike[0]
         else:
-            runs[cell.name] = alike
+            others[cell.name] = reasons.get(own, "no run there has its settings")
     if len(others) == len(sweep.cells):
         name, why = next(iter(others.items()))
         raise InputError(f"--models {folder} has no model for this study: {name}: {why}")
@@ -84,18 +86,15 @@ def take(sweep: Sweep, models: Trained) -> None:
         _take_one(sweep, cell, models.runs[cell.name], fingerprints[cell.kind])
 
 
-def _candidates(folder: Path, own: Path) -> list[Path]:
-    """The run of the cell's own name; where there is none, all runs: names differ by study."""
-    return [own] if own.exists() else sorted((folder / "cells").glob("*/seed*"))
-
-
 def _unlike(run: Path, stage: Stage) -> str:
     """Why the run cannot stand for the training of `stage`; "" where it can."""
     if not isinstance(stage, TrainStage):
         return "it trains nothing first"
     if not (run / "config.json").is_file():
         return f"{run} is no run"
-    there = RunDirectory.existing(run, stage.workload.kind)
+    there = RunDirectory.existing(run)
+    if there.kind != stage.workload.kind:
+        return f"{run} holds a run of kind {there.kind!r}"
     if there.status is None or there.status.state != "finished":
         return f"the run in {run} has not ended in a model"
     wanted, ignored = stage.config.model_dump(mode="json"), frozenset(stage.workload.changeable)

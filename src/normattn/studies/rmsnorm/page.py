@@ -154,8 +154,8 @@ def _tested(
 ) -> Claim:
     """RMSNorm − LayerNorm on the test set, paired over documents and seeds."""
     places = ({"row": row, **TESTED} for row in (RMS, LAYER))
-    claim = difference(sentence, source, f"{RMS} − {LAYER}, {words}", statistic, *places, sign=sign)
-    return replace(claim, matters=matters)
+    said = f"{RMS} − {LAYER}, {words}"
+    return difference(sentence, source, said, statistic, *places, sign=sign, matters=matters)
 
 
 def step_change(view: View) -> Estimate | None:
