@@ -36,9 +36,9 @@ def made(gap: float, seeds: int = 3, units: int = 40, noise: float = 1.0) -> pl.
     return joined(rows)
 
 
-def claim(sign: int = 1, matters: float | None = None) -> Claim:
+def claim(sign: int = 1, matters: float | None = None, margin: float = 0.0) -> Claim:
     terms = (Term(1.0, {"row": "B"}), Term(-1.0, {"row": "A"}))
-    return Claim("B is better", "a paper", "B − A", ACCURACY, terms, sign, matters)
+    return Claim("B is better", "a paper", "B − A", ACCURACY, terms, sign, matters, margin=margin)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,16 @@ def claim(sign: int = 1, matters: float | None = None) -> Claim:
         (made(0.0, noise=30.0), claim(matters=0.5), "too little data"),
         (made(5.0, seeds=2), claim(), "too little data"),
         (made(5.0, units=1), claim(), "too little data"),
+        # "As good as", by a margin: a little worse holds, much worse is the opposite.
+        (made(0.0), claim(margin=5.0), "found"),
+        (made(-1.0), claim(margin=5.0), "found"),
+        (made(-4.0), claim(margin=5.0), "the opposite"),
+        (made(-9.0), claim(margin=5.0), "the opposite"),
+        (made(1.0), claim(sign=-1, margin=5.0), "found"),
+        (made(9.0), claim(sign=-1, margin=5.0), "the opposite"),
+        (made(-2.0, noise=30.0), claim(margin=5.0), "not found"),
+        (made(-2.0, noise=30.0), claim(matters=1.0, margin=5.0), "too little data"),
+        (made(0.0, seeds=2), claim(margin=5.0), "too little data"),
     ],
 )
 def test_the_four_verdicts(measured: pl.DataFrame, tested: Claim, verdict: str) -> None:
@@ -73,6 +83,34 @@ def test_claims_of_a_page_are_corrected_together() -> None:
     undecided = decide([claim(matters=1e-6), *[claim(sign=-1)] * 30], View(measured, SMALL))[0]
     assert undecided.verdict == "too little data"
     assert undecided.remark == "significant only before the correction"
+
+
+def test_a_margin_moves_what_the_difference_is_held_against() -> None:
+    # A hundred tokens a document: adding 5 points to every one moves the difference, not its error.
+    moved = decide([claim()], View(made(5.0), SMALL))[0].difference
+    plain = decide([claim()], View(made(0.0), SMALL))[0].difference
+    assert moved.p_from(5.0) == pytest.approx(plain.p, rel=1e-6)
+    assert moved.p_from(0.0) == moved.p
+    margins = [decide([claim(margin=m)], View(made(-2.0), SMALL))[0] for m in (2.5, 3.0, 4.5)]
+    p_values = [finding.p or 0.0 for finding in margins]
+    # Close to the margin the nearer bound is 0; then the margin's p falls as it moves away.
+    assert [finding.verdict for finding in margins] == ["the opposite", "the opposite", "found"]
+    assert p_values[0] == p_values[1] > p_values[2]
+
+
+def test_a_margin_errs_no_more_often_than_it_says() -> None:
+    # The truth lies at the margin itself: "found" is an error, on one side of the 5 %.
+    generator = np.random.default_rng(5)
+    wrong = 0
+    for _ in range(200):
+        rows = []
+        for seed in range(3):
+            base = generator.uniform(30, 50, 20)
+            shift = -5.0 + generator.standard_normal() + generator.standard_normal(20)
+            rows.append(counted("A", seed, base, np.full(20, 100.0)))
+            rows.append(counted("B", seed, base + shift, np.full(20, 100.0)))
+        wrong += decide([claim(margin=5.0)], View(joined(rows), SMALL))[0].verdict == "found"
+    assert wrong <= 12  # 5 of 200 expected; more than 12 by chance in 0.2 %
 
 
 def test_a_claim_that_cannot_be_tested_is_left_out() -> None:

@@ -40,7 +40,8 @@ class Estimate:
 
     `low` and `high` are None where no interval can be made (one unit). `p` is the two-sided
     probability of a value this far from 0, None without an interval. `count` is Σ of of one seed;
-    `per_seed` are the values of the seeds alone.
+    `per_seed` are the values of the seeds alone; `error` is √V and `freedom` df, None where the
+    interval is not Student's.
     """
 
     value: float
@@ -51,6 +52,16 @@ class Estimate:
     count: int = 0
     seeds: tuple[int, ...] = ()
     per_seed: tuple[float, ...] = field(default=(), repr=False)
+    error: float | None = field(default=None, repr=False)
+    freedom: float | None = field(default=None, repr=False)
+
+    def p_from(self, bound: float) -> float | None:
+        """The two-sided probability of a value this far from `bound`; None without an error."""
+        if not bound:
+            return self.p
+        if self.error is None or self.freedom is None:
+            return None
+        return _two_sided(self.freedom, self.value - bound, self.error)
 
     @property
     def above_zero(self) -> bool:
@@ -121,8 +132,8 @@ def of_seeds(by_seed: Mapping[int, float], level: float = Bootstrap.level) -> Es
     error = float(values.std(ddof=1)) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
     if not error:
         return Estimate(**known)  # type: ignore[arg-type]
-    half, p = _student(len(seeds) - 1.0, value, error, level)
-    return Estimate(**known, low=_clean(value - half), high=_clean(value + half), p=p)  # type: ignore[arg-type]
+    student = _student(len(seeds) - 1.0, value, error, level)
+    return Estimate(**known, **student)  # type: ignore[arg-type]
 
 
 def pair(terms: Sequence[Term]) -> list[Term]:
@@ -177,22 +188,31 @@ def _estimate(values: Array, resampled: Array, sums: Sums, bootstrap: Bootstrap)
     if not error and values[0]:
         # No unit and no seed differs: nothing says how far others would.
         return Estimate(**known)  # type: ignore[arg-type]
-    half, p = _student(freedom, float(values[0]), error, bootstrap.level)
-    ends = (_clean(values[0] - half), _clean(values[0] + half))
-    return Estimate(**known, low=ends[0], high=ends[1], p=p)  # type: ignore[arg-type]
+    student = _student(freedom, float(values[0]), error, bootstrap.level)
+    return Estimate(**known, **student)  # type: ignore[arg-type]
 
 
-def _student(
-    freedom: float, value: float, error: float, level: float
-) -> tuple[float, float | None]:
-    """Half of Student's interval, and the two-sided p of no difference; (0, None) without error."""
+def _student(freedom: float, value: float, error: float, level: float) -> dict[str, float | None]:
+    """Student's interval and the two-sided p of no difference, as fields of an estimate.
+
+    Without an error the interval is the value alone, and there is no p.
+    """
     if not error:
-        return 0.0, None
+        return {"low": _clean(value), "high": _clean(value)}
     # Slow to import, and asked for by pages alone: a cell does without.
     from scipy import special
 
     half = float(special.stdtrit(freedom, 0.5 + level / 2)) * error
-    return half, float(2 * special.stdtr(freedom, -abs(value) / error))
+    ends = {"low": _clean(value - half), "high": _clean(value + half)}
+    p = _two_sided(freedom, value, error)
+    return {**ends, "p": p, "error": error, "freedom": freedom}
+
+
+def _two_sided(freedom: float, distance: float, error: float) -> float:
+    """The probability that Student's t lies as far from 0 as distance/error, on either side."""
+    from scipy import special  # Slow to import, as above.
+
+    return float(2 * special.stdtr(freedom, -abs(distance) / error))
 
 
 def _spread(values: Array, of_units: float, of_one: float, units: int) -> tuple[float, float]:

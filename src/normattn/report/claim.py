@@ -5,6 +5,11 @@ for all claims of the page (Holm), is at most 1 − level. *the opposite*: the s
 sign. *too little data*: fewer than three seeds on a side, no interval, or an interval so wide that
 the smallest effect which it would have shown exceeds `matters`, whether or not it would have been
 found as the page's only claim. *not found*: none of these.
+
+A sentence that promises no loss ("as good as", "gains nothing") has a margin m and is tested from
+both sides, as a non-inferiority test is: *found* where the difference is certainly less than m on
+the wrong side of 0, *the opposite* where it is certainly on that side. Its p is the smaller of the
+two, each of twice the one-sided probability, so that a page errs no more often than it says.
 """
 
 from __future__ import annotations
@@ -28,8 +33,9 @@ Verdict = Literal["found", "the opposite", "not found", "too little data"]
 class Claim:
     """A sentence, who says it, and the difference that tests it.
 
-    `sign` is +1 where the source says that the difference is above 0, −1 where below. `matters` is
-    the least difference that would matter; None: any. `test` decides otherwise, where the units are
+    `sign` is +1 where the source says that the difference is above 0, −1 where below. `margin` is
+    how far on the other side of 0 the sentence still holds. `matters` is the least difference that
+    would matter; None: any. `test` decides otherwise, where the units are
     chosen and not drawn (settings of a grid): it gives a difference and its exact p.
     """
 
@@ -42,6 +48,7 @@ class Claim:
     matters: float | None = None
     test: Callable[[View], Estimate | None] | None = None
     digits: int | None = None
+    margin: float = 0.0
 
     def difference(self, view: View) -> Estimate | None:
         """The difference, or None where the frame does not hold it."""
@@ -61,20 +68,28 @@ def difference(
     *,
     sign: int = 1,
     matters: float | None = None,
+    margin: float = 0.0,
 ) -> Claim:
-    """The claim that a statistic is higher in `ours` than in `theirs` (`sign` −1: lower)."""
+    """The claim that a statistic is higher in `ours` than in `theirs` (`sign` −1: lower).
+
+    With a margin: that it is not lower (`sign` −1: higher) by as much as that.
+    """
     terms = (Term(1.0, ours), Term(-1.0, theirs))
-    return Claim(sentence, source, measured, statistic, terms, sign, matters)
+    return Claim(sentence, source, measured, statistic, terms, sign, matters, margin=margin)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim decided; `p` is corrected for all claims of its page."""
+    """A claim decided; `p` is corrected for all claims of its page.
+
+    `alone`: whether it would be decided as the page's only claim.
+    """
 
     claim: Claim
     difference: Estimate
     p: float | None
     verdict: Verdict
+    alone: bool = False
 
     @property
     def size(self) -> str:
@@ -97,7 +112,7 @@ class Finding:
         least = self.difference.half_width
         if least is None:
             return "no interval"
-        if abs(self.difference.value) > least:
+        if self.alone:
             return "significant only before the correction"
         return f"only beyond ±{least:.3g} would it have shown"
 
@@ -106,34 +121,40 @@ def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
     """Every claim that the frame can test, corrected as one family (Holm)."""
     tested = [(claim, claim.difference(view)) for claim in claims]
     known = [(claim, estimate) for claim, estimate in tested if estimate is not None]
-    decidable = [
-        index for index, (claim, estimate) in enumerate(known) if _decidable(claim, estimate)
-    ]
-    adjusted = holm([known[index][1].p or 0.0 for index in decidable])
-    p_values = dict(zip(decidable, adjusted, strict=True))
+    sides = [_side(claim, estimate) for claim, estimate in known]
+    p_values = [p for _, p in sides if p is not None]
+    adjusted = iter(holm(p_values))
     level = 1 - view.bootstrap.level
-    return [
-        Finding(
-            claim,
-            estimate,
-            p_values.get(index),
-            _verdict(claim, estimate, p_values.get(index), level),
-        )
-        for index, (claim, estimate) in enumerate(known)
-    ]
+    findings = []
+    for (claim, estimate), (side, own) in zip(known, sides, strict=True):
+        p = None if own is None else next(adjusted)
+        verdict = side if p is None or p <= level else _undecided(claim, estimate)
+        alone = own is not None and own <= level
+        findings.append(Finding(claim, estimate, p, verdict, alone))
+    return findings
 
 
-def _decidable(claim: Claim, estimate: Estimate) -> bool:
-    if claim.test is not None:
-        return estimate.p is not None
-    return estimate.p is not None and len(estimate.seeds) >= SEEDS
+def _side(claim: Claim, estimate: Estimate) -> tuple[Verdict, float | None]:
+    """What the difference speaks for, and the p of the other; None where nothing is decided."""
+    if estimate.p is None or (claim.test is None and len(estimate.seeds) < SEEDS):
+        return "too little data", None
+    signed = estimate.value * claim.sign
+    sides: list[tuple[float, Verdict]] = []
+    if signed > -claim.margin:
+        sides.append((_p_from(estimate, -claim.margin * claim.sign), "found"))
+    if signed < 0:
+        sides.append((estimate.p, "the opposite"))
+    p, side = min(sides, default=(estimate.p, "not found"))
+    return side, p
 
 
-def _verdict(claim: Claim, estimate: Estimate, p: float | None, level: float) -> Verdict:
-    if p is None:
-        return "too little data"
-    if p <= level and estimate.value != 0:
-        return "found" if estimate.value * claim.sign > 0 else "the opposite"
+def _p_from(estimate: Estimate, bound: float) -> float:
+    p = estimate.p_from(bound)
+    assert p is not None, "a claim with a margin is tested by Student's t"
+    return p
+
+
+def _undecided(claim: Claim, estimate: Estimate) -> Verdict:
     least = estimate.half_width
     if claim.matters is not None and least is not None and least > claim.matters:
         return "too little data"
