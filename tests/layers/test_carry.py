@@ -103,17 +103,28 @@ def _learned(score: Score) -> dict[str, oracle.Array]:
 
 
 @both
-def test_residual_queries_and_keys_are_sums(causal: bool) -> None:
-    """Turning is linear: the sum of turned queries is the turned sum."""
-    carry = new_carry(ScoreSpec.parse("Baseline-ResidualQK"))
+@pytest.mark.parametrize("part", ["ResidualQK", "ResidualQKV"])
+def test_residual_features_are_sums(part: str, causal: bool) -> None:
+    """Turning is linear: the sum of turned queries is the turned sum. Gradients, too."""
+    carry, name = new_carry(ScoreSpec.parse(f"Baseline-{part}")), f"Baseline-{part}"
     layers = [_drawn(2, 1, layer) for layer in range(LAYERS)]
+    totals = [torch.zeros(()), torch.zeros(())]
     for number, (q, k, v) in enumerate(layers, 1):
-        ours = attention(q, k, v, "Baseline-ResidualQK", causal, carry=carry)
-        queries, keys = (sum(each[n] for each in layers[:number]) for n in (0, 1))
-        assert isinstance(queries, Tensor)
-        assert isinstance(keys, Tensor)
-        expected = attention(queries, keys, v, "Baseline", causal, backend="reference")
+        ours = attention(q, k, v, name, causal, carry=carry)
+        queries, keys, values = (torch.stack(x).sum(0) for x in zip(*layers[:number], strict=True))
+        if part == "ResidualQK":
+            values = v
+        expected = attention(queries, keys, values, "Baseline", causal, backend="reference")
         torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+        weight = torch.linspace(-1, number, ours.numel()).view(ours.shape)
+        totals = [
+            total + (out * weight).sum()
+            for total, out in zip(totals, (ours, expected), strict=True)
+        ]
+    leaves = [x for qkv in layers for x in qkv]
+    both_gradients = [torch.autograd.grad(total, leaves) for total in totals]
+    for one, two in zip(*both_gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
 
 
 def test_residual_queries_and_keys_have_cross_terms() -> None:
@@ -142,6 +153,8 @@ READ = [
     "Baseline-RealFormer-Packed(separator=3)",
     "Baseline-ResidualQK",
     "KNA-ResidualQK-ALiBi",
+    "Baseline-ResidualQKV",
+    "CosA-logn-ResidualQKV-Sink",
 ]
 
 
@@ -175,7 +188,9 @@ def test_chunks_and_single_tokens_read_as_the_whole(score: str, kind: str) -> No
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("score", ["Baseline-RealFormer", "KNA-logn-ResidualQK"])
+@pytest.mark.parametrize(
+    "score", ["Baseline-RealFormer", "KNA-logn-ResidualQK", "KNA-logn-ResidualQKV"]
+)
 def test_rows_of_a_batch_do_not_touch(score: str) -> None:
     """A row padded on the left reads as it does alone, also from a cache."""
     model = _model(score, "gqa")
@@ -253,7 +268,9 @@ def test_a_carry_needs_a_score_that_carries() -> None:
     assert new_carry(ScoreSpec.parse("Baseline")) is None
 
 
-@pytest.mark.parametrize("name", ["Baseline-RealFormer", "Baseline-ResidualQK"])
+@pytest.mark.parametrize(
+    "name", ["Baseline-RealFormer", "Baseline-ResidualQK", "Baseline-ResidualQKV"]
+)
 def test_a_carry_serves_one_shape(name: str) -> None:
     carry = new_carry(ScoreSpec.parse(name))
     attention(*_drawn(2, 2, 0), name, carry=carry)
@@ -262,7 +279,15 @@ def test_a_carry_serves_one_shape(name: str) -> None:
         attention(q, k, v, name, carry=carry)
 
 
-@pytest.mark.parametrize("carry", ["RealFormer", "ResidualQK"])
+def test_carried_values_have_one_size() -> None:
+    carry = new_carry(ScoreSpec.parse("Baseline-ResidualQKV"))
+    q, k, v = _drawn(2, 2, 0)
+    attention(q, k, v, "Baseline-ResidualQKV", carry=carry)
+    with pytest.raises(InputError, match=r"carry v must have it in one shape.*\(2, 2, 9, 3\)"):
+        attention(q, k, v[..., :2], "Baseline-ResidualQKV", carry=carry)
+
+
+@pytest.mark.parametrize("carry", ["RealFormer", "ResidualQK", "ResidualQKV"])
 @pytest.mark.parametrize(
     ("other", "said"),
     [

@@ -33,6 +33,7 @@ SCORES: dict[str, dict[str, str]] = {
     "rotary cross": {"score": "KNA", "cross_score": "KNA-logn"},
     "RealFormer": {"score": "Baseline-RealFormer"},
     "ResidualQK": {"score": "KNA-ResidualQK", "cross_score": "KNA-ResidualQK"},
+    "ResidualQKV": {"score": "KNA-ResidualQKV", "cross_score": "KNA-ResidualQKV"},
     "batch": {"score": "QKBatchNorm", "decoder_score": "KNA", "cross_score": "KBatchNorm-NoPE"},
     "instance": {
         "score": "QKInstanceNorm",

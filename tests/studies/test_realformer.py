@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from normattn.errors import InputError
+from normattn.models.masked_lm import MaskedLM
+from normattn.models.pretrained import load_as
+from normattn.structured import read_object
 from normattn.studies.realformer import STUDY, EncoderCell, GridCell, resolve
 from normattn.studies.realformer.settings import ROWS
 from normattn.sweep import presets
+from normattn.sweep.layout import CellPaths
 from normattn.sweep.study import Request, Sweep
+from normattn.training.continuation import new_masked_model
+from normattn.training.masked import MaskedConfig
 from studies.inprocess import PAGE, files, one_cell, run, run_killed, write
 
 PRESET = """
@@ -58,7 +65,8 @@ warmup_steps = 1
 max_windows = 8
 max_tokens = 32
 """
-ROW = ("PostLN", "RealFormer", "RealFormer-half", "ReZeroNoNorm")
+ROW = ("PostLN", "RealFormer", "RealFormer-half", "ReZeroNoNorm", "RealFormer-from-PostLN")
+HALF = ("RealFormer-half", "RealFormer-from-PostLN")
 
 
 @pytest.fixture
@@ -129,7 +137,7 @@ def test_stopped_anywhere_it_is_the_same(
     for row in rows:
         accuracy = row["accuracy"]
         assert accuracy["low"] <= accuracy["value"] <= accuracy["high"]
-        assert row["planned_steps"]["value"] == (2 if row["row"] == "RealFormer-half" else 4)
+        assert row["planned_steps"]["value"] == (2 if row["row"] in HALF else 4)
 
 
 def test_a_row_that_diverges_is_a_result(preset: str, tmp_path: Path) -> None:
@@ -183,6 +191,57 @@ def test_rows_can_be_chosen(preset: str) -> None:
         for row in ("PostLN", "RealFormer")
         for seed in (3, 5)
     )
+
+
+def test_a_row_goes_on_from_the_trained_postln(preset: str, tmp_path: Path) -> None:
+    chosen = ["PostLN", "PostLN-continued", "RealFormer-from-PostLN"]
+    made = sweep(preset, tmp_path, **{"sizes.small.rows": chosen, "grid.rows": []})
+    run(STUDY, made)
+    start = {}
+    for row in chosen:
+        paths = CellPaths.of(tmp_path, f"small-{row}", 0)
+        start[row] = (paths.run / "model" / "model.safetensors").read_bytes()
+        if row == "PostLN":
+            continue
+        folder = paths.continued / row
+        config = MaskedConfig.parse(read_object(folder / "config.json")["config"], "the run")
+        assert config.continued is not None
+        assert config.steps == 2
+        begun = new_masked_model(config.model, config.continued).state_dict()
+        trained = load_as(MaskedLM, paths.run / "model").state_dict()
+        assert all(torch.equal(begun[name], weights) for name, weights in trained.items())
+        ended = load_as(MaskedLM, folder / "model").state_dict()
+        assert any(not torch.equal(ended[name], weights) for name, weights in trained.items())
+    assert len(set(start.values())) == 1
+    frame = STUDY.measurements(tmp_path)
+    scores = frame.filter(protocol="masked")["score"].unique().to_list()
+    assert sorted(scores) == ["Baseline-RealFormer@8", "Baseline@8"]
+    claims = json.loads(files(tmp_path)["table.json"])["claims"]
+    assert "a trained PostLN gains more by going on as RealFormer than as it is" in {
+        claim["claim"] for claim in claims
+    }
+
+
+def test_a_row_may_have_a_rate_of_its_own(preset: str) -> None:
+    rows = ["PostLN", "PreLN", "RealFormer-from-PostLN"]
+    changes = {"sizes.small.rows": rows, "sizes.small.rates": {"PostLN": 0.25}}
+    rates = {
+        cell.row: cell.training_config.optimiser.lr
+        for cell in resolve(Request(preset, changes=changes)).cells
+        if isinstance(cell, EncoderCell) and cell.size == "small" and cell.readings
+    }
+    assert rates["PostLN"] == rates["RealFormer-from-PostLN"] == 0.25
+    assert rates["PreLN"] != 0.25
+    with pytest.raises(InputError, match="rates: there is no row 'PostLm'"):
+        resolve(Request(preset, changes={"sizes.small.rates": {"PostLm": 0.25}}))
+
+
+def test_a_masked_model_goes_on_without_a_method(preset: str) -> None:
+    cell = next(cell for cell in resolve(Request(preset)).cells if isinstance(cell, EncoderCell))
+    going_on = {"start": "model", "weights": "0" * 64, "length": 16}
+    fields = {**cell.training, "seed": 0, "continued": going_on}
+    with pytest.raises(InputError, match="goes on without method and length"):
+        MaskedConfig.parse(fields, "a run")
 
 
 def test_bad_input(preset: str) -> None:

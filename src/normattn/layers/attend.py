@@ -69,8 +69,9 @@ def attention(
         backend: auto, or one kernel's name; `precise` keeps scores in float32 where the tensors
             are half precision; `reference` is float64-capable, the definition, and of plain
             operations: any derivative, torch.func too.
-        carry: what the layers below hand on, for a score with `RealFormer` or `ResidualQK`
-            (`layers.carry.new_carry`); this layer joins it. One for each forward of a whole stack.
+        carry: what the layers below hand on, for a score with `RealFormer`, `ResidualQK` or
+            `ResidualQKV` (`layers.carry.new_carry`); this layer joins it. One for each forward
+            of a whole stack.
         gate: for a score with `Gate`, by whose sigmoid o is multiplied: (B, T, H·E), or
             (B, T, H) per head.
         forget: for a score with `FoX`, the logits of the forgetting gate of each key (B, S, H).

@@ -55,12 +55,15 @@ class ScoreCarry(JoiningCarry):
 
 
 class FeatureCarry(JoiningCarry):
-    """ResidualQK: Q̃_n = Q_n + Q̃_{n−1} and K̃_n = K_n + K̃_{n−1}, of all keys also beside a cache."""
+    """ResidualQK: Q̃_n = Q_n + Q̃_{n−1} and K̃_n = K_n + K̃_{n−1}, of all keys also beside a cache.
 
-    def __init__(self) -> None:
+    With `values` (ResidualQKV) the same of V.
+    """
+
+    def __init__(self, values: bool = False) -> None:
+        self._names = ("q", "k", "v") if values else ("q", "k")
         self._stack: Stack | None = None
-        self._q: Tensor | None = None
-        self._k: Tensor | None = None
+        self._sums: dict[str, Tensor] = {}
 
     def join(self, problem: Problem) -> Problem:
         """s = Q̃ K̃ᵀ, by any kernel."""
@@ -71,10 +74,17 @@ class FeatureCarry(JoiningCarry):
                 f"{self._stack} and here {stack}; make a new carry for each forward"
             )
         self._stack = stack
-        q = problem.q if self._q is None else self._q + problem.q
-        k = problem.k if self._k is None else self._k + problem.k
-        self._q, self._k = q, k
-        return replace(problem, q=q, k=k)
+        own = {name: getattr(problem, name) for name in self._names}
+        below = self._sums
+        for name, x in own.items():
+            if below and below[name].shape != x.shape:
+                raise InputError(
+                    f"all layers that carry {name} must have it in one shape, but below it is "
+                    f"{tuple(below[name].shape)} and here {tuple(x.shape)}"
+                )
+        sums = {name: below[name] + x if below else x for name, x in own.items()}
+        self._sums = sums
+        return replace(problem, q=sums["q"], k=sums["k"], v=sums.get("v", problem.v))
 
 
 def new_carry(spec: ScoreSpec, layers: int | None = None) -> JoiningCarry | None:
@@ -86,7 +96,7 @@ def new_carry(spec: ScoreSpec, layers: int | None = None) -> JoiningCarry | None
     if spec.carry is None:
         return None
     if spec.carry.carries == "features":
-        return FeatureCarry()
+        return FeatureCarry(spec.carry.values)
     return ScoreCarry(spec.carry.mean, layers)
 
 

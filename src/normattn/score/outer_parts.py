@@ -22,11 +22,15 @@ from normattn.score.part import Part, Slot, When
 
 @dataclass(frozen=True)
 class CarryPart(Part):
-    """What a layer's score takes over from the layers below it: their scores, or their q and k."""
+    """What a layer takes over from the layers below it: their scores, or their q and k.
+
+    `values`: with the features also their values.
+    """
 
     slot: ClassVar[Slot] = Slot.CARRY
     when: ClassVar[When] = "trained-in"
     carries: ClassVar[Literal["scores", "features"]]
+    values: ClassVar[bool] = False
 
     @property
     def mean(self) -> bool:

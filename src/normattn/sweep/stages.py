@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import polars as pl
 
@@ -18,11 +18,14 @@ from normattn.sweep.probes import diagnostics_probes
 from normattn.training import LoopConfig, StepReport, TrainingConfig
 from normattn.training.continuation import Continuation
 from normattn.training.cost import Cost
+from normattn.training.masked import MaskedConfig
 from normattn.training.reports import Probe
 from normattn.training.workload import Workload, train_workload
 
 UNKNOWN = "0" * 64
 """The digest of weights that are not trained yet."""
+
+Config = TypeVar("Config", bound=LoopConfig)
 
 Note = Callable[[int, int, str], None]
 """Told how much of a stage is done, of how much, and a few words."""
@@ -87,7 +90,7 @@ class TrainStage(Stage):
         try:
             train_workload(
                 self.workload,
-                _with_weights(self.config),
+                with_weights(self.config),
                 self.folder,
                 on_step=_noting(note),
                 probes=(*diagnostics_probes(self.config, self.folder), *self.probes(data)),
@@ -130,9 +133,9 @@ def divergence(run: Path) -> DivergedError | None:
     return DivergedError(status.step, status.where, status.checkpoint)
 
 
-def _with_weights(config: LoopConfig) -> LoopConfig:
+def with_weights(config: Config) -> Config:
     """The configuration with the weights that its start holds by now."""
-    planned = config.continued if isinstance(config, TrainingConfig) else None
+    planned = config.continued if isinstance(config, TrainingConfig | MaskedConfig) else None
     if planned is None or planned.weights != UNKNOWN:
         return config
     weights = Continuation.of(Path(planned.start)).weights

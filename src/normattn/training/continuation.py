@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from normattn.errors import InputError
 from normattn.models import CausalLM, CausalLMConfig
-from normattn.models.pretrained import CONFIG_FILE, load_model
+from normattn.models.masked_config import MaskedLMConfig
+from normattn.models.masked_lm import MaskedLM
+from normattn.models.pretrained import CONFIG_FILE, load_as
 from normattn.structured import read_object
+
+AnyConfig = TypeVar("AnyConfig", CausalLMConfig, MaskedLMConfig)
 
 
 class Continuation(BaseModel):
@@ -48,11 +52,11 @@ class Continuation(BaseModel):
             raise InputError(f"{start / CONFIG_FILE} does not describe a saved model")
         return cls(start=str(start), weights=digest, method=method, length=length, trained=trained)
 
-    def saved(self, model: CausalLMConfig) -> CausalLMConfig:
+    def saved(self, model: AnyConfig) -> AnyConfig:
         """The settings of the saved model: `model` with the score that it was trained with."""
         if self.trained is None:
             return model
-        return CausalLMConfig(**{**model.model_dump(mode="json"), "score": self.trained})
+        return type(model)(**{**model.model_dump(mode="json"), "score": self.trained})
 
     def check(self, model: CausalLMConfig) -> None:
         """Raise `InputError` when the method cannot be applied to the model's score."""
@@ -67,6 +71,25 @@ def new_model(config: CausalLMConfig, continued: Continuation | None) -> CausalL
     """
     if continued is None:
         return CausalLM(config)
+    model = _saved(CausalLM, continued, continued.saved(config))
+    if continued.trained is not None:
+        model = _with_weights(CausalLM(config), model)
+    model.using(continued.method)
+    return model
+
+
+def new_masked_model(config: MaskedLMConfig, continued: Continuation | None) -> MaskedLM:
+    """The same of a masked language model, which reads no further and has no methods."""
+    if continued is None:
+        return MaskedLM(config)
+    model = _saved(MaskedLM, continued, continued.saved(config))
+    return model if continued.trained is None else _with_weights(MaskedLM(config), model)
+
+
+AnyModel = TypeVar("AnyModel", CausalLM, MaskedLM)
+
+
+def _saved(kind: type[AnyModel], continued: Continuation, expected: BaseModel) -> AnyModel:
     start = Path(continued.start)
     weights = Continuation.of(start).weights
     if weights != continued.weights:
@@ -74,25 +97,21 @@ def new_model(config: CausalLMConfig, continued: Continuation | None) -> CausalL
             f"the model in {start} holds other weights than this run began with "
             f"({weights[:12]}… there, {continued.weights[:12]}… in its configuration)"
         )
-    model = load_model(start)
-    if model.config != continued.saved(config):
+    model = load_as(kind, start)
+    if model.config != expected:
         raise InputError(
             f"the model in {start} has other settings than `model` says; training that goes on "
             "takes them as they were saved"
         )
-    if continued.trained is not None:
-        model = _with_score(model, config)
-    model.using(continued.method)
     return model
 
 
-def _with_score(saved: CausalLM, config: CausalLMConfig) -> CausalLM:
-    """A model of `config`, another score, with the saved weights."""
-    model = CausalLM(config)
+def _with_weights(model: AnyModel, saved: AnyModel) -> AnyModel:
+    """A model with another score, and the saved weights."""
     _, without_place = model.load_state_dict(saved.state_dict(), strict=False)
     if without_place:
         raise InputError(
-            f"a model trained with {saved.config.score} cannot continue with {config.score}, which "
-            f"has no place for {', '.join(without_place)}"
+            f"a model trained with {saved.config.score} cannot continue with "
+            f"{model.config.score}, which has no place for {', '.join(without_place)}"
         )
     return model

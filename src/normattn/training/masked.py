@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -17,9 +17,10 @@ from normattn.models.accounting import planned_parameters, stack_flops
 from normattn.models.masked_config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.score import ScoreSpec
+from normattn.training.continuation import Continuation, new_masked_model
 from normattn.training.corpus_record import leave_corpus
 from normattn.training.cost import Cost
-from normattn.training.loop_config import LoopConfig
+from normattn.training.loop_config import CHANGEABLE, LoopConfig
 from normattn.training.reports import TrainingResult
 from normattn.training.seeds import derive_seed
 from normattn.training.task import Task
@@ -54,13 +55,16 @@ class MaskedConfig(LoopConfig):
 
     model: as `MaskedLMConfig`; its vocab_size is that of `data` and may be left out, and its
     train_length is the length of every training sequence. batch_size: sequences per optimiser
-    step, over all processes and micro-batches, whose number must divide it.
+    step, over all processes and micro-batches, whose number must divide it. continued: the saved
+    model whose weights training starts from, of this score or another; without method and length.
     """
 
     model: MaskedLMConfig
     data: DataConfig = DataConfig()
     batch_size: int = Field(default=32, ge=1, le=10**7)
     masking: MaskingConfig = MaskingConfig()
+    # Left out of a dump where it is off: runs that were made before it stay the same.
+    continued: Annotated[Continuation | None, Field(exclude_if=lambda start: start is None)] = None
 
     @property
     def scores(self) -> tuple[ScoreSpec, ...]:
@@ -77,6 +81,8 @@ class MaskedConfig(LoopConfig):
     def _check_together(self) -> MaskedConfig:
         check_vocabulary(self.model.vocab_size, self.data)
         check_batch(self.batch_size, self.accumulate)
+        if self.continued is not None and (self.continued.method or self.continued.length):
+            raise ValueError("continued: a masked language model goes on without method and length")
         return self
 
 
@@ -98,7 +104,7 @@ class MaskedTask:
 
     def __init__(self, config: MaskedConfig, batches: MaskedBatches, device: torch.device) -> None:
         self.config = config
-        self.model = MaskedLM(config.model).to(device)
+        self.model = new_masked_model(config.model, config.continued).to(device)
         self._batches = batches
 
     @property
@@ -124,6 +130,8 @@ class MaskedWorkload(Workload[MaskedConfig, TokenData]):
 
     kind = "masked-lm"
     config_class = MaskedConfig
+    # The weights decide where a continued run starts; their folder may move.
+    changeable = CHANGEABLE | {"continued.start"}
 
     def prepare(self, config: MaskedConfig) -> TokenData:
         """The corpus as tokens."""

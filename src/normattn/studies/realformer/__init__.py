@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from normattn.data import TokenData
 from normattn.errors import InputError
@@ -32,7 +34,7 @@ from normattn.studies.realformer.settings import (
 from normattn.sweep.collect import measured_below
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.merging import merged
-from normattn.sweep.stages import Stage, TrainStage
+from normattn.sweep.stages import UNKNOWN, Stage, TrainStage
 from normattn.sweep.study import (
     Cell,
     Request,
@@ -44,6 +46,7 @@ from normattn.sweep.study import (
     seeds_of,
     sweep_of,
 )
+from normattn.training.continuation import Continuation
 from normattn.training.masked import MaskedConfig, MaskedWorkload
 
 KIND, GRID = "realformer", "realformer-grid"
@@ -59,13 +62,18 @@ class RealFormerConfig(SweepConfig):
 
 
 class EncoderCell(Cell):
-    """One row of the table at one size; `training` is whole but for the seed."""
+    """One row of the table at one size; `training` is whole but for the seed.
+
+    `start` is the same of the row whose weights it goes on from.
+    """
 
     kind: Literal["realformer"] = "realformer"
     row: str
     size: str
     training: dict[str, Any]
     evaluation: LookSettings
+    # Left out of a dump where there is none: cells that were made before it stay the same.
+    start: Annotated[dict[str, Any] | None, Field(exclude_if=lambda start: start is None)] = None
 
     @property
     def workload(self) -> MaskedWorkload:
@@ -74,22 +82,34 @@ class EncoderCell(Cell):
 
     @property
     def training_config(self) -> MaskedConfig:
-        """The settings of this cell's training run."""
-        subject = f"the settings of {self.name}"
-        return MaskedConfig.parse({**self.training, "seed": self.seed}, subject)
+        """The settings of this cell's first training run."""
+        return self._whole(self.start or self.training)
+
+    def _whole(self, training: dict[str, Any]) -> MaskedConfig:
+        return MaskedConfig.parse({**training, "seed": self.seed}, f"the settings of {self.name}")
 
     def identity(self, protocol: str, **factors: Factor) -> Identity:
         """The row of the table, at this size."""
         whose = super().identity(protocol, size=self.size, **factors)
-        return replace(whose, row=self.row, score=str(self.training_config.model.score))
+        return replace(whose, row=self.row, score=str(self._whole(self.training).model.score))
 
     def stages(self, paths: CellPaths) -> list[Stage]:
         """Train, then score."""
-        config = self.training_config
-        return [
-            TrainStage(self.workload, config, paths.run),
-            ScoreStage(paths.run, self, config, self.evaluation),
-        ]
+        config, folder = self.training_config, paths.run
+        stages: list[Stage] = [TrainStage(self.workload, config, folder)]
+        if self.start is not None:
+            folder = paths.continued / self.row
+            config = _continued(self._whole(self.training), config, paths)
+            stages.append(TrainStage(self.workload, config, folder))
+        return [*stages, ScoreStage(folder, self, config, self.evaluation)]
+
+
+def _continued(config: MaskedConfig, start: MaskedConfig, paths: CellPaths) -> MaskedConfig:
+    """The settings of a run that goes on from the model of `start`, of its score or another."""
+    scores = [str(each.model.score) for each in (config, start)]
+    trained = None if scores[0] == scores[1] else scores[1]
+    going_on = Continuation(start=str(paths.run / "model"), weights=UNKNOWN, trained=trained)
+    return config.model_copy(update={"continued": going_on})
 
 
 class GridCell(EncoderCell):
@@ -178,14 +198,18 @@ def _table(
         for row in settings.rows or tuple(ROWS):
             if row not in wanted:
                 continue
+            start = ROWS[row].start
             for seed in seeds:
                 yield EncoderCell(
                     variant=f"{size}-{row}",
                     seed=seed,
                     row=row,
                     size=size,
-                    training=row_training(config.training[size], row),
+                    training=row_training(config.training[size], row, settings.rates),
                     evaluation=config.evaluation,
+                    start=None
+                    if start is None
+                    else row_training(config.training[size], start, settings.rates),
                 )
 
 

@@ -35,6 +35,7 @@ from normattn.studies.realformer.reading import (
 
 PAPER, POST, XIONG = "arXiv 2012.11747", "kexue 8027", "arXiv 2002.04745"
 OPEN, HERE = "left open in kexue 8027", "asked here"
+COMMENTS = "asked in kexue 8027's comments"
 SHARED = "-shared"
 
 _BETTER = "RealFormer is better than PostLN and PreLN at equal steps"
@@ -55,6 +56,12 @@ COMPARED = (
     (f"{_REZERO} without norms", OPEN, REALFORMER, "ReZeroNoNorm"),
     ("residual scores help under PreLN too", HERE, "RealFormer-PreLN", PRELN),
     ("residual scores are better than residual q and k", HERE, REALFORMER, "ResidualQK"),
+    ("residual values help beside residual q and k", COMMENTS, "ResidualQKV", "ResidualQK"),
+    ("residual scores are better than residual q, k and v", COMMENTS, REALFORMER, "ResidualQKV"),
+    (
+        "a trained PostLN gains more by going on as RealFormer than as it is",
+        *(COMMENTS, "RealFormer-from-PostLN", "PostLN-continued"),
+    ),
 )
 """Sentences about the accuracy of two rows of one size: the first is said to be better."""
 

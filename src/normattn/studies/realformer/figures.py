@@ -15,9 +15,10 @@ from normattn.studies.realformer.settings import ROWS
 GROUPS = {
     "residual scores": (
         *("PostLN", "RealFormer", "PreLN", "RealFormer-PreLN", "ResidualQK"),
-        *("RealFormer-mean", "RealFormer-half"),
+        *("ResidualQKV", "RealFormer-mean", "RealFormer-half"),
     ),
     "placements": ("PostLN", "PreLN", "DeepNorm", "ReZero", "ReZeroNoNorm", "FixedScale"),
+    "from a trained PostLN": ("PostLN", "RealFormer", "PostLN-continued", "RealFormer-from-PostLN"),
     "one block for all layers": ("PostLN", "RealFormer", "PostLN-shared", "RealFormer-shared"),
 }
 """Which rows share a panel, by its title."""
@@ -69,9 +70,9 @@ def _groups(view: View) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _line(row: str, points: tuple[Point, ...]) -> Line:
-    """Rows that differ in their steps or in sharing one block alone have one colour."""
+    """Rows that differ in their steps, their start or in sharing one block have one colour."""
     setting = ROWS[row]
-    plain = setting.model_copy(update={"half": False, "shared": False})
+    plain = setting.model_copy(update={"half": False, "shared": False, "start": None})
     family = next(name for name, other in ROWS.items() if other == plain)
     return Line(row, points, family, dashed=setting != plain)
 
@@ -80,7 +81,12 @@ def _losses(view: View) -> Figure:
     panels = tuple(
         Panel(
             title,
-            tuple(_line(row, loss_points(view, {"row": row, SIZE: size})) for row in rows),
+            # What a row that goes on has on record by step is the training of its start.
+            tuple(
+                _line(row, loss_points(view, {"row": row, SIZE: size}))
+                for row in rows
+                if ROWS[row].start is None
+            ),
             "step",
             "loss (nats per masked token)",
         )

@@ -91,7 +91,10 @@ def _notes(view: View) -> tuple[str, ...]:
         "RealFormer: PostLN, and every layer adds its scores to those of the layers below; -mean: "
         "softmax reads their mean; -PreLN: the same under PreLN; -half: half the steps, with a "
         "schedule of its own that ends there.",
-        "ResidualQK: PostLN, and every layer adds its queries and keys to those below.",
+        "ResidualQK: PostLN, and every layer adds its queries and keys to those below; "
+        "ResidualQKV: its values too.",
+        "-continued and -from-PostLN: the trained PostLN, and half the steps more, as it is or as "
+        "RealFormer.",
         "ReZero: x + α·f(N(x)), α = 0 at first; ReZeroNoNorm: x + α·f(x); FixedScale: x + 0.1·f(x),"
         " both without any norm.",
         "-shared: one block's weights for all layers (ALBERT).",

@@ -22,8 +22,9 @@ from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_as
 from normattn.studies.realformer.settings import LookSettings
 from normattn.sweep.measuring import MODEL
-from normattn.sweep.stages import MeasureStage, Note, divergence
+from normattn.sweep.stages import MeasureStage, Note, divergence, with_weights
 from normattn.sweep.study import Cell, diverged
+from normattn.training.continuation import new_masked_model
 from normattn.training.cost import Cost
 from normattn.training.distribution import choose_device
 from normattn.training.masked import MaskedConfig
@@ -118,7 +119,8 @@ class ScoreStage(MeasureStage):
     def _untrained(self) -> MaskedLM:
         """The model as its training began."""
         torch.manual_seed(derive_seed(self.config.seed, "initialisation"))
-        return MaskedLM(self.config.model).to(choose_device(self.config.device))
+        begun = with_weights(self.config)
+        return new_masked_model(begun.model, begun.continued).to(choose_device(begun.device))
 
     def _facts(self, who: Identity) -> pl.DataFrame:
         """The numbers of the training that a reader of the table asks for."""

@@ -16,12 +16,16 @@ from normattn.training.masked import MaskedConfig
 
 
 class Row(Settings):
-    """A row of the table: where norms stand, how scores are carried, and what else differs."""
+    """A row of the table: where norms stand, how scores are carried, and what else differs.
+
+    `start` is the row that is trained first; this one goes on from its weights.
+    """
 
     placement: Placement
     score: str = "Baseline"
     shared: bool = False
     half: bool = False
+    start: str | None = None
 
 
 _POSTLN, _PRELN = Row(placement="PostLN"), Row(placement="PreLN")
@@ -34,12 +38,15 @@ ROWS: dict[str, Row] = {
     "RealFormer-mean": Row(placement="PostLN", score="Baseline-RealFormer(running_mean=true)"),
     "RealFormer-PreLN": Row(placement="PreLN", score="Baseline-RealFormer"),
     "ResidualQK": Row(placement="PostLN", score="Baseline-ResidualQK"),
+    "ResidualQKV": Row(placement="PostLN", score="Baseline-ResidualQKV"),
     "DeepNorm": Row(placement="DeepNorm"),
     "ReZero": Row(placement="ReZero"),
     "ReZeroNoNorm": Row(placement="ReZeroNoNorm"),
     "FixedScale": Row(placement="FixedScale"),
     "PostLN-shared": _POSTLN.model_copy(update={"shared": True}),
     "RealFormer-shared": _REALFORMER.model_copy(update={"shared": True}),
+    "PostLN-continued": _POSTLN.model_copy(update={"half": True, "start": "PostLN"}),
+    "RealFormer-from-PostLN": _REALFORMER.model_copy(update={"half": True, "start": "PostLN"}),
 }
 """Every row in the order of the table. "half": half the steps, with a schedule that ends there."""
 
@@ -49,17 +56,28 @@ RowName = Annotated[str, Field(min_length=1)]
 class SizeSettings(Settings):
     """One size of model: what differs in `training`, its rows, and its seeds (None: the preset's).
 
-    `rows` None stands for every row.
+    `rows` None stands for every row. `rates`: the learning rate of a row, where it is another than
+    that of `training`.
     """
 
     training: dict[str, Any]
     rows: tuple[RowName, ...] | None = None
+    # Left out of a dump where it is empty: runs that were made before it stay the same.
+    rates: dict[RowName, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, exclude_if=lambda rates: not rates
+    )
     seeds: int | None = Field(default=None, ge=1)
 
     @field_validator("rows")
     @classmethod
     def _known(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         return None if value is None else checked_rows(value, "rows")
+
+    @field_validator("rates")
+    @classmethod
+    def _known_rates(cls, value: dict[str, float]) -> dict[str, float]:
+        checked_rows(tuple(value), "rates")
+        return value
 
 
 class GridSettings(Settings):
@@ -151,11 +169,14 @@ def whole_training(preset: RealFormerPreset, size: str) -> dict[str, Any]:
     return whole
 
 
-def row_training(training: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The training settings of a row of the table, all but its seed.
+def row_training(
+    training: Mapping[str, Any], name: str, rates: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """The training settings of a row of the table, all but its seed and its start.
 
-    Where there are no norms, those of the preset are left out. Raises `InputError` for a half of
-    the steps that is shorter than the warm-up.
+    `rates` are learning rates of rows; one that goes on has that of its start. Where there are no
+    norms, those of the preset are left out. Raises `InputError` for a half of the steps that is
+    shorter than the warm-up.
     """
     row = ROWS[name]
     changes: dict[str, Any] = {
@@ -164,6 +185,9 @@ def row_training(training: Mapping[str, Any], name: str) -> dict[str, Any]:
         "model.shared_layers": row.shared,
         "model.exits": training["model"]["layers"] > 1,
     }
+    rate = (rates or {}).get(name, (rates or {}).get(row.start or name))
+    if rate is not None:
+        changes["optimiser.lr"] = rate
     if row.half:
         changes["steps"] = max(1, training["steps"] // 2)
         if training["schedule"]["warmup_steps"] > changes["steps"]:
