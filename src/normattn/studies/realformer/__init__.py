@@ -106,7 +106,7 @@ class EncoderCell(Cell):
 
 def _continued(config: MaskedConfig, start: MaskedConfig, paths: CellPaths) -> MaskedConfig:
     """The settings of a run that goes on from the model of `start`, of its score or another."""
-    scores = [str(each.model.score) for each in (config, start)]
+    scores = [str(run.model.score) for run in (config, start)]
     trained = None if scores[0] == scores[1] else scores[1]
     going_on = Continuation(start=str(paths.run / "model"), weights=UNKNOWN, trained=trained)
     return config.model_copy(update={"continued": going_on})
