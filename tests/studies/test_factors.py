@@ -14,6 +14,8 @@ from normattn.models.pretrained import load_model
 from normattn.runs.directory import first_difference
 from normattn.studies.factors import STUDY, FactorCell, resolve
 from normattn.studies.factors.changes import CHANGES, words
+from normattn.studies.keynorm import resolve as resolve_keynorm
+from normattn.sweep.language import ReadCell
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.measuring import evaluate_trained
 from normattn.sweep.study import Request, Sweep, free_settings, with_added
@@ -71,6 +73,13 @@ def test_each_change_changes_what_it_says_and_nothing_else(tiny: Path) -> None:
         "model.gamma_std": None,  # Only a gated attention unit has it.
         "model.placement": "PreLN",
     }
+    # The preset of that name is the same setting, so that its tables take these models over.
+    (alone,) = {
+        cell.training_config.model_dump_json()
+        for cell in resolve_keynorm(Request("workstation-mha", variants=("KNA",), seeds=(0,))).cells
+        if isinstance(cell, ReadCell)
+    }
+    assert json.loads(alone) == made["mha+preln-KNA"]
     joined = resolve(Request("laptop", variants=("gau+no-tiling+steps-4x",)))
     config = cells(joined)["gau+no-tiling+steps-4x-KNA"].training_config
     assert (config.model.block, config.data.tiled_fraction, config.steps) == ("gau", 0.0, 3600)

@@ -35,7 +35,9 @@ def methods_of(cell: Cell) -> tuple[str, ...]:
     return cell.methods
 
 
-@pytest.mark.parametrize("name", ["smoke", "quick", "laptop", "workstation", "gpu-100m"])
+@pytest.mark.parametrize(
+    "name", ["smoke", "quick", "laptop", "workstation", "workstation-mha", "gpu-100m"]
+)
 def test_every_preset_gives_the_whole_table(name: str) -> None:
     sweep = resolve(Request(preset=name))
     rows = {(cell.variant, method) for cell in sweep.cells for method in methods_of(cell)}

@@ -181,9 +181,7 @@ COLUMNS = (
     _column("at_l", "at L", _at_l, against=False),
     _column("change", "change", _change, against=False),
     _column("at_l_difference", "difference at L", _at_l, against=True),
-    _column(
-        "natural_difference", "difference, natural text of the longest", _natural, against=True
-    ),
+    _column("natural_difference", "difference on natural text past L", _natural, against=True),
     _column("change_difference", "difference of the changes", _change, against=True),
 )
 
