@@ -177,6 +177,9 @@ def test_holm_is_the_step_down_bonferroni() -> None:
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.5, 0.9]) == [1.0, 1.0]
     assert holm([]) == []
+    # Of a pair at most one is true: 0.01 · 2 groups, 0.03 · 2 (its pair is left), 0.04 · 1.
+    assert holm([0.03, 0.01, 0.04], [0, 1, 1]) == pytest.approx([0.06, 0.02, 0.06])
+    assert holm([0.01, 0.02, 0.04], [0, 0, 1]) == pytest.approx([0.02, 0.04, 0.04])
 
 
 def test_the_sign_test_is_exact() -> None:

@@ -6,10 +6,9 @@ sign. *too little data*: fewer than three seeds on a side, no interval, or an in
 the smallest effect which it would have shown exceeds `matters`, whether or not it would have been
 found as the page's only claim. *not found*: none of these.
 
-A sentence that promises no loss ("as good as", "gains nothing") has a margin m and is tested from
-both sides, as a non-inferiority test is: *found* where the difference is certainly less than m on
-the wrong side of 0, *the opposite* where it is certainly on that side. Its p is the smaller of the
-two, each of twice the one-sided probability, so that a page errs no more often than it says.
+A sentence that promises no loss ("as good as", "gains nothing") has a margin m and two hypotheses,
+as a non-inferiority test has: *found* where the difference is certainly less than m on the wrong
+side of 0, even if certainly on that side; else *the opposite* where it certainly is on that side.
 """
 
 from __future__ import annotations
@@ -121,37 +120,51 @@ def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
     """Every claim that the frame can test, corrected as one family (Holm)."""
     tested = [(claim, claim.difference(view)) for claim in claims]
     known = [(claim, estimate) for claim, estimate in tested if estimate is not None]
-    sides = [_side(claim, estimate) for claim, estimate in known]
-    p_values = [p for _, p in sides if p is not None]
-    adjusted = iter(holm(p_values))
+    sides = [
+        (number, verdict, p)
+        for number, (claim, estimate) in enumerate(known)
+        for verdict, p in _hypotheses(claim, estimate)
+    ]
+    adjusted = holm([p for _, _, p in sides], [number for number, _, _ in sides])
     level = 1 - view.bootstrap.level
     findings = []
-    for (claim, estimate), (side, own) in zip(known, sides, strict=True):
-        p = None if own is None else next(adjusted)
-        verdict = side if p is None or p <= level else _undecided(claim, estimate)
-        alone = own is not None and own <= level
-        findings.append(Finding(claim, estimate, p, verdict, alone))
+    for number, (claim, estimate) in enumerate(known):
+        own = [
+            (verdict, p, alone)
+            for (of, verdict, alone), p in zip(sides, adjusted, strict=True)
+            if of == number
+        ]
+        findings.append(_decided(claim, estimate, own, level))
     return findings
 
 
-def _side(claim: Claim, estimate: Estimate) -> tuple[Verdict, float | None]:
-    """What the difference speaks for, and the p of the other; None where nothing is decided."""
+def _hypotheses(claim: Claim, estimate: Estimate) -> list[tuple[Verdict, float]]:
+    """The verdicts that are possible, and the p of each's denial; none where seeds are too few."""
     if estimate.p is None or (claim.test is None and len(estimate.seeds) < SEEDS):
-        return "too little data", None
+        return []
     signed = estimate.value * claim.sign
-    sides: list[tuple[float, Verdict]] = []
-    if signed > -claim.margin:
-        sides.append((_p_from(estimate, -claim.margin * claim.sign), "found"))
-    if signed < 0:
-        sides.append((estimate.p, "the opposite"))
-    p, side = min(sides, default=(estimate.p, "not found"))
-    return side, p
+    if not claim.margin:
+        return [("found" if signed > 0 else "the opposite", estimate.p)]
+    within = estimate.p_from(-claim.margin * claim.sign)
+    assert within is not None, "a claim with a margin is tested by Student's t"
+    return [
+        ("found", within if signed > -claim.margin else 1.0),
+        ("the opposite", estimate.p if signed < 0 else 1.0),
+    ]
 
 
-def _p_from(estimate: Estimate, bound: float) -> float:
-    p = estimate.p_from(bound)
-    assert p is not None, "a claim with a margin is tested by Student's t"
-    return p
+def _decided(
+    claim: Claim, estimate: Estimate, sides: Sequence[tuple[Verdict, float, float]], level: float
+) -> Finding:
+    """The first verdict whose denial is rejected; `sides` have its p, corrected and alone."""
+    if not sides:
+        return Finding(claim, estimate, None, "too little data")
+    for verdict, p, _ in sides:
+        if p <= level and (estimate.value or claim.margin):
+            return Finding(claim, estimate, p, verdict, alone=True)
+    alone = any(own <= level for _, _, own in sides)
+    least = min(p for _, p, _ in sides)
+    return Finding(claim, estimate, least, _undecided(claim, estimate), alone)
 
 
 def _undecided(claim: Claim, estimate: Estimate) -> Verdict:

@@ -11,6 +11,7 @@ from normattn.report.page import Page
 from normattn.report.table import NOTHING, Cell, Column, Row, Table
 from normattn.report.view import Term, View
 from normattn.studies._reading import ACCURACY, POINTS, SEEN
+from normattn.studies._sentences import MATTERS
 from normattn.studies.factors.changes import AS_PRESET, CHANGES, words
 
 SCORES = ("Baseline", "KNA")
@@ -112,6 +113,7 @@ def claims(view: View) -> list[Claim]:
             "change of KNA − its change in the preset as it is, last segment",
             POINTS,
             tuple(_terms(view, row.where[CHANGE], {"KNA": 1.0}, against=True)),
+            matters=MATTERS,
         )
         for row in rows(view)
         if row.where[CHANGE] != AS_PRESET and _comparable(view, row.where[CHANGE])
