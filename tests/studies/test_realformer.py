@@ -253,5 +253,7 @@ def test_bad_input(preset: str) -> None:
         resolve(Request(preset, changes={"training.model.placement": "PreLN"}))
     with pytest.raises(InputError, match=r"grid\.size is huge; there are small, large"):
         resolve(Request(preset, changes={"grid.size": "huge"}))
+    with pytest.raises(InputError, match="starts from a trained PostLN, which the grid does not"):
+        resolve(Request(preset, changes={"grid.rows": ["RealFormer-from-PostLN"]}))
     with pytest.raises(InputError, match="less than their warm-up"):
         resolve(Request(preset, changes={"training.schedule.warmup_steps": 3}))

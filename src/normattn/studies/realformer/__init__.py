@@ -64,7 +64,7 @@ class RealFormerConfig(SweepConfig):
 class EncoderCell(Cell):
     """One row of the table at one size; `training` is whole but for the seed.
 
-    `start` is the same of the row whose weights it goes on from.
+    `start` is the same of the row whose trained weights initialise it.
     """
 
     kind: Literal["realformer"] = "realformer"
@@ -105,7 +105,7 @@ class EncoderCell(Cell):
 
 
 def _continued(config: MaskedConfig, start: MaskedConfig, paths: CellPaths) -> MaskedConfig:
-    """The settings of a run that goes on from the model of `start`, of its score or another."""
+    """The settings of a run initialised from the model of `start`, whatever its score."""
     scores = [str(run.model.score) for run in (config, start)]
     trained = None if scores[0] == scores[1] else scores[1]
     going_on = Continuation(start=str(paths.run / "model"), weights=UNKNOWN, trained=trained)

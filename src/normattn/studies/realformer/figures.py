@@ -81,7 +81,7 @@ def _losses(view: View) -> Figure:
     panels = tuple(
         Panel(
             title,
-            # What a row that goes on has on record by step is the training of its start.
+            # The loss on record of a row with a start is that of its start's training.
             tuple(
                 _line(row, loss_points(view, {"row": row, SIZE: size}))
                 for row in rows

@@ -18,7 +18,7 @@ from normattn.training.masked import MaskedConfig
 class Row(Settings):
     """A row of the table: where norms stand, how scores are carried, and what else differs.
 
-    `start` is the row that is trained first; this one goes on from its weights.
+    `start` is the row whose trained weights initialise this one.
     """
 
     placement: Placement
@@ -98,6 +98,11 @@ class GridSettings(Settings):
     @field_validator("rows")
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for row in checked_rows(value, "rows"):
+            if ROWS[row].start is not None:
+                raise ValueError(
+                    f"rows: {row} starts from a trained {ROWS[row].start}, which the grid does not"
+                )
         return checked_rows(value, "rows")
 
 
@@ -174,7 +179,8 @@ def row_training(
 ) -> dict[str, Any]:
     """The training settings of a row of the table, all but its seed and its start.
 
-    `rates` are learning rates of rows; one that goes on has that of its start. Where there are no
+    `rates` are learning rates of rows; one with a start has that of its start, unless it has its
+    own. Where there are no
     norms, those of the preset are left out. Raises `InputError` for a half of the steps that is
     shorter than the warm-up.
     """
@@ -185,9 +191,9 @@ def row_training(
         "model.shared_layers": row.shared,
         "model.exits": training["model"]["layers"] > 1,
     }
-    rate = (rates or {}).get(name, (rates or {}).get(row.start or name))
-    if rate is not None:
-        changes["optimiser.lr"] = rate
+    own = [rate for rate in map((rates or {}).get, (name, row.start or name)) if rate is not None]
+    if own:
+        changes["optimiser.lr"] = own[0]
     if row.half:
         changes["steps"] = max(1, training["steps"] // 2)
         if training["schedule"]["warmup_steps"] > changes["steps"]:
