@@ -10,8 +10,9 @@ from normattn.sweep.reading import AS_IS
 from .test_quick import README, interval, name, points, rows
 
 CONTROLS = ("Baseline-SlidingWindow", "Baseline-StreamingLLM", "KNA-NoPE")
+WHOLE_CONTROLS = (*CONTROLS, "Baseline-ALiBi", "Baseline-HWFA")
 TABLES = {
-    "keynorm-workstation": (*VARIANTS, *CONTROLS),
+    "keynorm-workstation": (*VARIANTS, *WHOLE_CONTROLS),
     "keynorm-workstation-mha": ("Baseline", "KNA", *CONTROLS[:2]),
 }
 """The rows of each of the README's tables, in their order."""
