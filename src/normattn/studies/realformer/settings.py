@@ -98,12 +98,13 @@ class GridSettings(Settings):
     @field_validator("rows")
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for row in checked_rows(value, "rows"):
+        rows = checked_rows(value, "rows")
+        for row in rows:
             if ROWS[row].start is not None:
                 raise ValueError(
                     f"rows: {row} starts from a trained {ROWS[row].start}, which the grid does not"
                 )
-        return checked_rows(value, "rows")
+        return rows
 
 
 class LookSettings(Settings):
@@ -180,9 +181,8 @@ def row_training(
     """The training settings of a row of the table, all but its seed and its start.
 
     `rates` are learning rates of rows; one with a start has that of its start, unless it has its
-    own. Where there are no
-    norms, those of the preset are left out. Raises `InputError` for a half of the steps that is
-    shorter than the warm-up.
+    own. Where there are no norms, those of the preset are left out. Raises `InputError` for a half
+    of the steps that is shorter than the warm-up.
     """
     row = ROWS[name]
     changes: dict[str, Any] = {
