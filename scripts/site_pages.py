@@ -99,9 +99,7 @@ def slot_table() -> str:
         "| --- | --- | --- |",
     ]
     for slot in Slot:
-        names = ", ".join(
-            f"`{part.label or name}`" for name, part in parts().items() if part.slot is slot
-        )
+        names = ", ".join(f"`{name}`" for name, part in parts().items() if part.slot is slot)
         lines.append(f"| {slot} | {slot.says} | {names} |")
     return "\n".join(lines)
 
@@ -132,14 +130,14 @@ def _index() -> str:
         for name, part in parts().items():
             if part.slot is slot:
                 equation = part.equation.replace("|", "\\|")
-                lines.append(f"| [{part.label or name}]({name}.md) | `{equation}` | {part.when} |")
+                lines.append(f"| [{name}]({name}.md) | `{equation}` | {part.when} |")
         lines.append("")
     return "\n".join(lines)
 
 
 def _part_page(name: str, part: type[Part], caption: str) -> str:
     told = described(name, part)
-    lines = [f"# {part.label or name}", "", f"{_sentence(part.summary)}", ""]
+    lines = [f"# {name}", "", f"{_sentence(part.summary)}", ""]
     lines += ["```text", part.equation, "```", ""]
     lines += [f"- **Source:** {_linked(part.source)}", f"- **Enters:** {part.when}"]
     lines += [f"- **Slot:** [{part.slot}](index.md#{part.slot}): {part.slot.says}"]

@@ -129,7 +129,7 @@ def test_every_method_is_evaluated_and_undone(model: CausalLM) -> None:
     found = evaluate_run(model, _sets(), seed=3, methods=("", "YaRN", "ReRoPE", "logn+"))
     assert [(one(each, "method"), one(each, "protocol")) for each in found] == [
         (method, protocol)
-        for method in ("", "YaRN", "ReRoPE", "logn†")
+        for method in ("", "YaRN", "ReRoPE", "logn+")
         for protocol in ("train_length", "non_repeated")
     ]
     whole = frames.joined(found)

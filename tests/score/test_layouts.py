@@ -49,8 +49,8 @@ def test_nope_in_every_so_many_layers() -> None:
     assert _layers("KNA-NoPEEvery", 4) == ["KNA"] * 3 + ["KNA-NoPE"]
     stretched = "KNA-logn+-YaRN(factor=8)-SoftCap-NoPEEvery(every=2)@64"
     assert _layers(stretched, 2) == [
-        "KNA-logn+-YaRN(factor=8)-SoftCap@64",
-        "KNA-logn+-NoPE-SoftCap@64",
+        "KNA-YaRN(factor=8)-SoftCap-logn+@64",
+        "KNA-NoPE-SoftCap-logn+@64",
     ]
     assert _layers("KNA-SlidingWindow(window=9)-NoPEEvery(every=2)@64", 2) == [
         "KNA-SlidingWindow(window=9)@64",
@@ -74,8 +74,8 @@ def test_full_attention_in_every_so_many_layers() -> None:
         assert _layers(text, 2) == [f"KNA{below}-Sink-{window}@64", "KNA-YaRN(factor=8)-Sink@64"]
     regime = "KNA-logn+-ReRoPE(window=5)-FullEvery(window=9)@64"
     assert _layers(regime, 2) == [
-        "KNA-logn+-SlidingWindow(window=9)@64",
-        "KNA-logn+-ReRoPE(window=5)@64",
+        "KNA-SlidingWindow(window=9)-logn+@64",
+        "KNA-ReRoPE(window=5)-logn+@64",
     ]
 
 

@@ -14,9 +14,9 @@ parse = ScoreSpec.parse
     [
         ("KNA@512", "KNA", ""),
         ("KNA-logn@512", "KNA-logn", ""),
-        ("KNA-logn+@512", "KNA", "logn†"),
+        ("KNA-logn+@512", "KNA", "logn+"),
         ("CosA-logn-YaRN(factor=8)@512", "CosA-logn", "YaRN"),
-        ("CosA-logn+-NTK(factor=8)@512", "CosA", "logn†-NTK"),
+        ("CosA-NTK(factor=8)-logn+@512", "CosA", "NTK-logn+"),
         ("Baseline-NoPE@512", "Baseline-NoPE", ""),
         ("QNA-RoPE(base=50)-ReRoPE@512", "QNA-RoPE(base=50)", "ReRoPE"),
     ],
@@ -41,7 +41,7 @@ def test_what_was_trained_and_what_came_after(text: str, variant: str, method: s
         ("ReRoPE", {}, "KNA-ReRoPE(window=128)@512"),
         ("ReRoPE", {"window": 64}, "KNA-ReRoPE(window=64)@512"),
         ("logn+", {}, "KNA-logn+@512"),
-        ("ReRoPE-logn+", {}, "KNA-logn+-ReRoPE(window=128)@512"),
+        ("ReRoPE-logn+", {}, "KNA-ReRoPE(window=128)-logn+@512"),
         ("NTK-mixed(factor=2)", {}, "KNA-NTKMixed(factor=2)@512"),
     ],
 )

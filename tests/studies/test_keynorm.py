@@ -137,7 +137,7 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 def test_parameters_of_a_method_are_kept(tiny: Path) -> None:
     named = ("ReRoPE(window=3)", "ReRoPE(window=3)-logn+", "YaRN(factor=2)", "NTK-mixed")
     sweep = resolve(Request(str(tiny), ("KNA",), named))
-    kept = ("ReRoPE(window=3)", "logn+-ReRoPE(window=3)", "YaRN(factor=2)", "NTKMixed")
+    kept = ("ReRoPE(window=3)", "ReRoPE(window=3)-logn+", "YaRN(factor=2)", "NTKMixed")
     assert methods_of(sweep.cells[0]) == kept
 
 

@@ -32,7 +32,7 @@ def test_the_windows_of_the_source() -> None:
     assert methods["Baseline-logn"] == ("as is", *windows)
     assert methods["Baseline"] == (
         *("as is", *windows),
-        *("logn+", *(f"logn+-{window}" for window in windows)),
+        *("logn+", *(f"{window}-logn+" for window in windows)),
     )
     assert isinstance(sweep.config, TextConfig)
     assert sweep.config.evaluation.multiples == (8,)
@@ -67,8 +67,8 @@ def test_stopped_anywhere_it_is_the_same(
     rows = json.loads(page["table.json"])["tables"]["table"]
     assert [(row["row"], row["window"]) for row in rows] == [
         *(("no log-n", None), ("no log-n", "4"), ("no log-n", "8")),
-        *(("log-n†", None), ("log-n†", "4"), ("log-n†", "8")),
-        *(("log-n trained", None), ("log-n trained", "4"), ("log-n trained", "8")),
+        *(("logn+", None), ("logn+", "4"), ("logn+", "8")),
+        *(("logn", None), ("logn", "4"), ("logn", "8")),
     ]
     assert [row["share"] for row in rows[:3]] == [None, "1/2", "1"]
     assert rows[0]["cost"] is None

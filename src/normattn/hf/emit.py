@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.hf.extension import Plan, method_of
+from normattn.hf.extension import Plan
 from normattn.hf.gguf_values import flags, values
 from normattn.hf.native import native_fields, said
 from normattn.score.folded_parts import SpectrumPart
@@ -67,7 +67,7 @@ def emit(wanted: Wanted, engine: str) -> str:
         lacks = "it has no factor that grows with the logarithm of the position"
     if lacks is not None:
         raise InputError(
-            f"{engine} has no {method_of(wanted.plan.spec)}: {lacks}; normattn.extend applies it"
+            f"{engine} has no {wanted.plan.spec.method_text}: {lacks}; normattn.extend applies it"
         )
     return ENGINES[engine](wanted)
 

@@ -31,7 +31,6 @@ from normattn.hf.resolved import Resolved
 from normattn.hf.turned_keys import TurnedKeys
 from normattn.hf.understanding import Layer, refuse_vectors, understand
 from normattn.score import ScoreSpec
-from normattn.score.grammar import print_part
 from normattn.score.grammar import read as read_method
 from normattn.score.parts.pi import PI
 
@@ -214,7 +213,7 @@ class Extension:
         """
         saved = copy.deepcopy(config)
         record: dict[str, Any] = {
-            "method": method_of(self.spec),
+            "method": self.spec.method_text,
             "train_length": self.spec.train_length,
         }
         fields = native(parts, layers, self.spec)
@@ -262,11 +261,6 @@ def _shared(foldings: list[Folding], spec: ScoreSpec, turning: Turning) -> Foldi
 
 def _before(parts: Anatomy) -> str:
     return str(parts.config._attn_implementation or "eager")
-
-
-def method_of(spec: ScoreSpec) -> str:
-    """The post-hoc parts with all their parameters."""
-    return "-".join(print_part(part) for part in spec.parts if part.when != "trained-in")
 
 
 def _specified(
@@ -379,7 +373,7 @@ def _resolved(spec: ScoreSpec, source: str, layers: tuple[Layer, ...]) -> Resolv
     own = inside or spec.logn is not None
     assert spec.train_length is not None
     return Resolved(
-        method=method_of(spec),
+        method=spec.method_text,
         train_length=spec.train_length,
         train_length_from=source,
         parameters={

@@ -14,6 +14,18 @@ def unasked_position(slots: Container[Slot]) -> Part:
     return find("NoPE" if Slot.BIAS in slots else "RoPE")()
 
 
+def spelled(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """The parts that a name spells, in its order.
+
+    All but the position that stands there unasked, in the order of slots, but log-n of a method
+    behind what it is added to: `ReRoPE-logn+`.
+    """
+    held = tuple(parts)
+    silent = unasked_position({part.slot for part in held})
+    shown = (part for part in held if part != silent)
+    return tuple(sorted(shown, key=lambda part: part.slot is Slot.LOGN and part.when == "post-hoc"))
+
+
 def arrange(parts: Iterable[Part]) -> tuple[Part, ...]:
     """One part per slot, in the order of slots; a position that was not named is put in.
 

@@ -17,18 +17,13 @@ from normattn.score.part import Part
 from normattn.score.recipes import recipe
 from normattn.score.registry import find
 
-_PART = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*[+†]?)(?:\((?P<fields>[^()]*)\))?")
+_PART = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*[+]?)(?:\((?P<fields>[^()]*)\))?")
 _DIGITS = re.compile(r"[+-]?[0-9]{1,19}")
 _LONGEST_NUMBER = 64
 _LENGTH = re.compile(r"@(?P<length>[0-9]+)$")
 _SPOKEN = {"NTK-mixed": "NTKMixed", "NTK-old": "NTKOld", "NTK-fixed": "NTK"}
 _SPOKEN |= {"KERPLE-log": "KERPLELog", "KERPLE-power": "KERPLEPower"}
 Given = tuple[type[Part], dict[str, Any]]
-
-
-def label(part: Part) -> str:
-    """How tables call the part."""
-    return part.label or part.name
 
 
 def read(text: str) -> tuple[list[Given], int | None]:

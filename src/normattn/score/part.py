@@ -76,7 +76,6 @@ class Part:
     """
 
     name: ClassVar[str]
-    label: ClassVar[str] = ""
     slot: ClassVar[Slot]
     summary: ClassVar[str]
     equation: ClassVar[str]

@@ -14,7 +14,6 @@ from normattn.errors import InputError
 from normattn.score.part import Part, Slot
 
 _PARTS: dict[str, type[Part]] = {}
-_ALIASES = {"logn†": "logn+"}
 P = TypeVar("P", bound=type[Part])
 
 
@@ -44,7 +43,6 @@ def parts() -> Mapping[str, type[Part]]:
 def find(name: str) -> type[Part]:
     """The part of that name; `InputError` names the nearest ones when there is none."""
     _discover()
-    name = _ALIASES.get(name, name)
     if name in _PARTS:
         return _PARTS[name]
     known = parts()

@@ -2,7 +2,9 @@
 
 The grammar is `PART(-PART)*(@L)?`, a part being `Name` or `Name(field=value,…)`:
 
-    KNA    CosA-logn-YaRN(factor=8)@512    Baseline-logn+-ReRoPE(window=128)@512
+    KNA    CosA-logn-YaRN(factor=8)@512    Baseline-ReRoPE(window=128)-logn+@512
+
+Names are read in any order and written in that of the slots, `logn+` last.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from normattn.errors import InputError
-from normattn.score.arranging import arrange, unasked_position
+from normattn.score.arranging import arrange, spelled
 from normattn.score.folded_parts import (
     ChunkRulesPart,
     LogNPart,
@@ -27,7 +29,7 @@ from normattn.score.folded_parts import (
     SpectrumPart,
     Variant,
 )
-from normattn.score.grammar import give, label, make, print_part, read, training_length
+from normattn.score.grammar import give, make, print_part, read, training_length
 from normattn.score.outer_parts import (
     BiasPart,
     CapPart,
@@ -95,7 +97,7 @@ class ScoreSpec:
     @property
     def name(self) -> str:
         """The label of the literature's tables, e.g. `CosA-logn-YaRN`."""
-        return "-".join(label(part) for part in self._shown)
+        return "-".join(part.name for part in self._shown)
 
     def __str__(self) -> str:
         return self.text if self.train_length is None else f"{self.text}@{self.train_length}"
@@ -272,27 +274,26 @@ class ScoreSpec:
     @property
     def method(self) -> str:
         """The name of the post-hoc parts, e.g. `YaRN`; empty when there are none."""
-        return "-".join(label(part) for part in self.parts if part.when != "trained-in")
+        return "-".join(part.name for part in self._added)
 
     @property
     def method_name(self) -> str:
-        """The same with what was chosen in each part, e.g. `ReRoPE(window=16)-logn†`.
+        """The same with what was chosen in each part, e.g. `ReRoPE(window=16)-logn+`.
 
         A value that the training length or the factor gives anyway is not spelled.
         """
         labels = []
-        for part in self.parts:
-            if part.when != "trained-in":
-                stretched = getattr(part, "factor", None)
-                factor = stretched if isinstance(stretched, float) else None
-                usual = type(part)().resolved(self.train_length, factor)
-                labels.append(print_part(part, usual) if part != usual else label(part))
+        for part in self._added:
+            stretched = getattr(part, "factor", None)
+            factor = stretched if isinstance(stretched, float) else None
+            usual = type(part)().resolved(self.train_length, factor)
+            labels.append(print_part(part, usual))
         return "-".join(labels)
 
     @property
     def method_text(self) -> str:
         """The post-hoc parts with every parameter, as `with_method` takes them."""
-        return "-".join(print_part(part) for part in self.parts if part.when != "trained-in")
+        return "-".join(print_part(part) for part in self._added)
 
     @property
     def text(self) -> str:
@@ -346,9 +347,13 @@ class ScoreSpec:
 
     @property
     def _shown(self) -> tuple[Part, ...]:
-        """The parts that a name spells: all but the position that stands there unasked."""
-        silent = unasked_position({part.slot for part in self.parts})
-        return tuple(part for part in self.parts if part != silent)
+        """The parts that a name spells."""
+        return spelled(self.parts)
+
+    @property
+    def _added(self) -> tuple[Part, ...]:
+        """The post-hoc ones of them."""
+        return tuple(part for part in self._shown if part.when != "trained-in")
 
     def _slot(self, slot: Slot) -> Part | None:
         return next((part for part in self.parts if part.slot is slot), None)

@@ -1,7 +1,7 @@
 """How wide should ReRoPE's window be, and what does log-n scaling add to it? (kexue 9708)
 
 A Baseline and a Baseline-logn model are trained, and read past L with ReRoPE at several windows;
-the first one with log-n† (switched on after training) too.
+the first one with logn+ (switched on after training) too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from normattn.sweep.study import Request, Study, Sweep, refuse_choices
 
 KIND = "window"
 VARIANTS = ("Baseline", "Baseline-logn")
-PLAIN, POST_HOC, TRAINED = "no log-n", "log-n†", "log-n trained"
+PLAIN, POST_HOC, TRAINED = "no log-n", "logn+", "logn"
 
 
 class WindowConfig(TextConfig):
@@ -59,7 +59,7 @@ def resolve(request: Request) -> Sweep:
 
 
 def _methods(variant: str, config: WindowConfig) -> tuple[str, ...]:
-    """As is, then every window; for the model without log-n also with log-n†."""
+    """As is, then every window; for the model without log-n also with logn+."""
     sizes = [max(1, round(share * config.train_length)) for share in config.window.shares]
     if len(set(sizes)) < len(sizes):
         raise InputError(
@@ -68,7 +68,7 @@ def _methods(variant: str, config: WindowConfig) -> tuple[str, ...]:
         )
     methods = [AS_IS, *(f"ReRoPE(window={size})" for size in sizes)]
     if ScoreSpec.parse(variant).logn is None:
-        methods += ["logn+", *(f"logn+-ReRoPE(window={size})" for size in sizes)]
+        methods += ["logn+", *(f"ReRoPE(window={size})-logn+" for size in sizes)]
     return checked_methods(methods, config)
 
 
@@ -163,15 +163,15 @@ def _gain_columns(view: View) -> Sequence[Column]:
 
 
 def claims(view: View) -> list[Claim]:
-    """log-n† helps ReRoPE at every window: the mean over windows would hide which."""
+    """logn+ helps ReRoPE at every window: the mean over windows would hide which."""
     length = longest(view, "non_repeated")
     windows = [row.where[WINDOW] for row in rows(view) if row.where[FORM] == PLAIN]
     at = {"protocol": "non_repeated", "length": length}
     return [
         difference(
-            f"log-n† improves ReRoPE with w = {window}",
+            f"logn+ improves ReRoPE with w = {window}",
             "kexue 9708",
-            "log-n† − no log-n, non-repeated accuracy",
+            "logn+ − no log-n, non-repeated accuracy",
             POINTS,
             *({**at, WINDOW: window, FORM: form} for form in (POST_HOC, PLAIN)),
         )
@@ -212,7 +212,7 @@ def figures(view: View) -> list[Figure]:
 PAGE = Page(
     title="ReRoPE's window",
     question="How wide should ReRoPE's window w be, and what does log-n scaling add, trained in or "
-    "switched on afterwards (log-n†)?",
+    "switched on afterwards (logn+)?",
     sources=("kexue.fm/archives/9708",),
     tables=(
         Table(
@@ -239,7 +239,7 @@ PAGE = Page(
 STUDY = Study(
     name=KIND,
     help="Read with ReRoPE at windows of ⅛ to 1 training lengths, without log-n, with it and "
-    "log-n†.\n\nTrains Baseline and Baseline-logn, reads to 8 times the training length, and "
+    "logn+.\n\nTrains Baseline and Baseline-logn, reads to 8 times the training length, and "
     "writes one table and one figure: accuracy against the window, a line for each form of log-n.",
     resolve=resolve,
     cells=(ReadCell,),

@@ -22,7 +22,7 @@ class DroPE(SpectrumPart):
 
     The paper goes on training for a short while without positions, which is what makes it work;
     here the value is what that training runs with. Its softmax temperature for long text is no
-    part of it: add logn†.
+    part of it: add logn+.
     """
 
     name: ClassVar[str] = "DroPE"

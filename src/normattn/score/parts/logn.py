@@ -1,4 +1,4 @@
-"""Log-n scaling, trained in (`logn`) or switched on afterwards (`logn+`, printed logn†)."""
+"""Log-n scaling, trained in (`logn`) or switched on afterwards (`logn+`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ class LogNPostHoc(LogNPart):
     """λ · max(1, ln n / ln L), so nothing changes inside the training length (kexue 9708)."""
 
     name: ClassVar[str] = "logn+"
-    label: ClassVar[str] = "logn†"
     summary: ClassVar[str] = "log-n scaling after training, beyond the training length only"
     equation: ClassVar[str] = "λ ← λ · max(1, ln n / ln L)"
     source: ClassVar[str] = "kexue.fm/archives/9708"
