@@ -56,8 +56,10 @@ def test_each_change_changes_what_it_says_and_nothing_else(tiny: Path) -> None:
         "length-2x": {"batch_size": 32, "model.train_length": 128, "model.score": "KNA@128"},
         "length-4x": {"batch_size": 16, "model.train_length": 256, "model.score": "KNA@256"},
         "no-tiling": {"data.tiled_fraction": 0.0},
+        "steps-third": {"steps": 300},
         "steps-half": {"steps": 450},
         "steps-4x": {"steps": 3600},
+        "one-head": {"model.heads": 1},
         "heads-2x": {"model.heads": 2, "model.score": score},
         "heads-4x": {"model.heads": 1, "model.score": score},
         "deepnorm": {"model.placement": "DeepNorm"},
@@ -86,7 +88,7 @@ def test_each_change_changes_what_it_says_and_nothing_else(tiny: Path) -> None:
 
 
 def test_the_table_is_what_the_models_read(tiny: Path, tmp_path: Path) -> None:
-    changes = ("preset", "base-130", "length-2x")
+    changes = ("preset", "base-130", "length-2x", "length-2x+base-130")
     asked = Request(str(tiny), variants=changes, seeds=(0, 1), out=tmp_path, changes=FEW)
     sweep = resolve(asked)
     run(STUDY, sweep)
@@ -122,6 +124,11 @@ def test_the_table_is_what_the_models_read(tiny: Path, tmp_path: Path) -> None:
             assert fact["effect"] is None
         else:
             assert fact["effect"]["value"] == pytest.approx(ours - change("preset", "KNA"))
+        if "+" not in name:
+            assert fact["last"] is None
+        else:
+            added = ours - change(name.rpartition("+")[0], "KNA")
+            assert fact["last"]["value"] == pytest.approx(added)
 
 
 def test_bad_input(tiny: Path) -> None:

@@ -63,8 +63,10 @@ CHANGES: Mapping[str, Change] = {
     "length-2x": Change("twice the training length", times=_longer(2)),
     "length-4x": Change("four times the training length", times=_longer(4)),
     "no-tiling": Change("no tiled text", {"data.tiled_fraction": 0.0}),
+    "steps-third": Change("a third of the steps", times={"steps": 1 / 3}),
     "steps-half": Change("half of the steps", times={"steps": 0.5}),
     "steps-4x": Change("four times the steps", times={"steps": 4.0}),
+    "one-head": Change("one head", {"model.heads": 1}),
     "heads-2x": Change(
         "heads twice as large, base 130", times={"model.heads": 1 / 2}, base=TURNING
     ),

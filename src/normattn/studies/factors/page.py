@@ -51,8 +51,24 @@ def columns(view: View) -> Sequence[Column]:
     for score in SCORES:
         all_columns.append(_of(f"{score}_change", f"change of {score}", {score: 1.0}))
     all_columns.append(_of("gap", "change of KNA − of Baseline", {"KNA": 1.0, "Baseline": -1.0}))
-    all_columns.append(_of("effect", "effect on KNA's change", {"KNA": 1.0}, against=True))
+    all_columns.append(
+        _of("effect", "effect on KNA's change", {"KNA": 1.0}, lambda change: AS_PRESET)
+    )
+    if _several(view):
+        all_columns.append(
+            _of("last", "effect of the last of several", {"KNA": 1.0}, _without_last)
+        )
     return all_columns
+
+
+def _several(view: View) -> bool:
+    """Whether changes were joined."""
+    return any(_without_last(str(row.where[CHANGE])) for row in rows(view))
+
+
+def _without_last(change: str) -> str | None:
+    """What a joined change adds its last part to; None for a single one."""
+    return change.rpartition("+")[0] or None
 
 
 def _copying(score: str) -> Callable[[View, Row], Cell]:
@@ -69,14 +85,23 @@ def _copying(score: str) -> Callable[[View, Row], Cell]:
     return cell
 
 
-def _of(key: str, title: str, factors: Mapping[str, float], against: bool = False) -> Column:
-    """Σ factor · change of a score; `against`: minus the same of the preset as it is."""
+Against = Callable[[str], str | None]
+"""Which change another one is held against, if any."""
+
+
+def _of(
+    key: str, title: str, factors: Mapping[str, float], against: Against | None = None
+) -> Column:
+    """Σ factor · change of a score; `against`: minus the same under another change."""
 
     def cell(view: View, row: Row) -> Cell:
-        change = row.where[CHANGE]
-        if against and (change == AS_PRESET or not _comparable(view, change)):
+        change = str(row.where[CHANGE])
+        other = None if against is None else against(change)
+        if against is not None and (
+            other in (None, change) or not _comparable(view, change, other)
+        ):
             return NOTHING
-        terms = _terms(view, change, factors, against)
+        terms = _terms(view, change, factors, other)
         # The terms say all of where they are; the row's own place is not laid over them.
         overlay = tuple((term.factor, term.where) for term in terms)
         return Column(key, title, POINTS, overlay, signed=True).cell(view, Row("", {}))
@@ -85,21 +110,21 @@ def _of(key: str, title: str, factors: Mapping[str, float], against: bool = Fals
 
 
 def _terms(
-    view: View, change: str, factors: Mapping[str, float], against: bool = False
+    view: View, change: str, factors: Mapping[str, float], other: str | None = None
 ) -> list[Term]:
     terms: list[Term] = []
     for score, factor in factors.items():
         terms += change_terms(view, change, score, factor)
-        if against:
-            terms += change_terms(view, AS_PRESET, score, -factor)
+        if other is not None:
+            terms += change_terms(view, other, score, -factor)
     return terms
 
 
-def _comparable(view: View, change: str) -> bool:
-    """Whether the preset as it is was read too, in the same documents."""
+def _comparable(view: View, change: str, other: str | None = AS_PRESET) -> bool:
+    """Whether the other change was read too, in the same documents."""
     units = [
         set(view.values("unit", {CHANGE: name, "protocol": "last_segment"}))
-        for name in (change, AS_PRESET)
+        for name in (change, other)
     ]
     return bool(units[0] & units[1])
 
@@ -112,7 +137,7 @@ def claims(view: View) -> list[Claim]:
             "asked here, as kexue 9859 differs",
             "change of KNA − its change in the preset as it is, last segment",
             POINTS,
-            tuple(_terms(view, row.where[CHANGE], {"KNA": 1.0}, against=True)),
+            tuple(_terms(view, row.where[CHANGE], {"KNA": 1.0}, AS_PRESET)),
             matters=MATTERS,
         )
         for row in rows(view)
@@ -133,6 +158,21 @@ def figures(view: View) -> list[Figure]:
     return [Intervals("factors", title, tuple(row.label for row in shown), panels)]
 
 
+def notes(view: View) -> tuple[str, ...]:
+    """What the columns are."""
+    always = (
+        "copies at L: tiled text within the training length, the tokens whose answer "
+        "stands earlier. A model that copies no better than it reads has little to lose.",
+        "effect: the change of KNA minus that in the preset as it is, paired over "
+        "documents and seeds; none for a text that shares no document.",
+    )
+    last = (
+        "effect of the last of several: of changes that are joined, minus the change of KNA under "
+        "all of them but the last."
+    )
+    return (*always, last) if _several(view) else always
+
+
 PAGE = Page(
     title="Why KeyNorm decays",
     question="Which difference to the source's setting makes a small model with normalised keys "
@@ -147,12 +187,7 @@ PAGE = Page(
             head="change",
             intro="Token accuracy in %; change: the last segment after the longest context minus "
             "after L, in points, with 95 % intervals over documents and seeds.",
-            notes=(
-                "copies at L: tiled text within the training length, the tokens whose answer "
-                "stands earlier. A model that copies no better than it reads has little to lose.",
-                "effect: the change of KNA minus that in the preset as it is, paired over "
-                "documents and seeds; none for a text that shares no document.",
-            ),
+            notes=notes,
         ),
     ),
     claims=claims,
