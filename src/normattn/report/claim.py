@@ -54,7 +54,7 @@ class Claim:
         if self.test is not None:
             return self.test(view)
         assert self.statistic is not None
-        return view.contrast(self.statistic, self.terms)
+        return view.contrast(self.statistic, self.terms) if self.terms else None
 
 
 def difference(

@@ -19,8 +19,8 @@ from normattn.measure.gather import Where
 from normattn.measure.statistic import Statistic, accuracy, loss
 from normattn.report.figure import Curves, Figure, Grid, Line, Mark, Panel, Point
 from normattn.report.points import bin_points, points
-from normattn.report.table import Cell, Column, Row
-from normattn.report.view import View
+from normattn.report.table import NOTHING, Cell, Column, Row
+from normattn.report.view import Term, View
 
 VARIANT_ORDER = (
     *("Baseline", "Baseline-logn", "QNA", "QNA-logn"),
@@ -47,6 +47,34 @@ LEGEND = (
 def longest(view: View, protocol: str) -> int | None:
     """The longest length that a protocol was read at."""
     return max(view.values("length", {"protocol": protocol}), default=None)
+
+
+def change_terms(view: View, where: Where, factor: float = 1.0) -> tuple[Term, ...]:
+    """The last segment's accuracy after the longest context minus after the shortest.
+
+    None where it was read after one length only.
+    """
+    at = {**where, "protocol": "last_segment"}
+    lengths = sorted(view.values("length", at))
+    if len(lengths) < 2:
+        return ()
+    ends = ((factor, lengths[-1]), (-factor, lengths[0]))
+    return tuple(Term(sign, {**at, "length": length}) for sign, length in ends)
+
+
+def minus(ours: Sequence[Term], theirs: Sequence[Term]) -> tuple[Term, ...]:
+    """What `ours` say minus what `theirs` do; no terms where one of them has none."""
+    if not (ours and theirs):
+        return ()
+    return (*ours, *(Term(-term.factor, term.where, term.bins) for term in theirs))
+
+
+def whole_cell(view: View, statistic: Statistic, terms: Sequence[Term], signed: bool) -> Cell:
+    """A cell of terms that say all of where they are: no row's own place is laid under them."""
+    if not terms:
+        return NOTHING
+    overlay = tuple((term.factor, term.where) for term in terms)
+    return Column("", "", statistic, overlay, signed=signed).cell(view, Row("", {}))
 
 
 def ranked(names: Iterable[str], order: Sequence[str]) -> list[str]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from normattn.report.claim import Claim, difference
-from normattn.report.view import Term, View
+from normattn.report.view import View
 from normattn.studies._premise import EQUAL
-from normattn.studies._reading import POINTS, longest
+from normattn.studies._reading import POINTS, change_terms, longest, minus
 
 SOURCE = "kexue 9859"
 CONTROL = "control"
@@ -135,11 +135,7 @@ def _as_contexts_grow(view: View) -> Iterator[Claim]:
             SOURCE,
             f"change of {row} − change of Baseline, last segment",
             POINTS,
-            tuple(
-                Term(factor, _last(name, length))
-                for name, sign in ((row, 1.0), ("Baseline", -1.0))
-                for length, factor in ((far, sign), (near, -sign))
-            ),
+            minus(*(change_terms(view, {"row": r, "method": ""}) for r in (row, "Baseline"))),
             matters=MATTERS,
         )
         yield _claim(

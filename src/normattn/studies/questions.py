@@ -18,18 +18,21 @@ from normattn.measure.gather import Where
 from normattn.report.claim import Claim
 from normattn.report.figure import Figure, IntervalColumn, Intervals
 from normattn.report.page import Page
-from normattn.report.table import NOTHING, Cell, Column, Row, Table
+from normattn.report.table import Cell, Column, Row, Table
 from normattn.report.view import Term, View
 from normattn.studies._premise import EQUAL, premise
 from normattn.studies._reading import (
     ACCURACY,
     LEGEND,
     POINTS,
+    change_terms,
     history_figure,
     longest,
+    minus,
     position_figures,
     reading_columns,
     reading_rows,
+    whole_cell,
 )
 from normattn.studies._sentences import MATTERS
 from normattn.sweep.collect import measured_below
@@ -128,50 +131,30 @@ def _pairs(view: View) -> list[Row]:
     ]
 
 
-def _at_l(view: View, row: str) -> list[tuple[float, Where]]:
-    return [(1.0, {"row": row, "protocol": "train_length", "method": ""})]
+def _at_l(view: View, row: str) -> tuple[Term, ...]:
+    return (Term(1.0, {"row": row, "protocol": "train_length", "method": ""}),)
 
 
-def _natural(view: View, row: str) -> list[tuple[float, Where]]:
+def _natural(view: View, row: str) -> tuple[Term, ...]:
     at: Where = {"row": row, "protocol": "non_repeated", "method": ""}
     length = longest(view, "non_repeated")
-    return [] if length is None else [(1.0, {**at, "length": length})]
+    return () if length is None else (Term(1.0, {**at, "length": length}),)
 
 
-def _change(view: View, row: str) -> list[tuple[float, Where]]:
-    """The last segment's accuracy after the longest context minus after the shortest."""
-    at: Where = {"row": row, "protocol": "last_segment", "method": ""}
-    lengths = sorted(view.values("length", at))
-    if len(lengths) < 2:
-        return []
-    return [(1.0, {**at, "length": lengths[-1]}), (-1.0, {**at, "length": lengths[0]})]
+def _change(view: View, row: str) -> tuple[Term, ...]:
+    return change_terms(view, {"row": row, "method": ""})
 
 
-Measured = Callable[[View, str], list[tuple[float, Where]]]
-
-
-def _difference(view: View, measured: Measured, row: str, other: str) -> tuple[Term, ...]:
-    """What is measured of a row minus the same of another; no terms where one was not."""
-    ours, theirs = measured(view, row), measured(view, other)
-    if not (ours and theirs):
-        return ()
-    signed = [*ours, *((-factor, where) for factor, where in theirs)]
-    return tuple(Term(factor, where) for factor, where in signed)
+Measured = Callable[[View, str], tuple[Term, ...]]
 
 
 def _column(key: str, title: str, measured: Measured, against: bool) -> Column:
     def cell(view: View, row: Row) -> Cell:
-        name, other = str(row.where["row"]), str(row.where["other"])
-        terms = tuple(measured(view, name))
+        terms = measured(view, str(row.where["row"]))
         if against:
-            terms = tuple((t.factor, t.where) for t in _difference(view, measured, name, other))
-        if not terms:
-            return NOTHING
+            terms = minus(terms, measured(view, str(row.where["other"])))
         signed = against or measured is _change
-        # The terms say all of where they are; the row's own place is not laid over them.
-        return Column(key, title, POINTS if signed else ACCURACY, terms, signed=signed).cell(
-            view, Row("", {})
-        )
+        return whole_cell(view, POINTS if signed else ACCURACY, terms, signed)
 
     return Column(key, title, POINTS, plain=cell)
 
@@ -201,7 +184,7 @@ def _of_pair(view: View, question: Question, row: str, other: str) -> Iterator[C
         (_at_l, question.at_l, EQUAL, f"{row} − {other} at L, accuracy"),
         (_change, question.change, MATTERS, f"change of {row} − change of {other}, last segment"),
     ):
-        terms = _difference(view, measured, row, other)
+        terms = minus(measured(view, row), measured(view, other))
         if terms:
             yield Claim(
                 f"{row} {expected.words} {other}",

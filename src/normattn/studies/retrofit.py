@@ -20,8 +20,8 @@ from normattn.report.figure import Curves, Figure, Line, Panel
 from normattn.report.page import Page
 from normattn.report.points import points
 from normattn.report.table import Cell, Column, Row, Table
-from normattn.report.view import Term, View
-from normattn.studies._reading import ACCURACY, LOSS, POINTS
+from normattn.report.view import View
+from normattn.studies._reading import ACCURACY, LOSS, POINTS, change_terms, minus
 from normattn.sweep.collect import measured_below
 from normattn.sweep.language import CausalCell, TextConfig, opened, text_sweep
 from normattn.sweep.layout import CellPaths
@@ -164,7 +164,6 @@ def columns(view: View) -> Sequence[Column]:
 
 def claims(view: View) -> list[Claim]:
     """After the last step each branch against the control."""
-    near, far = ({"protocol": "last_segment", "length": n} for n in _lengths(view))
     all_claims: list[Claim] = []
     if BASE not in branches(view):
         return all_claims
@@ -177,11 +176,7 @@ def claims(view: View) -> list[Claim]:
                 "asked here",
                 f"change as {branch} − change as Baseline, last segment",
                 POINTS,
-                tuple(
-                    Term(sign * factor, {**where, **at})
-                    for where, sign in ((ours, 1.0), (control, -1.0))
-                    for at, factor in ((far, 1.0), (near, -1.0))
-                ),
+                minus(*(change_terms(view, where) for where in (ours, control))),
             ),
             difference(
                 f"it costs accuracy at L to continue as {branch}",

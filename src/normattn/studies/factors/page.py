@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from normattn.report.claim import Claim
 from normattn.report.figure import Figure, IntervalColumn, Intervals
 from normattn.report.page import Page
 from normattn.report.table import NOTHING, Cell, Column, Row, Table
 from normattn.report.view import Term, View
-from normattn.studies._reading import ACCURACY, POINTS, SEEN
+from normattn.studies._reading import ACCURACY, POINTS, SEEN, change_terms, whole_cell
 from normattn.studies._sentences import MATTERS
 from normattn.studies.factors.changes import AS_PRESET, CHANGES, words
 
@@ -24,19 +23,6 @@ def rows(view: View) -> list[Row]:
     order = {name: number for number, name in enumerate(CHANGES)}
     ranked = sorted(known, key=lambda name: (order.get(name, len(order)), name))
     return [Row(words(name), {CHANGE: name}) for name in ranked]
-
-
-def _ends(view: View, change: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where the last segment after the longest and after the shortest context is."""
-    at = {CHANGE: change, "protocol": "last_segment", "method": ""}
-    lengths = sorted(view.values("length", at))
-    return {**at, "length": lengths[-1]}, {**at, "length": lengths[0]}
-
-
-def change_terms(view: View, change: str, score: str, factor: float = 1.0) -> list[Term]:
-    """The change of the last segment's accuracy from L to 8 L."""
-    far, near = _ends(view, change)
-    return [Term(factor, {**far, SCORE: score}), Term(-factor, {**near, SCORE: score})]
 
 
 def columns(view: View) -> Sequence[Column]:
@@ -101,23 +87,21 @@ def _of(
             other in (None, change) or not _comparable(view, change, other)
         ):
             return NOTHING
-        terms = _terms(view, change, factors, other)
-        # The terms say all of where they are; the row's own place is not laid over them.
-        overlay = tuple((term.factor, term.where) for term in terms)
-        return Column(key, title, POINTS, overlay, signed=True).cell(view, Row("", {}))
+        return whole_cell(view, POINTS, _terms(view, change, factors, other), signed=True)
 
     return Column(key, title, POINTS, plain=cell)
 
 
 def _terms(
     view: View, change: str, factors: Mapping[str, float], other: str | None = None
-) -> list[Term]:
+) -> tuple[Term, ...]:
     terms: list[Term] = []
     for score, factor in factors.items():
-        terms += change_terms(view, change, score, factor)
+        at = {SCORE: score, "method": ""}
+        terms += change_terms(view, {**at, CHANGE: change}, factor)
         if other is not None:
-            terms += change_terms(view, other, score, -factor)
-    return terms
+            terms += change_terms(view, {**at, CHANGE: other}, -factor)
+    return tuple(terms)
 
 
 def _comparable(view: View, change: str, other: str | None = AS_PRESET) -> bool:
@@ -137,7 +121,7 @@ def claims(view: View) -> list[Claim]:
             "asked here, as kexue 9859 differs",
             "change of KNA − its change in the preset as it is, last segment",
             POINTS,
-            tuple(_terms(view, row.where[CHANGE], {"KNA": 1.0}, AS_PRESET)),
+            _terms(view, str(row.where[CHANGE]), {"KNA": 1.0}, AS_PRESET),
             matters=MATTERS,
         )
         for row in rows(view)
