@@ -47,6 +47,8 @@ from normattn.score.outer_parts import (
 )
 from normattn.score.part import Part, Slot
 
+P = typing.TypeVar("P", bound=Part)
+
 
 @dataclass(frozen=True)
 class ScoreSpec:
@@ -110,7 +112,7 @@ class ScoreSpec:
     @property
     def logn(self) -> LogNPart | None:
         """Log-n scaling, trained or post-hoc."""
-        return typing.cast(LogNPart | None, self._slot(Slot.LOGN))
+        return self._part(Slot.LOGN, LogNPart)
 
     @property
     def position(self) -> PositionPart:
@@ -120,19 +122,17 @@ class ScoreSpec:
     @property
     def spectrum(self) -> SpectrumPart | None:
         """Other frequencies after training."""
-        return typing.cast(SpectrumPart | None, self._slot(Slot.SPECTRUM))
+        return self._part(Slot.SPECTRUM, SpectrumPart)
 
     @property
     def regime(self) -> RegimePart | None:
         """Two regimes of relative position."""
-        part = self._slot(Slot.REGIME)
-        return part if isinstance(part, RegimePart) else None
+        return self._part(Slot.REGIME, RegimePart)
 
     @property
     def chunk_rules(self) -> ChunkRulesPart | None:
         """Rules of relative position by chunks."""
-        part = self._slot(Slot.REGIME)
-        return part if isinstance(part, ChunkRulesPart) else None
+        return self._part(Slot.REGIME, ChunkRulesPart)
 
     @property
     def moving(self) -> tuple[str, int]:
@@ -148,13 +148,12 @@ class ScoreSpec:
     @property
     def order(self) -> OrderPart | None:
         """Normalisation after the rotation."""
-        return typing.cast(OrderPart | None, self._slot(Slot.ORDER))
+        return self._part(Slot.ORDER, OrderPart)
 
     @property
     def bias(self) -> BiasPart | None:
         """A bias by distance."""
-        part = self._slot(Slot.BIAS)
-        return part if isinstance(part, BiasPart) else None
+        return self._part(Slot.BIAS, BiasPart)
 
     @property
     def forgets(self) -> bool:
@@ -164,50 +163,47 @@ class ScoreSpec:
     @property
     def carry(self) -> CarryPart | None:
         """What is taken over from the layers below."""
-        return typing.cast(CarryPart | None, self._slot(Slot.CARRY))
+        return self._part(Slot.CARRY, CarryPart)
 
     @property
     def cap(self) -> CapPart | None:
         """A bound on the score."""
-        return typing.cast(CapPart | None, self._slot(Slot.CAP))
+        return self._part(Slot.CAP, CapPart)
 
     @property
     def sink(self) -> SinkPart | None:
         """A learned logit in the denominator."""
-        return typing.cast(SinkPart | None, self._slot(Slot.SINK))
+        return self._part(Slot.SINK, SinkPart)
 
     @property
     def normaliser(self) -> NormaliserPart | None:
         """What makes weights of a row in place of softmax."""
-        part = self._slot(Slot.NORMALISER)
-        return part if isinstance(part, NormaliserPart) else None
+        return self._part(Slot.NORMALISER, NormaliserPart)
 
     @property
     def selection(self) -> SelectionPart | None:
         """What queries take from the scores of later ones."""
-        part = self._slot(Slot.NORMALISER)
-        return part if isinstance(part, SelectionPart) else None
+        return self._part(Slot.NORMALISER, SelectionPart)
 
     @property
     def difference(self) -> DifferencePart | None:
         """What makes one output of two heads."""
-        part = self._slot(Slot.NORMALISER)
-        return part if isinstance(part, DifferencePart) else None
+        return self._part(Slot.NORMALISER, DifferencePart)
 
     @property
     def gate(self) -> GatePart | None:
         """What a layer multiplies its heads' outputs with."""
-        return typing.cast(GatePart | None, self._slot(Slot.GATE))
+        return self._part(Slot.GATE, GatePart)
 
     @property
     def documents(self) -> DocumentsPart | None:
         """Whether documents packed into one row see each other."""
-        return typing.cast(DocumentsPart | None, self._slot(Slot.DOCUMENTS))
+        return self._part(Slot.DOCUMENTS, DocumentsPart)
 
     @property
     def layout(self) -> LayoutPart | None:
         """Different scores in different layers."""
-        return typing.cast(LayoutPart | None, self._slot(Slot.LAYOUT))
+        return self._part(Slot.LAYOUT, LayoutPart)
 
     @property
     def visible(self) -> tuple[int | None, int]:
@@ -357,6 +353,11 @@ class ScoreSpec:
 
     def _slot(self, slot: Slot) -> Part | None:
         return next((part for part in self.parts if part.slot is slot), None)
+
+    def _part(self, slot: Slot, kind: type[P]) -> P | None:
+        """What fills the slot, if it is of that kind."""
+        part = self._slot(slot)
+        return part if isinstance(part, kind) else None
 
     @classmethod
     def __get_pydantic_core_schema__(
