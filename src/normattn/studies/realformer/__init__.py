@@ -195,7 +195,7 @@ def _table(
         seeds = seeds_of(request, preset)
         if request.seeds is None and settings.seeds is not None:
             seeds = tuple(range(settings.seeds))
-        for row in settings.rows or tuple(ROWS):
+        for row in tuple(ROWS) if settings.rows is None else settings.rows:
             if row not in wanted:
                 continue
             start = ROWS[row].start
