@@ -98,6 +98,21 @@ def test_copying_is_tokens_within_the_training_length_alone() -> None:
     assert known.count == 100 * DOCUMENTS
 
 
+def test_copying_counts_the_documents_that_were_read_in_one_way_only() -> None:
+    measurements = frame({"Baseline": 30.0}, copied=12.0)
+    kept = [f"x{n:02}" for n in range(DOCUMENTS)]
+    tiled, natural = (pl.col("protocol") == name for name in ("repeated", "non_repeated"))
+    apart = measurements.filter(
+        ~(tiled & pl.col("unit").is_in(kept[22:])), ~(natural & pl.col("unit").is_in(kept[:18]))
+    )
+    known = copying(view(apart))["Baseline"]
+    assert known.units == DOCUMENTS
+    assert known.count == 100 * 22
+    assert known.value == pytest.approx(12.0 + NOISE[:22].mean() - NOISE[18:].mean())
+    # As for two independent means of 22 documents, of which four are the same.
+    assert known.error == pytest.approx(NOISE.std() * (2 / 22) ** 0.5, rel=0.3)
+
+
 def test_copying_that_some_have_learned_is_said_by_name() -> None:
     learned, not_learned = frame({"CosA": 30.0}, copied=25.0), frame({"Baseline": 30.0}, copied=9.0)
     assert "is learned by CosA and not by the other 1" in said(joined([not_learned, learned]))

@@ -41,6 +41,14 @@ class Sums:
         rows = np.ix_([self.seeds.index(s) for s in chosen], self._places(names))
         return replace(self, seeds=chosen, units=names, sum=self.sum[rows], of=self.of[rows])
 
+    def over(self, units: tuple[str, ...]) -> Sums:
+        """The sums over these units, all of its own among them; of the others nothing counts."""
+        shape = (len(self.seeds), len(units), len(self.bins))
+        places = [units.index(name) for name in self.units]
+        above, below = np.zeros(shape), np.zeros(shape)
+        above[:, places], below[:, places] = self.sum, self.of
+        return replace(self, units=units, sum=above, of=below)
+
     def at(self, chosen: slice | list[int]) -> Sums:
         """The sums of some of the bins."""
         places = range(len(self.bins))[chosen] if isinstance(chosen, slice) else chosen

@@ -127,7 +127,7 @@ def _copied(view: View, row: str) -> Estimate | None:
     where = {"row": row, "method": "", "length": lengths[0]}
     tiled = view.sums(SEEN.name, {**where, "protocol": "repeated"})
     natural = view.sums(ACCURACY.name, {**where, "protocol": "non_repeated"})
-    if tiled is None or natural is None or not set(tiled.units) & set(natural.units):
+    if tiled is None or natural is None:
         return None
     ends = [end for _, _, _, end in tiled.bins]
     counted = tiled.of.sum((0, 1)) > 0
@@ -135,7 +135,9 @@ def _copied(view: View, row: str) -> Estimate | None:
     # From half of L on: the shortest segment is half as long as L.
     if not bins or [natural.bins[number] for number in bins] != [tiled.bins[n] for n in bins]:
         return None
-    terms = [(1.0, tiled.at(bins)), (-1.0, natural.at(bins))]
+    # Few documents are read in both ways; drawn together, each counts where it was read.
+    units = tuple(sorted({*tiled.units, *natural.units}))
+    terms = [(1.0, tiled.at(bins).over(units)), (-1.0, natural.at(bins).over(units))]
     return contrast(terms, POINTS, view.bootstrap)
 
 

@@ -56,8 +56,8 @@ RowName = Annotated[str, Field(min_length=1)]
 class SizeSettings(Settings):
     """One size of model: what differs in `training`, its rows, and its seeds (None: the preset's).
 
-    `rows` None stands for every row, `[]` for none of this size. `rates`: the learning rate of a row, where it is another than
-    that of `training`.
+    `rows` None stands for every row, `[]` for none of this size. `rates`: the learning rate of a
+    row, where it is another than that of `training`.
     """
 
     training: dict[str, Any]
