@@ -12,8 +12,8 @@ from .test_quick import README, interval, name, points, rows
 CONTROLS = ("Baseline-SlidingWindow", "Baseline-StreamingLLM", "KNA-NoPE")
 WHOLE_CONTROLS = (*CONTROLS, "Baseline-ALiBi", "Baseline-HWFA")
 TABLES = {
-    "keynorm-workstation": (*VARIANTS, *WHOLE_CONTROLS),
     "keynorm-workstation-mha": ("Baseline", "KNA", *CONTROLS[:2]),
+    "keynorm-workstation": (*VARIANTS, *WHOLE_CONTROLS),
 }
 """The rows of each of the README's tables, in their order."""
 
