@@ -14,15 +14,14 @@ def unasked_position(slots: Container[Slot]) -> Part:
     return find("NoPE" if Slot.BIAS in slots else "RoPE")()
 
 
-def spelled(parts: Iterable[Part]) -> tuple[Part, ...]:
+def spelled(parts: tuple[Part, ...]) -> tuple[Part, ...]:
     """The parts that a name spells, in its order.
 
     All but the position that stands there unasked, in the order of slots, but log-n of a method
     behind what it is added to: `ReRoPE-logn+`.
     """
-    held = tuple(parts)
-    silent = unasked_position({part.slot for part in held})
-    shown = (part for part in held if part != silent)
+    silent = unasked_position({part.slot for part in parts})
+    shown = (part for part in parts if part != silent)
     return tuple(sorted(shown, key=lambda part: part.slot is Slot.LOGN and part.when == "post-hoc"))
 
 

@@ -17,7 +17,7 @@ from normattn.score.part import Part
 from normattn.score.recipes import recipe
 from normattn.score.registry import find
 
-_PART = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*[+]?)(?:\((?P<fields>[^()]*)\))?")
+_PART = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*\+?)(?:\((?P<fields>[^()]*)\))?")
 _DIGITS = re.compile(r"[+-]?[0-9]{1,19}")
 _LONGEST_NUMBER = 64
 _LENGTH = re.compile(r"@(?P<length>[0-9]+)$")
