@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_at_the_end_of_its_time_a_job_saves_and_is_requeued(tmp_path: Path) -> N
     def when_ready(running: Any, ended: Any) -> None:
         if not warned and one.log.exists() and one.log.read_text().startswith("ready"):
             for process in psutil.Process().children(recursive=True):
-                if "submitit.core._submit" in process.cmdline():
+                if "submitit.core._submit" in command_line(process):
                     process.send_signal(signal.SIGUSR2)
                     warned.append(process.pid)
 
@@ -163,6 +164,13 @@ def test_at_the_end_of_its_time_a_job_saves_and_is_requeued(tmp_path: Path) -> N
     assert len(warned) == 1
     assert [(outcome.code, outcome.message) for outcome in ended] == [(0, "")]
     assert (tmp_path / "state").read_text() == "saved"
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """Nothing for a process that has ended since it was listed."""
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
 
 
 def test_a_host_that_sees_other_folders_is_named(tmp_path: Path) -> None:
@@ -232,8 +240,10 @@ def cell_on(lost: Any, out: Path, before: dict[Path, str]) -> tuple[Path, str] |
     (raylet,) = lost.all_processes["raylet"]
     for path in out.glob("jobs/*/*/.lock"):
         said = path.read_text()
-        if said and said != before.get(path) and psutil.pid_exists(pid := int(said.split()[0])):
-            above = {process.pid for process in psutil.Process(pid).parents()}
+        if not said or said == before.get(path):
+            continue
+        with suppress(psutil.NoSuchProcess):  # It ended meanwhile.
+            above = {process.pid for process in psutil.Process(int(said.split()[0])).parents()}
             if raylet.process.pid in above and path.with_name("progress.json").exists():
                 return path, said
     return None
