@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def test_killed_in_the_middle_the_table_is_the_same(
     process = start(*sweep, "--out", broken, "--jobs", 2)
     wait_for_training(broken, steps=100)
     for child in psutil.Process(process.pid).children():
-        child.kill()
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
     process.send(signal.SIGKILL)
     forget_progress(broken)
     # Then the polite way.
