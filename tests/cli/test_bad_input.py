@@ -272,6 +272,7 @@ def test_reporting_nothing(command: Command, tmp_path: Path) -> None:
         (["--methods", "ReRope2"], ["did you mean ReRoPE"]),
         (["--methods", "logn"], ["trained in"]),
         (["--seeds", "0"], ["--seeds", "at least 1"]),
+        (["--seeds", "107"], ["--seeds", "at most 100", "of one: 7,"]),
         (["--seeds", "1,x"], ["--seeds"]),
         (["--jobs", "0"], ["--jobs"]),
         (["--set", "training.stepz=1"], ["stepz", "did you mean steps"]),

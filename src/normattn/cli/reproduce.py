@@ -32,7 +32,7 @@ class ReproduceOptions:
     seeds: tuple[int, ...] | None = option(
         None,
         read=values.seeds,
-        help="A number of seeds (3: 0, 1, 2) or a list (7,8). [default: the preset's]",
+        help="A number of seeds (3: 0, 1, 2) or a list (7,8; of one 7,). [default: the preset's]",
     )
     jobs: int | None = option(
         None,

@@ -9,7 +9,8 @@ from typing import Any
 from normattn.errors import InputError
 from normattn.structured import parse_toml
 
-MOST_SEEDS = 1000
+MOST_SEEDS = 100
+"""A larger number is far more likely a seed of that name than a count."""
 
 
 def names(text: str, option: str) -> tuple[str, ...]:
@@ -43,8 +44,8 @@ def seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
         return numbers
     if not 1 <= numbers[0] <= MOST_SEEDS:
         raise InputError(
-            f"{option} takes a number of seeds (at least 1, at most {MOST_SEEDS:,}) or a list such "
-            f"as 7,8, got {text}"
+            f"{option} takes a number of seeds (at least 1, at most {MOST_SEEDS}) or a list such "
+            f"as 7,8 (of one: 7,), got {text}"
         )
     return tuple(range(numbers[0]))
 
