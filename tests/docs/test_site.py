@@ -56,7 +56,10 @@ def test_a_study_page_tells_what_the_study_says(site: dict[str, Any]) -> None:
         "![cosine ranges](../results/mechanism-workstation/figures/cosine_ranges.png)"
         in (pages["study/mechanism.md"])
     )
-    assert "- **Presets:** `gpu-base`, `laptop`, `smoke`" in pages["study/realformer.md"]
+    assert (
+        "- **Presets:** `gpu-base`, `laptop`, `smoke`, `workstation`"
+        in pages["study/realformer.md"]
+    )
 
 
 def test_what_a_study_page_points_at_is_there(site: dict[str, Any]) -> None:
