@@ -168,9 +168,10 @@ def test_at_the_end_of_its_time_a_job_saves_and_is_requeued(tmp_path: Path) -> N
 
 def command_line(process: psutil.Process) -> list[str]:
     """Nothing for a process that has ended since it was listed."""
+    said: list[str] = []
     with suppress(psutil.NoSuchProcess):
-        return process.cmdline()
-    return []
+        said = process.cmdline()
+    return said
 
 
 def test_a_host_that_sees_other_folders_is_named(tmp_path: Path) -> None:
