@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from normattn.report.figure import Curves, Line, Panel, Point
 from normattn.report.palette import LINES, line_colour, ranked
@@ -53,8 +53,11 @@ def _panel(
     axis.set_ylim(*limits)
     for line in panel.lines:
         _line(axis, panel, line, places[line.family or line.label])
+    at = sorted({point.x for line in panel.lines for point in line.points})
     if panel.log_x:
-        _log_x(axis, sorted({point.x for line in panel.lines for point in line.points}))
+        _log_x(axis, at)
+    elif all(place.is_integer() for place in map(float, at)):  # No half layers.
+        axis.xaxis.set_major_locator(MaxNLocator(steps=[1, 2, 2.5, 5, 10], integer=True))
     for mark in panel.marks:
         axis.axvline(mark.x, color="#707070", linewidth=1, linestyle=":")
         axis.annotate(
