@@ -99,7 +99,7 @@ def test_a_preset_holds_every_row(name: str) -> None:
 
 
 def test_the_preset_of_the_source() -> None:
-    assert presets.names("realformer") == ["gpu-base", "laptop", "smoke"]
+    assert presets.names("realformer") == ["gpu-base", "laptop", "smoke", "workstation"]
     cells = resolve(Request("gpu-base", ("RealFormer",), seeds=(0,))).cells
     sizes = {}
     for cell in cells:
@@ -107,6 +107,26 @@ def test_the_preset_of_the_source() -> None:
         model = cell.training_config.model
         sizes[cell.size] = (model.layers, model.dim, model.train_length)
     assert sizes == {"small": (4, 512, 512), "base": (12, 768, 512), "large": (24, 1024, 512)}
+
+
+def test_the_preset_of_rates_chosen_row_by_row() -> None:
+    """Variants of a row have its rate, and no row is trained at one depth alone."""
+    rates: dict[str, dict[str, float]] = {"four": {}, "twelve": {}}
+    starts: set[tuple[str, float]] = set()
+    for cell in resolve(Request("workstation", seeds=(0,))).cells:
+        assert isinstance(cell, EncoderCell)
+        assert cell.training["model"]["init_std"] == 0.07
+        rates[cell.size][cell.row] = cell.training["optimiser"]["lr"]
+        if cell.start is not None:
+            starts.add((cell.size, cell.start["optimiser"]["lr"]))
+    assert starts == {(size, own["PostLN"]) for size, own in rates.items()}
+    assert set(rates["four"]) == set(rates["twelve"])
+    for own in rates.values():
+        assert own["RealFormer-half"] == own["RealFormer-from-PostLN"] == own["RealFormer"]
+        assert own["PostLN-continued"] == own["PostLN"]
+    assert {row for row, rate in rates["twelve"].items() if rate == 6e-3} == {
+        *("PreLN", "ReZero", "ResidualQKV")
+    }
 
 
 def test_stopped_anywhere_it_is_the_same(
