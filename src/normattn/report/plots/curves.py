@@ -56,7 +56,7 @@ def _panel(
     at = sorted({point.x for line in panel.lines for point in line.points})
     if panel.log_x:
         _log_x(axis, at)
-    elif all(place.is_integer() for place in map(float, at)):  # No half layers.
+    elif all(float(x).is_integer() for x in at):  # No half layers.
         axis.xaxis.set_major_locator(MaxNLocator(steps=[1, 2, 2.5, 5, 10], integer=True))
     for mark in panel.marks:
         axis.axvline(mark.x, color="#707070", linewidth=1, linestyle=":")
