@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from normattn.measure import Estimate, sign_test
 from normattn.measure.statistic import mean_of_bins
@@ -43,30 +43,45 @@ MATTERS = 1.0
 
 _BETTER = "RealFormer is better than PostLN and PreLN at equal steps"
 _REZERO = "RealFormer is better than ReZero"
-_AS_GOOD = f"PostLN is at least as good as PreLN (less than {MATTERS:.0f} point worse)"
+
+
+class Compared(NamedTuple):
+    """Of two rows of one size the first is said to be more accurate, or less so by no `margin`."""
+
+    sentence: str
+    source: str
+    ours: str
+    theirs: str
+    margin: float = 0.0
+
+
 COMPARED = (
-    (_BETTER, PAPER, REALFORMER, POSTLN),
-    (_BETTER, PAPER, REALFORMER, PRELN),
-    (_AS_GOOD, POST, POSTLN, PRELN),
-    (
+    Compared(_BETTER, PAPER, REALFORMER, POSTLN),
+    Compared(_BETTER, PAPER, REALFORMER, PRELN),
+    Compared(
+        f"PostLN is at least as good as PreLN (less than {MATTERS:.0f} point worse)",
+        *(POST, POSTLN, PRELN),
+        margin=MATTERS,
+    ),
+    Compared(
         "with half the steps RealFormer is better than PostLN with all of them "
         "(said of downstream scores; tested here on hidden tokens)",
         *(PAPER, "RealFormer-half", POSTLN),
     ),
-    (_REZERO, OPEN, REALFORMER, "ReZero"),
-    (f"{_REZERO} without norms", OPEN, REALFORMER, "ReZeroNoNorm"),
-    ("residual scores help under PreLN too", HERE, "RealFormer-PreLN", PRELN),
-    ("residual scores are better than residual q and k", HERE, REALFORMER, "ResidualQK"),
-    ("residual values help beside residual q and k", COMMENTS, "ResidualQKV", "ResidualQK"),
-    ("residual scores are better than residual q, k and v", COMMENTS, REALFORMER, "ResidualQKV"),
-    (
+    Compared(_REZERO, OPEN, REALFORMER, "ReZero"),
+    Compared(f"{_REZERO} without norms", OPEN, REALFORMER, "ReZeroNoNorm"),
+    Compared("residual scores help under PreLN too", HERE, "RealFormer-PreLN", PRELN),
+    Compared("residual scores are better than residual q and k", HERE, REALFORMER, "ResidualQK"),
+    Compared("residual values help beside residual q and k", COMMENTS, "ResidualQKV", "ResidualQK"),
+    Compared(
+        "residual scores are better than residual q, k and v",
+        *(COMMENTS, REALFORMER, "ResidualQKV"),
+    ),
+    Compared(
         "a trained PostLN gains more by going on as RealFormer than as it is",
         *(COMMENTS, "RealFormer-from-PostLN", "PostLN-continued"),
     ),
 )
-"""Sentences about the accuracy of two rows of one size: the first is said to be better, or as
-good.
-"""
 
 
 def claims(view: View) -> list[Claim]:
@@ -74,14 +89,14 @@ def claims(view: View) -> list[Claim]:
     every = sizes(view)
     all_claims = [
         difference(
-            sentence,
-            source,
-            f"{size}: {a} − {b}, accuracy in points",
-            *(POINTS, masked(a, size), masked(b, size)),
+            pair.sentence,
+            pair.source,
+            f"{size}: {pair.ours} − {pair.theirs}, accuracy in points",
+            *(POINTS, masked(pair.ours, size), masked(pair.theirs, size)),
             matters=MATTERS,
-            margin=MATTERS if sentence is _AS_GOOD else 0.0,
+            margin=pair.margin,
         )
-        for sentence, source, a, b in COMPARED
+        for pair in COMPARED
         for size in every
     ]
     all_claims += _by_size(every)
