@@ -7,7 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from normattn.studies import keynorm
 from normattn.sweep import language, rates
+from normattn.sweep.plan import Rates
+from normattn.sweep.run import fp32_advice
+from normattn.sweep.study import Request
 
 Working = Callable[[float, float], tuple[list[int], Callable[[int], None]]]
 
@@ -53,3 +57,26 @@ def test_a_row_beyond_the_measurements_time_is_read_once(working: Working) -> No
     calls, work = working(60.0, 60.0)
     assert language._per_row(work, 32) == 60.0
     assert calls == [1]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_training_under_bf16_is_timed_in_fp32_too(precision: str) -> None:
+    resolved = Request(preset="smoke", changes={"training.precision": precision})
+    cell = keynorm.STUDY.resolve(resolved).cells[0]
+    timed = rates.rates(cell)
+    expected = {"train", "score", "fp32"} if precision == "bf16" else {"train", "score"}
+    assert timed.keys() == expected
+    assert all(seconds > 0 for seconds in timed.values())
+    assert cell.training_config.precision == precision
+
+
+@pytest.mark.parametrize(("bf16", "fp32"), [(2.0, None), (2.0, 2.0), (1.0, 2.0)])
+def test_fp32_is_not_advised_where_it_is_not_faster(bf16: float, fp32: float | None) -> None:
+    assert fp32_advice(Rates(bf16, 1.0, 1.0, 1, fp32)) is None
+
+
+def test_fp32_is_advised_where_it_is_faster() -> None:
+    advice = fp32_advice(Rates(2e-3, 1.0, 1.0, 1, 1e-3))
+    assert advice is not None
+    assert "fp32 is 2.0 times as fast as bf16 on this processor" in advice
+    assert "1,000 trained tokens/s with --set training.precision=fp32" in advice

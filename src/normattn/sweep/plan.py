@@ -54,13 +54,15 @@ class Plan:
 class Rates:
     """Seconds per trained and per scored token of one child among `jobs`.
 
-    `flops` are those of one trained token then: a longer sequence costs more by its own.
+    `flops` are those of one trained token then: a longer sequence costs more by its own. `fp32` is
+    `train` in fp32, measured of a training under bf16 on a CPU, else None.
     """
 
     train: float
     score: float
     flops: float
     jobs: int
+    fp32: float | None = None
 
     def seconds(self, stage: Stage, cost: Cost) -> float:
         """What a stage of this cost takes when nothing of it is done."""
@@ -149,7 +151,8 @@ def measure(
         timings = [json.loads(path.log.read_text().splitlines()[-1]) for path in paths]
     cost = cells[0].workload.cost(cells[0].training_config)
     flops = cost.flops / cost.trained
-    return Rates(_mean(timings, "train"), _mean(timings, "score"), flops, len(paths))
+    fp32 = _mean(timings, "fp32") if all("fp32" in one for one in timings) else None
+    return Rates(_mean(timings, "train"), _mean(timings, "score"), flops, len(paths), fp32)
 
 
 def estimate(sweep: Sweep, rates: Rates, jobs: int) -> float:

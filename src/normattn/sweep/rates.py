@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from normattn.sweep.cell import Find, read_cell
 from normattn.sweep.launch.child import watch_parent
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.study import Cell
-from normattn.training.distribution import world
+from normattn.training.distribution import choose_device, world
 from normattn.training.step import Stepper
 
 SECONDS = 1.5
@@ -24,7 +25,7 @@ def measure_cell(job: Path, find: Find, parent: int = 0) -> None:
     """Time training and scoring of the cell in `job` on random tokens; print two rates as JSON.
 
     `{"train": …, "score": …}`, both in seconds per token: forward, backward and optimiser, and
-    scoring without gradients.
+    scoring without gradients; `"fp32"`, the same training in fp32, of one under bf16 on a CPU.
     """
     if parent:
         watch_parent(parent)
@@ -34,8 +35,22 @@ def measure_cell(job: Path, find: Find, parent: int = 0) -> None:
 
 
 def rates(cell: Cell) -> dict[str, float]:
-    """Seconds per token of this cell: `train` and `score`."""
+    """Seconds per token of this cell: `train` and `score`, and `fp32` where that may be less."""
     torch.set_num_threads(cell.training_config.threads)
+    plain = _in_fp32(cell)
+    return _rates(cell) if plain is None else {**_rates(cell), "fp32": _rates(plain)["train"]}
+
+
+def _in_fp32(cell: Cell) -> Cell | None:
+    """The cell in fp32, of one under bf16 on a CPU: not every processor is faster in bf16."""
+    config = cell.training_config
+    if config.precision == "fp32" or choose_device(config.device).type != "cpu":
+        return None
+    training: dict[str, Any] = cell.model_dump()["training"]
+    return cell.model_copy(update={"training": {**training, "precision": "fp32"}})
+
+
+def _rates(cell: Cell) -> dict[str, float]:
     own = cell.rates()
     if own is not None:
         return own

@@ -45,6 +45,9 @@ from normattn.sweep.watch import SweepProgress
 # Below this many FLOPs a sweep ends about as soon as its measurement would.
 WORTH_MEASURING = 1e10
 
+# From this ratio on another precision is advised.
+WORTH_SAYING = 1.25
+
 # Above this number, the sentences about rows left out are only written to a file.
 SHOWN_SENTENCES = 12
 LEFT_OUT = "left_out.txt"
@@ -129,6 +132,17 @@ def _note_choices(sweep: Sweep, choices: dict[str, str]) -> None:
         run.put("asked", [*asked, choices])
 
 
+def fp32_advice(rates: Rates) -> str | None:
+    """What to set on a processor that trains under bf16 more slowly than in fp32."""
+    if rates.fp32 is None or rates.train < WORTH_SAYING * rates.fp32:
+        return None
+    return (
+        f"fp32 is {rates.train / rates.fp32:.1f} times as fast as bf16 on this processor: "
+        f"{1.0 / rates.fp32:,.0f} trained tokens/s with --set training.precision=fp32 (and an "
+        "--out of its own; its models differ by rounding)"
+    )
+
+
 def _print_plan(console: Console, sweep: Sweep, launcher: Launcher, every: bool) -> None:
     title = f"plan: {sweep.study}, preset {sweep.config.preset}"
     table = Table(title=title, show_header=False)
@@ -167,6 +181,9 @@ def _print_estimate(
         "tokens/s in each)",
         soft_wrap=True,
     )
+    advice = fp32_advice(rates)
+    if advice is not None:
+        console.print(advice, soft_wrap=True)
     return rates
 
 
