@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+from scipy import stats
 
 from measure.make import counted
 from normattn.errors import InputError
 from normattn.measure import Bootstrap, Estimate, frame, joined
 from normattn.measure.statistic import accuracy
-from normattn.report.claim import Claim, decide
+from normattn.report.claim import Claim, Finding, decide, explained
 from normattn.report.figure import Curves, Figure, Line, Panel, Point
 from normattn.report.markdown import aligned, page_json, page_markdown, table_csv
 from normattn.report.page import Page, context, write_page
@@ -84,6 +85,31 @@ def test_claims_of_a_page_are_corrected_together() -> None:
     undecided = decide([claim(matters=1e-6), *[claim(sign=-1)] * 30], View(measured, SMALL))[0]
     assert undecided.verdict == "too little data"
     assert undecided.remark == "significant only before the correction"
+
+
+def test_simultaneous_intervals_are_bonferronis() -> None:
+    view = View(made(5.0), SMALL)
+    one = decide([claim()], view)[0]
+    assert one.simultaneous == (one.difference.low, one.difference.high)
+    for count in (2, 31):
+        for finding in decide([claim()] * count, view):
+            value, error, freedom = (
+                getattr(finding.difference, name) for name in ("value", "error", "freedom")
+            )
+            half = stats.t.ppf(1 - 0.05 / 2 / count, freedom) * error
+            assert finding.simultaneous == pytest.approx((value - half, value + half), abs=1e-8)
+            assert finding.together == f"[{value - half:+.1f}, {value + half:+.1f}]"
+    few = decide([claim()], View(made(5.0, seeds=2), SMALL))[0]
+    assert (few.simultaneous, few.together) == (None, "–")
+
+
+def test_the_claims_say_how_they_are_meant() -> None:
+    view = View(made(5.0), SMALL)
+    plain, margin = (explained(decide([claim(margin=m)], view)) for m in (0.0, 1.0))
+    assert plain.startswith("1 claim; p is corrected")
+    assert "p ≤ 0.05" in plain
+    assert "promises no loss" not in plain
+    assert "promises no loss" in margin
 
 
 def test_a_margin_moves_what_the_difference_is_held_against() -> None:
@@ -194,6 +220,15 @@ def test_numbers_as_they_are_shown() -> None:
     assert shown(found, interval=False) == "1,234.6"
     assert shown(Estimate(1.0)) == "1.0 [no interval]"
     assert shown(None) == "–"
+
+
+@pytest.mark.parametrize(
+    ("p", "words"),
+    [(None, "–"), (0.0, "<0.001"), (4e-4, "<0.001"), (0.001, "0.001"), (0.0214, "0.021")],
+)
+def test_no_p_is_shown_as_zero(p: float | None, words: str) -> None:
+    claim = Claim("A is above B", "a source", "A − B")
+    assert Finding(claim, Estimate(1.0), p, "found").probability == words
 
 
 def test_a_markdown_table_escapes_its_bars() -> None:

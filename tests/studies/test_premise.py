@@ -138,3 +138,19 @@ def test_it_stands_below_the_table() -> None:
     shown = view(frame({"Baseline": 30.0, "KNA": 30.4}))
     notes = table.notes(shown) if callable(table.notes) else table.notes
     assert notes[: len(premise(shown))] == tuple(premise(shown))
+
+
+@pytest.mark.parametrize(("length", "told"), [(64, "turns 10 times"), (4096, None)])
+def test_a_short_length_gives_yarn_a_ramp_without_a_fast_end(length: int, told: str | None) -> None:
+    parts = [
+        measured(
+            Identity("keynorm", "KNA", "KNA", 0, "train_length", length, length, method=method),
+            "accuracy",
+            20.0 + NOISE,
+            [0, length],
+        )
+        for method in ("", "YaRN")
+    ]
+    assert ("YaRN slows every pair" in said(joined(parts))) is (told is not None)
+    assert told is None or told in said(joined(parts))
+    assert "YaRN" not in said(parts[0])

@@ -63,6 +63,13 @@ class Estimate:
             return None
         return _two_sided(self.freedom, self.value - bound, self.error)
 
+    def interval(self, level: float) -> tuple[float, float] | None:
+        """Student's interval at another level; None without an error."""
+        if self.error is None or self.freedom is None:
+            return None
+        half = _half_width(self.freedom, self.error, level)
+        return _clean(self.value - half), _clean(self.value + half)
+
     @property
     def above_zero(self) -> bool:
         """Whether the whole interval lies above 0."""
@@ -199,13 +206,17 @@ def _student(freedom: float, value: float, error: float, level: float) -> dict[s
     """
     if not error:
         return {"low": _clean(value), "high": _clean(value)}
-    # Slow to import, and asked for by pages alone: a cell does without.
-    from scipy import special
-
-    half = float(special.stdtrit(freedom, 0.5 + level / 2)) * error
+    half = _half_width(freedom, error, level)
     ends = {"low": _clean(value - half), "high": _clean(value + half)}
     p = _two_sided(freedom, value, error)
     return {**ends, "p": p, "error": error, "freedom": freedom}
+
+
+def _half_width(freedom: float, error: float, level: float) -> float:
+    # Slow to import, and asked for by pages alone: a cell does without.
+    from scipy import special
+
+    return float(special.stdtrit(freedom, 0.5 + level / 2)) * error
 
 
 def _two_sided(freedom: float, distance: float, error: float) -> float:

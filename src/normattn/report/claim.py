@@ -14,16 +14,18 @@ side of 0, even if certainly on that side; else *the opposite* where it certainl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from normattn.measure import Estimate, Statistic, holm
+from normattn.measure import Bootstrap, Estimate, Statistic, holm
 from normattn.measure.gather import Where
 from normattn.report.table import shown
 from normattn.report.view import Term, View
 
 SEEDS = 3
 """Trainings on each side below which a claim about a score is not decided."""
+LEAST_P = 0.001
+"""Below this only that it is below is said."""
 
 Verdict = Literal["found", "the opposite", "not found", "too little data"]
 
@@ -81,7 +83,9 @@ def difference(
 class Finding:
     """A claim decided; `p` is corrected for all claims of its page.
 
-    `alone`: whether it would be decided as the page's only claim.
+    `alone`: whether it would be decided as the page's only claim. `simultaneous` is the interval
+    that holds the truth of all the page's claims at once, in 1 − (1 − level)/claims of cases each
+    (Bonferroni); None of a difference without an error, and where seeds are too few.
     """
 
     claim: Claim
@@ -89,16 +93,34 @@ class Finding:
     p: float | None
     verdict: Verdict
     alone: bool = False
+    simultaneous: tuple[float, float] | None = None
 
     @property
     def size(self) -> str:
         """The difference in words."""
-        claim = self.claim
-        digits = claim.digits
-        if digits is None:
-            digits = claim.statistic.digits if claim.statistic else 2
-        interval = claim.test is None or self.difference.low is not None
-        return shown(self.difference, digits, signed=True, interval=interval)
+        interval = self.claim.test is None or self.difference.low is not None
+        return shown(self.difference, self._digits, signed=True, interval=interval)
+
+    @property
+    def together(self) -> str:
+        """The simultaneous interval in words."""
+        if self.simultaneous is None:
+            return "–"
+        whole = shown(Estimate(0.0, *self.simultaneous), self._digits, signed=True)
+        return whole[whole.index("[") :]
+
+    @property
+    def _digits(self) -> int:
+        if self.claim.digits is not None:
+            return self.claim.digits
+        return self.claim.statistic.digits if self.claim.statistic else 2
+
+    @property
+    def probability(self) -> str:
+        """The p in words: three digits, never a 0 that it is not."""
+        if self.p is None:
+            return "–"
+        return f"{self.p:.3f}" if self.p >= LEAST_P else f"<{LEAST_P}"
 
     @property
     def remark(self) -> str:
@@ -116,6 +138,25 @@ class Finding:
         return f"only beyond ±{least:.3g} would it have shown"
 
 
+def explained(findings: Sequence[Finding]) -> str:
+    """What stands above a page's claims: how their intervals, p and verdicts are meant."""
+    many = len(findings)
+    sentences = [
+        f"{many} claim{'s' * (many > 1)}; p is corrected for their number (Holm).",
+        "Behind a difference stands its own 95 % interval; the simultaneous ones hold the truth of "
+        "all claims at once in at least 95 of 100 cases (Bonferroni, which is wider than Holm).",
+        "“Found” and “the opposite” need three seeds on both sides and "
+        f"p ≤ {1 - Bootstrap.level:.2f}; “too little data” says what is missing.",
+    ]
+    if any(finding.claim.margin for finding in findings):
+        sentences.append(
+            "A sentence that promises no loss says in brackets how much it allows: it is found "
+            "where the difference is certainly within that, else the opposite where it is "
+            "certainly a loss, however small."
+        )
+    return " ".join(sentences)
+
+
 def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
     """Every claim that the frame can test, corrected as one family (Holm)."""
     tested = [(claim, claim.difference(view)) for claim in claims]
@@ -125,8 +166,10 @@ def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
         for number, (claim, estimate) in enumerate(known)
         for verdict, p in _hypotheses(claim, estimate)
     ]
-    adjusted = holm([p for _, _, p in sides], [number for number, _, _ in sides])
+    families = [number for number, _, _ in sides]
+    adjusted = holm([p for _, _, p in sides], families)
     level = 1 - view.bootstrap.level
+    share = level / max(1, len(set(families)))
     findings = []
     for number, (claim, estimate) in enumerate(known):
         own = [
@@ -134,7 +177,9 @@ def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
             for (of, verdict, alone), p in zip(sides, adjusted, strict=True)
             if of == number
         ]
-        findings.append(_decided(claim, estimate, own, level))
+        decided = _decided(claim, estimate, own, level)
+        whole = estimate.interval(1 - share) if own else None
+        findings.append(replace(decided, simultaneous=whole))
     return findings
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
-from normattn.report.claim import Finding
+from normattn.report.claim import Finding, explained
 from normattn.report.context import PageContext
 from normattn.report.figure_json import figure_json
 from normattn.report.markdown import templates
@@ -135,13 +135,19 @@ def _findings(findings: Sequence[Finding]) -> HtmlTable:
                     finding.verdict, finding.remark, verdict=finding.verdict.replace(" ", "-")
                 ),
                 HtmlCell(value, f"[{interval}" if bracket else "", finding.difference.value),
-                HtmlCell("–" if finding.p is None else f"{finding.p:.3f}", order=finding.p),
+                HtmlCell(finding.together),
+                HtmlCell(finding.probability, order=finding.p),
                 HtmlCell(str(seeds) if seeds else "–", order=float(seeds) or None),
                 HtmlCell(finding.claim.measured),
                 HtmlCell(finding.claim.source),
             )
         )
-    head = ("claim", "verdict", "difference", "p", "seeds", "measured", "source")
+    head = ("claim", "verdict", "difference", "simultaneous", "p", "seeds", "measured", "source")
     return HtmlTable(
-        "verdicts", "What the sources say, and what was found", head, tuple(rows), (0, 1, 5, 6)
+        "verdicts",
+        "What the sources say, and what was found",
+        head,
+        tuple(rows),
+        words=(0, 1, 6, 7),
+        intro=explained(findings),
     )

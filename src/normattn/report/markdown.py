@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from normattn.report.claim import Finding
+from normattn.report.claim import Finding, explained
 from normattn.report.context import PageContext
 from normattn.report.table import Filled
 
@@ -18,7 +18,9 @@ from normattn.report.table import Filled
 def page_markdown(page: PageContext) -> str:
     """table.md: equal contexts give equal bytes."""
     template = templates(escape=False).get_template("table.md.jinja")
-    text = template.render(page=page, grid=table_markdown, findings=findings_markdown)
+    text = template.render(
+        page=page, grid=table_markdown, findings=findings_markdown, explained=explained
+    )
     return _spaced(text)
 
 
@@ -41,20 +43,21 @@ def table_markdown(table: Filled) -> str:
 
 def findings_markdown(findings: Sequence[Finding]) -> str:
     """The claims and their verdicts."""
-    head = ("claim", "source", "measured", "difference", "seeds", "p", "verdict")
+    head = ("claim", "source", "measured", "difference", "simultaneous", "seeds", "p", "verdict")
     lines = [
         (
             finding.claim.sentence,
             finding.claim.source,
             finding.claim.measured,
             finding.size,
+            finding.together,
             str(len(finding.difference.seeds)) if finding.difference.seeds else "–",
-            "–" if finding.p is None else f"{finding.p:.3f}",
+            finding.probability,
             f"**{finding.verdict}**" + (f" ({finding.remark})" if finding.remark else ""),
         )
         for finding in findings
     ]
-    return aligned(head, lines, left=(0, 1, 2, 6))
+    return aligned(head, lines, left=(0, 1, 2, 7))
 
 
 def aligned(head: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
@@ -117,6 +120,7 @@ def page_json(page: PageContext) -> str:
                 "source": finding.claim.source,
                 "measured": finding.claim.measured,
                 "difference": finding.difference.as_json(),
+                "simultaneous": finding.simultaneous,
                 "p": finding.p,
                 "verdict": finding.verdict,
             }

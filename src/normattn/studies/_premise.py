@@ -13,11 +13,13 @@ they differ from Baseline by design, at L too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from normattn.measure import Estimate, contrast, select
 from normattn.report.table import shown
 from normattn.report.view import Term, View
+from normattn.score.parts.yarn import YaRN
 from normattn.studies._reading import ACCURACY, POINTS, SEEN, VARIANT_ORDER, longest, ranked
 from normattn.sweep import presets
 
@@ -38,7 +40,7 @@ BASELINE = "Baseline"
 
 def premise(view: View) -> list[str]:
     """The sentences that this frame can tell."""
-    return [*_equally_good(view), *_copying(view), *_longer(view)]
+    return [*_equally_good(view), *_copying(view), *_yarns_ramp(view), *_longer(view)]
 
 
 def at_training_length(view: View) -> dict[str, Estimate]:
@@ -93,6 +95,22 @@ def _copying(view: View) -> Iterator[str]:
         f"{said}. Within L, tokens whose answer stands in the context (tiled text) minus natural "
         f"text at the same positions, in points, where {COPIES:.0f} count as learned: "
         f"{_listed(measured)}."
+    )
+
+
+def _yarns_ramp(view: View) -> Iterator[str]:
+    """Where L is too short for YaRN to leave any pair of dimensions as it is.
+
+    The fastest pair turns by a radian a token, so L/2π times within L.
+    """
+    length = view.one("train_length", {"protocol": "train_length", "method": ""})
+    read = any("YaRN" in str(name) for name in view.values("method"))
+    if not read or length is None or length / math.tau >= YaRN.beta_fast:
+        return
+    yield (
+        f"YaRN leaves pairs of dimensions as they are that turn {YaRN.beta_fast:.0f} times within "
+        f"L; at L = {length} the fastest turns {length / math.tau:.0f} times, so YaRN slows every "
+        "pair, and part of what it costs at L comes from that."
     )
 
 
