@@ -56,11 +56,11 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the made pages, figures and copies."""
     from mkdocs.structure.files import File
 
-    for place, content in (*kept_pages(), *part_pages(), *study_pages(), *interface_pages()):
-        files.append(File.generated(config, place, content=content))
+    for uri, content in (*kept_pages(), *part_pages(), *study_pages(), *interface_pages()):
+        files.append(File.generated(config, uri, content=content))
     for path in sorted((ROOT / "results").rglob("*.png")):
-        place = path.relative_to(ROOT).as_posix()
-        files.append(File.generated(config, place, abs_src_path=str(path)))
+        uri = path.relative_to(ROOT).as_posix()
+        files.append(File.generated(config, uri, abs_src_path=str(path)))
     return files
 
 
@@ -178,9 +178,9 @@ def _parameters(told: dict[str, Any]) -> list[str]:
         "| name | default | at L = 512, factor 8 |",
         "| --- | --- | --- |",
     ]
-    for each in told["parameters"]:
-        default = "filled in" if each["default"] is None else f"`{each['default']}`"
-        lines.append(f"| `{each['name']}` | {default} | `{each['example']}` |")
+    for parameter in told["parameters"]:
+        default = "filled in" if parameter["default"] is None else f"`{parameter['default']}`"
+        lines.append(f"| `{parameter['name']}` | {default} | `{parameter['example']}` |")
     return [*lines, ""]
 
 
@@ -200,7 +200,7 @@ def _exclusions(told: dict[str, Any]) -> list[str]:
 def _kernels(told: dict[str, Any]) -> list[str]:
     lines = ["## Kernel", "", "The smallest score with this part, 2,048 tokens:", ""]
     lines += ["| on | kernel |", "| --- | --- |"]
-    return [*lines, *(f"| {place} | {kernel} |" for place, kernel in told["kernels"].items()), ""]
+    return [*lines, *(f"| {device} | {kernel} |" for device, kernel in told["kernels"].items()), ""]
 
 
 def studies() -> dict[str, Study]:
@@ -236,7 +236,7 @@ def _presets(name: str, study: Study) -> list[str]:
         return []
     own = (ROOT / "src" / "normattn" / "sweep" / "presets" / name).is_dir()
     known = presets.names(name if own else None)
-    return [f"- **Presets:** {', '.join(f'`{each}`' for each in known)}"]
+    return [f"- **Presets:** {', '.join(f'`{preset}`' for preset in known)}"]
 
 
 def _shown(study: Study) -> list[str]:
@@ -256,12 +256,12 @@ def _published(name: str) -> list[str]:
     for folder in sorted((ROOT / "results").glob(f"{name}-*")):
         tables = sorted(folder.glob("*.md"), key=lambda path: (path.stem != "table", path.stem))
         tables = [path for path in tables if path.name != "README.md"] or tables
-        place = f"../{folder.relative_to(ROOT).as_posix()}"
-        lines += [f"[{folder.name}]({place}/{tables[0].name})", ""]
+        address = f"../{folder.relative_to(ROOT).as_posix()}"
+        lines += [f"[{folder.name}]({address}/{tables[0].name})", ""]
         figures = sorted((folder / "figures").glob("*.png"))
         if figures:
             caption = figures[0].stem.replace("_", " ")
-            lines += [f"![{caption}]({place}/figures/{figures[0].name})", ""]
+            lines += [f"![{caption}]({address}/figures/{figures[0].name})", ""]
     return ["## What was measured", "", *lines] if lines else []
 
 

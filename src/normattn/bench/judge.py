@@ -31,6 +31,11 @@ class Verdict:
         return self.goal.startswith("≥")
 
     @property
+    def exactly(self) -> bool:
+        """Whether the goal is met without tolerance."""
+        return self.limit is not None and self.ratio.value <= self.limit
+
+    @property
     def cell(self) -> Cell:
         """The measured value and its interval as the goal states it."""
         estimate, times = Estimate(*self._ends, units=1), ""

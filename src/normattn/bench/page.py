@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from normattn.bench.case import TOLERANCE
 from normattn.bench.judge import Verdict
 from normattn.measure import Estimate
 from normattn.report.context import PageContext
@@ -12,7 +13,6 @@ from normattn.report.figure import IntervalColumn, Intervals, named
 from normattn.report.table import NOTHING, Cell, Column, Filled, Row
 
 Stored = dict[str, Any]
-_MET = {True: "yes", False: "no", None: "–"}
 
 
 def page(suites: Mapping[str, Sequence[Stored]]) -> PageContext:
@@ -39,11 +39,17 @@ def _filled(key: str, title: str, head: Sequence[str], lines: Sequence[Sequence[
 def _goals(suite: str, rows: Sequence[Stored]) -> Filled:
     """One line per goal."""
     lines = [
-        (Cell(case), Cell(pair(goal)), goal.cell, Cell(goal.goal), Cell(_MET[goal.met]))
+        (Cell(case), Cell(pair(goal)), goal.cell, Cell(goal.goal), Cell(_met(goal)))
         for case, goal in _verdicts(rows)
     ]
     head = ("case", "ours / peer", "measured [95 % interval]", "goal", "met")
     return _filled(suite.replace("-", "_"), suite, head, lines)
+
+
+def _met(goal: Verdict) -> str:
+    if goal.met is None:
+        return "–"
+    return "yes" if goal.exactly else f"within {100 * TOLERANCE:.0f} %" if goal.met else "no"
 
 
 def _verdicts(rows: Sequence[Stored]) -> Iterator[tuple[str, Verdict]]:
@@ -122,14 +128,17 @@ def _figure(suite: str, rows: Sequence[Stored]) -> Intervals:
 
 
 def _summary(rows: Sequence[Stored]) -> str:
-    claimed = [goal["met"] for row in rows for goal in row["goals"] if goal["met"] is not None]
+    claimed = [goal for _, goal in _verdicts(rows) if goal.met is not None]
     if not claimed:
         return "A quick run: it shows that everything runs and claims nothing about goals."
+    met = sum(goal.exactly for goal in claimed)
+    near = sum(bool(goal.met) for goal in claimed) - met
     return (
-        f"{sum(claimed)} of {len(claimed)} goals are met, within 5 %. A ratio is ours / peer of the"
-        " medians of time or peak memory: below 1 ours is faster or smaller. Intervals resample"
-        " the rounds. Memory is the peak of a step beyond what it was given, once it has run;"
-        " first memory that of the first call, with what libraries compile and keep for it."
+        f"{met} of {len(claimed)} goals are met, {near} more within {100 * TOLERANCE:.0f} %, "
+        f"{len(claimed) - met - near} are missed. A ratio is ours / peer of the medians of time or "
+        "peak memory: below 1 ours is faster or smaller. Intervals resample the rounds. Memory is "
+        "the peak of a step beyond what it was given, once it has run; first memory that of the "
+        "first call, with what libraries compile and keep for it."
     )
 
 
