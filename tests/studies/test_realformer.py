@@ -245,6 +245,9 @@ def test_a_row_goes_on_from_the_trained_postln(preset: str, tmp_path: Path) -> N
 def test_no_rows_are_none(preset: str, tmp_path: Path) -> None:
     made = sweep(preset, tmp_path, **{"sizes.large.rows": []})
     assert {cell.size for cell in made.cells if isinstance(cell, EncoderCell)} == {"small"}
+    sizes = dict(made.facts)["sizes"]
+    assert sizes.startswith("small: ")
+    assert "large" not in sizes
 
 
 def test_a_row_may_have_a_rate_of_its_own(preset: str) -> None:

@@ -231,9 +231,11 @@ def _grid(request: Request, config: RealFormerConfig) -> Iterator[GridCell]:
 
 
 def _facts(config: RealFormerConfig, cells: Sequence[Cell]) -> tuple[tuple[str, str], ...]:
+    trained = {cell.size for cell in cells if isinstance(cell, EncoderCell)}
     sizes = [
         f"{size}: {fields['model']['layers']} layers of width {fields['model']['dim']}"
         for size, fields in config.training.items()
+        if size in trained
     ]
     facts = [("sizes", "; ".join(sizes))]
     if any(isinstance(cell, GridCell) for cell in cells):
