@@ -106,7 +106,9 @@ def test_simultaneous_intervals_are_bonferronis() -> None:
 def test_the_claims_say_how_they_are_meant() -> None:
     view = View(made(5.0), SMALL)
     plain, margin = (explained(decide([claim(margin=m)], view)) for m in (0.0, 1.0))
-    assert plain.startswith("1 claim; p is corrected")
+    assert plain.startswith("1 claim, 1 of them tested. p is corrected")
+    few = explained(decide([claim()], View(made(5.0, seeds=2), SMALL)))
+    assert few.startswith("1 claim, 0 of them tested. “Found”")
     assert "p ≤ 0.05" in plain
     assert "promises no loss" not in plain
     assert "promises no loss" in margin

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from normattn.studies import keynorm
+from normattn.studies import keynorm, qknorm, realformer, rmsnorm
 from normattn.sweep import language, rates
 from normattn.sweep.plan import Rates
 from normattn.sweep.run import fp32_advice
@@ -61,13 +61,26 @@ def test_a_row_beyond_the_measurements_time_is_read_once(working: Working) -> No
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_training_under_bf16_is_timed_in_fp32_too(precision: str) -> None:
-    resolved = Request(preset="smoke", changes={"training.precision": precision})
+    resolved = Request(
+        preset="smoke", changes={"training.precision": precision, "training.device": "cpu"}
+    )
     cell = keynorm.STUDY.resolve(resolved).cells[0]
     timed = rates.rates(cell)
     expected = {"train", "score", "fp32"} if precision == "bf16" else {"train", "score"}
     assert timed.keys() == expected
     assert all(seconds > 0 for seconds in timed.values())
-    assert cell.training_config.precision == precision
+
+
+def test_every_kind_of_cell_is_timed_in_fp32() -> None:
+    for study in (keynorm.STUDY, realformer.STUDY, rmsnorm.STUDY, qknorm.STUDY):
+        changes = {"training.precision": "bf16", "training.device": "cpu"}
+        cells = study.resolve(Request(preset="smoke", changes=changes)).cells
+        asked = [cell for cell in cells if cell.training_config.precision == "bf16"]
+        assert asked
+        for cell in asked:
+            in_fp32 = rates._in_fp32(cell)
+            assert in_fp32 is not None
+            assert in_fp32.training_config.precision == "fp32"
 
 
 @pytest.mark.parametrize(("bf16", "fp32"), [(2.0, None), (2.0, 2.0), (1.0, 2.0)])
@@ -79,4 +92,4 @@ def test_fp32_is_advised_where_it_is_faster() -> None:
     advice = fp32_advice(Rates(2e-3, 1.0, 1.0, 1, 1e-3))
     assert advice is not None
     assert "fp32 is 2.0 times as fast as bf16 on this processor" in advice
-    assert "1,000 trained tokens/s with --set training.precision=fp32" in advice
+    assert "1,000 trained tokens/s in each job with --set training.precision=fp32" in advice

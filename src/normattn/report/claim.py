@@ -83,9 +83,9 @@ def difference(
 class Finding:
     """A claim decided; `p` is corrected for all claims of its page.
 
-    `alone`: whether it would be decided as the page's only claim. `simultaneous` is the interval
-    that holds the truth of all the page's claims at once, in 1 − (1 − level)/claims of cases each
-    (Bonferroni); None of a difference without an error, and where seeds are too few.
+    `alone`: whether it would be decided as the page's only claim. `simultaneous` is its interval at
+    1 − (1 − level)/tested claims (Bonferroni); None of a difference without an error, and where
+    seeds are too few.
     """
 
     claim: Claim
@@ -140,19 +140,26 @@ class Finding:
 
 def explained(findings: Sequence[Finding]) -> str:
     """What stands above a page's claims: how their intervals, p and verdicts are meant."""
-    many = len(findings)
-    sentences = [
-        f"{many} claim{'s' * (many > 1)}; p is corrected for their number (Holm).",
-        "Behind a difference stands its own 95 % interval; the simultaneous ones hold the truth of "
-        "all claims at once in at least 95 of 100 cases (Bonferroni, which is wider than Holm).",
-        "“Found” and “the opposite” need three seeds on both sides and "
-        f"p ≤ {1 - Bootstrap.level:.2f}; “too little data” says what is missing.",
-    ]
+    many, tested = len(findings), sum(finding.p is not None for finding in findings)
+    sentences = [f"{many} claim{'s' * (many > 1)}, {tested} of them tested."]
+    if tested:
+        sentences.append("p is corrected for the number of those (Holm).")
+    if any(finding.simultaneous for finding in findings):
+        sentences.append(
+            "Each difference has its own 95 % interval in brackets; the simultaneous ones are "
+            "meant to hold all of them together in 95 of 100 cases (Bonferroni). They are stricter "
+            "than the verdicts, which go by p, so one may reach over 0 beside “found”."
+        )
+    sentences.append(
+        "“Found” and “the opposite” need p ≤ "
+        f"{1 - Bootstrap.level:.2f}, of scores also three seeds on both sides; “too little data” "
+        "says what is missing."
+    )
     if any(finding.claim.margin for finding in findings):
         sentences.append(
-            "A sentence that promises no loss says in brackets how much it allows: it is found "
-            "where the difference is certainly within that, else the opposite where it is "
-            "certainly a loss, however small."
+            "A sentence that promises no loss, or nothing to gain, says in brackets how much it "
+            "allows: it is found where the difference is shown to be within that, else the "
+            "opposite where a loss (a gain) of any size is shown."
         )
     return " ".join(sentences)
 

@@ -99,18 +99,19 @@ def _copying(view: View) -> Iterator[str]:
 
 
 def _yarns_ramp(view: View) -> Iterator[str]:
-    """Where L is too short for YaRN to leave any pair of dimensions as it is.
+    """Where L is too short for YaRN's ramp to leave more than the fastest pair as it is.
 
-    The fastest pair turns by a radian a token, so L/2π times within L.
+    The fastest pair turns by a radian a token, so L/2π times within L; the ramp begins at it.
     """
     length = view.one("train_length", {"protocol": "train_length", "method": ""})
     read = any("YaRN" in str(name) for name in view.values("method"))
     if not read or length is None or length / math.tau >= YaRN.beta_fast:
         return
     yield (
-        f"YaRN leaves pairs of dimensions as they are that turn {YaRN.beta_fast:.0f} times within "
-        f"L; at L = {length} the fastest turns {length / math.tau:.0f} times, so YaRN slows every "
-        "pair, and part of what it costs at L comes from that."
+        f"YaRN slows every pair of dimensions that turns fewer than {YaRN.beta_fast:.0f} times "
+        f"within L; at L = {length} the fastest turns {length / math.tau:.0f} times, so all pairs "
+        "but the fastest, at which the ramp then begins, are slowed. What that contributes to its "
+        "cost at L was not measured."
     )
 
 

@@ -37,8 +37,8 @@ def measure_cell(job: Path, find: Find, parent: int = 0) -> None:
 def rates(cell: Cell) -> dict[str, float]:
     """Seconds per token of this cell: `train` and `score`, and `fp32` where that may be less."""
     torch.set_num_threads(cell.training_config.threads)
-    plain = _in_fp32(cell)
-    return _rates(cell) if plain is None else {**_rates(cell), "fp32": _rates(plain)["train"]}
+    measured, in_fp32 = _rates(cell), _in_fp32(cell)
+    return measured if in_fp32 is None else {**measured, "fp32": _rates(in_fp32)["train"]}
 
 
 def _in_fp32(cell: Cell) -> Cell | None:
@@ -46,8 +46,10 @@ def _in_fp32(cell: Cell) -> Cell | None:
     config = cell.training_config
     if config.precision == "fp32" or choose_device(config.device).type != "cpu":
         return None
-    training: dict[str, Any] = cell.model_dump()["training"]
-    return cell.model_copy(update={"training": {**training, "precision": "fp32"}})
+    # What a training goes on from is a training's settings, too.
+    settings: dict[str, Any] = cell.model_dump(include={"training", "start"})
+    changed = {name: {**own, "precision": "fp32"} for name, own in settings.items() if own}
+    return cell.model_copy(update=changed)
 
 
 def _rates(cell: Cell) -> dict[str, float]:

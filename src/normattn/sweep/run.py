@@ -138,8 +138,8 @@ def fp32_advice(rates: Rates) -> str | None:
         return None
     return (
         f"fp32 is {rates.train / rates.fp32:.1f} times as fast as bf16 on this processor: "
-        f"{1.0 / rates.fp32:,.0f} trained tokens/s with --set training.precision=fp32 (and an "
-        "--out of its own; its models differ by rounding)"
+        f"{1.0 / rates.fp32:,.0f} trained tokens/s in each job with --set "
+        "training.precision=fp32 (another setting, so give it an --out of its own)"
     )
 
 
