@@ -106,8 +106,8 @@ class Finding:
         """The simultaneous interval in words."""
         if self.simultaneous is None:
             return "–"
-        whole = shown(Estimate(0.0, *self.simultaneous), self._digits, signed=True)
-        return whole[whole.index("[") :]
+        words = shown(Estimate(0.0, *self.simultaneous), self._digits, signed=True)
+        return words[words.index("[") :]
 
     @property
     def _digits(self) -> int:
