@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from normattn.studies.keynorm import METHODS, VARIANTS
 from normattn.sweep.reading import AS_IS
 
-from .test_quick import README, interval, name, points, rows
+from .test_quick import README, ROOT, interval, name, points, rows
 
 CONTROLS = ("Baseline-SlidingWindow", "Baseline-StreamingLLM", "KNA-NoPE")
 WHOLE_CONTROLS = (*CONTROLS, "Baseline-ALiBi", "Baseline-HWFA")
@@ -42,3 +44,30 @@ def test_the_readme_has_every_row_of_the_workstation() -> None:
         published = rows(folder)
         assert text.splitlines()[2:][: len(shown)] == [line(row, published) for row in shown]
     assert "normattn report results/keynorm-workstation --out again" in README
+
+
+def claims(folder: str) -> dict[str, dict[str, Any]]:
+    """The published claims of a folder, by their sentence."""
+    published = json.loads((ROOT / "results" / folder / "table.json").read_text("utf-8"))
+    return {claim["claim"]: claim for claim in published["claims"]}
+
+
+def verdict(claim: Mapping[str, Any] | None) -> str:
+    """A cell of the README's verdicts: bold what contradicts the source, a dash where not tested."""
+    if claim is None:
+        return "–"
+    words = "**the opposite**" if claim["verdict"] == "the opposite" else claim["verdict"]
+    return f"{words}, {interval(claim['difference'])}"
+
+
+def test_the_readme_has_a_verdict_for_every_sentence_about_kna() -> None:
+    published = [claims(folder) for folder in TABLES]
+    sentences = [sentence for sentence in published[1] if sentence.startswith("KNA ")]
+    assert {s for own in published[:2] for s in own} == set(sentences)
+    expected = [
+        f"| {sentence.replace('KNA', '`KNA`').replace('Baseline', '`Baseline`')} | "
+        f"{' | '.join(verdict(own.get(sentence)) for own in published)} |"
+        for sentence in sentences
+    ]
+    table = README.split("| the source, or a control | one head of 128 | four heads of 32 |")[1]
+    assert table.splitlines()[2:][: len(expected)] == expected
