@@ -53,7 +53,7 @@ def claims(folder: str) -> dict[str, dict[str, Any]]:
 
 
 def verdict(claim: Mapping[str, Any] | None) -> str:
-    """A cell of the README's verdicts: bold what contradicts the source, a dash where not tested."""
+    """A cell of the README's verdicts: bold what contradicts the source, – what was not tested."""
     if claim is None:
         return "–"
     words = "**the opposite**" if claim["verdict"] == "the opposite" else claim["verdict"]

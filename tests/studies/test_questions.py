@@ -35,6 +35,12 @@ def test_a_pair_differs_in_one_part_of_the_score() -> None:
             assert len(theirs - ours) <= 1, row
 
 
+def test_a_row_is_named_as_its_measurements_are() -> None:
+    """By its printed name: a pair under another one would be trained and left out of the page."""
+    for question in QUESTIONS.values():
+        assert [ScoreSpec.parse(row).text for row in question.rows] == list(question.rows)
+
+
 def test_keynorm_is_the_rms_norm_without_a_gain() -> None:
     q, k, v = torch.randn(3, 2, 3, 17, 16, dtype=torch.float64)
     ours = normattn.attention(q, k, v, "KRMSNorm(gain=false,eps=0)")
@@ -76,7 +82,10 @@ def test_differences_are_those_of_the_frame(tiny: Path, tmp_path: Path) -> None:
     assert len(claims) == 2 * len(pairs)
     assert "KRMSNorm loses more from L to the longest context than KNA" in claims
     assert sum("less than" in claim for claim in claims) == 4
-    assert [row["row"] for row in found["tables"]["scores"]][:2] == ["Baseline", "KNA"]
+    scores = [row["row"] for row in found["tables"]["scores"]]
+    assert scores[:2] == ["Baseline", "KNA"]
+    copying = next(line for line in page["table.md"].decode().splitlines() if "Copying is" in line)
+    assert f"learned: of {len(scores)} from " in copying
 
 
 def test_bad_input(tiny: Path) -> None:

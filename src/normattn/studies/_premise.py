@@ -14,7 +14,7 @@ they differ from Baseline by design, at L too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from normattn.measure import Estimate, contrast, select
 from normattn.report.table import shown
@@ -38,9 +38,11 @@ LONGER = "workstation"
 BASELINE = "Baseline"
 
 
-def premise(view: View) -> list[str]:
-    """The sentences that this frame can tell."""
-    return [*_equally_good(view), *_copying(view), *_yarns_ramp(view), *_longer(view)]
+def premise(view: View, copiers: Sequence[str] | None = None) -> list[str]:
+    """The sentences that this frame can tell; `copiers`: the rows of which it says whether they
+    copy (default the source's scores).
+    """
+    return [*_equally_good(view), *_copying(view, copiers), *_yarns_ramp(view), *_longer(view)]
 
 
 def at_training_length(view: View) -> dict[str, Estimate]:
@@ -53,12 +55,12 @@ def at_training_length(view: View) -> dict[str, Estimate]:
     return {row: known for row, known in differences.items() if known is not None}
 
 
-def copying(view: View) -> dict[str, Estimate]:
+def copying(view: View, rows: Sequence[str] | None = None) -> dict[str, Estimate]:
     """Of every row, tokens within L whose answer stands in the context minus natural text.
 
     Both as trained, in points, over the same positions of the longest texts.
     """
-    measured = {row: _copied(view, row) for row in _rows(view)}
+    measured = {row: _copied(view, row) for row in rows or _rows(view)}
     return {row: known for row, known in measured.items() if known is not None}
 
 
@@ -77,8 +79,8 @@ def _equally_good(view: View) -> Iterator[str]:
     yield (f"{said}. Accuracy at L minus Baseline's, in points: {_listed(apart or differences)}.")
 
 
-def _copying(view: View) -> Iterator[str]:
-    measured = copying(view)
+def _copying(view: View, copiers: Sequence[str] | None) -> Iterator[str]:
+    measured = copying(view, copiers)
     if not measured:
         return
     learned = [row for row, known in measured.items() if known.value >= COPIES]

@@ -42,6 +42,7 @@ from normattn.sweep.study import Request, Study, Sweep, refuse_choices
 
 NAME = "questions"
 SOURCE = "left open in kexue 9859"
+TRAINED = {"protocol": "train_length", "method": ""}
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ QUESTIONS: Mapping[str, Question] = {
     ),
     "constant": Question(
         "Is another constant than CosA's 4 better?",
-        tuple((f"CosA(c={c})", "CosA") for c in ("2.0", "3.0", "3.5", "6.0")),
+        tuple((f"CosA(c={c})", "CosA") for c in ("2", "3", "3.5", "6")),
         BETTER,
         LOSES_LESS,
     ),
@@ -122,7 +123,7 @@ def resolve(request: Request) -> Sweep:
 
 def _pairs(view: View) -> list[Row]:
     """Every pair that was read: its two rows and the question they answer."""
-    known = set(view.values("row", {"protocol": "train_length"}))
+    known = set(view.values("row", TRAINED))
     return [
         Row(f"{row} − {other}", {"row": row, "other": other, "question": question.words})
         for question in QUESTIONS.values()
@@ -235,7 +236,7 @@ PAGE = Page(
             reading_rows,
             reading_columns,
             intro="Token accuracy in % (losses in nats).",
-            notes=lambda view: (*premise(view), *LEGEND),
+            notes=lambda view: (*premise(view, view.values("row", TRAINED)), *LEGEND),
         ),
     ),
     claims=claims,
