@@ -14,7 +14,7 @@ from .test_quick import README, ROOT, interval, name, points, rows
 CONTROLS = ("Baseline-SlidingWindow", "Baseline-StreamingLLM", "KNA-NoPE")
 WHOLE_CONTROLS = (*CONTROLS, "Baseline-ALiBi", "Baseline-HWFA")
 TABLES = {
-    "keynorm-workstation-onehead": ("Baseline", "KNA", CONTROLS[1]),
+    "keynorm-workstation-onehead": ("Baseline", "KNA", *CONTROLS[:2]),
     "keynorm-workstation-mha": ("Baseline", "KNA", *CONTROLS[:2]),
     "keynorm-workstation": (*VARIANTS, *WHOLE_CONTROLS),
 }
