@@ -17,10 +17,14 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
 
 
+def published(folder: str) -> dict[str, Any]:
+    """What a folder's page says, as it was published."""
+    return dict(json.loads((ROOT / "results" / folder / "table.json").read_text("utf-8")))
+
+
 def rows(folder: str) -> dict[str, Any]:
     """The published numbers of a folder, by the row's name."""
-    published = json.loads((ROOT / "results" / folder / "table.json").read_text("utf-8"))
-    return {row["row"]: row for row in published["tables"]["table"]}
+    return {row["row"]: row for row in published(folder)["tables"]["table"]}
 
 
 def table() -> list[str]:
@@ -63,8 +67,8 @@ def test_the_first_command_is_what_made_the_folder() -> None:
     command = README.split("<!-- command 1: reproduce -->\n```bash\n")[1].split("\n```")[0]
     assert command.endswith(".venv/bin/normattn reproduce keynorm --preset quick")
     assert "normattn reproduce keynorm --preset quick`" in page("table.md")
-    published = json.loads((ROOT / "results/keynorm-quick/config.json").read_text("utf-8"))
-    assert holds(published["config"], written("quick"))
+    resolved = json.loads((ROOT / "results/keynorm-quick/config.json").read_text("utf-8"))
+    assert holds(resolved["config"], written("quick"))
     assert {name(variant, method) for variant in VARIANTS for method in METHODS} == set(
         rows("keynorm-quick")
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from normattn.studies.keynorm import METHODS, VARIANTS
 from normattn.sweep.reading import AS_IS
 
-from .test_quick import README, ROOT, interval, name, points, rows
+from .test_quick import README, interval, name, points, published, rows
 
 CONTROLS = ("Baseline-SlidingWindow", "Baseline-StreamingLLM", "KNA-NoPE")
 WHOLE_CONTROLS = (*CONTROLS, "Baseline-ALiBi", "Baseline-HWFA")
@@ -21,9 +20,9 @@ TABLES = {
 """The rows of each of the README's tables, in their order."""
 
 
-def line(row: str, published: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    own = published[row]
-    methods = [published.get(name(row, method)) for method in METHODS if method != AS_IS]
+def line(row: str, known: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    own = known[row]
+    methods = [known.get(name(row, method)) for method in METHODS if method != AS_IS]
     low, high = (f"{own['train'][end]:.1f}" for end in ("low", "high"))
     cells = [
         f"`{row}`",
@@ -41,15 +40,14 @@ def test_the_readme_has_every_row_of_the_workstation() -> None:
     tables = README.split(header)[1:]
     assert len(tables) == len(TABLES)
     for text, (folder, shown) in zip(tables, TABLES.items(), strict=True):
-        published = rows(folder)
-        assert text.splitlines()[2:][: len(shown)] == [line(row, published) for row in shown]
+        known = rows(folder)
+        assert text.splitlines()[2:][: len(shown)] == [line(row, known) for row in shown]
     assert "normattn report results/keynorm-workstation --out again" in README
 
 
 def claims(folder: str) -> dict[str, dict[str, Any]]:
     """The published claims of a folder, by their sentence."""
-    published = json.loads((ROOT / "results" / folder / "table.json").read_text("utf-8"))
-    return {claim["claim"]: claim for claim in published["claims"]}
+    return {claim["claim"]: claim for claim in published(folder)["claims"]}
 
 
 def verdict(claim: Mapping[str, Any] | None) -> str:
@@ -61,12 +59,12 @@ def verdict(claim: Mapping[str, Any] | None) -> str:
 
 
 def test_the_readme_has_a_verdict_for_every_sentence_about_kna() -> None:
-    published = [claims(folder) for folder in TABLES]
-    sentences = [sentence for sentence in published[1] if sentence.startswith("KNA ")]
-    assert {s for own in published[:2] for s in own} == set(sentences)
+    decided = [claims(folder) for folder in TABLES]
+    sentences = [sentence for sentence in decided[1] if sentence.startswith("KNA ")]
+    assert {sentence for own in decided[:2] for sentence in own} == set(sentences)
     expected = [
         f"| {sentence.replace('KNA', '`KNA`').replace('Baseline', '`Baseline`')} | "
-        f"{' | '.join(verdict(own.get(sentence)) for own in published)} |"
+        f"{' | '.join(verdict(own.get(sentence)) for own in decided)} |"
         for sentence in sentences
     ]
     table = README.split("| the source, or a control | one head of 128 | four heads of 32 |")[1]

@@ -20,7 +20,15 @@ from normattn.measure import Estimate, contrast, select
 from normattn.report.table import shown
 from normattn.report.view import Term, View
 from normattn.score.parts.yarn import YaRN
-from normattn.studies._reading import ACCURACY, POINTS, SEEN, VARIANT_ORDER, longest, ranked
+from normattn.studies._reading import (
+    ACCURACY,
+    POINTS,
+    SEEN,
+    TRAINED,
+    VARIANT_ORDER,
+    longest,
+    ranked,
+)
 from normattn.sweep import presets
 
 EQUAL = 1.0
@@ -105,7 +113,7 @@ def _yarns_ramp(view: View) -> Iterator[str]:
 
     The fastest pair turns by a radian a token, so L/2π times within L; the ramp begins at it.
     """
-    length = view.one("train_length", {"protocol": "train_length", "method": ""})
+    length = view.one("train_length", TRAINED)
     read = any("YaRN" in str(name) for name in view.values("method"))
     if not read or length is None or length / math.tau >= YaRN.beta_fast:
         return
@@ -131,13 +139,13 @@ def _longer(view: View) -> Iterator[str]:
 
 def _rows(view: View) -> list[str]:
     """The source's scores; where Baseline is the only one of them, every row."""
-    rows = ranked(view.values("row", {"protocol": "train_length", "method": ""}), VARIANT_ORDER)
+    rows = ranked(view.values("row", TRAINED), VARIANT_ORDER)
     compared = [row for row in rows if row in VARIANT_ORDER]
     return compared if len(compared) > 1 else rows
 
 
 def _at(row: str) -> dict[str, str]:
-    return {"row": row, "protocol": "train_length", "method": ""}
+    return {**TRAINED, "row": row}
 
 
 def _copied(view: View, row: str) -> Estimate | None:

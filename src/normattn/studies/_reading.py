@@ -27,6 +27,8 @@ VARIANT_ORDER = (
     *("KNA", "KNA-logn", "CosA", "CosA-logn"),
 )
 METHOD_ORDER = ("", "NTK", "YaRN", "ReRoPE")
+TRAINED: Where = {"protocol": "train_length", "method": ""}
+"""What was measured at the training length, as the row was trained."""
 ACCURACY, LOSS = accuracy(), loss()
 SEEN = accuracy("seen", "accuracy_seen")
 POINTS = Statistic(ACCURACY.name, "accuracy", ACCURACY.value, "points", 1)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from normattn.report.claim import Claim, difference
 from normattn.report.view import View
 from normattn.studies._premise import EQUAL
-from normattn.studies._reading import POINTS, change_terms, longest, minus
+from normattn.studies._reading import POINTS, TRAINED, change_terms, longest, minus
 
 SOURCE = "kexue 9859"
 CONTROL = "control"
@@ -77,12 +77,11 @@ def _past_the_training_length(view: View) -> Iterator[Claim]:
 
 
 def _at_the_training_length() -> Iterator[Claim]:
-    at: Rows = {"protocol": "train_length", "method": ""}
     for row in ("KNA", "CosA", "QNA"):
         yield _claim(
             f"{row} is slightly better at the training length",
             f"{row} − Baseline at L, accuracy",
-            *({"row": score, **at} for score in (row, "Baseline")),
+            *({"row": score, **TRAINED} for score in (row, "Baseline")),
             matters=EQUAL,
         )
 

@@ -25,6 +25,7 @@ from normattn.studies._reading import (
     ACCURACY,
     LEGEND,
     POINTS,
+    TRAINED,
     change_terms,
     history_figure,
     longest,
@@ -42,7 +43,6 @@ from normattn.sweep.study import Request, Study, Sweep, refuse_choices
 
 NAME = "questions"
 SOURCE = "left open in kexue 9859"
-TRAINED = {"protocol": "train_length", "method": ""}
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _pairs(view: View) -> list[Row]:
 
 
 def _at_l(view: View, row: str) -> tuple[Term, ...]:
-    return (Term(1.0, {"row": row, "protocol": "train_length", "method": ""}),)
+    return (Term(1.0, {**TRAINED, "row": row}),)
 
 
 def _natural(view: View, row: str) -> tuple[Term, ...]:
