@@ -214,7 +214,7 @@ STUDY = Study(
         ("", "the study itself on two cores"),
         ("--seeds 3", "with intervals over three models of each kind"),
         ("--variants Baseline,KNA --plan", "its cost"),
-        ("--preset multi30k --corpus FOLDER", "one model on multi30k"),
+        ("--preset multi30k --corpus FOLDER", "three scores on multi30k, three seeds"),
     ),
     collect=collect,
 )
