@@ -13,7 +13,7 @@ import torch
 import normattn
 from normattn.errors import InputError
 from normattn.score import ScoreSpec
-from normattn.studies.questions import NAME, QUESTIONS, STUDY, resolve
+from normattn.studies.questions import NAME, QUESTIONS, STUDY, Question, resolve
 from normattn.sweep.study import Request
 from studies.inprocess import files, run
 
@@ -37,6 +37,9 @@ def test_a_pair_differs_in_one_part_of_the_score() -> None:
 
 def test_a_row_is_named_as_its_measurements_are() -> None:
     """By its printed name: a pair under another one would be trained and left out of the page."""
+    gain = QUESTIONS["gain"]
+    asked = Question("?", (("CosA(c=2.0)", "CosA(c=4)"),), gain.at_l, gain.change)
+    assert asked.rows == ("CosA", "CosA(c=2)")
     for question in QUESTIONS.values():
         assert [ScoreSpec.parse(row).text for row in question.rows] == list(question.rows)
 

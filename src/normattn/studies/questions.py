@@ -20,6 +20,7 @@ from normattn.report.figure import Figure, IntervalColumn, Intervals
 from normattn.report.page import Page
 from normattn.report.table import Cell, Column, Row, Table
 from normattn.report.view import Term, View
+from normattn.score import ScoreSpec
 from normattn.studies._premise import EQUAL, premise
 from normattn.studies._reading import (
     ACCURACY,
@@ -56,12 +57,22 @@ class Expected:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, the rows that answer it, each with the row that it is held against."""
+    """A question, the rows that answer it, each with the row that it is held against.
+
+    Rows are spelled as their measurements are, however they were written: a pair under another
+    name would be trained and left out of the page.
+    """
 
     words: str
     pairs: tuple[tuple[str, str], ...]
     at_l: Expected
     change: Expected
+
+    def __post_init__(self) -> None:
+        spelled = tuple(
+            (ScoreSpec.parse(row).text, ScoreSpec.parse(other).text) for row, other in self.pairs
+        )
+        object.__setattr__(self, "pairs", spelled)
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -91,7 +102,7 @@ QUESTIONS: Mapping[str, Question] = {
     ),
     "constant": Question(
         "Is another constant than CosA's 4 better?",
-        tuple((f"CosA(c={c})", "CosA") for c in ("2", "3", "3.5", "6")),
+        tuple((f"CosA(c={c})", "CosA") for c in (2, 3, 3.5, 6)),
         BETTER,
         LOSES_LESS,
     ),
