@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -60,12 +61,17 @@ def test_a_row_beyond_the_measurements_time_is_read_once(working: Working) -> No
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_training_under_bf16_is_timed_in_fp32_too(precision: str) -> None:
+def test_a_training_under_bf16_is_timed_in_fp32_too(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resolved = Request(
         preset="smoke", changes={"training.precision": precision, "training.device": "cpu"}
     )
     cell = keynorm.STUDY.resolve(resolved).cells[0]
+    scored = Mock(return_value=1e-6)
+    monkeypatch.setattr(language, "_score_seconds", scored)
     timed = rates.rates(cell)
+    scored.assert_called_once_with(cell)  # It is the same in both.
     expected = {"train", "score", "fp32"} if precision == "bf16" else {"train", "score"}
     assert timed.keys() == expected
     assert all(seconds > 0 for seconds in timed.values())

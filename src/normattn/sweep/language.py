@@ -91,9 +91,13 @@ class CausalCell(Cell):
         trained = TrainStage(self.workload, self.training_config, paths.run)
         return [trained, *self.after(paths)]
 
-    def rates(self) -> dict[str, float]:
-        """Measured at its training and at its longest tested length."""
-        return _causal_rates(self)
+    def train_seconds(self) -> float:
+        """By steps on random tokens: no corpus need be read for it."""
+        return _train_seconds(self)
+
+    def score_seconds(self) -> float:
+        """Of random tokens, at the longest tested length."""
+        return _score_seconds(self)
 
     @abstractmethod
     def after(self, paths: CellPaths) -> list[Stage]:
@@ -268,36 +272,48 @@ def usable_methods(
     return tuple(method for method, why in refused.items() if why is None), omissions
 
 
-def _causal_rates(cell: CausalCell) -> dict[str, float]:
-    """The same for a language model, at its training and at its longest tested length."""
+def _train_seconds(cell: CausalCell) -> float:
     config = cell.training_config
-    device = choose_device(config.device)
-    model = CausalLM(config.model).to(device)
+    model, random = _on_random_tokens(config)
     optimiser, _ = make_optimiser(model, config.optimiser)
     length = config.model.train_length
 
-    def ids(rows: int, tokens: int) -> torch.Tensor:
-        return torch.randint(config.model.vocab_size, (rows, tokens + 1), device=device)
-
     def train(rows: int) -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-            loss = model.loss(ids(rows, length)).loss
+        ids = random(rows, length)
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+            loss = model.loss(ids).loss
         torch.autograd.backward(loss)
         optimiser.step()
         optimiser.zero_grad()
         loss.item()
 
-    def score(rows: int) -> None:
-        bf16 = cell.evaluation.precision == "bf16"
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            model.token_scores(ids(rows, longest)).loss.sum().item()
+    return _per_row(train, config.batch_size) / length
 
-    longest = length * max(cell.evaluation.multiples)
-    most = max(1, cell.evaluation.max_tokens // longest)
-    return {
-        "train": _per_row(train, config.batch_size) / length,
-        "score": _per_row(score, min(most, cell.evaluation.max_windows)) / longest,
-    }
+
+def _score_seconds(cell: CausalCell) -> float:
+    config, settings = cell.training_config, cell.evaluation
+    model, random = _on_random_tokens(config)
+    longest = config.model.train_length * max(settings.multiples)
+
+    def score(rows: int) -> None:
+        ids = random(rows, longest)
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+            model.token_scores(ids).loss.sum().item()
+
+    most = max(1, settings.max_tokens // longest)
+    return _per_row(score, min(most, settings.max_windows)) / longest
+
+
+def _on_random_tokens(
+    config: TrainingConfig,
+) -> tuple[CausalLM, Callable[[int, int], torch.Tensor]]:
+    """The model, and rows of tokens to read, with the one more that the last predicts."""
+    device = choose_device(config.device)
+
+    def ids(rows: int, tokens: int) -> torch.Tensor:
+        return torch.randint(config.model.vocab_size, (rows, tokens + 1), device=device)
+
+    return CausalLM(config.model).to(device), ids
 
 
 def _per_row(work: Callable[[int], None], rows: int) -> float:

@@ -37,8 +37,9 @@ def measure_cell(job: Path, find: Find, parent: int = 0) -> None:
 def rates(cell: Cell) -> dict[str, float]:
     """Seconds per token of this cell: `train` and `score`, and `fp32` where that may be less."""
     torch.set_num_threads(cell.training_config.threads)
-    measured, in_fp32 = _rates(cell), _in_fp32(cell)
-    return measured if in_fp32 is None else {**measured, "fp32": _rates(in_fp32)["train"]}
+    train, score, in_fp32 = _train_seconds(cell), cell.score_seconds(), _in_fp32(cell)
+    measured = {"train": train, "score": train / 3 if score is None else score}
+    return measured if in_fp32 is None else {**measured, "fp32": _train_seconds(in_fp32)}
 
 
 def _in_fp32(cell: Cell) -> Cell | None:
@@ -52,13 +53,9 @@ def _in_fp32(cell: Cell) -> Cell | None:
     return cell.model_copy(update=changed)
 
 
-def _rates(cell: Cell) -> dict[str, float]:
-    own = cell.rates()
-    if own is not None:
-        return own
-    train = _step_seconds(cell)
-    # Scoring is a forward pass: a third of a step's work.
-    return {"train": train, "score": train / 3}
+def _train_seconds(cell: Cell) -> float:
+    own = cell.train_seconds()
+    return _step_seconds(cell) if own is None else own
 
 
 def _step_seconds(cell: Cell) -> float:

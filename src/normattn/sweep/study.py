@@ -125,10 +125,12 @@ class Cell(Settings, ABC):
             factors=factors,
         )
 
-    def rates(self) -> dict[str, float] | None:
-        """Seconds per trained and per scored token (`train`, `score`), where a cell measures them
-        in a way of its own; None: by training steps on its own batches.
-        """
+    def train_seconds(self) -> float | None:
+        """Seconds per trained token; None: as measured by steps on the cell's own batches."""
+        return None
+
+    def score_seconds(self) -> float | None:
+        """Seconds per scored token; None: a third of a trained one's, for its forward pass."""
         return None
 
     def prepare(self) -> Any:
