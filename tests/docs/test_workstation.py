@@ -1,4 +1,4 @@
-"""The README's tables of the workstation's models are what was published of them."""
+"""The tables of the workstation's models in README and findings are what was published."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from normattn.studies.keynorm import METHODS, VARIANTS
 from normattn.sweep.reading import AS_IS
 
-from .test_quick import README, interval, name, points, published, rows
+from .test_quick import README, ROOT, interval, name, points, published, rows
 
 CONTROLS = ("Baseline-SlidingWindow", "Baseline-StreamingLLM", "KNA-NoPE")
 WHOLE_CONTROLS = (*CONTROLS, "Baseline-ALiBi", "Baseline-HWFA")
@@ -17,7 +17,8 @@ TABLES = {
     "keynorm-workstation-mha": ("Baseline", "KNA", *CONTROLS[:2]),
     "keynorm-workstation": (*VARIANTS, *WHOLE_CONTROLS),
 }
-"""The rows of each of the README's tables, in their order."""
+"""The rows of each table, in their order: the second is that of `docs/findings.md`."""
+FINDINGS = (ROOT / "docs" / "findings.md").read_text("utf-8")
 
 
 def line(row: str, known: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
@@ -35,10 +36,10 @@ def line(row: str, known: Mapping[str, Mapping[str, Mapping[str, float]]]) -> st
     return f"| {' | '.join(cells)} |"
 
 
-def test_the_readme_has_every_row_of_the_workstation() -> None:
+def test_the_texts_have_every_row_of_the_workstation() -> None:
     header = "| trained as | at L | tiled, seen, 8 L | natural, 8 L | change, as it is |"
-    tables = README.split(header)[1:]
-    assert len(tables) == len(TABLES)
+    (one_head, unit), (four_heads,) = (text.split(header)[1:] for text in (README, FINDINGS))
+    tables = (one_head, four_heads, unit)
     for text, (folder, shown) in zip(tables, TABLES.items(), strict=True):
         known = rows(folder)
         assert text.splitlines()[2:][: len(shown)] == [line(row, known) for row in shown]
