@@ -93,11 +93,37 @@ class CausalCell(Cell):
 
     def train_seconds(self) -> float:
         """By steps on random tokens: no corpus need be read for it."""
-        return _train_seconds(self)
+        config = self.training_config
+        model, random = _on_random_tokens(config)
+        optimiser, _ = make_optimiser(model, config.optimiser)
+        length = config.model.train_length
+
+        def train(rows: int) -> None:
+            ids = random(rows, length)
+            bf16 = config.precision == "bf16"
+            with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
+                loss = model.loss(ids).loss
+            torch.autograd.backward(loss)
+            optimiser.step()
+            optimiser.zero_grad()
+            loss.item()
+
+        return _per_row(train, config.batch_size) / length
 
     def score_seconds(self) -> float:
         """Of random tokens, at the longest tested length."""
-        return _score_seconds(self)
+        config, settings = self.training_config, self.evaluation
+        model, random = _on_random_tokens(config)
+        longest = config.model.train_length * max(settings.multiples)
+
+        def score(rows: int) -> None:
+            ids = random(rows, longest)
+            bf16 = settings.precision == "bf16"
+            with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
+                model.token_scores(ids).loss.sum().item()
+
+        most = max(1, settings.max_tokens // longest)
+        return _per_row(score, min(most, settings.max_windows)) / longest
 
     @abstractmethod
     def after(self, paths: CellPaths) -> list[Stage]:
@@ -270,38 +296,6 @@ def usable_methods(
     }
     omissions = [Omission(variant, method, why) for method, why in refused.items() if why]
     return tuple(method for method, why in refused.items() if why is None), omissions
-
-
-def _train_seconds(cell: CausalCell) -> float:
-    config = cell.training_config
-    model, random = _on_random_tokens(config)
-    optimiser, _ = make_optimiser(model, config.optimiser)
-    length = config.model.train_length
-
-    def train(rows: int) -> None:
-        ids = random(rows, length)
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-            loss = model.loss(ids).loss
-        torch.autograd.backward(loss)
-        optimiser.step()
-        optimiser.zero_grad()
-        loss.item()
-
-    return _per_row(train, config.batch_size) / length
-
-
-def _score_seconds(cell: CausalCell) -> float:
-    config, settings = cell.training_config, cell.evaluation
-    model, random = _on_random_tokens(config)
-    longest = config.model.train_length * max(settings.multiples)
-
-    def score(rows: int) -> None:
-        ids = random(rows, longest)
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
-            model.token_scores(ids).loss.sum().item()
-
-    most = max(1, settings.max_tokens // longest)
-    return _per_row(score, min(most, settings.max_windows)) / longest
 
 
 def _on_random_tokens(
