@@ -11,6 +11,7 @@ from normattn.commands.reporting import report
 from normattn.errors import InputError
 from normattn.studies.window import STUDY, resolve
 from normattn.sweep.language import ReadCell, TextConfig
+from normattn.sweep.layout import CellPaths
 from normattn.sweep.study import Request
 from studies.inprocess import files, run, run_killed
 
@@ -39,7 +40,9 @@ def test_the_windows_of_the_source() -> None:
     assert sweep.out == Path("runs/window-laptop")
 
 
-def test_a_report_says_which_records_are_gone(tiny: Path, tmp_path: Path) -> None:
+def test_a_report_says_what_is_not_finished_and_which_records_are_gone(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "study"
     sweep = resolve(Request(str(tiny), out=out, changes=FEW))
     run(STUDY, sweep)
@@ -47,6 +50,15 @@ def test_a_report_says_which_records_are_gone(tiny: Path, tmp_path: Path) -> Non
     (out / "config.json").write_text(json.dumps(config))
     report([out], tmp_path / "again")
     assert (tmp_path / "again" / "table.md").is_file()
+    assert not capsys.readouterr().err
+
+    done = CellPaths.of(out, "Baseline", 0).done
+    done.rename(done.with_name("aside.json"))
+    report([out], tmp_path / "again")
+    assert capsys.readouterr().err == (
+        f"normattn: of {out} not finished, and on the page as far as measured: Baseline seed0\n"
+    )
+    done.with_name("aside.json").rename(done)
 
     next(out.glob("cells/Baseline/seed0/evaluations/*.parquet")).unlink()
     with pytest.raises(InputError, match=r"Baseline/seed0 was finished, but records of its eval"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +82,7 @@ def _measured(folder: Path, named: str | None) -> Measured | None:
     if kind is not None and (folder / "jobs").is_dir():
         study = find(named) if named else _study_of_cells(folder) or find(kind)
         _refuse_lost(study, folder)
+        _tell_unfinished(folder)
         return Measured(study, config, study.measurements(folder), Corpora.below(folder))
     # A page made of runs lies among them by default: they may have been measured again since.
     if (folder / frame.FILE).is_file() and (kind in OF_COMMANDS or not _runs([folder])):
@@ -145,6 +147,18 @@ def _refuse_lost(study: Study, folder: Path) -> None:
                     f"{paths.run} was finished, but records of its {stage.phase} are missing; the "
                     "study's own command on this folder makes them again"
                 )
+
+
+def _tell_unfinished(folder: Path) -> None:
+    """Say whose measurements are not whole: a page shows what there is of them."""
+    begun = (at for at in CellPaths.below(folder) if not at.done.exists())
+    names = [f"{at.run.parent.name} {at.run.name}" for at in begun if not at.diverged.exists()]
+    if names:
+        print(
+            f"normattn: of {folder} not finished, and on the page as far as measured: "
+            f"{', '.join(names)}",
+            file=sys.stderr,
+        )
 
 
 def of_runs(places: Sequence[Path]) -> pl.DataFrame:
