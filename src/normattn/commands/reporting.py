@@ -82,8 +82,9 @@ def _measured(folder: Path, named: str | None) -> Measured | None:
     if kind is not None and (folder / "jobs").is_dir():
         study = find(named) if named else _study_of_cells(folder) or find(kind)
         _refuse_lost(study, folder)
+        found = Measured(study, config, study.measurements(folder), Corpora.below(folder))
         _tell_unfinished(folder)
-        return Measured(study, config, study.measurements(folder), Corpora.below(folder))
+        return found
     # A page made of runs lies among them by default: they may have been measured again since.
     if (folder / frame.FILE).is_file() and (kind in OF_COMMANDS or not _runs([folder])):
         measured = frame.read(folder / frame.FILE)
