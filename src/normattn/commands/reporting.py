@@ -63,7 +63,10 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
     if len(of_studies) == len(places) and len({part.study.name for part in of_studies}) == 1:
         whole = _joined(places, of_studies, out) if several else of_studies[0]
         _leave_settings(whole, places[0], out)
-        say(out, whole.study.report(whole.frame, out, whole.config))
+        figures = whole.study.report(whole.frame, out, whole.config)
+        for folder in places:
+            _tell_unfinished(folder)
+        say(out, figures)
         return
     kinds = ["runs" if part is None else f"the study {part.study.name}" for part in known]
     for folder, part, kind in zip(places, known, kinds, strict=True):
@@ -82,9 +85,7 @@ def _measured(folder: Path, named: str | None) -> Measured | None:
     if kind is not None and (folder / "jobs").is_dir():
         study = find(named) if named else _study_of_cells(folder) or find(kind)
         _refuse_lost(study, folder)
-        found = Measured(study, config, study.measurements(folder), Corpora.below(folder))
-        _tell_unfinished(folder)
-        return found
+        return Measured(study, config, study.measurements(folder), Corpora.below(folder))
     # A page made of runs lies among them by default: they may have been measured again since.
     if (folder / frame.FILE).is_file() and (kind in OF_COMMANDS or not _runs([folder])):
         measured = frame.read(folder / frame.FILE)
