@@ -127,6 +127,36 @@ def test_a_window_bounds_the_memory_and_how_far_one_can_go_back() -> None:
     assert cache.length == 90
 
 
+WINDOWED = (
+    "Baseline-SlidingWindow(window=3)",
+    "KNA-logn-SlidingWindow(window=4,stretched=true)",
+    "Baseline-SlidingWindow(window=4,stretched=true)-DynamicNTK",
+    "QKRMSNorm-DynamicNTK-logn-FullEvery(every=2,window=3,stretched=true)",
+    "CosA-HWFA",
+    "KNA-SlidingWindow(window=3)-Selective",
+    "KNA-SlidingWindow(window=3)-FoX",
+    "Baseline-SlidingWindow(window=3)-Packed",
+)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_what_a_window_forgets_is_missed_by_no_row(
+    name: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Rooms so small that they are emptied several times, past several multiples of L.
+    monkeypatch.setattr("normattn.layers.cache._SMALLEST", 2)
+    model, sizes = _model(name), [6, 1, 1, 1, 3, 1, 1, 1, 5, *[1] * 12]
+    ids, padding = _ids(2, sum(sizes)), torch.zeros(2, sum(sizes), dtype=torch.bool)
+    padding[1, : 4 * padded] = True
+    cache, parts = model.new_cache(), zip(ids.split(sizes, 1), padding.split(sizes, 1), strict=True)
+    read = torch.cat([model(part, pad, cache) for part, pad in parts], 1)
+    assert any(layer.dropped > L for layer in cache.layers)
+    for row, count in enumerate(padding.sum(1).tolist()):
+        _close(read[row : row + 1, count:], model(ids[row : row + 1, count:]))
+
+
 @torch.no_grad()
 def test_a_static_cache_takes_its_room_at_once_and_never_more() -> None:
     model, ids = MODELS["KNA-logn"], _ids(2, 12)

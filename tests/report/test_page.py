@@ -52,11 +52,12 @@ def claim(sign: int = 1, matters: float | None = None, margin: float = 0.0) -> C
         (made(0.0, noise=30.0), claim(matters=0.5), "too little data"),
         (made(5.0, seeds=2), claim(), "too little data"),
         (made(5.0, units=1), claim(), "too little data"),
-        # "As good as", by a margin: a little worse holds, much worse is the opposite.
+        # "As good as", by a margin: a little worse holds, worse by more is the opposite.
         (made(0.0), claim(margin=5.0), "found"),
         (made(-1.0), claim(margin=5.0), "found"),
         (made(-4.0), claim(margin=5.0), "found"),
-        (made(-4.9, noise=5.0), claim(margin=5.0), "the opposite"),
+        (made(-4.9, noise=5.0), claim(margin=5.0), "a difference"),
+        (made(5.1, noise=5.0), claim(sign=-1, margin=5.0), "a difference"),
         (made(-9.0), claim(margin=5.0), "the opposite"),
         (made(1.0), claim(sign=-1, margin=5.0), "found"),
         (made(9.0), claim(sign=-1, margin=5.0), "the opposite"),
@@ -65,7 +66,7 @@ def claim(sign: int = 1, matters: float | None = None, margin: float = 0.0) -> C
         (made(0.0, seeds=2), claim(margin=5.0), "too little data"),
     ],
 )
-def test_the_four_verdicts(measured: pl.DataFrame, tested: Claim, verdict: str) -> None:
+def test_the_verdicts(measured: pl.DataFrame, tested: Claim, verdict: str) -> None:
     found = decide([tested], View(measured, SMALL))
     assert [each.verdict for each in found] == [verdict]
     if verdict == "too little data":
@@ -122,7 +123,7 @@ def test_a_margin_moves_what_the_difference_is_held_against() -> None:
     assert moved.p_from(0.0) == moved.p
     near, far = (decide([claim(margin=m)], View(made(-2.0), SMALL))[0] for m in (2.1, 3.0))
     # Certainly below 0 by both; certainly by less than 3, not certainly by less than 2.1.
-    assert (near.verdict, far.verdict) == ("the opposite", "found")
+    assert (near.verdict, far.verdict) == ("a difference", "found")
 
 
 def test_a_margin_errs_no_more_often_than_it_says() -> None:

@@ -254,6 +254,7 @@ class WindowCache(KeyValueCache):
             for room in (self._keys, self._values):
                 room.drop(0, gone, capacity)
             self.selected = {at: taken[:, gone:] for at, taken in self.selected.items()}
+            self.turned.clear()  # Its columns were those of the keys before.
             self.dropped += gone
 
 

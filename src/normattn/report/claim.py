@@ -1,14 +1,15 @@
 """Claims: a sentence of a source, the contrast that tests it, and a verdict.
 
-Four verdicts are told apart. *found*: the difference has the claimed sign and its p, corrected
-for all claims of the page (Holm), is at most 1 − level. *the opposite*: the same with the other
-sign. *too little data*: fewer than three seeds on a side, no interval, or an interval so wide that
-the smallest effect which it would have shown exceeds `matters`, whether or not it would have been
-found as the page's only claim. *not found*: none of these.
+Four verdicts are told apart, and a fifth of sentences with a margin. *found*: the difference has
+the claimed sign and its p, corrected for all claims of the page (Holm), is at most 1 − level. *the
+opposite*: the same with the other sign. *too little data*: fewer than three seeds on a side, no
+interval, or an interval so wide that the smallest effect which it would have shown exceeds
+`matters`, whether or not it would have been found as the page's only claim. *not found*: none.
 
-A sentence that promises no loss ("as good as", "gains nothing") has a margin m and two hypotheses,
-as a non-inferiority test has: *found* where the difference is certainly less than m on the wrong
-side of 0, even if certainly on that side; else *the opposite* where it certainly is on that side.
+A sentence that promises no loss ("as good as", "gains nothing") has a margin m, as a test of
+non-inferiority has: *found* where the difference is certainly less than m on the wrong side of 0,
+even if certainly on that side; *the opposite* where it is certainly more than m on that side; else
+*a difference* where it certainly is on that side.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SEEDS = 3
 LEAST_P = 0.001
 """Below this only that it is below is said."""
 
-Verdict = Literal["found", "the opposite", "not found", "too little data"]
+Verdict = Literal["found", "the opposite", "a difference", "not found", "too little data"]
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Finding:
             return "no interval"
         if self.alone:
             return "significant only before the correction"
-        return f"only beyond ±{least:.3g} would it have shown"
+        return f"only beyond ±{least:.3g} would it have shown; ±{self.claim.matters:g} would matter"
 
 
 def explained(findings: Sequence[Finding]) -> str:
@@ -152,14 +153,16 @@ def explained(findings: Sequence[Finding]) -> str:
         )
     sentences.append(
         "“Found” and “the opposite” need p ≤ "
-        f"{1 - Bootstrap.level:.2f}, of scores also three seeds on both sides; “too little data” "
-        "says what is missing."
+        f"{1 - Bootstrap.level:.2f}, of scores also three seeds on both sides. Else it is “not "
+        "found”, or, with fewer seeds or an interval too wide to show what would matter, “too "
+        "little data”."
     )
     if any(finding.claim.margin for finding in findings):
         sentences.append(
             "A sentence that promises no loss, or nothing to gain, says in brackets how much it "
-            "allows: it is found where the difference is shown to be within that, else the "
-            "opposite where a loss (a gain) of any size is shown."
+            "allows: it is found where the difference is shown to be within that, the opposite "
+            "where it is shown to be beyond; “a difference” is shown not to be 0, and neither to "
+            "be within nor beyond."
         )
     return " ".join(sentences)
 
@@ -197,11 +200,12 @@ def _hypotheses(claim: Claim, estimate: Estimate) -> list[tuple[Verdict, float]]
     signed = estimate.value * claim.sign
     if not claim.margin:
         return [("found" if signed > 0 else "the opposite", estimate.p)]
-    within = estimate.p_from(-claim.margin * claim.sign)
-    assert within is not None, "a claim with a margin is tested by Student's t"
+    apart = estimate.p_from(-claim.margin * claim.sign)
+    assert apart is not None, "a claim with a margin is tested by Student's t"
     return [
-        ("found", within if signed > -claim.margin else 1.0),
-        ("the opposite", estimate.p if signed < 0 else 1.0),
+        ("found", apart if signed > -claim.margin else 1.0),
+        ("the opposite", apart if signed < -claim.margin else 1.0),
+        ("a difference", estimate.p if signed < 0 else 1.0),
     ]
 
 
