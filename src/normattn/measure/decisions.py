@@ -11,10 +11,8 @@ def holm(p_values: Sequence[float], groups: Sequence[int] | None = None) -> list
 
     Rejecting where p̃ ≤ α keeps the probability of any false rejection in the family below α. The
     answer is in the order of the input. `groups` numbers hypotheses of which at most one can be
-    true, as "not below −m" and "not above 0": then t_j is the number of groups that still have a
-    hypothesis (Shaffer 1986), as no more can be true together. One that follows from another of its
-    group ("not above 0" from "not above −m") may be true beside it: its p is never the larger, so
-    the first false rejection is still one of as many as there are groups.
+    true, as "just −m" and "0 or above": then t_j is the number of groups that still have a
+    hypothesis (Shaffer 1986), as no more can be true together.
     """
     if groups is None:
         groups = range(len(p_values))

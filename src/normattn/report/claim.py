@@ -136,7 +136,9 @@ class Finding:
             return "no interval"
         if self.alone:
             return "significant only before the correction"
-        return f"only beyond ±{least:.3g} would it have shown; ±{self.claim.matters:g} would matter"
+        said = f"only beyond ±{least:.3g} would it have shown"
+        matters = self.claim.matters
+        return said if matters is None else f"{said}; ±{matters:g} would matter"
 
 
 def explained(findings: Sequence[Finding]) -> str:
@@ -203,8 +205,7 @@ def _hypotheses(claim: Claim, estimate: Estimate) -> list[tuple[Verdict, float]]
     apart = estimate.p_from(-claim.margin * claim.sign)
     assert apart is not None, "a claim with a margin is tested by Student's t"
     return [
-        ("found", apart if signed > -claim.margin else 1.0),
-        ("the opposite", apart if signed < -claim.margin else 1.0),
+        ("found" if signed > -claim.margin else "the opposite", apart),
         ("a difference", estimate.p if signed < 0 else 1.0),
     ]
 

@@ -103,7 +103,7 @@ def _copying(view: View, copiers: Sequence[str] | None) -> Iterator[str]:
         said = "Copying is learned by every score"
     yield (
         f"{said}. Within L, tokens whose answer stands in the context (tiled text) minus natural "
-        f"text at the same positions, in points, where {COPIES:.0f} count as learned: "
+        f"text at the same positions, in points, where a mean of {COPIES:.0f} counts as learned: "
         f"{_listed(measured)}."
     )
 

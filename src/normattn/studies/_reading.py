@@ -9,7 +9,7 @@ changes at the training length when it is switched on there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import polars as pl
@@ -27,6 +27,8 @@ VARIANT_ORDER = (
     *("KNA", "KNA-logn", "CosA", "CosA-logn"),
 )
 METHOD_ORDER = ("", "NTK", "YaRN", "ReRoPE")
+CONTROL = "StreamingLLM"
+"""The method whose curve stands beside those of the models as they are."""
 TRAINED: Where = {"protocol": "train_length", "method": ""}
 """What was measured at the training length, as the row was trained."""
 ACCURACY, LOSS = accuracy(), loss()
@@ -175,15 +177,16 @@ def position_figures(view: View, methods: Sequence[str] | None = None) -> list[F
         if length is None:
             continue
         shown = methods or ranked(view.values("method", {"protocol": protocol}), METHOD_ORDER)
+        where = {"protocol": protocol, "length": length}
         panels = tuple(
             Panel(
-                method or "as is",
-                _position_lines(view, {"protocol": protocol, "length": length, "method": method}),
+                drawn[0] or "as is",
+                _lines(view, where, drawn, lambda at: _by_position(view, at)),
                 "position",
                 "accuracy (%)",
                 marks=(Mark(float(view.values("train_length", {"protocol": protocol})[0]), "L"),),
             )
-            for method in shown
+            for drawn in _panels(shown)
         )
         curves.append(
             Curves(
@@ -193,14 +196,40 @@ def position_figures(view: View, methods: Sequence[str] | None = None) -> list[F
     return curves
 
 
-def _position_lines(view: View, where: dict[str, Any]) -> tuple[Line, ...]:
+def _panels(methods: Sequence[str]) -> list[tuple[str, ...]]:
+    """The methods of every panel: one, but for the control, which stands beside none."""
+    if "" not in methods:
+        return [(method,) for method in methods]
+    beside = tuple(method for method in methods if method == CONTROL)
+    return [
+        (method, *beside) if method == "" else (method,)
+        for method in methods
+        if method not in beside
+    ]
+
+
+def _lines(
+    view: View,
+    where: Where,
+    methods: Sequence[str],
+    plotted: Callable[[dict[str, Any]], tuple[Point, ...]],
+) -> tuple[Line, ...]:
+    """The curve of every row by every method of a panel; a control's has its own colour."""
     lines = []
-    for row in ranked(view.values("row", where), VARIANT_ORDER):
-        at = {**where, "row": row}
-        plotted = bin_points(view, ACCURACY, at, lambda bin_: (bin_[2] + bin_[3]) / 2)
-        if plotted:
-            lines.append(Line(row, plotted, family(row), row.endswith("-logn")))
+    for method in methods:
+        for row in ranked(view.values("row", {**where, "method": method}), VARIANT_ORDER):
+            curve = plotted({**where, "row": row, "method": method})
+            if not curve:
+                continue
+            if method == methods[0]:
+                lines.append(Line(row, curve, family(row), row.endswith("-logn")))
+            else:
+                lines.append(Line(f"{row}-{method}", curve, method, dashed=True))
     return tuple(lines)
+
+
+def _by_position(view: View, at: Where) -> tuple[Point, ...]:
+    return bin_points(view, ACCURACY, at, lambda bin_: (bin_[2] + bin_[3]) / 2)
 
 
 def family(row: str) -> str:
@@ -212,20 +241,19 @@ def length_figure(view: View) -> Figure:
     """The last segment's accuracy against the length of the context before and with it."""
     methods = ranked(view.values("method", {"protocol": "last_segment"}), METHOD_ORDER)
     lengths = sorted(view.values("length", {"protocol": "last_segment"}))
-    panels = []
-    for method in methods:
-        lines = []
-        for row in ranked(view.values("row", {"protocol": "last_segment"}), VARIANT_ORDER):
-            where = {"row": row, "method": method, "protocol": "last_segment"}
-            plotted = points(view, ACCURACY, ((n, {**where, "length": n}) for n in lengths))
-            if plotted:
-                lines.append(Line(row, plotted, family(row), row.endswith("-logn")))
-        panels.append(
-            Panel(method or "as is", tuple(lines), "context (tokens)", "accuracy (%)", log_x=True)
+
+    def by_length(at: Where) -> tuple[Point, ...]:
+        return points(view, ACCURACY, ((n, {**at, "length": n}) for n in lengths))
+
+    panels = tuple(
+        Panel(
+            drawn[0] or "as is",
+            _lines(view, {"protocol": "last_segment"}, drawn, by_length),
+            *("context (tokens)", "accuracy (%)", True),
         )
-    return Curves(
-        "accuracy_by_length", "The same last segment after longer contexts", tuple(panels)
+        for drawn in _panels(methods)
     )
+    return Curves("accuracy_by_length", "The same last segment after longer contexts", panels)
 
 
 def table_figure(view: View) -> Figure:

@@ -187,7 +187,7 @@ def figures(view: View) -> list[Figure]:
         ),
         Curves(
             "reading_by_position",
-            "Text that was given, by position",
+            "Your text, by position",
             tuple(
                 Panel(
                     *(statistic.title, _position_lines(view, statistic), "tokens read", unit, True),

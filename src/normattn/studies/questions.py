@@ -177,7 +177,7 @@ COLUMNS = (
     _column("change", "change", _change, against=False),
     _column("at_l_difference", "difference at L", _at_l, against=True),
     _column("natural_difference", "difference on natural text past L", _natural, against=True),
-    _column("change_difference", "difference of the changes", _change, against=True),
+    _column("change_difference", "difference in change", _change, against=True),
 )
 
 
@@ -233,7 +233,7 @@ PAGE = Page(
             "",
             _pairs,
             COLUMNS,
-            head="score − the score it is held against",
+            head="row − reference",
             intro="Token accuracy in % of the first score as it is, and differences in points, "
             "paired over documents and seeds, with 95 % intervals.",
             notes=(

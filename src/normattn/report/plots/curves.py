@@ -135,9 +135,9 @@ def _last(line: Line) -> Point:
 def _limits(lines: Sequence[Line], log: bool) -> tuple[float, float]:
     """Limits that hold every line and its intervals, but for the widest, which run off the axis.
 
-    Those are the first two of a long line, as the first bins of a position curve hold little
-    context, and any over `_WIDE` times as wide as the middle one, as of two seeds: they would
-    flatten the rest.
+    Where no value is below 0 intervals that are do not set the axis either. The widest are the
+    first two of a long line, as the first bins of a position curve hold little context, and any
+    over `_WIDE` times as wide as the middle one, as of two seeds: they would flatten the rest.
     """
     ends = [point.value for line in lines for point in line.points]
     shown = [p for line in lines for p in line.points[2 if len(line.points) > _LONG else 0 :]]
@@ -151,6 +151,8 @@ def _limits(lines: Sequence[Line], log: bool) -> tuple[float, float]:
     if log:
         pad = (high / low) ** 0.06 if high > low else 1.5
         return low / pad, high * pad
+    if all(point.value >= 0 for line in lines for point in line.points):
+        low = max(low, 0.0)
     pad = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
     return low - pad, high + pad
 

@@ -19,6 +19,9 @@ from normattn.report.plots import style
 _ROW = 0.24  # inches
 _SMALL = 0.13  # inches of a cell that nothing is written in
 _TURNED = 5  # letters beyond which the names of columns are turned
+_APART = 0.24  # inches between the names of columns that are turned
+_FLAT = 0.9  # inches of height below which the scale's title is written beside it, level
+_BESIDE = 1.6  # inches for such a title
 
 
 def plot(figure: Grid) -> Figure:
@@ -30,13 +33,14 @@ def plot(figure: Grid) -> Figure:
         cell = max(cell, 0.12 + style.inches([*figure.columns]))
     size = (cell * len(figure.columns), (_ROW if longest else _SMALL) * len(figure.rows))
     names = style.inches([*figure.columns]) * 0.75 + 0.15 if turned else 0.3
+    flat = size[1] < _FLAT and bool(figure.scale_title)
     drawn, axes = style.axes(
         figure.title,
         1,
         1,
         size,
         left=0.2 + style.inches([*figure.rows]) + (0.25 if figure.y_title else 0),
-        beside=max(1.0, 0.4 + names - 0.15) if turned else 1.0,
+        beside=max(1.0 + _BESIDE * flat, 0.4 + names - 0.15 if turned else 0.0),
         above=names + (0.2 if figure.x_title else 0.0),
         below=0.15,
     )
@@ -50,9 +54,10 @@ def plot(figure: Grid) -> Figure:
     axis.xaxis.tick_top()
     # The stubs know set_xticks's own parameters, not those of the texts that it passes on.
     turned_by: Any = {"rotation": 45, "ha": "left", "rotation_mode": "anchor"} if turned else {}
+    every = max(1, math.ceil(_APART / cell)) if turned else 1
     axis.set_xticks(
-        np.arange(len(figure.columns)) + 0.5,
-        figure.columns,
+        np.arange(len(figure.columns))[::every] + 0.5,
+        figure.columns[::every],
         fontsize=8,
         **turned_by,
     )
@@ -72,7 +77,9 @@ def plot(figure: Grid) -> Figure:
         scale = drawn.colorbar(ScalarMappable(norm, colours), cax=bar)
         scale.formatter = FuncFormatter(lambda value, _: style.number(value))
         scale.minorformatter = NullFormatter()
-        scale.set_label(style.wrapped(figure.scale_title, max(0.9, size[1])), fontsize=8)
+        title = style.wrapped(figure.scale_title, _BESIDE if flat else size[1])
+        level: Any = {"rotation": 0, "ha": "left", "va": "center"} if flat else {}
+        scale.set_label(title, fontsize=8, **level)
         bar.tick_params(labelsize=7.5)
     return drawn
 

@@ -138,7 +138,7 @@ def figures(view: View) -> list[Figure]:
         )
         for key in ("Baseline_change", "KNA_change", "gap")
     )
-    title = "What the longest context takes from the last segment, in points of accuracy"
+    title = "Accuracy of the last segment after the longest context minus after L, in points"
     return [Intervals("factors", title, tuple(row.label for row in shown), panels)]
 
 

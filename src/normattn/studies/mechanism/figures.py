@@ -16,21 +16,28 @@ from normattn.report.figure import (
 )
 from normattn.report.view import View
 from normattn.studies.mechanism import unseen
-from normattn.studies.mechanism.measured import cosine_columns, lengths, rows, where
+from normattn.studies.mechanism.measured import QUANTILES, cosine_columns, lengths, rows, where
 
 
 def figures(view: View) -> list[Figure]:
-    """Norms against attention, cosines at both lengths, and their ranges."""
+    """Norms against attention, cosines at both lengths, and their quantiles."""
     near, far = lengths(view)
     scores = rows(view)
-    quantiles = [*cosine_columns(view, "near", near), *cosine_columns(view, "far", far)]
     ranges = Intervals(
         "cosine_ranges",
-        "The range of cos(q, k), mean over heads",
-        tuple(row.label for row in scores),
+        "Quantiles of cos(q, k) by length of the text, mean over heads",
+        tuple(f"{row.label}, {length:,}" for row in scores for length in (near, far)),
         tuple(
-            IntervalColumn(c.title, tuple(c.cell(view, row).estimate for row in scores))
-            for c in quantiles
+            IntervalColumn(
+                f"{share:.1%}",
+                tuple(c.cell(view, row).estimate for row in scores for c in at_both),
+            )
+            for share, *at_both in zip(
+                QUANTILES,
+                cosine_columns(view, "near", near),
+                cosine_columns(view, "far", far),
+                strict=True,
+            )
         ),
     )
     lines = []
