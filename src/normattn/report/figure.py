@@ -63,12 +63,17 @@ class Panel:
 
 @dataclass(frozen=True)
 class Curves:
-    """Panels of lines, side by side or below each other; lines of one label toggle together."""
+    """Panels of lines, side by side or below each other; lines of one label toggle together.
+
+    `first`: families that have the first colours, shown or not, so that each has its own in every
+    figure that names the same.
+    """
 
     name: str
     title: str
     panels: tuple[Panel, ...]
     shared_y: bool = True
+    first: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ def figure_json(figure: Figure) -> dict[str, Any]:
 
 
 def _curves(figure: Curves) -> dict[str, Any]:
-    places = ranked(line.family or line.label for panel in figure.panels for line in panel.lines)
+    families = [line.family or line.label for panel in figure.panels for line in panel.lines]
+    places = ranked(families, figure.first)
     return {
         "kind": "curves",
         "shared": figure.shared_y,

@@ -36,6 +36,6 @@ def line_colour(position: int) -> int:
     return position if position < count else 1 + (position - count) % (count - 1)
 
 
-def ranked(families: Iterable[str]) -> dict[str, int]:
-    """Each family's place, in the order in which they are first named."""
-    return {name: position for position, name in enumerate(dict.fromkeys(families))}
+def ranked(families: Iterable[str], first: Iterable[str] = ()) -> dict[str, int]:
+    """Each family's place: of `first`, named or not, then in the order in which they are named."""
+    return {name: position for position, name in enumerate(dict.fromkeys((*first, *families)))}

@@ -26,6 +26,8 @@ VARIANT_ORDER = (
     *("Baseline", "Baseline-logn", "QNA", "QNA-logn"),
     *("KNA", "KNA-logn", "CosA", "CosA-logn"),
 )
+FAMILIES = ("Baseline", "QNA", "KNA", "CosA")
+"""The source's scores, each of one colour in every figure."""
 METHOD_ORDER = ("", "NTK", "YaRN", "ReRoPE")
 CONTROL = "StreamingLLM"
 """The method whose curve stands beside those of the models as they are."""
@@ -190,7 +192,10 @@ def position_figures(view: View, methods: Sequence[str] | None = None) -> list[F
         )
         curves.append(
             Curves(
-                f"accuracy_by_position_{protocol}", f"Accuracy by position, {title} text", panels
+                f"accuracy_by_position_{protocol}",
+                f"Accuracy by position, {title} text",
+                panels,
+                first=FAMILIES,
             )
         )
     return curves
@@ -253,7 +258,8 @@ def length_figure(view: View) -> Figure:
         )
         for drawn in _panels(methods)
     )
-    return Curves("accuracy_by_length", "The same last segment after longer contexts", panels)
+    title = "The same last segment after longer contexts"
+    return Curves("accuracy_by_length", title, panels, first=FAMILIES)
 
 
 def table_figure(view: View) -> Figure:
@@ -282,7 +288,8 @@ def history_figure(view: View) -> Figure:
         for row in ranked(rows, VARIANT_ORDER)
     ]
     panel = Panel("", tuple(lines), "training step", "training loss (nats per token)")
-    return Curves("training_loss", "Training loss; bands: all seeds", (panel,))
+    title = "Training loss; bands: all seeds"
+    return Curves("training_loss", title, (panel,), first=FAMILIES)
 
 
 def loss_points(view: View, where: Where) -> tuple[Point, ...]:

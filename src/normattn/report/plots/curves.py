@@ -32,7 +32,8 @@ def plot(figure: Curves) -> Figure:
     beside = max(0.9, 0.35 + style.inches([line.label for p in panels for line in p.lines]))
     height = max(_HEIGHT, _LABEL * most)
     drawn, axes = style.axes(figure.title, rows, columns, (_WIDTH, height), beside=beside)
-    places = ranked(line.family or line.label for p in panels for line in p.lines)
+    families = [line.family or line.label for p in panels for line in p.lines]
+    places = ranked(families, figure.first)
     shared = _limits([line for p in panels for line in p.lines], panels[0].log_y)
     for axis, panel in zip(axes, panels, strict=False):
         limits = shared if figure.shared_y else _limits(panel.lines, panel.log_y)
