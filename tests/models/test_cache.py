@@ -150,7 +150,8 @@ def test_what_a_window_forgets_is_missed_by_no_row(
     model, sizes = _model(name), [6, 1, 1, 1, 3, 1, 1, 1, 5, *[1] * 12]
     ids, padding = _ids(2, sum(sizes)), torch.zeros(2, sum(sizes), dtype=torch.bool)
     padding[1, : 4 * padded] = True
-    cache, parts = model.new_cache(), zip(ids.split(sizes, 1), padding.split(sizes, 1), strict=True)
+    cache = model.new_cache()
+    parts = zip(torch.split(ids, sizes, 1), torch.split(padding, sizes, 1), strict=True)
     read = torch.cat([model(part, pad, cache) for part, pad in parts], 1)
     assert any(layer.dropped > L for layer in cache.layers)
     for row, count in enumerate(padding.sum(1).tolist()):
