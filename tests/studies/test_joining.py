@@ -17,6 +17,7 @@ from normattn.cli.app import main
 from normattn.commands.reporting import report
 from normattn.errors import InputError
 from normattn.measure import frame
+from normattn.sweep.corpora import refuse_changed_text
 
 RESULTS = Path(__file__).parents[2] / "results"
 WHOLE = RESULTS / "rmsnorm-laptop"
@@ -173,3 +174,18 @@ def test_folders_of_two_studies_are_refused(part: Part, tmp_path: Path) -> None:
         tmp_path / "out",
         "a holds the study rmsnorm and .*extend-smollm2 the study extend, which have no table",
     )
+
+
+def test_trainings_on_a_text_that_changed_stand_on_no_page_together(tmp_path: Path) -> None:
+    def trained(name: str, fingerprint: str, corpus: str = "texts") -> Path:
+        run = tmp_path / name
+        run.mkdir()
+        config = {"config": {"data": {"corpus": corpus}, "seed": len(name)}}
+        (run / "config.json").write_text(json.dumps(config))
+        (run / "corpus.json").write_text(json.dumps({"fingerprint": fingerprint, "sources": {}}))
+        return run
+
+    runs = [trained("a", "7"), trained("bb", "7"), trained("other", "8", corpus="english")]
+    refuse_changed_text([*runs, tmp_path / "not begun"])
+    with pytest.raises(InputError, match=r"/a and .*/late were trained on other texts"):
+        refuse_changed_text([*runs, trained("late", "9")])

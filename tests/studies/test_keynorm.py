@@ -91,6 +91,11 @@ def test_settings_change_the_configuration(tiny: Path) -> None:
     assert {**changed.training, "model": None} == {**plain.training, "model": None}
 
 
+def test_a_group_of_settings_is_no_value(tiny: Path) -> None:
+    with pytest.raises(InputError, match="model is a group of settings, not 5"):
+        resolve(Request(str(tiny), changes={"training.model": 5}))
+
+
 def test_every_setting_is_resolved(tiny: Path) -> None:
     training = text(resolve(Request(str(tiny))).config).training
     assert training["optimiser"]["betas"]

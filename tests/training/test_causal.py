@@ -188,6 +188,28 @@ def test_text_leaves_its_tokeniser_beside_the_model(
     assert record == {"fingerprint": prepare_tokens(config.data).fingerprint, "sources": {}}
 
 
+def test_a_run_does_not_go_on_with_another_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path / "cache"))
+    corpus = tmp_path / "text"
+    corpus.mkdir()
+
+    def write(said: str) -> None:
+        for i in range(40):
+            (corpus / f"{i}.txt").write_text(f"document {i} {said} {i} times {i} is {i * i}\n" * 9)
+
+    config = small(data={"corpus": str(corpus), "vocab_size": 300})
+    write("says that")
+    with pytest.raises(Interrupted):
+        train_causal(config, tmp_path / "run", should_stop=stop_after(5), show_progress=False)
+    write("holds another text, namely that")
+    with pytest.raises(InputError, match=r"was begun on another text: .*corpus\.json"):
+        train_causal(config, tmp_path / "run", show_progress=False)
+    write("says that")
+    assert train_causal(config, tmp_path / "run", show_progress=False).steps == config.steps
+
+
 def test_a_run_records_what_its_text_was_taken_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Generic, TypeVar
 from urllib.parse import parse_qsl
@@ -83,7 +84,11 @@ class Registry(Generic[S]):
             raise InputError(
                 f"corpus {text!r}: expected ?option=value&… behind the name"
             ) from error
-        return body, dict(pairs)
+        options = dict(pairs)
+        if len(options) < len(pairs):
+            twice = next(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)
+            raise InputError(f"corpus {text!r}: the option {twice!r} is given more than once")
+        return body, options
 
 
 def take_options(

@@ -15,6 +15,7 @@ from normattn.measure.frame import FACTOR, Factor, empty
 from normattn.measure.gather import on_common_sets
 from normattn.runs import read_metrics
 from normattn.structured import read_object
+from normattn.sweep.corpora import refuse_changed_text
 from normattn.sweep.layout import CellPaths
 
 BINS = 100
@@ -29,8 +30,10 @@ def measured_below(out: Path, factors: Sequence[str] = ()) -> pl.DataFrame:
     one length, the one with the most rows counts.
     """
     apart = [f"{FACTOR}{name}" for name in factors]
+    cells = CellPaths.below(out)
+    refuse_changed_text(paths.run for paths in cells)
     parts = [on_common_sets(collected(out), apart)]
-    for paths in CellPaths.below(out):
+    for paths in cells:
         cell = _cell(paths, factors)
         varied = {name: cell[name] for name in factors}
         parts.append(history(paths.run, cell["row"], cell["seed"], varied))

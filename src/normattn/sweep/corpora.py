@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,27 @@ class Corpora:
         if self.fingerprints:
             record = {"fingerprints": sorted(self.fingerprints), "sources": dict(self.sources)}
             write_json(folder / CORPUS_FILE, record)
+
+
+def refuse_changed_text(runs: Iterable[Path]) -> None:
+    """`InputError` where two trainings on the same settings of the data read different tokens.
+
+    Files behind an address can change from one training to the next; their models have other
+    tokenisers and were tested on other documents.
+    """
+    seen: dict[str, tuple[Path, object]] = {}
+    for run in runs:
+        if not ((run / CORPUS_FILE).is_file() and (run / "config.json").is_file()):
+            continue
+        settings = read_object(run / "config.json").get("config")
+        data = settings.get("data") if isinstance(settings, dict) else None
+        fingerprint = read_object(run / CORPUS_FILE).get("fingerprint")
+        first, known = seen.setdefault(json.dumps(data, sort_keys=True), (run, fingerprint))
+        if fingerprint != known:
+            raise InputError(
+                f"{first} and {run} were trained on other texts, though by the same settings: the "
+                "corpus changed in between; give each text a directory of its own"
+            )
 
 
 def _texts(values: object) -> bool:

@@ -13,6 +13,7 @@ import torch
 from normattn.errors import InputError
 from normattn.models.pretrained import save_model
 from normattn.runs import RunDirectory, read_metrics
+from normattn.training.corpus_record import begin_corpus
 from normattn.training.cost import Cost, check_memory
 from normattn.training.distribution import World, world
 from normattn.training.loop import OnStep, train
@@ -89,6 +90,8 @@ def train_workload(
         run = _open(workload, config, out)
 
         def make_task(this_process: World) -> Task:
+            # Now that the directory is this run's and locked.
+            this_process.on_main(lambda: begin_corpus(data, out))
             return workload.task(config, data, this_process.device, shares)
 
         return train(
