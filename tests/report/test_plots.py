@@ -19,7 +19,8 @@ from matplotlib.figure import Figure as Drawn
 from matplotlib.image import imread
 from matplotlib.text import Text
 
-from normattn.report.figure import Curves, Figure, Line, Panel, Point
+from normattn.report.figure import Curves, Figure, Grid, Line, Panel, Point
+from normattn.report.figure_json import figure_json
 from normattn.report.palette import LINES, line_colour
 from normattn.report.plots import curves, density, draw, grid, intervals
 from normattn.report.plots.labels import spread
@@ -89,8 +90,21 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(lines: int) -> None:
 
 WIDE = replace(examples.intervals(), rows=("Baseline+Muon+QK-Clip", 20 * "W", *examples.ROWS[2:]))
 
+LOW = Grid(
+    "low",
+    "Few rows of many cells, in which nothing is written",
+    ("Baseline", "KNA"),
+    tuple(f"{number / 100:.2f}" for number in range(35, 75)),
+    2 * (tuple(map(float, range(40))),),
+    2 * (40 * ("",),),
+    x_title="what the columns are",
+    scale_title="mean log2 of attention received over uniform",
+)
 
-@pytest.mark.parametrize("figure", [*KINDS, pytest.param(WIDE, id="wide letters")])
+
+@pytest.mark.parametrize(
+    "figure", [*KINDS, pytest.param(WIDE, id="wide letters"), pytest.param(LOW, id="low")]
+)
 def test_no_text_is_cut_off(figure: Figure) -> None:
     modules: dict[str, Any] = {
         "Curves": curves,
@@ -108,6 +122,33 @@ def test_no_text_is_cut_off(figure: Figure) -> None:
     assert box.y0 >= 0
     assert box.x1 <= width
     assert box.y1 <= height
+
+
+def test_names_of_narrow_columns_do_not_overlap() -> None:
+    with house_style():
+        axis = grid.plot(LOW).axes[0]
+    ticks = axis.get_xticks()
+    names = [text.get_text() for text in axis.get_xticklabels()]
+    assert names == [LOW.columns[int(tick)] for tick in ticks]
+    inches = axis.get_position().width * axis.figure.get_size_inches()[0]  # type: ignore[union-attr]
+    assert np.diff(ticks).min() * inches / len(LOW.columns) > 0.2
+
+
+def test_first_families_keep_their_colours_whether_shown_or_not() -> None:
+    def colours(*labels: str) -> dict[str, Any]:
+        lines = tuple(Line(label, (Point(0.0, 1.0), Point(1.0, 2.0))) for label in labels)
+        panel = Panel("", lines, "position", "accuracy (%)")
+        figure = Curves("figure", "", (panel,), first=("Baseline", "QNA", "KNA"))
+        with house_style():
+            drawn = curves.plot(figure).axes[0].lines
+        page = figure_json(figure)["panels"][0]["lines"]
+        for line, shown in zip(drawn, page, strict=True):
+            assert line.get_color() == LINES[shown["colour"]]
+        return {label: line.get_color() for label, line in zip(labels, drawn, strict=True)}
+
+    alone, together = colours("KNA", "window"), colours("Baseline", "QNA", "KNA")
+    assert alone["KNA"] == together["KNA"] == LINES[2]
+    assert alone["window"] not in together.values()
 
 
 def test_families_share_a_colour_and_differ_by_dashes() -> None:

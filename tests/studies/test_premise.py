@@ -10,10 +10,12 @@ import polars as pl
 import pytest
 
 from normattn.measure import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.report.figure import Curves
 from normattn.report.view import View
 from normattn.score.folded_parts import rope_frequencies
 from normattn.score.parts.yarn import YaRN
 from normattn.studies._premise import at_training_length, copying, premise
+from normattn.studies._reading import position_figures
 from normattn.studies.keynorm import STUDY
 
 L, LONGEST, DOCUMENTS = 4, 16, 40
@@ -77,6 +79,23 @@ def test_equally_good_at_the_training_length(points: dict[str, float], verdict: 
         for number, (row, value) in enumerate(list(points.items())[1:])
     }
     assert ("CosA +3.0" in said(measurements)) == (points.get("CosA") == 33.0)
+
+
+def test_a_control_is_drawn_beside_the_models_as_they_are() -> None:
+    plain = frame({"Baseline": 30.0, "KNA": 30.4})
+    read = plain.filter(row="Baseline").with_columns(method=pl.lit("StreamingLLM"))
+    yarn = plain.with_columns(method=pl.lit("YaRN"))
+    for measurements, panels in (
+        (
+            joined([plain, read, yarn]),
+            {"as is": ["Baseline", "KNA", "Baseline-StreamingLLM"], "YaRN": ["Baseline", "KNA"]},
+        ),
+        (joined([read, yarn]), {"YaRN": ["Baseline", "KNA"], "StreamingLLM": ["Baseline"]}),
+    ):
+        for figure in position_figures(view(measurements)):
+            assert isinstance(figure, Curves)
+            shown = {p.title: [line.label for line in p.lines] for p in figure.panels}
+            assert shown == panels
 
 
 def test_controls_are_no_part_of_the_premise() -> None:

@@ -204,7 +204,7 @@ def test_a_run_does_not_go_on_with_another_text(
     with pytest.raises(Interrupted):
         train_causal(config, tmp_path / "run", should_stop=stop_after(5), show_progress=False)
     write("holds another text, namely that")
-    with pytest.raises(InputError, match=r"was begun on another text: .*corpus\.json"):
+    with pytest.raises(InputError, match=r"was begun on other data: .*corpus\.json"):
         train_causal(config, tmp_path / "run", show_progress=False)
     write("says that")
     assert train_causal(config, tmp_path / "run", show_progress=False).steps == config.steps

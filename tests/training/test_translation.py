@@ -11,7 +11,7 @@ import torch
 
 from data.pairs_helpers import multi_layout
 from normattn.data.pairs import PairData, prepare_pairs
-from normattn.errors import InputError
+from normattn.errors import InputError, Interrupted
 from normattn.models.pretrained import load_as
 from normattn.models.translator import Translator
 from normattn.runs import read_metrics
@@ -104,6 +104,18 @@ def test_a_whole_training(settings: dict[str, Any], tmp_path: Path) -> None:
         parameter.numel() for parameter in model.parameters()
     )
     assert epochs(config, data) > 2
+
+
+def test_it_does_not_go_on_with_other_pairs(settings: dict[str, Any], tmp_path: Path) -> None:
+    place = multi_layout(tmp_path / "corpus", train=61)
+    config = TranslationConfig.parse(
+        {**settings, "data": {"corpus": str(place), "vocab_size": 300}}
+    )
+    with pytest.raises(Interrupted):
+        train_translation(config, tmp_path / "run", should_stop=lambda: True, show_progress=False)
+    multi_layout(place, train=60)
+    with pytest.raises(InputError, match="was begun on other data"):
+        train_translation(config, tmp_path / "run", show_progress=False)
 
 
 def test_vocabularies_follow_the_data(settings: dict[str, Any]) -> None:

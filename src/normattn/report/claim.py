@@ -136,9 +136,9 @@ class Finding:
             return "no interval"
         if self.alone:
             return "significant only before the correction"
-        said = f"only beyond ±{least:.3g} would it have shown"
-        matters = self.claim.matters
-        return said if matters is None else f"{said}; ±{matters:g} would matter"
+        if self.p is None:
+            return "no spread: all documents and seeds agree"
+        return f"only beyond ±{least:.3g} would it have shown; ±{self.claim.matters:g} would matter"
 
 
 def explained(findings: Sequence[Finding]) -> str:

@@ -27,7 +27,7 @@ VARIANT_ORDER = (
     *("KNA", "KNA-logn", "CosA", "CosA-logn"),
 )
 FAMILIES = ("Baseline", "QNA", "KNA", "CosA")
-"""The source's scores, each of one colour in every figure."""
+"""The source's scores, each of one colour in all figures of these studies."""
 METHOD_ORDER = ("", "NTK", "YaRN", "ReRoPE")
 CONTROL = "StreamingLLM"
 """The method whose curve stands beside those of the models as they are."""
@@ -202,15 +202,10 @@ def position_figures(view: View, methods: Sequence[str] | None = None) -> list[F
 
 
 def _panels(methods: Sequence[str]) -> list[tuple[str, ...]]:
-    """The methods of every panel: one, but for the control, which stands beside none."""
-    if "" not in methods:
+    """The methods of every panel: one each, but for the control beside the models as they are."""
+    if not {"", CONTROL} <= set(methods):
         return [(method,) for method in methods]
-    beside = tuple(method for method in methods if method == CONTROL)
-    return [
-        (method, *beside) if method == "" else (method,)
-        for method in methods
-        if method not in beside
-    ]
+    return [("", CONTROL), *((method,) for method in methods if method not in ("", CONTROL))]
 
 
 def _lines(

@@ -11,7 +11,8 @@ from normattn.errors import InputError
 def merged(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the nested or dotted settings of each layer laid over it.
 
-    A dotted key is a path: `{"model.dim": 64}` changes one field of `model`.
+    A dotted key is a path: `{"model.dim": 64}` changes one field of `model`. Raises `InputError`
+    where a value would replace a group of settings, or a group go below a value.
     """
     result = _copy(base)
     for layer in layers:
@@ -27,9 +28,14 @@ def _put(target: dict[str, Any], path: list[str], value: Any, key: str) -> None:
         if not isinstance(inner, dict):
             raise InputError(f"{key} cannot be set: {name} is a value, not a group of settings")
         target = inner
-    if isinstance(value, Mapping) and isinstance(target.get(last), dict):
+    group = target.get(last)
+    if isinstance(value, Mapping) and isinstance(group, dict):
         for name, inner_value in value.items():
-            _put(target[last], [name], inner_value, f"{key}.{name}")
+            _put(group, [name], inner_value, f"{key}.{name}")
+    elif isinstance(group, dict) and value is not None:
+        raise InputError(
+            f"{key} cannot be {value!r}: it is a group of settings ({', '.join(group)})"
+        )
     else:
         target[last] = _copy(value) if isinstance(value, Mapping) else value
 

@@ -152,8 +152,6 @@ class Preset(StudyPreset):
     @field_validator("training")
     @classmethod
     def _no_varied_field(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(value.get("model", {}), Mapping):
-            raise ValueError(f"model is a group of settings, not {value['model']!r}")
         if "seed" in value or "score" in value.get("model", {}):
             raise ValueError("the score and the seed are varied by the table, not set by a preset")
         return value

@@ -13,7 +13,7 @@ from normattn.data import TokenData, TrainingBatches, look_for_tokens, prepare_t
 from normattn.models.accounting import flops_per_token, parameter_count
 from normattn.training.config import TrainingConfig
 from normattn.training.continuation import new_model
-from normattn.training.corpus_record import leave_corpus
+from normattn.training.corpus_record import leave_tokeniser
 from normattn.training.cost import Cost
 from normattn.training.loop_config import CHANGEABLE
 from normattn.training.reports import TrainingResult
@@ -87,8 +87,8 @@ class CausalWorkload(Workload[TrainingConfig, TokenData]):
         )
 
     def export(self, task: Task, data: TokenData, out: Path) -> None:
-        """The tokeniser, what the text was taken from, and the model."""
-        leave_corpus(data, out)
+        """The tokeniser and the model."""
+        leave_tokeniser(data, out)
         super().export(task, data, out)
 
 

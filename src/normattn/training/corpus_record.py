@@ -1,8 +1,9 @@
-"""What a run on text leaves beside its model: the tokeniser, and what the text was taken from."""
+"""What a run leaves of its data beside its model: which it was, and the tokeniser of a text."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from normattn.atomic import write_json
 from normattn.data import TokenData
@@ -13,29 +14,33 @@ CORPUS_FILE = "corpus.json"
 TOKENISER_FILE = "tokeniser.json"
 
 
-def begin_corpus(data: object, out: Path) -> None:
-    """Note at the start of a run on tokens what it reads, or refuse to go on with another text.
+@runtime_checkable
+class HasFingerprint(Protocol):
+    """Prepared data; its `fingerprint` is a hash of all of it."""
 
-    Files behind a corpus can change while a run is stopped: it would go on with the ids of another
-    tokeniser. Raises `InputError`.
+    fingerprint: str
+
+
+def begin_corpus(data: object, out: Path) -> None:
+    """Write `corpus.json` at the start of a run, or refuse to go on with other data than it says.
+
+    It holds the `fingerprint` of the data and, of tokens, the `sources` of the text with their
+    versions. Files behind a corpus can change while a run is stopped: it would go on with the ids
+    of another tokeniser. Raises `InputError`.
     """
-    if not isinstance(data, TokenData):
+    if not isinstance(data, HasFingerprint):
         return
     record = out / CORPUS_FILE
     if record.is_file() and read_object(record).get("fingerprint") != data.fingerprint:
         raise InputError(
-            f"{out} was begun on another text: {record} has another fingerprint than the corpus as "
+            f"{out} was begun on other data: {record} has another fingerprint than the corpus as "
             "it is now; restore the corpus, or train in a new directory"
         )
-    leave_corpus(data, out)
+    sources = dict(data.sources) if isinstance(data, TokenData) else {}
+    write_json(record, {"fingerprint": data.fingerprint, "sources": sources})
 
 
-def leave_corpus(data: TokenData, out: Path) -> None:
-    """Write the tokeniser, if there is one, and `corpus.json`.
-
-    That holds the `fingerprint` of the tokens and the `sources` of the text with their versions.
-    """
+def leave_tokeniser(data: TokenData, out: Path) -> None:
+    """Write the tokeniser, if there is one."""
     if data.tokeniser is not None:
         data.tokeniser.save(out / TOKENISER_FILE)
-    record = {"fingerprint": data.fingerprint, "sources": dict(data.sources)}
-    write_json(out / CORPUS_FILE, record)

@@ -18,7 +18,7 @@ from normattn.models.masked_config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.score import ScoreSpec
 from normattn.training.continuation import Continuation, new_masked_model
-from normattn.training.corpus_record import leave_corpus
+from normattn.training.corpus_record import leave_tokeniser
 from normattn.training.cost import Cost
 from normattn.training.loop_config import CHANGEABLE, LoopConfig
 from normattn.training.reports import TrainingResult
@@ -168,8 +168,8 @@ class MaskedWorkload(Workload[MaskedConfig, TokenData]):
         )
 
     def export(self, task: Task, data: TokenData, out: Path) -> None:
-        """The tokeniser, what the text was taken from, and the model."""
-        leave_corpus(data, out)
+        """The tokeniser and the model."""
+        leave_tokeniser(data, out)
         super().export(task, data, out)
 
 

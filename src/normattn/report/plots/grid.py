@@ -34,13 +34,14 @@ def plot(figure: Grid) -> Figure:
     size = (cell * len(figure.columns), (_ROW if longest else _SMALL) * len(figure.rows))
     names = style.inches([*figure.columns]) * 0.75 + 0.15 if turned else 0.3
     flat = size[1] < _FLAT and bool(figure.scale_title)
+    scale_room = 1.0 + _BESIDE if flat else 1.0
     drawn, axes = style.axes(
         figure.title,
         1,
         1,
         size,
         left=0.2 + style.inches([*figure.rows]) + (0.25 if figure.y_title else 0),
-        beside=max(1.0 + _BESIDE * flat, 0.4 + names - 0.15 if turned else 0.0),
+        beside=max(scale_room, names + 0.25) if turned else scale_room,
         above=names + (0.2 if figure.x_title else 0.0),
         below=0.15,
     )
