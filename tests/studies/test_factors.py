@@ -18,6 +18,7 @@ from normattn.studies.keynorm import resolve as resolve_keynorm
 from normattn.sweep.language import ReadCell
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.measuring import evaluate_trained
+from normattn.sweep.run import reproduce
 from normattn.sweep.study import Request, Sweep, free_settings, with_added
 from studies.inprocess import files, run
 
@@ -159,3 +160,17 @@ def test_the_row_of_english_text_may_be_added_later(tiny: Path, tmp_path: Path) 
     assert first_difference(wanted, other, free_settings(wanted, other)) == (
         *("english", repr(str(english)), "'elsewhere'"),
     )
+
+
+def test_every_text_is_looked_at_before_any_work(tiny: Path, tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    asked = Request(
+        str(tiny),
+        out=tmp_path / "out",
+        variants=("preset", "tiger", "english"),
+        changes={**FEW, "factors.english": str(nowhere)},
+    )
+    assert len({cell.reads for cell in resolve(asked).cells}) == 2
+    with pytest.raises(InputError, match=f"{nowhere}' does not exist"):
+        reproduce(STUDY, asked)
+    assert not (tmp_path / "out").exists()

@@ -17,7 +17,7 @@ from normattn.cli.app import main
 from normattn.commands.reporting import report
 from normattn.errors import InputError
 from normattn.measure import frame
-from normattn.sweep.corpora import refuse_changed_text
+from normattn.sweep.corpora import canonical_json, refuse_changed_text
 
 RESULTS = Path(__file__).parents[2] / "results"
 WHOLE = RESULTS / "rmsnorm-laptop"
@@ -186,6 +186,9 @@ def test_trainings_on_a_text_that_changed_stand_on_no_page_together(tmp_path: Pa
         return run
 
     runs = [trained("a", "7"), trained("bb", "7"), trained("other", "8", corpus="english")]
-    refuse_changed_text([*runs, tmp_path / "not begun"])
-    with pytest.raises(InputError, match=r"/a and .*/late were trained on other texts"):
+    now = {canonical_json({"corpus": "texts"}): "7"}
+    refuse_changed_text([*runs, tmp_path / "not begun"], now)
+    with pytest.raises(InputError, match=r"the corpus as it is and what .*/other was trained on"):
+        refuse_changed_text(runs, {canonical_json({"corpus": "english"}): "9"})
+    with pytest.raises(InputError, match=r"/a and what .*/late was trained on differ"):
         refuse_changed_text([*runs, trained("late", "9")])

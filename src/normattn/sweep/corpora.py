@@ -61,23 +61,32 @@ class Corpora:
             write_json(folder / CORPUS_FILE, record)
 
 
-def refuse_changed_text(runs: Iterable[Path]) -> None:
-    """`InputError` where two trainings on the same settings of the data read different tokens.
+def canonical_json(settings: object) -> str:
+    """Settings as one text that is equal where they are."""
+    return json.dumps(settings, sort_keys=True)
 
-    Files behind an address can change from one training to the next; their models have other
-    tokenisers and were tested on other documents.
+
+def refuse_changed_text(runs: Iterable[Path], now: Mapping[str, str] | None = None) -> None:
+    """`InputError` where two trainings on the same settings of the data read different data.
+
+    `now` has the fingerprint of what was prepared, by its settings (`canonical_json`). Files behind
+    an address can change from one training to the next; their models have other tokenisers and were
+    tested on other documents.
     """
-    seen: dict[str, tuple[Path, object]] = {}
+    seen: dict[str, tuple[object, object]] = {
+        settings: ("the corpus as it is", fingerprint)
+        for settings, fingerprint in (now or {}).items()
+    }
     for run in runs:
         if not ((run / CORPUS_FILE).is_file() and (run / "config.json").is_file()):
             continue
         settings = read_object(run / "config.json").get("config")
         data = settings.get("data") if isinstance(settings, dict) else None
         fingerprint = read_object(run / CORPUS_FILE).get("fingerprint")
-        first, known = seen.setdefault(json.dumps(data, sort_keys=True), (run, fingerprint))
+        first, known = seen.setdefault(canonical_json(data), (run, fingerprint))
         if fingerprint != known:
             raise InputError(
-                f"{first} and {run} were trained on other texts, though by the same settings: the "
+                f"{first} and what {run} was trained on differ, though by the same settings: the "
                 "corpus changed in between; give each text a directory of its own"
             )
 

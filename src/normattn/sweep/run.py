@@ -17,6 +17,7 @@ from normattn.report.terminal import say, tell
 from normattn.runs import RunDirectory
 from normattn.sweep import taking
 from normattn.sweep.cell import write_cell
+from normattn.sweep.corpora import refuse_changed_text
 from normattn.sweep.headlines import headlines
 from normattn.sweep.launch.running import run_jobs
 from normattn.sweep.launch.seam import Job, Launcher, Needs, Outcome
@@ -41,6 +42,7 @@ from normattn.sweep.study import (
     with_added,
 )
 from normattn.sweep.watch import SweepProgress
+from normattn.training.corpus_record import HasFingerprint
 
 # Below this many FLOPs a sweep ends about as soon as its measurement would.
 WORTH_MEASURING = 1e10
@@ -70,7 +72,7 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
     launcher, needs = request.launcher, needs_of(sweep)
     count = len(sweep.cells)
     at_once = min(request.jobs or launcher.slots(needs) or count, count)
-    for cell in _one_of_each_kind(sweep):
+    for cell in _one_of_each_data(sweep):
         cell.workload.look(cell.training_config)
     _print_plan(console, sweep, launcher, every=only_plan)
     for line in models.lines() if models else ():
@@ -187,19 +189,27 @@ def _print_estimate(
     return rates
 
 
-def _one_of_each_kind(sweep: Sweep) -> list[Cell]:
-    """The first cell of each kind; cells of a kind read the same data."""
-    kinds = {cell.kind: cell for cell in reversed(sweep.cells)}
-    return list(reversed(kinds.values()))
+def _one_of_each_data(sweep: Sweep) -> list[Cell]:
+    """The first of the cells that read the same data, for each data."""
+    firsts = {cell.reads: cell for cell in reversed(sweep.cells)}
+    return list(reversed(firsts.values()))
 
 
 def _prepare(console: Console, sweep: Sweep) -> None:
-    """Prepare the data once before the children start, and see that it is enough for each kind."""
-    for cell in _one_of_each_kind(sweep):
+    """Prepare the data before the children start; see that it is enough, and as it was before."""
+    told: set[str] = set()
+    now: dict[str, str] = {}
+    for cell in _one_of_each_data(sweep):
         with console.status("preparing the data"):
-            lines = sweep.describe(cell, cell.prepare())
+            data = cell.prepare()
+            lines = sweep.describe(cell, data)
+        if isinstance(data, HasFingerprint):
+            now[cell.reads[1]] = data.fingerprint
         for line in lines:
-            tell(line, console)
+            if line not in told:
+                tell(line, console)
+        told |= {*lines}
+    refuse_changed_text((paths.run for paths in CellPaths.below(sweep.out)), now)
 
 
 def _run_cells(

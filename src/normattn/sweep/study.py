@@ -19,6 +19,7 @@ from normattn.measure.frame import Factor
 from normattn.report.page import Page, context, write_page
 from normattn.structured import Settings
 from normattn.sweep import presets
+from normattn.sweep.corpora import canonical_json
 from normattn.sweep.launch.local import Local
 from normattn.sweep.launch.seam import Launcher
 from normattn.sweep.layout import CellPaths
@@ -108,6 +109,12 @@ class Cell(Settings, ABC):
     def name(self) -> str:
         """How progress and errors call this cell."""
         return f"{self.variant} seed {self.seed}"
+
+    @property
+    def reads(self) -> tuple[str, str]:
+        """Cells that agree in this read the same data: the kind, and the settings of the data."""
+        data = self.training_config.model_dump(mode="json").get("data")
+        return self.kind, canonical_json(data)
 
     @property
     def readings(self) -> int:

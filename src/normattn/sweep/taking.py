@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from normattn.structured import read_object
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.measuring import EVALUATIONS, MODEL
 from normattn.sweep.stages import Stage, TrainStage
-from normattn.sweep.study import Cell, Sweep
+from normattn.sweep.study import Sweep
 from normattn.training.corpus_record import CORPUS_FILE
 
 LEFT_BEHIND = (EVALUATIONS, "checkpoints", ".*")
@@ -77,13 +78,15 @@ def take(sweep: Sweep, models: Trained) -> None:
 
     Raises `InputError` for a run of another text, and for one that is not as it was left.
     """
-    fingerprints: dict[str, Any] = {}
-    for cell in sweep.cells:
-        if cell.name not in models.runs:
-            continue
-        if cell.kind not in fingerprints:
-            fingerprints[cell.kind] = getattr(cell.prepare(), "fingerprint", None)
-        _take_one(sweep, cell, models.runs[cell.name], fingerprints[cell.kind])
+    fingerprints: dict[tuple[str, str], Any] = {}
+    taken = [cell for cell in sweep.cells if cell.name in models.runs]
+    for cell in taken:
+        if cell.reads not in fingerprints:
+            fingerprints[cell.reads] = getattr(cell.prepare(), "fingerprint", None)
+        _refuse_unusable(models.runs[cell.name], fingerprints[cell.reads])
+    for cell in taken:
+        place = CellPaths.of(sweep.out, cell.variant, cell.seed).run
+        write_directory(place, partial(_copy, models.runs[cell.name]))
 
 
 def _unlike(run: Path, stage: Stage) -> str:
@@ -105,7 +108,7 @@ def _unlike(run: Path, stage: Stage) -> str:
     return f"{name} is {old} there and {new} here"
 
 
-def _take_one(sweep: Sweep, cell: Cell, run: Path, fingerprint: str | None) -> None:
+def _refuse_unusable(run: Path, fingerprint: str | None) -> None:
     record = run / CORPUS_FILE
     if not record.is_file():
         raise InputError(
@@ -117,14 +120,6 @@ def _take_one(sweep: Sweep, cell: Cell, run: Path, fingerprint: str | None) -> N
             f"the run in {run} was trained on another text: its {CORPUS_FILE} has another "
             "fingerprint than the corpus here; train here, or read with the same packages installed"
         )
-    _refuse_damage(run)
-    write_directory(
-        CellPaths.of(sweep.out, cell.variant, cell.seed).run,
-        lambda folder: _copy(run, folder),
-    )
-
-
-def _refuse_damage(run: Path) -> None:
     status = RunDirectory.existing(run).status
     for name in status.files if status else ():
         unchanged(run / name)
