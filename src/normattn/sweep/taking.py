@@ -85,8 +85,8 @@ def take(sweep: Sweep, models: Trained) -> None:
             fingerprints[cell.reads] = getattr(cell.prepare(), "fingerprint", None)
         _refuse_unusable(models.runs[cell.name], fingerprints[cell.reads])
     for cell in taken:
-        place = CellPaths.of(sweep.out, cell.variant, cell.seed).run
-        write_directory(place, partial(_copy, models.runs[cell.name]))
+        run = CellPaths.of(sweep.out, cell.variant, cell.seed).run
+        write_directory(run, partial(_copy, models.runs[cell.name]))
 
 
 def _unlike(run: Path, stage: Stage) -> str:
