@@ -78,6 +78,14 @@ def stat_of(path: Path) -> os.stat_result:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
+def identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    """What differs once a file was written to, and between two files that look alike.
+
+    Size and modification time can be set back; inode and change time are the system's own.
+    """
+    return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading.

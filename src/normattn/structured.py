@@ -10,9 +10,9 @@ import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from normattn.errors import InputError
 from normattn.files import read_bytes
@@ -26,9 +26,32 @@ MOST_DIGITS = 64
 
 
 class Settings(BaseModel):
-    """Base of every group of settings: frozen, and an unknown field is an error."""
+    """Base of every group of settings: frozen; an unknown field is an error, as is true for 1."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_truth_for_a_number(cls, values: Any) -> Any:
+        given = values if isinstance(values, dict) else {}
+        for name, field in cls.model_fields.items():
+            types = set(_parts(field.annotation))
+            if _holds_truth(given.get(name)) and types & {int, float} and not types & {bool, Any}:
+                raise ValueError(f"{name}: expected a number, not true or false")
+        return values
+
+
+def _holds_truth(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds_truth, value))
+    return isinstance(value, bool)
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """The types that a type is made of, itself among them."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _parts(part)
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
@@ -74,6 +97,44 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     """The table that TOML text says; bounds as of `parse_json`, but NaN and infinity are TOML."""
     table: dict[str, Any] = _bounded(lambda: tomllib.loads(text), where, "TOML")
     return table
+
+
+def read_typed(text: str, source: str) -> Any:
+    """The value that is meant by a setting's text: TOML's, or none or null, else the text itself.
+
+    What only began as TOML, a list nested without end or a number of thousands of digits, is
+    refused: nobody means it as text.
+    """
+    if text in ("none", "null"):
+        return None
+    try:
+        table = parse_toml(f"value = {text}", source)
+    except InputError as error:
+        if isinstance(error.__cause__, tomllib.TOMLDecodeError):
+            return text
+        raise
+    return table["value"] if table.keys() == {"value"} else text
+
+
+def typed(name: str, value: Any) -> list[str]:
+    """`name=value` as it is typed, so that `read_typed` gives the value again.
+
+    A group of settings is typed one by one.
+    """
+    if isinstance(value, Mapping) and value:
+        return [line for key, inner in value.items() for line in typed(f"{name}.{key}", inner)]
+    if isinstance(value, str) and value.strip() == value and read_typed(value, name) == value:
+        return [f"{name}={value}"]
+    return [f"{name}={'none' if value is None else _as_toml(value)}"]
+
+
+def _as_toml(value: Any) -> str:
+    """A value within one line of TOML, whose strings and numbers are those of JSON."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_as_toml(k)} = {_as_toml(v)}' for k, v in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def refuse_beyond(values: Any, where: str) -> None:

@@ -10,11 +10,14 @@ from typing import Any
 
 import polars as pl
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cli.conftest import Command
 from normattn import studies
 from normattn.commands import values
 from normattn.score import registry
+from normattn.structured import typed
 from normattn.sweep.merging import merged
 
 
@@ -208,6 +211,28 @@ def test_seeds(text: str, expected: tuple[int, ...]) -> None:
 )
 def test_assignments(text: str, value: object) -> None:
     assert values.assignments([f"a.b={text}"]) == {"a.b": value}
+
+
+WHOLE = st.integers(-(1 << 63), (1 << 63) - 1)
+REAL = st.floats(allow_nan=False, allow_infinity=False)
+WITHOUT_NONE = st.booleans() | WHOLE | REAL | st.text()
+
+
+@given(st.none() | WITHOUT_NONE | st.lists(WITHOUT_NONE | st.lists(WITHOUT_NONE), max_size=4))
+def test_a_setting_is_typed_as_it_is_read(value: Any) -> None:
+    assert values.assignments(typed("a.b", value)) == {"a.b": value}
+
+
+def test_a_group_is_typed_setting_by_setting() -> None:
+    group = {"layers": 2, "score": {"name": "KNA"}, "betas": [0.9, 0.95], "rows": [{"n": "5"}]}
+    said = typed("model", group)
+    assert said == [
+        "model.layers=2",
+        "model.score.name=KNA",
+        "model.betas=[0.9, 0.95]",
+        'model.rows=[{"n" = "5"}]',
+    ]
+    assert merged({"model": {}}, values.assignments(said)) == {"model": group}
 
 
 def test_layers_of_settings() -> None:

@@ -14,11 +14,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from normattn.data import parse_corpus
 from normattn.data.corpora import parquet as parquet_corpus
 from normattn.data.corpora import path as path_corpus
-from normattn.data.corpora.budget import spread
+from normattn.data.corpora.budget import shares, spread
 from normattn.data.corpora.reading import pieces
 from normattn.data.corpora.text_file import PIECE_CHARACTERS
 from normattn.errors import InputError
@@ -317,15 +319,38 @@ def test_a_limit_is_spread_and_never_passed(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_sees_changes_but_not_the_place(tmp_path: Path) -> None:
-    places = [tmp_path / "a", tmp_path / "b"]
-    for place in places:
-        place.mkdir()
-        (place / "x.txt").write_text("text", encoding="utf-8")
+    def write(place: Path, text: str) -> str:
+        place.mkdir(exist_ok=True)
+        (place / "x.txt").write_text(text, encoding="utf-8")
         os.utime(place / "x.txt", ns=(10**18, 10**18))
-    first, second = (parse_corpus(str(place)).fingerprint() for place in places)
-    assert first == second
-    (places[0] / "x.txt").write_text("other text", encoding="utf-8")
-    assert parse_corpus(str(places[0])).fingerprint() != first
+        return parse_corpus(str(place)).fingerprint()
+
+    first = write(tmp_path / "a", "text")
+    # Of one name, size and time, and of another content.
+    assert write(tmp_path / "b", "TEXT") != first
+    (tmp_path / "a").rename(tmp_path / "c")
+    assert parse_corpus(str(tmp_path / "c")).fingerprint() == first
+    assert write(tmp_path / "c", "TEXT") != first
+
+
+def test_a_file_larger_than_what_is_left_is_cut(tmp_path: Path) -> None:
+    assert shares([10] * 10, 160) == [10] * 10
+    assert shares([1] * 80, 40) == spread([1] * 80, 40)
+    assert shares([5, 5], None) == shares([5, 5], 10) == [5, 5]
+    for name, size in (("a", 300), ("b", 1_000_000), ("c", 300), ("d", 1_000_000)):
+        (tmp_path / f"{name}.txt").write_text(f"{name * 9}\n" * (size // 10), encoding="utf-8")
+    read = names_and_texts(tmp_path, limit=1_000_000)
+    by_file = {name: sum(len(t) for n, t in read if n.startswith(name)) for name in "abcd"}
+    assert 999_900 < sum(by_file.values()) <= 1_000_000
+    assert abs(by_file["b"] - by_file["d"]) < 1000
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 5000))
+def test_shares_use_the_limit(sizes: list[int], limit: int) -> None:
+    parts = shares(sizes, limit)
+    assert all(0 <= part <= size for part, size in zip(parts, sizes, strict=True))
+    assert sum(parts) <= limit
+    assert min(limit, sum(sizes)) - sum(parts) <= max(1, limit // 16)
 
 
 @pytest.mark.parametrize("name", ["wikitext-2", "shakespeare", "multi30k"])

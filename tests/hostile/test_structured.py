@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from normattn import structured
 from normattn.bench.record import Record
@@ -162,3 +163,32 @@ def test_what_is_within_bounds_is_read(tmp_path: Path) -> None:
     found = structured.parse_json(text, "here")
     assert found["b"] == int("9" * 39)
     assert found["c"] == 1e300
+
+
+class Inner(structured.Settings):
+    rate: float | None = 0.1
+
+
+class Outer(structured.Settings):
+    steps: int = 1
+    pairs: tuple[tuple[int, float], ...] = ()
+    flag: bool = False
+    either: int | bool = 0
+    label: str | int = ""
+    anything: Any = None
+    inner: Inner = Inner()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("steps", True), ("pairs", [[1, False]]), ("label", True), ("inner", {"rate": True})],
+)
+def test_true_is_no_number(field: str, value: object) -> None:
+    with pytest.raises(ValidationError, match="expected a number, not true or false"):
+        Outer.model_validate({field: value})
+
+
+def test_true_where_it_is_meant() -> None:
+    given = {"flag": True, "either": True, "anything": [True], "inner": {"rate": None}}
+    found = Outer.model_validate({**given, "steps": 1.0})
+    assert found.model_dump() == {**given, "steps": 1, "pairs": (), "label": ""}

@@ -55,6 +55,19 @@ def test_nothing_varies_so_nothing_is_promised() -> None:
     assert (gap.value, gap.low, gap.p) == (10.0, None, None)
 
 
+def test_rounding_is_no_spread() -> None:
+    """Every document differs by 0.7, of which sums of floating-point numbers make 1e-16 more."""
+    nats = [0.1, 1.3, 2.7, 5.1, 9.9]
+    rows = {"A": nats, "B": [value + 0.7 for value in nats]}
+    assert len({b - a for a, b in zip(nats, rows["B"], strict=True)}) > 1
+    frame = joined([counted(row, s, rows[row], [1.0] * 5, "loss") for row in rows for s in (0, 1)])
+    sums = {row: gathered(frame, "loss", {"row": row}) for row in rows}
+    gap = contrast([(1.0, sums["B"]), (-1.0, sums["A"])], loss())  # type: ignore[list-item]
+    assert (gap.value, gap.low, gap.high, gap.p) == (0.7, None, None, None)
+    trained = of_seeds({0: 0.1 + 0.2, 1: 0.3})
+    assert (trained.value, trained.low, trained.p) == (0.3, None, None)
+
+
 def test_a_contrast_uses_shared_seeds_and_units_only() -> None:
     a = joined([counted("A", seed, [seed + 1, 2, 3]) for seed in (0, 1, 2)])
     b = joined([counted("B", seed, [1, seed, 3, 9]) for seed in (1, 2, 5)])

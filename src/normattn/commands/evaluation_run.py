@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import polars as pl
@@ -17,18 +18,26 @@ from normattn.errors import InputError, unknown
 from normattn.evaluation import from_causal_lm
 from normattn.evaluation.scorers import Scoring
 from normattn.kernels.calibration import using
+from normattn.measure.store import BESIDE, MeasurementStore
 from normattn.models import CausalLM
 from normattn.report.terminal import tell
 from normattn.runs import RunDirectory, require_finished
 from normattn.score import ScoreSpec
 from normattn.studies._reading import label
 from normattn.studies.reading import TASKS
-from normattn.sweep.measuring import count_evaluations, evaluate_trained, trained_model
+from normattn.sweep.layout import is_of_a_study
+from normattn.sweep.measuring import EVALUATIONS, count_evaluations, evaluate_trained, trained_model
 from normattn.sweep.selections import ALL, left_out, post_hoc_methods
 from normattn.sweep.settings import PROTOCOLS, EvaluationSettings, Protocol, validated
 from normattn.training import TrainingConfig
 from normattn.training.causal import CausalWorkload
 from normattn.training.distribution import World, world
+
+
+def records_of(run: Path) -> MeasurementStore:
+    """Where the command keeps what it measured: beside a study's records, whose page is its own."""
+    own = MeasurementStore(run / EVALUATIONS)
+    return MeasurementStore(own.folder / BESIDE, above=own) if is_of_a_study(run) else own
 
 
 def evaluate_run(asked: EvaluateOptions) -> None:
@@ -70,6 +79,7 @@ def evaluate_run(asked: EvaluateOptions) -> None:
                 settings=settings,
                 on_done=lambda done: status.update(f"evaluating: {done} of {total}"),
                 scored_by=scored_by,
+                store=records_of(run),
             )
 
     require_finished(run, "be evaluated")

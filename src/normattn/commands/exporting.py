@@ -156,7 +156,7 @@ def _labels(run: Path, config: LoopConfig) -> dict[str, Any]:
 
 def _write_evaluation(run: Path, config: LoopConfig, folder: Path) -> str | None:
     """The table and figures of what was measured, and their files; None where nothing was."""
-    if not isinstance(config, TrainingConfig) or not any((run / EVALUATIONS).glob("*.parquet")):
+    if not isinstance(config, TrainingConfig) or not any((run / EVALUATIONS).rglob("*.parquet")):
         return None
     results = folder / "evaluation"
     drawn = find("reading").report(of_runs([run]), results, {})

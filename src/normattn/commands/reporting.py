@@ -13,8 +13,9 @@ import polars as pl
 from normattn.atomic import write_json
 from normattn.commands.joining import joined_cells
 from normattn.errors import InputError
-from normattn.measure import collected, frame, joined
+from normattn.measure import MeasurementStore, collected, frame, joined
 from normattn.measure.gather import on_common_sets
+from normattn.measure.store import BESIDE
 from normattn.report.terminal import say
 from normattn.runs import RunDirectory, read_status
 from normattn.runs.directory import FORMAT
@@ -25,6 +26,7 @@ from normattn.sweep.cell import study_of
 from normattn.sweep.collect import history
 from normattn.sweep.corpora import Corpora
 from normattn.sweep.layout import CellPaths
+from normattn.sweep.measuring import EVALUATIONS
 from normattn.sweep.study import Study, with_added
 from normattn.training import TrainingConfig
 
@@ -167,7 +169,7 @@ def of_runs(places: Sequence[Path]) -> pl.DataFrame:
     """What was measured in every run at or below `places`, divergences and loss curves included."""
     frames, runs = [], _runs(places)
     for run in runs:
-        frames.append(collected(run))
+        frames += [collected(run), MeasurementStore(run / EVALUATIONS / BESIDE).frame()]
         frames += _training(run)
     measured = on_common_sets(joined(frames)) if frames else frame.empty()
     if not measured.filter(pl.col("protocol") != "training").height and not any(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.structured import parse_toml
+from normattn.structured import read_typed
 
 MOST_SEEDS = 100
 """A larger number is far more likely a seed of that name than a count."""
@@ -59,21 +58,5 @@ def assignments(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:
             raise InputError(f"{option} takes key=value, as in {option} model.dim=64, got {text!r}")
         if key.strip() in assigned:
             raise InputError(f"{option} gives {key.strip()} twice")
-        assigned[key.strip()] = _toml(value.strip(), f"{option} {key.strip()}")
+        assigned[key.strip()] = read_typed(value.strip(), f"{option} {key.strip()}")
     return assigned
-
-
-def _toml(text: str, source: str) -> Any:
-    """The value that TOML reads; what is none in TOML is text, but not where it only began as one.
-
-    A list nested without end, or a number of thousands of digits, is refused: nobody means text.
-    """
-    if text in ("none", "null"):
-        return None
-    try:
-        table = parse_toml(f"value = {text}", source)
-    except InputError as error:
-        if isinstance(error.__cause__, tomllib.TOMLDecodeError):
-            return text
-        raise
-    return table["value"] if table.keys() == {"value"} else text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 from normattn import atomic
 from normattn.errors import InputError
-from normattn.files import default_cache_dir
+from normattn.files import default_cache_dir, identity
 from normattn.locks import locked
 from normattn.structured import read_object
 
@@ -139,13 +138,8 @@ def _is_large(expected: Mapping[str, tuple[int, str]]) -> bool:
 def _states(path: Path, expected: Mapping[str, tuple[int, str]]) -> dict[str, Any]:
     """The expected content of every file, and by what it shows that it was not written to since."""
     return {
-        name: [digest, *_identity((path / name).stat())] for name, (_, digest) in expected.items()
+        name: [digest, *identity((path / name).stat())] for name, (_, digest) in expected.items()
     }
-
-
-def _identity(status: os.stat_result) -> tuple[int, int, int]:
-    """What differs once a file has been written to: the system sets ctime, and nobody else can."""
-    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _memory(path: Path) -> Path:

@@ -33,6 +33,11 @@ from normattn.measure.statistic import Statistic
 Array = NDArray[np.float64]
 Term = tuple[float, Sums]
 
+DIGITS = 9
+"""After the point, of every value: above what the order of a sum can change."""
+ROUNDING = 10.0**-DIGITS
+"""An error below it is that of floating-point numbers, and no spread of what was measured."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -137,7 +142,7 @@ def of_seeds(by_seed: Mapping[int, float], level: float = Bootstrap.level) -> Es
     seeds, value = tuple(by_seed), float(values.mean())
     known = {"value": _clean(value), "seeds": seeds, "per_seed": tuple(map(_clean, values))}
     error = float(values.std(ddof=1)) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
-    if not error:
+    if error < ROUNDING:
         return Estimate(**known)  # type: ignore[arg-type]
     student = _student(len(seeds) - 1.0, value, error, level)
     return Estimate(**known, **student)  # type: ignore[arg-type]
@@ -192,7 +197,7 @@ def _estimate(values: Array, resampled: Array, sums: Sums, bootstrap: Bootstrap)
         return Estimate(**known)  # type: ignore[arg-type]
     spread = np.nanvar(resampled, axis=0, ddof=1)
     error, freedom = _spread(values[1:], float(spread[0]), float(spread[1:].mean()), units)
-    if not error and values[0]:
+    if error < ROUNDING <= abs(values[0]):
         # No unit and no seed differs: nothing says how far others would.
         return Estimate(**known)  # type: ignore[arg-type]
     student = _student(freedom, float(values[0]), error, bootstrap.level)
@@ -204,7 +209,7 @@ def _student(freedom: float, value: float, error: float, level: float) -> dict[s
 
     Without an error the interval is the value alone, and there is no p.
     """
-    if not error:
+    if error < ROUNDING:
         return {"low": _clean(value), "high": _clean(value)}
     half = _half_width(freedom, error, level)
     ends = {"low": _clean(value - half), "high": _clean(value + half)}
@@ -241,5 +246,4 @@ def _spread(values: Array, of_units: float, of_one: float, units: int) -> tuple[
 
 
 def _clean(value: float) -> float:
-    # Far below any interval's width, and above what the order of a sum can change.
-    return round(float(value), 9) + 0.0
+    return round(float(value), DIGITS) + 0.0

@@ -19,15 +19,20 @@ def digest(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
+BESIDE = "beside"
+"""A folder of records that a study did not ask for: those of `normattn evaluate` on its cell."""
+
+
 class MeasurementStore:
     """A folder of frames, one file per evaluation, named by its key.
 
-    A damaged file, or one of another evaluation, is named on standard error and its evaluation is
-    done again.
+    What a record `above` holds already is not measured again. A damaged file, or one of another
+    evaluation, is named on standard error and its evaluation is done again.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, above: MeasurementStore | None = None) -> None:
         self.folder = folder
+        self.above = above
 
     def path(self, key: str) -> Path:
         """The file of one evaluation."""
@@ -37,7 +42,7 @@ class MeasurementStore:
         """The frame of an evaluation already done, or None."""
         path = self.path(key)
         if not path.exists():
-            return None
+            return self.above.get(key) if self.above else None
         if not path.is_file():
             raise InputError(f"{path} is no file, and no record can be kept there: remove it")
         try:
@@ -71,8 +76,13 @@ class MeasurementStore:
 
 
 def collected(out: Path) -> pl.DataFrame:
-    """Every measurement below a study's directory, as one frame; frames of pages are copies."""
+    """Every measurement below a study's directory, as one frame; frames of pages are copies.
+
+    Records `BESIDE` those of a cell are not the study's.
+    """
     paths = sorted(
-        path for path in out.rglob("*.parquet") if path.parent != out and path.name != frame.FILE
+        path
+        for path in out.rglob("*.parquet")
+        if path.name != frame.FILE and path.parent != out and path.parent.name != BESIDE
     )
     return frame.joined(frame.read(path) for path in paths if path.name[0] != ".")

@@ -6,12 +6,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from normattn.errors import InputError
 from normattn.layers.placement import deepnorm_factors
 from normattn.models.block_settings import OWN_SETTINGS
 from normattn.score import Score, ScoreSpec
+from normattn.structured import Settings
 
 # What no product of two of them brings beyond what a tensor can have: refused by name instead.
 Size = Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
@@ -22,7 +23,7 @@ Placement = Literal["PreLN", "PostLN", "DeepNorm", "ReZero", "ReZeroNoNorm", "Fi
 NORMLESS: tuple[Placement, ...] = ("ReZeroNoNorm", "FixedScale")
 
 
-class StackConfig(BaseModel):
+class StackConfig(Settings):
     """Everything that decides the shape of a stack of blocks; frozen, unknown fields refused.
 
     `score` is a `ScoreSpec` or its text; it is resolved with `train_length`, the number of tokens
@@ -43,7 +44,6 @@ class StackConfig(BaseModel):
     `gamma_std`. Raises `InputError` with one sentence per value out of range.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     causal: ClassVar[bool] = True
 
     dim: Size

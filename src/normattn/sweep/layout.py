@@ -84,6 +84,12 @@ class CellPaths:
         return self.job / ".lock"
 
 
+def is_of_a_study(run: Path) -> bool:
+    """Whether a run lies in a study's directory, so that its records are on the study's page."""
+    names = ("config.json", "cells", "jobs")
+    return any(all((folder / n).exists() for n in names) for folder in run.resolve().parents)
+
+
 def write_if_changed(path: Path, value: dict[str, Any]) -> None:
     """Write `value` as JSON unless it stands there already, whole."""
     if peek(path) != value:

@@ -122,11 +122,12 @@ def evaluate_trained(
     factors: Mapping[str, Factor] | None = None,
     on_done: Callable[[int], None] = lambda done: None,
     scored_by: Scoring = from_causal_lm,
+    store: MeasurementStore | None = None,
 ) -> pl.DataFrame:
     """Evaluate the finished run in `run` under each method; what was measured is not done again.
 
     `factors` are what else the study varies; `on_done` is told how many evaluations are done;
-    `scored_by` makes the model's scorer.
+    `scored_by` makes the model's scorer; `store` keeps the records, by default the run's own.
     Raises `InputError` for a run that has not finished and for a method that cannot be applied.
     """
     model = trained_model(run, config)
@@ -143,7 +144,7 @@ def evaluate_trained(
         seed=config.seed,
         methods=methods,
         factor=settings.factor,
-        store=MeasurementStore(run / EVALUATIONS),
+        store=MeasurementStore(run / EVALUATIONS) if store is None else store,
         precision=settings.precision,
         split=settings.split,
         factors=factors,

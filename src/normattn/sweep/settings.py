@@ -173,7 +173,7 @@ def explain(error: ValidationError, model: type[BaseModel], subject: str) -> str
 
 def _one(item: dict[str, Any], model: type[BaseModel]) -> str:
     path = [str(part) for part in item["loc"]]
-    name = ".".join(path) or "the whole"
+    name = ".".join(path)
     if item["type"] == "extra_forbidden":
         return unknown_field(path, model)
     if item["type"] == "missing":
@@ -182,7 +182,8 @@ def _one(item: dict[str, Any], model: type[BaseModel]) -> str:
     message = message[:1].lower() + message[1:]
     given = item.get("input")
     shown = f" (got {given!r})" if isinstance(given, int | float | str | bool) else ""
-    return f"{name}: {message}{'' if repr(given) in message else shown}"
+    said = f"{message}{'' if repr(given) in message else shown}"
+    return f"{name}: {said}" if name else said
 
 
 def unknown_field(path: list[str], model: type[BaseModel]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from normattn.errors import InputError
 from normattn.measure import Identity, collected, identified, sums
 from normattn.measure.frame import Factor
 from normattn.report.page import Page, context, write_page
-from normattn.structured import Settings
+from normattn.structured import Settings, typed
 from normattn.sweep import presets
 from normattn.sweep.corpora import canonical_json
 from normattn.sweep.launch.local import Local
@@ -249,8 +248,10 @@ class Study:
         preset = presets.typed(str(config.get("preset", "laptop")), self.name)
         words = ["normattn", "reproduce", name, "--preset", preset]
         for setting, value in config.get("changed", {}).items():
-            text = value if isinstance(value, str) else json.dumps(value)
-            words += ["--corpus", text] if setting == CORPUS else ["--set", f"{setting}={text}"]
+            if setting == CORPUS:
+                words += ["--corpus", str(value)]
+            else:
+                words += [word for line in typed(setting, value) for word in ("--set", line)]
         asked: Sequence[Mapping[str, str]] = config.get("asked") or [{}]
         return " && ".join(
             shlex.join([*words, *(word for name in given for word in (f"--{name}", given[name]))])

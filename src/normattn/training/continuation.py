@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from normattn.errors import InputError
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.masked_config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import CONFIG_FILE, load_as
-from normattn.structured import read_object
+from normattn.structured import Settings, read_object
 
 AnyConfig = TypeVar("AnyConfig", CausalLMConfig, MaskedLMConfig)
 
 
-class Continuation(BaseModel):
+class Continuation(Settings):
     """Where training goes on from, and how.
 
     start: the folder of a saved model. weights: the SHA-256 of its weights, which decide the run
@@ -28,8 +28,6 @@ class Continuation(BaseModel):
     where `model.score` is another one, which takes its place from the first step on (None: they
     are one score); what the new score has beyond the old one, such as gains, starts fresh.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     start: str
     weights: str = Field(pattern=r"^[0-9a-f]{64}$")

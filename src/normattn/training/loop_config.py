@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from normattn.errors import InputError
 from normattn.kernels.calibration import Way
 from normattn.score import ScoreSpec
-from normattn.structured import refuse_beyond
+from normattn.structured import Settings, refuse_beyond
 from normattn.training.config_files import explain, read_settings, refuse_unknown
 from normattn.training.optimisers.config import AdamWConfig, OptimiserConfig
 from normattn.training.qk_clip import refuse_score
@@ -26,7 +26,7 @@ CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "track", "tensorboard",
 Config = TypeVar("Config", bound=BaseModel)
 
 
-class LoopConfig(BaseModel):
+class LoopConfig(Settings):
     """How to train, in optimiser steps.
 
     steps: optimiser steps in all. accumulate: micro-batches per step and process. clip: largest
@@ -42,8 +42,6 @@ class LoopConfig(BaseModel):
     curves go as well, tensorboard, trackio or wandb (`normattn.training.trackers`). kernels: one
     choice on every machine (portable), or what is quickest on this one (fastest).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     steps: int = Field(default=1000, ge=1, le=10**9)
     accumulate: int = Field(default=1, ge=1, le=10**6)

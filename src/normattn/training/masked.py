@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from jaxtyping import Int
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from normattn.data import DataConfig, TokenData, TrainingBatches, look_for_tokens, prepare_tokens
@@ -17,6 +17,7 @@ from normattn.models.accounting import planned_parameters, stack_flops
 from normattn.models.masked_config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.score import ScoreSpec
+from normattn.structured import Settings
 from normattn.training.continuation import Continuation, new_masked_model
 from normattn.training.corpus_record import leave_tokeniser
 from normattn.training.cost import Cost
@@ -28,10 +29,8 @@ from normattn.training.vocabulary import check_batch, check_vocabulary, fill_voc
 from normattn.training.workload import Workload, rows_per_share, train_workload
 
 
-class MaskingConfig(BaseModel):
+class MaskingConfig(Settings):
     """The shares of `Masking`: of the tokens that are chosen, then of what becomes of those."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     share: float = Field(default=0.15, gt=0, le=1)
     masked: float = Field(default=0.8, ge=0, le=1)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from normattn.structured import Settings
 
 ScheduleName = Literal["constant", "cosine"]
 
 
-class ScheduleConfig(BaseModel):
+class ScheduleConfig(Settings):
     """Warm-up from 0 over `warmup_steps`, then `constant`, or `cosine` down to `floor` × peak."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: ScheduleName = "cosine"
     warmup_steps: int = Field(default=100, ge=0)

@@ -33,6 +33,31 @@ def spread(sizes: Sequence[int], limit: int | None) -> list[bool]:
     return keep
 
 
+def shares(sizes: Sequence[int], limit: int | None) -> list[int]:
+    """How many bytes of each of several files to read, so that `limit` comes evenly from all.
+
+    Files of up to a sixteenth of the limit are read as `spread` says, whole or not. Of a larger one
+    what is due with it, at least a sixteenth: one large file among small ones is cut, not passed
+    over. So at most a sixteenth of the limit is left unused.
+    """
+    total = sum(sizes)
+    if limit is None or total <= limit:
+        return list(sizes)
+    least = max(1, limit // 16)
+    seen = kept = 0
+    parts = []
+    for size in sizes:
+        behind = kept * total <= limit * seen
+        seen += size
+        due = limit * seen // total - kept
+        if size <= least:
+            parts.append(size if behind and kept + size <= limit else 0)
+        else:
+            parts.append(min(size, due) if due >= least else 0)
+        kept += parts[-1]
+    return parts
+
+
 def evenly(files: Sequence[File], sizes: Sequence[int], limit: int | None) -> list[File]:
     """The files that `spread` keeps of those of these sizes."""
     return [file for file, kept in zip(files, spread(sizes, limit), strict=True) if kept]

@@ -6,16 +6,17 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
-from normattn.data.corpora.budget import capped, evenly
+from normattn.data.corpora.budget import capped, shares
 from normattn.data.corpora.corpus import CORPORA, Corpus, Document
 from normattn.data.corpora.formats import DEFAULT_FIELD, FileFormat, format_of, formats
 from normattn.data.corpora.text_file import PIECE_CHARACTERS, TEXT
 from normattn.data.sources import address, take_options
 from normattn.errors import InputError
-from normattn.files import expanded, refuse_irregular, stat_of
+from normattn.files import expanded, identity, refuse_irregular, stat_of
 
 WHOLE_BYTES = 1 << 20
 """A text file in a folder is one document up to this size, and cut like a single file beyond."""
@@ -60,16 +61,24 @@ class PathCorpus(Corpus):
     def documents(self, limit: int | None = None) -> Iterator[Document]:
         """Stream the documents; a limit takes evenly from the files of a folder."""
         files = self._files()
-        kept = evenly(files, [file.size for file in files], limit)
-        return capped((doc for file in kept for doc in self._read(file)), limit)
+        parts = shares([file.size for file in files], limit)
+        texts = (
+            # Only what is cut: a packed file's size is not that of its text.
+            self._read(file) if part == file.size else capped(self._read(file), part)
+            for file, part in zip(files, parts, strict=True)
+            if part or not file.size
+        )
+        return capped(chain.from_iterable(texts), limit)
 
     def fingerprint(self) -> str:
-        """Hash of relative names, sizes and modification times, and of how files are cut."""
+        """Hash of relative names, of what tells that a file was written to, and of how it is cut.
+
+        A copy of the folder has another, and moving it leaves it as it is.
+        """
         rules = (self.kind, self.field, WHOLE_BYTES, PIECE_CHARACTERS)
         digest = hashlib.sha256(repr(rules).encode())
         for file in self._files():
-            stat = stat_of(file.path)
-            digest.update(repr((file.name, stat.st_size, stat.st_mtime_ns)).encode())
+            digest.update(repr((file.name, *identity(stat_of(file.path)))).encode())
         return digest.hexdigest()
 
     def total_bytes(self) -> int | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from normattn.data.corpora.reading import not_utf8, open_bytes
 from normattn.errors import InputError
-from normattn.files import stat_of
+from normattn.files import identity, stat_of
 
 
 def aligned_lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
@@ -32,11 +32,10 @@ def aligned_lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
 
 
 def stamp(paths: Iterable[Path]) -> str:
-    """Hash of the files' names, sizes and modification times."""
+    """Hash of the files' names, and of what tells whether they were written to."""
     digest = hashlib.sha256()
     for path in paths:
-        stat = stat_of(path)
-        digest.update(repr((path.name, stat.st_size, stat.st_mtime_ns)).encode())
+        digest.update(repr((path.name, *identity(stat_of(path)))).encode())
     return digest.hexdigest()
 
 

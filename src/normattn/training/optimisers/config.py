@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from normattn.structured import Settings
 
 _Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-class AdamWConfig(BaseModel):
+class AdamWConfig(Settings):
     """AdamW (arXiv 1711.05101). Weight decay acts on matrices and embeddings only.
 
     `moments`: numbers of state for each weight, at least.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     moments: ClassVar[int] = 2
     name: Literal["adamw"] = "adamw"
@@ -25,10 +25,8 @@ class AdamWConfig(BaseModel):
     weight_decay: float = Field(default=0.1, ge=0.0, le=10.0)
 
 
-class TigerConfig(BaseModel):
+class TigerConfig(Settings):
     """Tiger (kexue 9512). `lr` is relative: it is multiplied by the size of each parameter."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     moments: ClassVar[int] = 1
     name: Literal["tiger"] = "tiger"
@@ -37,13 +35,11 @@ class TigerConfig(BaseModel):
     weight_decay: float = Field(default=0.01, ge=0.0, le=10.0)
 
 
-class MuonConfig(BaseModel):
+class MuonConfig(Settings):
     """Muon (arXiv 2502.16982) for matrices, AdamW with `betas` and `eps` for all else.
 
     One `lr` for both. Weight decay acts on matrices and embeddings only.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     moments: ClassVar[int] = 1
     name: Literal["muon"] = "muon"
