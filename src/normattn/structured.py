@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, get_args
 
@@ -33,18 +34,25 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_truth_for_a_number(cls, values: Any) -> Any:
-        given = values if isinstance(values, dict) else {}
-        for name, field in cls.model_fields.items():
-            types = set(_parts(field.annotation))
-            if _holds_truth(given.get(name)) and types & {int, float} and not types & {bool, Any}:
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if _holds_truth(value) and name in _numbers(cls):
                 raise ValueError(f"{name}: expected a number, not true or false")
         return values
 
 
 def _holds_truth(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
     if isinstance(value, list | tuple):
         return any(map(_holds_truth, value))
     return isinstance(value, bool)
+
+
+@cache
+def _numbers(model: type[BaseModel]) -> frozenset[str]:
+    """The fields that hold numbers, and nothing that true is a value of."""
+    parts = {name: set(_parts(field.annotation)) for name, field in model.model_fields.items()}
+    return frozenset(n for n, of in parts.items() if of & {int, float} and not of & {bool, Any})
 
 
 def _parts(annotation: Any) -> Iterator[Any]:

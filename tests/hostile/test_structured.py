@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from normattn import structured
 from normattn.bench.record import Record
@@ -175,13 +175,20 @@ class Outer(structured.Settings):
     flag: bool = False
     either: int | bool = 0
     label: str | int = ""
+    rates: dict[str, float] = Field(default_factory=dict)
     anything: Any = None
     inner: Inner = Inner()
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("steps", True), ("pairs", [[1, False]]), ("label", True), ("inner", {"rate": True})],
+    [
+        ("steps", True),
+        ("pairs", [[1, False]]),
+        ("label", True),
+        ("rates", {"a": True}),
+        ("inner", {"rate": True}),
+    ],
 )
 def test_true_is_no_number(field: str, value: object) -> None:
     with pytest.raises(ValidationError, match="expected a number, not true or false"):
@@ -191,4 +198,4 @@ def test_true_is_no_number(field: str, value: object) -> None:
 def test_true_where_it_is_meant() -> None:
     given = {"flag": True, "either": True, "anything": [True], "inner": {"rate": None}}
     found = Outer.model_validate({**given, "steps": 1.0})
-    assert found.model_dump() == {**given, "steps": 1, "pairs": (), "label": ""}
+    assert found.model_dump() == {**given, "steps": 1, "pairs": (), "label": "", "rates": {}}

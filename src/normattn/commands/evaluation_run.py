@@ -34,12 +34,6 @@ from normattn.training.causal import CausalWorkload
 from normattn.training.distribution import World, world
 
 
-def records_of(run: Path) -> MeasurementStore:
-    """Where the command keeps what it measured: beside a study's records, whose page is its own."""
-    own = MeasurementStore(run / EVALUATIONS)
-    return MeasurementStore(own.folder / BESIDE, above=own) if is_of_a_study(run) else own
-
-
 def evaluate_run(asked: EvaluateOptions) -> None:
     """Evaluate the run in the directory `asked.run` and print what was measured.
 
@@ -79,7 +73,7 @@ def evaluate_run(asked: EvaluateOptions) -> None:
                 settings=settings,
                 on_done=lambda done: status.update(f"evaluating: {done} of {total}"),
                 scored_by=scored_by,
-                store=records_of(run),
+                store=_records_of(run),
             )
 
     require_finished(run, "be evaluated")
@@ -88,6 +82,12 @@ def evaluate_run(asked: EvaluateOptions) -> None:
             _show(measured(from_causal_lm))
         else:
             _measured_together(group, lambda: trained_model(run, config), measured)
+
+
+def _records_of(run: Path) -> MeasurementStore:
+    """Where the command keeps what it measured: beside a study's records, whose page is its own."""
+    own = run / EVALUATIONS
+    return MeasurementStore(own / BESIDE if is_of_a_study(run) else own)
 
 
 def _measured_together(

@@ -14,6 +14,8 @@ from normattn.atomic import write_bytes
 from normattn.commands.model_card import Card
 from normattn.commands.reporting import of_runs
 from normattn.errors import InputError
+from normattn.measure import MeasurementStore
+from normattn.measure.store import BESIDE
 from normattn.models.pretrained import load_any
 from normattn.report.plots import draw
 from normattn.report.terminal import tell
@@ -156,7 +158,8 @@ def _labels(run: Path, config: LoopConfig) -> dict[str, Any]:
 
 def _write_evaluation(run: Path, config: LoopConfig, folder: Path) -> str | None:
     """The table and figures of what was measured, and their files; None where nothing was."""
-    if not isinstance(config, TrainingConfig) or not any((run / EVALUATIONS).rglob("*.parquet")):
+    stores = (MeasurementStore(run / EVALUATIONS), MeasurementStore(run / EVALUATIONS / BESIDE))
+    if not isinstance(config, TrainingConfig) or not any(map(len, stores)):
         return None
     results = folder / "evaluation"
     drawn = find("reading").report(of_runs([run]), results, {})

@@ -169,7 +169,9 @@ def of_runs(places: Sequence[Path]) -> pl.DataFrame:
     """What was measured in every run at or below `places`, divergences and loss curves included."""
     frames, runs = [], _runs(places)
     for run in runs:
-        frames += [collected(run), MeasurementStore(run / EVALUATIONS / BESIDE).frame()]
+        # Of a study's run what was asked of it alone; the study's own has rows of its own there.
+        beside = MeasurementStore(run / EVALUATIONS / BESIDE)
+        frames.append(beside.frame() if len(beside) else collected(run))
         frames += _training(run)
     measured = on_common_sets(joined(frames)) if frames else frame.empty()
     if not measured.filter(pl.col("protocol") != "training").height and not any(

@@ -5,7 +5,7 @@ share; an estimate is the contrast of one term. Two things vary: which units wer
 them, drawn again by the bootstrap, crossed with the seeds) and which seeds were trained (S). With
 θ_s the value of seed s alone,
 
-    V_seeds = var_s(θ_s)/S        V_units = var_r(θ*_r), all seeds together
+    θ = mean_s(θ_s)               V_seeds = var_s(θ_s)/S        V_units = var_r(θ*_r)
     V_both  = (mean_s var_r(θ*_sr) − V_units)/(S − 1)
     V       = max(V_seeds + V_units − V_both, V_seeds, V_units)
     df      = V² / (V_seeds²/(S − 1) + V_units²/(U − 1))            (Satterthwaite)
@@ -35,8 +35,9 @@ Term = tuple[float, Sums]
 
 DIGITS = 9
 """After the point, of every value: above what the order of a sum can change."""
-ROUNDING = 10.0**-DIGITS
-"""An error below it is that of floating-point numbers, and no spread of what was measured."""
+ROUNDING = 1e-12
+"""An error below this part of the terms is of floating-point numbers, no spread of what was
+measured."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,10 @@ def contrast(
     """
     drawn = bootstrap or Bootstrap()
     paired = pair(terms)
-    return _estimate(
-        sum(factor * _values(sums, statistic) for factor, sums in paired),  # type: ignore[arg-type]
-        sum(factor * _resampled(sums, statistic, drawn) for factor, sums in paired),  # type: ignore[arg-type]
-        paired[0][1],
-        drawn,
-    )
+    values = [factor * _values(sums, statistic) for factor, sums in paired]
+    resampled = [factor * _resampled(sums, statistic, drawn) for factor, sums in paired]
+    rounding = ROUNDING * sum(abs(float(term[0])) for term in values)
+    return _estimate(sum(values), sum(resampled), paired[0][1], drawn, rounding)  # type: ignore[arg-type]
 
 
 def by_bin(
@@ -142,7 +141,7 @@ def of_seeds(by_seed: Mapping[int, float], level: float = Bootstrap.level) -> Es
     seeds, value = tuple(by_seed), float(values.mean())
     known = {"value": _clean(value), "seeds": seeds, "per_seed": tuple(map(_clean, values))}
     error = float(values.std(ddof=1)) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
-    if error < ROUNDING:
+    if error <= ROUNDING * abs(value):
         return Estimate(**known)  # type: ignore[arg-type]
     student = _student(len(seeds) - 1.0, value, error, level)
     return Estimate(**known, **student)  # type: ignore[arg-type]
@@ -167,24 +166,25 @@ def pair(terms: Sequence[Term]) -> list[Term]:
 
 
 def _values(sums: Sums, statistic: Statistic) -> Array:
-    """The value of all seeds together, then of each seed: (1 + seeds,)."""
-    above, below = _with_all(sums.sum.sum(1)), _with_all(sums.of.sum(1))
-    return statistic.value(above, below, above, below)
+    """The mean of the seeds' values, then each seed's: (1 + seeds,)."""
+    above, below = sums.sum.sum(1), sums.of.sum(1)
+    return _with_mean(statistic.value(above, below, above, below))
 
 
 def _resampled(sums: Sums, statistic: Statistic, bootstrap: Bootstrap) -> Array:
     """The same under every resample of the units: (resamples, 1 + seeds)."""
-    drawn = (_with_all(bootstrap.sums(part)) for part in (sums.sum, sums.of))
-    whole = (_with_all(part.sum(1)) for part in (sums.sum, sums.of))
-    return statistic.value(*drawn, *whole)
+    above, below = bootstrap.sums(sums.sum), bootstrap.sums(sums.of)
+    return _with_mean(statistic.value(above, below, sums.sum.sum(1), sums.of.sum(1)))
 
 
-def _with_all(sums: Array) -> Array:
-    """Sums of seeds (…, seeds, bins) with those of all of them before."""
-    return np.concatenate([sums.sum(-2, keepdims=True), sums], axis=-2)
+def _with_mean(values: Array) -> Array:
+    """Values of seeds (…, seeds) with their mean before: seeds are other models, and not pooled."""
+    return np.concatenate([values.mean(-1, keepdims=True), values], axis=-1)
 
 
-def _estimate(values: Array, resampled: Array, sums: Sums, bootstrap: Bootstrap) -> Estimate:
+def _estimate(
+    values: Array, resampled: Array, sums: Sums, bootstrap: Bootstrap, rounding: float
+) -> Estimate:
     units = len(sums.units)
     known = {
         "value": _clean(values[0]),
@@ -197,9 +197,11 @@ def _estimate(values: Array, resampled: Array, sums: Sums, bootstrap: Bootstrap)
         return Estimate(**known)  # type: ignore[arg-type]
     spread = np.nanvar(resampled, axis=0, ddof=1)
     error, freedom = _spread(values[1:], float(spread[0]), float(spread[1:].mean()), units)
-    if error < ROUNDING <= abs(values[0]):
+    if error <= rounding and abs(values[0]) > rounding:
         # No unit and no seed differs: nothing says how far others would.
         return Estimate(**known)  # type: ignore[arg-type]
+    if error <= rounding:
+        error = 0.0
     student = _student(freedom, float(values[0]), error, bootstrap.level)
     return Estimate(**known, **student)  # type: ignore[arg-type]
 
@@ -209,7 +211,7 @@ def _student(freedom: float, value: float, error: float, level: float) -> dict[s
 
     Without an error the interval is the value alone, and there is no p.
     """
-    if error < ROUNDING:
+    if not error:
         return {"low": _clean(value), "high": _clean(value)}
     half = _half_width(freedom, error, level)
     ends = {"low": _clean(value - half), "high": _clean(value + half)}

@@ -20,19 +20,18 @@ def digest(*parts: object) -> str:
 
 
 BESIDE = "beside"
-"""A folder of records that a study did not ask for: those of `normattn evaluate` on its cell."""
+"""The folder, among a run's records, of those that its study did not ask for."""
 
 
 class MeasurementStore:
     """A folder of frames, one file per evaluation, named by its key.
 
-    What a record `above` holds already is not measured again. A damaged file, or one of another
-    evaluation, is named on standard error and its evaluation is done again.
+    A damaged file, or one of another evaluation, is named on standard error and its evaluation is
+    done again.
     """
 
-    def __init__(self, folder: Path, above: MeasurementStore | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.above = above
 
     def path(self, key: str) -> Path:
         """The file of one evaluation."""
@@ -42,7 +41,7 @@ class MeasurementStore:
         """The frame of an evaluation already done, or None."""
         path = self.path(key)
         if not path.exists():
-            return self.above.get(key) if self.above else None
+            return None
         if not path.is_file():
             raise InputError(f"{path} is no file, and no record can be kept there: remove it")
         try:

@@ -247,11 +247,14 @@ class Study:
         name = f"./{self.source.name}" if self.source else self.name
         preset = presets.typed(str(config.get("preset", "laptop")), self.name)
         words = ["normattn", "reproduce", name, "--preset", preset]
+        # A group and one of its members may both have been given: the later one counts.
+        last: dict[str, tuple[str, str]] = {}
         for setting, value in config.get("changed", {}).items():
             if setting == CORPUS:
-                words += ["--corpus", str(value)]
+                last[CORPUS] = ("--corpus", str(value))
             else:
-                words += [word for line in typed(setting, value) for word in ("--set", line)]
+                last |= {line.partition("=")[0]: ("--set", line) for line in typed(setting, value)}
+        words += [word for pair in last.values() for word in pair]
         asked: Sequence[Mapping[str, str]] = config.get("asked") or [{}]
         return " && ".join(
             shlex.join([*words, *(word for name in given for word in (f"--{name}", given[name]))])

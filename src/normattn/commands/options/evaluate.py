@@ -34,8 +34,8 @@ class EvaluateOptions:
     The last segment is read after every tested length, retrieval and labels in context are asked
     at each; repeated, non-repeated and by-position text is read at the longest, which over L is
     also the factor that NTK, YaRN and PI stretch by. Records go to RUN/evaluations, those of a
-    study's cell to RUN/evaluations/beside, which its page leaves out; `normattn report RUN` makes
-    tables and figures of all.
+    study's run to RUN/evaluations/beside, which the study's page leaves out; `normattn report RUN`
+    makes tables and figures of them.
     """
 
     run: Path = argument(help="The directory of a finished run.")

@@ -96,9 +96,12 @@ def cosine_quantile(share: float) -> Statistic:
 
 
 def outside(near: Sums) -> Statistic:
-    """The share (%) of cosines in bins that hold none of the cosines at L, but for their tails."""
-    counts = near.sum.sum((0, 1)).reshape(-1, BINS)
-    allowed = trained_range(counts).reshape(-1)
+    """The share (%) of cosines in bins that hold none of the cosines at L, but for their tails.
+
+    Each seed is a model with a range of its own.
+    """
+    counts = near.sum.sum(1)
+    allowed = np.stack([trained_range(seed.reshape(-1, BINS)).reshape(-1) for seed in counts])
 
     def value(above: Array, below: Array, *whole: Array) -> Array:
         return np.asarray(100 * np.where(allowed, 0.0, above).sum(-1) / above.sum(-1))
