@@ -213,6 +213,24 @@ def test_losses_have_their_digits_and_direction() -> None:
     assert Estimate(1.0).as_json()["low"] is None
 
 
+def test_seeds_are_models_and_not_one_model() -> None:
+    """The median of 0.25 and 0.75 is 0.5 of two models, and whatever lies between of their sum."""
+    edges = [0.0, 0.5, 1.0]
+    bins = {0: [90.0, 0.0], 1: [0.0, 10.0]}
+    frame = joined(
+        identified(
+            identity("A", seed),
+            [sums("cosine", ["a", "b"], [of, of], [[100.0] * 2] * 2, axis="cosine", edges=edges)],
+        )
+        for seed, of in bins.items()
+    )
+    found = gathered(frame, "cosine", {"row": "A"})
+    assert found is not None
+    middle = estimate(found, Statistic("cosine", "", quantile(0.5, (0.0, 1.0))))
+    assert middle.per_seed == (0.25, 0.75)
+    assert middle.value == 0.5
+
+
 def test_the_median_of_units_is_that_of_those_drawn() -> None:
     values = np.array([5.0, 1.0, 9.0, 3.0])
     ones = np.ones(4)

@@ -2,7 +2,8 @@
 
 A statistic names the rows of the frame that it reads and how their sums become a value. Whatever is
 drawn by the bootstrap is added up first and becomes a value then, as the score of a corpus is
-defined: a ratio, BLEU, chrF, F1 and a quantile are all made so.
+defined: a ratio, BLEU, chrF, F1 and a quantile are all made so. Of several seeds, which are several
+models, it is the mean of their values.
 """
 
 from __future__ import annotations
