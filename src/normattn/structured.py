@@ -27,7 +27,7 @@ MOST_DIGITS = 64
 
 
 class Settings(BaseModel):
-    """Base of every group of settings: frozen; an unknown field is an error, as is true for 1."""
+    """Base of every group of settings: frozen; refuses an unknown field, and true for a number."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

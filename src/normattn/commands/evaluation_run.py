@@ -18,7 +18,7 @@ from normattn.errors import InputError, unknown
 from normattn.evaluation import from_causal_lm
 from normattn.evaluation.scorers import Scoring
 from normattn.kernels.calibration import using
-from normattn.measure.store import BESIDE, MeasurementStore
+from normattn.measure import MeasurementStore
 from normattn.models import CausalLM
 from normattn.report.terminal import tell
 from normattn.runs import RunDirectory, require_finished
@@ -26,7 +26,13 @@ from normattn.score import ScoreSpec
 from normattn.studies._reading import label
 from normattn.studies.reading import TASKS
 from normattn.sweep.layout import is_of_a_study
-from normattn.sweep.measuring import EVALUATIONS, count_evaluations, evaluate_trained, trained_model
+from normattn.sweep.measuring import (
+    EVALUATIONS,
+    asked_alone,
+    count_evaluations,
+    evaluate_trained,
+    trained_model,
+)
 from normattn.sweep.selections import ALL, left_out, post_hoc_methods
 from normattn.sweep.settings import PROTOCOLS, EvaluationSettings, Protocol, validated
 from normattn.training import TrainingConfig
@@ -86,8 +92,7 @@ def evaluate_run(asked: EvaluateOptions) -> None:
 
 def _records_of(run: Path) -> MeasurementStore:
     """Where the command keeps what it measured: beside a study's records, whose page is its own."""
-    own = run / EVALUATIONS
-    return MeasurementStore(own / BESIDE if is_of_a_study(run) else own)
+    return asked_alone(run) if is_of_a_study(run) else MeasurementStore(run / EVALUATIONS)
 
 
 def _measured_together(

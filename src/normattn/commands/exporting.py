@@ -15,7 +15,6 @@ from normattn.commands.model_card import Card
 from normattn.commands.reporting import of_runs
 from normattn.errors import InputError
 from normattn.measure import MeasurementStore
-from normattn.measure.store import BESIDE
 from normattn.models.pretrained import load_any
 from normattn.report.plots import draw
 from normattn.report.terminal import tell
@@ -25,7 +24,7 @@ from normattn.structured import read_object
 from normattn.studies import find
 from normattn.studies._reading import history_figure
 from normattn.sweep.collect import history
-from normattn.sweep.measuring import EVALUATIONS, MODEL
+from normattn.sweep.measuring import EVALUATIONS, MODEL, asked_alone
 from normattn.training import TrainingConfig
 from normattn.training.causal import CausalWorkload
 from normattn.training.classification import (
@@ -158,7 +157,7 @@ def _labels(run: Path, config: LoopConfig) -> dict[str, Any]:
 
 def _write_evaluation(run: Path, config: LoopConfig, folder: Path) -> str | None:
     """The table and figures of what was measured, and their files; None where nothing was."""
-    stores = (MeasurementStore(run / EVALUATIONS), MeasurementStore(run / EVALUATIONS / BESIDE))
+    stores = (MeasurementStore(run / EVALUATIONS), asked_alone(run))
     if not isinstance(config, TrainingConfig) or not any(map(len, stores)):
         return None
     results = folder / "evaluation"

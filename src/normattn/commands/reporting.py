@@ -13,9 +13,8 @@ import polars as pl
 from normattn.atomic import write_json
 from normattn.commands.joining import joined_cells
 from normattn.errors import InputError
-from normattn.measure import MeasurementStore, collected, frame, joined
+from normattn.measure import collected, frame, joined
 from normattn.measure.gather import on_common_sets
-from normattn.measure.store import BESIDE
 from normattn.report.terminal import say
 from normattn.runs import RunDirectory, read_status
 from normattn.runs.directory import FORMAT
@@ -26,7 +25,7 @@ from normattn.sweep.cell import study_of
 from normattn.sweep.collect import history
 from normattn.sweep.corpora import Corpora
 from normattn.sweep.layout import CellPaths
-from normattn.sweep.measuring import EVALUATIONS
+from normattn.sweep.measuring import asked_alone
 from normattn.sweep.study import Study, with_added
 from normattn.training import TrainingConfig
 
@@ -170,8 +169,8 @@ def of_runs(places: Sequence[Path]) -> pl.DataFrame:
     frames, runs = [], _runs(places)
     for run in runs:
         # Of a study's run what was asked of it alone; the study's own has rows of its own there.
-        beside = MeasurementStore(run / EVALUATIONS / BESIDE)
-        frames.append(beside.frame() if len(beside) else collected(run))
+        alone = asked_alone(run)
+        frames.append(alone.frame() if len(alone) else collected(run))
         frames += _training(run)
     measured = on_common_sets(joined(frames)) if frames else frame.empty()
     if not measured.filter(pl.col("protocol") != "training").height and not any(

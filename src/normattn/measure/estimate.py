@@ -197,12 +197,11 @@ def _estimate(
         return Estimate(**known)  # type: ignore[arg-type]
     spread = np.nanvar(resampled, axis=0, ddof=1)
     error, freedom = _spread(values[1:], float(spread[0]), float(spread[1:].mean()), units)
-    if error <= rounding and abs(values[0]) > rounding:
+    if error <= rounding < abs(values[0]):
         # No unit and no seed differs: nothing says how far others would.
         return Estimate(**known)  # type: ignore[arg-type]
-    if error <= rounding:
-        error = 0.0
-    student = _student(freedom, float(values[0]), error, bootstrap.level)
+    told = error if error > rounding else 0.0
+    student = _student(freedom, float(values[0]), told, bootstrap.level)
     return Estimate(**known, **student)  # type: ignore[arg-type]
 
 

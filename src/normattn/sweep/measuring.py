@@ -23,6 +23,7 @@ from normattn.evaluation import AnySet, evaluate_run, from_causal_lm
 from normattn.evaluation.scorers import Scoring
 from normattn.measure import MeasurementStore, joined
 from normattn.measure.frame import Factor
+from normattn.measure.store import BESIDE
 from normattn.models import CausalLM
 from normattn.models.pretrained import load_model
 from normattn.runs import require_finished
@@ -153,6 +154,11 @@ def evaluate_trained(
         scored_by=scored_by,
     )
     return joined(frames)
+
+
+def asked_alone(run: Path) -> MeasurementStore:
+    """What `normattn evaluate` measured of a run in a study's directory, beside the study's own."""
+    return MeasurementStore(run / EVALUATIONS / BESIDE)
 
 
 def trained_model(run: Path, config: TrainingConfig) -> CausalLM:

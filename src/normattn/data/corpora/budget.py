@@ -38,7 +38,8 @@ def shares(sizes: Sequence[int], limit: int | None) -> list[int]:
 
     Files of up to a sixteenth of the limit are read as `spread` says, whole or not. Of a larger one
     what is due with it, at least a sixteenth: one large file among small ones is cut, not passed
-    over. So at most a sixteenth of the limit is left unused.
+    over. So at most a sixteenth of the limit is left unused. Installed packages are
+    chosen by `spread` alone: published results are of the files that it keeps.
     """
     total = sum(sizes)
     if limit is None or total <= limit:
