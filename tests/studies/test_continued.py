@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from normattn.commands.reporting import report
 from normattn.data import prepare_tokens
 from normattn.errors import InputError
 from normattn.models.pretrained import load_model
@@ -76,6 +77,23 @@ def test_stopped_anywhere_it_is_the_same(
         (name, str(step)) for name in names for step in (0, 1, 4)
     }
     check_values(whole.out, facts)
+    check_gathered(whole.out / "continued", tmp_path / "gathered", facts)
+
+
+def check_gathered(runs: Path, out: Path, facts: list[dict[str, Any]]) -> None:
+    """The runs' own page has each branch at its end, under a name of its own."""
+    report([runs], out)
+    page = json.loads((out / "table.json").read_text())
+    assert "reproduce reading" not in (out / "table.md").read_text()
+    found = {row["row"]: row for row in page["tables"]["table"]}
+    last = {fact["row"]: fact for fact in facts if fact["step"] == "4"}
+    assert len(found) == len(last) == 6
+    for name, branch in (
+        ("KNA", "KNA, continued as it is"),
+        ("Baseline", "Baseline, continued as it is"),
+        ("Baseline-PI", "Baseline, continued PI(factor=4)-PI"),
+    ):
+        assert found[branch]["non_repeated"]["value"] == last[name]["accuracy_64"]["value"]
 
 
 def check_values(out: Path, facts: list[dict[str, Any]]) -> None:

@@ -14,6 +14,7 @@ from normattn.atomic import write_json
 from normattn.commands.joining import joined_cells
 from normattn.errors import InputError
 from normattn.measure import collected, frame, joined
+from normattn.measure.frame import FACTOR
 from normattn.measure.gather import on_common_sets
 from normattn.report.terminal import say
 from normattn.runs import RunDirectory, read_status
@@ -170,9 +171,9 @@ def of_runs(places: Sequence[Path]) -> pl.DataFrame:
     for run in runs:
         # Of a study's run what was asked of it alone; the study's own has rows of its own there.
         alone = asked_alone(run)
-        frames.append(alone.frame() if len(alone) else collected(run))
-        frames += _training(run)
-    measured = on_common_sets(joined(frames)) if frames else frame.empty()
+        measured = _at_the_end(alone.frame() if len(alone) else collected(run))
+        frames += [measured, *_training(run, _factors(measured))]
+    measured = on_common_sets(_told_apart(joined(frames))) if frames else frame.empty()
     if not measured.filter(pl.col("protocol") != "training").height and not any(
         measured["statistic"] == "diverged"
     ):
@@ -184,6 +185,30 @@ def of_runs(places: Sequence[Path]) -> pl.DataFrame:
     return measured.with_columns(pl.lit(READING).alias("study"))
 
 
+def _at_the_end(measured: pl.DataFrame) -> pl.DataFrame:
+    """Of a run that was measured at several steps its last: the model that it holds."""
+    step = f"{FACTOR}step"
+    return measured.filter(pl.col(step) == pl.col(step).max()) if step in measured else measured
+
+
+def _factors(measured: pl.DataFrame) -> dict[str, frame.Factor]:
+    """What one run's measurements have in common, which its training has as well."""
+    names = [name for name in measured.columns if name.startswith(FACTOR)]
+    values = {name.removeprefix(FACTOR): measured[name].unique().to_list() for name in names}
+    return {name: found[0] for name, found in values.items() if len(found) == 1}
+
+
+def _told_apart(measured: pl.DataFrame) -> pl.DataFrame:
+    """Rows with the factors in their names in which they differ: "Baseline, continued PI"."""
+    names = [name for name in measured.columns if name.startswith(FACTOR)]
+    differing = [name for name in names if measured[name].drop_nulls().n_unique() > 1]
+    said = [
+        pl.format(f", {name.removeprefix(FACTOR).replace('_', ' ')} {{}}", name).fill_null("")
+        for name in differing
+    ]
+    return measured.with_columns(row=pl.concat_str("row", *said)) if said else measured
+
+
 def _runs(places: Sequence[Path]) -> list[Path]:
     """Every directory of a run, in a fixed order."""
     runs: dict[Path, None] = {}
@@ -193,17 +218,19 @@ def _runs(places: Sequence[Path]) -> list[Path]:
     return list(runs)
 
 
-def _training(run: Path) -> list[pl.DataFrame]:
+def _training(run: Path, factors: Mapping[str, frame.Factor]) -> list[pl.DataFrame]:
     """The loss curve of a run of a language model, and where it diverged, if it did."""
     stored = RunDirectory.existing(run)
     if "model" not in stored.config or "score" not in stored.config["model"]:
         return []
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
     name = config.model.score.variant_name
-    frames = [history(run, name, config.seed)]
+    frames = [history(run, name, config.seed, factors)]
     status = read_status(run)
     if status is not None and status.state == "diverged":
-        whose = frame.Identity("", name, str(config.model.score), config.seed, "training")
+        whose = frame.Identity(
+            "", name, str(config.model.score), config.seed, "training", factors=factors
+        )
         edges = [float(status.step)]
         rows = frame.sums("diverged", [status.where], [[1.0]], [[1.0]], axis="step", edges=edges)
         frames.append(frame.identified(whose, [rows]))

@@ -239,9 +239,10 @@ class Study:
     def command(self, config: Mapping[str, Any]) -> str:
         """The command line that makes the study of these settings from nothing.
 
-        Several where cells were added by further ones.
+        Several where cells were added by further ones; "" where no settings are known, as of runs
+        that were gathered.
         """
-        if self.made_by:
+        if self.made_by or not config:
             return self.made_by
         # Of one's own, without its folder: a page is the same wherever it is made.
         name = f"./{self.source.name}" if self.source else self.name
