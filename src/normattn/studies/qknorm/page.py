@@ -154,8 +154,8 @@ def _source(view: View, row: Row) -> Cell:
 
 def _translation_notes(view: View) -> Sequence[str]:
     return (
-        "BLEU, chrF: of the translations by beam search, as sacrebleu computes them; with several "
-        "seeds, of all their translations together.",
+        "BLEU, chrF: of the translations by beam search, as sacrebleu computes them; of several "
+        "seeds the mean of theirs.",
         "loss (nats), accuracy (%): per target token of the references, each predicted from those "
         "before it.",
         "Δ: difference to Baseline, paired over sentences and seeds.",

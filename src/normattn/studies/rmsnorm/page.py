@@ -92,8 +92,8 @@ def _notes(view: View) -> Sequence[str]:
     return (
         f"Which of {labels} labels a document has; {documents:,} test documents.",
         "micro F1: of all labels together; macro F1: the mean over the labels that are true or "
-        "predicted anywhere in the test set. Both of the decisions of all seeds together; "
-        "torchmetrics' values of each seed stand in the measurements.",
+        "predicted anywhere in the test set. Of several seeds the mean of theirs; torchmetrics' "
+        "values of each seed stand in the measurements.",
         "loss: binary cross-entropy on the test set, the mean over documents and labels, in "
         "thousandths of a nat.",
         "threshold: what a label's probability must reach; tuned on the development set alone, "
