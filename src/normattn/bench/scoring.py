@@ -29,7 +29,8 @@ from normattn.runs.timing import Step
 MULTIPLES = (1, 2, 4, 8)
 # Fewer than a preset's windows, but as many as the model takes at once of the longest.
 _WINDOWS = 16
-_LEAST = 4
+# As many tokens as one training step of either preset, at least.
+_LEAST = 2
 
 
 @dataclass(frozen=True)
