@@ -32,7 +32,8 @@ def evaluate_cell(
 
     Statistics: `accuracy` and `loss` (nats) of every scored token; of tiled text also
     `accuracy_seen`, of the tokens whose answer stands earlier in the context. Bins are those of
-    `bin_edges`, by the 0-based position t of the query whose next token is scored.
+    `bin_edges` (`rising_edges` of the protocol `by_position`), by the 0-based position t of the
+    query whose next token is scored.
     `tokens_per_batch` bounds the input tokens scored at once (one window is the least) and changes
     nothing beyond the rounding of the scorer. Raises `NormattnError` when a loss is not finite.
     """

@@ -58,7 +58,7 @@ def longest(view: View, protocol: str) -> int | None:
 def change_terms(view: View, where: Where, factor: float = 1.0) -> tuple[Term, ...]:
     """The last segment's accuracy after the longest context minus after the shortest.
 
-    None where it was read after one length only.
+    No terms where it was read after one length only.
     """
     at = {**where, "protocol": "last_segment"}
     lengths = sorted(view.values("length", at))

@@ -160,7 +160,7 @@ STUDY = Study(
     help="Train each score, read to 8 times the training length each way, tabulate and plot.\n\n"
     "The plan comes first: runs, tokens, FLOPs, time by a short measurement on this machine, disk. "
     "Rows are added by running it again with other --variants, --methods or --seeds on the same "
-    "OUT; any other setting that differs is refused.",
+    "OUT; another setting that a result depends on is refused.",
     resolve=resolve,
     cells=(ReadCell,),
     page=PAGE,

@@ -1,8 +1,8 @@
 """How far does each method let a trained model read, up to 64 times its training length?
 
-Models are trained as in `keynorm` and then read by position and asked for facts (passkey, several
-keys, tracked variables) under every post-hoc method that their score can take. The same page is
-what `normattn report` makes of runs that were evaluated by hand.
+Models are trained as in `keynorm` and then read by position and asked for facts (`TASKS`) under
+every post-hoc method that their score can take. The same page is what `normattn report` makes of
+runs that were evaluated by hand.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ START_SECONDS = 4.0
 
 @dataclass(frozen=True)
 class Plan:
-    """The size of a sweep; `rows` count the table's rows, tokens and FLOPs those still to do."""
+    """The size of a sweep; `rows` count the table's rows, FLOPs those still to do."""
 
     runs: int
     finished: int

@@ -22,10 +22,12 @@ SECONDS = 1.5
 
 
 def measure_cell(job: Path, find: Find, parent: int = 0) -> None:
-    """Time training and scoring of the cell in `job` on random tokens; print two rates as JSON.
+    """Time training and scoring of the cell in `job`; print two rates as JSON.
 
     `{"train": …, "score": …}`, both in seconds per token: forward, backward and optimiser, and
-    scoring without gradients; `"fp32"`, the same training in fp32, of one under bf16 on a CPU.
+    scoring without gradients; `"fp32"`, the same training in fp32, of one under bf16 on a CPU. A
+    causal model reads random tokens; any other cell its own batches, and its scoring counts as a
+    third of its training.
     """
     if parent:
         watch_parent(parent)

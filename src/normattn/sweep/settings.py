@@ -82,7 +82,7 @@ class WindowSettings(Settings):
 
 
 class ContinueSettings(Settings):
-    """`reproduce continue`: how training goes on at `multiple` training lengths.
+    """`reproduce continue` and `retrofit`: how training goes on at `multiple` training lengths.
 
     `batch_size` None takes as many tokens a step as before. The learning rate rises to `lr` over
     `warmup_steps` and follows the schedule of the preset to the last of `steps`. The models of the
@@ -139,7 +139,8 @@ class Preset(StudyPreset):
     """One whole setting of a study of language models; `training` holds fields of `TrainingConfig`.
 
     The score and the seed are no part of it: they are what a table varies. `window`,
-    `continued`, `mechanism` and `reading` are what one study alone reads.
+    `mechanism` and `reading` are what one study alone reads, `continued` what `continue` and
+    `retrofit` do.
     """
 
     training: dict[str, Any]

@@ -11,7 +11,7 @@ from normattn.commands.values import integers, names
 EPILOG = """
 **Examples**
 
-`normattn evaluate runs/kna` – as trained, every protocol, at 1, 2, 4 and 8 times its length
+`normattn evaluate runs/kna` – as trained, by the usual protocols, at 1, 2, 4 and 8 times its length
 
 `normattn evaluate runs/kna --methods YaRN,ReRoPE --multiples 1,8`
 

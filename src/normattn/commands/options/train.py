@@ -22,7 +22,7 @@ EPILOG = """
 
 `torchrun --nproc-per-node 2 -m normattn train mine.toml --out runs/two`
 
-Rerun the command to resume a stopped run; settings that differ from the run's are refused.
+Rerun the command to resume a stopped run; other settings that its result depends on are refused.
 """
 
 

@@ -201,9 +201,9 @@ STUDY = Study(
     name=KIND,
     help="Train translation models with each score, a learning-rate sweep, and small Vision "
     "Transformers; tabulate and plot.\n\n"
-    "Rows are added by running it again with other --variants or --seeds on the same OUT; any "
-    "other setting that differs is refused. BLEU needs `pip install 'normattn[translation]'`, the "
-    "images `normattn[vision]`.",
+    "Rows are added by running it again with other --variants or --seeds on the same OUT; "
+    "another setting that a result depends on is refused. BLEU needs `pip install "
+    "'normattn[translation]'`, the images `normattn[vision]`.",
     resolve=resolve,
     cells=(TranslateCell, RateCell, VisionCell),
     page=PAGE,

@@ -65,7 +65,7 @@ def diverged(view: View, where: Where) -> list[tuple[int, int]]:
 
 
 def failures(view: View, where: Where) -> dict[int, bool]:
-    """Of every seed whether its training failed: in NaN, or no better than the unigram baseline."""
+    """Of every seed whether its training failed: in NaN, or hardly better than unigrams."""
     failed = {seed: True for seed, _ in diverged(view, where)}
     ours, guess = view.estimate(LOSS, where), view.estimate(UNIGRAM, where)
     if ours is not None and guess is not None:

@@ -60,8 +60,8 @@ class Setting(NamedTuple):
 class Outcome:
     """How the trainings of a setting ended: the held-out loss (None where every seed diverged).
 
-    "diverged": the loss of some seed stopped being finite; "stuck": it ends no better than the
-    unigram baseline, so that nothing of the context was learned.
+    "diverged": the loss of some seed stopped being finite; "stuck": it ends less than
+    `unigram.MARGIN` nats better than the unigram baseline: nothing of the context was learned.
     """
 
     loss: float | None

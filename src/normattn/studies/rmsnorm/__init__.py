@@ -235,8 +235,8 @@ def collect(out: Path) -> pl.DataFrame:
 STUDY = Study(
     name=KIND,
     help="Train a multi-label classifier with each norm, classify, time their steps in turn.\n\n"
-    "Seeds are added by running it again with other --seeds on the same OUT; any other setting "
-    "that differs is refused. It needs `pip install 'normattn[eval]'`.",
+    "Seeds are added by running it again with other --seeds on the same OUT; another "
+    "setting that a result depends on is refused. It needs `pip install 'normattn[eval]'`.",
     resolve=resolve,
     cells=(NormCell, TimeCell),
     page=PAGE,
