@@ -195,7 +195,7 @@ def _factors(measured: pl.DataFrame) -> dict[str, frame.Factor]:
     """What one run's measurements have in common, which its training has as well."""
     names = [name for name in measured.columns if name.startswith(FACTOR)]
     values = {name.removeprefix(FACTOR): measured[name].unique().to_list() for name in names}
-    return {name: found[0] for name, found in values.items() if len(found) == 1}
+    return {name: shared[0] for name, shared in values.items() if len(shared) == 1}
 
 
 def _told_apart(measured: pl.DataFrame) -> pl.DataFrame:
