@@ -17,6 +17,7 @@ from lm_eval.tasks import TaskManager
 import normattn
 from normattn import InputError
 from normattn.cli.app import main
+from normattn.commands import harness_text
 from normattn.commands.harness import NormattnLM
 from normattn.commands.harness_command import TASKS
 from normattn.commands.harness_tasks import ManyShot
@@ -25,7 +26,9 @@ from normattn.commands.harness_text import (
     retrieval_documents,
     segment_documents,
 )
+from normattn.data.corpora import Document
 from normattn.data.retrieval_facts import TASKS as RETRIEVAL
+from normattn.data.splits import split_of
 from normattn.data.tokeniser import Tokeniser
 from normattn.models import load_model
 
@@ -197,14 +200,22 @@ def test_methods_read_on(run: Path, llama: Path, tmp_path: Path) -> None:
         plain = score(**named)
         for method in (yarn, {"method": "ReRoPE-logn+", "window": 4}):
             assert abs(score(**named, **method) - plain) > 1e-4
-    model = normattn.hf.load(llama)[0]
-    with normattn.extend(model, "ReRoPE", window=4):
-        model.save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((llama / name).read_bytes())
-    saved = str(tmp_path)
-    assert score(pretrained=saved) == score(pretrained=str(llama), method="ReRoPE", window=4)
-    assert score(pretrained=saved, method="as is") == plain
+    rerope: dict[str, Any] = {"method": "ReRoPE", "window": 4}
+    for method in (rerope, yarn, {"method": "NTK", "factor": 4}):
+        # YaRN and NTK are in transformers' own words as well.
+        folder = tmp_path / method["method"]
+        parameters = {name: value for name, value in method.items() if name != "method"}
+        model = normattn.hf.load(llama)[0]
+        with normattn.extend(model, method["method"], **parameters):
+            model.save_pretrained(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).write_bytes((llama / name).read_bytes())
+        saved = str(folder)
+        assert score(pretrained=saved) == score(pretrained=str(llama), **method)
+        assert score(pretrained=saved, method="as is") == plain
+        assert score(pretrained=saved, **rerope) == score(pretrained=str(llama), **rerope)
+        with pytest.raises(InputError, match="train_length is 7, and"):
+            score(pretrained=saved, train_length=7)
 
 
 def test_what_would_be_cut_is_not_scored(named: dict[str, Any]) -> None:
@@ -308,6 +319,20 @@ def test_many_shot_can_be_solved_from_its_text(run: Path, relations: Path) -> No
         assert (wrong["acc"], wrong["exact"]) == (0, 0)
         unsure = scored(None, each, [(-1.0, False)] * 2)  # type: ignore[arg-type]
         assert (unsure["acc"], unsure["exact"]) == (0.5, 0)
+
+
+def test_own_text_is_held_out_as_the_run_divided_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [Document(f"{g}/{n}", f"file {n} of {g}", str(g)) for g in range(30) for n in range(3)]
+    corpus = SimpleNamespace(documents=lambda most: files)
+    monkeypatch.setattr(harness_text, "parse_corpus", lambda address: corpus)
+    share = (0, 0.3, 0.1)
+    tokeniser = Tokeniser.load(run / "tokeniser.json")
+    tested = vars(harness_text)["_tokens"](tokeniser, "grouped", None, share, join=False).test
+    groups = [str(g) for g in range(30) if split_of(str(g), *share) == "test"]
+    assert 3 <= len(groups) <= 20
+    assert tested.names == [f"{g}/{n}" for g in groups for n in range(3)]
 
 
 def test_the_last_segment_stays_the_same(llama: Path, run: Path) -> None:

@@ -199,20 +199,23 @@ def open_pretrained(
     device: str,
     dtype: str,
 ) -> TransformersModel:
-    """A model of transformers: extended by `method`, as it was saved (None), or "as is"."""
+    """A model of transformers: extended by `method`, as it was saved (None), or as trained."""
     from normattn.hf import extend, extension_of, from_pretrained, load
     from normattn.hf.anatomy import anatomy, known_length
     from normattn.hf.extension import FIELD
+    from normattn.hf.pretrained import as_trained
     from normattn.training.distribution import choose_device
 
     chosen_device = choose_device(device)
     model, tokeniser = load(name, gguf, DTYPES[dtype])
-    if method is None and hasattr(model.config, FIELD):
+    extension, saved = None, hasattr(model.config, FIELD)
+    if saved and method is None:
         model = from_pretrained(name, dtype=DTYPES[dtype])
         extension = extension_of(model)
-    elif method in (None, "as is"):
-        extension = None
-    else:
+        _refuse_length(train_length, extension.resolved.train_length, name)
+    elif saved:
+        model, _ = as_trained(name, dtype=DTYPES[dtype])
+    if method not in (None, "as is"):
         assert method is not None
         extension = extend(model, method, train_length=train_length, **parameters)
     model.to(chosen_device)
@@ -222,3 +225,11 @@ def open_pretrained(
         )
     length = train_length or known_length(anatomy(model))[0]
     return TransformersModel(model, tokeniser, length, "as is")
+
+
+def _refuse_length(asked: int | None, saved: int | None, name: str) -> None:
+    if asked not in (None, saved):
+        raise InputError(
+            f"train_length is {asked}, and {name} was saved as extended from {saved}: give a "
+            "method to extend it from another length"
+        )

@@ -187,7 +187,7 @@ def _tokens(
     documents = [
         document
         for document in parse_corpus(address).documents(most)
-        if document.text and (share is None or split_of(document.name, *share) == "test")
+        if document.text and (share is None or split_of(document.split_name, *share) == "test")
     ]
     if not documents:
         raise InputError(f"corpus {address!r} holds no text" + (" to test on" if share else ""))

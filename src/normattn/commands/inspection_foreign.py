@@ -1,4 +1,4 @@
-"""A model of transformers looked into: a folder, a GGUF file, or a name on the hub."""
+"""A model of transformers looked into: a folder or a GGUF file."""
 
 from __future__ import annotations
 

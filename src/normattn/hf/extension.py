@@ -50,7 +50,8 @@ def extend(
     Args:
         model: a causal language model of transformers with rotary positions.
         method: the post-hoc parts of a score by name: PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN,
-            ReRoPE, LeakyReRoPE or SelfExtend, with or without `-logn+`; also `logn+` alone.
+            ReRoPE, LeakyReRoPE, SelfExtend or DualChunk, with or without `-logn+`; also `logn+`
+            alone.
         train_length: how far the model was trained to read; by default what its configuration says.
         parameters: those of the method, e.g. window=, factor=, s=, group=, base=.
 

@@ -15,9 +15,9 @@ def from_pretrained(path: str, **options: Any) -> Any:
     """A causal language model of transformers, extended as it was when it was saved.
 
     `model.save_pretrained(path)` of an extended model writes the method into config.json (the field
-    `normattn`). A method that transformers has, PI or YaRN, it writes in transformers' words too,
-    so that plain `from_pretrained` and other engines apply it; any other they ignore, and load the
-    model as trained.
+    `normattn`). A method that transformers has words for (PI, YaRN; NTK and ABF as another base)
+    it writes in those too, so that plain `from_pretrained` and other engines apply it; any other
+    they ignore, and load the model as trained.
 
     Args:
         path: a folder, or a name on the hub.
@@ -26,22 +26,34 @@ def from_pretrained(path: str, **options: Any) -> Any:
     `normattn.hf.extension_of(model).remove()` gives the model as trained. Raises `InputError` where
     the configuration tells of no extension, and as `normattn.hf.load` does.
     """
-    from transformers import AutoConfig
-
-    model = load_model(path, **options)
-    record = record_of(model.config, path)
+    model, record = as_trained(path, **options)
     if record is None:
         raise InputError(
             f"the configuration of {path} tells of no extension (no field {FIELD!r} with a method "
             "and a train_length): load it by transformers, and extend it"
         )
+    extend(model, record["method"], train_length=record["train_length"])
+    return model
+
+
+def as_trained(path: str, **options: Any) -> tuple[Any, dict[str, Any] | None]:
+    """A model of transformers without the method that it was saved under, and what tells of that.
+
+    See `record_of`. Also where transformers' own words tell of the method, and plain
+    `from_pretrained` would apply it.
+    """
+    from transformers import AutoConfig
+
+    model = load_model(path, **options)
+    record = record_of(model.config, path)
+    if record is None:
+        return model, None
     if TRAINED in record:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         put_fields(config.get_text_config(), record[TRAINED])
         model = load_model(path, **{**options, "config": config})
     delattr(model.config, FIELD)
-    extend(model, record["method"], train_length=record["train_length"])
-    return model
+    return model, record
 
 
 def record_of(config: Any, path: str | Path) -> dict[str, Any] | None:

@@ -72,7 +72,7 @@ def attention(
         carry: what the layers below hand on, for a score with `RealFormer`, `ResidualQK` or
             `ResidualQKV` (`layers.carry.new_carry`); this layer joins it. One for each forward
             of a whole stack.
-        gate: for a score with `Gate`, by whose sigmoid o is multiplied: (B, T, H·E), or
+        gate: for a score with `Gate`, by whose `act` o is multiplied: (B, T, H·E), or
             (B, T, H) per head.
         forget: for a score with `FoX`, the logits of the forgetting gate of each key (B, S, H).
 

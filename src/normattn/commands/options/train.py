@@ -57,7 +57,9 @@ class TrainOptions:
     heads: int | None = option(None, setting="model.heads", min=1, help="Query heads (block mha).")
     block: str | None = option(None, setting="model.block", help="mha or gau.")
     placement: str | None = option(
-        None, setting="model.placement", help="PreLN, PostLN, DeepNorm or ReZero."
+        None,
+        setting="model.placement",
+        help="PreLN, PostLN, DeepNorm, ReZero, ReZeroNoNorm or FixedScale.",
     )
     vocab_size: int | None = option(
         None, setting="data.vocab_size", min=257, help="Tokens of the tokeniser."

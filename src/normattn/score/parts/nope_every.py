@@ -25,7 +25,7 @@ class NoPEEvery(LayoutPart):
     summary: ClassVar[str] = "every so many layers one without positions"
     equation: ClassVar[str] = "layers every, 2·every, …: P = 1"
     source: ClassVar[str] = "arXiv 2501.18795; SmolLM3"
-    used_by: ClassVar[str] = "Llama 4, SmolLM3"
+    used_by: ClassVar[str] = "SmolLM3"
     needs_rotary: ClassVar[bool] = True
     every: int = 4
 

@@ -20,7 +20,7 @@ class PRoPE(RotaryPosition):
 
     `fraction` p of the pairs turn, the fastest ones, with the frequencies of the whole head. That
     is not `PartialRoPE`, where p·d features turn with those of a head of that size.
-    p = 1 is RoPE, p = 0 NoPE.
+    p = 1 is RoPE, its limit at 0 NoPE.
     """
 
     name: ClassVar[str] = "PRoPE"

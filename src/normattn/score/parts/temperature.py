@@ -21,7 +21,7 @@ class Temperature(LogNPart):
     """λ · (1 + β·ln(1 + ⌊(i + shift)/L₀⌋)), `beta` β, `length` L₀, the training length by default.
 
     Ministral 3 has shift = 0, Llama 4 shift = 1 and has it on its layers without positions alone
-    (`NoPEEvery(temperature=…)`). i is n − 1, the keys that a causal query sees before its own; not
+    (`IRoPE(beta=…, length=…)`). i is n − 1, the keys that a causal query sees before its own; not
     causal, all queries see n keys and have the scale of the last.
     """
 
