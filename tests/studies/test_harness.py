@@ -201,17 +201,19 @@ def test_methods_read_on(run: Path, llama: Path, tmp_path: Path) -> None:
         for method in (yarn, {"method": "ReRoPE-logn+", "window": 4}):
             assert abs(score(**named, **method) - plain) > 1e-4
     rerope: dict[str, Any] = {"method": "ReRoPE", "window": 4}
-    for method in (rerope, yarn, {"method": "NTK", "factor": 4}):
+    ntk: dict[str, Any] = {"method": "NTK", "factor": 4}
+    methods: list[dict[str, Any]] = [rerope, yarn, ntk]
+    for way in methods:
         # YaRN and NTK are in transformers' own words as well.
-        folder = tmp_path / method["method"]
-        parameters = {name: value for name, value in method.items() if name != "method"}
+        folder = tmp_path / way["method"]
+        parameters: dict[str, Any] = {name: way[name] for name in way if name != "method"}
         model = normattn.hf.load(llama)[0]
-        with normattn.extend(model, method["method"], **parameters):
+        with normattn.extend(model, way["method"], **parameters):
             model.save_pretrained(folder)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (folder / name).write_bytes((llama / name).read_bytes())
         saved = str(folder)
-        assert score(pretrained=saved) == score(pretrained=str(llama), **method)
+        assert score(pretrained=saved) == score(pretrained=str(llama), **way)
         assert score(pretrained=saved, method="as is") == plain
         assert score(pretrained=saved, **rerope) == score(pretrained=str(llama), **rerope)
         with pytest.raises(InputError, match="train_length is 7, and"):

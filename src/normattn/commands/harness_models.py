@@ -212,6 +212,7 @@ def open_pretrained(
     if saved and method is None:
         model = from_pretrained(name, dtype=DTYPES[dtype])
         extension = extension_of(model)
+        assert extension is not None
         _refuse_length(train_length, extension.resolved.train_length, name)
     elif saved:
         model, _ = as_trained(name, dtype=DTYPES[dtype])
