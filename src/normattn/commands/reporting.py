@@ -167,13 +167,16 @@ def _tell_unfinished(folder: Path) -> None:
 
 def of_runs(places: Sequence[Path]) -> pl.DataFrame:
     """What was measured in every run at or below `places`, divergences and loss curves included."""
-    frames, runs = [], _runs(places)
-    for run in runs:
+    frames, factors = [], []
+    for run in _runs(places):
         # Of a study's run what was asked of it alone; the study's own has rows of its own there.
         alone = asked_alone(run)
         measured = _at_the_end(alone.frame() if len(alone) else collected(run))
-        frames += [measured, *_training(run, _factors(measured))]
-    measured = on_common_sets(_told_apart(joined(frames))) if frames else frame.empty()
+        factors.append(_factors(measured))
+        frames.append(joined([measured, *_training(run, factors[-1])]))
+    differing = _differing(factors)
+    told = [_told_apart(part, of, differing) for part, of in zip(frames, factors, strict=True)]
+    measured = on_common_sets(joined(told)) if told else frame.empty()
     if not measured.filter(pl.col("protocol") != "training").height and not any(
         measured["statistic"] == "diverged"
     ):
@@ -198,15 +201,20 @@ def _factors(measured: pl.DataFrame) -> dict[str, frame.Factor]:
     return {name: shared[0] for name, shared in values.items() if len(shared) == 1}
 
 
-def _told_apart(measured: pl.DataFrame) -> pl.DataFrame:
-    """Rows with the factors in their names in which they differ: "Baseline, continued PI"."""
-    names = [name for name in measured.columns if name.startswith(FACTOR)]
-    differing = [name for name in names if measured[name].drop_nulls().n_unique() > 1]
-    said = [
-        pl.format(f", {name.removeprefix(FACTOR).replace('_', ' ')} {{}}", name).fill_null("")
-        for name in differing
-    ]
-    return measured.with_columns(row=pl.concat_str("row", *said)) if said else measured
+def _differing(runs: Sequence[Mapping[str, frame.Factor]]) -> list[str]:
+    """The factors in which runs differ from each other."""
+    names = sorted({name for run in runs for name in run})
+    return [name for name in names if len({run[name] for run in runs if name in run}) > 1]
+
+
+def _told_apart(
+    measured: pl.DataFrame, factors: Mapping[str, frame.Factor], differing: Sequence[str]
+) -> pl.DataFrame:
+    """A run's rows with what tells it from others in their names: "Baseline, continued ABF"."""
+    said = "".join(
+        f", {name.replace('_', ' ')} {factors[name]}" for name in differing if name in factors
+    )
+    return measured.with_columns(pl.col("row") + said)
 
 
 def _runs(places: Sequence[Path]) -> list[Path]:
