@@ -211,6 +211,20 @@ def test_the_page_in_three_forms(tmp_path: Path) -> None:
     assert {"table.md", "table.csv", "table.json", "report.html", "one.png"} <= first.keys()
 
 
+@pytest.mark.parametrize(
+    ("statistic", "seeds"),
+    [("loss", "0, 1, 2 of A, B"), ("diverged", "0, 1, 2 of A; 0, 1, 2, 3 of B")],
+)
+def test_a_model_that_was_not_read_is_no_seed_but_one_that_diverged_is(
+    statistic: str, seeds: str
+) -> None:
+    whole = made(5.0)
+    last = whole.filter((pl.col("row") == "B") & (pl.col("seed") == 2)).head(1)
+    trained = last.with_columns(seed=pl.lit(3, pl.Int64), protocol=pl.lit("training"))
+    trained = trained.with_columns(statistic=pl.lit(statistic), bin=pl.lit(7.0))
+    assert context(PAGE, joined([whole, trained.cast(last.schema)])).provenance["seeds"] == seeds
+
+
 def test_nothing_measured_is_nothing_to_report() -> None:
     with pytest.raises(InputError, match="nothing was measured"):
         context(PAGE, frame.empty())

@@ -120,11 +120,14 @@ def _provenance(view: View, tables: Sequence[Filled]) -> dict[str, str]:
 
 
 def _seeds(view: View) -> str:
-    """Which rows have which seeds."""
+    """Which rows have which seeds; of a model that was not read yet only its training is there."""
+    read = view.frame.filter(
+        (pl.col("protocol") != "training") | (pl.col("statistic") == "diverged")
+    )
     groups: dict[tuple[int, ...], list[str]] = {}
     for row in sorted(view.values("row")):
-        seeds = tuple(sorted(view.values("seed", {"row": row})))
-        groups.setdefault(seeds, []).append(row)
+        seeds = read.filter(pl.col("row") == row)["seed"].unique().to_list()
+        groups.setdefault(tuple(sorted(seeds or view.values("seed", {"row": row}))), []).append(row)
     said = "; ".join(
         f"{', '.join(map(str, seeds))} of {', '.join(rows)}" for seeds, rows in groups.items()
     )
