@@ -86,7 +86,9 @@ def test_the_command_of_a_page_can_be_typed() -> None:
         "normattn reproduce keynorm --preset laptop --variants KNA,CosA --seeds 2 && "
         "normattn reproduce keynorm --preset laptop --seeds 7,"
     )
-    assert find("keynorm").command({}) == "normattn reproduce keynorm --preset laptop"
+    assert find("keynorm").command({"seeds": 1}) == "normattn reproduce keynorm --preset laptop"
+    # No settings are known: nobody typed that.
+    assert find("keynorm").command({}) == ""
     assert find("extend").command({}) == "normattn extend MODEL"
 
 
