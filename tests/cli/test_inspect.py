@@ -12,6 +12,8 @@ from cli.conftest import Command
 from normattn.diagnostics.inspection import by_position
 from normattn.diagnostics.lines import read_diagnostics
 from normattn.measure import frame
+from normattn.training import TrainingConfig, train_causal
+from normattn.training.continuation import Continuation
 
 SHARES = ("beyond_share", "angle_share")
 
@@ -94,6 +96,31 @@ def test_a_text_of_ones_own_beyond_the_training_length(
     assert plain["angle_share"].max() > 0
     assert rectified["angle_share"].max() == 0
     assert not (trained / "inspection").exists()
+
+
+def test_angles_that_a_run_saw_when_it_continued(
+    command: Command, trained: Path, tmp_path: Path
+) -> None:
+    """From L = 8 under PI at 32: with PI all of 32 is known, as it is no more than 8 is."""
+    text = tmp_path / "text.txt"
+    text.write_text("word1 word2 word3 word4 " * 20)
+    settings = json.loads((trained / "config.json").read_text())["config"]
+    went_on = Continuation.of(trained / "model", "PI(factor=4)", 32)
+    parsed = TrainingConfig.parse({**settings, "continued": went_on.model_dump()})
+    train_causal(parsed, tmp_path / "run", show_progress=False)
+    shares: dict[Path, dict[str, int]] = {trained: {}, tmp_path / "run": {}}
+    for run, own in shares.items():
+        for method in ("as is", "PI(factor=4)", "PI(factor=2)"):
+            out = tmp_path / f"{run.name} {method}"
+            options = ("--text", text, "--length", 32, "--method", method, "--out", out)
+            said = command("inspect", run, *options)
+            assert said.code == 0, said.err
+            known = by_position(frame.read(out / frame.FILE), "angle_share", 0)[0] == 0
+            own[method] = known.tolist().index(False) if not known.all() else 16
+    # Of sixteen bins of two positions those before the first new angle.
+    plain = {"as is": 4, "PI(factor=4)": 14, "PI(factor=2)": 7}
+    longer = {"as is": 4, "PI(factor=4)": 16, "PI(factor=2)": 8}
+    assert shares == {trained: plain, tmp_path / "run": longer}
 
 
 @pytest.mark.parametrize(

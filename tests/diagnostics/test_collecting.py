@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normattn.diagnostics import DiagnosticsProbe, collecting, inspect_model, layer_names
-from normattn.diagnostics.angles import unseen_angles
+from normattn.diagnostics.angles import Stage, unseen_angles
 from normattn.diagnostics.inspection import by_head, by_position, cosine_counts, totals
 from normattn.diagnostics.lines import DiagnosticsLine, LayerLine, read_diagnostics
 from normattn.diagnostics.weights import attention_weights
@@ -248,6 +248,48 @@ def test_unseen_angles(text: str, distances: int) -> None:
             new += most < 2 * math.pi and angle > most * (1 + 1e-6)
         assert float(found[r]) == new / 4
     assert unseen_angles(ScoreSpec.parse("Baseline-NoPE", train_length=L), 8, 9) is None
+
+
+def scored(text: str) -> ScoreSpec:
+    return ScoreSpec.parse(text, train_length=L).resolve(train_length=L)
+
+
+def test_angles_that_a_stage_of_training_has_seen() -> None:
+    """PI by 4 has seen at 4 L what the ordinary rotation has at L; the further stage counts."""
+    plain, stretched = scored("Baseline"), scored("Baseline-PI(factor=4)")
+
+    def first(spec: ScoreSpec, *stages: Stage) -> int:
+        new = unseen_angles(spec, 8, 100, stages=stages or None)
+        assert new is not None
+        return next((r for r in range(100) if new[r] > 0), 100)
+
+    assert first(plain) == first(plain, Stage(plain, L)) == L
+    # Trained with PI at L, a pair has turned a quarter as far, read as it is as with PI.
+    assert first(plain, Stage(stretched, L)) == (L - 1) // 4 + 1
+    assert first(stretched, Stage(stretched, L)) == L
+    assert first(stretched, Stage(plain, L)) == 4 * (L - 1) + 1
+    assert first(plain, Stage(plain, L), Stage(stretched, L)) == L
+    assert first(stretched, Stage(plain, L), Stage(stretched, 4 * L)) == 4 * L
+    assert first(plain, Stage(plain, L), Stage(plain, 3 * L)) == 3 * L
+    assert first(plain, Stage(scored("Baseline-NoPE"), L)) == 1
+    # Blocks of a moving spectrum each have one of their own; all start as they were trained.
+    moving = scored("Baseline-DynamicNTK")
+    assert first(moving, Stage(moving, L)) == L
+    for block in range(3):
+        seen = unseen_angles(moving, 8, (block + 1) * L, block, [Stage(moving, 3 * L)])
+        assert seen is not None
+        assert float(seen.max()) == 0
+
+
+@pytest.mark.parametrize(
+    ("score", "layer"), [("FullEvery(every=2,window=4,stretch=8)", 1), ("PI(factor=8)", 0)]
+)
+def test_a_spectrum_that_was_trained_in_is_no_method(score: str, layer: int) -> None:
+    """Both pairs turn an eighth as far, so neither goes round: from L on every angle is new."""
+    measured = inspect_model(model_of(f"Baseline-{score}"), ids_of(1, 2 * L), bins=2 * L)
+    new, beyond = (by_position(measured, f"{name}_share", layer) for name in ("angle", "beyond"))
+    assert beyond[:, L:].min() > 0
+    np.testing.assert_allclose(new, beyond)
 
 
 @dataclass

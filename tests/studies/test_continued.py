@@ -89,9 +89,9 @@ def check_gathered(runs: Path, out: Path, facts: list[dict[str, Any]]) -> None:
     last = {fact["row"]: fact for fact in facts if fact["step"] == "4"}
     assert len(found) == len(last) == 6
     for name, branch in (
-        ("KNA", "KNA, continued as it is"),
-        ("Baseline", "Baseline, continued as it is"),
-        ("Baseline-PI", "Baseline, continued PI(factor=4)-PI"),
+        ("KNA", "KNA (continued as it is)"),
+        ("Baseline", "Baseline (continued as it is)"),
+        ("Baseline-PI", "Baseline (continued PI(factor=4))-PI"),
     ):
         assert found[branch]["non_repeated"]["value"] == last[name]["accuracy_64"]["value"]
 

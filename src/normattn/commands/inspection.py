@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from normattn.atomic import write_json
 from normattn.commands.inspection_inputs import Inputs, folder_of, inputs_of
 from normattn.commands.options.inspect import InspectOptions
-from normattn.diagnostics import collecting, inspect_model
+from normattn.diagnostics import collecting, inspect_model, layer_names
+from normattn.diagnostics.angles import Stage
 from normattn.diagnostics.inspection import Collecting, by_head
 from normattn.diagnostics.lines import read_diagnostics
 from normattn.diagnostics.weights import MOST_TOKENS, attention_weights
@@ -87,7 +89,7 @@ def inspect_run(asked: InspectOptions) -> None:
     folder = folder_of(run / FOLDER if asked.out is None else asked.out)
     whose = _identity(model, config, inputs, asked)
     with _using(model, method, config, inputs.length):
-        measured = look(model, inputs, asked)
+        measured = look(model, inputs, asked, _collecting(model, config))
         heads = drawn(inputs, chosen, measured, lambda: _weights_of(model, inputs))
     trained = replace(whose, protocol=TRAINING, method="", split="train", data="")
     write_page(whose, measured, heads, inputs, folder, asked, identified(trained, [_training(run)]))
@@ -154,6 +156,21 @@ def _using(
     trained = model.config.train_length
     spec = model.config.score.with_method(method)
     return model.using(spec.resolve(train_length=trained, factor=max(1.0, length / trained)))
+
+
+def _collecting(model: nn.Module, config: LoopConfig) -> Collecting:
+    """Who collects; of a run that continued it knows with what, and at which length."""
+    if not isinstance(config, TrainingConfig) or config.continued is None:
+        return collecting
+    shape, continued = config.model, config.continued
+    started = continued.saved(shape).score
+    went_on = shape.score.with_method(continued.method).resolve(train_length=shape.train_length)
+    of = ((started, shape.train_length), (went_on, config.sequence_length))
+    stages = {
+        score: [Stage(spec.layer(layer, shape.layers), length) for spec, length in of]
+        for layer, score in enumerate(layer_names(model))
+    }
+    return partial(collecting, stages=stages)
 
 
 def _chosen(attention: str, config: LoopConfig) -> tuple[int, int] | Literal["sharpest", "all"]:

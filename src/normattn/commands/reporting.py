@@ -210,11 +210,9 @@ def _differing(runs: Sequence[Mapping[str, frame.Factor]]) -> list[str]:
 def _told_apart(
     measured: pl.DataFrame, factors: Mapping[str, frame.Factor], differing: Sequence[str]
 ) -> pl.DataFrame:
-    """A run's rows with what tells it from others in their names: "Baseline, continued ABF"."""
-    said = "".join(
-        f", {name.replace('_', ' ')} {factors[name]}" for name in differing if name in factors
-    )
-    return measured.with_columns(pl.col("row") + said)
+    """A run's rows with what tells it from others in their names: "Baseline (continued ABF)"."""
+    said = [f"{name.replace('_', ' ')} {factors[name]}" for name in differing if name in factors]
+    return measured.with_columns(pl.col("row") + (f" ({', '.join(said)})" if said else ""))
 
 
 def _runs(places: Sequence[Path]) -> list[Path]:

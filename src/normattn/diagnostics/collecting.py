@@ -15,7 +15,7 @@ import polars as pl
 import torch
 from torch import Tensor, nn
 
-from normattn.diagnostics.angles import beyond, unseen_angles
+from normattn.diagnostics.angles import Stage, beyond, unseen_angles
 from normattn.diagnostics.cosines import CosineSums
 from normattn.diagnostics.lines import LayerLine
 from normattn.diagnostics.sums import LayerSums
@@ -32,7 +32,8 @@ class Collector:
 
     An owner is whoever is announced: a `Score`, or the attention module of another library. `edges`
     bound bins of the query's position (None: one bin); `reach` asks for attention beyond the
-    training length, `cosines` for those of queries and keys, which cost another product.
+    training length, `cosines` for those of queries and keys, which cost another product. `stages`
+    say how scores were trained that were not so with what they were built with, at its L, alone.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Collector:
         edges: Sequence[int] | None = None,
         reach: bool = False,
         cosines: bool = False,
+        stages: Mapping[Score, Sequence[Stage]] | None = None,
     ) -> None:
         self.names = names
+        self.stages = {} if stages is None else stages
         self.edges = None if edges is None else tuple(edges)
         self.reach, self.cosines = reach, cosines
         self.sums: dict[str, LayerSums] = {}
@@ -91,7 +94,8 @@ class Collector:
         most = max(int(seen.query.max()), int(seen.key.max())) + 1
         functions = {"beyond": beyond(length, most)}
         block = int(seen.query.min()) // length
-        angles = unseen_angles(spec, score.head_dim, most, block)
+        stages = self.stages.get(score, (Stage(score.built, length),))
+        angles = unseen_angles(spec, score.head_dim, most, block, stages)
         if angles is not None:
             functions["angle"] = angles
         self._asked = {name: index for index, name in enumerate(functions)}
@@ -210,16 +214,18 @@ def collecting(
     *,
     reach: bool = False,
     cosines: bool = False,
+    stages: Mapping[Score, Sequence[Stage]] | None = None,
 ) -> Iterator[Collector]:
     """Collect what the layers of `model` do while inside, for any number of forward passes.
 
-    Nothing stays behind. A compiled model runs uncompiled meanwhile: a compiled graph cannot be
-    looked into. Raises `InputError` for a model without any `Score`.
+    `reach`, `cosines` and `stages` as `Collector` has them. Nothing stays behind. A compiled model
+    runs uncompiled meanwhile: a compiled graph cannot be looked into. Raises `InputError` for a
+    model without any `Score`.
     """
     names = layer_names(model)
     if not names:
         raise InputError("this model holds no Score to look at")
-    collector = Collector(names, edges, reach, cosines)
+    collector = Collector(names, edges, reach, cosines, stages)
     with ExitStack() as stack:
         for score in names:
             for field, side, norm in (

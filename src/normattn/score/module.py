@@ -40,7 +40,7 @@ class Score(nn.Module):
 
     Holds gains, running statistics, learned scales, biases, sinks and what pairs of heads learn; a
     specification that learns nothing has no parameters. `use` switches post-hoc parts on and off;
-    `spec` is the active specification.
+    `spec` is the active specification, `built` the one that it was made with.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Score(nn.Module):
         if self.kv_heads < 1 or heads % self.kv_heads:
             raise InputError(f"{heads} query heads cannot share {self.kv_heads} key heads evenly")
         _refuse_sizes(spec, heads, self.kv_heads, head_dim)
-        self._spec = spec
+        self.built = self._spec = spec
         query, key = spec.variant.query_norm(), spec.variant.key_norm()
         self.query_norm = query.build(heads, head_dim) if query else None
         self.key_norm = key.build(self.kv_heads, head_dim) if key else None

@@ -62,7 +62,7 @@ class TrainOptions:
         help="PreLN, PostLN, DeepNorm, ReZero, ReZeroNoNorm or FixedScale.",
     )
     vocab_size: int | None = option(
-        None, setting="data.vocab_size", min=257, help="Tokens of the tokeniser."
+        None, setting="data.vocab_size", min=2, help="Tokens of the tokeniser; text needs 257."
     )
     batch_size: int | None = option(None, setting="batch_size", min=1, help="Sequences in a step.")
     optimiser: str | None = option(None, setting="optimiser.name", help="adamw, tiger or muon.")

@@ -11,6 +11,7 @@ from normattn.measure.statistic import BLEU, CHRF
 from normattn.report.page import Page
 from normattn.report.table import NOTHING, Cell, Column, Row, Table
 from normattn.report.view import View
+from normattn.score import ScoreSpec
 from normattn.studies._reading import ranked
 from normattn.studies.qknorm.claims import claims
 from normattn.studies.qknorm.figures import figures
@@ -33,7 +34,7 @@ from normattn.studies.qknorm.measured import (
     training,
     unigram,
 )
-from normattn.studies.qknorm.rows import CLIP, MUON
+from normattn.studies.qknorm.rows import CLIP, MUON, parts
 from normattn.studies.qknorm.translation import RATES, TRANSLATION
 
 SOURCE_BLEU = (28.5, 29.2)
@@ -159,10 +160,20 @@ def _translation_notes(view: View) -> Sequence[str]:
         "loss (nats), accuracy (%): per target token of the references, each predicted from those "
         "before it.",
         "Δ: difference to Baseline, paired over sentences and seeds.",
-        "BatchNorm and InstanceNorm rows: in the encoder, and on the keys of the cross attention; "
-        "elsewhere they would read the future, and those layers are Baseline's.",
+        *_across_tokens(view),
         *_trained_with(view, TRANSLATION),
         *(f"translated with {said}" for said in ranked(_settings(view), ())),
+    )
+
+
+def _across_tokens(view: View) -> Sequence[str]:
+    """Where scores that read across the sequence have their norm, as far as there are any."""
+    trained = (parts(row)[0] for row in scores(view, TRANSLATION))
+    if not any(ScoreSpec.parse(score).leaks_future for score in trained):
+        return ()
+    return (
+        "BatchNorm and InstanceNorm rows: in the encoder, and on the keys of the cross attention; "
+        "elsewhere they would read the future, and those layers are Baseline's.",
     )
 
 
