@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from normattn.measure import Estimate
 from normattn.report.claim import Claim, Finding, Verdict
@@ -84,7 +85,11 @@ def density() -> Density:
 
 def figures() -> tuple[Figure, ...]:
     """One of every kind."""
-    return (position_curves(), length_curves(), intervals(), grid(), grid(log=True), density())
+    bent = replace(intervals(), name="changes", symlog=0.5)
+    return (
+        *(position_curves(), length_curves(), intervals(), bent),
+        *(grid(), grid(log=True), density()),
+    )
 
 
 def table(first: str = "Baseline") -> Filled:

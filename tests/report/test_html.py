@@ -119,7 +119,7 @@ def test_the_embedded_figures_are_the_figures() -> None:
     assert [line["label"] for line in lines] == list(examples.ROWS)
     assert [line["colour"] for line in lines] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert lines[7]["points"][31] == [504, 22.1, 20.6, 23.6]
-    assert values["figures"][3]["values"][1] == [2, 5, None]
+    assert values["figures"][4]["values"][1] == [2, 5, None]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

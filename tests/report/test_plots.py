@@ -19,7 +19,17 @@ from matplotlib.figure import Figure as Drawn
 from matplotlib.image import imread
 from matplotlib.text import Text
 
-from normattn.report.figure import Curves, Figure, Grid, Line, Panel, Point
+from normattn.measure import Estimate
+from normattn.report.figure import (
+    Curves,
+    Figure,
+    Grid,
+    IntervalColumn,
+    Intervals,
+    Line,
+    Panel,
+    Point,
+)
 from normattn.report.figure_json import figure_json
 from normattn.report.palette import LINES, line_colour
 from normattn.report.plots import curves, density, draw, grid, intervals
@@ -122,6 +132,21 @@ def test_no_text_is_cut_off(figure: Figure) -> None:
     assert box.y0 >= 0
     assert box.x1 <= width
     assert box.y1 <= height
+
+
+def test_columns_of_one_kind_share_an_axis() -> None:
+    """Linear within ± 0.1: 0, 0.1, 1 and 10 stand equally far apart, in both columns."""
+    near, far = Estimate(-0.05, -0.1, 0.0), Estimate(5.0, 1.0, 10.0)
+    columns = (IntervalColumn("after L", (near,)), IntervalColumn("after 2 L", (far,)))
+    with house_style():
+        drawn = intervals.plot(Intervals("changes", "", ("as is",), columns, 0.1))
+        one, other = (
+            axis.transLimits.transform(axis.transScale.transform([(x, 0) for x in (0, 0.1, 1, 10)]))
+            for axis in drawn.axes
+        )
+    np.testing.assert_allclose(one, other)
+    np.testing.assert_allclose(np.diff(one[:, 0], 2), 0, atol=1e-9)
+    assert np.diff(one[:, 0]).min() > 0.1
 
 
 def test_names_of_narrow_columns_do_not_overlap() -> None:

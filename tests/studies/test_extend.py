@@ -9,9 +9,10 @@ import polars as pl
 import pytest
 
 from normattn.measure import Identity, identified, joined, sums
+from normattn.report.figure import Intervals
 from normattn.report.page import context
 from normattn.report.view import View
-from normattn.studies._advice import LAST, LEAST_GAIN, Advice, advise
+from normattn.studies._advice import LAST, LEAST_GAIN, LOSS, Advice, advise, home
 from normattn.studies.extend import EXACT, KEY, PAGE, PREFILL, SECONDS, TRAIN, complete
 
 L, TOKENS = 8, 8
@@ -144,16 +145,34 @@ def test_every_column_of_the_page() -> None:
     assert tables["table"]["as is", "loss_8"].startswith("3.100 [")
     assert tables["table"]["YaRN", "loss_16"].startswith("3.600 [")
     assert tables["table"]["YaRN", "parameters"] == "YaRN(factor=4)"
-    assert tables["difference"]["YaRN", "difference_16"].startswith("-0.500 [")
-    assert tables["difference"]["as is", "difference_16"] == "–"
+    assert tables["change"]["YaRN", "change_16"].startswith("+0.500 [")
+    assert tables["change"]["YaRN", "change_8"].startswith("+0.300 [")
+    assert tables["change"]["as is", "change_16"] == "+1.000 [no interval]"
+    assert tables["change"]["as is", "change_8"] == "–"
     assert tables["accuracy"]["as is", "accuracy_16"].startswith("50.0")
     assert tables["cost"]["YaRN", "change"].startswith("+9.67 [")
     assert tables["prefill"]["as is", "seconds_16"] == "2.0"
     assert tables["prefill"]["as is", "bytes_16"] == "3"
     assert tables["prefill"]["as is", "keys_16"] == "2 of 3"
     assert tables["prefill"]["YaRN", "keys_16"] == "–"
-    lines = {line.label: line for line in made.figures[0].panels[0].lines}  # type: ignore[union-attr]
-    assert [(point.x, round(point.value, 9)) for point in lines["YaRN"].points] == [
-        (8.0, pytest.approx(3.4, abs=1e-3)),
-        (16.0, pytest.approx(3.6, abs=1e-3)),
+    drawn = made.figures[0]
+    assert isinstance(drawn, Intervals)
+    assert drawn.rows == ("as is", "YaRN")
+    assert "after 8, for the same last tokens" in drawn.title
+    values = [[None if e is None else e.value for e in column.values] for column in drawn.columns]
+    assert values == [
+        [None, pytest.approx(0.3, abs=1e-3)],
+        [pytest.approx(1.0), pytest.approx(0.5, abs=1e-3)],
     ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "known"), [((4, 8, 16), 8), ((2, 4, 16), 4), ((16, 32), 16), ((8,), 8)]
+)
+def test_what_changes_are_measured_from(lengths: tuple[int, ...], known: int) -> None:
+    """The training length, 8, or else what was read that comes nearest from below, or above."""
+    rows = [
+        identified(_identity("", length, LAST), [sums(LOSS.name, ["window 0"], [1.0], [1.0])])
+        for length in lengths
+    ]
+    assert home(View(joined(rows))) == known

@@ -47,7 +47,7 @@ def test_every_row_is_that_of_its_own_page(tmp_path: Path) -> None:
         for key, column, here in (
             ("table", "loss_8", "loss_1"),
             ("table", "loss_16", "loss_2"),
-            ("difference", "difference_16", "difference"),
+            ("change", "change_16", "change"),
             ("cost", "change", "cost"),
             ("table", "parameters", "parameters"),
         ):
@@ -58,7 +58,7 @@ def test_every_row_is_that_of_its_own_page(tmp_path: Path) -> None:
                 alone[label, here] = cell.text
     assert {(label, key): rows[label][key].text for label, key in alone} == alone
     assert len(rows) == 6
-    assert rows["model, a.txt: YaRN"]["difference"].text.startswith("-0.800 [")
+    assert rows["model, a.txt: YaRN"]["change"].text.startswith("+0.200")
     assert made.notes[0].startswith(
         "model on a.txt (3 windows, L = 8): YaRN, that is YaRN(factor=4)"
     )

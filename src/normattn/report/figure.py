@@ -87,12 +87,17 @@ class IntervalColumn:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Values with their intervals: rows below each other, quantities side by side."""
+    """Values with their intervals: rows below each other, quantities side by side.
+
+    `symlog`: the columns are of one kind and share an axis, linear within ± this, logarithmic
+    beyond; None: each has a linear axis of its own.
+    """
 
     name: str
     title: str
     rows: tuple[str, ...]
     columns: tuple[IntervalColumn, ...]
+    symlog: float | None = None
 
 
 @dataclass(frozen=True)

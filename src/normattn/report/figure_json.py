@@ -28,7 +28,12 @@ def figure_json(figure: Figure) -> dict[str, Any]:
                 }
                 for column in figure.columns
             ]
-            return known | {"kind": "intervals", "rows": list(figure.rows), "columns": columns}
+            return known | {
+                "kind": "intervals",
+                "rows": list(figure.rows),
+                "columns": columns,
+                "symlog": figure.symlog,
+            }
         case Grid():
             return known | {
                 "kind": "grid",

@@ -79,6 +79,12 @@ def lengths_of(view: View) -> list[int]:
     return sorted(view.values("length", {"protocol": LAST}))
 
 
+def home(view: View) -> int:
+    """The training length, or what was read that comes nearest from below, or above."""
+    trained, lengths = int(view.frame["train_length"][0]), lengths_of(view)
+    return max((length for length in lengths if length <= trained), default=min(lengths))
+
+
 def name_of(method: str) -> str:
     """The method as it was typed."""
     return method or "as is"

@@ -16,9 +16,18 @@ import polars as pl
 from normattn.measure import Estimate, MeasurementStore, Statistic
 from normattn.measure.gather import Array, Where
 from normattn.measure.statistic import accuracy, loss
-from normattn.report.figure import Curves, Figure, Line, Mark, Panel, Point
+from normattn.report.figure import (
+    Curves,
+    Figure,
+    IntervalColumn,
+    Intervals,
+    Line,
+    Mark,
+    Panel,
+    Point,
+)
 from normattn.report.page import Page
-from normattn.report.points import bin_points, octaves, points
+from normattn.report.points import bin_points, octaves
 from normattn.report.table import NOTHING, Cell, Column, Row, Table, shown
 from normattn.report.view import View
 from normattn.runs import RunDirectory
@@ -27,6 +36,7 @@ from normattn.studies._advice import (
     LOSS,
     advise,
     cost_at_train_length,
+    home,
     lengths_of,
     methods_of,
     name_of,
@@ -40,6 +50,8 @@ TRAIN, POSITION, KEY, PREFILL = "train_length", "by_position", "retrieval", "pre
 SECONDS, PEAK = "prefill_seconds", "peak_bytes"
 ACCURACY, POSITION_LOSS = accuracy(), loss()
 EXACT = accuracy("pass keys found", "exact")
+LINEAR = 0.1
+"""Nats: where the axis of changes turns logarithmic, as a model as it is loses a hundredfold."""
 
 MEASURED = (
     "s: the decoder over one whole window without a cache and without the head, the median over "
@@ -75,22 +87,31 @@ def _with_parameters(view: View, row: Row) -> Cell:
     return Cell(resolved(view, method)) if method else NOTHING
 
 
-def _by_length(
-    key: str, statistic: Statistic, against: bool = False
-) -> Callable[[View], Sequence[Column]]:
-    """A column for every length, of the last tokens; `against` the model as it is."""
+def _by_length(key: str, statistic: Statistic) -> Callable[[View], Sequence[Column]]:
+    """A column for every length, of the last tokens."""
 
     def columns(view: View) -> list[Column]:
         whole = Column("parameters", "with its parameters", plain=_with_parameters)
         all_columns = [whole] if key == "loss" else []
         for length in lengths_of(view):
-            at = {"protocol": LAST, "length": length}
-            terms = ((1.0, at), (-1.0, {**at, "method": ""})) if against else ((1.0, at),)
-            name = f"{key}_{length}"
-            all_columns.append(Column(name, spoken(length), statistic, terms, signed=against))
+            terms = ((1.0, {"protocol": LAST, "length": length}),)
+            all_columns.append(Column(f"{key}_{length}", spoken(length), statistic, terms))
         return all_columns
 
     return columns
+
+
+def _changes(view: View) -> list[Column]:
+    """By how much the loss lies above that of the model as it is after its training length."""
+    known = {"protocol": LAST, "length": home(view), "method": ""}
+    return [
+        Column(
+            *(f"change_{length}", f"after {spoken(length)}", LOSS),
+            ((1.0, {"protocol": LAST, "length": length}), (-1.0, known)),
+            signed=True,
+        )
+        for length in lengths_of(view)
+    ]
 
 
 def _octaves(statistic: Statistic) -> Callable[[View], Sequence[Column]]:
@@ -170,20 +191,23 @@ def _advice(view: View) -> list[str]:
 
 
 def figures(view: View) -> list[Figure]:
-    """The same last tokens after longer contexts, and the longest length by position."""
-    trained = int(view.frame["train_length"][0])
+    """What longer contexts do to the same last tokens, and the longest length by position."""
+    trained, known = int(view.frame["train_length"][0]), spoken(home(view))
     return [
-        Curves(
+        Intervals(
             "last_segment",
-            f"The same last tokens as the context before them grows; trained to read {trained:,}",
-            (
-                Panel("loss", _length_lines(view, LOSS), "tokens of context", "nats", log_x=True),
-                Panel(
-                    *("accuracy", _length_lines(view, ACCURACY), "tokens of context"),
-                    *("next tokens (%)", True),
-                ),
+            f"Nats above the model as it is after {known}, for the same last tokens; the axis is "
+            f"linear within ±{LINEAR}",
+            tuple(row.label for row in _rows(view)),
+            tuple(
+                IntervalColumn(
+                    column.title,
+                    tuple(column.cell(view, row).estimate for row in _rows(view)),
+                    zero=True,
+                )
+                for column in _changes(view)
             ),
-            shared_y=False,
+            LINEAR,
         ),
         Curves(
             "reading_by_position",
@@ -198,15 +222,6 @@ def figures(view: View) -> list[Figure]:
             shared_y=False,
         ),
     ]
-
-
-def _length_lines(view: View, statistic: Statistic) -> tuple[Line, ...]:
-    lines = []
-    for method in methods_of(view):
-        at = {"method": method, "protocol": LAST}
-        lengths = ((length, {**at, "length": length}) for length in lengths_of(view))
-        lines.append(_line(method, points(view, statistic, lengths)))
-    return tuple(lines)
 
 
 def _position_lines(view: View, statistic: Statistic) -> tuple[Line, ...]:
@@ -247,9 +262,10 @@ PAGE = Page(
             _advice,
         ),
         _table(
-            "difference",
-            "Its difference from the model as it is (nats, paired over windows; below 0 is better)",
-            _by_length("difference", LOSS, against=True),
+            "change",
+            "How far it lies above that of the model as it is after its training length (nats, "
+            "paired over windows; 0: nothing is lost)",
+            _changes,
         ),
         _table(
             *("accuracy", "Accuracy on the same last tokens (%)"), _by_length("accuracy", ACCURACY)

@@ -114,7 +114,7 @@ def _spoken(multiple: float) -> str:
 
 
 def _losses(view: View) -> list[Column]:
-    """The loss after contexts of every multiple of L, what the longest costs or saves, and more."""
+    """The loss after contexts of every multiple of L, what the longest one takes, and more."""
     losses = [Column("parameters", "with its parameters", plain=_with_parameters)]
     for multiple in _multiples(view):
         at = {"protocol": LAST, MULTIPLE: multiple}
@@ -123,17 +123,19 @@ def _losses(view: View) -> list[Column]:
         )
     return [
         *losses,
-        _against_as_is(_multiples(view)[-1]),
+        _change(_multiples(view)),
         Column("cost", "cost at L, %", plain=_cost),
         *_keys(view),
     ]
 
 
-def _against_as_is(multiple: float) -> Column:
-    at = {"protocol": LAST, MULTIPLE: multiple}
-    title = f"against as is, after {_spoken(multiple)}"
-    terms = ((1.0, at), (-1.0, {**at, "method": ""}))
-    return Column("difference", title, LOSS, terms, signed=True)
+def _change(multiples: Sequence[float]) -> Column:
+    """By how much the loss after the longest context lies above that of the model as it is at L."""
+    known = max((multiple for multiple in multiples if multiple <= 1), default=multiples[0])
+    title = f"{_spoken(multiples[-1])} above as is at {_spoken(known)}"
+    at: Where = {"protocol": LAST, MULTIPLE: multiples[-1]}
+    terms = ((1.0, at), (-1.0, {"protocol": LAST, MULTIPLE: known, "method": ""}))
+    return Column("change", title, LOSS, terms, signed=True)
 
 
 def _with_parameters(view: View, row: Row) -> Cell:
@@ -171,7 +173,7 @@ def _advice(view: View) -> list[str]:
 
 
 def figures(view: View) -> list[Figure]:
-    """The loss of the same last tokens after every multiple of L, and what a method changes."""
+    """The loss of the same last tokens after every multiple of L, and what the longest takes."""
     rows = _rows(view)
     panels = tuple(
         IntervalColumn(

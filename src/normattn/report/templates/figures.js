@@ -112,24 +112,30 @@ function intervals(figure, host, hidden, room) {
   const columns = Math.max(1, Math.min(figure.columns.length, Math.floor(room / 340)));
   const width = Math.floor((room - 24 * (columns - 1)) / columns);
   host.style.gridTemplateColumns = `repeat(${columns}, minmax(0, 1fr))`;
+  const bend = figure.symlog;
+  const on = (value) => (!bend || Math.abs(value) <= bend ? value / (bend || 1) : Math.sign(value) * (1 + Math.log10(Math.abs(value) / bend)));
+  const bends = [0, ...[...Array(12).keys()].flatMap((power) => [bend * 10 ** power, -bend * 10 ** power])].sort((a, b) => a - b);
+  const all = figure.columns.flatMap((column) => column.values.flat());
   for (const column of figure.columns) {
     const left = Math.min(longest(figure.rows) + 10, 0.45 * width);
     const [top, step] = [6, 20];
     const bottom = top + step * Math.max(1, rows.length);
     const svg = canvas(host, column.title, width, bottom + 24);
-    const known = column.values.flatMap((value) => value || []).filter(isNumber).concat(column.zero ? [0] : []);
+    const known = (bend ? all : column.values.flat()).filter(isNumber).concat(column.zero ? [0] : []).map(on);
     const [least, most] = known.length ? [Math.min(...known), Math.max(...known)] : [0, 1];
     const pad = 0.05 * (most - least) || 0.5;
-    const x = scale(least - pad, most + pad, left, width - 12);
-    for (const tick of apart(ticks(least - pad, most + pad, (width - left) / 60), x, (value) => LETTER * show(value).length + 8)) {
+    const place = scale(least - pad, most + pad, left, width - 12);
+    const x = (value) => place(on(value));
+    const wanted = bend ? bends.filter((value) => on(value) >= least - pad && on(value) <= most + pad) : ticks(least - pad, most + pad, (width - left) / 60);
+    for (const tick of apart(wanted, x, (value) => LETTER * show(value).length + 8)) {
       el(svg, "line", { class: "grid", x1: x(tick), x2: x(tick), y1: top, y2: bottom });
       el(svg, "text", { class: "soft", x: x(tick), y: bottom + 15, "text-anchor": "middle" }, show(tick));
     }
     if (column.zero) el(svg, "line", { class: "axis", x1: x(0), x2: x(0), y1: top, y2: bottom });
     const hits = [];
-    rows.forEach(([label, place], line) => {
+    rows.forEach(([label, row], line) => {
       const y = top + step * (line + 0.5);
-      const [value, low, high] = column.values[place] || [];
+      const [value, low, high] = column.values[row] || [];
       const letters = Math.floor((left - 8) / LETTER);
       el(svg, "text", { x: left - 8, y: y + 4, "text-anchor": "end" }, label.length > letters ? `${label.slice(0, letters - 1)}…` : label);
       if (!isNumber(value)) return;
