@@ -100,6 +100,20 @@ def test_a_retained_graph_gives_the_same_gradients_again(dtype: torch.dtype) -> 
         assert torch.equal(one * 2, three)
 
 
+def test_sums_beyond_float16_have_a_mean_within() -> None:
+    """8,192 hidden states of 10: the gradient of a word is −9, the sum over tokens −77,000."""
+    hidden = torch.full((8192, 4), 10.0)
+    weight, targets = torch.zeros(32, 4), torch.zeros(8192, dtype=torch.int64)
+    grads = []
+    for dtype in (torch.float16, torch.float32):
+        leaf = weight.to(dtype).requires_grad_()
+        loss = linear_cross_entropy(hidden.to(dtype), leaf, targets).loss
+        (grad,) = torch.autograd.grad(loss, leaf)
+        assert grad.dtype == dtype
+        grads.append(grad.float())
+    torch.testing.assert_close(*grads, rtol=1e-2, atol=1e-2)
+
+
 def test_hits_among_ties_on_both_sides_of_the_answer() -> None:
     weight = torch.tensor([[1.0], [2.0], [2.0], [2.0], [0.0]])
     hidden, targets = torch.ones(5, 1), torch.arange(5)

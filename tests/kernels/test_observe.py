@@ -7,6 +7,7 @@ size of a logit, is compared with a double loop over the kernel's own problem.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -333,6 +334,19 @@ def test_gradients_and_dropout_are_those_of_the_unobserved_kernel(kind: str) -> 
             assert not notes.seen[0][1].entropy.requires_grad
     for ours, plain in zip(*results, strict=True):
         assert torch.equal(ours, plain)
+
+
+def test_looking_draws_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips after the first, and what is drawn afterwards, are as they are unobserved."""
+    monkeypatch.setattr("normattn.kernels.strips.STRIP_BYTES", 1)
+    q, k, v = tensors((1, 2, T, 8), (1, 2, T, 8), (1, 2, T, 8))
+    drawn = []
+    for on in (False, True):
+        torch.manual_seed(5)
+        with observing(Notes()) if on else nullcontext():
+            out = attention(q, k, v, "Baseline-CoPE", dropout_p=0.3)
+        drawn.append((out, torch.rand(3)))
+    assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
 
 
 @both

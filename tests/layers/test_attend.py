@@ -267,3 +267,11 @@ def test_documents_need_queries_that_are_the_last_of_the_keys() -> None:
     numbers = torch.zeros(1, 3, dtype=torch.int64)
     with pytest.raises(InputError, match="4 queries and 3 keys"):
         attention(q, k, k, "Baseline-Packed", causal=False, documents=numbers)
+
+
+def test_fire_with_positions_of_keys_by_row_and_of_queries_for_all() -> None:
+    q, k, v = (x.detach() for x in tensors((2, 2, 2, 8), (2, 2, 2, 8), (2, 2, 2, 8)))
+    score, at = Score("Baseline-FIRE@8", 2, 8).double(), torch.arange(2)
+    out = attention(q, k, v, score, q_positions=at, k_positions=at.expand(2, -1))
+    assert out.shape == q.shape
+    torch.testing.assert_close(out, attention(q, k, v, score))

@@ -293,3 +293,21 @@ def test_a_source_of_padding_only_gives_nothing() -> None:
     x, source = _tensors((1, 3, DIM), (1, 4, SOURCE_DIM))
     ours = layer(x, layer.remember(source, torch.ones(1, 4, dtype=torch.bool)))
     assert torch.equal(ours, torch.zeros_like(ours))
+
+
+def test_chunks_keep_to_themselves() -> None:
+    """Of eight sources the first four are all that the first four queries see, of any row."""
+    layer, positions = _layer("Baseline-Chunked(size=4)"), torch.arange(8)
+    x, source = (t.detach() for t in _tensors((2, 8, DIM), (1, 8, SOURCE_DIM)))
+    other = source.clone()
+    other[:, 4:] += 5
+    reads = [
+        layer(x, layer.remember(s, positions=positions), positions=positions)
+        for s in (source, other)
+    ]
+    torch.testing.assert_close(reads[0][:, :4], reads[1][:, :4])
+    alone = layer(
+        x[:, :4], layer.remember(source[:, :4], positions=positions[:4]), positions=positions[:4]
+    )
+    torch.testing.assert_close(reads[0][:, :4], alone)
+    assert (reads[0] - reads[1])[:, 4:].abs().min() > 0

@@ -178,3 +178,40 @@ def test_what_is_refused() -> None:
         attention(q, k, v, "KNA-FoX", forget=forget[..., :2])
     with pytest.raises(InputError, match="defined for causal attention only"):
         attention(q, k, v, "KNA-FoX", causal=False, forget=forget)
+
+
+@pytest.mark.parametrize("text", ["Baseline-FoX", "KNA-RoPE-FoX-Sink"])
+def test_padding_between_tokens_forgets_nothing(text: str) -> None:
+    """As if it were not there, whatever its gate says."""
+    q, k, v, forget = tensors((B, H, T, D), (B, G, T, D), (B, G, T, E), (B, T, H))
+    kept = [0, 1, 2, 5, 6, 8, 9, 10]
+    padding = torch.ones(B, T, dtype=torch.bool)
+    padding[:, kept] = False
+    score = Score(text, H, D, G).double()
+    ours = attention(q, k, v, score, forget=forget, key_padding=padding)
+    fewer = q[:, :, kept], k[:, :, kept], v[:, :, kept]
+    expected = attention(*fewer, score, forget=forget[:, kept])
+    torch.testing.assert_close(ours[:, :, kept], expected)
+
+
+def test_positions_out_of_order_are_refused() -> None:
+    q, k, v, forget = tensors((B, H, T, D), (B, G, T, D), (B, G, T, E), (B, T, H))
+    order = torch.arange(T)
+    gaps = 3 * order
+    same = attention(
+        q, k, v, "Baseline-NoPE-FoX", forget=forget, q_positions=gaps, k_positions=gaps
+    )
+    torch.testing.assert_close(same, attention(q, k, v, "Baseline-NoPE-FoX", forget=forget))
+    back = order.flip(0)
+    for queries, keys in ((back, back), (None, back), (back, None), (order + 1, None)):
+        with pytest.raises(InputError, match=r"hands on from|forgets from each key"):
+            attention(
+                *(q, k, v, "Baseline-FoX"), forget=forget, q_positions=queries, k_positions=keys
+            )
+    with pytest.raises(InputError, match="must stand where the last keys do"):
+        attention(q[:, :, :1], k, v, "Baseline-FoX", forget=forget, q_positions=order[3:4])
+    documents = torch.tensor([[0] * 4 + [1] * 7]).expand(B, -1)
+    restart = torch.cat((order[:4], order[:7]))
+    packed = {"forget": forget, "documents": documents}
+    again = attention(q, k, v, "Baseline-FoX-Packed", k_positions=restart, **packed)
+    torch.testing.assert_close(again, attention(q, k, v, "Baseline-FoX-Packed", **packed))

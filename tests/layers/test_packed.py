@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from normattn import Score, attention
+from normattn import InputError, Score, attention
 from normattn.kernels import BACKENDS
 from normattn.layers.attend_cached import attention_cached
 from normattn.layers.cache import GrowingCache
@@ -103,3 +103,13 @@ def test_with_a_cache(case: str, score: str) -> None:
         pieces.append(attention_cached(a, b, c, module, cache, pad, None, seen))
     out = torch.cat(pieces, 2)
     torch.testing.assert_close(out[:, :, real], expected[:, :, real])
+
+
+def test_a_cache_wants_documents_where_attention_does() -> None:
+    (q, k, v), _ = _inputs(False)
+    documents = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64)
+    with pytest.raises(InputError, match="KNA-Packed keeps documents apart and needs documents"):
+        attention_cached(q, k, v, Score("KNA-Packed", 2, D, 1).double(), GrowingCache())
+    plain = Score("KNA", 2, D, 1).double()
+    with pytest.raises(InputError, match="KNA attends across them: name KNA-Packed"):
+        attention_cached(q, k, v, plain, GrowingCache(), documents=documents)

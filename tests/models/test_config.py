@@ -57,6 +57,11 @@ def test_it_is_frozen() -> None:
         ({"score": "Baseline-YaRN"}, "needs factor"),
         ({"score": 3}, "score: .*3"),
         ({"score": "KBatchNorm"}, "see the future"),
+        (
+            {"shared_layers": True, "score": "KNA-NoPEEvery(every=2)"},
+            "differs from layer to layer, but with shared_layers all are one",
+        ),
+        ({"shared_layers": True, "score": "KNA-Differential"}, "differs from layer to layer"),
         ({"heads": 3}, "dim 16 does not divide into 3 heads"),
         ({"kv_heads": 4}, "2 heads cannot share 4"),
         ({"eps_placement": "below"}, "eps_placement: .*'inside' or 'outside'.*'below'"),

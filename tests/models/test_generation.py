@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,6 +83,8 @@ def test_rows_stop_by_themselves() -> None:
         end = long.tokens.index(stop) if stop in long.tokens else None
         assert answer.tokens == long.tokens[:end], prompt
         assert answer.ended == ("length" if end is None else "stop")
+    for same in (np.int64(stop), torch.tensor(stop)):
+        assert generate(MODEL, PROMPTS, 12, stop=[same])[2].ended == "stop"
 
 
 def test_a_stop_string_ends_the_text_and_may_span_tokens() -> None:
@@ -124,6 +127,8 @@ def test_dropout_is_off_and_on_again() -> None:
         ([[1]], {"stop": [29]}, "stop token 29"),
         ([[1]], {"stop": [""]}, "stop string is empty"),
         ([[1]], {"stop": ["a"]}, "need decode"),
+        ([[1]], {"stop": [True]}, "stop takes token ids, whole numbers, and strings, not True"),
+        ([[1]], {"stop": [torch.tensor([1, 2])]}, "stop takes token ids"),
         ([[1]], {"top_k": 2}, "temperature"),
         ([[1]], {"chunk": 0}, "chunk is 0"),
         ([[1], [2]], {"seed": [1]}, "1 seeds were given for 2 prompts"),

@@ -286,6 +286,10 @@ def test_it_learns_to_reverse() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"score": "QKBatchNorm"}, "name another decoder_score"),
     ({"score": "QInstanceNorm", "decoder_score": "KNA"}, "name another cross_score"),
+    (
+        {"cross_score": "KNA-NoPEEvery(every=2)", "shared_layers": True},
+        "differs from layer to layer",
+    ),
     ({"cross_score": "Baseline-ReRoPE(window=2)"}, "cross attention is not causal"),
     ({"score": "Baseline-ReRoPE(window=2)"}, "defined for causal attention only"),
     ({"score": "Baseline-Packed"}, "packs documents"),

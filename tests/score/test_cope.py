@@ -119,6 +119,18 @@ def test_half_precision_counts_many_keys() -> None:
     assert (half.double() - exact)[:, :, 500:].abs().max() < 0.03
 
 
+def test_bfloat16_autocast_counts_in_float32() -> None:
+    """Counted by what autocast makes of the product, rows were off by 0.06."""
+    q, k, v = (x.detach().bfloat16() for x in tensors(*[(1, 2, 300, 8)] * 3))
+    score = Score("Baseline-CoPE(positions=200)", 2, 8)
+    assert score.bias is not None
+    with torch.no_grad():
+        score.bias["e"].copy_((torch.arange(200) / 4).cos()[:, None].expand(-1, 8))
+    plain = attention(q, k, v, score)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attention(q, k, v, score), plain)
+
+
 def test_what_makes_no_sense_and_what_explain_says() -> None:
     with pytest.raises(InputError, match="RotateFirst and CoPE cannot be combined: CoPE reads"):
         ScoreSpec.parse("QKRMSNorm-RotateFirst-RoPE-CoPE")

@@ -86,6 +86,9 @@ def test_layers_without_position_that_grow_sharper() -> None:
         "Baseline-Temperature(length=64,shift=1)-NoPE",
     ]
     assert _layers("KNA-SlidingWindow(window=3)-IRoPE(every=2,beta=0)", 2)[1] == "Baseline-NoPE"
+    for variant in ("Baseline", "QKRMSNorm"):
+        own = _layers(f"{variant}(scale=0.5)-IRoPE(every=2,beta=0)", 2)
+        assert own == [f"{variant}(scale=0.5)", "Baseline(scale=0.5)-NoPE"]
 
 
 def test_a_layout_is_trained_in_and_a_method_reaches_its_layers() -> None:

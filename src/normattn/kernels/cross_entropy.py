@@ -169,7 +169,8 @@ def _sums(
         smoothing.add_by_hidden(by_hidden)
     if by_weight is not None:
         smoothing.add_by_weight(by_weight, hidden)
-        by_weight = by_weight.to(weight.dtype)
+        # A sum over tokens may be beyond float16, where their mean is not.
+        by_weight = by_weight if weight.dtype == torch.float16 else by_weight.to(weight.dtype)
     return _Sums(nll + smooth, nll, correct, by_hidden, by_weight)
 
 
@@ -200,7 +201,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             sums = _sums(hidden, weight, targets, chunk, share, wanted)
         per_token = grads[0] / ctx.tokens
         by_hidden = None if sums.by_hidden is None else sums.by_hidden.mul_(per_token)
-        by_weight = None if sums.by_weight is None else sums.by_weight.mul_(per_token)
+        by_weight = None
+        if sums.by_weight is not None:
+            by_weight = sums.by_weight.mul_(per_token).to(ctx.saved_tensors[1].dtype)
         return by_hidden, by_weight, None, None, None
 
 

@@ -51,7 +51,8 @@ def strips(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t e"]
             selection = selection.behind(part.selection)
         if eye is not None:
             with torch.no_grad():
-                reference(part, eye, rows)
+                # Without dropout, which would draw from the generator once more.
+                reference(replace(part, dropout=0.0), eye, rows)
     if problem.selection is not None and selection is not None:
         problem.selection.after = selection.before
     return torch.cat(out, 2)

@@ -1,6 +1,5 @@
 """Building blocks: attention within and across, gated attention unit, norms, placement."""
 
-from normattn.layers.attend import attention
 from normattn.layers.attention import Attention
 from normattn.layers.carry import new_carry
 from normattn.layers.cross_attention import CrossAttention
@@ -21,7 +20,6 @@ __all__ = [
     "RMSNorm",
     "ReZero",
     "SwiGLU",
-    "attention",
     "deepnorm_factors",
     "new_carry",
     "swiglu_hidden",

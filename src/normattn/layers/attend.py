@@ -92,12 +92,13 @@ def attention(
     refuse_carry(module.spec, carry)
     check_gate(module.spec, gate, q, v)
     check_forget(module.spec, forget, q, k)
-    _check_order(module.spec, q_positions, documents)
-    sums = None
-    if forget is not None:
-        sums = summed(log_gates(forget, k.shape[1], k.dtype), q.shape[1])
     given = (key_padding, q_positions, k_positions, documents)
     positions, seen = standing(module.spec, q, k, causal, attn_mask, *given)
+    if q_positions is not None or k_positions is not None:
+        _check_order(module.spec, positions, documents)
+    sums = None
+    if forget is not None:
+        sums = summed(log_gates(forget, k.shape[1], k.dtype, key_padding), q.shape[1])
     announce(module, q, k, query_padding, key_padding, positions.query, positions.key)
     v = paired_values(module.spec, v, k.shape[-1])
 
@@ -349,14 +350,30 @@ def _check_documents(spec: ScoreSpec, documents: Tensor | None, q: Tensor, k: Te
         )
 
 
-def _check_order(spec: ScoreSpec, positions: Tensor | None, documents: Tensor | None) -> None:
-    """Refuse rows out of order for a score that hands on from each to the next."""
-    if spec.selection is None or positions is None or documents is not None:
+def _check_order(spec: ScoreSpec, at: Positions, documents: Tensor | None) -> None:
+    """Refuse tokens out of order for a score that hands on from each to the next."""
+    if (spec.selection is None and not spec.forgets) or torch.compiler.is_compiling():
         return
-    if not torch.compiler.is_compiling() and bool((positions.diff(dim=-1) < 0).any()):
+    rows = at.query.shape[-1]
+    if _goes_back(at.query, None if documents is None else documents[:, -rows:]):
         raise InputError(
             f"{spec.name} hands on from each row to the next: q_positions must not go back"
         )
+    if spec.forgets and (
+        _goes_back(at.key, documents) or bool((at.query != at.key[..., -rows:]).any())
+    ):
+        raise InputError(
+            f"{spec.name} forgets from each key to the next: k_positions must not go back, and the "
+            "queries must stand where the last keys do"
+        )
+
+
+def _goes_back(positions: Tensor, documents: Tensor | None) -> bool:
+    """Whether a token stands before the one to its left, of the same document."""
+    back = positions.diff(dim=-1) < 0
+    if documents is not None:
+        back = back & (documents.diff(dim=-1) == 0)
+    return bool(back.any())
 
 
 def _check_positions(name: str, positions: Tensor | None, x: Tensor) -> None:

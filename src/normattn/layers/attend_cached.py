@@ -72,6 +72,7 @@ def attention_cached(
         cache.claim(score.spec)
         return ready(q, k, v, score, cache)
     check_shapes(q, k, v)
+    _check_packed(score.spec, documents)
     refuse_carry(score.spec, carry)
     check_gate(score.spec, gate, q, v)
     check_forget(score.spec, forget, q, k)
@@ -229,6 +230,16 @@ def _turned(
         first = room.used if at.regular else None
         room.append(score.turn(keys[:, :, new], at.key[..., new], block, first))
     return room.view(upto)
+
+
+def _check_packed(spec: ScoreSpec, documents: Tensor | None) -> None:
+    """Refuse documents that the score does not keep apart, and a score that needs some."""
+    if (spec.documents is None) != (documents is None):
+        if documents is None:
+            raise InputError(f"{spec.name} keeps documents apart and needs documents=…")
+        raise InputError(
+            f"documents are given, but {spec.name} attends across them: name {spec.name}-Packed"
+        )
 
 
 def _check_given(given: tuple[Tensor | None, ...], batch: int, tokens: int) -> None:

@@ -178,6 +178,9 @@ class KeyValueCache(ABC):
         self.near.used = max(0, self.near.used - cut) if whole else 0
         self.near_end = length if whole else 0
         self.length = length
+        if not length:
+            # An empty cache may be filled by a model that has been trained further.
+            self.one_token = None
 
     def check_cut(self, length: int) -> None:
         """Raise `InputError` where what rows after `length` must see is forgotten."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.kernels import Visibility
 from normattn.kernels.observe import announce
-from normattn.layers.attend import joined
+from normattn.layers.attend import in_chunks, joined
 from normattn.layers.attention import (
     checked_head_dim,
     checked_probability,
@@ -158,6 +158,8 @@ class CrossAttention(nn.Module):
         at = self._standing(x, memory, positions)
         announce(self.score, q, memory.raw, query_padding, memory.padding, at.query, at.key)
         seen = Visibility(False, at.query, at.key, at.regular, memory.padding)
+        if self.score.spec.chunk is not None:
+            seen = in_chunks(seen, self.score.spec.chunk, sources)
         dropout = self.dropout if self.training else 0.0
         problem = self.score.recall(
             q, memory.keys, memory.values, at, seen, query_padding, dropout=dropout

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,11 +27,19 @@ def forget_projection(spec: ScoreSpec, dim: int, heads: int) -> nn.Linear | None
 
 
 def log_gates(
-    forget: Float[Tensor, "b s h"], groups: int, dtype: torch.dtype
+    forget: Float[Tensor, "b s h"],
+    groups: int,
+    dtype: torch.dtype,
+    padding: Bool[Tensor, "b s"] | None = None,
 ) -> Float[Tensor, "b g s f"]:
-    """ln σ(f) of the heads that share a key head, in parts that `dtype` holds without loss."""
+    """ln σ(f) of the heads that share a key head, in parts that `dtype` holds without loss.
+
+    Padding forgets nothing.
+    """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    gates = F.logsigmoid(forget.to(wide)).reshape(*forget.shape[:2], groups, -1).transpose(1, 2)
+    gates = F.logsigmoid(forget.to(wide))
+    gates = gates if padding is None else gates.masked_fill(padding[..., None], 0.0)
+    gates = gates.reshape(*forget.shape[:2], groups, -1).transpose(1, 2)
     return _parts(gates, dtype)
 
 

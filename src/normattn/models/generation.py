@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 import torch
@@ -68,11 +69,11 @@ class Stops:
     decode: Decode | None
 
     @staticmethod
-    def of(stop: Iterable[int | str], decode: Decode | None, vocabulary: int) -> Stops:
+    def of(stop: Iterable[SupportsIndex | str], decode: Decode | None, vocabulary: int) -> Stops:
         """Sort tokens and strings; raises `InputError` for those that can never come."""
         given = list(stop)
-        tokens = frozenset(token for token in given if isinstance(token, int))
         strings = tuple(string for string in given if isinstance(string, str))
+        tokens = frozenset(_token(token) for token in given if not isinstance(token, str))
         outside = sorted(token for token in tokens if not 0 <= token < vocabulary)
         if outside:
             raise InputError(
@@ -138,7 +139,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop: Collection[int | str] = (),
+    stop: Collection[SupportsIndex | str] = (),
     decode: Decode | None = None,
     seed: int | Sequence[int] = 0,
     on_token: OnToken | None = None,
@@ -207,6 +208,16 @@ def _check_prompts(prompts: Any) -> None:
 
 def _whole(token: Any) -> bool:
     return isinstance(token, Integral) and not isinstance(token, bool)
+
+
+def _token(token: SupportsIndex) -> int:
+    """A stop token; whatever counts as an index is one, but for a truth value."""
+    try:
+        if not isinstance(token, bool):
+            return operator.index(token)
+    except TypeError:
+        pass
+    raise InputError(f"stop takes token ids, whole numbers, and strings, not {token!r}")
 
 
 def left_padded(

@@ -110,10 +110,7 @@ class StackConfig(Settings):
         if not self.causal and score.needs_causal:
             raise InputError(f"{score.name} is defined for causal attention only")
         score = score.resolve(train_length=self.train_length)
-        if self.shared_layers and score.layout is not None:
-            raise InputError(
-                f"{score.name} differs from layer to layer, but with shared_layers all are one"
-            )
+        refuse_shared(score, self.layers, self.shared_layers)
         # A score refuses some shapes of heads; better now than when the model is built.
         for spec in {score.layer(layer, self.layers) for layer in range(self.layers)}:
             _check_heads(spec, self.heads, self.score_head_dim, self.kv_heads)
@@ -190,6 +187,14 @@ def _check_heads(score: ScoreSpec, heads: int, head_dim: int, kv_heads: int | No
     # What the score draws at random is thrown away with it.
     with torch.random.fork_rng(devices=[]):
         Score(score, heads, head_dim, kv_heads)
+
+
+def refuse_shared(score: ScoreSpec, layers: int, shared: bool) -> None:
+    """Raise `InputError` where layers are one, but the score is another in some of them."""
+    if shared and len({score.layer(layer, layers) for layer in range(layers)}) > 1:
+        raise InputError(
+            f"{score.name} differs from layer to layer, but with shared_layers all are one"
+        )
 
 
 def explain(error: ValidationError) -> str:

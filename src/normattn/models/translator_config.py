@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from normattn.errors import InputError
 from normattn.layers.cross_attention import refuse_across
-from normattn.models.stack_config import Layers, Size, StackConfig
+from normattn.models.stack_config import Layers, Size, StackConfig, refuse_shared
 from normattn.score import Score, ScoreSpec
 from normattn.score.part import Slot
 from normattn.score.registry import find
@@ -141,6 +141,7 @@ class TranslatorConfig(StackConfig):
             )
         refuse_across(score)
         score = score.resolve(train_length=self.train_length)
+        refuse_shared(score, self.decoder.layers, self.shared_layers)
         with torch.random.fork_rng(devices=[]):
             for spec in {score.layer(n, self.decoder.layers) for n in range(self.decoder.layers)}:
                 Score(spec, self.heads, self.score_head_dim, self.kv_heads)

@@ -290,9 +290,13 @@ class Score(nn.Module):
 
     def _pairs(self, spec: ScoreSpec, q: Tensor, positions: Positions) -> PairBias | None:
         """The bias that is no function of the distance alone; q is normalised, not yet turned."""
-        part = spec.bias
+        part, device = spec.bias, q.device.type
         if not isinstance(part, PairBiasPart) or self.bias is None:
             return None
+        if not q.is_meta and torch.is_autocast_enabled(device):
+            # Biases are computed in float32 also where a training computes in bf16.
+            with torch.autocast(device, enabled=False):
+                return self._pairs(spec, q, positions)
         query = None
         if part.reads_queries:
             scale = beside(query_scale(spec, self.head_dim, positions.n))

@@ -96,7 +96,8 @@ class Shares:
         every = slice(None)
         distance = seen.distance(every, every).clamp(min=0).to(c)
         position = seen.query.to(c)[..., None]
-        position = position[:, None] if distance.dim() == 4 else position
+        if distance.dim() == 4 and position.dim() == 3:
+            position = position[:, None]
         whole = torch.maximum(position, (mu * self.threshold).abs())
         share = torch.log1p(c.abs() * distance) / (torch.log1p(c.abs() * whole) + _EPS)
         hidden = torch.relu(share[..., None] * w_in + b_in)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from normattn.score.outer_parts import LayoutPart
+from normattn.score.own_scale import OwnScale
 from normattn.score.part import Part, Slot
 from normattn.score.parts.baseline import Baseline
 from normattn.score.parts.hwfa import bias_conflict, without_position
@@ -19,8 +20,8 @@ from normattn.score.registry import register
 class IRoPE(LayoutPart):
     """Layers every, 2·every, … (1-based): NoPE, no norm, λ · (1 + β·ln(1 + ⌊(i + 1)/L₀⌋)).
 
-    The other layers are as named. `beta` β = 0 leaves the logits as they are, `length` is L₀
-    (Llama 4).
+    The other layers are as named; a chosen `scale` is that of all. `beta` β = 0 leaves the logits
+    as they are, `length` is L₀ (Llama 4).
     """
 
     name: ClassVar[str] = "IRoPE"
@@ -49,7 +50,9 @@ class IRoPE(LayoutPart):
         """Baseline-NoPE with its temperature where the layer's number is a multiple of `every`."""
         if (layer + 1) % self.every:
             return parts.values()
-        own = {**without_position(parts), Slot.VARIANT: Baseline()}
+        variant = parts[Slot.VARIANT]
+        scale = variant.scale if isinstance(variant, OwnScale) else None
+        own = {**without_position(parts), Slot.VARIANT: Baseline(scale=scale)}
         own.pop(Slot.ORDER, None)
         if self.beta:
             own[Slot.LOGN] = Temperature(self.beta, self.length, shift=1)

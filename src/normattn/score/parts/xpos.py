@@ -20,7 +20,7 @@ class XPos(RotaryPosition):
     """RoPE whose pair m decays by ζ_m^((i−j)/B), ζ_m = (2m/d + γ)/(1 + γ) (arXiv 2212.10554).
 
     Queries are multiplied by ζ_m^(i/B), keys by ζ_m^(−j/B), by the absolute position, so that a
-    cache may grow; `gamma` γ, `scale` B. A dtype ends the readable length: at about 17 000 tokens
+    cache may grow; `gamma` γ, `scale` B. A dtype ends the readable length: at about 18 000 tokens
     in float32 with B = 512. Post-hoc spectra change the frequencies and leave the decay.
     """
 
