@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from normattn import InputError, ScoreSpec, attention
+from normattn import InputError, Score, ScoreSpec, attention
 from normattn.kernels import tiles
 from score import naive, oracle
 from score.cases import array, built, tensors

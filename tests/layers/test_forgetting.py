@@ -212,6 +212,6 @@ def test_positions_out_of_order_are_refused() -> None:
         attention(q[:, :, :1], k, v, "Baseline-FoX", forget=forget, q_positions=order[3:4])
     documents = torch.tensor([[0] * 4 + [1] * 7]).expand(B, -1)
     restart = torch.cat((order[:4], order[:7]))
-    packed = {"forget": forget, "documents": documents}
+    packed: dict[str, Any] = {"forget": forget, "documents": documents}
     again = attention(q, k, v, "Baseline-FoX-Packed", k_positions=restart, **packed)
     torch.testing.assert_close(again, attention(q, k, v, "Baseline-FoX-Packed", **packed))

@@ -106,7 +106,7 @@ def test_with_a_cache(case: str, score: str) -> None:
 
 
 def test_a_cache_wants_documents_where_attention_does() -> None:
-    (q, k, v), _ = _inputs(False)
+    (q, k, v), _ = _inputs([])
     documents = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64)
     with pytest.raises(InputError, match="KNA-Packed keeps documents apart and needs documents"):
         attention_cached(q, k, v, Score("KNA-Packed", 2, D, 1).double(), GrowingCache())

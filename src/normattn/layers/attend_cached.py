@@ -26,7 +26,7 @@ from normattn.layers.head_pairs import joined_pairs, paired_values
 from normattn.layers.one_token import OneToken, foldable, made, serves
 from normattn.layers.one_token_far import OneTokenFar, made_far
 from normattn.layers.output_gate import check_gate, gated
-from normattn.score import Positions, Score
+from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import numbered
 
 
