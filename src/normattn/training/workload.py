@@ -13,6 +13,7 @@ import torch
 from normattn.errors import InputError
 from normattn.models.pretrained import save_model
 from normattn.runs import RunDirectory, read_metrics
+from normattn.training.continuation import KEPT
 from normattn.training.corpus_record import begin_corpus
 from normattn.training.cost import Cost, check_memory
 from normattn.training.distribution import World, world
@@ -22,7 +23,6 @@ from normattn.training.reports import Callback, Probe, TrainingResult
 from normattn.training.task import Task
 
 MODEL = "model"
-KEPT = "kept"
 Config = TypeVar("Config", bound=LoopConfig)
 Data = TypeVar("Data")
 
