@@ -62,6 +62,9 @@ def test_scores(
         (["--set", "model.dims=8"], ["model.dims", "did you mean model.dim"]),
         (["--set", "learning_rate=1"], ["learning_rate"]),
         (["--set", "steps"], ["key=value"]),
+        (["--set="], ["is empty", "--set="]),
+        (["--set=device="], ["device", "pattern"]),
+        (["--preset=gone="], ["gone=", "did you mean"]),
         (["--set", "steps=1", "--set", "steps=2"], ["steps", "twice"]),
         (["--set", "steps=2", "--steps", "3"], ["steps", "--set"]),
         (["--set", "steps.more=1"], ["steps.more", "group"]),
@@ -280,6 +283,11 @@ def test_reporting_nothing(command: Command, tmp_path: Path) -> None:
         (["--set", "evaluation.multiples=[]"], ["multiples"]),
         (["--set", "training.seed=1"], ["seed", "varied by the table"]),
         (["--corpus", "/nowhere/at/all"], ["/nowhere/at/all"]),
+        (
+            ["--corpus", "python-source", "--set", 'training.data={corpus="hf:a"}'],
+            ["training.data.corpus is given both as an option and by --set"],
+        ),
+        (["--seeds", "2", "--set", "seeds=3"], ["seeds is given both as an option and by --set"]),
     ],
 )
 def test_reproductions(

@@ -21,6 +21,14 @@ def merged(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
+def value_at(fields: Mapping[str, Any], name: str) -> Any:
+    """The value at a dotted name of nested settings; None where there is none."""
+    value: Any = fields
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
 def _put(target: dict[str, Any], path: list[str], value: Any, key: str) -> None:
     *parents, last = path
     for name in parents:
