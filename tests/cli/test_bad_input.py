@@ -158,6 +158,24 @@ def test_configurations(
     assert leftovers(tmp_path) == [name]
 
 
+@pytest.mark.parametrize("name", ["train", "reproduce"])
+@pytest.mark.parametrize(
+    ("model", "expected"), [("", "it is missing"), ("model = 3", "got 3"), ("model = []", "got []")]
+)
+def test_presets_without_a_model(
+    command: Command, tmp_path: Path, name: str, model: str, expected: str
+) -> None:
+    (tmp_path / "own.toml").write_text(f'summary = "own"\n[training]\nsteps = 3\n{model}\n')
+    study = ["keynorm"] if name == "reproduce" else []
+    preset = tmp_path / "own.toml"
+    said = command(name, *study, "--preset", preset, "--out", tmp_path / "run")
+    assert said.code == 2
+    assert f"training: model must be a group of settings, as dim and layers; {expected}" in (
+        said.sentence
+    )
+    assert leftovers(tmp_path) == ["own.toml"]
+
+
 def test_a_missing_configuration(command: Command, tmp_path: Path) -> None:
     said = command("train", tmp_path / "gone.toml", "--out", tmp_path / "run")
     assert said.code == 2

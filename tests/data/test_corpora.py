@@ -145,6 +145,19 @@ def test_parquet_streams_a_column(tmp_path: Path) -> None:
         names_and_texts(f"{file}?field=body")
 
 
+def test_parquet_that_is_no_single_column_of_utf8(tmp_path: Path) -> None:
+    pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    file = tmp_path / "rows.parquet"
+    latin = pyarrow.array([b"plain", b"caf\xe9"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": latin}), file)
+    with pytest.raises(InputError, match="row 1: column 'text' is not UTF-8: byte 0xe9 at offset"):
+        names_and_texts(file)
+    rows = pyarrow.array(["one"])
+    parquet.write_table(pyarrow.table([rows, rows], names=["text", "text"]), file)
+    with pytest.raises(InputError, match=r"rows\.parquet has several columns 'text'"):
+        names_and_texts(file)
+
+
 def test_a_row_group_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

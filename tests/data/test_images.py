@@ -160,6 +160,9 @@ def test_a_folder_of_one_folder_per_class(tmp_path: Path) -> None:
         ({"images": PIXELS.astype(np.int64), "labels": LABELS}, "pixels must be bytes"),
         ({"images": PIXELS * 2.0, "labels": LABELS}, "pixels must be bytes"),
         ({"images": PIXELS[0], "labels": LABELS[:5]}, "expected images"),
+        ({"images": PIXELS[:0], "labels": LABELS[:0]}, "holds no image"),
+        ({"images": PIXELS[:, :0], "labels": LABELS}, "holds no image"),
+        ({"images": PIXELS[0, 0, 0], "labels": LABELS[0]}, "one whole number"),
         ({"x_train": PIXELS, "y_train": LABELS, "x_test": PIXELS}, "x_test without y_test"),
         ({"images": PIXELS, "labels": LABELS, "y_val": LABELS}, "y_val without x_val"),
         (
@@ -194,6 +197,8 @@ def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "t10k-labels-idx1-ubyte").rename(tmp_path / "labels")
     assert "has t10k-images, but no t10k-labels" in said(tmp_path)
     (tmp_path / "labels").rename(tmp_path / "t10k-labels-idx1-ubyte")
+    whole.write_bytes(b"\0\0\x08\xff" + 1020 * b"\0")
+    assert "with 1 to 4 axes" in said(tmp_path)
     whole.write_bytes(b"text")
     assert "no IDX file of bytes" in said(tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ _ARRAYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("test", (("x_test", "y_test"), ("test_images", "test_labels"))),
 )
 _IDX: Mapping[SplitName, str] = {"train": "train", "test": "t10k"}
+_MOST_AXES = 4
+"""Of an IDX file: images, rows, columns, colours."""
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp")
 
 
@@ -106,10 +109,10 @@ def _idx(path: Path) -> np.ndarray:
         content = file.read()
     axes = content[3] if len(content) > 3 else 0
     start = 4 + 4 * axes
-    if content[:3] != b"\0\0\x08" or len(content) < start:
-        raise InputError(f"{path} is no IDX file of bytes")
-    shape = np.frombuffer(content[4:start], dtype=">u4").astype(np.int64)
-    if len(content) - start != int(np.prod(shape)):
+    if content[:3] != b"\0\0\x08" or not 1 <= axes <= _MOST_AXES or len(content) < start:
+        raise InputError(f"{path} is no IDX file of bytes with 1 to {_MOST_AXES} axes")
+    shape = tuple(np.frombuffer(content[4:start], dtype=">u4").tolist())
+    if len(content) - start != math.prod(shape):
         raise InputError(f"{path} is damaged: it holds {len(content) - start} bytes for {shape}")
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
