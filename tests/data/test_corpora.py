@@ -95,9 +95,9 @@ def test_a_single_file_is_cut_at_line_ends_and_loses_nothing(tmp_path: Path) -> 
     assert len(documents) > 2
     assert "".join(piece for _, piece in documents) == text
     assert all(piece.endswith("\n") and len(piece) <= PIECE_CHARACTERS for _, piece in documents)
-    packed = tmp_path / "book.txt.gz"
-    packed.write_bytes(gzip.compress(text.encode()))
-    assert "".join(piece for _, piece in names_and_texts(packed)) == text
+    for packed in (tmp_path / "book.txt.gz", tmp_path / "BOOK.TXT.GZ"):
+        packed.write_bytes(gzip.compress(text.encode()))
+        assert "".join(piece for _, piece in names_and_texts(packed)) == text
 
 
 def test_a_line_without_end_is_cut_inside() -> None:

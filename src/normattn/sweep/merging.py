@@ -32,7 +32,8 @@ def value_at(fields: Mapping[str, Any], name: str) -> Any:
 def _put(target: dict[str, Any], path: list[str], value: Any, key: str) -> None:
     *parents, last = path
     for name in parents:
-        inner = target.setdefault(name, {})
+        # None stands where a group is switched off, as a run's `continued`.
+        inner = target[name] = {} if target.get(name) is None else target[name]
         if not isinstance(inner, dict):
             raise InputError(f"{key} cannot be set: {name} is a value, not a group of settings")
         target = inner

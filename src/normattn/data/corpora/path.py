@@ -13,6 +13,7 @@ from typing import ClassVar
 from normattn.data.corpora.budget import capped, shares
 from normattn.data.corpora.corpus import CORPORA, Corpus, Document
 from normattn.data.corpora.formats import DEFAULT_FIELD, FileFormat, format_of, formats
+from normattn.data.corpora.reading import is_packed
 from normattn.data.corpora.text_file import PIECE_CHARACTERS, TEXT
 from normattn.data.sources import address, take_options
 from normattn.errors import InputError
@@ -85,7 +86,7 @@ class PathCorpus(Corpus):
     def total_bytes(self) -> int | None:
         """The size of the text files; None with packed or tabular ones."""
         files = self._files()
-        if any(file.format is not TEXT or file.path.suffix == ".gz" for file in files):
+        if any(file.format is not TEXT or is_packed(file.path) for file in files):
             return None
         return sum(file.size for file in files)
 
@@ -94,7 +95,7 @@ class PathCorpus(Corpus):
 
     def _read(self, file: _File) -> Iterator[Document]:
         whole = file.format.whole
-        packed = file.path.suffix == ".gz"  # its size says nothing about the text's
+        packed = is_packed(file.path)  # its size says nothing about the text's
         small = file.size <= WHOLE_BYTES and not packed
         if whole is not None and small and self._root.is_dir():
             return iter([Document(file.name, whole(file.path))])
