@@ -70,6 +70,22 @@ def test_a_record_that_is_a_folder_is_refused_before_the_work(command: Command, 
     assert f"{record} is no file" in command(*line).sentence
 
 
+def test_a_finished_run_whose_model_is_damaged_says_how_to_go_on(
+    command: Command, run: Path, tiny: Path
+) -> None:
+    weights = run / "model" / "model.safetensors"
+    whole = weights.read_bytes()
+    train = ("train", "--preset", tiny, "--score", "KNA", "--out", run)
+    for content in (whole[:-1] + b"x", whole[:-4]):
+        weights.write_bytes(content)
+        sentence = command(*train).sentence
+        assert f"{weights} is damaged" in sentence
+        assert "delete its status.json to resume from the last checkpoint" in sentence
+    (run / "status.json").unlink()
+    assert command(*train).code == 0
+    assert weights.read_bytes() == whole
+
+
 @pytest.mark.parametrize("line", [["evaluate", "--multiples", 1], ["inspect", "--windows", 1]])
 def test_a_corpus_that_changed_since_the_training(
     command: Command, run: Path, corpus: Path, tmp_path: Path, line: list[object]
