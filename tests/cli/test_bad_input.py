@@ -62,6 +62,9 @@ def test_scores(
         (["--set", "model.dims=8"], ["model.dims", "did you mean model.dim"]),
         (["--set", "learning_rate=1"], ["learning_rate"]),
         (["--set", "steps"], ["key=value"]),
+        (["--set="], ["is empty", "--set="]),
+        (["--set=device="], ["device", "pattern"]),
+        (["--preset=gone="], ["gone=", "did you mean"]),
         (["--set", "steps=1", "--set", "steps=2"], ["steps", "twice"]),
         (["--set", "steps=2", "--steps", "3"], ["steps", "--set"]),
         (["--set", "steps.more=1"], ["steps.more", "group"]),
@@ -153,6 +156,24 @@ def test_configurations(
     for part in expected:
         assert part in said.sentence
     assert leftovers(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", ["train", "reproduce"])
+@pytest.mark.parametrize(
+    ("model", "expected"), [("", "it is missing"), ("model = 3", "got 3"), ("model = []", "got []")]
+)
+def test_presets_without_a_model(
+    command: Command, tmp_path: Path, name: str, model: str, expected: str
+) -> None:
+    (tmp_path / "own.toml").write_text(f'summary = "own"\n[training]\nsteps = 3\n{model}\n')
+    study = ["keynorm"] if name == "reproduce" else []
+    preset = tmp_path / "own.toml"
+    said = command(name, *study, "--preset", preset, "--out", tmp_path / "run")
+    assert said.code == 2
+    assert f"training: model must be a group of settings, as dim and layers; {expected}" in (
+        said.sentence
+    )
+    assert leftovers(tmp_path) == ["own.toml"]
 
 
 def test_a_missing_configuration(command: Command, tmp_path: Path) -> None:
@@ -280,6 +301,11 @@ def test_reporting_nothing(command: Command, tmp_path: Path) -> None:
         (["--set", "evaluation.multiples=[]"], ["multiples"]),
         (["--set", "training.seed=1"], ["seed", "varied by the table"]),
         (["--corpus", "/nowhere/at/all"], ["/nowhere/at/all"]),
+        (
+            ["--corpus", "python-source", "--set", 'training.data={corpus="hf:a"}'],
+            ["training.data.corpus is given both as an option and by --set"],
+        ),
+        (["--seeds", "2", "--set", "seeds=3"], ["seeds is given both as an option and by --set"]),
     ],
 )
 def test_reproductions(

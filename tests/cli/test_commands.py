@@ -240,3 +240,4 @@ def test_layers_of_settings() -> None:
     result = merged(base, {"b": {"c": 4}}, {"b.d": 5, "e.f": 6})
     assert result == {"a": 1, "b": {"c": 4, "d": 5}, "e": {"f": 6}}
     assert base == {"a": 1, "b": {"c": 2, "d": 3}}
+    assert merged({"continued": None}, {"continued.start": "x"}) == {"continued": {"start": "x"}}

@@ -70,6 +70,40 @@ def test_a_record_that_is_a_folder_is_refused_before_the_work(command: Command, 
     assert f"{record} is no file" in command(*line).sentence
 
 
+def test_a_finished_run_whose_model_is_damaged_says_how_to_go_on(
+    command: Command, run: Path, tiny: Path
+) -> None:
+    weights = run / "model" / "model.safetensors"
+    whole = weights.read_bytes()
+    train = ("train", "--preset", tiny, "--score", "KNA", "--out", run)
+    for content in (whole[:-1] + b"x", whole[:-4]):
+        weights.write_bytes(content)
+        sentence = command(*train).sentence
+        assert f"{weights} is damaged" in sentence
+        assert "delete its status.json to resume from the last checkpoint" in sentence
+    (run / "status.json").unlink()
+    assert command(*train).code == 0
+    assert weights.read_bytes() == whole
+
+
+@pytest.mark.parametrize("line", [["evaluate", "--multiples", 1], ["inspect", "--windows", 1]])
+def test_a_corpus_that_changed_since_the_training(
+    command: Command, run: Path, corpus: Path, tmp_path: Path, line: list[object]
+) -> None:
+    others = Path(shutil.copytree(corpus, tmp_path / "corpus"))
+    for file in others.iterdir():
+        file.write_text(file.read_text().replace("word", "other"))
+    stored = json.loads((run / "config.json").read_text())
+    stored["config"]["data"]["corpus"] = str(others)
+    (run / "config.json").write_text(json.dumps(stored))
+    name, *options = line
+    sentence = command(name, run, *options).sentence
+    assert f"{run} was trained on other data: {run / 'corpus.json'}" in sentence
+    # Runs from before the record was kept say nothing.
+    (run / "corpus.json").unlink()
+    assert command(name, run, *options).code == 0
+
+
 def test_a_study_without_its_settings(command: Command, tmp_path: Path) -> None:
     (tmp_path / "study" / "jobs").mkdir(parents=True)
     found = command("report", tmp_path / "study", "--out", tmp_path / "page")

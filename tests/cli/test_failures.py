@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 from normattn.cli.failures import exit_code_of
@@ -31,6 +32,30 @@ def _chained() -> Exception:
     ],
 )
 def test_a_refusal_of_the_system_is_one_sentence(
+    error: Exception, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of(error) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"normattn: {sentence}")
+    assert len(said.splitlines()) == 1
+
+
+def _in_a_worker() -> Exception:
+    error = ValueError("the batch could not be made")
+    error.__cause__ = MemoryError()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (MemoryError("Unable to allocate 7 TiB"), "out of memory (Unable to allocate 7 TiB); "),
+        (_in_a_worker(), "out of memory; take smaller batches"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory ("),
+        (torch.OutOfMemoryError("CUDA out of memory."), "out of memory (CUDA out of memory.)"),
+    ],
+)
+def test_too_little_memory_is_one_sentence(
     error: Exception, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code_of(error) == 2

@@ -95,9 +95,9 @@ def test_a_single_file_is_cut_at_line_ends_and_loses_nothing(tmp_path: Path) -> 
     assert len(documents) > 2
     assert "".join(piece for _, piece in documents) == text
     assert all(piece.endswith("\n") and len(piece) <= PIECE_CHARACTERS for _, piece in documents)
-    packed = tmp_path / "book.txt.gz"
-    packed.write_bytes(gzip.compress(text.encode()))
-    assert "".join(piece for _, piece in names_and_texts(packed)) == text
+    for packed in (tmp_path / "book.txt.gz", tmp_path / "BOOK.TXT.GZ"):
+        packed.write_bytes(gzip.compress(text.encode()))
+        assert "".join(piece for _, piece in names_and_texts(packed)) == text
 
 
 def test_a_line_without_end_is_cut_inside() -> None:
@@ -143,6 +143,19 @@ def test_parquet_streams_a_column(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(InputError, match=r"rows\.parquet is not a whole Parquet file"):
         names_and_texts(f"{file}?field=body")
+
+
+def test_parquet_that_is_no_single_column_of_utf8(tmp_path: Path) -> None:
+    pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    file = tmp_path / "rows.parquet"
+    latin = pyarrow.array([b"plain", b"caf\xe9"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": latin}), file)
+    with pytest.raises(InputError, match="row 1: column 'text' is not UTF-8: byte 0xe9 at offset"):
+        names_and_texts(file)
+    rows = pyarrow.array(["one"])
+    parquet.write_table(pyarrow.table([rows, rows], names=["text", "text"]), file)
+    with pytest.raises(InputError, match=r"rows\.parquet has several columns 'text'"):
+        names_and_texts(file)
 
 
 def test_a_row_group_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

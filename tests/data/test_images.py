@@ -126,6 +126,16 @@ def test_npz_files(tmp_path: Path, form: str) -> None:
         assert (len(data.train), len(data.validation)) == (20, 10)
 
 
+@pytest.mark.parametrize("part", ["test", "val"])
+def test_a_split_that_stands_beside_images_is_kept(tmp_path: Path, part: str) -> None:
+    beside = {f"x_{part}": PIXELS[:6] // 2, f"y_{part}": LABELS[:6]}
+    np.savez(tmp_path / "set.npz", images=PIXELS, labels=LABELS, **beside)
+    data = prepare_images(ImageDataConfig(source=str(tmp_path / "set.npz")))
+    kept, drawn = (data.test, data.validation)[:: 1 if part == "test" else -1]
+    np.testing.assert_array_equal(kept.pixels[..., 0], PIXELS[:6] // 2)
+    assert sorted((*data.train.names, *drawn.names)) == sorted(f"all/{n}" for n in range(40))
+
+
 def test_a_folder_of_one_folder_per_class(tmp_path: Path) -> None:
     for number, (pixels, label) in enumerate(zip(PIXELS, LABELS, strict=True)):
         place = tmp_path / f"class-{label}"
@@ -150,6 +160,15 @@ def test_a_folder_of_one_folder_per_class(tmp_path: Path) -> None:
         ({"images": PIXELS.astype(np.int64), "labels": LABELS}, "pixels must be bytes"),
         ({"images": PIXELS * 2.0, "labels": LABELS}, "pixels must be bytes"),
         ({"images": PIXELS[0], "labels": LABELS[:5]}, "expected images"),
+        ({"images": PIXELS[:0], "labels": LABELS[:0]}, "holds no image"),
+        ({"images": PIXELS[:, :0], "labels": LABELS}, "holds no image"),
+        ({"images": PIXELS[0, 0, 0], "labels": LABELS[0]}, "one whole number"),
+        ({"x_train": PIXELS, "y_train": LABELS, "x_test": PIXELS}, "x_test without y_test"),
+        ({"images": PIXELS, "labels": LABELS, "y_val": LABELS}, "y_val without x_val"),
+        (
+            {"images": PIXELS, "labels": LABELS, "x_train": PIXELS, "y_train": LABELS},
+            "says twice what to train on",
+        ),
     ],
 )
 def test_npz_files_that_cannot_be_used(
@@ -175,6 +194,11 @@ def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
     whole = tmp_path / "t10k-images-idx3-ubyte"
     whole.write_bytes(whole.read_bytes()[:-1])
     assert "is damaged" in said(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").rename(tmp_path / "labels")
+    assert "has t10k-images, but no t10k-labels" in said(tmp_path)
+    (tmp_path / "labels").rename(tmp_path / "t10k-labels-idx1-ubyte")
+    whole.write_bytes(b"\0\0\x08\xff" + 1020 * b"\0")
+    assert "with 1 to 4 axes" in said(tmp_path)
     whole.write_bytes(b"text")
     assert "no IDX file of bytes" in said(tmp_path)
 

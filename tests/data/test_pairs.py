@@ -145,6 +145,7 @@ def test_cleaning_keeps_identifiers() -> None:
         ("nowhere", "'nowhere' holds no sentence pairs: expected catalogues"),
         ("catalogues?langage=de", "no option 'langage'"),
         ("catalogues?=", "option"),
+        ("catalogues?packages=,", "'packages' holds an empty name"),
     ],
 )
 def test_bad_addresses(address: str, said: str) -> None:

@@ -169,6 +169,14 @@ def test_settings_of_the_embedded_corpus_are_refused_for_a_folder() -> None:
         RelationConfig(corpus="somewhere", modules=3)
 
 
+@pytest.mark.parametrize("corpus", ["python-imports", "folder"])
+def test_options_that_nothing_reads_are_refused(tmp_path: Path, corpus: str) -> None:
+    write_relations(tmp_path / "folder")
+    where = corpus if corpus == "python-imports" else str(tmp_path / corpus)
+    with pytest.raises(InputError, match="has no option 'modules': it takes none"):
+        prepare_relations(RelationConfig(corpus=f"{where}?modules=3"), tmp_path / "cache")
+
+
 def test_a_piece_is_labelled_by_the_imports_that_its_code_uses() -> None:
     pieces = {piece.text.splitlines()[0].strip(): piece for piece in pieces_of("a.py", SOURCE)}
     assert pieces["def path(self, name):"].labels == ("os", "re")

@@ -55,6 +55,7 @@ def test_the_tokens_follow_from_seed_and_vocabulary() -> None:
         ("synthetic:copy?low=x", "low must be a whole number, got 'x'"),
         ("synthetic:copy?hgh=4", "has no option 'hgh'"),
         ("synthetic:copy?low=9&high=3", "expected 1 ≤ low ≤ high"),
+        ("synthetic:copy?low=4&low=8", "the option 'low' is given more than once"),
         ("synthetic:copy?documents=0", "every count must be at least 1"),
     ],
 )

@@ -71,6 +71,18 @@ def test_splits_share_no_document_and_move_only_with_the_seed(tmp_path: Path) ->
     assert grown["test"] < larger["test"]
 
 
+def test_equal_texts_stand_in_one_split(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "text")
+    alone = splits(prepare_tokens(config(folder), tmp_path / "cache"))
+    for path in sorted(folder.iterdir()):
+        for copy in range(3):
+            (folder / f"z{copy}-{path.name}").write_bytes(path.read_bytes())
+    data = prepare_tokens(config(folder), tmp_path / "cache")
+    for name, own in alone.items():
+        copies = {f"z{copy}-{one}" for copy in range(3) for one in own}
+        assert splits(data)[name] == own | copies
+
+
 def test_the_tokeniser_learns_from_training_documents_only(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "text")
     first = prepare_tokens(config(folder), tmp_path / "cache")

@@ -119,3 +119,22 @@ def test_bad_input(trained: Path, tmp_path: Path) -> None:
         longer(trained, steps=3)
     with pytest.raises(InputError, match=r"config\.json does not exist"):
         Continuation.of(tmp_path / "nowhere")
+
+
+def test_a_text_of_another_tokeniser(tmp_path: Path) -> None:
+    def on(name: str) -> dict[str, object]:
+        lines = (f"{name} {n} of {name} times {n * n}" for n in range(4000))
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+        corpus = str(tmp_path / f"{name}.txt")
+        return {"corpus": corpus, "vocab_size": 300, "test_fraction": 0.3}
+
+    first, other = on("first"), on("other")
+    changes = {"steps": 2, "keep": (1,), "schedule": {"warmup_steps": 1}}
+    train_causal(small(**changes, data=first), tmp_path / "run", show_progress=False)
+    for start in (tmp_path / "run" / "model", kept_model(tmp_path / "run", 1)):
+        changes["continued"] = Continuation.of(start).model_dump()
+        left = tmp_path / "run" / "tokeniser.json"
+        with pytest.raises(InputError, match=re.escape(f"the tokeniser {left}, and this corpus")):
+            train_causal(small(**changes, data=other), tmp_path / "b", show_progress=False)
+    assert not (tmp_path / "b").exists()
+    train_causal(small(**changes, data=first), tmp_path / "c", show_progress=False)

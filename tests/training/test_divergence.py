@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from normattn.errors import DivergedError
-from normattn.runs import read_metrics, read_status
+from normattn.runs import RunDirectory, read_metrics, read_status
 from normattn.training.distribution import World
 from normattn.training.loop import train
 
@@ -24,12 +24,15 @@ class BadTask(ToyTask):
         super().__init__(world)
         self.fault = fault
         self.now = 0
+        # What a forward pass changes, as batch norm's running statistics are.
+        self.model.register_buffer("passes", torch.zeros(()))
 
     def batch(self, step: int, share: int, shares: int) -> Tensor:
         self.now = step
         return super().batch(step, share, shares)
 
     def loss(self, batch: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        self.model.get_buffer("passes").add_(1)
         if self.now != BAD_STEP:
             return super().loss(batch)
         block = self.model.get_submodule("blocks.1")
@@ -89,6 +92,9 @@ def test_the_step_the_place_and_the_checkpoint_are_named(
     last_good = tmp_path / f"checkpoints/step-{BAD_STEP - 1:08d}"
     # Weights that are not finite are no good checkpoint.
     assert error.checkpoint == (None if fault == "parameter" else str(last_good))
+    if error.checkpoint is not None:
+        kept = RunDirectory.existing(tmp_path, "toy").checkpoints.load(BAD_STEP - 1).tensors
+        assert kept["model/passes"] == BAD_STEP - 1
 
 
 def test_the_same_command_reports_the_same_without_training_again(tmp_path: Path) -> None:

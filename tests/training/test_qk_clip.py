@@ -134,6 +134,7 @@ def test_diagnostics_are_recorded_beside_it(tmp_path: Path) -> None:
         ("QKRMSNorm", "its norm undoes it"),
         ("Baseline-SoftCap", "its cap bends"),
         ("Baseline-ALiBi", "its bias is part"),
+        ("Baseline-FoX", "its forgetting is part"),
         ("Baseline-RealFormer", "also those of the layers below"),
     ],
 )

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from normattn.training.schedules import ScheduleConfig, multiplier
 
@@ -31,10 +32,18 @@ def test_cosine_passes_its_known_points() -> None:
 def test_it_rises_then_never_rises_and_stays_in_range(
     name: str, warmup: int, after: int, floor: float
 ) -> None:
-    schedule = ScheduleConfig.model_validate({"name": name, "warmup_steps": warmup, "floor": floor})
+    fields = {"name": name, "warmup_steps": warmup}
+    own = {} if name == "constant" else {"floor": floor}
+    schedule = ScheduleConfig.model_validate({**fields, **own})
     steps = warmup + after
     values = [multiplier(schedule, step, steps) for step in range(1, steps + 1)]
     assert values[:warmup] == sorted(values[:warmup])
     assert values[warmup:] == sorted(values[warmup:], reverse=True)
     assert all(0 < value <= 1 for value in values[: steps - 1])
     assert values[-1] >= 0
+
+
+def test_a_floor_of_what_stays_constant_is_refused() -> None:
+    ScheduleConfig(name="constant", floor=0.1)
+    with pytest.raises(ValidationError, match="floor 0 changes nothing where the learning rate"):
+        ScheduleConfig(name="constant", floor=0.0)

@@ -19,8 +19,10 @@ class Checked(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As typer does, after a look at every argument as it was typed."""
+        names = {name for parameter in self.params for name in parameter.opts}
         for number, argument in enumerate(args, start=1):
-            if not argument or (argument.startswith("--") and argument.endswith("=")):
+            # A value may end in "=", as a setting that is emptied, or base64.
+            if not argument or (argument.endswith("=") and argument[:-1] in names):
                 # As a path it would mean the current directory.
                 before = args[number - 2] if number > 1 and not argument else argument
                 raise InputError(

@@ -26,6 +26,11 @@ def exit_code_of(error: BaseException) -> int | None:
     if isinstance(error, NormattnError):
         say(str(error))
         return _code(error)
+    if (lacking := _memory_error_in(error)) is not None:
+        first = next(iter(str(lacking).splitlines()), "")
+        why = f" ({first})" if first else ""
+        say(f"out of memory{why}; take smaller batches, shorter texts or a smaller model")
+        return INPUT
     refused = os_error_in(error)
     if refused is not None:
         say(_refusal(refused))
@@ -56,6 +61,19 @@ def _usage(error: BaseException) -> int:
     where = context.command_path if context is not None else "normattn"
     say(f"{message.rstrip('.')} (see: {where} --help)")
     return INPUT
+
+
+def _memory_error_in(error: BaseException) -> BaseException | None:
+    """The refusal of memory behind an exception; None when there is none."""
+    seen: BaseException | None = error
+    while seen is not None:
+        # torch's own are a RuntimeError, and a class of it, which is not imported for its name.
+        named = any(kind.__name__ == "OutOfMemoryError" for kind in type(seen).__mro__)
+        said = isinstance(seen, RuntimeError) and "can't allocate memory" in str(seen)
+        if isinstance(seen, MemoryError) or named or said:
+            return seen
+        seen = seen.__cause__
+    return None
 
 
 def _refusal(error: OSError) -> str:

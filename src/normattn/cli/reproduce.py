@@ -5,6 +5,7 @@ The sub-commands are made of the studies themselves: a new study appears here by
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typer.core import TyperGroup, TyperOption
 from normattn.cli.checked import Commands
 from normattn.commands import values
 from normattn.commands.asking import flag, option, told
+from normattn.errors import InputError
 
 if TYPE_CHECKING:
     from normattn.sweep.study import Study
@@ -116,6 +118,7 @@ def _command(study: Study) -> Any:
         from normattn.sweep.study import CORPUS, Request
 
         own, changes = launch.apart(options.changes or {})
+        _refuse_both({CORPUS: options.corpus, "seeds": options.seeds}, changes)
         request = Request(
             preset=options.preset,
             variants=options.variants,
@@ -138,6 +141,20 @@ def _command(study: Study) -> Any:
             parameter.help = getattr(study, parameter.name)
             parameter.hidden = not parameter.help
     return command
+
+
+def _refuse_both(given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """`InputError` for a setting that an option gives and `--set` as well, alone or in a group."""
+    from normattn.sweep.merging import merged, value_at
+
+    assigned = merged({}, changes)
+    both = [
+        name
+        for name, value in given.items()
+        if value is not None and value_at(assigned, name) is not None
+    ]
+    if both:
+        raise InputError(f"{', '.join(both)} is given both as an option and by --set")
 
 
 def _epilog(study: Study) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,12 +28,14 @@ from normattn.models.translator import Translator
 from normattn.runs import unchanged
 from normattn.training import TrainingConfig
 from normattn.training.classification import ClassificationConfig
+from normattn.training.corpus_record import HasFingerprint, refuse_other_data
 from normattn.training.loop_config import LoopConfig
 from normattn.training.masked import MaskedConfig
 from normattn.training.translation import TranslationConfig
 from normattn.training.vision import VisionTrainingConfig
 
 DRAWN_TOKENS, WINDOWS = 64, 16
+Data = TypeVar("Data", bound=HasFingerprint)
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class Inputs:
 def inputs_of(config: LoopConfig, asked: InspectOptions, model: nn.Module) -> Inputs:
     """What the model of a run is shown: what is asked for, or data held out from its training.
 
-    Raises `InputError` for a corpus that is no longer there, a text that cannot be read, and what
-    the kind of model does not take.
+    Raises `InputError` for a corpus that is no longer there or no longer what the run was trained
+    on, a text that cannot be read, and what the kind of model does not take.
     """
     if isinstance(config, TrainingConfig | MaskedConfig):
         return _windows(config, asked)
@@ -82,7 +84,7 @@ def _windows(config: TrainingConfig | MaskedConfig, asked: InspectOptions) -> In
     if not config.data.synthetic:
         tokeniser = Tokeniser.load(unchanged(asked.run / "tokeniser.json"))
     if asked.text is None:
-        split = prepare_tokens(config.data).split("test")
+        split = _as_trained(prepare_tokens(config.data), asked).split("test")
         places = choose_places(split, length, _most(asked), asked.seed)
         spans = [(number, slice(first, first + length)) for number, first in places.tolist()]
         rows = np.stack([split.document(number)[span] for number, span in spans])
@@ -107,7 +109,7 @@ def _windows(config: TrainingConfig | MaskedConfig, asked: InspectOptions) -> In
 def _documents(config: ClassificationConfig, asked: InspectOptions, model: nn.Module) -> Inputs:
     """Lines of the given file, or validation documents; longer ones are cut as in training."""
     longest = config.data.max_tokens if asked.length is None else asked.length
-    data = prepare_relations(config.data)
+    data = _as_trained(prepare_relations(config.data), asked)
     pieces = data.pieces
     if asked.text is None:
         split = data.split("validation")
@@ -146,7 +148,7 @@ def _sentences(config: TranslationConfig, asked: InspectOptions, model: nn.Modul
     files = (unchanged(asked.run / f"{side}.tokeniser.json") for side in ("source", "target"))
     tokenisers = [Tokeniser.load(path) for path in files]
     if asked.text is None:
-        split = prepare_pairs(config.data).split("validation")
+        split = _as_trained(prepare_pairs(config.data), asked).split("validation")
         chosen = _chosen(len(split), asked)
         sources = [split.source_ids(i) for i in chosen]
         targets = [split.target_ids(i)[:-1] for i in chosen]
@@ -186,7 +188,7 @@ def _images(config: VisionTrainingConfig, asked: InspectOptions, model: Any) -> 
     for option, value in given.items():
         if value is not None:
             raise InputError(f"{option} is for models that read text; this one reads images")
-    split = prepare_images(config.data).validation
+    split = _as_trained(prepare_images(config.data), asked).validation
     chosen = np.array(_chosen(len(split), asked))
     images = torch.from_numpy(split.images(chosen))
     shape = config.model
@@ -202,6 +204,12 @@ def _images(config: VisionTrainingConfig, asked: InspectOptions, model: Any) -> 
         shape.tokens,
         lambda name: (words, words),
     )
+
+
+def _as_trained(data: Data, asked: InspectOptions) -> Data:
+    """The data, after an `InputError` where the run was trained on other data."""
+    refuse_other_data(data, asked.run)
+    return data
 
 
 def _most(asked: InspectOptions) -> int:

@@ -16,7 +16,7 @@ from normattn.models.accounting import flops_per_token, parameter_count
 from normattn.models.block_settings import without_foreign
 from normattn.report.terminal import tell
 from normattn.sweep import presets
-from normattn.sweep.merging import merged
+from normattn.sweep.merging import merged, value_at
 from normattn.sweep.probes import diagnostics_probes
 from normattn.training import TrainingConfig, train_causal
 from normattn.training.causal import CausalWorkload
@@ -48,7 +48,7 @@ def _fields(options: TrainOptions) -> dict[str, Any]:
         raise InputError(f"{', '.join(sorted(both))} is given both as an option and by --set")
     base = presets.load(options.preset).training
     asked = merged({}, *layers, given, assigned)
-    model = without_foreign(base["model"], _value_at(asked, "model.block"))
+    model = without_foreign(base["model"], value_at(asked, "model.block"))
     base = {**base, "model": model}
     whole = merged(base, *layers, given, assigned)
     return merged(whole, _short_warmup(base, asked))
@@ -56,20 +56,12 @@ def _fields(options: TrainOptions) -> dict[str, Any]:
 
 def _short_warmup(base: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     """A run shorter than the preset's warm-up takes the preset's share, unless one is asked for."""
-    warmup, whole = _value_at(base, "schedule.warmup_steps"), base.get("steps")
-    steps, own = asked.get("steps"), _value_at(asked, "schedule.warmup_steps")
+    warmup, whole = value_at(base, "schedule.warmup_steps"), base.get("steps")
+    steps, own = asked.get("steps"), value_at(asked, "schedule.warmup_steps")
     numbers = (warmup, whole, steps)
     if own is not None or not all(isinstance(number, int) for number in numbers) or steps >= warmup:
         return {}
     return {"schedule.warmup_steps": warmup * steps // whole}
-
-
-def _value_at(fields: dict[str, Any], name: str) -> Any:
-    """The value at a dotted name; None where there is none."""
-    value: Any = fields
-    for key in name.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
 
 
 def describe(config: TrainingConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Generic, TypeVar
 from urllib.parse import parse_qsl
 
@@ -84,11 +84,16 @@ class Registry(Generic[S]):
             raise InputError(
                 f"corpus {text!r}: expected ?option=value&… behind the name"
             ) from error
-        options = dict(pairs)
-        if len(options) < len(pairs):
-            twice = next(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)
-            raise InputError(f"corpus {text!r}: the option {twice!r} is given more than once")
-        return body, options
+        return body, once(text, pairs)
+
+
+def once(text: str, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """The options of an address; `InputError` where one is given more than once."""
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        twice = next(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)
+        raise InputError(f"corpus {text!r}: the option {twice!r} is given more than once")
+    return options
 
 
 def take_options(

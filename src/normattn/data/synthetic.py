@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
-from normattn.data.sources import address, take_options
+from normattn.data.sources import address, once, take_options
 from normattn.data.splits import SplitName
 from normattn.data.token_data import TokenData, TokenSplit
 from normattn.errors import InputError
@@ -50,7 +50,7 @@ class CopyTask:
         body, _, query = text.partition("?")
         if body != _NAME:
             raise InputError(f"corpus {text!r} is unknown: the generated corpus is {_NAME!r}")
-        given = take_options(body, dict(parse_qsl(query, keep_blank_values=True)), _DEFAULTS)
+        given = take_options(body, once(text, parse_qsl(query, keep_blank_values=True)), _DEFAULTS)
         return cls(**{name: _number(text, name, value) for name, value in given.items()})
 
     def __str__(self) -> str:

@@ -85,6 +85,17 @@ def load_as(kind: type[Model], directory: Path | str, expected: BaseModel | None
     return model
 
 
+def check_weights(directory: Path | str) -> None:
+    """`InputError` where a saved model is missing or its weights are not as `save_model` left them.
+
+    Quick beside `load_any`: no model is made.
+    """
+    path = Path(directory)
+    description = _read_description(path / CONFIG_FILE)
+    with open_file(path / WEIGHTS_FILE) as file:
+        _compare(hashlib.file_digest(file, "sha256").hexdigest(), path / WEIGHTS_FILE, description)
+
+
 def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Module:
     """Read a model that `save_model` wrote; the result is in training mode, on the CPU.
 
@@ -213,12 +224,16 @@ def _read_config(kind: type[nn.Module], description: dict[str, Any], path: Path)
 
 def _read_weights(path: Path, description: dict[str, Any]) -> dict[str, torch.Tensor]:
     content = _read_bytes(path)
-    if hashlib.sha256(content).hexdigest() != description["weights_sha256"]:
-        raise InputError(f"{path} is damaged: its SHA-256 is not the one in {CONFIG_FILE}")
+    _compare(hashlib.sha256(content).hexdigest(), path, description)
     try:
         return load(content)
     except SafetensorError as error:
         raise InputError(f"{path} is damaged: {error}") from error
+
+
+def _compare(digest: str, path: Path, description: dict[str, Any]) -> None:
+    if digest != description["weights_sha256"]:
+        raise InputError(f"{path} is damaged: its SHA-256 is not the one in {CONFIG_FILE}")
 
 
 def _check_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> None:

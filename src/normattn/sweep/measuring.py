@@ -29,6 +29,7 @@ from normattn.models.pretrained import load_model
 from normattn.runs import require_finished
 from normattn.sweep.settings import EvaluationSettings
 from normattn.training import TrainingConfig
+from normattn.training.corpus_record import refuse_other_data
 from normattn.training.distribution import choose_device
 
 EVALUATIONS = "evaluations"
@@ -129,8 +130,10 @@ def evaluate_trained(
 
     `factors` are what else the study varies; `on_done` is told how many evaluations are done;
     `scored_by` makes the model's scorer; `store` keeps the records, by default the run's own.
-    Raises `InputError` for a run that has not finished and for a method that cannot be applied.
+    Raises `InputError` for a run that has not finished or was trained on other data than `data`,
+    and for a method that cannot be applied.
     """
+    refuse_other_data(data, run)
     model = trained_model(run, config)
     done = 0
 

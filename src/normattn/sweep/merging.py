@@ -21,10 +21,19 @@ def merged(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
+def value_at(fields: Mapping[str, Any], name: str) -> Any:
+    """The value at a dotted name of nested settings; None where there is none."""
+    value: Any = fields
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
 def _put(target: dict[str, Any], path: list[str], value: Any, key: str) -> None:
     *parents, last = path
     for name in parents:
-        inner = target.setdefault(name, {})
+        # None stands where a group is switched off, as a run's `continued`.
+        inner = target[name] = {} if target.get(name) is None else target[name]
         if not isinstance(inner, dict):
             raise InputError(f"{key} cannot be set: {name} is a value, not a group of settings")
         target = inner

@@ -153,7 +153,11 @@ class Preset(StudyPreset):
     @field_validator("training")
     @classmethod
     def _no_varied_field(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if "seed" in value or "score" in value.get("model", {}):
+        model = value.get("model")
+        if not isinstance(model, Mapping):
+            given = "it is missing" if model is None else f"got {model!r}"
+            raise ValueError(f"model must be a group of settings, as dim and layers; {given}")
+        if "seed" in value or "score" in model:
             raise ValueError("the score and the seed are varied by the table, not set by a preset")
         return value
 

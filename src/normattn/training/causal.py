@@ -12,7 +12,7 @@ from torch import Tensor
 from normattn.data import TokenData, TrainingBatches, look_for_tokens, prepare_tokens
 from normattn.models.accounting import flops_per_token, parameter_count
 from normattn.training.config import TrainingConfig
-from normattn.training.continuation import new_model
+from normattn.training.continuation import new_model, refuse_other_tokeniser
 from normattn.training.corpus_record import leave_tokeniser
 from normattn.training.cost import Cost
 from normattn.training.loop_config import CHANGEABLE
@@ -65,8 +65,12 @@ class CausalWorkload(Workload[TrainingConfig, TokenData]):
         look_for_tokens(config.data)
 
     def check(self, config: TrainingConfig, data: TokenData, shares: int) -> None:
-        """Every micro-batch must have as many sequences, each no longer than the corpus."""
+        """Every micro-batch must have as many sequences, each no longer than the corpus.
+
+        What training goes on from must read the same tokens.
+        """
         rows_per_share(config.batch_size, shares)
+        refuse_other_tokeniser(config.continued, data)
         _batches(config, data)
 
     def task(

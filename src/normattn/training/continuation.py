@@ -7,13 +7,18 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, Field
 
+from normattn.data import TokenData
+from normattn.data.tokeniser import Tokeniser
 from normattn.errors import InputError
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.masked_config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import CONFIG_FILE, load_as
 from normattn.structured import Settings, read_object
+from normattn.training.corpus_record import TOKENISER_FILE
 
+KEPT = "kept"
+"""The folder of a run in which models of chosen steps lie."""
 AnyConfig = TypeVar("AnyConfig", CausalLMConfig, MaskedLMConfig)
 
 
@@ -59,6 +64,27 @@ class Continuation(Settings):
     def check(self, model: CausalLMConfig) -> None:
         """Raise `InputError` when the method cannot be applied to the model's score."""
         model.score.with_method(self.method).resolve(train_length=model.train_length)
+
+
+def refuse_other_tokeniser(continued: Continuation | None, data: TokenData) -> None:
+    """`InputError` where the run that the saved model is of left another tokeniser than `data` has.
+
+    Its weights know tokens by their ids. A folder without a tokeniser beside it says nothing.
+    """
+    if continued is None:
+        return
+    start = Path(continued.start)
+    run = start.parent.parent if start.parent.name == KEPT else start.parent
+    left = run / TOKENISER_FILE
+    if not left.is_file():
+        return
+    now = None if data.tokeniser is None else data.tokeniser.fingerprint
+    if Tokeniser.load(left).fingerprint != now:
+        raise InputError(
+            f"the model in {start} was trained with the tokeniser {left}, and this corpus has "
+            "another: its weights would read ids of other tokens; continue on the corpus that it "
+            "was trained on"
+        )
 
 
 def new_model(config: CausalLMConfig, continued: Continuation | None) -> CausalLM:

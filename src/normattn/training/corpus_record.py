@@ -30,14 +30,23 @@ def begin_corpus(data: object, out: Path) -> None:
     """
     if not isinstance(data, HasFingerprint):
         return
-    record = out / CORPUS_FILE
+    refuse_other_data(data, out, "begun")
+    sources = dict(data.sources) if isinstance(data, TokenData) else {}
+    write_json(out / CORPUS_FILE, {"fingerprint": data.fingerprint, "sources": sources})
+
+
+def refuse_other_data(data: HasFingerprint, run: Path, was: str = "trained") -> None:
+    """`InputError` where the run in `run` was trained on other data than `data`.
+
+    Its model would read the ids of another tokeniser, and documents that it has seen. A run from
+    before there was a `corpus.json` says nothing, and passes.
+    """
+    record = run / CORPUS_FILE
     if record.is_file() and read_object(record).get("fingerprint") != data.fingerprint:
         raise InputError(
-            f"{out} was begun on other data: {record} has another fingerprint than the corpus as "
+            f"{run} was {was} on other data: {record} has another fingerprint than the corpus as "
             "it is now; restore the corpus, or train in a new directory"
         )
-    sources = dict(data.sources) if isinstance(data, TokenData) else {}
-    write_json(record, {"fingerprint": data.fingerprint, "sources": sources})
 
 
 def leave_tokeniser(data: TokenData, out: Path) -> None:

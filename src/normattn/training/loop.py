@@ -342,8 +342,11 @@ class _Loop:
     def _diverge(self, step: int, values: StepValues) -> None:
         """Save the state before the bad step, find where it began, say both and stop."""
         origin: str | None = "a module not searched for (resume with parallel ddp to have it named)"
+        self.stepper.undo_buffers()
         if self.parallel.searched:
             origin = self.world.first_of(find_origin(self.stepper, step))
+            # The search went through the bad step once more.
+            self.stepper.undo_buffers()
         where = origin or (
             f"the gradient norm ({values.gradient_norm}), every loss and gradient being finite"
         )

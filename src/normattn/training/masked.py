@@ -18,7 +18,11 @@ from normattn.models.masked_config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.score import ScoreSpec
 from normattn.structured import Settings
-from normattn.training.continuation import Continuation, new_masked_model
+from normattn.training.continuation import (
+    Continuation,
+    new_masked_model,
+    refuse_other_tokeniser,
+)
 from normattn.training.corpus_record import leave_tokeniser
 from normattn.training.cost import Cost
 from normattn.training.loop_config import CHANGEABLE, LoopConfig
@@ -141,8 +145,12 @@ class MaskedWorkload(Workload[MaskedConfig, TokenData]):
         look_for_tokens(config.data)
 
     def check(self, config: MaskedConfig, data: TokenData, shares: int) -> None:
-        """Every micro-batch must have as many sequences, each no longer than the corpus."""
+        """Every micro-batch must have as many sequences, each no longer than the corpus.
+
+        What training goes on from must read the same tokens.
+        """
         rows_per_share(config.batch_size, shares)
+        refuse_other_tokeniser(config.continued, data)
         _batches(config, data)
 
     def task(

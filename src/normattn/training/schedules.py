@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from normattn.structured import Settings
 
@@ -18,6 +18,17 @@ class ScheduleConfig(Settings):
     name: ScheduleName = "cosine"
     warmup_steps: int = Field(default=100, ge=0)
     floor: float = Field(default=0.1, ge=0.0, le=1.0)
+
+    @model_validator(mode="after")
+    def _check_floor(self) -> ScheduleConfig:
+        # What a run writes of its settings holds the default too, so that one is let pass.
+        default = type(self).model_fields["floor"].default
+        if self.name == "constant" and self.floor != default:
+            raise ValueError(
+                f"floor {self.floor:g} changes nothing where the learning rate stays constant; "
+                f"leave it at {default:g}, or take cosine"
+            )
+        return self
 
 
 def multiplier(schedule: ScheduleConfig, step: int, steps: int) -> float:

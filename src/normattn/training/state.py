@@ -63,6 +63,12 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return named
 
 
+def kept_buffers(model: nn.Module) -> list[Tensor]:
+    """The buffers that a state_dict keeps, such as running statistics; live ones, not copies."""
+    kept = model.state_dict().keys()
+    return [buffer for name, buffer in model.named_buffers() if name in kept]
+
+
 def all_finite(model: nn.Module) -> bool:
     """Whether what this process holds of every parameter are finite numbers only."""
     return all(bool(torch.isfinite(_here(p.detach())).all()) for p in model.parameters())

@@ -24,6 +24,7 @@ from normattn.training.parallel import Parallel
 from normattn.training.qk_clip import QKClip
 from normattn.training.schedules import multiplier
 from normattn.training.seeds import derive_seed
+from normattn.training.state import kept_buffers
 from normattn.training.task import Task
 
 LARGEST = "largest_logit"
@@ -98,6 +99,8 @@ class Stepper:
         self.optimiser, self.names = make_optimiser(task.model, config.optimiser)
         self._clip = None if config.qk_clip is None else QKClip(task.model, config.qk_clip, world)
         self._stop_asked = stop_asked
+        self._buffers = kept_buffers(task.model)
+        self._before: list[Tensor] = []
         self._parameters = [p for g in self.optimiser.param_groups for p in g["params"]]
         self._wrapped = objective
         if config.compile:
@@ -133,6 +136,7 @@ class Stepper:
 
     def step(self, step: int) -> StepValues:
         """Take optimiser step `step` (from 1), unless its loss or gradient norm is not finite."""
+        self._before = [buffer.clone() for buffer in self._buffers]
         means = self._accumulate(step)
         self.parallel.average()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -153,6 +157,12 @@ class Stepper:
             if self._clip is not None:
                 metrics[LARGEST] = self._clip.clip()
         return values
+
+    @torch.no_grad()
+    def undo_buffers(self) -> None:
+        """Put back what the last step's forward passes changed: running statistics."""
+        for buffer, before in zip(self._buffers, self._before, strict=True):
+            buffer.copy_(before)
 
     def _accumulate(self, step: int) -> dict[str, Tensor]:
         """Gradients of the mean loss of this rank's micro-batches; the means of what it logs."""

@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from normattn.errors import InputError
-from normattn.models.pretrained import save_model
+from normattn.models.pretrained import check_weights, save_model
 from normattn.runs import RunDirectory, read_metrics
+from normattn.training.continuation import KEPT
 from normattn.training.corpus_record import begin_corpus
 from normattn.training.cost import Cost, check_memory
 from normattn.training.distribution import World, world
@@ -22,7 +23,6 @@ from normattn.training.reports import Callback, Probe, TrainingResult
 from normattn.training.task import Task
 
 MODEL = "model"
-KEPT = "kept"
 Config = TypeVar("Config", bound=LoopConfig)
 Data = TypeVar("Data")
 
@@ -140,6 +140,13 @@ def _finished(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> Tr
             f"the run in {out} is marked as finished, but its metrics.jsonl or model is gone; "
             "delete its status.json to resume from the last checkpoint"
         )
+    try:
+        check_weights(out / MODEL)
+    except InputError as error:
+        raise InputError(
+            f"the run in {out} is marked as finished, but {error}; delete its status.json to "
+            "resume from the last checkpoint"
+        ) from error
     last = records[-1]
     known = {"step", "loss", "gradient_norm", "learning_rate", "tokens"}
     metrics = {name: value for name, value in last.items() if name not in known}

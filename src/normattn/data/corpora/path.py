@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import ClassVar
@@ -13,6 +13,7 @@ from typing import ClassVar
 from normattn.data.corpora.budget import capped, shares
 from normattn.data.corpora.corpus import CORPORA, Corpus, Document
 from normattn.data.corpora.formats import DEFAULT_FIELD, FileFormat, format_of, formats
+from normattn.data.corpora.reading import is_packed
 from normattn.data.corpora.text_file import PIECE_CHARACTERS, TEXT
 from normattn.data.sources import address, take_options
 from normattn.errors import InputError
@@ -39,7 +40,8 @@ class PathCorpus(Corpus):
     recursively, in the order of the relative names, hidden files and unknown suffixes left out) a
     text file is one document unless it is larger than 1 MB or packed. Every line of a JSON-lines
     file and every row of a Parquet file is a document; `field` says where its text is. Names are
-    relative to the path, so that the split does not depend on where the folder lies.
+    relative to the path, so that the split does not depend on where the folder lies. Documents of
+    equal text stand in one split, that of the first of them.
     """
 
     path: str
@@ -68,14 +70,14 @@ class PathCorpus(Corpus):
             for file, part in zip(files, parts, strict=True)
             if part or not file.size
         )
-        return capped(chain.from_iterable(texts), limit)
+        return _together(capped(chain.from_iterable(texts), limit))
 
     def fingerprint(self) -> str:
         """Hash of relative names, of what tells that a file was written to, and of how it is cut.
 
         A copy of the folder has another, and moving it leaves it as it is.
         """
-        rules = (self.kind, self.field, WHOLE_BYTES, PIECE_CHARACTERS)
+        rules = (self.kind, self.field, WHOLE_BYTES, PIECE_CHARACTERS, "equal texts together")
         digest = hashlib.sha256(repr(rules).encode())
         for file in self._files():
             digest.update(repr((file.name, *identity(stat_of(file.path)))).encode())
@@ -84,7 +86,7 @@ class PathCorpus(Corpus):
     def total_bytes(self) -> int | None:
         """The size of the text files; None with packed or tabular ones."""
         files = self._files()
-        if any(file.format is not TEXT or file.path.suffix == ".gz" for file in files):
+        if any(file.format is not TEXT or is_packed(file.path) for file in files):
             return None
         return sum(file.size for file in files)
 
@@ -93,7 +95,7 @@ class PathCorpus(Corpus):
 
     def _read(self, file: _File) -> Iterator[Document]:
         whole = file.format.whole
-        packed = file.path.suffix == ".gz"  # its size says nothing about the text's
+        packed = is_packed(file.path)  # its size says nothing about the text's
         small = file.size <= WHOLE_BYTES and not packed
         if whole is not None and small and self._root.is_dir():
             return iter([Document(file.name, whole(file.path))])
@@ -128,6 +130,19 @@ class PathCorpus(Corpus):
                 f"corpus {self.path!r} holds no file of a known kind (suffixes: {known})"
             )
         return sorted(files, key=lambda file: file.name)
+
+
+def _together(documents: Iterable[Document]) -> Iterator[Document]:
+    """The documents, each that repeats a text in the group of the first that has it.
+
+    Otherwise a text could be tested that was trained on. A first one is its own, so that a corpus
+    without repetitions is divided by names alone. Held are a hash and a name for each.
+    """
+    firsts: dict[bytes, str] = {}
+    for document in documents:
+        digest = hashlib.blake2b(document.text.encode("utf-8", "replace"), digest_size=12).digest()
+        first = firsts.setdefault(digest, document.split_name)
+        yield document if first == document.split_name else replace(document, group=first)
 
 
 def _walk(root: Path) -> Iterator[Path]:

@@ -19,15 +19,20 @@ from normattn.structured import json_lines
 _CHUNK = 1 << 16
 
 
+def is_packed(path: Path) -> bool:
+    """Whether a file is gzip's by its name, in letters of either case."""
+    return path.suffix.lower() == ".gz"
+
+
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """Open `path` for reading, unpacked when its name ends in `.gz`.
+    """Open `path` for reading, unpacked when its name ends in `.gz` or `.GZ`.
 
     Raises `InputError` when the file is missing, a folder, unreadable or a damaged gzip file,
     also when that shows only while it is read.
     """
     with open_file(path) as raw:
-        if path.suffix != ".gz":
+        if not is_packed(path):
             yield raw
             return
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ _ARRAYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("test", (("x_test", "y_test"), ("test_images", "test_labels"))),
 )
 _IDX: Mapping[SplitName, str] = {"train": "train", "test": "t10k"}
+_MOST_AXES = 4
+"""Of an IDX file: images, rows, columns, colours."""
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp")
 
 
@@ -47,21 +50,39 @@ def read_path(path: Path) -> RawImages:
 def read_npz(path: Path) -> dict[str, RawPart]:
     """`images` and `labels`; or x_train, y_train, x_test, y_test; or train_images, train_labels …
 
-    A file may also have a validation part, as x_val or val_images.
+    A file may also have a validation part, as x_val or val_images. What stands beside images and
+    labels is a split of its own, and they are divided among the others.
     """
     with _opened(path, ".npz") as raw, np.load(raw, allow_pickle=False) as file:
         arrays = dict(file.items())
     parts = {}
     for name, pairs in _ARRAYS:
-        for pixels, labels in pairs:
-            if pixels in arrays and labels in arrays:
-                parts[name] = part_of(arrays[pixels], arrays[labels], str(path), f"{name}/")
+        there = [pair for pair in pairs if _given(pair, arrays, name, path)]
+        if len(there) > 1 or (there and name == "train" and "all" in parts):
+            raise InputError(
+                f"{path} says twice what to train on or to test: it holds "
+                f"{', '.join(sorted(arrays))}; leave one pair of images and labels for each part"
+            )
+        for pixels, labels in there:
+            parts[name] = part_of(arrays[pixels], arrays[labels], str(path), f"{name}/")
     if "all" not in parts and "train" not in parts:
         raise InputError(
             f"{path} holds {', '.join(sorted(arrays)) or 'nothing'}; expected images and labels, "
             "or x_train, y_train, x_test and y_test"
         )
     return parts
+
+
+def _given(pair: tuple[str, str], arrays: Mapping[str, np.ndarray], part: str, path: Path) -> bool:
+    """Whether a file has both arrays; `InputError` where it has one of them.
+
+    Plain names of labels alone may mean anything, as the names of the classes.
+    """
+    pixels, labels = (name in arrays for name in pair)
+    if pixels != labels and (pixels or part != "all"):
+        here, lacking = pair if pixels else pair[::-1]
+        raise InputError(f"{path} holds {here} without {lacking}; give both, or neither")
+    return pixels and labels
 
 
 def read_idx(folder: Path) -> dict[str, RawPart]:
@@ -72,8 +93,9 @@ def read_idx(folder: Path) -> dict[str, RawPart]:
         if pixels is not None and labels is not None:
             pair = (_idx(pixels), _idx(labels))
             parts[split] = part_of(*pair, where=str(pixels), prefix=f"{split}/")
-        elif split == "train":
-            raise InputError(f"{folder} has train-images, but no train-labels")
+        elif pixels is not None or labels is not None:
+            here, lacking = ("images", "labels") if labels is None else ("labels", "images")
+            raise InputError(f"{folder} has {stem}-{here}, but no {stem}-{lacking}")
     return parts
 
 
@@ -87,10 +109,10 @@ def _idx(path: Path) -> np.ndarray:
         content = file.read()
     axes = content[3] if len(content) > 3 else 0
     start = 4 + 4 * axes
-    if content[:3] != b"\0\0\x08" or len(content) < start:
-        raise InputError(f"{path} is no IDX file of bytes")
-    shape = np.frombuffer(content[4:start], dtype=">u4").astype(np.int64)
-    if len(content) - start != int(np.prod(shape)):
+    if content[:3] != b"\0\0\x08" or not 1 <= axes <= _MOST_AXES or len(content) < start:
+        raise InputError(f"{path} is no IDX file of bytes with 1 to {_MOST_AXES} axes")
+    shape = tuple(np.frombuffer(content[4:start], dtype=">u4").tolist())
+    if len(content) - start != math.prod(shape):
         raise InputError(f"{path} is damaged: it holds {len(content) - start} bytes for {shape}")
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 

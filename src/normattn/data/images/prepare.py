@@ -28,14 +28,8 @@ def prepare_images(config: ImageDataConfig) -> ImageData:
     parts = {name: part for name, part in raw.parts.items() if name != "all"}
     rest = raw.parts.get("all")
     splits: dict[SplitName, ImageSplit] = {}
-    if rest is not None:
-        given: tuple[SplitName, ...] = SPLITS
-        source = rest
-    else:
-        given = ("train", "validation") if "validation" not in parts else ("train",)
-        if "test" not in parts:
-            given = (*given, "test")
-        source = parts["train"]
+    source = parts["train"] if rest is None else rest
+    given = tuple(name for name in SPLITS if name == "train" or name not in parts)
     chosen = _chosen(source, config, given)
     for name in SPLITS:
         part = _taken(source, chosen[name]) if name in chosen else parts[name]

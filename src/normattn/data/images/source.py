@@ -39,8 +39,9 @@ def part_of(pixels: np.ndarray, labels: np.ndarray, where: str, prefix: str = ""
     `pixels` (N, H, W), (N, H, W, C) or channels first with 1 or 3 of them, bytes, or numbers from
     0 to 1; `labels` whole numbers (N,) or (N, 1).
     """
-    labels = np.asarray(labels).reshape(len(labels), -1)
-    if labels.shape[1] != 1 or not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
+    labels = np.asarray(labels)
+    whole = labels.ndim > 0 and np.issubdtype(labels.dtype, np.integer)
+    if not whole or labels.size != len(labels) or min(labels.flat, default=0) < 0:
         raise InputError(f"{where}: the labels must be one whole number of at least 0 per image")
     if pixels.ndim == 4 and pixels.shape[-1] not in (1, 3) and pixels.shape[1] in (1, 3):
         pixels = pixels.transpose(0, 2, 3, 1)
@@ -50,8 +51,10 @@ def part_of(pixels: np.ndarray, labels: np.ndarray, where: str, prefix: str = ""
             f"{where}: expected images (N, height, width) or (N, height, width, channels) and as "
             f"many labels, got {pixels.shape} and {len(labels)} labels"
         )
+    if not pixels.size:
+        raise InputError(f"{where} holds no image: its pixels are {pixels.shape}")
     names = tuple(f"{prefix}{number}" for number in range(len(labels)))
-    return RawPart(_bytes(pixels, where), labels[:, 0].astype(np.int64), names)
+    return RawPart(_bytes(pixels, where), labels.reshape(-1).astype(np.int64), names)
 
 
 def _bytes(pixels: np.ndarray, where: str) -> np.ndarray:

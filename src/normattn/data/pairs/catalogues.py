@@ -52,7 +52,13 @@ class Catalogues(PairSource):
                 f"catalogues translate from 'en'; for {languages.source!r} give pairs of your own"
             )
         named = take_options(body, options, ["packages"])["packages"]
-        return cls(languages, tuple(named.split(",")) if named else PACKAGES)
+        packages = tuple(named.split(",")) if named else PACKAGES
+        if not all(packages):
+            raise InputError(
+                f"corpus 'catalogues': the option 'packages' holds an empty name, got {named!r}; "
+                "expected names of installed packages with commas between"
+            )
+        return cls(languages, packages)
 
     def pairs(self) -> Iterator[Pair]:
         """Every sentence pair once, package by package."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from normattn.data.corpora.reading import is_packed
 from normattn.data.pairs.lines import aligned_lines, stamp
 from normattn.data.pairs.source import PAIRS, Languages, Pair, PairSource
 from normattn.data.sources import take_options
@@ -110,7 +111,7 @@ class PairFolder(PairSource):
     def _files(self, language: str) -> dict[str, Path]:
         paths: dict[str, Path] = {}
         for path in sorted(self.folder.iterdir()):
-            name, dot, end = path.name.removesuffix(".gz").rpartition(".")
+            name, dot, end = (path.stem if is_packed(path) else path.name).rpartition(".")
             if dot and end == language and path.is_file():
                 if name in paths:
                     raise InputError(f"{paths[name]} and {path} are the same set twice")

@@ -17,6 +17,7 @@ from normattn.data import cache
 from normattn.data.relations.config import RelationConfig
 from normattn.data.relations.documents import RELATIONS, RelationCorpus, RelationSource
 from normattn.data.relations.word_pieces import WordPieces, train_word_pieces
+from normattn.data.sources import take_options
 from normattn.data.splits import SPLITS, SplitName
 from normattn.errors import InputError
 from normattn.files import expanded
@@ -128,7 +129,8 @@ def _vocabulary(config: RelationConfig) -> Path:
 
 
 def _source(config: RelationConfig) -> RelationSource:
-    kind, body, _ = RELATIONS.find(config.corpus)
+    kind, body, options = RELATIONS.find(config.corpus)
+    take_options(body, options, ())
     return kind.parse(body)
 
 
