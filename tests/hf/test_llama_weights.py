@@ -129,6 +129,17 @@ def test_a_dump_is_as_before_without_biases() -> None:
         CausalLMConfig(**sizes, qkv_bias=True, block="gau")
 
 
+@pytest.mark.parametrize("method", ["PI", "NTK", "YaRN"])
+def test_a_method_after_training_does_not_become_one_trained_in(method: str) -> None:
+    theirs = build("Llama")
+    with (
+        normattn.extend(theirs, method, factor=4),
+        pytest.raises(InputError, match=rf"is extended, by {method}.*remove\(\) the extension"),
+    ):
+        from_llama(theirs)
+    assert from_llama(theirs).config.score.spectrum is None
+
+
 _SCALED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
 
 

@@ -200,23 +200,19 @@ def open_pretrained(
     dtype: str,
 ) -> TransformersModel:
     """A model of transformers: extended by `method`, as it was saved (None), or as trained."""
-    from normattn.hf import extend, extension_of, from_pretrained, load
+    from normattn.hf import extend
     from normattn.hf.anatomy import anatomy, known_length
-    from normattn.hf.extension import FIELD
+    from normattn.hf.loading import read_tokeniser
     from normattn.hf.pretrained import as_trained
     from normattn.training.distribution import choose_device
 
     chosen_device = choose_device(device)
-    model, tokeniser = load(name, gguf, DTYPES[dtype])
-    extension, saved = None, hasattr(model.config, FIELD)
-    if saved and method is None:
-        model = from_pretrained(name, dtype=DTYPES[dtype])
-        extension = extension_of(model)
-        assert extension is not None
-        _refuse_length(train_length, extension.resolved.train_length, name)
-    elif saved:
-        model, _ = as_trained(name, dtype=DTYPES[dtype])
-    if method not in (None, "as is"):
+    model, saved = as_trained(name, gguf, dtype=DTYPES[dtype])
+    tokeniser, extension = read_tokeniser(name, gguf), None
+    if saved is not None and method is None:
+        _refuse_length(train_length, saved["train_length"], name)
+        extension = extend(model, saved["method"], train_length=saved["train_length"])
+    elif method not in (None, "as is"):
         assert method is not None
         extension = extend(model, method, train_length=train_length, **parameters)
     model.to(chosen_device)
@@ -228,7 +224,7 @@ def open_pretrained(
     return TransformersModel(model, tokeniser, length, "as is")
 
 
-def _refuse_length(asked: int | None, saved: int | None, name: str) -> None:
+def _refuse_length(asked: int | None, saved: int, name: str) -> None:
     if asked not in (None, saved):
         raise InputError(
             f"train_length is {asked}, and {name} was saved as extended from {saved}: give a "

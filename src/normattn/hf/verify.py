@@ -17,12 +17,11 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.hf.anatomy import Anatomy, anatomy, known_length
-from normattn.hf.extension import FIELD, TRAINED, plan
+from normattn.hf.extension import plan
 from normattn.hf.folding import amplitude, stretched
 from normattn.hf.mistakes import Given, Meant, mistakes
-from normattn.hf.native import put_fields
-from normattn.hf.pretrained import record_of
 from normattn.hf.probing import ask
+from normattn.hf.record import take_record
 from normattn.hf.served import Told, raw_of, told
 from normattn.hf.small_model import read_configuration, small_model
 from normattn.hf.understanding import Layer, understand
@@ -79,12 +78,10 @@ def verify(
     says (ReRoPE, log-n).
     """
     config = read_configuration(folder)
-    record = record_of(config, folder)
+    record = take_record(config, folder)
     if record is not None:
-        put_fields(config.get_text_config(), record.get(TRAINED) or {})
         method = method or record["method"]
         train_length = train_length or record["train_length"]
-        delattr(config, FIELD)
     meant, turned = _meant(config, method, train_length)
     if not turned:
         raise InputError(
