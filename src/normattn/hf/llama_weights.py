@@ -9,7 +9,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.hf.extension import extension_of
-from normattn.hf.llama_spectra import ROPE_TYPES, rope_parameters, spectrum_of
+from normattn.hf.llama_spectra import ROPE_KEYS, ROPE_TYPES, rope_parameters, spectrum_of
 from normattn.hf.record import refuse_applied
 from normattn.layers.feed_forward import swiglu_hidden
 from normattn.models.causal_lm import CausalLM
@@ -225,11 +225,14 @@ def _refuse_theirs(theirs: Any, rope: dict[str, Any], name: str) -> None:
     """Raise `InputError` for what our settings cannot say."""
     layers = set(getattr(theirs, "layer_types", None) or ())
     windowed = getattr(theirs, "sliding_window", None) is not None
+    unknown = [key for key, value in rope.items() if value is not None and key not in ROPE_KEYS]
     reason = None
     if rope.get("rope_type", "default") not in ROPE_TYPES:
         reason = f"rotary positions scaled by {rope['rope_type']!r}"
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
         reason = "a partial rotation"
+    elif unknown:
+        reason = f"the setting {unknown[0]!r} of rotary positions, which ours have not"
     elif layers - {"full_attention"} or (windowed and not layers):
         reason = "layers with a sliding window"
     elif getattr(theirs, "attention_bias", False):
