@@ -264,6 +264,26 @@ def test_a_saved_model_is_loaded_extended(
     assert "exists already" in command(*arguments, "--save", saved).sentence
 
 
+def test_a_saved_model_is_read_as_it_was_trained(
+    command: Command, model: Path, text: Path, tmp_path: Path
+) -> None:
+    """Transformers would apply what its own words say, and a method stretch that once more."""
+    loaded, tokeniser = normattn.hf.load(model)
+    with normattn.extend(loaded, "NTK", factor=4):
+        loaded.save_pretrained(tmp_path / "ntk")
+    tokeniser.save_pretrained(tmp_path / "ntk")
+    rest = ("--text", text, "--methods", "PI", "--windows", 2, "--lengths", 256, "--no-passkey")
+    for name, folder in (("plain", model), ("saved", tmp_path / "ntk")):
+        said = command("extend", folder, *rest, "--out", tmp_path / name)
+        assert said.code == 0, said.err
+    for row in ("as is", "PI"):
+        losses = [_value(tmp_path / out, row, "table", "loss_256") for out in ("plain", "saved")]
+        assert losses[0] == losses[1]
+    said = command("extend", tmp_path / "ntk", "--methods", "NTK(factor=2)", "--emit", "hf")
+    assert said.code == 2
+    assert "was saved under NTK(factor=4), and transformers has applied that" in said.sentence
+
+
 def test_lengths_and_methods_as_typed() -> None:
     assert parse_lengths("16k, 8k,12000") == (8192, 12000, 16384)
     assert default_lengths(2048) == (2048, 4096)

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import normattn
 from normattn import InputError
-from normattn.hf import extension_of
+from normattn.hf import extension_of, from_llama
 from normattn.hf.anatomy import anatomy
 from normattn.hf.confirming import _same
+from normattn.hf.pretrained import as_trained as without_method
 from normattn.hf.probing import some_tokens
 
 from . import tiny
@@ -106,6 +107,9 @@ def test_saved_with_its_extension(method: str, tmp_path: Path) -> None:
     if method in NATIVE:
         torch.testing.assert_close(logits(plain, ids), extended, rtol=0, atol=1e-5)
         assert plain.config.max_position_embeddings == 4 * LENGTH
+        for use in (lambda: normattn.extend(plain, "NTK", factor=2), lambda: from_llama(plain)):
+            with pytest.raises(InputError, match=r"saved under (PI|YaRN)\(.* has applied that"):
+                use()
     else:
         assert torch.equal(logits(plain, ids), as_trained)
         assert plain.config.max_position_embeddings == LENGTH
@@ -116,6 +120,13 @@ def test_saved_with_its_extension(method: str, tmp_path: Path) -> None:
     again.save_pretrained(tmp_path / "again")
     with pytest.raises(InputError, match="tells of no extension"):
         normattn.from_pretrained(str(tmp_path / "again"))
+    with normattn.extend(again, method) as extension:
+        assert extension.resolved.train_length == LENGTH
+        assert torch.equal(logits(again, ids), extended)
+        again.save_pretrained(tmp_path / "longer")
+    found, told = without_method(tmp_path / "longer")
+    assert torch.equal(logits(found, ids), as_trained)
+    assert told == record
 
 
 @pytest.mark.parametrize(

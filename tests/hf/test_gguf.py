@@ -11,7 +11,10 @@ import torch
 import transformers
 
 import normattn
+from normattn import InputError
 from normattn.hf import load
+from normattn.hf.gguf_values import write_gguf
+from normattn.hf.small_model import read_configuration
 
 from .families import logits, tokens
 
@@ -51,7 +54,7 @@ def _turned(weight: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(apart.swapaxes(1, 2)).reshape(weight.shape)
 
 
-def _write(path: Path, letters: list[str]) -> Any:
+def _write(path: Path, letters: list[str], factors: list[float] | None = None) -> Any:
     """A GGUF of random weights in blocks of 8 bits; the model that has the same numbers."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -72,6 +75,8 @@ def _write(path: Path, letters: list[str]) -> Any:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(letters)
     writer.add_token_merges([f"{letters[0]} {letters[1]}"])
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
     names = {**_WHOLE}
     for layer in range(SIZES["num_hidden_layers"]):
         names |= {f"blk.{layer}.{a}": f"model.layers.{layer}.{b}" for a, b in _LAYER.items()}
@@ -109,3 +114,33 @@ def test_a_gguf_is_read_extended_and_saved(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "saved")
     again = normattn.from_pretrained(str(tmp_path / "saved"))
     torch.testing.assert_close(logits(again, ids), wanted)
+
+
+SCALED: list[dict[str, tuple[str, Any]]] = [
+    {"scaling.type": ("str", "yarn"), "scaling.factor": ("f32", 4.0)},
+    {"scaling.factor": ("f32", 4.0)},
+    {"scale_linear": ("f32", 4.0)},
+]
+
+
+def test_scaled_frequencies_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers would read them as plain ones."""
+    letters = [*map(chr, range(33, 97)), '!"']
+    _write(tmp_path / "plain.gguf", letters)
+    cases = []
+    for number, keys in enumerate(SCALED):
+        cases.append((tmp_path / f"keys{number}.gguf", "says a (yarn|linear) scaling already"))
+        changed = {f"llama.rope.{name}": value for name, value in keys.items()}
+        write_gguf(tmp_path / "plain.gguf", cases[-1][0], changed)
+    cases.append((tmp_path / "tensor.gguf", "holds rope_freqs.weight, which scales"))
+    _write(cases[-1][0], letters, factors=[1, 1, 2, 4, 8, 8, 8, 8])
+    for file, why in cases:
+        for read in (load, read_configuration):
+            with pytest.raises(InputError, match=why):
+                read(file)
+        monkeypatch.setattr(transformers.utils, "cached_file", lambda *_, file=file: str(file))
+        with pytest.raises(InputError, match=why):
+            load("owner/name", file.name)
+    plain = {"llama.rope.scaling.type": ("str", "none")}
+    write_gguf(tmp_path / "plain.gguf", tmp_path / "none.gguf", plain)
+    assert load(tmp_path / "none.gguf")[0].config.rope_parameters["rope_type"] == "default"

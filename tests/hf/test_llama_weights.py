@@ -129,7 +129,26 @@ def test_a_dump_is_as_before_without_biases() -> None:
         CausalLMConfig(**sizes, qkv_bias=True, block="gau")
 
 
+@pytest.mark.parametrize("method", ["PI", "NTK", "YaRN"])
+def test_a_method_after_training_does_not_become_one_trained_in(method: str) -> None:
+    theirs = build("Llama")
+    with (
+        normattn.extend(theirs, method, factor=4),
+        pytest.raises(InputError, match=rf"is extended, by {method}.*remove\(\) the extension"),
+    ):
+        from_llama(theirs)
+    assert from_llama(theirs).config.score.spectrum is None
+
+
 _SCALED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
+_TEMPERATURE = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}
+_WARMER: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **_TEMPERATURE},
+    "max_position_embeddings": 64,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": None,
+}
 
 
 @pytest.mark.parametrize(
@@ -145,6 +164,7 @@ _SCALED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
         ("Olmo2", {}, "its layers are not Llama's, which differ by input_layernorm"),
         ("Granite", {}, "computes other logits with them"),
         ("GPTNeoX", {}, "its configuration has no rms_norm_eps"),
+        ("Ministral3", _WARMER, "the setting 'llama_4_scaling_beta' of rotary positions"),
     ],
 )
 def test_what_our_settings_cannot_say(family: str, more: dict[str, Any], reason: str) -> None:

@@ -16,7 +16,7 @@ from normattn.hf.emit import ENGINES, Wanted, emit
 from normattn.hf.extension import plan
 from normattn.hf.gguf_values import values, write_gguf
 
-from .families import build
+from .families import build, configuration
 from .test_gguf import _write
 
 LENGTH, BASE, YARN = 64, 50000.0, "YaRN(factor=4)"
@@ -175,6 +175,28 @@ def test_factors_beside_the_part_that_is_read(tmp_path: Path) -> None:
     assert not verdict.equal
     why = "they stand beside text_config, whose own rope parameters are the decoder's"
     assert any(each.endswith(why) for each in verdict.mistakes), verdict
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3", "Mistral"])
+def test_layers_within_a_window_are_compared_too(family: str, tmp_path: Path) -> None:
+    """A method leaves them as they are: an engine that is told it for all changes them."""
+    config = configuration(family, sliding_window=6)
+    config.save_pretrained(tmp_path / "plain")
+    more = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    own = config.rope_parameters
+    named = {key: {**own[key], **more} for key in own if isinstance(own[key], dict)}
+    told = {"rope_parameters": named or {**own, **more}, "max_position_embeddings": 32}
+    method = None if family == "Mistral" else YARN  # all its layers attend within a window
+    verdict = normattn.verify(tmp_path / "plain", _told(tmp_path, told), method)
+    assert not verdict.equal
+    assert [each.partition(":")[0] for each in verdict.differences] == 2 * [
+        "layers within a window"
+    ]
+    if named:
+        told["rope_parameters"] = {**named, "sliding_attention": own["sliding_attention"]}
+        assert normattn.verify(tmp_path / "plain", _told(tmp_path, told), method).equal
+    else:
+        assert normattn.verify(tmp_path / "plain", tmp_path / "plain").equal
 
 
 def test_a_saved_model_and_a_gguf_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,6 +187,57 @@ def test_answers_are_greedy_and_end(named: dict[str, Any], run: Path) -> None:
     assert ended == expected[0][: expected[0].index(stop)]
     drawn = {**given, "do_sample": True, "temperature": 2.0, "top_k": 50}
     assert lm.generate_until(requests((TEXTS[0], drawn)), disable_tqdm=True) != [expected[0]]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rows_are_read_alone_where_others_would_change_them(
+    llama: Path, tmp_path: Path, kind: str
+) -> None:
+    """Frequencies that follow the longest row, or the longest text that was read before."""
+    folder = tmp_path / kind
+    shutil.copytree(llama, folder)
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+        rope |= {"original_max_position_embeddings": 8}
+    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+
+    def model(size: int) -> NormattnLM:
+        return NormattnLM(pretrained=str(folder), train_length=8, batch_size=size)
+
+    pairs = [(TEXTS[2] * n, " word1") for n in (3, 2, 1)] + [(TEXTS[1], " word1")]
+    alone = [model(1).loglikelihood(requests(pair), disable_tqdm=True)[0][0] for pair in pairs]
+    found = [total for total, _ in model(4).loglikelihood(requests(*pairs), disable_tqdm=True)]
+    assert found == pytest.approx(alone, abs=1e-5)
+    asked = [(text, {"max_gen_toks": 6, "until": []}) for text, _ in pairs]
+    single = [model(1).generate_until(requests(one), disable_tqdm=True)[0] for one in asked]
+    assert model(4).generate_until(requests(*asked), disable_tqdm=True) == single
+
+
+def test_a_models_own_end_tokens_end_and_its_penalties_do_not_count(
+    llama: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    asked = requests((TEXTS[0], {"max_gen_toks": 6, "until": []}))
+
+    def answer(**generation: Any) -> str:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+        lm = NormattnLM(pretrained=str(folder))
+        return str(lm.generate_until(asked, disable_tqdm=True)[0])
+
+    plain = answer()
+    assert answer(repetition_penalty=9.0, no_repeat_ngram_size=1) == plain
+    logits, tokens = logits_of({"pretrained": str(folder), "dtype": "float32"}), []
+    given = NormattnLM(pretrained=str(folder)).tok_encode(TEXTS[0])
+    with torch.no_grad():
+        for _ in range(3):
+            tokens.append(int(logits(torch.tensor([given + tokens]))[0, -1].argmax()))
+    ended = answer(eos_token_id=[0, tokens[2]])
+    assert tokens[2] not in tokens[:2]
+    assert len(ended) < len(plain)
+    assert plain.startswith(ended)
 
 
 def test_methods_read_on(run: Path, llama: Path, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from normattn.errors import InputError
 from normattn.files import expanded
 from normattn.hf.emit import ENGINES, Wanted, emit, gguf_values
 from normattn.hf.extension import plan
-from normattn.hf.gguf_values import architecture_of, read_values, refuse_scaled, write_gguf
+from normattn.hf.gguf_values import architecture_of, read_values, write_gguf
+from normattn.hf.record import refuse_applied
 from normattn.hf.small_model import read_configuration, small_model
 
 
@@ -57,6 +58,7 @@ def emit_method(asked: ExtendOptions, engine: str) -> None:
 
 def _wanted(asked: ExtendOptions, source: Path, method: str) -> Wanted:
     config = read_configuration(asked.model if source == expanded(asked.model) else source)
+    refuse_applied(config)
     small = small_model(config)
     length = asked.train_length or trained_length(small)
     lengths = parse_lengths(asked.lengths) if asked.lengths else default_lengths(length)
@@ -71,9 +73,7 @@ def _wanted(asked: ExtendOptions, source: Path, method: str) -> Wanted:
         longest = int(length * getattr(planned.spec.spectrum, "stretch", longest / length))
     architecture = architecture_of(config.get_text_config().model_type)
     if source.suffix == ".gguf":
-        held = read_values(source)
-        refuse_scaled(source, held)
-        architecture = str(held.get("general.architecture"))
+        architecture = str(read_values(source).get("general.architecture"))
     model = str(source if source.exists() else asked.model)
     return Wanted(model, planned, longest, architecture, _inside(config))
 

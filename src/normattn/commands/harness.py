@@ -52,7 +52,8 @@ class NormattnLM(TemplateLM):
             processor where there is no CUDA.
 
     Texts without context (`loglikelihood_rolling`) are read in windows of `max_length`, by default
-    of the training length. Rows of a batch do not affect each other. Raises `InputError`.
+    of the training length. Rows of a batch do not affect each other; those of a model whose own
+    frequencies change with what is read are read one at a time. Raises `InputError`.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class NormattnLM(TemplateLM):
             if not groups or len(groups[-1]) >= most:
                 groups.append([])
                 most = self.batch_size or max(1, _TOKENS_PER_BATCH // max(1, size(number)))
-                most = min(most, self.max_batch_size or most)
+                most = 1 if self.model.alone else min(most, self.max_batch_size or most)
             groups[-1].append(number)
         return groups
 

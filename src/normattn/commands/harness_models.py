@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from normattn.data.tokeniser import SEPARATOR_ID, Tokeniser
 from normattn.errors import InputError
 from normattn.evaluation.scorers import TokenScorer, from_causal_lm
+from normattn.kernels import TokenScores
 from normattn.models import CausalLM, Sampling, generate
 from normattn.models.generation import left_padded
 from normattn.score import ScoreSpec
@@ -51,6 +53,7 @@ class HarnessModel(ABC):
         end: the token that ends a text, or None.
         described: what is on, for the log.
         chat: the tokeniser of transformers that may hold a chat template, or None.
+        alone: whether a row must be read by itself, for others of its batch would change it.
     """
 
     train_length: int
@@ -58,6 +61,7 @@ class HarnessModel(ABC):
     end: int | None
     described: str
     chat: Any = None
+    alone: bool = False
     scorer: TokenScorer
 
     @abstractmethod
@@ -105,7 +109,10 @@ class TransformersModel(HarnessModel):
     """A causal language model of transformers, as it is or extended."""
 
     def __init__(self, model: Any, tokeniser: Any, train_length: int, described: str) -> None:
+        from transformers import GenerationConfig
+
         from normattn.hf import token_scorer
+        from normattn.hf.anatomy import anatomy, moving
 
         self._model, self.chat = model.eval(), tokeniser
         self.train_length, self.described = train_length, described
@@ -117,7 +124,22 @@ class TransformersModel(HarnessModel):
                 "text without context must follow one of them"
             )
         self.prefix = int(first)
-        self.scorer = token_scorer(model)
+        self.alone = bool(moving(anatomy(model)))
+        self._score = token_scorer(model)
+        self._ends = _ends(model, self.end)
+        # What the model's own says of generation would hold beside what a task asks for.
+        self._model.generation_config = GenerationConfig(eos_token_id=list(self._ends) or None)
+
+    def scorer(self, ids: Int[Tensor, "b t1"]) -> TokenScores:
+        """Losses of tokens 1 … T, each row read as if it were the first."""
+        self._begin()
+        return self._score(ids)
+
+    def _begin(self) -> None:
+        """Make frequencies that grew with a longer text those of a short one again."""
+        if self.alone:
+            with torch.no_grad():
+                self._model(torch.tensor([[self.prefix]], device=self._model.device))
 
     def encode(self, text: str, special: bool | None) -> list[int]:
         """The tokens of a text; a beginning that the text brings along is not doubled."""
@@ -139,24 +161,29 @@ class TransformersModel(HarnessModel):
         if drawing.until:
             options |= {"stop_strings": list(drawing.until), "tokenizer": self.chat}
         filler = self.prefix if self.end is None else self.end
+        self._begin()
         with torch.no_grad():
             made = self._model.generate(
                 ids,
                 attention_mask=mask,
                 max_new_tokens=drawing.most,
                 pad_token_id=filler,
-                eos_token_id=self.end,
                 **options,
             )
         return [self._text(row, drawing.until) for row in made[:, ids.shape[1] :]]
 
     def _text(self, row: Int[Tensor, " t"], until: Sequence[str]) -> str:
         """The answer in one row, which a stopped row fills with padding."""
-        tokens = row.tolist()
-        if self.end in tokens:
-            tokens = tokens[: tokens.index(self.end)]
+        tokens = list(takewhile(lambda token: token not in self._ends, row.tolist()))
         text = str(self.chat.decode(tokens, skip_special_tokens=True))
         return text[: min((at for at in map(text.find, until) if at >= 0), default=len(text))]
+
+
+def _ends(model: Any, end: int | None) -> tuple[int, ...]:
+    """The tokens that end a text, by the tokeniser or by what the model says of generation."""
+    own = model.generation_config.eos_token_id
+    own = [own] if isinstance(own, int) else list(own or ())
+    return tuple(dict.fromkeys([*own, *([] if end is None else [end])]))
 
 
 def open_run(
@@ -200,23 +227,19 @@ def open_pretrained(
     dtype: str,
 ) -> TransformersModel:
     """A model of transformers: extended by `method`, as it was saved (None), or as trained."""
-    from normattn.hf import extend, extension_of, from_pretrained, load
+    from normattn.hf import extend
     from normattn.hf.anatomy import anatomy, known_length
-    from normattn.hf.extension import FIELD
+    from normattn.hf.loading import read_tokeniser
     from normattn.hf.pretrained import as_trained
     from normattn.training.distribution import choose_device
 
     chosen_device = choose_device(device)
-    model, tokeniser = load(name, gguf, DTYPES[dtype])
-    extension, saved = None, hasattr(model.config, FIELD)
-    if saved and method is None:
-        model = from_pretrained(name, dtype=DTYPES[dtype])
-        extension = extension_of(model)
-        assert extension is not None
-        _refuse_length(train_length, extension.resolved.train_length, name)
-    elif saved:
-        model, _ = as_trained(name, dtype=DTYPES[dtype])
-    if method not in (None, "as is"):
+    model, saved = as_trained(name, gguf, dtype=DTYPES[dtype])
+    tokeniser, extension = read_tokeniser(name, gguf), None
+    if saved is not None and method is None:
+        _refuse_length(train_length, saved["train_length"], name)
+        extension = extend(model, saved["method"], train_length=saved["train_length"])
+    elif method not in (None, "as is"):
         assert method is not None
         extension = extend(model, method, train_length=train_length, **parameters)
     model.to(chosen_device)
@@ -228,7 +251,7 @@ def open_pretrained(
     return TransformersModel(model, tokeniser, length, "as is")
 
 
-def _refuse_length(asked: int | None, saved: int | None, name: str) -> None:
+def _refuse_length(asked: int | None, saved: int, name: str) -> None:
     if asked not in (None, saved):
         raise InputError(
             f"train_length is {asked}, and {name} was saved as extended from {saved}: give a "

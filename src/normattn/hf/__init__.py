@@ -9,8 +9,7 @@ from typing import Any
 from normattn.errors import InputError
 from normattn.hf.extension import Extension, extend, extension_of
 from normattn.hf.llama_weights import from_llama, to_llama
-from normattn.hf.loading import load
-from normattn.hf.pretrained import from_pretrained
+from normattn.hf.pretrained import from_pretrained, load
 from normattn.hf.resolved import Resolved
 from normattn.hf.scoring import token_scorer
 

@@ -83,6 +83,11 @@ def anatomy(model: Any) -> Anatomy:
     return Anatomy(model, model.config.get_text_config(), decoder)
 
 
+def moving(parts: Anatomy) -> list[str]:
+    """The kinds of the model's own frequencies that change with the length of what is read."""
+    return [kind for kind in _MOVING if any(rope.get("rope_type") == kind for rope in parts.ropes)]
+
+
 def refuse_moving(parts: Anatomy, layers: list[nn.Module]) -> None:
     """Raise `InputError` for layers whose own frequencies change with what is read."""
     for kind in [parts.rope(layer).get("rope_type") for layer in layers]:

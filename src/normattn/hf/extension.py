@@ -27,6 +27,7 @@ from normattn.hf.folding import Folding, Turning
 from normattn.hf.interface import registered
 from normattn.hf.native import native, put_fields, trained
 from normattn.hf.probing import ask, named
+from normattn.hf.record import FIELD, TRAINED, refuse_applied
 from normattn.hf.resolved import Resolved
 from normattn.hf.turned_keys import TurnedKeys
 from normattn.hf.understanding import Layer, refuse_vectors, understand
@@ -36,7 +37,6 @@ from normattn.score.parts.pi import PI
 
 HANDLE = "normattn_extension"
 INDICES = "indices"
-FIELD, TRAINED = "normattn", "trained"
 
 
 def extend(
@@ -88,6 +88,7 @@ def plan(model: Any, method: str, train_length: int | None = None, **parameters:
     """What `extend` would do; the model is asked and not changed. Raises as `extend` does."""
     parts = anatomy(model)
     _refuse_twice(parts)
+    refuse_applied(parts.model.config)
     spec, source = _specified(parts, method, train_length, parameters)
     refuse_vectors(parts)
     layers = understand(parts, ask(parts))

@@ -19,6 +19,8 @@ from normattn.files import open_file
 
 _SAME = {"mistral": "llama", "mixtral": "llama"}
 """What the converter of llama.cpp writes as another architecture."""
+_FACTORS = ("rope_freqs.", "rope_factors_")
+"""How tensors begin that divide frequencies: those of Llama 3.1 and of LongRoPE."""
 
 
 def flags(rope: Mapping[str, Any]) -> list[str]:
@@ -76,25 +78,45 @@ def architecture_of(model_type: str) -> str | None:
 
 def read_values(path: Path) -> dict[str, Any]:
     """The values of a GGUF file by key, lists left out. Raises `InputError` for a damaged file."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The values of a GGUF file, and the names of its tensors."""
     from gguf import GGUFReader, GGUFValueType
 
     with open_file(path):
         pass
     try:
-        fields = GGUFReader(str(path)).fields.values()
+        reader = GGUFReader(str(path))
+        fields = reader.fields.values()
         single = [field for field in fields if GGUFValueType.ARRAY not in field.types]
-        return {field.name: field.contents() for field in single}
+        held = {field.name: field.contents() for field in single}
+        return held, tuple(str(tensor.name) for tensor in reader.tensors)
     except Exception as error:  # the reader fails as its arrays do, in many ways
         raise InputError(f"{path} is cut or damaged: {type(error).__name__}: {error}") from error
 
 
-def refuse_scaled(path: Path, held: Mapping[str, Any]) -> None:
-    """Raise `InputError` for a file whose frequencies are scaled, which transformers overlooks."""
-    kind = held.get(f"{held.get('general.architecture')}.rope.scaling.type", "none")
+def refuse_scaled(path: Path) -> None:
+    """Raise `InputError` for a file whose frequencies are scaled, by its keys or by a tensor.
+
+    transformers (5.23) reads neither, and would compute with plain frequencies.
+    """
+    held, tensors = _read(path)
+    before = f"{held.get('general.architecture')}.rope."
+    factor = held.get(f"{before}scaling.factor") or held.get(f"{before}scale_linear") or 1.0
+    # As llama.cpp reads a factor without a type.
+    kind = held.get(f"{before}scaling.type", "none" if factor == 1.0 else "linear")
     if kind != "none":
         raise InputError(
-            f"{path} says a {kind} scaling already, which a second one would replace: give the "
-            "file as it was before"
+            f"{path} says a {kind} scaling already, which transformers does not read: give the "
+            "file as it was before, or the model as a folder"
+        )
+    scaled = next((name for name in tensors if name.startswith(_FACTORS)), None)
+    if scaled is not None:
+        raise InputError(
+            f"{path} holds {scaled}, which scales its frequencies and which transformers does not "
+            "read: give the model as a folder"
         )
 
 

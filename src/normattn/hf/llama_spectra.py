@@ -14,6 +14,13 @@ from normattn.score.parts.pi import PI
 
 ROPE_TYPES = ("default", "linear", "llama3")
 """Those of transformers that some spectrum here equals at every length."""
+ROPE_KEYS = frozenset(
+    {
+        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
+        *("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    }
+)
+"""What these kinds are told. Others may do more than turn, such as Ministral 3's temperature."""
 
 
 def spectrum_of(rope: dict[str, Any], train_length: int) -> SpectrumPart | None:

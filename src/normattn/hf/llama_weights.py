@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.hf.llama_spectra import ROPE_TYPES, rope_parameters, spectrum_of
+from normattn.hf.extension import extension_of
+from normattn.hf.llama_spectra import ROPE_KEYS, ROPE_TYPES, rope_parameters, spectrum_of
+from normattn.hf.record import refuse_applied
 from normattn.layers.feed_forward import swiglu_hidden
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
@@ -131,6 +133,7 @@ def _layer_to(
 def _our_config(model: Any) -> CausalLMConfig:
     theirs: Any = getattr(model, "config", None)
     _refuse_fields(model, theirs)
+    _refuse_extended(model, theirs)
     rope = theirs.rope_parameters or {}
     _refuse_theirs(theirs, rope, type(model).__name__)
     held = _refuse_weights(model, theirs)
@@ -167,6 +170,17 @@ def _refuse_fields(model: Any, theirs: Any) -> None:
             f"a {type(model).__name__} cannot become a CausalLM: {reason}, as causal models of "
             "Llama's shape have"
         )
+
+
+def _refuse_extended(model: Any, theirs: Any) -> None:
+    """Raise `InputError` for a method after training, which would become one trained in."""
+    extension = extension_of(model)
+    if extension is not None:
+        raise InputError(
+            f"this {type(model).__name__} is extended, by {extension.spec.method}, and would "
+            "become a CausalLM that was trained so: remove() the extension first"
+        )
+    refuse_applied(theirs)
 
 
 def _refuse_weights(model: Any, theirs: Any) -> set[str]:
@@ -211,11 +225,14 @@ def _refuse_theirs(theirs: Any, rope: dict[str, Any], name: str) -> None:
     """Raise `InputError` for what our settings cannot say."""
     layers = set(getattr(theirs, "layer_types", None) or ())
     windowed = getattr(theirs, "sliding_window", None) is not None
+    unknown = [key for key, value in rope.items() if value is not None and key not in ROPE_KEYS]
     reason = None
     if rope.get("rope_type", "default") not in ROPE_TYPES:
         reason = f"rotary positions scaled by {rope['rope_type']!r}"
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
         reason = "a partial rotation"
+    elif unknown:
+        reason = f"the setting {unknown[0]!r} of rotary positions, which ours have not"
     elif layers - {"full_attention"} or (windowed and not layers):
         reason = "layers with a sliding window"
     elif getattr(theirs, "attention_bias", False):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version as _version
 from pathlib import Path
@@ -18,34 +18,22 @@ import torch
 
 from normattn.errors import InputError, NormattnError
 from normattn.files import expanded
+from normattn.hf.gguf_values import refuse_scaled
 from normattn.hf.headers import Header, read_header, refuse_layers
 from normattn.models.meta import on_meta
 from normattn.structured import read_object
 
+_WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
-def load(
-    model: str | Path, gguf: str | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[Any, Any]:
-    """(model, tokeniser) of transformers, the model in evaluation mode.
-
-    Args:
-        model: a folder, a GGUF file, or a name on the hub.
-        gguf: the GGUF file of a folder or of a name on the hub.
-        dtype: the type of the weights.
-
-    Raises `InputError` for a folder without a model, a file that is no GGUF, a GGUF of an
-    architecture that transformers cannot read, files that are damaged or hold something else than
-    the configuration says, and packages that are missing.
-    """
+def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
+    """The tokeniser alone, of what `load_model` takes. Raises `InputError` as that does."""
     source, gguf = _source(model, gguf)
-    made = load_model(source, gguf, dtype=dtype)
     with _explained(gguf or source):
         from transformers import AutoTokenizer
 
-        tokeniser = AutoTokenizer.from_pretrained(source, **_options(source, gguf))
-    return made, tokeniser
+        return AutoTokenizer.from_pretrained(source, **_options(source, gguf))
 
 
 def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> Any:
@@ -62,6 +50,8 @@ def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> An
     else:
         given["use_safetensors"] = True
     compare(source, gguf)
+    if gguf is not None and not Path(source).is_dir():
+        _refuse_scaled_there(source, gguf, options)
     with _explained(gguf or source):
         made, info = auto.from_pretrained(source, output_loading_info=True, **given)
     _refuse_differences(made, info, gguf or source)
@@ -140,7 +130,9 @@ def compare(source: str, gguf: str | None, config: Any = None) -> None:
     if not folder.is_dir():
         return
     header = read_header(folder, gguf)
-    if gguf is None:
+    if gguf is not None:
+        refuse_scaled(folder / gguf)
+    else:
         refuse_layers(read_object(folder / "config.json"), header, folder / "config.json")
     # On torch's meta device nothing takes memory, not even what a configuration checks itself by.
     with _explained(gguf or source), on_meta():
@@ -149,6 +141,16 @@ def compare(source: str, gguf: str | None, config: Any = None) -> None:
         shell = auto.from_config(config, trust_remote_code=False)
         shell.tie_weights()
     _refuse_sizes(shell, header, quantised=hasattr(config, "quantization_config"))
+
+
+def _refuse_scaled_there(source: str, gguf: str, options: Mapping[str, Any]) -> None:
+    """`refuse_scaled` for a file on the hub, which loading it needs on this machine anyway."""
+    from transformers import utils
+
+    where = {name: options[name] for name in _WHERE if name in options}
+    with _explained(gguf):
+        file = utils.cached_file(source, gguf, **where)
+    refuse_scaled(Path(str(file)))
 
 
 def _refuse_sizes(shell: Any, header: Header, quantised: bool) -> None:

@@ -1,14 +1,16 @@
-"""`from_pretrained`: a saved model with the extension that its configuration tells of."""
+"""A saved model: as it was trained, or with the extension that its configuration tells of."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from normattn.errors import InputError
-from normattn.hf.extension import FIELD, TRAINED, extend
-from normattn.hf.loading import load_model
-from normattn.hf.native import put_fields
+from normattn.hf.extension import extend
+from normattn.hf.loading import _source, load_model, read_tokeniser
+from normattn.hf.record import FIELD, TRAINED, record_of, take_record
 
 
 def from_pretrained(path: str, **options: Any) -> Any:
@@ -36,43 +38,42 @@ def from_pretrained(path: str, **options: Any) -> Any:
     return model
 
 
-def as_trained(path: str, **options: Any) -> tuple[Any, dict[str, Any] | None]:
+def load(
+    model: str | Path, gguf: str | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any]:
+    """(model, tokeniser) of transformers, the model as it was trained and in evaluation mode.
+
+    Also where the model was saved under a method, which `from_pretrained` switches on.
+
+    Args:
+        model: a folder, a GGUF file, or a name on the hub.
+        gguf: the GGUF file of a folder or of a name on the hub.
+        dtype: the type of the weights.
+
+    Raises `InputError` for a folder without a model, a file that is no GGUF, a GGUF of an
+    architecture that transformers cannot read, files that are damaged or hold something else than
+    the configuration says, and packages that are missing.
+    """
+    made, _ = as_trained(model, gguf, dtype=dtype)
+    return made, read_tokeniser(model, gguf)
+
+
+def as_trained(
+    path: str | Path, gguf: str | None = None, **options: Any
+) -> tuple[Any, dict[str, Any] | None]:
     """A model of transformers without the method that it was saved under, and what tells of that.
 
     See `record_of`. Also where transformers' own words tell of the method, and plain
-    `from_pretrained` would apply it.
+    `from_pretrained` would apply it. `options` are those of transformers' `from_pretrained`.
     """
-    from transformers import AutoConfig
-
-    model = load_model(path, **options)
+    model = load_model(path, gguf, **options)
     record = record_of(model.config, path)
-    if record is None:
-        return model, None
-    if TRAINED in record:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        put_fields(config.get_text_config(), record[TRAINED])
-        model = load_model(path, **{**options, "config": config})
-    delattr(model.config, FIELD)
+    if record is not None and TRAINED in record:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(_source(path, gguf)[0], trust_remote_code=False)
+        take_record(config, path)
+        model = load_model(path, gguf, **{**options, "config": config})
+    elif record is not None:
+        take_record(model.config, path)
     return model, record
-
-
-def record_of(config: Any, path: str | Path) -> dict[str, Any] | None:
-    """The method that a configuration says its model was saved under; None where it says none.
-
-    Keys: method, train_length, and `trained`, the fields as they were, where the configuration
-    holds others. Raises `InputError` for a record that lacks something or has other types.
-    """
-    record = getattr(config, FIELD, None)
-    if record is None:
-        return None
-    types = {"method": str, "train_length": int, TRAINED: dict}
-    if (
-        not isinstance(record, dict)
-        or set(record) | {TRAINED} != set(types)
-        or any(type(value) is not types[name] for name, value in record.items())
-    ):
-        raise InputError(
-            f"the configuration of {path}: the field {FIELD!r} must hold a method, a name, and a "
-            f"train_length, a whole number; {TRAINED!r} beside them holds fields"
-        )
-    return record

@@ -10,26 +10,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.hf.anatomy import Anatomy, anatomy, known_length
-from normattn.hf.extension import FIELD, TRAINED, plan
+from normattn.hf.extension import plan
 from normattn.hf.folding import amplitude, stretched
 from normattn.hf.mistakes import Given, Meant, mistakes
-from normattn.hf.native import put_fields
-from normattn.hf.pretrained import record_of
 from normattn.hf.probing import ask
+from normattn.hf.record import take_record
 from normattn.hf.served import Told, raw_of, told
 from normattn.hf.small_model import read_configuration, small_model
+from normattn.hf.tables import read_tables, spectra_of
 from normattn.hf.understanding import Layer, understand
 
 _CLOSE = 1e-4
 """How far frequencies and factors may differ, as a share: configurations are read in float32."""
 Turns = dict[int, tuple[Tensor, float]]
+
+
+class _Turned(NamedTuple):
+    """How layers turn: those that see everything, and those within a window, as always trained."""
+
+    full: Turns
+    within: Turns
 
 
 @dataclass(frozen=True)
@@ -79,35 +86,34 @@ def verify(
     says (ReRoPE, log-n).
     """
     config = read_configuration(folder)
-    record = record_of(config, folder)
+    record = take_record(config, folder)
     if record is not None:
-        put_fields(config.get_text_config(), record.get(TRAINED) or {})
         method = method or record["method"]
         train_length = train_length or record["train_length"]
-        delattr(config, FIELD)
     meant, turned = _meant(config, method, train_length)
-    if not turned:
+    if not turned.full and not turned.within:
         raise InputError(
             f"{folder}: no layer of a {config.get_text_config().model_type} model turns by its "
             "position, so there is nothing to compare"
         )
     given = told(against, raw_of(config))
     turns = _turns(given.config)
+    within = _compared(turned.within, turns.within)
     differences = [
-        *_frequencies(turned, turns),
-        *_factors(turned, turns),
+        *_compared(turned.full, turns.full),
+        *(f"layers within a window: {sentence}" for sentence in within),
         *_lengths(meant, given),
     ]
     seen = Given(
         told=given,
-        plain=_same(turns, _turns_as_trained(meant, turned, config)),
+        plain=not _compared(turns.full, _turns_as_trained(meant, turned, config)),
         as_meant=not differences,
     )
     return Verdict(meant.name, tuple(differences), tuple(mistakes(meant, seen)))
 
 
-def _meant(config: Any, method: str | None, length: int | None) -> tuple[Meant, Turns]:
-    """What is meant, and the turns of each layer that sees everything."""
+def _meant(config: Any, method: str | None, length: int | None) -> tuple[Meant, _Turned]:
+    """What is meant, and how each layer then turns."""
     small = small_model(config)
     if method is None:
         parts = anatomy(small)
@@ -117,7 +123,7 @@ def _meant(config: Any, method: str | None, length: int | None) -> tuple[Meant, 
             originals = {rope.get("original_max_position_embeddings") for rope in parts.ropes}
             known = next((original for original in originals if original is not None), longest)
         name = f"{parts.name} as its configuration says"
-        return Meant(name, None, known, longest, _bases(parts)), _of_layers(_layers(parts))
+        return Meant(name, None, known, longest, _bases(parts)), _turned(parts)
     planned = plan(small, method, length if length is not None else _known(small))
     spec = planned.spec
     if spec.regime is not None or spec.logn is not None or spec.moves:
@@ -132,7 +138,8 @@ def _meant(config: Any, method: str | None, length: int | None) -> tuple[Meant, 
     }
     assert spec.train_length is not None
     longest = int(spec.train_length * getattr(spec.spectrum, "stretch", 1.0))
-    return Meant(spec.method, spec, spec.train_length, longest, _bases(planned.parts)), turns
+    turned = _Turned(turns, _within(planned.parts, planned.layers))
+    return Meant(spec.method, spec, spec.train_length, longest, _bases(planned.parts)), turned
 
 
 def _known(small: Any) -> int:
@@ -144,29 +151,44 @@ def _bases(parts: Anatomy) -> tuple[float, ...]:
     return tuple(sorted(float(base) for base in bases if isinstance(base, int | float)))
 
 
-def _layers(parts: Anatomy) -> Sequence[Layer]:
-    return understand(parts, ask(parts))
+def _turns(config: Any) -> _Turned:
+    return _turned(anatomy(small_model(config)))
 
 
-def _turns(config: Any) -> Turns:
-    return _of_layers(_layers(anatomy(small_model(config))))
-
-
-def _of_layers(layers: Sequence[Layer]) -> Turns:
-    return {
+def _turned(parts: Anatomy) -> _Turned:
+    layers = understand(parts, ask(parts))
+    full = {
         layer.index: (layer.turning.frequencies, layer.turning.amplitude)
         for layer in layers
         if layer.turning is not None
     }
+    return _Turned(full, _within(parts, layers))
 
 
-def _turns_as_trained(meant: Meant, turned: Turns, config: Any) -> Turns:
+def _within(parts: Anatomy, layers: Sequence[Layer]) -> Turns:
+    """The frequencies and factors that layers within a window are given, which no method changes.
+
+    Layers that the embeddings do not turn have none.
+    """
+    spectra, turns = spectra_of(parts.model), {}
+    for layer in layers:
+        heard = layer.heard
+        if layer.sliding is None or heard.plain is None:
+            continue
+        tables = read_tables(heard.tables, spectra)
+        if tables is not None and not torch.equal(heard.plain.query, heard.as_is.query):
+            turns[layer.index] = (tables.frequencies, tables.amplitude)
+    return turns
+
+
+def _turns_as_trained(meant: Meant, turned: _Turned, config: Any) -> Turns:
     """The frequencies before any method."""
-    return turned if meant.spec is None else _turns(config)
+    return turned.full if meant.spec is None else _turns(config).full
 
 
-def _same(one: Turns, other: Turns) -> bool:
-    return not _frequencies(one, other) and not _factors(one, other)
+def _compared(meant: Turns, turns: Turns) -> list[str]:
+    """Sentences on frequencies and factors that differ."""
+    return [*_frequencies(meant, turns), *_factors(meant, turns)]
 
 
 def _frequencies(meant: Turns, turns: Turns) -> list[str]:
@@ -183,6 +205,8 @@ def _frequencies(meant: Turns, turns: Turns) -> list[str]:
                 f"layer {layer} turns {other.numel()} pairs of features instead of "
                 f"{theta.numel()}: this is another model's configuration"
             ]
+    if not meant:
+        return []
     off = {n: _off(theta, turns[n][0]) for n, (theta, _) in meant.items()}
     worst = max(off, key=lambda n: float(off[n].max()))
     if float(off[worst].max()) <= _CLOSE:
