@@ -190,3 +190,10 @@ def test_batches_change_nothing(budget: int) -> None:
 def test_what_cannot_be_made_is_refused(arguments: dict[str, int], expected: str) -> None:
     with pytest.raises(InputError, match=expected):
         made(**arguments)
+
+
+def test_a_question_asked_again_is_no_further_unit() -> None:
+    chosen = made(samples=80)
+    found = evaluate_in_context(answering(chosen), chosen, info()).filter(statistic="chosen")
+    assert set(found["unit"]) == set(chosen.documents)
+    assert found.height == len(set(chosen.documents)) < len(chosen) == found["of"].sum()

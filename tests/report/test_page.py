@@ -18,6 +18,7 @@ from normattn.report.claim import Claim, Finding, decide, explained
 from normattn.report.figure import Curves, Figure, Line, Panel, Point
 from normattn.report.markdown import aligned, page_json, page_markdown, table_csv
 from normattn.report.page import Page, context, write_page
+from normattn.report.seeds import seeds_line
 from normattn.report.table import NOTHING, Column, Row, Table, shown
 from normattn.report.view import Term, View
 
@@ -223,6 +224,24 @@ def test_a_model_that_was_not_read_is_no_seed_but_one_that_diverged_is(
     trained = last.with_columns(seed=pl.lit(3, pl.Int64), protocol=pl.lit("training"))
     trained = trained.with_columns(statistic=pl.lit(statistic), bin=pl.lit(7.0))
     assert context(PAGE, joined([whole, trained.cast(last.schema)])).provenance["seeds"] == seeds
+
+
+def test_seeds_are_told_of_the_trainings_that_a_row_varies_in() -> None:
+    """One seed of a deeper model is not one of three; what alone decides it is named."""
+
+    def trained(seeds: int, depth: str, rate: float) -> pl.DataFrame:
+        whole = made(5.0, seeds=seeds).with_columns(
+            pl.lit(depth).alias("factor.depth"), pl.lit(rate).alias("factor.rate")
+        )
+        return joined([whole, whole.head(1).with_columns(protocol=pl.lit("training"))])
+
+    three, two, one = trained(3, "2", 0.1), trained(3, "6", 0.2), trained(1, "12", 0.1)
+    said = seeds_line(joined([three, two, one]))
+    assert said.startswith("0, 1, 2 of A, B with depth 2, 6; 0 of A, B with depth 12. A row of ")
+    alike = seeds_line(joined([three, two]))
+    assert alike == "0, 1, 2 of A, B"
+    both = seeds_line(joined([three, two, one, trained(1, "6", 0.1)]))
+    assert "0 of A, B with depth 12 rate 0.1, depth 6 rate 0.1" in both
 
 
 def test_nothing_measured_is_nothing_to_report() -> None:

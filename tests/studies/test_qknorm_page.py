@@ -225,6 +225,8 @@ def test_what_the_sweep_says() -> None:
     view = View(joined(parts), DRAWN)
     assert tolerated(view, "Baseline") == 1  # 5.45 is hardly better than the unigrams' 5.5
     assert tolerated(view, "KNA") == 1  # one of two seeds failed at ×4
+    untested = swept("QNA", 4, 2.0).filter(protocol="training")
+    assert tolerated(View(joined([swept("QNA", 1, 2.0), untested]), DRAWN), "QNA") == 1
     assert failures(view, rows_of("rates", "KNA", 4.0)) == {0: False, 1: True}
     assert failures(view, rows_of("rates", "Baseline", 16.0)) == {0: True}
     found = tables(parts)

@@ -331,6 +331,8 @@ def test_the_grid_tells_learned_stuck_and_diverged() -> None:
     assert list(states(parts)) == [learned, stuck, lost, cold]
     # One seed that diverged is a failure, whatever the others came to.
     assert states([*parts, setting(learned, None, seed=1)])[learned] == "diverged"
+    # Nor is one that learned nothing hidden by the mean.
+    assert states([*parts, setting(learned, 280, seed=1)])[learned] == "stuck"
     made = page(parts)
     filled = tables(made)
     assert column(filled["robustness"], "warm") == ["2 of 3"]

@@ -11,13 +11,14 @@ from typing import Any
 import polars as pl
 
 from normattn.atomic import write_json
+from normattn.commands.common_sets import on_one_text
 from normattn.commands.joining import joined_cells
+from normattn.commands.telling_apart import GatheredRun, language_model, told_apart
 from normattn.errors import InputError
 from normattn.measure import collected, frame, joined
 from normattn.measure.frame import FACTOR
-from normattn.measure.gather import on_common_sets
 from normattn.report.terminal import say
-from normattn.runs import RunDirectory, read_status
+from normattn.runs import read_status
 from normattn.runs.directory import FORMAT
 from normattn.structured import read_object
 from normattn.studies import OF_COMMANDS, find, gallery
@@ -28,7 +29,6 @@ from normattn.sweep.corpora import Corpora
 from normattn.sweep.layout import CellPaths
 from normattn.sweep.measuring import asked_alone
 from normattn.sweep.study import Study, with_added
-from normattn.training import TrainingConfig
 
 READING = "reading"
 
@@ -167,16 +167,16 @@ def _tell_unfinished(folder: Path) -> None:
 
 def of_runs(places: Sequence[Path]) -> pl.DataFrame:
     """What was measured in every run at or below `places`, divergences and loss curves included."""
-    frames, factors = [], []
+    runs = []
     for run in _runs(places):
         # Of a study's run what was asked of it alone; the study's own has rows of its own there.
         alone = asked_alone(run)
         measured = _at_the_end(alone.frame() if len(alone) else collected(run))
-        factors.append(_factors(measured))
-        frames.append(joined([measured, *_training(run, factors[-1])]))
-    differing = _differing(factors)
-    told = [_told_apart(part, of, differing) for part, of in zip(frames, factors, strict=True)]
-    measured = on_common_sets(joined(told)) if told else frame.empty()
+        factors = _factors(measured)
+        whole = joined([measured, *_training(run, factors)])
+        runs.append(GatheredRun.of(run, whole, factors))
+    told = dict(zip((run.path for run in runs), told_apart(runs), strict=True))
+    measured = on_one_text(told) if told else frame.empty()
     if not measured.filter(pl.col("protocol") != "training").height and not any(
         measured["statistic"] == "diverged"
     ):
@@ -201,20 +201,6 @@ def _factors(measured: pl.DataFrame) -> dict[str, frame.Factor]:
     return {name: shared[0] for name, shared in values.items() if len(shared) == 1}
 
 
-def _differing(runs: Sequence[Mapping[str, frame.Factor]]) -> list[str]:
-    """The factors in which runs differ from each other."""
-    names = sorted({name for run in runs for name in run})
-    return [name for name in names if len({run[name] for run in runs if name in run}) > 1]
-
-
-def _told_apart(
-    measured: pl.DataFrame, factors: Mapping[str, frame.Factor], differing: Sequence[str]
-) -> pl.DataFrame:
-    """A run's rows with what tells it from others in their names: "Baseline (continued ABF)"."""
-    said = [f"{name.replace('_', ' ')} {factors[name]}" for name in differing if name in factors]
-    return measured.with_columns(pl.col("row") + (f" ({', '.join(said)})" if said else ""))
-
-
 def _runs(places: Sequence[Path]) -> list[Path]:
     """Every directory of a run, in a fixed order."""
     runs: dict[Path, None] = {}
@@ -226,10 +212,9 @@ def _runs(places: Sequence[Path]) -> list[Path]:
 
 def _training(run: Path, factors: Mapping[str, frame.Factor]) -> list[pl.DataFrame]:
     """The loss curve of a run of a language model, and where it diverged, if it did."""
-    stored = RunDirectory.existing(run)
-    if "model" not in stored.config or "score" not in stored.config["model"]:
+    config = language_model(run)
+    if config is None:
         return []
-    config = TrainingConfig.parse(stored.config, str(run / "config.json"))
     name = config.model.score.variant_name
     frames = [history(run, name, config.seed, factors)]
     status = read_status(run)

@@ -22,10 +22,11 @@ def evaluate_in_context(
 ) -> pl.DataFrame:
     """Measure many-shot classification at one length, or return what `store` has of it.
 
-    Statistics of each sample: `chosen` (by likelihood: whether the right answer is the likeliest of
-    all, by the summed log-likelihood of its tokens; of k equally likely ones each counts 1/k),
-    `exact` (by generation: whether greedy decoding would give the right answer, each of its tokens
-    being the model's first choice), `loss` of the right answer's tokens, and `shots`.
+    Statistics of each question, over the samples that ask it: `chosen` (by likelihood: whether the
+    right answer is the likeliest of all, by the summed log-likelihood of its tokens; of k equally
+    likely ones each counts 1/k), `exact` (by generation: whether greedy decoding would give the
+    right answer, each of its tokens being the model's first choice), `loss` of the right answer's
+    tokens, and `shots`.
     `tokens_per_batch` bounds the input tokens scored at once (one window is the least). Raises
     `NormattnError` when a loss is not finite.
     """
@@ -44,7 +45,10 @@ def _counted(
     tokens_per_batch: int,
     name: str,
 ) -> list[pl.DataFrame]:
-    """The statistics of each sample."""
+    """The statistics of each question.
+
+    Samples of one question are no independent ones: they are added up as one unit.
+    """
     flat, scored = (array.reshape(-1, array.shape[-1]) for array in (chosen.windows, chosen.scored))
     counted = count_answers(scorer, flat, scored, tokens_per_batch, name, "many-shot")
     correct, loss = (array.reshape(chosen.windows.shape[:2]) for array in counted)
@@ -57,5 +61,4 @@ def _counted(
         "loss": (loss[right], tokens[right]),
         "shots": (chosen.shots, np.ones(len(chosen))),
     }
-    units = [f"{number:04d} {name}" for number, name in enumerate(chosen.documents)]
-    return [sums(name, units, *part) for name, part in parts.items()]
+    return [sums(name, chosen.documents, *part) for name, part in parts.items()]

@@ -56,6 +56,11 @@ class Sums:
         bins = tuple(self.bins[index] for index in kept)
         return replace(self, bins=bins, sum=self.sum[..., kept], of=self.of[..., kept])
 
+    def between(self, low: float, high: float) -> Sums | None:
+        """The sums of the bins of an axis from `low` to `high`; None where they end elsewhere."""
+        kept = [n for n, (*_, start, _) in enumerate(self.bins) if low <= start < high]
+        return self.at(kept) if kept and self.bins[kept[-1]][-1] == high else None
+
     def by_unit(self) -> Sums:
         """Every unit as a bin of its own too, for what is no function of sums, as a median."""
         alone = np.eye(len(self.units))

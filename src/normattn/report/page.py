@@ -16,11 +16,11 @@ from normattn.report.claim import Claim, decide
 from normattn.report.context import PageContext
 from normattn.report.figure import Figure, named
 from normattn.report.markdown import page_json, page_markdown, table_csv
+from normattn.report.seeds import seeds_line
 from normattn.report.table import Filled, Table, span
 from normattn.report.view import View
 
 FEW_UNITS = 20
-FEW_SEEDS = 3
 
 
 def nothing(view: View) -> tuple[()]:
@@ -111,32 +111,12 @@ def _provenance(view: View, tables: Sequence[Filled]) -> dict[str, str]:
         facts["units behind a number"] = span(units) + (
             f"; intervals of fewer than {FEW_UNITS} are not reliable" * (units[0] < FEW_UNITS)
         )
-    facts["seeds"] = _seeds(view)
+    facts["seeds"] = seeds_line(view.frame)
     splits = ", ".join(sorted(view.values("split")))
     facts["measured on"] = f"{splits} data, digests " + ", ".join(
         sorted({digest[:12] for digest in view.values("data") if digest})
     )
     return facts
-
-
-def _seeds(view: View) -> str:
-    """Which rows have which seeds; of a model that was not read yet only its training is there."""
-    read = view.frame.filter(
-        (pl.col("protocol") != "training") | (pl.col("statistic") == "diverged")
-    )
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for row in sorted(view.values("row")):
-        seeds = read.filter(pl.col("row") == row)["seed"].unique().to_list()
-        groups.setdefault(tuple(sorted(seeds or view.values("seed", {"row": row}))), []).append(row)
-    said = "; ".join(
-        f"{', '.join(map(str, seeds))} of {', '.join(rows)}" for seeds, rows in groups.items()
-    )
-    if any(len(seeds) < FEW_SEEDS for seeds in groups):
-        said += (
-            f". A row of fewer than {FEW_SEEDS} seeds speaks of those trained models, not of "
-            "the score"
-        )
-    return said
 
 
 def _diverged(view: View) -> list[str]:

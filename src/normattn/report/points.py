@@ -34,8 +34,13 @@ def points(
     return tuple(Point.of(float(x), value) for x, value in estimates if value is not None)
 
 
-def octaves(view: View, statistic: Statistic, where: Where) -> list[tuple[int, str, list[int]]]:
-    """The bins of a position between 0, L, 2 L, 4 L …: where each begins, its title, its bins."""
+def octaves(
+    view: View, statistic: Statistic, where: Where
+) -> list[tuple[int, str, tuple[float, float]]]:
+    """The bins of a position between 0, L, 2 L, 4 L …: where each begins, its title, its span.
+
+    Rows that were read to other lengths have other bins, so these are told by where they are.
+    """
     chosen = select(view.frame, {**where, "statistic": statistic.name})
     if not chosen.height:
         return []
@@ -43,7 +48,7 @@ def octaves(view: View, statistic: Statistic, where: Where) -> list[tuple[int, s
     bins = chosen.select("bin", "bin_end").unique().sort("bin").rows()
     spans = []
     for low, high in pairwise((0, *(length * 2**octave for octave in range(40)))):
-        places = [index for index, (start, _) in enumerate(bins) if low <= start < high]
-        if places:
-            spans.append((low, f"{low + 1:,} to {bins[places[-1]][1]:,.0f}", places))
+        ends = [end for start, end in bins if low <= start < high]
+        if ends:
+            spans.append((low, f"{low + 1:,} to {max(ends):,.0f}", (float(low), max(ends))))
     return spans

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from normattn.measure import Estimate, Statistic
 from normattn.measure.gather import Where
-from normattn.report.view import Term, View
+from normattn.report.view import Bins, Term, View
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Column:
     title: str
     statistic: Statistic | None = None
     terms: tuple[tuple[float, Where], ...] = ((1.0, {}),)
-    bins: slice | list[int] | None = None
+    bins: Bins | None = None
     interval: bool = True
     signed: bool = False
     plain: Callable[[View, Row], Cell] | None = None

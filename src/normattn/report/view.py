@@ -11,14 +11,19 @@ import polars as pl
 from normattn.measure import Bootstrap, Estimate, Statistic, Sums, contrast, gathered, select
 from normattn.measure.gather import Where
 
+Bins = slice | list[int] | tuple[float, float]
+
 
 @dataclass(frozen=True)
 class Term:
-    """factor · statistic in the rows `where`, over some of their bins (None: all)."""
+    """factor · statistic in the rows `where`, over some of their bins (None: all).
+
+    `bins` are the places of bins, or where on their axis they begin and end.
+    """
 
     factor: float
     where: Where
-    bins: slice | list[int] | None = None
+    bins: Bins | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -75,10 +80,10 @@ class View:
     def _contrast(self, statistic: Statistic, terms: Sequence[Term]) -> Estimate | None:
         weighted = []
         for term in terms:
-            sums = self.sums(statistic.name, term.where)
+            sums = _of_bins(self.sums(statistic.name, term.where), term.bins)
             if sums is None:
                 return None
-            weighted.append((term.factor, sums if term.bins is None else sums.at(term.bins)))
+            weighted.append((term.factor, sums))
         if not shares_seeds(weighted):
             return None
         return contrast(weighted, statistic, self.bootstrap)
@@ -86,6 +91,12 @@ class View:
     def estimate(self, statistic: Statistic, where: Where) -> Estimate | None:
         """The statistic in some rows; None where nothing was measured."""
         return self.contrast(statistic, [Term(1.0, where)])
+
+
+def _of_bins(sums: Sums | None, bins: Bins | None) -> Sums | None:
+    if sums is None or bins is None:
+        return sums
+    return sums.between(*bins) if isinstance(bins, tuple) else sums.at(bins)
 
 
 def shares_seeds(terms: Sequence[tuple[float, Sums]]) -> bool:

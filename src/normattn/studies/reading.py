@@ -52,7 +52,8 @@ from normattn.sweep.study import Request, Study, Sweep
 KIND = "reading"
 VARIANTS = ("Baseline", "KNA", "CosA-logn")
 POSITION, RETRIEVAL, IN_CONTEXT = "by_position", "retrieval", "in_context"
-_OWN_TABLES = (POSITION, RETRIEVAL, IN_CONTEXT)
+OWN_TABLES = (POSITION, RETRIEVAL, IN_CONTEXT)
+"""Protocols whose rows stand in tables of their own."""
 TASK = "factor.task"
 TASKS = {
     "passkey": "passkey",
@@ -91,7 +92,7 @@ def _rows_of(protocol: str) -> Any:
 
 
 def _standard_rows(view: View) -> list[Row]:
-    read = view.frame.filter(~pl.col("protocol").is_in([*_OWN_TABLES, "training"]))
+    read = view.frame.filter(~pl.col("protocol").is_in([*OWN_TABLES, "training"]))
     return reading_rows(View(read, view.bootstrap)) if read.height else []
 
 
@@ -145,7 +146,7 @@ def _in_context_columns(view: View) -> Sequence[Column]:
 def figures(view: View) -> list[Figure]:
     """Accuracy and loss by position, retrieval by depth, and what the standard protocols give."""
     all_figures: list[Figure] = []
-    standard = view.frame.filter(~pl.col("protocol").is_in(_OWN_TABLES))
+    standard = view.frame.filter(~pl.col("protocol").is_in(OWN_TABLES))
     if standard.filter(pl.col("protocol") != "training").height:
         plain = View(standard, view.bootstrap)
         all_figures += [*position_figures(plain), length_figure(plain), table_figure(plain)]

@@ -75,10 +75,14 @@ def failures(view: View, where: Where) -> dict[int, bool]:
 
 
 def tolerated(view: View, score: str) -> float | None:
-    """The highest multiple up to which no training of a score failed; None where the first did."""
+    """The highest multiple up to which no training of a score failed; None where the first did.
+
+    A multiple whose trainings have not been tested, nor ended in NaN, is not known to be tolerated.
+    """
     reached = None
     for rate in multiples(view, RATES, score):
-        if any(failures(view, rows_of(RATES, score, rate)).values()):
+        failed = failures(view, rows_of(RATES, score, rate))
+        if not failed or any(failed.values()):
             break
         reached = rate
     return reached

@@ -60,8 +60,8 @@ class Setting(NamedTuple):
 class Outcome:
     """How the trainings of a setting ended: the held-out loss (None where every seed diverged).
 
-    "diverged": the loss of some seed stopped being finite; "stuck": it ends less than
-    `unigram.MARGIN` nats better than the unigram baseline: nothing of the context was learned.
+    "diverged": the loss of some seed stopped being finite; "stuck": that of some seed ends less
+    than `unigram.MARGIN` nats better than the unigram baseline: it learned nothing of the context.
     """
 
     loss: float | None
@@ -150,10 +150,13 @@ def outcome(view: View, where: Where) -> Outcome:
     lost = {**where, "protocol": "training", "statistic": "diverged"}
     if loss is None or unigram is None:
         return Outcome(None, "diverged")
-    value, guessing = (float(part.sum.sum() / part.of.sum()) for part in (loss, unigram))
+    value = float(loss.sum.sum() / loss.of.sum())
     if view.values("seed", lost):
         return Outcome(value, "diverged")
-    return Outcome(value, "stuck" if learnt_nothing(value, guessing) else "learned")
+    # Each seed for itself: the mean over seeds hides one that learned nothing.
+    ends, guesses = (part.sum.sum((1, 2)) / part.of.sum((1, 2)) for part in (loss, unigram))
+    stuck = any(learnt_nothing(*pair) for pair in zip(ends.tolist(), guesses.tolist(), strict=True))
+    return Outcome(value, "stuck" if stuck else "learned")
 
 
 def by_setting(
