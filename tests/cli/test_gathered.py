@@ -101,7 +101,9 @@ def test_last_segments_of_two_evaluations_are_no_change(
 
 
 def test_one_row_is_not_one_method_by_two_factors(trained: Path, tmp_path: Path) -> None:
-    ways = [{"method": "YaRN", "score": f"KNA-YaRN(factor={n})@8"} for n in (4, 8)]
+    ways: list[dict[str, Any]] = [
+        {"method": "YaRN", "score": f"KNA-YaRN(factor={n})@8"} for n in (4, 8)
+    ]
     one, other = (read(n, **way) for n, way in enumerate(ways))
     runs = [copied(trained, tmp_path / str(n), rows) for n, rows in enumerate((one, other))]
     with pytest.raises(InputError, match=r"KNA with YaRN was evaluated as .*=4\)@8 and as .*=8"):
@@ -118,7 +120,7 @@ def test_a_training_is_given_once(trained: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_is_told(command: Command, trained: Path, tmp_path: Path) -> None:
-    natural = {"protocol": "non_repeated", "data": "m"}
+    natural: dict[str, Any] = {"protocol": "non_repeated", "data": "m"}
     runs = [copied(trained, tmp_path / str(n), read(n, **natural), seed=n) for n in (0, 1)]
     part = copied(trained, tmp_path / "part", read(2), read(2, **natural | {"data": "z"}), seed=2)
     said = command("report", *runs, part, "--out", tmp_path / "page")

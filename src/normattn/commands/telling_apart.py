@@ -15,7 +15,7 @@ from typing import Any
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.measure import frame
+from normattn.measure.frame import Factor
 from normattn.runs import RunDirectory
 from normattn.sweep.corpora import Corpora
 from normattn.training import TrainingConfig
@@ -48,14 +48,12 @@ class GatheredRun:
 
     path: Path
     frame: pl.DataFrame
-    factors: Mapping[str, frame.Factor]
+    factors: Mapping[str, Factor]
     settings: Mapping[str, str] = field(default_factory=dict)
     text: frozenset[str] = frozenset()
 
     @classmethod
-    def of(
-        cls, path: Path, measured: pl.DataFrame, factors: Mapping[str, frame.Factor]
-    ) -> GatheredRun:
+    def of(cls, path: Path, measured: pl.DataFrame, factors: Mapping[str, Factor]) -> GatheredRun:
         """The run in `path`, of which `measured` is known."""
         corpus = path / CORPUS_FILE
         text = Corpora.read(corpus).fingerprints if corpus.is_file() else frozenset[str]()
@@ -94,7 +92,7 @@ def _named(measured: pl.DataFrame, said: Sequence[str]) -> pl.DataFrame:
     return measured.with_columns(pl.col("row") + (f" ({', '.join(said)})" if said else ""))
 
 
-def _differing(runs: Sequence[Mapping[str, frame.Factor]]) -> list[str]:
+def _differing(runs: Sequence[Mapping[str, Factor]]) -> list[str]:
     """The factors in which runs differ that have them."""
     names = sorted({name for run in runs for name in run})
     return [name for name in names if len({run[name] for run in runs if name in run}) > 1]
