@@ -203,6 +203,15 @@ def test_the_own_package_is_no_label() -> None:
     assert next(iter(pieces_of("os.py", source))).labels == ("email",)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_are_those_that_python_counts(end: str) -> None:
+    source = end.join(
+        ["import os", "\f", "x = '\x85\u2028'", "def f():", "    return os", "def g():"]
+    )
+    piece = next(pieces_of("a.py", f"{source}{end}    return 1{end}"))
+    assert piece.text.splitlines() == ["def f():", "    return os"]
+
+
 def test_long_functions_are_cut_at_lines_and_keep_all_of_them() -> None:
     body = "".join(f"    x{i} = os.getpid() + {i}  # {'.' * 30}\n" for i in range(40))
     pieces = list(pieces_of("a.py", f"import os\n@staticmethod\ndef f():\n{body}"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import re
 import sys
 import warnings
@@ -128,7 +129,8 @@ def pieces_of(name: str, source: str) -> Iterator[RelationDocument]:
     except (SyntaxError, ValueError, RecursionError):
         return
     own = name.partition("/")[0].removesuffix(".py")
-    lines = source.splitlines(keepends=True)
+    # Cut as Python counts lines: str.splitlines also cuts at form feeds and more.
+    lines = list(io.StringIO(source, newline=""))
     in_file = _imports(_outside_functions(tree.body))
     for function in _functions(tree.body):
         nodes = list(ast.walk(function))
