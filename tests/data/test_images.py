@@ -129,7 +129,7 @@ def test_npz_files(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize("part", ["test", "val"])
 def test_a_split_that_stands_beside_images_is_kept(tmp_path: Path, part: str) -> None:
     beside = {f"x_{part}": PIXELS[:6] // 2, f"y_{part}": LABELS[:6]}
-    np.savez(tmp_path / "set.npz", images=PIXELS, labels=LABELS, **beside)
+    np.savez(tmp_path / "set.npz", images=PIXELS, labels=LABELS, **beside)  # type: ignore[arg-type]
     data = prepare_images(ImageDataConfig(source=str(tmp_path / "set.npz")))
     kept, drawn = (data.test, data.validation)[:: 1 if part == "test" else -1]
     np.testing.assert_array_equal(kept.pixels[..., 0], PIXELS[:6] // 2)

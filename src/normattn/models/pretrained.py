@@ -92,8 +92,8 @@ def check_weights(directory: Path | str) -> None:
     """
     path = Path(directory)
     description = _read_description(path / CONFIG_FILE)
-    with open_file(path / WEIGHTS_FILE) as file:
-        _compare(hashlib.file_digest(file, "sha256").hexdigest(), path / WEIGHTS_FILE, description)
+    digest = hashlib.sha256(_read_bytes(path / WEIGHTS_FILE)).hexdigest()
+    _compare(digest, path / WEIGHTS_FILE, description)
 
 
 def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Module:

@@ -16,9 +16,11 @@ TOKENISER_FILE = "tokeniser.json"
 
 @runtime_checkable
 class HasFingerprint(Protocol):
-    """Prepared data; its `fingerprint` is a hash of all of it."""
+    """Prepared data."""
 
-    fingerprint: str
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all of it."""
 
 
 def begin_corpus(data: object, out: Path) -> None:
