@@ -138,9 +138,10 @@ def test_scaled_frequencies_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
         for read in (load, read_configuration):
             with pytest.raises(InputError, match=why):
                 read(file)
-        monkeypatch.setattr(transformers.utils, "cached_file", lambda *_, file=file: str(file))
-        with pytest.raises(InputError, match=why):
-            load("owner/name", file.name)
+        with monkeypatch.context() as patch:
+            patch.setattr(transformers.utils.hub, "cached_file", lambda *_, at=str(file): at)
+            with pytest.raises(InputError, match=why):
+                load("owner/name", file.name)
     plain = {"llama.rope.scaling.type": ("str", "none")}
     write_gguf(tmp_path / "plain.gguf", tmp_path / "none.gguf", plain)
     assert load(tmp_path / "none.gguf")[0].config.rope_parameters["rope_type"] == "default"

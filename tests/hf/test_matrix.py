@@ -216,3 +216,17 @@ def test_masks_that_a_layer_makes_are_kept() -> None:
             for each in model.model.layers:
                 each.self_attn.A.mul_(3)
         assert float((logits(model, ids) - found).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("method", "values"), [("DualChunk", {"size": 9, "local": 4}), ("logn+", {})]
+)
+def test_padding_on_the_left_does_not_count_where_a_layer_chooses(
+    method: str, values: dict[str, Any]
+) -> None:
+    """Places come from the mask before the layer chose, as the model gives no position_ids."""
+    model, ids = build("doge"), tokens()
+    padded = torch.nn.functional.pad(ids, (5, 0))
+    with normattn.extend(model, method, **values), torch.no_grad():
+        found = model(input_ids=padded, attention_mask=(padded > 0).long(), use_cache=False).logits
+        torch.testing.assert_close(found[:, 5:], logits(model, ids), rtol=1e-4, atol=1e-4)

@@ -15,6 +15,7 @@ from normattn import InputError, ScoreSpec
 from normattn.score.folded_parts import rope_frequencies
 
 from .families import LENGTH, build, logits, model_of, tokens
+from .matrix import METHODS
 from .oracle import llama
 from .tiny import build as tiny
 
@@ -250,6 +251,20 @@ def test_a_step_of_no_token_in_a_row() -> None:
         alone = logits(model, ids[:1, LENGTH + 2 :])
     assert out.logits.isfinite().all()
     torch.testing.assert_close(rest[:1, 2:], alone, rtol=0, atol=1e-4)
+
+
+def test_layers_that_see_what_comes_are_refused_what_counts_from_the_past() -> None:
+    """Gemma 3 as an encoder: frequencies may be scaled, our rules are those of causal reading."""
+    model, ids = tiny("gemma3_text", use_bidirectional_attention=True), tokens(length=12)
+    later = ids.clone()
+    later[:, -1] = ids[:, -1] % 50 + 3
+    for method, values in METHODS.items():
+        if method in ("PI", "NTK", "NTK-mixed", "ABF", "YaRN"):
+            with normattn.extend(model, method, **values):
+                assert float((logits(model, later) - logits(model, ids))[:, :-1].abs().max()) > 1e-4
+            continue
+        with pytest.raises(InputError, match="asks its attention for is_causal=False"):
+            normattn.extend(model, method, **values)
 
 
 def test_chunks_are_refused_where_scores_know_more_than_distances() -> None:

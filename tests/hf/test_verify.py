@@ -182,10 +182,14 @@ def test_layers_within_a_window_are_compared_too(family: str, tmp_path: Path) ->
     """A method leaves them as they are: an engine that is told it for all changes them."""
     config = configuration(family, sliding_window=6)
     config.save_pretrained(tmp_path / "plain")
-    more = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    more: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
+    more |= {"original_max_position_embeddings": 8}
     own = config.rope_parameters
     named = {key: {**own[key], **more} for key in own if isinstance(own[key], dict)}
-    told = {"rope_parameters": named or {**own, **more}, "max_position_embeddings": 32}
+    told: dict[str, Any] = {
+        "rope_parameters": named or {**own, **more},
+        "max_position_embeddings": 32,
+    }
     method = None if family == "Mistral" else YARN  # all its layers attend within a window
     verdict = normattn.verify(tmp_path / "plain", _told(tmp_path, told), method)
     assert not verdict.equal

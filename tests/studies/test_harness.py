@@ -229,7 +229,8 @@ def test_a_models_own_end_tokens_end_and_its_penalties_do_not_count(
 
     plain = answer()
     assert answer(repetition_penalty=9.0, no_repeat_ngram_size=1) == plain
-    logits, tokens = logits_of({"pretrained": str(folder), "dtype": "float32"}), []
+    logits = logits_of({"pretrained": str(folder), "dtype": "float32"})
+    tokens: list[int] = []
     given = NormattnLM(pretrained=str(folder)).tok_encode(TEXTS[0])
     with torch.no_grad():
         for _ in range(3):

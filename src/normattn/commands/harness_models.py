@@ -128,7 +128,8 @@ class TransformersModel(HarnessModel):
         self._score = token_scorer(model)
         self._ends = _ends(model, self.end)
         # What the model's own says of generation would hold beside what a task asks for.
-        self._model.generation_config = GenerationConfig(eos_token_id=list(self._ends) or None)
+        make: Any = GenerationConfig
+        self._model.generation_config = make(eos_token_id=list(self._ends) or None)
 
     def scorer(self, ids: Int[Tensor, "b t1"]) -> TokenScores:
         """Losses of tokens 1 … T, each row read as if it were the first."""

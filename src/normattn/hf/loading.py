@@ -145,11 +145,11 @@ def compare(source: str, gguf: str | None, config: Any = None) -> None:
 
 def _refuse_scaled_there(source: str, gguf: str, options: Mapping[str, Any]) -> None:
     """`refuse_scaled` for a file on the hub, which loading it needs on this machine anyway."""
-    from transformers import utils
+    from transformers.utils import hub
 
     where = {name: options[name] for name in _WHERE if name in options}
     with _explained(gguf):
-        file = utils.cached_file(source, gguf, **where)
+        file = hub.cached_file(source, gguf, **where)
     refuse_scaled(Path(str(file)))
 
 

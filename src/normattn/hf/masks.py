@@ -229,7 +229,8 @@ def _of_matrix(
 def _places(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None:
     """Where keys and queries stand by a mask of every pair (B, 1, T, S); None if it does not say.
 
-    It says where each query sees the first of those keys that the last one sees, itself included.
+    It says where each query sees the first of those keys that the last one sees, itself included;
+    queries of padding on the left see none.
     """
     if mask.dtype != torch.bool or mask.shape[1] != 1 or torch.compiler.is_compiling():
         return None
@@ -239,9 +240,11 @@ def _places(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None:
     query = rows.sum(-1) - 1
     expected = (key[:, None] >= 0) & (key[:, None] <= query[..., None])
     last = torch.arange(1 - queries, 1, device=mask.device)
-    if not bool((rows == expected).all()) or not bool((query == query[:, -1:] + last).all()):
+    counted = (query[:, -1:] + last).clamp(min=-1)
+    if not bool((rows == expected).all()) or not bool((query == counted).all()):
         return None
-    return (key, query) if bool((query >= 0).all()) else None
+    # What a padded query reads is nobody's; it stands where a real one could.
+    return (key, query.clamp(min=0)) if bool((query[:, -1] >= 0).all()) else None
 
 
 def _check_ids(position_ids: Tensor | None, places: Tensor) -> None:

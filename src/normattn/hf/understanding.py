@@ -54,7 +54,9 @@ class Layer:
         more = self.heard.as_is.more
         given = {name: value for name, value in more.items() if value is not None}
         names = [name for name, value in given.items() if name not in KNOWN and value is not False]
-        return (*names, *(["is_causal=False"] if given.get("is_causal") is False else []))
+        # As transformers has it: what a call does not say, the layer itself does.
+        causal = given.get("is_causal", getattr(self.module, "is_causal", True))
+        return (*names, *(["is_causal=False"] if causal is False else []))
 
 
 def refuse_vectors(parts: Anatomy) -> None:
