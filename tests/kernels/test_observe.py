@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from normattn import InputError, attention
+from normattn import InputError, Score, attention
 from normattn.kernels import Problem, Visibility, attend, tiles
 from normattn.kernels.observe import Observation, observing
 from normattn.layers.carry import ScoreCarry
@@ -340,11 +340,11 @@ def test_looking_draws_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strips after the first, and what is drawn afterwards, are as they are unobserved."""
     monkeypatch.setattr("normattn.kernels.strips.STRIP_BYTES", 1)
     q, k, v = tensors((1, 2, T, 8), (1, 2, T, 8), (1, 2, T, 8))
-    drawn = []
+    drawn, score = [], Score("Baseline-CoPE", 2, 8).double()
     for on in (False, True):
         torch.manual_seed(5)
         with observing(Notes()) if on else nullcontext():
-            out = attention(q, k, v, "Baseline-CoPE", dropout_p=0.3)
+            out = attention(q, k, v, score, dropout_p=0.3)
         drawn.append((out, torch.rand(3)))
     assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
 
