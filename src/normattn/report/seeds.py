@@ -50,8 +50,8 @@ def _by_seeds(own: pl.DataFrame, factors: list[str]) -> list[tuple[Seeds, str]]:
     if len({seeds for _, seeds in trainings}) < 2:
         return [(_seeds(own), "")]
     # The first factor that decides the seeds alone is enough; else it takes them all.
-    for place, name in enumerate(factors):
-        decided = {(values[place], seeds) for values, seeds in trainings}
+    for column, name in enumerate(factors):
+        decided = {(values[column], seeds) for values, seeds in trainings}
         if len(decided) == len({value for value, _ in decided}):
             return _worded(_plain(name), [(str(value), seeds) for value, seeds in decided])
     names = [_plain(name) for name in factors]
@@ -68,10 +68,10 @@ def _plain(name: str) -> str:
 
 def _worded(name: str, trainings: list[tuple[str, Seeds]]) -> list[tuple[Seeds, str]]:
     """The seeds that there are, the most first, each with " with change gau, preset"."""
-    found: dict[Seeds, list[str]] = {}
+    by_seeds: dict[Seeds, list[str]] = {}
     for value, seeds in sorted(trainings, key=lambda training: (-len(training[1]), training)):
-        found.setdefault(seeds, []).append(value)
-    return [(seeds, f" with {name}{', '.join(values)}") for seeds, values in found.items()]
+        by_seeds.setdefault(seeds, []).append(value)
+    return [(seeds, f" with {name}{', '.join(values)}") for seeds, values in by_seeds.items()]
 
 
 def _seeds(rows: pl.DataFrame) -> Seeds:

@@ -19,27 +19,27 @@ _COLOUR = LINES[2]
 def plot(figure: Intervals) -> Figure:
     """One axes for every quantity; only the first names the rows."""
     columns = len(figure.columns)
-    each = _WIDE if columns <= 2 else _WIDTH
+    size = _WIDE if columns <= 2 else _WIDTH
     names = style.inches([*figure.rows]) + 0.15
     height = _ROW * len(figure.rows) + 0.1
-    titles = [style.wrapped(column.title, each) for column in figure.columns]
+    titles = [style.wrapped(column.title, size) for column in figure.columns]
     lines = max(title.count("\n") + 1 for title in titles)
     # The first axes stands right of the rows' names, so all are placed as if they were.
     drawn, axes = style.axes(
         figure.title,
         1,
         1,
-        (columns * (each + 0.2) - 0.2, height),
+        (columns * (size + 0.2) - 0.2, height),
         left=names,
         above=0.1 + 0.17 * lines,
         below=0.35,
     )
     whole = axes[0].get_position()
     axes[0].remove()
-    unit = whole.width / (columns * (each + 0.2) - 0.2)
+    unit = whole.width / (columns * (size + 0.2) - 0.2)
     for index, (column, title) in enumerate(zip(figure.columns, titles, strict=True)):
-        x = whole.x0 + index * (each + 0.2) * unit
-        axis = drawn.add_axes((x, whole.y0, each * unit, whole.height))
+        x = whole.x0 + index * (size + 0.2) * unit
+        axis = drawn.add_axes((x, whole.y0, size * unit, whole.height))
         _column(axis, column, title)
         axis.set_ylim(len(figure.rows) - 0.5, -0.5)
         axis.set_yticks(range(len(figure.rows)), figure.rows if index == 0 else [])
