@@ -31,8 +31,29 @@ from normattn.training.masked import MaskedConfig
 TEXTS = ["word1 word2", f"  {SEPARATOR} it's\t\r\n ! é 😀 中文", ""]
 
 
-def test_model_tokeniser_and_card(command: Command, trained: Path, tmp_path: Path) -> None:
-    out = tmp_path / "kna"
+@pytest.fixture
+def unread(trained: Path, tmp_path: Path) -> Path:
+    """The run of KNA as its training left it."""
+    run = tmp_path / "runs" / "kna"
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluations", "inspection"))
+    return run
+
+
+def test_evaluations_of_other_lengths_stay_out_of_the_card(
+    command: Command, unread: Path, tmp_path: Path
+) -> None:
+    for multiples in ("1,2", "1,4"):
+        assert command("evaluate", unread, "--multiples", multiples, "--max-windows", 2).code == 0
+    said = command("export", unread, tmp_path / "out")
+    assert said.code == 0
+    assert "the card tells no evaluation" in said.err
+    assert "are not the same tokens at each length" in said.err
+    assert "## Evaluation" not in (tmp_path / "out" / "README.md").read_text("utf-8")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_model_tokeniser_and_card(command: Command, unread: Path, tmp_path: Path) -> None:
+    out, trained = tmp_path / "kna", unread
     assert command("evaluate", trained, "--multiples", "1,2", "--max-windows", 2).code == 0
     said = command("export", trained, out, "--license", "apache-2.0")
     assert said.code == 0, said.err

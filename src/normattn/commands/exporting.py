@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,11 +157,19 @@ def _labels(run: Path, config: LoopConfig) -> dict[str, Any]:
 
 
 def _write_evaluation(run: Path, config: LoopConfig, folder: Path) -> str | None:
-    """The table and figures of what was measured, and their files; None where nothing was."""
+    """The table and figures of what was measured, and their files; None where nothing was.
+
+    What cannot stand in one table is left out, and said on standard error: the model is whole.
+    """
     stores = (MeasurementStore(run / EVALUATIONS), asked_alone(run))
     if not isinstance(config, TrainingConfig) or not any(map(len, stores)):
         return None
+    try:
+        measured = of_runs([run])
+    except InputError as error:
+        print(f"normattn: the card tells no evaluation: {error}", file=sys.stderr)
+        return None
     results = folder / "evaluation"
-    drawn = find("reading").report(of_runs([run]), results, {})
+    drawn = find("reading").report(measured, results, {})
     shown = [f"![{path.stem.replace('_', ' ')}](figures/{path.name})" for path in drawn]
     return "\n\n".join([(results / "table.md").read_text(encoding="utf-8").strip(), *shown])
