@@ -46,7 +46,7 @@ def test_evaluations_of_other_lengths_stay_out_of_the_card(
         assert command("evaluate", unread, "--multiples", multiples, "--max-windows", 2).code == 0
     said = command("export", unread, tmp_path / "out")
     assert said.code == 0
-    assert "the card tells no evaluation" in said.err
+    assert "the model card has no evaluation" in said.err
     assert "are not the same tokens at each length" in said.err
     assert "## Evaluation" not in (tmp_path / "out" / "README.md").read_text("utf-8")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Runs on one page: told apart by their training, read on one text, and nothing lost in silence."""
+"""Several runs on one page: row names, common text windows, and warnings about the rest."""
 
 from __future__ import annotations
 
@@ -125,12 +125,12 @@ def test_what_is_left_out_is_told(command: Command, trained: Path, tmp_path: Pat
     part = copied(trained, tmp_path / "part", read(2), read(2, **natural | {"data": "z"}), seed=2)
     said = command("report", *runs, part, "--out", tmp_path / "page")
     assert said.code == 0
-    assert f"of {part} not on the page" in said.sentence
+    assert f"{part}: left out" in said.sentence
     assert said.sentence.endswith("KNA (non_repeated at length 16)")
     none = copied(trained, tmp_path / "none", read(3, **natural | {"data": "z"}), seed=3)
     refused = command("report", *runs, none, "--out", tmp_path / "none-page")
     assert refused.code == 2
-    assert f"{none} was read on other windows" in refused.sentence
+    assert f"{none} was evaluated on different text windows" in refused.sentence
 
 
 def test_samples_of_one_question_are_one_unit(trained: Path, tmp_path: Path) -> None:

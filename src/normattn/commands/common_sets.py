@@ -1,8 +1,8 @@
-"""Runs on one page: read by the same methods, on the same text, and what of them was not.
+"""Runs on one page, evaluated with the same methods on the same text windows.
 
 A run may have been evaluated several times, of other lengths or windows, and each time leaves
-records. A page sets rows against each other on one set of windows a protocol and length; whatever
-was read on another one is told on standard error.
+records. A page compares rows on one set of text windows for each protocol and length; measurements
+on any other set are left out, with a warning on stderr.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ CELL = ("row", "method", "seed", "protocol", "length")
 
 
 def on_one_text(runs: Mapping[Path, pl.DataFrame]) -> pl.DataFrame:
-    """The rows of all runs on the sets of windows that most of them share.
+    """The rows of all runs on the sets of text windows that most of them share.
 
-    What this leaves out is told on standard error. Raises `InputError` where a run's last segment
-    was read on several sets of windows, a row's method was applied in several ways, two runs hold
-    one training, and where all of a run would be left out.
+    Warns on stderr about what this leaves out. Raises `InputError` where a run's last segment was
+    evaluated on several sets of windows, a row's method with several parameters, where two runs
+    are the same training, and where all of a run would be left out.
     """
     runs = {run: _by_question(rows) for run, rows in runs.items()}
     for run, rows in runs.items():
@@ -126,12 +126,12 @@ def _tell_lost(run: Path, read: pl.DataFrame, kept: pl.DataFrame) -> None:
     ]
     if not mine.height:
         raise InputError(
-            f"{run} was read on other windows than most of the runs: nothing of it could stand "
-            f"on their page, as {places[0]}; expected the same corpus, lengths and windows, or a "
-            "page of its own"
+            f"{run} was evaluated on different text windows from most of the runs, so none of its "
+            f"measurements can be compared with theirs, such as {places[0]}; expected the same "
+            "corpus, lengths and windows: evaluate it so, or make a page of it alone"
         )
     print(
-        f"normattn: of {run} not on the page, for most runs were read on other windows: "
+        f"normattn: {run}: left out, as most runs were evaluated on different text windows: "
         f"{', '.join(places)}",
         file=sys.stderr,
     )

@@ -159,7 +159,7 @@ def _labels(run: Path, config: LoopConfig) -> dict[str, Any]:
 def _write_evaluation(run: Path, config: LoopConfig, folder: Path) -> str | None:
     """The table and figures of what was measured, and their files; None where nothing was.
 
-    What cannot stand in one table is left out, and said on standard error: the model is whole.
+    Evaluations that cannot be compared in one table are left out, with a warning on stderr.
     """
     stores = (MeasurementStore(run / EVALUATIONS), asked_alone(run))
     if not isinstance(config, TrainingConfig) or not any(map(len, stores)):
@@ -167,7 +167,7 @@ def _write_evaluation(run: Path, config: LoopConfig, folder: Path) -> str | None
     try:
         measured = of_runs([run])
     except InputError as error:
-        print(f"normattn: the card tells no evaluation: {error}", file=sys.stderr)
+        print(f"normattn: the model card has no evaluation: {error}", file=sys.stderr)
         return None
     results = folder / "evaluation"
     drawn = find("reading").report(measured, results, {})

@@ -67,7 +67,7 @@ class CausalWorkload(Workload[TrainingConfig, TokenData]):
     def check(self, config: TrainingConfig, data: TokenData, shares: int) -> None:
         """Every micro-batch must have as many sequences, each no longer than the corpus.
 
-        What training goes on from must read the same tokens.
+        A continued model must have been trained with the same tokeniser.
         """
         rows_per_share(config.batch_size, shares)
         refuse_other_tokeniser(config.continued, data)
