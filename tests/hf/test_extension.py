@@ -228,6 +228,10 @@ def test_extended_twice_copied_or_changed() -> None:
             model(ids, output_attentions=True)
         with pytest.raises(InputError, match="position_ids do not count"):
             logits(model, ids, position_ids=2 * torch.arange(ids.shape[1])[None])
+        whole = torch.ones(ids.shape[1], ids.shape[1]).tril()[None, None]
+        for own in (whole.long(), whole[:, :, :1].long(), whole.int()):
+            with pytest.raises(InputError, match="every pair must be boolean"):
+                logits(model, ids[:, : own.shape[2]], attention_mask=own)
         model.set_attn_implementation("eager")
         with pytest.raises(InputError, match="was changed to eager while the model is extended"):
             logits(model, ids)

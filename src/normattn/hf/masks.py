@@ -1,7 +1,7 @@
 """Which keys stand where: what transformers' mask function hands to our attention, without N × N.
 
 transformers builds one mask per forward and hands it to every layer, unread if it is a tensor of
-four dimensions. Ours is such a tensor, of integers and small:
+four dimensions. Ours is such a tensor, of 32-bit integers and small:
 
 - (1, 1, 0, S): the first S keys are real and simply counted, the queries are the last of them;
 - (B, 1, 1, S + T): the places of S keys, −1 where one is hidden, then those of the T queries.
@@ -26,6 +26,9 @@ from normattn.errors import InputError
 from normattn.kernels import Visibility
 from normattn.layers.attend import regular_positions
 from normattn.score import Positions
+
+_OURS = torch.int32
+"""The type of our masks, by which they are told from those that a caller makes of 0 and 1."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,13 @@ def compact_mask(
     used = kv_length if fixed else int(q_offset) + q_length
     real = None if attention_mask is None else _fitted(attention_mask, used)
     if not fixed and (real is None or bool(real.all())):
-        return torch.empty((1, 1, 0, used), dtype=torch.int64, device=device)
+        return torch.empty((1, 1, 0, used), dtype=_OURS, device=device)
     if real is None:
         places = torch.arange(used, device=device)[None]
     else:
         places = (real.cumsum(-1) - 1).masked_fill(~real, -1)
     columns = torch.arange(q_length, device=device) + q_offset
-    return torch.cat((places, places[:, columns]), -1)[:, None, None]
+    return torch.cat((places, places[:, columns]), -1)[:, None, None].to(_OURS)
 
 
 def _fitted(mask: Tensor, keys: int) -> Tensor:
@@ -140,14 +143,15 @@ def placing(
         raise InputError(
             "an extended layer got no mask of its own: it cannot be called outside of its model"
         )
-    if mask.dtype != torch.int64:
+    if mask.dtype != _OURS or mask.shape[2] > 1:
+        _check_matrix(mask)
         return _of_matrix(mask, queries, keys, position_ids, counted, before)
     if mask.shape[2] == 0:
         used = mask.shape[3]
         placement = _counted(queries, used, mask.device)
         _check_ids(position_ids, placement.positions.query.expand(batch, -1))
         return placement
-    places = mask[:, 0, 0].expand(batch, -1)
+    places = mask[:, 0, 0].long().expand(batch, -1)
     used = places.shape[-1] - queries
     query, key = places[:, used:], places[:, :used]
     _check_ids(position_ids, query)
@@ -191,6 +195,15 @@ def _runs(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[Run, ...]
         queries, held = slice(begin, begin + many), slice(left, left + keys)
         runs.append(Run(slice(row, row + 1), queries, held, inner))
     return tuple(runs)
+
+
+def _check_matrix(mask: Tensor) -> None:
+    """Refuse a mask of zeros and ones that are whole numbers, which could be added or hide."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InputError(
+            f"a mask of every pair must be boolean (True = seen) or floating (added), but it is "
+            f"{mask.dtype} of {tuple(mask.shape)}"
+        )
 
 
 def _of_matrix(

@@ -75,6 +75,8 @@ def attention(
         gate: for a score with `Gate`, by whose `act` o is multiplied: (B, T, H·E), or
             (B, T, H) per head.
         forget: for a score with `FoX`, the logits of the forgetting gate of each key (B, S, H).
+            A compiler cannot look whether given positions go forward, as `FoX` and `Selective`
+            need; uncompiled, this is checked.
 
     A query that sees no key gets 0. Raises `InputError` for shapes that do not fit, scores that
     cannot be used so, and backends that cannot serve the request.
@@ -325,18 +327,21 @@ def _check_padding(name: str, axis: str, padding: Tensor | None, x: Tensor) -> N
         )
 
 
-def _check_documents(spec: ScoreSpec, documents: Tensor | None, q: Tensor, k: Tensor) -> None:
+def check_packed(spec: ScoreSpec, documents: Tensor | None, tokens: str = "(batch, keys)") -> None:
+    """Refuse documents that the score does not keep apart, and a score that lacks them."""
     if spec.documents is None and documents is not None:
         raise InputError(
             f"documents are given, but {spec.name} attends across them: name {spec.name}-Packed"
         )
-    if spec.documents is None:
-        return
+    if spec.documents is not None and documents is None:
+        raise InputError(f"{spec.name} keeps documents apart and needs documents=…, {tokens}")
+
+
+def _check_documents(spec: ScoreSpec, documents: Tensor | None, q: Tensor, k: Tensor) -> None:
     expected = (k.shape[0], k.shape[2])
+    check_packed(spec, documents, f"integers {expected}")
     if documents is None:
-        raise InputError(
-            f"{spec.name} keeps documents apart and needs documents=…, integers {expected}"
-        )
+        return
     check_dense("documents", documents)
     if q.shape[2] > k.shape[2]:
         raise InputError(

@@ -18,7 +18,7 @@ from normattn.kernels.infinities import without_infinities
 from normattn.kernels.observe import announce, observer
 from normattn.kernels.problem import check_shapes
 from normattn.kernels.selection import Selection
-from normattn.layers.attend import in_blocks, in_chunks, joined, regular_positions
+from normattn.layers.attend import check_packed, in_blocks, in_chunks, joined, regular_positions
 from normattn.layers.cache import KeyValueCache, Room
 from normattn.layers.carry import Carry, refuse_carry
 from normattn.layers.forgetting import check_forget, forgetting, log_gates, summed
@@ -26,7 +26,7 @@ from normattn.layers.head_pairs import joined_pairs, paired_values
 from normattn.layers.one_token import OneToken, foldable, made, serves
 from normattn.layers.one_token_far import OneTokenFar, made_far
 from normattn.layers.output_gate import check_gate, gated
-from normattn.score import Positions, Score, ScoreSpec
+from normattn.score import Positions, Score
 from normattn.score.positions import numbered
 
 
@@ -72,7 +72,7 @@ def attention_cached(
         cache.claim(score.spec)
         return ready(q, k, v, score, cache)
     check_shapes(q, k, v)
-    _check_packed(score.spec, documents)
+    check_packed(score.spec, documents, "of all tokens")
     refuse_carry(score.spec, carry)
     check_gate(score.spec, gate, q, v)
     check_forget(score.spec, forget, q, k)
@@ -230,16 +230,6 @@ def _turned(
         first = room.used if at.regular else None
         room.append(score.turn(keys[:, :, new], at.key[..., new], block, first))
     return room.view(upto)
-
-
-def _check_packed(spec: ScoreSpec, documents: Tensor | None) -> None:
-    """Refuse documents that the score does not keep apart, and a score that needs some."""
-    if (spec.documents is None) != (documents is None):
-        if documents is None:
-            raise InputError(f"{spec.name} keeps documents apart and needs documents=…")
-        raise InputError(
-            f"documents are given, but {spec.name} attends across them: name {spec.name}-Packed"
-        )
 
 
 def _check_given(given: tuple[Tensor | None, ...], batch: int, tokens: int) -> None:
