@@ -1,0 +1,191 @@
+"""lm-evaluation-harness: our tasks are solvable, and run without a network."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from normattn import InputError
+from normattn.cli.app import main
+from normattn.commands import harness_text
+from normattn.commands.harness import NormattnLM
+from normattn.commands.harness_command import TASKS
+from normattn.commands.harness_tasks import ManyShot
+from normattn.commands.harness_text import (
+    many_shot_documents,
+    retrieval_documents,
+    segment_documents,
+)
+from normattn.data.corpora import Document
+from normattn.data.retrieval_facts import TASKS as RETRIEVAL
+from normattn.data.splits import split_of
+from normattn.data.tokeniser import Tokeniser
+
+from .expected import by_hand, logits_of
+
+
+@pytest.mark.parametrize("task", RETRIEVAL)
+def test_retrieval_can_be_solved_from_its_text(run: Path, task: str) -> None:
+    """By looking up every asked name among the lines of the text."""
+    tokeniser = Tokeniser.load(run / "tokeniser.json")
+    documents = retrieval_documents(task, {"run": str(run), "lengths": [96, 160], "samples": 1})
+    assert [each["depth"] for each in documents] == [0, 25, 50, 75, 100] * 2
+    for each in documents:
+        *lines, question = each["context"].split("\n")
+        stated = dict(line.split("=") for line in lines if "=" in line)
+        for place in range(0, len(each["pieces"]), 2):
+            name = question.removesuffix("=")
+            assert stated[name].startswith(each["pieces"][place])
+            question = "".join(each["pieces"][place + 1 : place + 2]).strip("\n")
+        size = len(tokeniser.encode(each["context"] + "".join(each["pieces"])))
+        assert each["length"] - 8 <= size <= each["length"] + 8
+
+
+@pytest.fixture
+def relations(tmp_path: Path) -> Path:
+    """A folder of relations: `a` of even numbers, `b` of odd ones."""
+    for name, count in (("train", 40), ("dev", 4), ("test", 10)):
+        lines = [
+            json.dumps({"text": f"word{n} {name}", "triple_list": [["x", "ab"[n % 2], "y"]]})
+            for n in range(count)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_many_shot_can_be_solved_from_its_text(run: Path, relations: Path) -> None:
+    """By the parity that the shots show; right answers count, others do not."""
+    told = {"run": str(run), "lengths": [96, 192], "samples": 4}
+    documents = many_shot_documents({**told, "relations": str(relations), "labels": 2})
+    assert [each["length"] for each in documents] == [96] * 4 + [192] * 4
+    scored = ManyShot.process_results
+    for each in documents:
+        *shots, question = each["context"].split("\n\n")
+        assert each["shots"] == len(shots)
+        shown = {int(shot[4:].split()[0]) % 2: shot.split("=>")[1] for shot in shots}
+        assert set(shown.values()) == {" a", " b"}
+        answer = shown[int(question[4:].split()[0]) % 2] + "\n"
+        assert each["pieces"][each["right"]] == answer
+        knows = [(0.0 if piece == answer else -9.0, piece == answer) for piece in each["pieces"]]
+        length = each["length"]
+        right = scored(None, each, knows)  # type: ignore[arg-type]
+        assert (right[f"acc_{length}"], right[f"exact_{length}"]) == (1, 1)
+        assert right[f"shots_{length}"] == len(shots)
+        wrong = scored(None, each, knows[::-1])  # type: ignore[arg-type]
+        assert (wrong["acc"], wrong["exact"]) == (0, 0)
+        unsure = scored(None, each, [(-1.0, False)] * 2)  # type: ignore[arg-type]
+        assert (unsure["acc"], unsure["exact"]) == (0.5, 0)
+
+
+def test_own_text_is_held_out_as_the_run_divided_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [Document(f"{g}/{n}", f"file {n} of {g}", str(g)) for g in range(30) for n in range(3)]
+    corpus = SimpleNamespace(documents=lambda most: files)
+    monkeypatch.setattr(harness_text, "parse_corpus", lambda address: corpus)
+    share = (0, 0.3, 0.1)
+    tokeniser = Tokeniser.load(run / "tokeniser.json")
+    tested = vars(harness_text)["_tokens"](tokeniser, "grouped", None, share, join=False).test
+    groups = [str(g) for g in range(30) if split_of(str(g), *share) == "test"]
+    assert 3 <= len(groups) <= 20
+    assert tested.names == [f"{g}/{n}" for g in groups for n in range(3)]
+
+
+def test_the_last_segment_stays_the_same(llama: Path, run: Path) -> None:
+    text = str(run.parent / "texts")
+    named = {"pretrained": str(llama), "lengths": [64, 128], "samples": 3, "text": text}
+    documents = segment_documents(named)
+    short, long = documents[:3], documents[3:]
+    for one, other in zip(short, long, strict=True):
+        assert (one["length"], other["length"]) == (64, 128)
+        assert one["pieces"] == other["pieces"]
+        assert other["context"].endswith(one["context"])
+        assert len(other["context"]) > len(one["context"])
+    # Longer than any document: only when they are put together.
+    with pytest.raises(InputError, match="no document of the test split"):
+        segment_documents({**named, "lengths": [2048]})
+    assert segment_documents({**named, "lengths": [2048], "join": True, "samples": 1})
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({}, "the tasks count tokens"),
+        ({"run": "RUN", "length": [64]}, "did you mean 'lengths'"),
+        ({"run": "RUN", "lengths": "64,128"}, "expected numbers of tokens"),
+        ({"run": "RUN", "lengths": [96, 100]}, "in whole segments of 48 tokens, got 100"),
+        ({"run": "RUN", "samples": 0}, "samples is 0"),
+        ({"run": "RUN", "labels": 1}, "labels is 1; expected a number of at least 2"),
+        ({"run": "RUN", "seed": -1}, "seed is -1"),
+        ({"run": "RUN", "join": "no"}, "join is 'no'"),
+        ({"run": "RUN", "text": "gone.txt"}, "'gone.txt' does not exist"),
+        ({"tokenizer": "/gone"}, "tokeniser of /gone cannot be loaded"),
+    ],
+)
+def test_metadata_that_cannot_be(run: Path, metadata: dict[str, Any], expected: str) -> None:
+    given = {key: str(run) if value == "RUN" else value for key, value in metadata.items()}
+    with pytest.raises(InputError, match=re.escape(expected)):
+        segment_documents(given)
+
+
+def test_the_tasks_run_without_a_network(
+    named: dict[str, Any], run: Path, relations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    settings = {"lengths": [96, 192], "samples": 1, "text": str(run.parent / "texts")}
+    settings |= {"relations": str(relations), "labels": 2}
+    manager = TaskManager(
+        include_path=str(TASKS), include_defaults=False, metadata={**named, **settings}
+    )
+    found = simple_evaluate(
+        "normattn", model_args=named, tasks=["normattn"], task_manager=manager, limit=2
+    )
+    results = found["results"]
+    assert results["normattn_passkey"]["acc_96_depth_25,none"] in (0.0, 1.0)
+    assert set(results) >= {f"normattn_{task}" for task in RETRIEVAL}
+    many = results["normattn_many_shot"]
+    assert many["acc_96,none"] in (0, 0.5, 1)
+    assert many["shots_192,none"] > many["shots_96,none"] >= 2
+    loss = results["normattn_last_segment"]["loss_96,none"]
+    samples = found["samples"]["normattn_last_segment"]
+    scored = by_hand(
+        logits_of({**named, "dtype": "float32"}),
+        NormattnLM(**named).tok_encode("".join(samples[0]["arguments"][0])),
+        48,
+    )
+    assert loss == pytest.approx(-scored[0] / 48, abs=1e-4)
+
+
+def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["lm-eval", *arguments])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, *capfd.readouterr()
+
+
+def test_the_command(
+    capfd: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The harness has thousands of tasks of its own, which it would read first.
+    ours = functools.partial(TaskManager, include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", ours)
+    code, out, _ = said(capfd, "--tasks-path")
+    assert code == 0
+    assert (Path(out.strip()) / "normattn.yaml").is_file()
+    assert said(capfd)[0] == 2
+    model = ("--model", "normattn", "--model_args", f"run={run}")
+    code, _, err = said(capfd, *model, "--tasks", "normattn_passky")
+    assert (code, err.splitlines()[-1]) == (2, "normattn: Tasks not found: normattn_passky")
+    metadata = ("--metadata", '{"lengths": [96], "samples": 1}')
+    code, out, _ = said(capfd, *model, "--tasks", "normattn_last_segment", *metadata)
+    assert code == 0
+    assert "loss_96" in out
