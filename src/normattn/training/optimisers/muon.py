@@ -5,8 +5,9 @@
 
 NS is five Newton-Schulz steps towards U·Vᵀ of U·S·Vᵀ, in bf16 (torch's). The factor gives a step
 the size of AdamW's, so that both parts share one η. Matrices are what `groups` calls so, without
-the head; the `qkv` of multi-head attention is one of them, not three; embeddings, the head, gains, biases and what a score learns go by AdamW. Sources: Jordan
-et al. 2024 (kellerjordan.github.io/posts/muon), arXiv 2502.16982.
+the head; the `qkv` of multi-head attention is one of them, not three. Embeddings, the head, gains,
+biases and what a score learns go by AdamW. Sources: Jordan et al. 2024
+(kellerjordan.github.io/posts/muon), arXiv 2502.16982.
 """
 
 from __future__ import annotations
