@@ -28,7 +28,9 @@ from normattn.layers.attend import regular_positions
 from normattn.score import Positions
 
 _OURS = torch.int32
-"""The type of our masks, by which they are told from those that a caller makes of 0 and 1."""
+"""The type of our masks, by which they are told from those that a caller makes of 0 and 1.
+
+One row of a caller's own that is of this type cannot be told from them."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ def _runs(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[Run, ...]
 
 
 def _check_matrix(mask: Tensor) -> None:
-    """Refuse a mask of zeros and ones that are whole numbers, which could be added or hide."""
+    """Refuse whole numbers: they do not say whether they are added or which keys are seen."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(
             f"a mask of every pair must be boolean (True = seen) or floating (added), but it is "

@@ -327,14 +327,17 @@ def _check_padding(name: str, axis: str, padding: Tensor | None, x: Tensor) -> N
         )
 
 
-def check_packed(spec: ScoreSpec, documents: Tensor | None, tokens: str = "(batch, keys)") -> None:
-    """Refuse documents that the score does not keep apart, and a score that lacks them."""
+def check_packed(spec: ScoreSpec, documents: Tensor | None, wanted: str) -> None:
+    """Refuse documents that the score does not keep apart, and a score that lacks its own.
+
+    `wanted` says in that message what they must be.
+    """
     if spec.documents is None and documents is not None:
         raise InputError(
             f"documents are given, but {spec.name} attends across them: name {spec.name}-Packed"
         )
     if spec.documents is not None and documents is None:
-        raise InputError(f"{spec.name} keeps documents apart and needs documents=…, {tokens}")
+        raise InputError(f"{spec.name} keeps documents apart and needs documents=…, {wanted}")
 
 
 def _check_documents(spec: ScoreSpec, documents: Tensor | None, q: Tensor, k: Tensor) -> None:
