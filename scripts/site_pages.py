@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from normattn.commands.listing import described, excluded
+from normattn.cli.listing import described, excluded
+from normattn.lab.studies import OF_COMMANDS, find, names
+from normattn.lab.sweep import presets
+from normattn.lab.sweep.study import Study
 from normattn.score.part import Part, Slot
 from normattn.score.registry import parts
-from normattn.studies import OF_COMMANDS, find, names
-from normattn.sweep import presets
-from normattn.sweep.study import Study
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- slots: begin (scripts/site_pages.py) -->", "<!-- slots: end -->"

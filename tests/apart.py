@@ -19,8 +19,8 @@ from pathlib import Path
 
 SECONDS = 1800  # far beyond what any takes: speed is not tested here
 PRELOADED = (
-    *("torch._dynamo", "normattn.training.sharded", "training.group"),
-    *("normattn.cli.app", "normattn.cli.reproduce", "normattn.sweep.cell"),
+    *("torch._dynamo", "normattn.lab.training.sharded", "training.group"),
+    *("normattn.cli.app", "normattn.cli.reproduce", "normattn.lab.sweep.cell"),
 )
 
 

@@ -23,7 +23,7 @@ from normattn.bench.suites import SUITES, memory
 from normattn.bench.vocabulary import Vocabulary
 from normattn.errors import InputError
 from normattn.kernels.dispatch import KERNELS
-from normattn.runs.timing import Step
+from normattn.lab.runs.timing import Step
 
 DOUBLE = Causal(40, torch.float64, True)
 QUICK = Settings.of(quick=True, device="cpu")

@@ -10,8 +10,8 @@ from normattn.bench.case import Case, Goal
 from normattn.bench.judge import Verdict, judge, roofline, why_missed
 from normattn.bench.measure import Measurement
 from normattn.bench.peers import Stock
-from normattn.measure import Estimate
-from normattn.runs.timing import Timing
+from normattn.lab.runs.timing import Timing
+from normattn.lab.stats import Estimate
 
 CALL = Causal(1000, torch.float32, False, heads=1)
 CASE = Case(

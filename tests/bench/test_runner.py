@@ -19,7 +19,7 @@ from normattn.bench.settings import Settings
 from normattn.bench.suites import SUITES
 from normattn.errors import InputError
 from normattn.kernels.calibration import machine as machine_of_kernels
-from normattn.runs.timing import Timing
+from normattn.lab.runs.timing import Timing
 
 
 def hand_made(case: Case, slow: float = 3.0) -> Measurement:

@@ -8,10 +8,10 @@ from normattn.bench.scoring import MULTIPLES, Scoring, Training
 from normattn.bench.settings import Settings
 from normattn.bench.suites.scoring import METHODS, SUITE
 from normattn.bench.training import BATCHES, MODELS, PresetName
-from normattn.measure.frame import joined
+from normattn.lab.stats.frame import joined
+from normattn.lab.sweep.measuring import set_lengths
+from normattn.lab.sweep.presets import load
 from normattn.models.accounting import flops_per_token
-from normattn.sweep.measuring import set_lengths
-from normattn.sweep.presets import load
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,8 +9,8 @@ import pytest
 from normattn.bench.settings import Settings
 from normattn.bench.suites.preset_step import SUITE
 from normattn.bench.training import BATCHES, MODELS, PresetName, PresetStep, Products
-from normattn.sweep.presets import load
-from normattn.training.loop_config import LoopConfig
+from normattn.lab.sweep.presets import load
+from normattn.lab.training.loop_config import LoopConfig
 
 
 @pytest.mark.parametrize("name", MODELS)

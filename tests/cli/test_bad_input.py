@@ -358,7 +358,7 @@ def test_no_space_left_for_the_tokens(
 def test_no_space_left_at_a_checkpoint(
     command: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from normattn.runs import Checkpoints
+    from normattn.lab.runs import Checkpoints
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.conftest import Command
-from normattn import studies
-from normattn.commands import values
+from normattn.cli import values
+from normattn.lab import studies
+from normattn.lab.sweep.merging import merged
 from normattn.score import registry
 from normattn.structured import typed
-from normattn.sweep.merging import merged
 
 
 def test_list_tells_every_part(command: Command, listed: dict[str, dict[str, Any]]) -> None:
@@ -107,7 +107,7 @@ def test_a_page_among_its_runs_does_not_stand_for_them(
     command: Command, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was measured since is on the next page, and no page is measured itself."""
-    monkeypatch.setattr("normattn.report.plots.draw", lambda figure: b"not drawn here")
+    monkeypatch.setattr("normattn.lab.report.plots.draw", lambda figure: b"not drawn here")
     run = tmp_path / "runs" / "kna"
     shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluations"))
     evaluate = ("evaluate", run, "--protocols", "train-length", "--multiples", "1,2")

@@ -10,10 +10,10 @@ import polars as pl
 import pytest
 
 from cli.conftest import Command
-from normattn.data.relations.documents import RelationCorpus, RelationDocument
-from normattn.data.retrieval_facts import TASKS
+from normattn.lab.data.relations.documents import RelationCorpus, RelationDocument
+from normattn.lab.data.retrieval_facts import TASKS
+from normattn.lab.sweep.selections import left_out, post_hoc_methods
 from normattn.score import ScoreSpec
-from normattn.sweep.selections import left_out, post_hoc_methods
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_labels_in_context(
         )
 
     corpus = RelationCorpus({"train": some("train", 40), "test": some("test", 5)}, labels)
-    monkeypatch.setattr("normattn.sweep.measuring.labelled_texts", lambda: corpus)
+    monkeypatch.setattr("normattn.lab.sweep.measuring.labelled_texts", lambda: corpus)
     arguments = ("evaluate", run, "--protocols", "in-context", "--max-windows", 20)
     said = command(*arguments, "--lengths", "128,256", "--methods", "as is,YaRN")
     assert said.code == 0, said.err

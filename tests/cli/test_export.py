@@ -19,14 +19,14 @@ from transformers import (
 
 import normattn.hf  # noqa: F401 (makes our models known)
 from cli.conftest import Command
-from normattn.commands.exporting import export_run
-from normattn.data.relations import prepare_relations
-from normattn.data.tokeniser import SEPARATOR, Tokeniser
+from normattn.cli.exporting import export_run
 from normattn.errors import InputError
+from normattn.lab.data.relations import prepare_relations
+from normattn.lab.data.tokeniser import SEPARATOR, Tokeniser
+from normattn.lab.training.classification import ClassificationConfig, train_classifier
+from normattn.lab.training.masked import MaskedConfig
 from normattn.models import MaskedLM, MaskedLMConfig, load_model, save_model
 from normattn.models.pretrained import load_any
-from normattn.training.classification import ClassificationConfig, train_classifier
-from normattn.training.masked import MaskedConfig
 
 TEXTS = ["word1 word2", f"  {SEPARATOR} it's\t\r\n ! é 😀 中文", ""]
 

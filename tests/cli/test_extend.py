@@ -15,10 +15,10 @@ import torch
 
 import normattn
 from cli.conftest import Command
+from normattn.cli import extension_reading
 from normattn.cli.app import main
-from normattn.commands import extension_reading
-from normattn.commands.extension_settings import default_lengths, parse_lengths, parse_methods
-from normattn.commands.extension_texts import passkey_set, prepare_texts
+from normattn.cli.extension_settings import default_lengths, parse_lengths, parse_methods
+from normattn.cli.extension_texts import passkey_set, prepare_texts
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -27,7 +27,7 @@ LENGTH = 128
 _DYING = """
 import os, signal
 from normattn.cli.app import main
-from normattn.commands.extension_reading import Reader
+from normattn.cli.extension_reading import Reader
 
 read, reads = Reader.read, []
 
@@ -220,7 +220,7 @@ def test_a_killed_run_goes_on_where_it_was(
 def test_out_of_memory_says_what_fits_and_keeps_the_rest(
     command: Command, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from normattn.commands import extending
+    from normattn.cli import extending
 
     make = normattn.hf.token_scorer
 

@@ -11,13 +11,13 @@ import pytest
 
 from cli.conftest import Command
 from normattn.atomic import write_json
-from normattn.commands.reporting import of_runs
-from normattn.commands.telling_apart import GatheredRun, told_apart
+from normattn.cli.reporting import of_runs
+from normattn.cli.telling_apart import GatheredRun, told_apart
 from normattn.errors import InputError
-from normattn.measure import Identity, MeasurementStore, identified, sums
-from normattn.report.view import View
+from normattn.lab.report.view import View
+from normattn.lab.stats import Identity, MeasurementStore, identified, sums
+from normattn.lab.studies.reading import PAGE
 from normattn.structured import read_object
-from normattn.studies.reading import PAGE
 
 
 def read(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import TINY, Command
-from normattn.commands.generation import TextStream
+from normattn.cli.generation import TextStream
 
 
 def test_answers(command: Command, trained: Path, tmp_path: Path) -> None:

@@ -29,22 +29,24 @@ def command(*arguments: str) -> str:
 
 def test_help_waits_for_no_library() -> None:
     held = imported("\n".join((command("--help"), command("train", "--help"))))
-    assert "normattn.commands.options.train" in held
+    assert "normattn.cli.options.train" in held
     assert not held & {"torch", "numpy", *SLOW}
 
 
 def test_list_imports_what_it_asks_and_no_more() -> None:
     held = imported(command("list"))
     assert "normattn.score.registry" in held
-    assert not held & {"normattn.layers.explain", "normattn.models", "normattn.training", *SLOW}
+    assert not held & {"normattn.layers.explain", "normattn.models", "normattn.lab.training", *SLOW}
     # A name's entry says which kernels serve it: the real path, on torch's meta device, whose
     # shapes torch works out with its compiler.
     held = imported(command("list", "YaRN"))
     assert "normattn.layers.explain" in held
-    assert not held & {"normattn.models", "normattn.training", "matplotlib", "transformers"}
+    assert not held & {"normattn.models", "normattn.lab.training", "matplotlib", "transformers"}
 
 
 def test_protocols_and_training_draw_nothing_and_compile_nothing() -> None:
-    held = imported("import normattn.evaluation, normattn.training, normattn.sweep.cell")
-    assert {"normattn.evaluation.protocols", "normattn.training.step"} <= held
+    held = imported(
+        "import normattn.lab.evaluation, normattn.lab.training, normattn.lab.sweep.cell"
+    )
+    assert {"normattn.lab.evaluation.protocols", "normattn.lab.training.step"} <= held
     assert not held & {*SLOW, "scipy"}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command
-from normattn.diagnostics.inspection import by_position
-from normattn.diagnostics.lines import read_diagnostics
-from normattn.measure import frame
-from normattn.training import TrainingConfig, train_causal
-from normattn.training.continuation import Continuation
+from normattn.lab.diagnostics.inspection import by_position
+from normattn.lab.diagnostics.lines import read_diagnostics
+from normattn.lab.stats import frame
+from normattn.lab.training import TrainingConfig, train_causal
+from normattn.lab.training.continuation import Continuation
 
 SHARES = ("beyond_share", "angle_share")
 

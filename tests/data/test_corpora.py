@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from normattn.data import parse_corpus
-from normattn.data.corpora import parquet as parquet_corpus
-from normattn.data.corpora import path as path_corpus
-from normattn.data.corpora.budget import shares, spread
-from normattn.data.corpora.reading import pieces
-from normattn.data.corpora.text_file import PIECE_CHARACTERS
 from normattn.errors import InputError
+from normattn.lab.data import parse_corpus
+from normattn.lab.data.corpora import parquet as parquet_corpus
+from normattn.lab.data.corpora import path as path_corpus
+from normattn.lab.data.corpora.budget import shares, spread
+from normattn.lab.data.corpora.reading import pieces
+from normattn.lab.data.corpora.text_file import PIECE_CHARACTERS
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 

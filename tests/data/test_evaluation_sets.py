@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.data import (
+from normattn.errors import InputError
+from normattn.lab.data import (
     EvaluationSet,
     TokenSplit,
     last_segment_sets,
@@ -19,7 +20,6 @@ from normattn.data import (
     repeated_set,
     train_length_set,
 )
-from normattn.errors import InputError
 
 from .helpers import make_split
 

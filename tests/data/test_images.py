@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from normattn import InputError
-from normattn.data.images import (
+from normattn.lab.data.images import (
     ImageBatches,
     ImageDataConfig,
     ImageShape,
@@ -22,9 +22,9 @@ from normattn.data.images import (
     image_shape,
     prepare_images,
 )
-from normattn.data.images import packages as packages_module
-from normattn.data.images.batches import shifted
-from normattn.data.images.image_data import scaled
+from normattn.lab.data.images import packages as packages_module
+from normattn.lab.data.images.batches import shifted
+from normattn.lab.data.images.image_data import scaled
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 5, 6), dtype=np.uint8)
 LABELS = np.arange(40) % 4

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.data import TrainingBatches
-from normattn.data.masking import MaskedBatches, Masking, masked_set
 from normattn.errors import InputError
+from normattn.lab.data import TrainingBatches
+from normattn.lab.data.masking import MaskedBatches, Masking, masked_set
 
 from .helpers import make_split
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.data import Tiling, TokenSplit, TrainingBatches
-from normattn.data.counter_random import below, uniforms
 from normattn.errors import InputError
+from normattn.lab.data import Tiling, TokenSplit, TrainingBatches
+from normattn.lab.data.counter_random import below, uniforms
 
 from .helpers import make_split
 

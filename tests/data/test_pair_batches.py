@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.data.pairs import PairBatches, PairSplit
-from normattn.data.pairs.pair_data import Side
 from normattn.errors import InputError
+from normattn.lab.data.pairs import PairBatches, PairSplit
+from normattn.lab.data.pairs.pair_data import Side
 
 
 def split(lengths: list[tuple[int, int]]) -> PairSplit:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from data.pairs_helpers import install, multi_layout, sentences, write_lines
-from normattn.data.pairs import Languages, PairsConfig, parse_pairs, prepare_pairs
-from normattn.data.pairs.catalogues import PACKAGES
-from normattn.data.pairs.cleaning import cleaned, is_sentence_pair
 from normattn.errors import InputError
+from normattn.lab.data.pairs import Languages, PairsConfig, parse_pairs, prepare_pairs
+from normattn.lab.data.pairs.catalogues import PACKAGES
+from normattn.lab.data.pairs.cleaning import cleaned, is_sentence_pair
 
 EN_DE = Languages("en", "de")
 PAIRS = sentences(40)

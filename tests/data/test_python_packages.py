@@ -13,11 +13,11 @@ from string import ascii_lowercase
 
 import pytest
 
-from normattn.data import DataConfig, parse_corpus, prepare_tokens
-from normattn.data.corpora import package_files
-from normattn.data.corpora.near_duplicates import NearDuplicates
-from normattn.data.corpora.package_files import is_generated, is_wanted
 from normattn.errors import InputError
+from normattn.lab.data import DataConfig, parse_corpus, prepare_tokens
+from normattn.lab.data.corpora import package_files
+from normattn.lab.data.corpora.near_duplicates import NearDuplicates
+from normattn.lab.data.corpora.package_files import is_generated, is_wanted
 
 Install = Callable[..., None]
 

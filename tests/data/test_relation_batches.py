@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.data.relations import RelationBatches, RelationSplit, padded
 from normattn.errors import InputError
+from normattn.lab.data.relations import RelationBatches, RelationSplit, padded
 
 
 def make_split(lengths: list[int]) -> RelationSplit:

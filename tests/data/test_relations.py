@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 
 from data.relation_files import item, write_json, write_relations
-from normattn.data.relations import RelationConfig, prepare_relations, read_folder, read_relations
-from normattn.data.relations.python_imports import (
+from normattn.errors import InputError
+from normattn.lab.data.relations import (
+    RelationConfig,
+    prepare_relations,
+    read_folder,
+    read_relations,
+)
+from normattn.lab.data.relations.python_imports import (
     PIECE_CHARACTERS,
     pieces_of,
     read_python_imports,
 )
-from normattn.errors import InputError
 
 SOURCE = '''
 import os, sys

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.data import CopyTask, RetrievalSet, TokenData, retrieval_set, train_tokeniser
-from normattn.data.retrieval import DEPTHS
-from normattn.data.retrieval_facts import KEYS, TASKS
-from normattn.data.splits import SPLITS
-from normattn.data.token_data import TokenSplit
 from normattn.errors import InputError
+from normattn.lab.data import CopyTask, RetrievalSet, TokenData, retrieval_set, train_tokeniser
+from normattn.lab.data.retrieval import DEPTHS
+from normattn.lab.data.retrieval_facts import KEYS, TASKS
+from normattn.lab.data.splits import SPLITS
+from normattn.lab.data.token_data import TokenSplit
 
 L = 64
 

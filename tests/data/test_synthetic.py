@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from normattn.data import (
+from normattn.errors import InputError
+from normattn.lab.data import (
     CopyTask,
     DataConfig,
     TrainingBatches,
     non_repeated_set,
     prepare_tokens,
 )
-from normattn.errors import InputError
 
 ADDRESS = "synthetic:copy?low=3&high=6&tokens=5000&documents=7&document_tokens=50"
 

@@ -20,7 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.data import (
+from normattn.errors import InputError
+from normattn.lab.data import (
     Corpus,
     DataConfig,
     Document,
@@ -32,10 +33,9 @@ from normattn.data import (
     token_shards,
     tokens,
 )
-from normattn.data.shard_writer import CannotResumeError, ShardWriter, shard_paths
-from normattn.data.token_shards import TokenShards
-from normattn.data.tokeniser import Tokeniser
-from normattn.errors import InputError
+from normattn.lab.data.shard_writer import CannotResumeError, ShardWriter, shard_paths
+from normattn.lab.data.token_shards import TokenShards
+from normattn.lab.data.tokeniser import Tokeniser
 
 from .helpers import write_folder
 from .windows import recorded, windows

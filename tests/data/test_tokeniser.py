@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.data import Tokeniser, tokeniser, train_tokeniser
-from normattn.data.tokeniser import SEPARATOR, SEPARATOR_ID
 from normattn.errors import InputError
+from normattn.lab.data import Tokeniser, tokeniser, train_tokeniser
+from normattn.lab.data.tokeniser import SEPARATOR, SEPARATOR_ID
 
 # Many pairs with equal counts: a tie decides nearly every merge.
 TEXTS = ["ab cd ef gh ij kl mn op", "ba dc fe hg ji lk nm po", "xyz zyx"] * 3
@@ -54,7 +54,7 @@ def test_a_batch_equals_its_texts_one_by_one() -> None:
 
 def test_training_twice_gives_the_same_tokeniser_under_any_hash_seed_and_threads() -> None:
     code = (
-        "import json, sys; from normattn.data import train_tokeniser; "
+        "import json, sys; from normattn.lab.data import train_tokeniser; "
         "print(train_tokeniser(json.loads(sys.argv[1]), 300).fingerprint)"
     )
     found = {TOKENISER.fingerprint, train_tokeniser(TEXTS, 300).fingerprint}

@@ -17,12 +17,12 @@ import pytest
 from pydantic import ValidationError
 
 from normattn import atomic
-from normattn.data import Corpus, DataConfig, Document, TokenData, prepare_tokens, tokens
-from normattn.data import cache as cache_module
-from normattn.data.token_build import build_tokens
-from normattn.data.token_shards import TokenShards
 from normattn.errors import InputError
 from normattn.files import default_cache_dir
+from normattn.lab.data import Corpus, DataConfig, Document, TokenData, prepare_tokens, tokens
+from normattn.lab.data import cache as cache_module
+from normattn.lab.data.token_build import build_tokens
+from normattn.lab.data.token_shards import TokenShards
 
 from .helpers import write_folder
 
@@ -296,7 +296,7 @@ class Flowing(Corpus):
 def test_text_streams_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "parse_corpus", lambda text: Flowing(int(text)))
     monkeypatch.setattr(tokens, "SAMPLE_BYTES", 1)
-    monkeypatch.setattr("normattn.data.tokeniser.SAMPLE_BYTES", 1)
+    monkeypatch.setattr("normattn.lab.data.tokeniser.SAMPLE_BYTES", 1)
     peaks = []
     for count in (50, 250):
         tracemalloc.start()

@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from normattn.data import DataConfig, MaskedBatches, Masking, TrainingBatches, prepare_tokens
+from normattn.lab.data import DataConfig, MaskedBatches, Masking, TrainingBatches, prepare_tokens
 
 from .helpers import write_folder
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from diagnostics.test_diagnostics import model_of, texts_of
-from normattn.diagnostics import measure_mechanism
-from normattn.diagnostics.clamping import READINGS, ClampedReading
-from normattn.diagnostics.documents import Documents
+from normattn.lab.diagnostics import measure_mechanism
+from normattn.lab.diagnostics.clamping import READINGS, ClampedReading
+from normattn.lab.diagnostics.documents import Documents
 from normattn.models import CausalLM
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normattn.diagnostics import DiagnosticsProbe, collecting, inspect_model, layer_names
-from normattn.diagnostics.angles import Stage, unseen_angles
-from normattn.diagnostics.inspection import by_head, by_position, cosine_counts, totals
-from normattn.diagnostics.lines import DiagnosticsLine, LayerLine, read_diagnostics
-from normattn.diagnostics.weights import attention_weights
 from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
+from normattn.lab.diagnostics import DiagnosticsProbe, collecting, inspect_model, layer_names
+from normattn.lab.diagnostics.angles import Stage, unseen_angles
+from normattn.lab.diagnostics.inspection import by_head, by_position, cosine_counts, totals
+from normattn.lab.diagnostics.lines import DiagnosticsLine, LayerLine, read_diagnostics
+from normattn.lab.diagnostics.weights import attention_weights
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.score import Score, ScoreSpec
 

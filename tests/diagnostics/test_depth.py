@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from data.helpers import make_split
-from normattn.data.masking import MaskedSet, Masking, masked_set
-from normattn.diagnostics.depth import SAMPLED, layer_gradients, measure_depth
-from normattn.evaluation.masked import documents_of, score_masked, unigram_loss
+from normattn.lab.data.masking import MaskedSet, Masking, masked_set
+from normattn.lab.diagnostics.depth import SAMPLED, layer_gradients, measure_depth
+from normattn.lab.evaluation.masked import documents_of, score_masked, unigram_loss
 from normattn.layers.attention import Attention
 from normattn.models.masked_config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM

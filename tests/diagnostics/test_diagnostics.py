@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from normattn.data.evaluation_sets import EvaluationSet
-from normattn.diagnostics import (
+from normattn.errors import InputError
+from normattn.lab.data.evaluation_sets import EvaluationSet
+from normattn.lab.diagnostics import (
     BINS,
     Seen,
     count_cosines,
@@ -23,12 +24,11 @@ from normattn.diagnostics import (
     received_attention,
     watching,
 )
-from normattn.errors import InputError
-from normattn.measure import Bootstrap, frame
+from normattn.lab.report.view import View
+from normattn.lab.stats import Bootstrap, frame
+from normattn.lab.studies.mechanism.measured import rows
+from normattn.lab.studies.mechanism.page import columns
 from normattn.models import CausalLM, CausalLMConfig
-from normattn.report.view import View
-from normattn.studies.mechanism.measured import rows
-from normattn.studies.mechanism.page import columns
 
 NAMES = (
     "Baseline",

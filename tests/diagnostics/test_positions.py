@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from diagnostics.test_diagnostics import NAMES, brute_weights, ids_of, look, model_of, texts_of
-from normattn.data.evaluation_sets import EvaluationSet
-from normattn.diagnostics import BINS, measure_mechanism
-from normattn.diagnostics.key_norms import (
+from normattn.lab.data.evaluation_sets import EvaluationSet
+from normattn.lab.diagnostics import BINS, measure_mechanism
+from normattn.lab.diagnostics.key_norms import (
     FIRST,
     first_norms,
     position_correlation,
     signed_elsewhere,
     varied,
 )
-from normattn.diagnostics.ranges import REGIONS, TAIL, pairs_by_region, trained_range
+from normattn.lab.diagnostics.ranges import REGIONS, TAIL, pairs_by_region, trained_range
 from normattn.models import CausalLM
 
 Array = NDArray[np.float64]

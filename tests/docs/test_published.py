@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from normattn.measure import frame
-from normattn.report.context import PageContext
-from normattn.report.markdown import page_json, page_markdown
-from normattn.report.page import context
-from normattn.studies import find
+from normattn.lab.report.context import PageContext
+from normattn.lab.report.markdown import page_json, page_markdown
+from normattn.lab.report.page import context
+from normattn.lab.stats import frame
+from normattn.lab.studies import find
 
 RESULTS = Path(__file__).parents[2] / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob(f"*/{frame.FILE}"))

@@ -13,7 +13,7 @@ import pytest
 from mkdocs.config import load_config
 from mkdocs.structure.files import Files
 
-from normattn.studies import OF_COMMANDS, find, names
+from normattn.lab.studies import OF_COMMANDS, find, names
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "scripts" / "site_pages.py"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from normattn.studies.keynorm import METHODS, VARIANTS
-from normattn.sweep.reading import AS_IS
+from normattn.lab.studies.keynorm import METHODS, VARIANTS
+from normattn.lab.sweep.reading import AS_IS
 
 from .test_quick import README, ROOT, interval, name, points, published, rows
 

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from normattn.data.evaluation_sets import EvaluationSet
-from normattn.evaluation import CellInfo, TokenScorer, from_logits
 from normattn.kernels.cross_entropy import TokenScores
+from normattn.lab.data.evaluation_sets import EvaluationSet
+from normattn.lab.evaluation import CellInfo, TokenScorer, from_logits
 
 VOCABULARY = 16
 SURE = 4.0  # logit of the predicted token; the others have 0

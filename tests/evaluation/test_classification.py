@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.data.relations import RelationData, RelationSplit, WordPieces
-from normattn.evaluation.classification import (
+from normattn.lab.data.relations import RelationData, RelationSplit, WordPieces
+from normattn.lab.evaluation.classification import (
     DevelopmentProbe,
     Predictions,
     document_sums,
@@ -19,11 +19,11 @@ from normattn.evaluation.classification import (
     predict,
     tune_threshold,
 )
-from normattn.measure import Bootstrap, Identity, estimate, gathered, identified
-from normattn.measure.statistic import MACRO_F1, MICRO_F1, Statistic
+from normattn.lab.stats import Bootstrap, Identity, estimate, gathered, identified
+from normattn.lab.stats.statistic import MACRO_F1, MICRO_F1, Statistic
+from normattn.lab.training.reports import Probe
 from normattn.models.classifier import Classifier
 from normattn.models.classifier_config import ClassifierConfig
-from normattn.training.reports import Probe
 
 pytest.importorskip("torchmetrics")
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from normattn.data import InContextSet, in_context_set, train_tokeniser
-from normattn.data.in_context import prompts
-from normattn.data.relations.documents import RelationCorpus, RelationDocument
-from normattn.data.splits import SplitName
-from normattn.data.tokeniser import Tokeniser
 from normattn.errors import InputError
-from normattn.evaluation import CellInfo, TokenScorer, evaluate_in_context, from_logits
 from normattn.kernels.cross_entropy import TokenScores
+from normattn.lab.data import InContextSet, in_context_set, train_tokeniser
+from normattn.lab.data.in_context import prompts
+from normattn.lab.data.relations.documents import RelationCorpus, RelationDocument
+from normattn.lab.data.splits import SplitName
+from normattn.lab.data.tokeniser import Tokeniser
+from normattn.lab.evaluation import CellInfo, TokenScorer, evaluate_in_context, from_logits
 
 LABELS = ("birds", "bird", "rock", "star", "tree")  # one begins like another
 L = 48

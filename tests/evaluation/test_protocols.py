@@ -11,8 +11,8 @@ from polars.testing import assert_frame_equal
 from torch import Tensor
 
 from normattn.errors import InputError, NormattnError
-from normattn.evaluation import bin_edges, evaluate_cell, from_logits, rising_edges
 from normattn.kernels.cross_entropy import TokenScores
+from normattn.lab.evaluation import bin_edges, evaluate_cell, from_logits, rising_edges
 
 from .make import (
     VOCABULARY,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from polars.testing import assert_frame_equal
 
-from normattn.data.evaluation_sets import EvaluationSet
-from normattn.evaluation import evaluate_cell, evaluate_run, from_causal_lm
-from normattn.evaluation.recall import recalling
 from normattn.kernels.cross_entropy import TokenScores
-from normattn.measure import MeasurementStore
-from normattn.measure.frame import sorted_rows
+from normattn.lab.data.evaluation_sets import EvaluationSet
+from normattn.lab.evaluation import evaluate_cell, evaluate_run, from_causal_lm
+from normattn.lab.evaluation.recall import recalling
+from normattn.lab.stats import MeasurementStore
+from normattn.lab.stats.frame import sorted_rows
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 

@@ -11,14 +11,14 @@ import torch
 from polars.testing import assert_frame_equal
 from torch import Tensor
 
-from normattn.data import CopyTask, RetrievalSet, TokenData, retrieval_set
-from normattn.data.retrieval import DEPTHS
-from normattn.data.retrieval_facts import PASSAGE, TASKS
 from normattn.errors import InputError, NormattnError
-from normattn.evaluation import evaluate_retrieval, evaluate_run
 from normattn.kernels.cross_entropy import TokenScores
-from normattn.measure import MeasurementStore
-from normattn.measure import frame as frames
+from normattn.lab.data import CopyTask, RetrievalSet, TokenData, retrieval_set
+from normattn.lab.data.retrieval import DEPTHS
+from normattn.lab.data.retrieval_facts import PASSAGE, TASKS
+from normattn.lab.evaluation import evaluate_retrieval, evaluate_run
+from normattn.lab.stats import MeasurementStore
+from normattn.lab.stats import frame as frames
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.score import ScoreSpec
 

@@ -10,17 +10,17 @@ import torch
 from polars.testing import assert_frame_equal
 from torch import Tensor, nn
 
-from normattn.data.evaluation_sets import EvaluationSet
 from normattn.errors import InputError
-from normattn.evaluation import (
+from normattn.lab.data.evaluation_sets import EvaluationSet
+from normattn.lab.evaluation import (
     TokenScorer,
     evaluate_run,
     from_causal_lm,
     from_logits,
     weights_digest,
 )
-from normattn.measure import MeasurementStore
-from normattn.measure import frame as frames
+from normattn.lab.stats import MeasurementStore
+from normattn.lab.stats import frame as frames
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 from normattn.score.spec import ScoreSpec

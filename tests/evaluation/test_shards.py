@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from normattn.commands.evaluation_run import evaluate_run
-from normattn.commands.options.evaluate import EvaluateOptions
+from normattn.cli.evaluation_run import evaluate_run
+from normattn.cli.options.evaluate import EvaluateOptions
 from normattn.errors import InputError
-from normattn.evaluation import from_causal_lm
-from normattn.evaluation.scorers import Precision
-from normattn.evaluation.shards import following, in_shards, leading
-from normattn.measure import frame
+from normattn.lab.evaluation import from_causal_lm
+from normattn.lab.evaluation.scorers import Precision
+from normattn.lab.evaluation.shards import following, in_shards, leading
+from normattn.lab.stats import frame
+from normattn.lab.training import train_causal
 from normattn.models import CausalLM, CausalLMConfig
-from normattn.training import train_causal
 from training.group import together
 from training.settings import SMALL, small
 

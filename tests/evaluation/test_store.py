@@ -7,9 +7,9 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from normattn.errors import InputError
-from normattn.evaluation import evaluate_cell
-from normattn.measure import MeasurementStore
-from normattn.measure import frame as frames
+from normattn.lab.evaluation import evaluate_cell
+from normattn.lab.stats import MeasurementStore
+from normattn.lab.stats import frame as frames
 
 from .make import Counter, counting, info, make_set
 

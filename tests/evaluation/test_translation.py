@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from data.pairs_helpers import multi_layout
-from normattn.data.pairs import PairData, PairsConfig, prepare_pairs
 from normattn.errors import InputError
-from normattn.evaluation.translation import (
+from normattn.lab.data.pairs import PairData, PairsConfig, prepare_pairs
+from normattn.lab.evaluation.translation import (
     Search,
     corpus_counts,
     score_references,
     translate,
     unigram_loss,
 )
-from normattn.measure.counts import bleu, chrf
+from normattn.lab.stats.counts import bleu, chrf
 from normattn.models.translator import Translator
 from normattn.models.translator_config import TranslatorConfig
 

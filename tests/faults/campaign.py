@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.atomic import write_json, write_text
-from normattn.runs.environment import describe_environment
+from normattn.lab.runs.environment import describe_environment
 
 SHOWN_FAILURES = 20
 

@@ -85,8 +85,8 @@ def make_setting(folder: Path, foreign: bool = True) -> Setting:
     os.environ["NORMATTN_CACHE"] = str(folder / "cache")
     # What is imported here, forked processes need not import: they begin within milliseconds.
     for name in ("training_run", "evaluation_run", "exporting", "generation", "inspection"):
-        importlib.import_module(f"normattn.commands.{name}")
-    for name in ("normattn.cli.app", "normattn.studies.keynorm", "matplotlib.pyplot"):
+        importlib.import_module(f"normattn.cli.{name}")
+    for name in ("normattn.cli.app", "normattn.lab.studies.keynorm", "matplotlib.pyplot"):
         importlib.import_module(name)
     for arguments in (
         ("train", "--preset", setting.preset, "--score", "KNA", "--out", setting.run),

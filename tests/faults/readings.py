@@ -211,11 +211,11 @@ def _of_sweep(setting: Setting, place: Path, out: Path) -> list[Work]:
 
 def _again(setting: Setting, place: Path, out: Path) -> None:
     """What `reproduce` does, in this process: each cell that is not done, then the page."""
-    from normattn.studies import find
-    from normattn.sweep.cell import run_cell
-    from normattn.sweep.layout import CellPaths, write_if_changed
-    from normattn.sweep.run import _open, is_done
-    from normattn.sweep.study import Request
+    from normattn.lab.studies import find
+    from normattn.lab.sweep.cell import run_cell
+    from normattn.lab.sweep.layout import CellPaths, write_if_changed
+    from normattn.lab.sweep.run import _open, is_done
+    from normattn.lab.sweep.study import Request
 
     study = find("keynorm")
     asked = Request(

@@ -14,8 +14,8 @@ import torch
 
 import normattn
 from normattn import InputError
-from normattn.commands.harness import NormattnLM
-from normattn.data.tokeniser import Tokeniser
+from normattn.cli.harness import NormattnLM
+from normattn.lab.data.tokeniser import Tokeniser
 
 from .expected import by_hand, logits_of
 

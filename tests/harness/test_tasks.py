@@ -14,20 +14,20 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from normattn import InputError
+from normattn.cli import harness_text
 from normattn.cli.app import main
-from normattn.commands import harness_text
-from normattn.commands.harness import NormattnLM
-from normattn.commands.harness_command import TASKS
-from normattn.commands.harness_tasks import ManyShot
-from normattn.commands.harness_text import (
+from normattn.cli.harness import NormattnLM
+from normattn.cli.harness_command import TASKS
+from normattn.cli.harness_tasks import ManyShot
+from normattn.cli.harness_text import (
     many_shot_documents,
     retrieval_documents,
     segment_documents,
 )
-from normattn.data.corpora import Document
-from normattn.data.retrieval_facts import TASKS as RETRIEVAL
-from normattn.data.splits import split_of
-from normattn.data.tokeniser import Tokeniser
+from normattn.lab.data.corpora import Document
+from normattn.lab.data.retrieval_facts import TASKS as RETRIEVAL
+from normattn.lab.data.splits import split_of
+from normattn.lab.data.tokeniser import Tokeniser
 
 from .expected import by_hand, logits_of
 

@@ -19,9 +19,9 @@ from transformers.masking_utils import eager_mask
 import normattn
 from normattn import InputError
 from normattn.cli.app import main
-from normattn.diagnostics.lines import read_diagnostics
 from normattn.hf.looking import looking
-from normattn.measure import frame
+from normattn.lab.diagnostics.lines import read_diagnostics
+from normattn.lab.stats import frame
 
 from . import tiny
 from .families import build as build_family

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 # Imported here: that takes longer than an answer may.
-import normattn.sweep.study  # noqa: F401
+import normattn.lab.sweep.study  # noqa: F401
 from data.pairs_helpers import machine_object
 from normattn.errors import InputError
 from normattn.models.pretrained import load_model
@@ -59,7 +59,7 @@ PIXELS = np.arange(2 * 64, dtype=np.uint8).reshape(2, 8, 8)
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_npz_is_refused_by_name(damage: str, tmp_path: Path) -> None:
-    from normattn.data.images.files import read_npz
+    from normattn.lab.data.images.files import read_npz
 
     path = tmp_path / "some.npz"
     np.savez_compressed(path, images=PIXELS, labels=np.array([0, 1]))
@@ -71,7 +71,7 @@ def test_a_damaged_npz_is_refused_by_name(damage: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_idx_file_is_refused_by_name(damage: str, tmp_path: Path) -> None:
-    from normattn.data.images.files import read_idx
+    from normattn.lab.data.images.files import read_idx
 
     head = b"\0\0\x08\x03" + b"".join(size.to_bytes(4, "big") for size in PIXELS.shape)
     path = tmp_path / "train-images-idx3-ubyte.gz"
@@ -94,7 +94,7 @@ def _chunk(kind: bytes, content: bytes) -> bytes:
 def test_a_damaged_picture_is_refused_by_name(damage: str, tmp_path: Path) -> None:
     from PIL import Image
 
-    from normattn.data.images.files import read_classes
+    from normattn.lab.data.images.files import read_classes
 
     path = tmp_path / "cats" / "one.png"
     path.parent.mkdir()
@@ -113,7 +113,7 @@ def test_a_damaged_picture_is_refused_by_name(damage: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_catalogue_is_refused_by_name(damage: str, tmp_path: Path) -> None:
-    from normattn.data.pairs.catalogues import _messages
+    from normattn.lab.data.pairs.catalogues import _messages
 
     path = tmp_path / "some.mo"
     whole = machine_object({"hour": "Stände"})
@@ -127,7 +127,7 @@ def test_a_damaged_catalogue_is_refused_by_name(damage: str, tmp_path: Path) -> 
     "content", [b"STUDY = Study(", b"\0\0", b"x = '\xff'", b"[" * 500, b"x = " + b"9" * 5000]
 )
 def test_a_study_that_is_no_python_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
-    from normattn.studies import find
+    from normattn.lab.studies import find
 
     path = tmp_path / "mine.py"
     path.write_bytes(content)
@@ -137,7 +137,7 @@ def test_a_study_that_is_no_python_is_refused_by_name(content: bytes, tmp_path: 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}", "[1]", "", "{}"])
 def test_settings_beside_a_page_are_refused_by_name(content: str, tmp_path: Path) -> None:
-    from normattn.commands.reporting import _configuration
+    from normattn.cli.reporting import _configuration
 
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(InputError, match=r"config\.json"):
@@ -145,8 +145,8 @@ def test_settings_beside_a_page_are_refused_by_name(content: str, tmp_path: Path
 
 
 def test_files_without_an_end_are_refused_at_once(tmp_path: Path) -> None:
-    from normattn.data.images.files import read_classes, read_idx, read_npz
-    from normattn.data.tokeniser import Tokeniser
+    from normattn.lab.data.images.files import read_classes, read_idx, read_npz
+    from normattn.lab.data.tokeniser import Tokeniser
 
     def pipe(name: str) -> Path:
         place = tmp_path / name
@@ -168,8 +168,8 @@ def test_files_without_an_end_are_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_place_of_the_losses_is_refused_by_name(tmp_path: Path) -> None:
-    from normattn.sweep.collect import measured_below
-    from normattn.sweep.layout import CellPaths
+    from normattn.lab.sweep.collect import measured_below
+    from normattn.lab.sweep.layout import CellPaths
 
     paths = CellPaths.of(tmp_path, "KNA", 0)
     paths.job.mkdir(parents=True)

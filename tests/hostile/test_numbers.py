@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.commands import values
-from normattn.commands.extension_settings import parse_lengths
+from normattn.cli import values
+from normattn.cli.extension_settings import parse_lengths
 from normattn.errors import InputError
 from normattn.files import expanded
+from normattn.lab.sweep.settings import EvaluationSettings, validated
+from normattn.lab.training import TrainingConfig
 from normattn.score import ScoreSpec
-from normattn.sweep.settings import EvaluationSettings, validated
-from normattn.training import TrainingConfig
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -15,10 +15,10 @@ import safetensors.torch
 import torch
 
 from normattn.errors import InputError
+from normattn.lab.runs import Checkpoints
+from normattn.lab.runs.checkpoints import _digest
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.pretrained import load_any, save_model
-from normattn.runs import Checkpoints
-from normattn.runs.checkpoints import _digest
 from normattn.score import ScoreSpec
 
 MEMORY = 1 << 30

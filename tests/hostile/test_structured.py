@@ -15,22 +15,22 @@ from normattn import structured
 from normattn.bench.record import Record
 from normattn.bench.settings import Settings
 from normattn.bench.suites import SUITES
-from normattn.commands import values
-from normattn.data import cache
-from normattn.data.corpora.json_lines import read_json_lines
-from normattn.data.pairs.json_pairs import JsonPairs
-from normattn.data.pairs.source import Languages
-from normattn.data.relations.folder import _numbered
-from normattn.data.relations.reading import read_relations
-from normattn.diagnostics.lines import read_diagnostics
+from normattn.cli import values
 from normattn.errors import InputError
-from normattn.measure import frame
+from normattn.lab.data import cache
+from normattn.lab.data.corpora.json_lines import read_json_lines
+from normattn.lab.data.pairs.json_pairs import JsonPairs
+from normattn.lab.data.pairs.source import Languages
+from normattn.lab.data.relations.folder import _numbered
+from normattn.lab.data.relations.reading import read_relations
+from normattn.lab.diagnostics.lines import read_diagnostics
+from normattn.lab.runs import RunDirectory, read_metrics, read_status
+from normattn.lab.stats import frame
+from normattn.lab.studies import find
+from normattn.lab.sweep import presets
+from normattn.lab.sweep.cell import read_cell
+from normattn.lab.training.config_files import read_settings
 from normattn.models.pretrained import load_any
-from normattn.runs import RunDirectory, read_metrics, read_status
-from normattn.studies import find
-from normattn.sweep import presets
-from normattn.sweep.cell import read_cell
-from normattn.training.config_files import read_settings
 
 DEEP = 100_000
 HOSTILE = {

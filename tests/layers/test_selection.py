@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from normattn import Attention, InputError, Score, ScoreSpec, attention, explain
-from normattn.diagnostics.alpha import alpha
 from normattn.kernels import strips
 from normattn.kernels.observe import observing
+from normattn.lab.diagnostics.alpha import alpha
 from normattn.layers.attend import standing
 from normattn.layers.attend_cached import attention_cached
 from normattn.layers.cache import GrowingCache, KeyValueCache, StaticCache, WindowCache

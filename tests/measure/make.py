@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from normattn.measure import Identity, identified, sums
+from normattn.lab.stats import Identity, identified, sums
 
 
 def identity(row: str = "A", seed: int = 0, **changes: Any) -> Identity:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from measure.make import counted, identity
 from normattn.errors import InputError
-from normattn.measure import (
+from normattn.lab.stats import (
     Bootstrap,
     Estimate,
     Sums,
@@ -24,8 +24,8 @@ from normattn.measure import (
     sign_test,
     sums,
 )
-from normattn.measure.gather import on_common_sets
-from normattn.measure.statistic import Statistic, accuracy, loss, median, quantile
+from normattn.lab.stats.gather import on_common_sets
+from normattn.lab.stats.statistic import Statistic, accuracy, loss, median, quantile
 
 ACCURACY = accuracy()
 

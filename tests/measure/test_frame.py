@@ -9,8 +9,8 @@ import pytest
 
 from measure.make import counted, identity
 from normattn.errors import InputError
-from normattn.measure import MeasurementStore, digest, fact, identified, joined, sums
-from normattn.measure import frame as frames
+from normattn.lab.stats import MeasurementStore, digest, fact, identified, joined, sums
+from normattn.lab.stats import frame as frames
 
 
 def test_windows_of_one_document_are_added_up() -> None:

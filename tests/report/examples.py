@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from normattn.measure import Estimate
-from normattn.report.claim import Claim, Finding, Verdict
-from normattn.report.context import PageContext
-from normattn.report.figure import (
+from normattn.lab.report.claim import Claim, Finding, Verdict
+from normattn.lab.report.context import PageContext
+from normattn.lab.report.figure import (
     Curves,
     Density,
     DensityRow,
@@ -21,7 +20,8 @@ from normattn.report.figure import (
     Panel,
     Point,
 )
-from normattn.report.table import NOTHING, Cell, Column, Filled, Row, shown
+from normattn.lab.report.table import NOTHING, Cell, Column, Filled, Row, shown
+from normattn.lab.stats import Estimate
 
 ROWS = tuple(name + end for name in ("Baseline", "QNA", "KNA", "CosA") for end in ("", "-logn"))
 

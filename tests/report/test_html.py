@@ -9,13 +9,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from normattn.measure import Estimate
-from normattn.report.context import PageContext
-from normattn.report.figure import Curves, Line, Panel, Point
-from normattn.report.figure_json import figure_json
-from normattn.report.html import embedded, page_html
-from normattn.report.palette import LINES, ON_DARK
-from normattn.report.table import Cell
+from normattn.lab.report.context import PageContext
+from normattn.lab.report.figure import Curves, Line, Panel, Point
+from normattn.lab.report.figure_json import figure_json
+from normattn.lab.report.html import embedded, page_html
+from normattn.lab.report.palette import LINES, ON_DARK
+from normattn.lab.report.table import Cell
+from normattn.lab.stats import Estimate
 
 from . import examples
 

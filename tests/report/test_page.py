@@ -12,15 +12,15 @@ from scipy import stats
 
 from measure.make import counted
 from normattn.errors import InputError
-from normattn.measure import Bootstrap, Estimate, frame, joined
-from normattn.measure.statistic import accuracy
-from normattn.report.claim import Claim, Finding, decide, explained
-from normattn.report.figure import Curves, Figure, Line, Panel, Point
-from normattn.report.markdown import aligned, page_json, page_markdown, table_csv
-from normattn.report.page import Page, context, write_page
-from normattn.report.seeds import seeds_line
-from normattn.report.table import NOTHING, Column, Row, Table, shown
-from normattn.report.view import Term, View
+from normattn.lab.report.claim import Claim, Finding, decide, explained
+from normattn.lab.report.figure import Curves, Figure, Line, Panel, Point
+from normattn.lab.report.markdown import aligned, page_json, page_markdown, table_csv
+from normattn.lab.report.page import Page, context, write_page
+from normattn.lab.report.seeds import seeds_line
+from normattn.lab.report.table import NOTHING, Column, Row, Table, shown
+from normattn.lab.report.view import Term, View
+from normattn.lab.stats import Bootstrap, Estimate, frame, joined
+from normattn.lab.stats.statistic import accuracy
 
 ACCURACY = accuracy()
 SMALL = Bootstrap(200)

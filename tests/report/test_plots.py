@@ -19,8 +19,7 @@ from matplotlib.figure import Figure as Drawn
 from matplotlib.image import imread
 from matplotlib.text import Text
 
-from normattn.measure import Estimate
-from normattn.report.figure import (
+from normattn.lab.report.figure import (
     Curves,
     Figure,
     Grid,
@@ -30,11 +29,12 @@ from normattn.report.figure import (
     Panel,
     Point,
 )
-from normattn.report.figure_json import figure_json
-from normattn.report.palette import LINES, line_colour
-from normattn.report.plots import curves, density, draw, grid, intervals
-from normattn.report.plots.labels import spread
-from normattn.report.plots.style import house_style
+from normattn.lab.report.figure_json import figure_json
+from normattn.lab.report.palette import LINES, line_colour
+from normattn.lab.report.plots import curves, density, draw, grid, intervals
+from normattn.lab.report.plots.labels import spread
+from normattn.lab.report.plots.style import house_style
+from normattn.lab.stats import Estimate
 
 from . import examples
 
@@ -57,7 +57,8 @@ def test_another_process_and_other_settings_of_the_user_give_the_same_bytes(
     kept.write_bytes(pickle.dumps(examples.figures()))
     code = (
         "import hashlib, pickle, sys, matplotlib as mpl; mpl.rcParams['font.size'] = 20;"
-        "from normattn.report.plots import draw; figures = pickle.load(open(sys.argv[1], 'rb'));"
+        "from normattn.lab.report.plots import draw;"
+        "figures = pickle.load(open(sys.argv[1], 'rb'));"
         "print(hashlib.sha256(b''.join(map(draw, figures))).hexdigest())"
     )
     told = subprocess.run(
@@ -73,7 +74,7 @@ def test_a_figure_of_other_numbers_is_another_image() -> None:
 
 def test_the_report_is_imported_without_matplotlib() -> None:
     code = (
-        "import sys, normattn.report, normattn.report.plots, normattn.report.html;"
+        "import sys, normattn.lab.report, normattn.lab.report.plots, normattn.lab.report.html;"
         "assert 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from normattn.errors import InputError
-from normattn.runs import Checkpoints
+from normattn.lab.runs import Checkpoints
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:

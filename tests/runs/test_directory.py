@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from normattn.errors import InputError
-from normattn.runs import RunDirectory, RunStatus, read_status
-from normattn.runs.directory import first_difference
+from normattn.lab.runs import RunDirectory, RunStatus, read_status
+from normattn.lab.runs.directory import first_difference
 
 
 class Inner(BaseModel):

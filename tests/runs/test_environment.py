@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from normattn.runs import describe_environment, record_environment
+from normattn.lab.runs import describe_environment, record_environment
 
 
 def test_what_the_digits_depend_on_is_described() -> None:

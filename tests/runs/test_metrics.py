@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import InputError
-from normattn.runs import MetricsLog, read_metrics
+from normattn.lab.runs import MetricsLog, read_metrics
 
 
 def write(path: Path, steps: int) -> MetricsLog:

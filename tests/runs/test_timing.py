@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from normattn.bench.case import Goal
-from normattn.runs.timing import Timing, interleave, ratio
+from normattn.lab.runs.timing import Timing, interleave, ratio
 
 SECONDS = st.floats(1e-6, 1e3)
 

@@ -7,8 +7,8 @@ import torch
 
 from kernels.memory import largest
 from normattn import InputError, Score, ScoreSpec, attention, explain
-from normattn.diagnostics.angles import unseen_angles
 from normattn.kernels import tiles
+from normattn.lab.diagnostics.angles import unseen_angles
 from score.cases import tensors
 
 H, D = 2, 8

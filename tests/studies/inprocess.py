@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from normattn.measure import frame
-from normattn.report.markdown import page_json, page_markdown, table_csv
-from normattn.report.page import context
-from normattn.sweep import cell as cell_module
-from normattn.sweep import layout
-from normattn.sweep.cell import run_cell
-from normattn.sweep.layout import CellPaths, write_if_changed
-from normattn.sweep.study import Cell, Study, Sweep
+from normattn.lab.report.markdown import page_json, page_markdown, table_csv
+from normattn.lab.report.page import context
+from normattn.lab.stats import frame
+from normattn.lab.sweep import cell as cell_module
+from normattn.lab.sweep import layout
+from normattn.lab.sweep.cell import run_cell
+from normattn.lab.sweep.layout import CellPaths, write_if_changed
+from normattn.lab.sweep.study import Cell, Study, Sweep
 
 PAGE = "page"
 

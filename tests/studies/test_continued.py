@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from normattn.commands.reporting import report
-from normattn.data import prepare_tokens
+from normattn.cli.reporting import report
 from normattn.errors import InputError
+from normattn.lab.data import prepare_tokens
+from normattn.lab.studies.continue_ import STUDY, evaluation_sets, resolve
+from normattn.lab.sweep.reading import KeptStage
+from normattn.lab.sweep.settings import EvaluationSettings
+from normattn.lab.sweep.stages import TrainStage
+from normattn.lab.sweep.study import Request
+from normattn.lab.training import TrainingConfig
 from normattn.models.pretrained import load_model
 from normattn.structured import read_object
-from normattn.studies.continue_ import STUDY, evaluation_sets, resolve
-from normattn.sweep.reading import KeptStage
-from normattn.sweep.settings import EvaluationSettings
-from normattn.sweep.stages import TrainStage
-from normattn.sweep.study import Request
-from normattn.training import TrainingConfig
 from studies.inprocess import files, run, run_killed
 
 FEW: dict[str, Any] = {
@@ -61,7 +61,7 @@ def test_what_goes_on_and_how() -> None:
 def test_stopped_anywhere_it_is_the_same(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("normattn.studies.continue_.VARIANTS", ("Baseline", "KNA"))
+    monkeypatch.setattr("normattn.lab.studies.continue_.VARIANTS", ("Baseline", "KNA"))
     whole = resolve(Request(str(tiny), out=tmp_path / "whole", changes=FEW))
     run(STUDY, whole)
     broken = resolve(Request(str(tiny), out=tmp_path / "broken", changes=FEW))

@@ -8,12 +8,12 @@ import numpy as np
 import polars as pl
 import pytest
 
-from normattn.measure import Identity, identified, joined, sums
-from normattn.report.figure import Intervals
-from normattn.report.page import context
-from normattn.report.view import View
-from normattn.studies._advice import LAST, LEAST_GAIN, LOSS, Advice, advise, home
-from normattn.studies.extend import EXACT, KEY, PAGE, PREFILL, SECONDS, TRAIN, complete
+from normattn.lab.report.figure import Intervals
+from normattn.lab.report.page import context
+from normattn.lab.report.view import View
+from normattn.lab.stats import Identity, identified, joined, sums
+from normattn.lab.studies._advice import LAST, LEAST_GAIN, LOSS, Advice, advise, home
+from normattn.lab.studies.extend import EXACT, KEY, PAGE, PREFILL, SECONDS, TRAIN, complete
 
 L, TOKENS = 8, 8
 NAMES = {"": "as is", "PI": "PI", "YaRN": "YaRN(factor=4)"}

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from normattn.data import prepare_tokens
 from normattn.errors import InputError
+from normattn.lab.data import prepare_tokens
+from normattn.lab.runs.directory import first_difference
+from normattn.lab.studies.factors import STUDY, FactorCell, resolve
+from normattn.lab.studies.factors.changes import CHANGES, words
+from normattn.lab.studies.keynorm import resolve as resolve_keynorm
+from normattn.lab.sweep.language import ReadCell
+from normattn.lab.sweep.layout import CellPaths
+from normattn.lab.sweep.measuring import evaluate_trained
+from normattn.lab.sweep.run import reproduce
+from normattn.lab.sweep.study import Request, Sweep, free_settings, with_added
 from normattn.models.pretrained import load_model
-from normattn.runs.directory import first_difference
-from normattn.studies.factors import STUDY, FactorCell, resolve
-from normattn.studies.factors.changes import CHANGES, words
-from normattn.studies.keynorm import resolve as resolve_keynorm
-from normattn.sweep.language import ReadCell
-from normattn.sweep.layout import CellPaths
-from normattn.sweep.measuring import evaluate_trained
-from normattn.sweep.run import reproduce
-from normattn.sweep.study import Request, Sweep, free_settings, with_added
 from studies.inprocess import files, run
 
 FEW: dict[str, Any] = {"training.steps": 3, "evaluation.max_windows": 6}

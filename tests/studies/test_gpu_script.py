@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from normattn.sweep.merging import merged
-from normattn.sweep.presets import load
-from normattn.training.config import TrainingConfig
+from normattn.lab.sweep.merging import merged
+from normattn.lab.sweep.presets import load
+from normattn.lab.training.config import TrainingConfig
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
 

@@ -12,18 +12,18 @@ import torch
 
 from data.pairs_helpers import multi_layout
 from data.relation_files import write_relations
-from normattn.commands.inspection import inspect_run
-from normattn.commands.inspection_inputs import inputs_of
-from normattn.commands.options.inspect import InspectOptions
-from normattn.data.relations import prepare_relations
-from normattn.diagnostics.inspection import by_head, totals
-from normattn.diagnostics.weights import attention_weights
+from normattn.cli.inspection import inspect_run
+from normattn.cli.inspection_inputs import inputs_of
+from normattn.cli.options.inspect import InspectOptions
 from normattn.errors import InputError
-from normattn.measure import frame
+from normattn.lab.data.relations import prepare_relations
+from normattn.lab.diagnostics.inspection import by_head, totals
+from normattn.lab.diagnostics.weights import attention_weights
+from normattn.lab.stats import frame
+from normattn.lab.training.classification import ClassificationConfig, train_classifier
+from normattn.lab.training.translation import TranslationConfig, train_translation
+from normattn.lab.training.vision import VisionTrainingConfig, train_vision
 from normattn.models.pretrained import load_any
-from normattn.training.classification import ClassificationConfig, train_classifier
-from normattn.training.translation import TranslationConfig, train_translation
-from normattn.training.vision import VisionTrainingConfig, train_vision
 
 LOOP: dict[str, Any] = {"steps": 2, "device": "cpu", "schedule": {"warmup_steps": 1}}
 MODEL: dict[str, Any] = {"dim": 8, "layers": 2, "heads": 2, "score": "KNA-RealFormer"}

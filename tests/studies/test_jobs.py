@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import Interrupted
-from normattn.sweep.launch import local, running
-from normattn.sweep.launch.local import Local
-from normattn.sweep.launch.running import Observe
-from normattn.sweep.launch.seam import Job, Needs, Outcome
+from normattn.lab.sweep.launch import local, running
+from normattn.lab.sweep.launch.local import Local
+from normattn.lab.sweep.launch.running import Observe
+from normattn.lab.sweep.launch.seam import Job, Needs, Outcome
 
 
 def job(folder: Path, name: str, script: str) -> Job:
@@ -104,7 +104,7 @@ def test_a_signal_lets_children_save_and_is_raised(tmp_path: Path, number: signa
 WATCHES = """
 import sys, time
 sys.path[:0] = {path!r}
-from normattn.sweep.launch.child import watch_parent
+from normattn.lab.sweep.launch.child import watch_parent
 watch_parent(int(sys.argv[1]), poll=0.05)
 print("ready", flush=True)
 time.sleep(30)

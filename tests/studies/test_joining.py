@@ -14,10 +14,10 @@ import polars as pl
 import pytest
 
 from normattn.cli.app import main
-from normattn.commands.reporting import report
+from normattn.cli.reporting import report
 from normattn.errors import InputError
-from normattn.measure import frame
-from normattn.sweep.corpora import canonical_json, refuse_changed_text
+from normattn.lab.stats import frame
+from normattn.lab.sweep.corpora import canonical_json, refuse_changed_text
 
 RESULTS = Path(__file__).parents[2] / "results"
 WHOLE = RESULTS / "rmsnorm-laptop"
@@ -40,7 +40,7 @@ def part() -> Part:
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("normattn.report.plots.draw", lambda figure: b"drawn elsewhere")
+    monkeypatch.setattr("normattn.lab.report.plots.draw", lambda figure: b"drawn elsewhere")
 
 
 def _change(folder: Path, name: str, value: object) -> None:

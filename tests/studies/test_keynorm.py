@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import InputError
+from normattn.lab.studies._variants import trained_in_variants
+from normattn.lab.studies.keynorm import METHODS, VARIANTS, resolve
+from normattn.lab.sweep import presets
+from normattn.lab.sweep.language import ReadCell, TextConfig
+from normattn.lab.sweep.omissions import Omission, grouped
+from normattn.lab.sweep.plan import make_plan
+from normattn.lab.sweep.study import Cell, Request, SweepConfig
+from normattn.lab.training import TrainingConfig
 from normattn.score import ScoreSpec, registry
-from normattn.studies._variants import trained_in_variants
-from normattn.studies.keynorm import METHODS, VARIANTS, resolve
-from normattn.sweep import presets
-from normattn.sweep.language import ReadCell, TextConfig
-from normattn.sweep.omissions import Omission, grouped
-from normattn.sweep.plan import make_plan
-from normattn.sweep.study import Cell, Request, SweepConfig
-from normattn.training import TrainingConfig
 
 
 def text(config: SweepConfig) -> TextConfig:

@@ -17,16 +17,16 @@ import psutil
 import pytest
 
 from normattn.errors import InputError, Interrupted
-from normattn.studies import find
-from normattn.sweep import launch
-from normattn.sweep.launch.child import Errand
-from normattn.sweep.launch.local import Local
-from normattn.sweep.launch.ray_tasks import Ray
-from normattn.sweep.launch.running import run_jobs
-from normattn.sweep.launch.seam import Job, Launcher, Needs
-from normattn.sweep.launch.slurm import Slurm
-from normattn.sweep.run import reproduce
-from normattn.sweep.study import Request
+from normattn.lab.studies import find
+from normattn.lab.sweep import launch
+from normattn.lab.sweep.launch.child import Errand
+from normattn.lab.sweep.launch.local import Local
+from normattn.lab.sweep.launch.ray_tasks import Ray
+from normattn.lab.sweep.launch.running import run_jobs
+from normattn.lab.sweep.launch.seam import Job, Launcher, Needs
+from normattn.lab.sweep.launch.slurm import Slurm
+from normattn.lab.sweep.run import reproduce
+from normattn.lab.sweep.study import Request
 from studies.test_jobs import SAVES
 from studies.test_sweep import SECONDS, result, wait_for_training
 
@@ -35,7 +35,7 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 BYTES = 80 << 20
 WATCHES_ITS_PARENT = """
 import sys
-from normattn.sweep.launch.child import watch_parent
+from normattn.lab.sweep.launch.child import watch_parent
 watch_parent(int(sys.argv[-1]))
 """
 
@@ -75,8 +75,8 @@ def elsewhere(request: pytest.FixtureRequest) -> Launcher:
 INTERRUPTED = """
 import _thread, sys, threading, time
 from pathlib import Path
-from normattn.sweep.launch.child import Errand
-from normattn.sweep.launch.seam import Job
+from normattn.lab.sweep.launch.child import Errand
+from normattn.lab.sweep.launch.seam import Job
 place = Path(sys.argv[1])
 job = Job("one", ("-c", sys.argv[2]), place / "log.txt")
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from normattn.studies import find, names
-from normattn.sweep.plan import make_plan
-from normattn.sweep.study import Request
-from normattn.training import LoopConfig
+from normattn.lab.studies import find, names
+from normattn.lab.sweep.plan import make_plan
+from normattn.lab.sweep.study import Request
+from normattn.lab.training import LoopConfig
 
 
 @pytest.mark.parametrize("study", names())

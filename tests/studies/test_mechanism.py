@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from normattn.errors import InputError
-from normattn.studies.mechanism import STUDY, resolve
-from normattn.sweep.study import Request
+from normattn.lab.studies.mechanism import STUDY, resolve
+from normattn.lab.sweep.study import Request
 from studies.inprocess import files, run, run_killed
 
 FEW: dict[str, Any] = {

@@ -11,9 +11,9 @@ import pytest
 
 from normattn.cli.app import main
 from normattn.errors import InputError
-from normattn.studies import find, names, summary
-from normattn.sweep.launch.local import Local
-from normattn.sweep.study import CORPUS
+from normattn.lab.studies import find, names, summary
+from normattn.lab.sweep.launch.local import Local
+from normattn.lab.sweep.study import CORPUS
 from studies import here
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-study.md"
@@ -51,7 +51,7 @@ def test_a_study_of_ones_own_is_run_and_reported_again(
     assert (out / "report.html").is_file()
     assert (out / "figures" / "at_2l.png").is_file()
     # Once is enough: drawing takes most of the time of a page.
-    monkeypatch.setattr("normattn.report.plots.draw", lambda figure: b"not drawn again")
+    monkeypatch.setattr("normattn.lab.report.plots.draw", lambda figure: b"not drawn again")
     before = (out / "table.md").read_bytes()
     (out / "table.md").unlink()
     alone = tmp_path / "alone"

@@ -9,14 +9,14 @@ import numpy as np
 import polars as pl
 import pytest
 
-from normattn.measure import Bootstrap, Identity, fact, identified, joined, sums
-from normattn.report.figure import Curves
-from normattn.report.view import View
+from normattn.lab.report.figure import Curves
+from normattn.lab.report.view import View
+from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.lab.studies._premise import at_training_length, copying, premise
+from normattn.lab.studies._reading import position_figures
+from normattn.lab.studies.keynorm import STUDY
 from normattn.score.folded_parts import rope_frequencies
 from normattn.score.parts.yarn import YaRN
-from normattn.studies._premise import at_training_length, copying, premise
-from normattn.studies._reading import position_figures
-from normattn.studies.keynorm import STUDY
 
 L, LONGEST, DOCUMENTS = 4, 16, 40
 EDGES = [*range(0, LONGEST + 1, 2)]

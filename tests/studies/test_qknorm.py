@@ -11,13 +11,13 @@ import pytest
 
 from data.pairs_helpers import multi_layout
 from normattn.errors import InputError
-from normattn.measure import frame
-from normattn.studies.qknorm import STUDY, collect, resolve
-from normattn.studies.qknorm.rows import parts
-from normattn.studies.qknorm.settings import MULTIPLES, SCORES, SWEPT
-from normattn.studies.qknorm.translation import RateCell, TranslateCell, scores_of
-from normattn.sweep import presets
-from normattn.sweep.study import Request, Sweep
+from normattn.lab.stats import frame
+from normattn.lab.studies.qknorm import STUDY, collect, resolve
+from normattn.lab.studies.qknorm.rows import parts
+from normattn.lab.studies.qknorm.settings import MULTIPLES, SCORES, SWEPT
+from normattn.lab.studies.qknorm.translation import RateCell, TranslateCell, scores_of
+from normattn.lab.sweep import presets
+from normattn.lab.sweep.study import Request, Sweep
 from studies.inprocess import files, run, run_killed
 
 PRESET = """

@@ -12,12 +12,12 @@ import numpy as np
 import polars as pl
 import pytest
 
-from normattn.measure import Bootstrap, Identity, fact, identified, joined, sums
-from normattn.measure.counts import bleu
-from normattn.report.markdown import page_json, page_markdown, table_csv
-from normattn.report.page import context
-from normattn.report.view import View
-from normattn.studies.qknorm.measured import (
+from normattn.lab.report.markdown import page_json, page_markdown, table_csv
+from normattn.lab.report.page import context
+from normattn.lab.report.view import View
+from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.lab.stats.counts import bleu
+from normattn.lab.studies.qknorm.measured import (
     base_of,
     failures,
     largest_logit,
@@ -25,7 +25,7 @@ from normattn.studies.qknorm.measured import (
     rows_of,
     tolerated,
 )
-from normattn.studies.qknorm.page import PAGE
+from normattn.lab.studies.qknorm.page import PAGE
 
 SENTENCES = 30
 DRAWN = Bootstrap(resamples=200)

@@ -12,9 +12,9 @@ import torch
 
 import normattn
 from normattn.errors import InputError
+from normattn.lab.studies.questions import NAME, QUESTIONS, STUDY, Question, resolve
+from normattn.lab.sweep.study import Request
 from normattn.score import ScoreSpec
-from normattn.studies.questions import NAME, QUESTIONS, STUDY, Question, resolve
-from normattn.sweep.study import Request
 from studies.inprocess import files, run
 
 FEW: dict[str, Any] = {"training.steps": 4, "evaluation.max_windows": 6}

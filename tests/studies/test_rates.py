@@ -8,11 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from normattn.studies import keynorm, qknorm, realformer, rmsnorm
-from normattn.sweep import language, rates
-from normattn.sweep.plan import Rates
-from normattn.sweep.run import fp32_advice
-from normattn.sweep.study import Request
+from normattn.lab.studies import keynorm, qknorm, realformer, rmsnorm
+from normattn.lab.sweep import language, rates
+from normattn.lab.sweep.plan import Rates
+from normattn.lab.sweep.run import fp32_advice
+from normattn.lab.sweep.study import Request
 
 Working = Callable[[float, float], tuple[list[int], Callable[[int], None]]]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import InputError
-from normattn.studies import keynorm
-from normattn.studies.reading import STUDY, resolve
-from normattn.sweep.study import Request
+from normattn.lab.studies import keynorm
+from normattn.lab.studies.reading import STUDY, resolve
+from normattn.lab.sweep.study import Request
 from studies.inprocess import files, run
 
 

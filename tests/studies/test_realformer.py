@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from normattn.errors import InputError
+from normattn.lab.studies.realformer import STUDY, EncoderCell, GridCell, resolve
+from normattn.lab.studies.realformer.settings import ROWS
+from normattn.lab.sweep import presets
+from normattn.lab.sweep.layout import CellPaths
+from normattn.lab.sweep.study import Request, Sweep
+from normattn.lab.training.continuation import new_masked_model
+from normattn.lab.training.masked import MaskedConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_as
 from normattn.structured import read_object
-from normattn.studies.realformer import STUDY, EncoderCell, GridCell, resolve
-from normattn.studies.realformer.settings import ROWS
-from normattn.sweep import presets
-from normattn.sweep.layout import CellPaths
-from normattn.sweep.study import Request, Sweep
-from normattn.training.continuation import new_masked_model
-from normattn.training.masked import MaskedConfig
 from studies.inprocess import PAGE, files, one_cell, run, run_killed, write
 
 PRESET = """

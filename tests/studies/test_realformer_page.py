@@ -10,16 +10,16 @@ import polars as pl
 import pytest
 
 from normattn.errors import InputError
-from normattn.measure import Bootstrap, Identity, fact, identified, joined, sums
-from normattn.report.claim import Finding
-from normattn.report.context import PageContext
-from normattn.report.figure import Curves, Grid
-from normattn.report.page import context
-from normattn.report.table import Filled
-from normattn.report.view import View
-from normattn.studies.realformer import STUDY
-from normattn.studies.realformer.reading import Setting, grid
-from normattn.studies.realformer.scoring import by_layer
+from normattn.lab.report.claim import Finding
+from normattn.lab.report.context import PageContext
+from normattn.lab.report.figure import Curves, Grid
+from normattn.lab.report.page import context
+from normattn.lab.report.table import Filled
+from normattn.lab.report.view import View
+from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.lab.studies.realformer import STUDY
+from normattn.lab.studies.realformer.reading import Setting, grid
+from normattn.lab.studies.realformer.scoring import by_layer
 
 DOCUMENTS = tuple(f"d{n:02}" for n in range(30))
 TOKENS, WINDOWS = np.full(30, 100), np.full(30, 2)

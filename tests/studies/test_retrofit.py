@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from normattn.data import prepare_tokens
 from normattn.errors import InputError
+from normattn.lab.data import prepare_tokens
+from normattn.lab.studies.retrofit import STUDY, evaluation_sets, resolve
+from normattn.lab.sweep.study import Request
+from normattn.lab.training import TrainingConfig
+from normattn.lab.training.continuation import new_model
 from normattn.models.pretrained import load_model
 from normattn.structured import read_object
-from normattn.studies.retrofit import STUDY, evaluation_sets, resolve
-from normattn.sweep.study import Request
-from normattn.training import TrainingConfig
-from normattn.training.continuation import new_model
 from studies.inprocess import files, run, run_killed
 
 FEW: dict[str, Any] = {

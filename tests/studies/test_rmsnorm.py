@@ -11,11 +11,11 @@ import pytest
 
 from data.relation_files import write_relations
 from normattn.errors import InputError
-from normattn.measure import collected, frame
-from normattn.studies.rmsnorm import NORMS, STUDY, TIMED, NormCell, TimeCell, collect, resolve
-from normattn.studies.rmsnorm.measuring import whole_time
-from normattn.sweep import presets
-from normattn.sweep.study import Request, Sweep
+from normattn.lab.stats import collected, frame
+from normattn.lab.studies.rmsnorm import NORMS, STUDY, TIMED, NormCell, TimeCell, collect, resolve
+from normattn.lab.studies.rmsnorm.measuring import whole_time
+from normattn.lab.sweep import presets
+from normattn.lab.sweep.study import Request, Sweep
 from studies.inprocess import files, run, run_killed
 
 pytest.importorskip("torchmetrics")

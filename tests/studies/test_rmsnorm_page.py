@@ -10,15 +10,15 @@ import polars as pl
 import pytest
 
 from normattn.errors import InputError
-from normattn.evaluation.classification import Predictions, document_sums
-from normattn.measure import Bootstrap, Identity, fact, identified, joined, sums
-from normattn.report.claim import Finding
-from normattn.report.context import PageContext
-from normattn.report.figure import Curves
-from normattn.report.page import context
-from normattn.report.table import Cell
-from normattn.studies.rmsnorm import STUDY
-from normattn.studies.rmsnorm.measuring import timed
+from normattn.lab.evaluation.classification import Predictions, document_sums
+from normattn.lab.report.claim import Finding
+from normattn.lab.report.context import PageContext
+from normattn.lab.report.figure import Curves
+from normattn.lab.report.page import context
+from normattn.lab.report.table import Cell
+from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.lab.studies.rmsnorm import STUDY
+from normattn.lab.studies.rmsnorm.measuring import timed
 
 FEW = Bootstrap(resamples=300)
 DOCUMENTS = 60

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from normattn.errors import InputError
-from normattn.studies import factors, keynorm
-from normattn.studies.mechanism import STUDY, resolve
-from normattn.sweep import taking
-from normattn.sweep.plan import make_plan
-from normattn.sweep.study import Request, Sweep
+from normattn.lab.studies import factors, keynorm
+from normattn.lab.studies.mechanism import STUDY, resolve
+from normattn.lab.sweep import taking
+from normattn.lab.sweep.plan import make_plan
+from normattn.lab.sweep.study import Request, Sweep
 from studies.inprocess import files, one_cell, run
 
 FEW: dict[str, Any] = {"training.steps": 5, "training.checkpoint_seconds": 0}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from normattn.lab.studies.qknorm.translation import scores_of
 from normattn.models.translator_config import TranslatorConfig
-from normattn.studies.qknorm.translation import scores_of
 
 
 @pytest.mark.parametrize("variant", ["Baseline", "KNA-logn", "QKNorm2020", "QRMSNorm-NoPE"])

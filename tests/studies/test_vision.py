@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from normattn.errors import InputError
-from normattn.measure import frame, select
+from normattn.lab.stats import frame, select
+from normattn.lab.studies.qknorm import STUDY, collect
+from normattn.lab.studies.qknorm.images import SCORES, VisionCell, vision_cells, vision_score
+from normattn.lab.studies.qknorm.rows import Trained, rows_of
+from normattn.lab.sweep.study import Sweep, SweepConfig
 from normattn.structured import Settings
-from normattn.studies.qknorm import STUDY, collect
-from normattn.studies.qknorm.images import SCORES, VisionCell, vision_cells, vision_score
-from normattn.studies.qknorm.rows import Trained, rows_of
-from normattn.sweep.study import Sweep, SweepConfig
 from studies.inprocess import PAGE, files, run, run_killed, write
 
 

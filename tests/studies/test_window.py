@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from normattn.commands.reporting import report
+from normattn.cli.reporting import report
 from normattn.errors import InputError
-from normattn.studies.window import STUDY, resolve
-from normattn.sweep.language import ReadCell, TextConfig
-from normattn.sweep.layout import CellPaths
-from normattn.sweep.study import Request
+from normattn.lab.studies.window import STUDY, resolve
+from normattn.lab.sweep.language import ReadCell, TextConfig
+from normattn.lab.sweep.layout import CellPaths
+from normattn.lab.sweep.study import Request
 from studies.inprocess import files, run, run_killed
 
 FEW = {

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from normattn.errors import Interrupted, NormattnError
-from normattn.training.loop import train
-from normattn.training.reports import StepReport
+from normattn.lab.training.loop import train
+from normattn.lab.training.reports import StepReport
 
 from .toy import ToyTask, config, open_run
 

@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from normattn.runs import describe_environment, read_metrics
-from normattn.training import TrainingConfig, train_causal
+from normattn.lab.runs import describe_environment, read_metrics
+from normattn.lab.training import TrainingConfig, train_causal
 
 RECORD = Path(__file__).with_name("golden.json")
 CONFIG = TrainingConfig.parse(

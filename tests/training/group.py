@@ -15,11 +15,11 @@ from torch import Tensor
 
 import apart
 from normattn.errors import NormattnError
-from normattn.training import TrainingResult, train_causal
-from normattn.training.causal import CausalWorkload
-from normattn.training.distribution import World
-from normattn.training.loop import train
-from normattn.training.step import Stepper
+from normattn.lab.training import TrainingResult, train_causal
+from normattn.lab.training.causal import CausalWorkload
+from normattn.lab.training.distribution import World
+from normattn.lab.training.loop import train
+from normattn.lab.training.step import Stepper
 
 from .settings import small
 from .toy import ToyTask, config, open_run

@@ -7,10 +7,10 @@ from typing import Any
 
 from normattn.atomic import write_json
 from normattn.kernels.calibration import path_for
-from normattn.runs.timing import threads
-from normattn.training.curve import Curve
-from normattn.training.measured_rates import of_machine
-from normattn.training.roofline import EXPONENTIALS, FORMS, LAYOUTS, Rates, rate_of
+from normattn.lab.runs.timing import threads
+from normattn.lab.training.curve import Curve
+from normattn.lab.training.measured_rates import of_machine
+from normattn.lab.training.roofline import EXPONENTIALS, FORMS, LAYOUTS, Rates, rate_of
 
 PRODUCTS = {
     False: Curve(((10.0, 1e3), (1000.0, 1e5))),

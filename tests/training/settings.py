@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from normattn.training import TrainingConfig
+from normattn.lab.training import TrainingConfig
 
 SMALL: dict[str, Any] = {
     "steps": 12,

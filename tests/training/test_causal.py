@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from normattn.data import TrainingBatches, prepare_tokens
-from normattn.data.tokeniser import Tokeniser
 from normattn.errors import DivergedError, InputError, Interrupted
+from normattn.lab.data import TrainingBatches, prepare_tokens
+from normattn.lab.data.tokeniser import Tokeniser
+from normattn.lab.runs import Checkpoints, read_metrics, read_status
+from normattn.lab.training import StepReport, TrainingConfig, train_causal
+from normattn.lab.training import causal as causal_module
+from normattn.lab.training.seeds import derive_seed
 from normattn.models import CausalLM
 from normattn.models.pretrained import load_model
-from normattn.runs import Checkpoints, read_metrics, read_status
-from normattn.training import StepReport, TrainingConfig, train_causal
-from normattn.training import causal as causal_module
-from normattn.training.seeds import derive_seed
 
 from .settings import SMALL, small
 

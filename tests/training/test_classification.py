@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from data.relation_files import write_relations
-from normattn.data.relations import prepare_relations
 from normattn.errors import InputError, Interrupted
-from normattn.evaluation.classification import DevelopmentProbe
-from normattn.models.classifier import Classifier
-from normattn.models.pretrained import load_as
-from normattn.training.classification import (
+from normattn.lab.data.relations import prepare_relations
+from normattn.lab.evaluation.classification import DevelopmentProbe
+from normattn.lab.training.classification import (
     ClassificationConfig,
     ClassificationWorkload,
     train_classifier,
 )
+from normattn.models.classifier import Classifier
+from normattn.models.pretrained import load_as
 
 
 def config(folder: Path, **changes: Any) -> ClassificationConfig:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from normattn.errors import InputError
-from normattn.training import AdamWConfig, TigerConfig, TrainingConfig
+from normattn.lab.training import AdamWConfig, TigerConfig, TrainingConfig
 
 from .settings import SMALL, small
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from normattn.data import TrainingBatches, prepare_tokens
 from normattn.errors import InputError, Interrupted
+from normattn.lab.data import TrainingBatches, prepare_tokens
+from normattn.lab.runs import read_metrics
+from normattn.lab.training import TrainingConfig, train_causal
+from normattn.lab.training.continuation import Continuation
+from normattn.lab.training.seeds import derive_seed
+from normattn.lab.training.workload import kept_model
 from normattn.models.pretrained import load_model
-from normattn.runs import read_metrics
-from normattn.training import TrainingConfig, train_causal
-from normattn.training.continuation import Continuation
-from normattn.training.seeds import derive_seed
-from normattn.training.workload import kept_model
 
 from .settings import small
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from normattn.errors import InputError
+from normattn.lab.training import TrainingConfig, train_causal
+from normattn.lab.training.causal import CausalWorkload
+from normattn.lab.training.cost import least_bytes, memory_of
 from normattn.models import CausalLM
-from normattn.training import TrainingConfig, train_causal
-from normattn.training.causal import CausalWorkload
-from normattn.training.cost import least_bytes, memory_of
 
 CPU = torch.device("cpu")
 

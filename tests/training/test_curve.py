@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from normattn.errors import InputError
-from normattn.training.curve import Curve
+from normattn.lab.training.curve import Curve
 
 POSITIVE = st.floats(1e-3, 1e12)
 POINTS = st.dictionaries(POSITIVE, POSITIVE, min_size=1, max_size=8).map(

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from normattn.errors import InputError
-from normattn.runs import read_metrics, read_status
-from normattn.training.distribution import choose_device
-from normattn.training.loop import train
+from normattn.lab.runs import read_metrics, read_status
+from normattn.lab.training.distribution import choose_device
+from normattn.lab.training.loop import train
 
 from .processes import TESTS, environment
 from .toy import ToyTask, config, open_run

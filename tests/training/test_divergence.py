@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from normattn.errors import DivergedError
-from normattn.runs import RunDirectory, read_metrics, read_status
-from normattn.training.distribution import World
-from normattn.training.loop import train
+from normattn.lab.runs import RunDirectory, read_metrics, read_status
+from normattn.lab.training.distribution import World
+from normattn.lab.training.loop import train
 
 from .toy import Block, ToyTask, config, open_run
 

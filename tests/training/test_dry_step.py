@@ -9,9 +9,9 @@ import torch
 
 from normattn.errors import InputError
 from normattn.kernels.place import as_on_gpu, on_cpu
-from normattn.training import TrainingConfig
-from normattn.training.dry_step import dry_step
-from normattn.training.measured_step import measured_peak
+from normattn.lab.training import TrainingConfig
+from normattn.lab.training.dry_step import dry_step
+from normattn.lab.training.measured_step import measured_peak
 
 from .settings import small
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from normattn.training.progress import ProgressBar
-from normattn.training.reports import StepReport
+from normattn.lab.training.progress import ProgressBar
+from normattn.lab.training.reports import StepReport
 
 REPORT = StepReport(10, 10, 1.23456, 0.5, 1e-3, {}, 640, 4321.0, 1.0)
 

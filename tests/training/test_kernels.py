@@ -9,8 +9,8 @@ import pytest
 from normattn import InputError
 from normattn.kernels.bucket import Bucket
 from normattn.kernels.calibration import Calibration, Quicker, Times, using
-from normattn.training import train_causal
-from normattn.training.loop_config import LoopConfig
+from normattn.lab.training import train_causal
+from normattn.lab.training.loop_config import LoopConfig
 
 from .settings import small
 

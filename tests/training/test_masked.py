@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from normattn.data import TrainingBatches, prepare_tokens
-from normattn.data.masking import Masking
 from normattn.errors import InputError, Interrupted
+from normattn.lab.data import TrainingBatches, prepare_tokens
+from normattn.lab.data.masking import Masking
+from normattn.lab.runs import read_metrics
+from normattn.lab.training import StepReport
+from normattn.lab.training.masked import MaskedConfig, MaskedWorkload, train_masked
+from normattn.lab.training.seeds import derive_seed
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_as
-from normattn.runs import read_metrics
-from normattn.training import StepReport
-from normattn.training.masked import MaskedConfig, MaskedWorkload, train_masked
-from normattn.training.seeds import derive_seed
 
 from .settings import SMALL
 

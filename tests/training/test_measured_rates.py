@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from normattn.training import measured_rates
-from normattn.training.measured_rates import rates_here
-from normattn.training.roofline import Rates
+from normattn.lab.training import measured_rates
+from normattn.lab.training.measured_rates import rates_here
+from normattn.lab.training.roofline import Rates
 
 from .rates import RATES, keep, rates_file
 

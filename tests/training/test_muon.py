@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from normattn.errors import InputError
-from normattn.training.optimisers import AdamWConfig, MuonConfig, make_optimiser
+from normattn.lab.training.optimisers import AdamWConfig, MuonConfig, make_optimiser
 
 CONFIG = MuonConfig(lr=0.02, momentum=0.9, weight_decay=0.1)
 

@@ -4,8 +4,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from normattn.lab.training.optimisers import (
+    AdamWConfig,
+    TigerConfig,
+    group_parameters,
+    make_optimiser,
+)
 from normattn.models import CausalLM, CausalLMConfig
-from normattn.training.optimisers import AdamWConfig, TigerConfig, group_parameters, make_optimiser
 
 from .toy import ToyModel
 

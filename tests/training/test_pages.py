@@ -11,7 +11,7 @@ import pytest
 # A block as large as a step's tensors, taken, written and freed twice: faults of the second time.
 PROGRAM = """
 import ctypes, resource
-from normattn.training.pages import keep_pages
+from normattn.lab.training.pages import keep_pages
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from normattn.errors import InputError
-from normattn.training.causal import CausalWorkload
-from normattn.training.config import TrainingConfig
-from normattn.training.counting import Counted
-from normattn.training.distribution import World
-from normattn.training.measured_step import measured_peak
-from normattn.training.plan import DEVICES, HERE, Plan, described, device_named, dry_share, plan
-from normattn.training.roofline import Rates
-from normattn.training.work import Touch, Work
+from normattn.lab.training.causal import CausalWorkload
+from normattn.lab.training.config import TrainingConfig
+from normattn.lab.training.counting import Counted
+from normattn.lab.training.distribution import World
+from normattn.lab.training.measured_step import measured_peak
+from normattn.lab.training.plan import DEVICES, HERE, Plan, described, device_named, dry_share, plan
+from normattn.lab.training.roofline import Rates
+from normattn.lab.training.work import Touch, Work
 
 from .group import CURVE, hold, together
 from .rates import RATES, keep, rates_file

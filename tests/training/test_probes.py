@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from normattn.errors import InputError, Interrupted
-from normattn.runs import read_metrics
-from normattn.training.loop import train
-from normattn.training.reports import Probe
-from normattn.training.task import Task
+from normattn.lab.runs import read_metrics
+from normattn.lab.training.loop import train
+from normattn.lab.training.reports import Probe
+from normattn.lab.training.task import Task
 
 from .toy import ToyTask, config, open_run
 

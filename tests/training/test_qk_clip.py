@@ -10,14 +10,14 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from normattn.diagnostics import DiagnosticsProbe
-from normattn.diagnostics.lines import read_diagnostics
 from normattn.errors import InputError
+from normattn.lab.diagnostics import DiagnosticsProbe
+from normattn.lab.diagnostics.lines import read_diagnostics
+from normattn.lab.runs import read_metrics
+from normattn.lab.training.causal import train_causal
+from normattn.lab.training.distribution import World
+from normattn.lab.training.qk_clip import QKClip
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
-from normattn.runs import read_metrics
-from normattn.training.causal import train_causal
-from normattn.training.distribution import World
-from normattn.training.qk_clip import QKClip
 
 from .settings import SMALL, small
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from normattn.errors import InputError, Interrupted
-from normattn.runs import read_metrics, read_status
-from normattn.training.loop import train
-from normattn.training.reports import TrainingResult
+from normattn.lab.runs import read_metrics, read_status
+from normattn.lab.training.loop import train
+from normattn.lab.training.reports import TrainingResult
 
 from .processes import start
 from .toy import ToyTask, config, open_run

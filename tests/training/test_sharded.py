@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from normattn.errors import DivergedError, InputError, Interrupted
-from normattn.runs import Checkpoints, read_metrics, read_status
-from normattn.training import TrainingResult
+from normattn.lab.runs import Checkpoints, read_metrics, read_status
+from normattn.lab.training import TrainingResult
 
 from .group import CURVE, FSDP, STEPS, diverge, go, hold, together, without_room
 from .settings import small
@@ -152,7 +152,7 @@ def test_a_killed_process_is_begun_again_and_the_curve_goes_on(tmp_path: Path) -
     os.kill(workers(running.pid)[-1], signal.SIGKILL)
     said = finish(running, 180.0)
     assert running.returncode == 0, said
-    from normattn.training.loop import train
+    from normattn.lab.training.loop import train
 
     from .toy import open_run
 

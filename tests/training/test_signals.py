@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from normattn.training import signals
-from normattn.training.signals import stop_on_signals
+from normattn.lab.training import signals
+from normattn.lab.training.signals import stop_on_signals
 
 
 @pytest.fixture

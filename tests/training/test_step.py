@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from normattn.errors import InputError
-from normattn.training.distribution import World
-from normattn.training.loop_config import LoopConfig
-from normattn.training.optimisers import AdamWConfig
-from normattn.training.schedules import ScheduleConfig
-from normattn.training.step import Stepper, StepValues
+from normattn.lab.training.distribution import World
+from normattn.lab.training.loop_config import LoopConfig
+from normattn.lab.training.optimisers import AdamWConfig
+from normattn.lab.training.schedules import ScheduleConfig
+from normattn.lab.training.step import Stepper, StepValues
 
 from .toy import ToyTask, config
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from normattn.errors import InputError, Interrupted
-from normattn.runs import RunDirectory
-from normattn.training.loop import train
-from normattn.training.loop_config import CHANGEABLE, LoopConfig
+from normattn.lab.runs import RunDirectory
+from normattn.lab.training.loop import train
+from normattn.lab.training.loop_config import CHANGEABLE, LoopConfig
 
 from .toy import ToyTask, config
 

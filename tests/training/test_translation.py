@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from data.pairs_helpers import multi_layout
-from normattn.data.pairs import PairData, prepare_pairs
 from normattn.errors import InputError, Interrupted
-from normattn.models.pretrained import load_as
-from normattn.models.translator import Translator
-from normattn.runs import read_metrics
-from normattn.training.translation import (
+from normattn.lab.data.pairs import PairData, prepare_pairs
+from normattn.lab.runs import read_metrics
+from normattn.lab.training.translation import (
     TranslationConfig,
     TranslationTask,
     TranslationWorkload,
     epochs,
     train_translation,
 )
+from normattn.models.pretrained import load_as
+from normattn.models.translator import Translator
 
 
 @pytest.fixture(scope="module")

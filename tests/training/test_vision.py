@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from normattn.data.images import ImageBatches, prepare_images
 from normattn.errors import InputError, Interrupted
+from normattn.lab.data.images import ImageBatches, prepare_images
+from normattn.lab.training import StepReport
+from normattn.lab.training.seeds import derive_seed
+from normattn.lab.training.vision import VisionTrainingConfig, VisionWorkload, train_vision
 from normattn.models.pretrained import load_as
 from normattn.models.vision_transformer import VisionTransformer, flops_per_image
-from normattn.training import StepReport
-from normattn.training.seeds import derive_seed
-from normattn.training.vision import VisionTrainingConfig, VisionWorkload, train_vision
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from normattn.lab.training.counting import Counting
+from normattn.lab.training.dry_step import dry_step
+from normattn.lab.training.work import Touch, Work
 from normattn.models.accounting import flops_per_token
-from normattn.training.counting import Counting
-from normattn.training.dry_step import dry_step
-from normattn.training.work import Touch, Work
 
 from .settings import small
 

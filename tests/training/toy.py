@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from normattn.runs import RunDirectory
-from normattn.training.distribution import World
-from normattn.training.loop_config import LoopConfig
-from normattn.training.optimisers import AdamWConfig
-from normattn.training.schedules import ScheduleConfig
+from normattn.lab.runs import RunDirectory
+from normattn.lab.training.distribution import World
+from normattn.lab.training.loop_config import LoopConfig
+from normattn.lab.training.optimisers import AdamWConfig
+from normattn.lab.training.schedules import ScheduleConfig
 
 VOCABULARY = 16
 ROWS = 8

@@ -18,8 +18,8 @@ from torch import Tensor
 from normattn.bench.case import Work
 from normattn.kernels import Problem, Visibility, attend, choose
 from normattn.kernels.calibration import Way, using, way
+from normattn.lab.runs.timing import Step
 from normattn.layers.attend import attention, regular_positions
-from normattn.runs.timing import Step
 from normattn.score import Score, ScoreSpec
 
 _SMALL = 128

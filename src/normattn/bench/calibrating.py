@@ -14,8 +14,8 @@ from normattn.errors import InputError
 from normattn.kernels import choose
 from normattn.kernels.bucket import LONGEST
 from normattn.kernels.calibration import Quicker, Times, calibration, using
-from normattn.report.terminal import tell
-from normattn.runs.timing import threads
+from normattn.lab.report.terminal import tell
+from normattn.lab.runs.timing import threads
 
 
 def calibrate(settings: Settings) -> None:

@@ -10,7 +10,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 
 from normattn.bench.settings import Settings
-from normattn.runs.timing import Step
+from normattn.lab.runs.timing import Step
 
 # "memory" is the peak of a step that ran before; "first memory" that of the first one, which also
 # compiles and keeps what libraries compile and keep for its shapes.

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from normattn.bench.attending import Causal
 from normattn.bench.case import Work
 from normattn.bench.peers import Turn
+from normattn.lab.runs.timing import Step
 from normattn.layers.attend_cached import attention_cached
 from normattn.layers.cache import StaticCache
-from normattn.runs.timing import Step
 from normattn.score import Score, ScoreSpec
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from normattn.bench.case import Work
-from normattn.runs.timing import Step
+from normattn.lab.runs.timing import Step
 
 # SmolLM2-135M: 9 query heads and 3 key heads of 64 features.
 _HEADS, _KEY_HEADS, _SIZE = 9, 3, 64

@@ -8,9 +8,9 @@ from typing import Any
 
 from normattn.bench.case import Case, Goal
 from normattn.bench.measure import Measurement
-from normattn.measure import Estimate
-from normattn.report.table import Cell
-from normattn.runs.timing import Ratio, ratio
+from normattn.lab.report.table import Cell
+from normattn.lab.runs.timing import Ratio, ratio
+from normattn.lab.stats import Estimate
 
 
 @dataclass(frozen=True)

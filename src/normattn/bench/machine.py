@@ -19,8 +19,8 @@ import torch
 import normattn
 from normattn.errors import InputError
 from normattn.kernels.calibration import machine
-from normattn.runs.environment import describe_environment
-from normattn.runs.timing import Step, Timing
+from normattn.lab.runs.environment import describe_environment
+from normattn.lab.runs.timing import Step, Timing
 
 # The packages of this library whose text decides what is measured.
 _MEASURED = ("bench", "kernels", "layers", "models", "score")

@@ -11,7 +11,7 @@ from normattn.bench.case import Case, Entry
 from normattn.bench.machine import Machine
 from normattn.bench.memory import peak_memory
 from normattn.bench.settings import Settings
-from normattn.runs.timing import Timing, interleave, threads
+from normattn.lab.runs.timing import Timing, interleave, threads
 
 WARM = 2
 _MEMORY_RUNS = 2

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from normattn.errors import InputError
-from normattn.runs.memory import peak, resident
-from normattn.runs.timing import Step, synchronise
+from normattn.lab.runs.memory import peak, resident
+from normattn.lab.runs.timing import Step, synchronise
 
 _LOADED = [f"normattn.bench.{name}" for name in ("memory", "peers", "vocabulary", "models")]
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h.

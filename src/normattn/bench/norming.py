@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from normattn.bench.case import Work
+from normattn.lab.runs.timing import Step
 from normattn.layers.norms import LayerNorm, RMSNorm
-from normattn.runs.timing import Step
 
 Kind = Literal["LayerNorm", "RMSNorm", "nn.LayerNorm", "nn.RMSNorm"]
 KINDS: dict[Kind, type[nn.Module]] = {

@@ -7,10 +7,10 @@ from typing import Any
 
 from normattn.bench.case import TOLERANCE
 from normattn.bench.judge import Verdict
-from normattn.measure import Estimate
-from normattn.report.context import PageContext
-from normattn.report.figure import IntervalColumn, Intervals, named
-from normattn.report.table import NOTHING, Cell, Column, Filled, Row
+from normattn.lab.report.context import PageContext
+from normattn.lab.report.figure import IntervalColumn, Intervals, named
+from normattn.lab.report.table import NOTHING, Cell, Column, Filled, Row
+from normattn.lab.stats import Estimate
 
 Stored = dict[str, Any]
 

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from normattn.bench.attending import Call, Causal, OfCausal, slopes_of
 from normattn.errors import InputError
-from normattn.runs.timing import Step
+from normattn.lab.runs.timing import Step
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from normattn.bench.case import Entry
 from normattn.bench.settings import Settings
-from normattn.runs.timing import synchronise
+from normattn.lab.runs.timing import synchronise
 
 _STEPS, _TOP = 3, 12
 

@@ -17,8 +17,8 @@ from normattn.bench.record import Record, Row, check_out
 from normattn.bench.settings import Settings
 from normattn.bench.suites import SUITES, chosen
 from normattn.errors import InputError
-from normattn.report.page import write_files
-from normattn.report.terminal import Bar, print_table, say
+from normattn.lab.report.page import write_files
+from normattn.lab.report.terminal import Bar, print_table, say
 
 
 def run_bench(

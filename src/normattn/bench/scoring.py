@@ -10,19 +10,19 @@ import torch
 
 from normattn.bench.case import Work
 from normattn.bench.training import BATCHES, MODELS, PresetName, PresetStep
-from normattn.data import TokenSplit
-from normattn.data.evaluation_sets import (
+from normattn.kernels.calibration import using
+from normattn.lab.data import TokenSplit
+from normattn.lab.data.evaluation_sets import (
     EvaluationSet,
     last_segment_sets,
     non_repeated_set,
     repeated_set,
     train_length_set,
 )
-from normattn.evaluation import evaluate_run
-from normattn.kernels.calibration import using
+from normattn.lab.evaluation import evaluate_run
+from normattn.lab.runs.timing import Step
 from normattn.models.accounting import flops_per_token
 from normattn.models.causal_lm import CausalLM
-from normattn.runs.timing import Step
 
 # What every preset asks for, by the lengths and the protocols of `sweep.settings`; a test holds
 # them to those.

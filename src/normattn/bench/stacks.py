@@ -15,12 +15,12 @@ from torch import Tensor
 
 from normattn.bench.case import Work
 from normattn.kernels import Problem
+from normattn.lab.runs.timing import Step
 from normattn.layers.carry import Carry, new_carry
 from normattn.models.accounting import stack_flops
 from normattn.models.reading import Reading
 from normattn.models.stack import Blocks
 from normattn.models.stack_config import StackConfig
-from normattn.runs.timing import Step
 from normattn.score import ScoreSpec
 
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from normattn.bench.case import Work
 from normattn.kernels.calibration import using
+from normattn.lab.runs.timing import Step
+from normattn.lab.training.distribution import World
+from normattn.lab.training.loop_config import LoopConfig
+from normattn.lab.training.pages import keep_pages
+from normattn.lab.training.step import Stepper
 from normattn.models.accounting import flops_per_token
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
-from normattn.runs.timing import Step
-from normattn.training.distribution import World
-from normattn.training.loop_config import LoopConfig
-from normattn.training.pages import keep_pages
-from normattn.training.step import Stepper
 
 PresetName = Literal["laptop", "workstation"]
 # The models of the presets and their batches; a test holds them to the presets.

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from normattn.bench.case import Work
 from normattn.kernels import linear_cross_entropy
-from normattn.runs.timing import Step
+from normattn.lab.runs.timing import Step
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import typer
 from typer.core import TyperCommand
 
 from normattn.cli import reproduce
+from normattn.cli.asking import told
 from normattn.cli.checked import Commands
 from normattn.cli.failures import exit_code_of
-from normattn.commands.asking import told
-from normattn.commands.options import (
+from normattn.cli.options import (
     bench,
     evaluate,
     export,
@@ -98,21 +98,21 @@ def _command(name: str, epilog: str, **settings: Any) -> Callable[[Callable[[Any
 
 @_command("list", listing.EPILOG)
 def _list(options: listing.ListOptions) -> None:
-    from normattn.commands.listing import show_parts
+    from normattn.cli.listing import show_parts
 
     show_parts(options.name, options.as_json)
 
 
 @_command("train", train.EPILOG)
 def _train(options: train.TrainOptions) -> None:
-    from normattn.commands.training_run import train_or_plan
+    from normattn.cli.training_run import train_or_plan
 
     train_or_plan(options)
 
 
 @_command("evaluate", evaluate.EPILOG)
 def _evaluate(options: evaluate.EvaluateOptions) -> None:
-    from normattn.commands.evaluation_run import evaluate_run
+    from normattn.cli.evaluation_run import evaluate_run
 
     evaluate_run(options)
 
@@ -120,50 +120,50 @@ def _evaluate(options: evaluate.EvaluateOptions) -> None:
 @_command("extend", extend.EPILOG)
 def _extend(options: extend.ExtendOptions) -> None:
     if options.emit is not None:
-        from normattn.commands.emitting import emit_method
+        from normattn.cli.emitting import emit_method
 
         emit_method(options, options.emit)
     else:
-        from normattn.commands.extending import extend_model
+        from normattn.cli.extending import extend_model
 
         extend_model(options)
 
 
 @_command("verify", verify.EPILOG)
 def _verify(options: verify.VerifyOptions) -> int:
-    from normattn.commands.verifying import verify_told
+    from normattn.cli.verifying import verify_told
 
     return verify_told(options)
 
 
 @_command("score", score.EPILOG)
 def _score(options: score.ScoreOptions) -> int:
-    from normattn.commands.score_reading import read_score
+    from normattn.cli.score_reading import read_score
 
     return read_score(options.model, options.tokens, options.as_json)
 
 
 @_command("generate", generate.EPILOG)
 def _generate(options: generate.GenerateOptions) -> None:
-    from normattn.commands.generation import generate_run
+    from normattn.cli.generation import generate_run
 
     generate_run(options)
 
 
 @_command("export", export.EPILOG)
 def _export(options: export.ExportOptions) -> None:
-    from normattn.commands.exporting import export_run
+    from normattn.cli.exporting import export_run
 
     export_run(options.run, options.out, options.licence)
 
 
 @_command("inspect", inspect.EPILOG)
 def _inspect(options: inspect.InspectOptions) -> None:
-    from normattn.commands.inspection import inspect_run, is_foreign
+    from normattn.cli.inspection import inspect_run, is_foreign
     from normattn.files import expanded
 
     if is_foreign(expanded(options.run)):
-        from normattn.commands.inspection_foreign import inspect_foreign
+        from normattn.cli.inspection_foreign import inspect_foreign
 
         inspect_foreign(options)
     else:
@@ -172,7 +172,7 @@ def _inspect(options: inspect.InspectOptions) -> None:
 
 @_command("report", report.EPILOG)
 def _report(options: report.ReportOptions) -> None:
-    from normattn.commands.reporting import report
+    from normattn.cli.reporting import report
 
     report(options.runs, options.out or options.runs[0], options.study)
 
@@ -208,7 +208,7 @@ def _bench(options: bench.BenchOptions) -> None:
     context_settings={"ignore_unknown_options": True},
 )
 def _lm_eval(options: lm_eval.HarnessOptions) -> None:
-    from normattn.commands.harness_command import print_tasks_path, run_harness
+    from normattn.cli.harness_command import print_tasks_path, run_harness
 
     if options.tasks_path:
         print_tasks_path()
@@ -221,8 +221,8 @@ app.add_typer(reproduce.app, name="reproduce")
 
 def _cell(directory: Path, parent: Annotated[int, typer.Argument()] = 0) -> None:
     """Train and evaluate the cell in `directory`; stop when the process `parent` is gone."""
-    from normattn.studies import find
-    from normattn.sweep.cell import run_cell
+    from normattn.lab.studies import find
+    from normattn.lab.sweep.cell import run_cell
 
     code = run_cell(directory, find, parent)
     if code:
@@ -231,8 +231,8 @@ def _cell(directory: Path, parent: Annotated[int, typer.Argument()] = 0) -> None
 
 def _measure(directory: Path, parent: Annotated[int, typer.Argument()] = 0) -> None:
     """Time a few steps of the cell in `directory`, and print them as JSON."""
-    from normattn.studies import find
-    from normattn.sweep.rates import measure_cell
+    from normattn.lab.studies import find
+    from normattn.lab.sweep.rates import measure_cell
 
     measure_cell(directory, find, parent)
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperGroup, TyperOption
 
+from normattn.cli import values
+from normattn.cli.asking import flag, option, told
 from normattn.cli.checked import Commands
-from normattn.commands import values
-from normattn.commands.asking import flag, option, told
 from normattn.errors import InputError
 
 if TYPE_CHECKING:
-    from normattn.sweep.study import Study
+    from normattn.lab.sweep.study import Study
 
 GOES_ON = "Stop it anywhere and rerun the command to resume: the table is the same to the last bit."
 
@@ -74,19 +74,19 @@ class Studies(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of the studies."""
-        from normattn.studies import names
+        from normattn.lab.studies import names
 
         return names()
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of one study; imports it only when it is asked for by name."""
-        from normattn.studies import find
+        from normattn.lab.studies import find
 
         return _command(find(cmd_name))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Every study with its question; none is imported for it."""
-        from normattn.studies import names, summary
+        from normattn.lab.studies import names, summary
 
         formatter.write_usage(ctx.command_path, "STUDY [OPTIONS]")
         formatter.write_paragraph()
@@ -113,9 +113,9 @@ def _command(study: Study) -> Any:
     """The command line of one study, made of its value."""
 
     def run(options: ReproduceOptions) -> None:
-        from normattn.sweep import launch
-        from normattn.sweep.run import reproduce
-        from normattn.sweep.study import CORPUS, Request
+        from normattn.lab.sweep import launch
+        from normattn.lab.sweep.run import reproduce
+        from normattn.lab.sweep.study import CORPUS, Request
 
         own, changes = launch.apart(options.changes or {})
         _refuse_both({CORPUS: options.corpus, "seeds": options.seeds}, changes)
@@ -145,7 +145,7 @@ def _command(study: Study) -> Any:
 
 def _refuse_both(given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     """`InputError` for a setting that an option gives and `--set` as well, alone or in a group."""
-    from normattn.sweep.merging import merged, value_at
+    from normattn.lab.sweep.merging import merged, value_at
 
     assigned = merged({}, changes)
     both = [

@@ -87,7 +87,7 @@ def padding_of(mask: Tensor | None, rows: int, tokens: int) -> Bool[Tensor, "b s
 
 
 def refuse_inner(output_attentions: bool | None, output_hidden_states: bool | None) -> None:
-    """Raise `InputError`: what is inside is seen through `normattn.diagnostics`."""
+    """Raise `InputError`: what is inside is seen through `normattn.lab.diagnostics`."""
     if output_attentions or output_hidden_states:
         raise InputError(
             "these models hand out neither attentions nor hidden states; see docs/diagnostics.md"

@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from normattn.diagnostics.collecting import Collector
-from normattn.diagnostics.lines import FILE, LayerLine
 from normattn.errors import InputError
 from normattn.hf.looking import looking
+from normattn.lab.diagnostics.collecting import Collector
+from normattn.lab.diagnostics.lines import FILE, LayerLine
 
 LARGEST = "attention_largest"
 
@@ -25,7 +25,7 @@ class AttentionCallback(TrainerCallback):
     It looks on while the step runs: there is no second forward, and the step's own numbers are what
     they are without it; attention is computed once more, tile by tile, on the steps that are looked
     at. A line is `{"step": …, "layers": {path: LayerLine}}` in `diagnostics.jsonl` of the
-    output directory, as `normattn train` leaves them (`normattn.diagnostics.lines` reads them). The
+    output directory, as `normattn train` leaves them (`lab.diagnostics.lines` reads them). The
     largest logit of every layer, what one watches for exploding attention, is in the Trainer's
     `state.log_history` too, as `attention_largest/PATH`. Only the first process looks, at its own
     share of the batch. Raises `InputError` for an `every` below 1.

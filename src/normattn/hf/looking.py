@@ -21,11 +21,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from normattn.diagnostics.collecting import Collector
 from normattn.errors import InputError
 from normattn.hf.probing import LOOKING
 from normattn.kernels import Problem, Visibility, attend
 from normattn.kernels.observe import announce, observer, observing
+from normattn.lab.diagnostics.collecting import Collector
 from normattn.layers.attend import regular_positions
 
 _OURS = "normattn_"

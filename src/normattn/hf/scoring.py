@@ -24,7 +24,7 @@ _ROWS = 256
 def token_scorer(model: Any) -> Callable[[Tensor], TokenScores]:
     """Maps ids (B, T + 1) to the loss in nats and the correctness of tokens 1 … T.
 
-    For the protocols of `normattn.evaluation`; as the model is when it is called, extended or not.
+    For `normattn.lab.evaluation`; as the model is when it is called, extended or not.
     Raises `InputError` for a model whose logits are not made of its decoder's output row by row.
     """
     from normattn.hf.anatomy import anatomy

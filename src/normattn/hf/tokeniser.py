@@ -8,9 +8,9 @@ from typing import Any
 import transformers
 from tokenizers import Tokenizer
 
-from normattn.data.relations.word_pieces import PAD, UNKNOWN, WordPieces
-from normattn.data.tokeniser import SEPARATOR, Tokeniser
 from normattn.errors import InputError
+from normattn.lab.data.relations.word_pieces import PAD, UNKNOWN, WordPieces
+from normattn.lab.data.tokeniser import SEPARATOR, Tokeniser
 
 MASK = "<|mask|>"
 

@@ -17,9 +17,9 @@ from torch import nn
 from normattn import atomic
 from normattn.errors import InputError
 from normattn.files import open_file
+from normattn.lab.runs.directory import first_difference
 from normattn.models.causal_lm import CausalLM
 from normattn.models.meta import on_meta
-from normattn.runs.directory import first_difference
 from normattn.structured import read_json
 
 # A class is made from its `config` alone, which is of its `config_class`.

@@ -66,7 +66,7 @@ def _held(promise: str, megabytes: int, work: Callable[[], int]) -> Count:
 
 
 def _tokenising(corpus: Path) -> Callable[[], int]:
-    from normattn.data import DataConfig, prepare_tokens
+    from normattn.lab.data import DataConfig, prepare_tokens
 
     def work() -> int:
         config = DataConfig(corpus=str(corpus), vocab_size=2000)
@@ -81,7 +81,7 @@ def _tokenising(corpus: Path) -> Callable[[], int]:
 def _scoring(score: str, tokens: int) -> Callable[[], int]:
     import torch
 
-    from normattn.evaluation.scorers import from_causal_lm
+    from normattn.lab.evaluation.scorers import from_causal_lm
     from normattn.models import CausalLM, CausalLMConfig
     from normattn.score import ScoreSpec
 

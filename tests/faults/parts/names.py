@@ -30,10 +30,10 @@ def fuzzed(source: random.Random) -> str:
 
 def run(campaign: Campaign) -> Iterator[Count]:
     """Each name to one reader of names; a score that is one must survive its own text."""
-    from normattn.commands import values
-    from normattn.commands.extension_settings import parse_lengths, parse_methods
-    from normattn.data import parse_corpus
+    from normattn.cli import values
+    from normattn.cli.extension_settings import parse_lengths, parse_methods
     from normattn.errors import InputError
+    from normattn.lab.data import parse_corpus
     from normattn.score import ScoreSpec
 
     def score(text: str) -> Any:

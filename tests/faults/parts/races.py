@@ -16,7 +16,7 @@ from faults.campaign import Campaign, Count
 from faults.commands import COMMANDS, judged_files, make_setting, work_of
 from faults.processes import Ended, race
 from normattn.errors import InputError
-from normattn.runs import RunDirectory
+from normattn.lab.runs import RunDirectory
 
 RACERS = 4
 HELD_SECONDS = 0.004

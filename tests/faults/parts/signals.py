@@ -18,9 +18,9 @@ STOPPED = 130
 IMPORTS = (
     *("typer", "numpy", "torch", "torch.nn", "pydantic", "normattn.cli.app"),
     *(
-        "normattn.commands.options.train",
-        "normattn.commands.training_run",
-        "normattn.training",
+        "normattn.cli.options.train",
+        "normattn.cli.training_run",
+        "normattn.lab.training",
         "safetensors",
         "tokenizers",
         "rich",

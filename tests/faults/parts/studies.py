@@ -16,8 +16,8 @@ import polars as pl
 import psutil
 
 from faults.campaign import Campaign, Count
-from normattn.measure import frame
-from normattn.studies import names
+from normattn.lab.stats import frame
+from normattn.lab.studies import names
 
 FULL_ONLY = True
 CLOCKS = ("step_time", "training_seconds")

@@ -14,9 +14,9 @@ import torch
 from normattn.bench.case import Case, Entry, Goal, Suite, Work
 from normattn.bench.models import SMALL, ModelSize, Ours, TrainingStep
 from normattn.bench.settings import Settings
-from normattn.diagnostics import collecting
+from normattn.lab.diagnostics import collecting
+from normattn.lab.runs.timing import Step
 from normattn.models.causal_lm import CausalLM
-from normattn.runs.timing import Step
 
 _AT_MOST = 1.1
 SCORES = ("Baseline", "KNA-logn", "Baseline-ALiBi", "Baseline-RealFormer")

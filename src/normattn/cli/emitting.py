@@ -1,0 +1,85 @@
+"""`normattn extend MODEL --emit ENGINE`: what an engine needs, printed or written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from normattn.atomic import write_new_text
+from normattn.cli.extension_settings import (
+    AS_IS,
+    chosen_factor,
+    chosen_window,
+    default_lengths,
+    open_parameters,
+    parse_lengths,
+    parse_methods,
+    refuse_unused,
+    trained_length,
+)
+from normattn.cli.options.extend import ExtendOptions
+from normattn.errors import InputError
+from normattn.files import expanded
+from normattn.hf.emit import ENGINES, Wanted, emit, gguf_values
+from normattn.hf.extension import plan
+from normattn.hf.gguf_values import architecture_of, read_values, write_gguf
+from normattn.hf.record import refuse_applied
+from normattn.hf.small_model import read_configuration, small_model
+
+
+def emit_method(asked: ExtendOptions, engine: str) -> None:
+    """Print, or write to `asked.out`, what an engine needs to serve a model under one method.
+
+    A small random model of the configuration is asked; no weight is read, but for a copy of a GGUF
+    file. Raises `InputError` for an engine without the method, before anything is written, and
+    where `out` exists.
+    """
+    if engine not in ENGINES:
+        raise InputError(f"--emit knows {', '.join(ENGINES)}, not {engine!r}")
+    methods = [method for method in parse_methods(asked.methods) if method != AS_IS]
+    if len(methods) != 1:
+        raise InputError("--emit needs one method, such as --methods 'YaRN(factor=4)'")
+    out, model, gguf = asked.out, asked.model, asked.gguf
+    if out is not None and out.exists():
+        raise InputError(f"{out} exists already: name a new file")
+    refuse_unused(methods, asked.factor, asked.window)
+    source = expanded(model) if gguf is None else expanded(model) / gguf
+    wanted = _wanted(asked, source, methods[0])
+    text = emit(wanted, engine)
+    if out is None:
+        print(text, end="")
+        return
+    if engine == "gguf" and source.suffix == ".gguf":
+        write_gguf(source, out, gguf_values(wanted))
+    else:
+        write_new_text(out, text)
+    print(f"{out}: {wanted.plan.spec.method} for {engine}, up to {wanted.longest:,} tokens")
+
+
+def _wanted(asked: ExtendOptions, source: Path, method: str) -> Wanted:
+    config = read_configuration(asked.model if source == expanded(asked.model) else source)
+    refuse_applied(config)
+    small = small_model(config)
+    length = asked.train_length or trained_length(small)
+    lengths = parse_lengths(asked.lengths) if asked.lengths else default_lengths(length)
+    longest = lengths[-1]
+    given: dict[str, Any] = {}
+    if "factor" in open_parameters(method):
+        given["factor"] = chosen_factor(asked.factor, longest, length)
+    if "window" in open_parameters(method):
+        given["window"] = chosen_window(asked.window, length)
+    planned = plan(small, method, length, **given)
+    if asked.lengths is None:
+        longest = int(length * getattr(planned.spec.spectrum, "stretch", longest / length))
+    architecture = architecture_of(config.get_text_config().model_type)
+    if source.suffix == ".gguf":
+        architecture = str(read_values(source).get("general.architecture"))
+    model = str(source if source.exists() else asked.model)
+    return Wanted(model, planned, longest, architecture, _inside(config))
+
+
+def _inside(config: Any) -> str | None:
+    """The name of the text configuration in one of several parts."""
+    text = config.get_text_config()
+    names = getattr(config, "sub_configs", {})
+    return next((name for name in names if getattr(config, name, None) is text), None)

@@ -1,0 +1,213 @@
+"""One finished run measured by itself, and what was found printed as a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import polars as pl
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+
+from normattn.cli.options.evaluate import EvaluateOptions
+from normattn.errors import InputError, unknown
+from normattn.kernels.calibration import using
+from normattn.lab.data.tokens import prepare_tokens
+from normattn.lab.evaluation import from_causal_lm
+from normattn.lab.evaluation.scorers import Scoring
+from normattn.lab.report.terminal import tell
+from normattn.lab.runs import RunDirectory, require_finished
+from normattn.lab.stats import MeasurementStore
+from normattn.lab.studies._reading import label
+from normattn.lab.studies.reading import TASKS
+from normattn.lab.sweep.layout import is_of_a_study
+from normattn.lab.sweep.measuring import (
+    EVALUATIONS,
+    asked_alone,
+    count_evaluations,
+    evaluate_trained,
+    trained_model,
+)
+from normattn.lab.sweep.selections import ALL, left_out, post_hoc_methods
+from normattn.lab.sweep.settings import PROTOCOLS, EvaluationSettings, Protocol, validated
+from normattn.lab.training import TrainingConfig
+from normattn.lab.training.causal import CausalWorkload
+from normattn.lab.training.distribution import World, world
+from normattn.models import CausalLM
+from normattn.score import ScoreSpec
+
+
+def evaluate_run(asked: EvaluateOptions) -> None:
+    """Evaluate the run in the directory `asked.run` and print what was measured.
+
+    Under torchrun its processes read every text together (`normattn.lab.evaluation.shards`).
+    "all" among the methods is the model as it is and every registered post-hoc method that its
+    score can take; a sentence is printed for each that it cannot. Raises `InputError` for a
+    directory that holds no finished run, an unknown protocol or method, and lengths that are no
+    multiples of the training length or too short for what is asked.
+    """
+    run = asked.run
+    stored = RunDirectory.existing(run, CausalWorkload.kind)
+    config = TrainingConfig.parse(stored.config, str(run / "config.json"))
+    fields = {
+        "protocols": [_protocol(name) for name in asked.protocols or PROTOCOLS],
+        "multiples": _multiples(asked, config.model.train_length),
+        "max_windows": asked.max_windows,
+        "max_tokens": asked.max_tokens,
+        "seed": asked.seed,
+    }
+    settings = validated(EvaluationSettings, fields, "evaluation settings")
+    score = config.model.score.resolve(train_length=config.model.train_length)
+    methods, sentences = _methods(asked.methods, score, settings.factor)
+    for method in methods:
+        score.with_method(method).resolve(factor=settings.factor)
+    for sentence in sentences:
+        tell(sentence)
+    torch.set_num_threads(asked.threads)
+    total = count_evaluations(settings) * len(methods)
+
+    def measured(scored_by: Scoring) -> pl.DataFrame:
+        with Console(file=sys.stderr).status("evaluating") as status:
+            return evaluate_trained(
+                run,
+                config,
+                prepare_tokens(config.data),
+                methods=methods,
+                settings=settings,
+                on_done=lambda done: status.update(f"evaluating: {done} of {total}"),
+                scored_by=scored_by,
+                store=_records_of(run),
+            )
+
+    require_finished(run, "be evaluated")
+    with using(config.kernels), world(config.device) as group:
+        if group.size == 1:
+            _show(measured(from_causal_lm))
+        else:
+            _measured_together(group, lambda: trained_model(run, config), measured)
+
+
+def _records_of(run: Path) -> MeasurementStore:
+    """Where the command keeps what it measured: beside a study's records, whose page is its own."""
+    return asked_alone(run) if is_of_a_study(run) else MeasurementStore(run / EVALUATIONS)
+
+
+def _measured_together(
+    group: World, model: Callable[[], CausalLM], measured: Callable[[Scoring], pl.DataFrame]
+) -> None:
+    """Every text read by all processes of the group, each a slice of it; the first one shows."""
+    from normattn.lab.evaluation.shards import following, leading
+
+    def lead() -> None:
+        with leading() as scored_by:
+            _show(measured(scored_by))
+
+    if not group.main:
+        following(model())
+    group.on_main(lead)
+
+
+def _methods(
+    asked: Sequence[str], score: ScoreSpec, factor: float
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The methods with "all" written out, each once, and what was left out of "all" and why."""
+    every = ("as is", *post_hoc_methods(score, factor))
+    names = [name for method in asked for name in (every if method == ALL else (method,))]
+    sentences = left_out(score, factor) if ALL in asked else ()
+    return tuple(dict.fromkeys(names)), sentences
+
+
+def _protocol(name: str) -> str:
+    plain, protocols = name.replace("-", "_"), get_args(Protocol)
+    if plain not in protocols:
+        raise unknown("protocol", name, (protocol.replace("_", "-") for protocol in protocols))
+    return plain
+
+
+def _multiples(asked: EvaluateOptions, train_length: int) -> list[int]:
+    lengths = asked.lengths
+    if asked.multiples is not None and lengths is not None:
+        raise InputError("--multiples and --lengths say the same thing twice; give one of them")
+    if lengths is None:
+        return list(asked.multiples or EvaluationSettings().multiples)
+    for length in lengths:
+        if length % train_length:
+            raise InputError(
+                f"--lengths takes multiples of the run's training length {train_length}, "
+                f"got {length}"
+            )
+    return [length // train_length for length in lengths]
+
+
+def _show(measured: pl.DataFrame) -> None:
+    """Tables of accuracies and losses; intervals come with `normattn report`."""
+    counted = measured.filter(~pl.col("protocol").is_in(["retrieval", "in_context"]))
+    asked = measured.filter(pl.col("protocol") == "retrieval")
+    labelled = measured.filter(pl.col("protocol") == "in_context")
+    console = Console(highlight=False)
+    if counted.height:
+        console.print(_reading_table(counted))
+    if asked.height:
+        console.print(_retrieval_table(asked))
+    if labelled.height:
+        console.print(_in_context_table(labelled))
+
+
+def _totals(measured: pl.DataFrame, *places: str) -> list[dict[str, Any]]:
+    """Σ sum and Σ of of every statistic, a dictionary for each row and place."""
+    keys = ["row", "method", *places, "length"]
+    added = measured.group_by(*keys, "statistic", maintain_order=True).agg(
+        pl.col("sum").sum(), pl.col("of").sum()
+    )
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in added.iter_rows(named=True):
+        key = tuple(line[name] for name in keys)
+        fields = rows.setdefault(key, {name: line[name] for name in keys})
+        fields[line["statistic"]] = (line["sum"], line["of"])
+    return list(rows.values())
+
+
+def _reading_table(counted: pl.DataFrame) -> Table:
+    def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
+        (correct, tokens), (nats, _) = line["accuracy"], line["loss"]
+        shares = (f"{100 * correct / tokens:.2f}", f"{nats / tokens:.4f}")
+        return (line["protocol"], str(line["length"]), f"{tokens:,.0f}", *shares)
+
+    head = ("protocol", "length", "tokens", "accuracy, %", "loss, nats")
+    return _table(_totals(counted, "protocol"), head, cells)
+
+
+def _retrieval_table(asked: pl.DataFrame) -> Table:
+    def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
+        (right, answers), (correct, tokens) = line["exact"], line["accuracy"]
+        shares = (f"{100 * right / answers:.1f}", f"{100 * correct / tokens:.1f}")
+        return (TASKS[line["factor.task"]], str(line["length"]), f"{answers:.0f}", *shares)
+
+    head = ("task", "length", "answers", "right, %", "tokens, %")
+    return _table(_totals(asked, "factor.task"), head, cells)
+
+
+def _in_context_table(labelled: pl.DataFrame) -> Table:
+    def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
+        (likely, samples), (greedy, _), (shots, _) = line["chosen"], line["exact"], line["shots"]
+        shares = (f"{100 * likely / samples:.1f}", f"{100 * greedy / samples:.1f}")
+        return (str(line["length"]), f"{samples:.0f}", f"{shots / samples:.1f}", *shares)
+
+    head = ("length", "questions", "shots", "by likelihood, %", "by generation, %")
+    return _table(_totals(labelled), head, cells)
+
+
+def _table(
+    lines: Sequence[Mapping[str, Any]],
+    head: Sequence[str],
+    cells: Callable[[Mapping[str, Any]], Sequence[str]],
+) -> Table:
+    """A line for each row of the page; the names in full, for scores differ at their ends."""
+    names = [label(line["row"], line["method"]) for line in lines]
+    table = Table(Column("score", min_width=max(map(len, names))), *head)
+    for name, line in zip(names, lines, strict=True):
+        table.add_row(name, *cells(line))
+    return table

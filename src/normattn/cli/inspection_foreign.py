@@ -1,0 +1,96 @@
+"""A model of transformers looked into: a folder or a GGUF file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normattn.cli.extension_texts import DEFAULT_TEXT, prepare_texts
+from normattn.cli.inspection import (
+    chosen_head,
+    drawn,
+    look,
+    whose_attention,
+    write_page,
+)
+from normattn.cli.inspection_inputs import DRAWN_TOKENS, Inputs, folder_of
+from normattn.cli.options.inspect import InspectOptions
+from normattn.errors import InputError
+from normattn.files import expanded
+from normattn.hf import extend, load
+from normattn.hf.anatomy import anatomy, known_length
+from normattn.hf.looking import looking, paths, told_aside
+from normattn.lab.diagnostics.weights import attention_weights
+from normattn.lab.training.distribution import choose_device
+
+LENGTH, WINDOWS = 512, 4
+"""Tokens of a window and how many, unless said: a look takes about as long as reading them."""
+
+
+def inspect_foreign(asked: InspectOptions) -> None:
+    """Look into a transformers model while it reads text, and print and draw what is found.
+
+    Raises `InputError` for what cannot be loaded, for a text that is too short, and for a model
+    with attention code of its own.
+    """
+    torch.set_num_threads(asked.threads)
+    path = expanded(asked.run)
+    model, tokeniser = load(asked.run)
+    model = model.to(choose_device("auto"))
+    inputs = _inputs(model, tokeniser, asked)
+    folder = folder_of(asked.out or Path("runs") / f"inspect-{path.name.removesuffix('.gguf')}")
+    with _using(model, asked.method):
+        measured = look(model, inputs, asked, looking)
+        sizes = [int(measured[column].max()) + 1 for column in ("layer", "head")]  # type: ignore[arg-type]
+        chosen = chosen_head(asked.attention, *sizes)
+        heads = drawn(inputs, chosen, measured, lambda: _weights(model, inputs))
+    names = (path.name.removesuffix(".gguf"), type(model).__name__)
+    length = _trained(model, inputs)
+    whose = whose_attention(model, inputs, asked, *names, asked.seed, length, "given")
+    write_page(whose, measured, heads, inputs, folder, asked)
+
+
+def _using(model: Any, method: str) -> AbstractContextManager[Any]:
+    return nullcontext() if method == "as is" else extend(model, method)
+
+
+def _inputs(model: Any, tokeniser: Any, asked: InspectOptions) -> Inputs:
+    """Windows of the given text, or of the standard library's source."""
+    text = (str(asked.text),) if asked.text is not None else DEFAULT_TEXT
+    length = LENGTH if asked.length is None else asked.length
+    windows = WINDOWS if asked.windows is None else asked.windows
+    texts, _, notes = prepare_texts(tokeniser, text, (length - 1,), windows, asked.seed)
+    for sentence in notes:
+        print(f"normattn: {sentence}", file=sys.stderr)
+    rows = torch.stack(
+        [torch.from_numpy(texts.window(index, length - 1)) for index in range(len(texts))]
+    )
+    decoder = anatomy(model).decoder
+
+    def read(ids: Tensor) -> Any:
+        return decoder(input_ids=ids, use_cache=False)
+
+    first = rows[0, :DRAWN_TOKENS]
+    words: Sequence[str] = [tokeniser.decode([token]) for token in first.tolist()]
+    source = f"{len(rows)} windows of {length:,} tokens of {', '.join(text)}"
+    return Inputs(rows, source, length, read, first, len(first), lambda name: (words, words))
+
+
+def _weights(model: Any, inputs: Inputs) -> dict[str, Tensor]:
+    with told_aside(model):
+        row = inputs.drawn.to(model.device)
+        return attention_weights(model, row, inputs.read, inputs.drawn_length, paths(model))
+
+
+def _trained(model: Any, inputs: Inputs) -> int:
+    """How far the model was trained to read, or how far it reads here."""
+    try:
+        return known_length(anatomy(model))[0]
+    except InputError:
+        return inputs.length

@@ -1,0 +1,258 @@
+"""`normattn report`: the page of a folder that holds its frame, of a sweep, or of single runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from normattn.atomic import write_json
+from normattn.cli.common_sets import on_one_text
+from normattn.cli.joining import joined_cells
+from normattn.cli.telling_apart import GatheredRun, language_model, told_apart
+from normattn.errors import InputError
+from normattn.lab.report.terminal import say
+from normattn.lab.runs import read_status
+from normattn.lab.runs.directory import FORMAT
+from normattn.lab.stats import collected, frame, joined
+from normattn.lab.stats.frame import FACTOR
+from normattn.lab.studies import OF_COMMANDS, find, gallery
+from normattn.lab.studies.extend import KIND as EXTEND
+from normattn.lab.sweep.cell import study_of
+from normattn.lab.sweep.collect import history
+from normattn.lab.sweep.corpora import Corpora
+from normattn.lab.sweep.layout import CellPaths
+from normattn.lab.sweep.measuring import asked_alone
+from normattn.lab.sweep.study import Study, with_added
+from normattn.structured import read_object
+
+READING = "reading"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a folder of a study holds: whose it is, its settings and its measurements."""
+
+    study: Study
+    config: Mapping[str, Any]
+    frame: pl.DataFrame
+    corpora: Corpora = field(default_factory=Corpora)
+
+
+def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
+    """Write the page of `places` into `out`.
+
+    A sweep's directory is collected again; a folder without cells that holds measurements.parquet
+    is recomputed from it alone, by the study that the frame names, or the one `named`. Several
+    folders of one study are joined, those of `extend` put side by side, and whatever else holds
+    runs is gathered into one page. Raises `InputError` where there is nothing to report.
+    """
+    for folder in places:
+        if not str(folder).strip() or not folder.is_dir():
+            raise InputError(f"{str(folder)!r} is no directory of runs or results")
+    several = len(places) > 1
+    if several and all(_configuration(folder)[1] == EXTEND for folder in places):
+        _refuse_own_place(out, places, "one model on one text")
+        whole = _gallery(places, out)
+        say(out, whole.study.report(whole.frame, out, whole.config))
+        return
+    known = [_measured(folder, named) for folder in places]
+    of_studies = [part for part in known if part is not None]
+    if len(of_studies) == len(places) and len({part.study.name for part in of_studies}) == 1:
+        whole = _joined(places, of_studies, out) if several else of_studies[0]
+        _leave_settings(whole, places[0], out)
+        figures = whole.study.report(whole.frame, out, whole.config)
+        for folder in places:
+            _tell_unfinished(folder)
+        say(out, figures)
+        return
+    kinds = ["runs" if part is None else f"the study {part.study.name}" for part in known]
+    for folder, part, kind in zip(places, known, kinds, strict=True):
+        if part is not None and not _runs([folder]):
+            other = next(n for n, name in enumerate(kinds) if name != kind)
+            raise InputError(
+                f"{folder} holds {kind} and {places[other]} {kinds[other]}, which have no table in "
+                "common; one page is made of folders of one study, or of runs"
+            )
+    say(out, find(named or READING).report(of_runs(places), out, {}))
+
+
+def _measured(folder: Path, named: str | None) -> Measured | None:
+    """What the folder of a study holds; None for one of runs."""
+    config, kind = _configuration(folder)
+    if kind is not None and (folder / "jobs").is_dir():
+        study = find(named) if named else _study_of_cells(folder) or find(kind)
+        _refuse_lost(study, folder)
+        return Measured(study, config, study.measurements(folder), Corpora.below(folder))
+    # A page made of runs lies among them by default: they may have been measured again since.
+    if (folder / frame.FILE).is_file() and (kind in OF_COMMANDS or not _runs([folder])):
+        measured = frame.read(folder / frame.FILE)
+        study = find(named or _study_of(measured, folder / frame.FILE))
+        return Measured(study, config, measured, Corpora.below(folder))
+    return None
+
+
+def _gallery(places: Sequence[Path], out: Path) -> Measured:
+    """Models and texts that `extend` read, whose settings lie in `out` too."""
+    measured, config = gallery.gathered(places), gallery.settings(places)
+    kind = _configuration(out)[1]
+    if kind not in (None, gallery.KIND):
+        raise InputError(f"{out / 'config.json'} is that of {kind}: give another --out")
+    write_json(out / "config.json", {"format": FORMAT, "kind": gallery.KIND, "config": config})
+    return Measured(gallery.STUDY, config, measured)
+
+
+def _joined(places: Sequence[Path], parts: Sequence[Measured], out: Path) -> Measured:
+    """Folders of one study as one."""
+    _refuse_own_place(out, places, f"some of the cells of {parts[0].study.name}")
+    whole = joined_cells(
+        places,
+        [part.config for part in parts],
+        [part.frame for part in parts],
+        [part.corpora for part in parts],
+    )
+    config = dict(parts[0].config)
+    for part in parts[1:]:
+        config = with_added(config, part.config)
+    asked = [choices for part in parts for choices in part.config.get("asked") or [{}]]
+    if any(asked):
+        config["asked"] = [choices for n, choices in enumerate(asked) if choices not in asked[:n]]
+    corpora = Corpora.joined(part.corpora for part in parts)
+    return Measured(parts[0].study, config, whole, corpora)
+
+
+def _leave_settings(whole: Measured, source: Path, out: Path) -> None:
+    """Settings and sources in `out` too: it is a folder of the study again, and can be joined."""
+    settings = out / "config.json"
+    if not whole.config or out.resolve() == source.resolve():
+        return
+    if settings.exists() and _configuration(out)[0] != whole.config:
+        raise InputError(f"{settings} holds other settings than {source}: give another --out")
+    write_json(settings, {**read_object(source / "config.json"), "config": dict(whole.config)})
+    whole.corpora.write(out)
+
+
+def _refuse_own_place(out: Path, places: Sequence[Path], held: str) -> None:
+    if out.resolve() in {folder.resolve() for folder in places}:
+        raise InputError(f"{out} holds {held}: give the page of all its own --out")
+
+
+def _refuse_lost(study: Study, folder: Path) -> None:
+    """Raise `InputError` where something that a cell has measured is no longer there."""
+    for done in sorted(folder.glob("jobs/*/*/done.json")):
+        paths = CellPaths.of_job(done.parent)
+        for stage in study.cell(read_object(done), str(done)).stages(paths):
+            if not stage.is_done():
+                raise InputError(
+                    f"{paths.run} was finished, but records of its {stage.phase} are missing; the "
+                    "study's own command on this folder makes them again"
+                )
+
+
+def _tell_unfinished(folder: Path) -> None:
+    """Say whose measurements are not whole: a page shows what there is of them."""
+    begun = (at for at in CellPaths.below(folder) if not at.done.exists())
+    names = [f"{at.run.parent.name} {at.run.name}" for at in begun if not at.diverged.exists()]
+    if names:
+        print(
+            f"normattn: of {folder} not finished, and on the page as far as measured: "
+            f"{', '.join(names)}",
+            file=sys.stderr,
+        )
+
+
+def of_runs(places: Sequence[Path]) -> pl.DataFrame:
+    """What was measured in every run at or below `places`, divergences and loss curves included."""
+    runs = []
+    for run in _runs(places):
+        # Of a study's run what was asked of it alone; the study's own has rows of its own there.
+        alone = asked_alone(run)
+        measured = _at_the_end(alone.frame() if len(alone) else collected(run))
+        factors = _factors(measured)
+        whole = joined([measured, *_training(run, factors)])
+        runs.append(GatheredRun.of(run, whole, factors))
+    told = dict(zip((run.path for run in runs), told_apart(runs), strict=True))
+    measured = on_one_text(told) if told else frame.empty()
+    if not measured.filter(pl.col("protocol") != "training").height and not any(
+        measured["statistic"] == "diverged"
+    ):
+        named = ", ".join(map(str, places))
+        raise InputError(
+            f"nothing was measured in {named}: no run there was evaluated; use normattn evaluate "
+            "first"
+        )
+    return measured.with_columns(pl.lit(READING).alias("study"))
+
+
+def _at_the_end(measured: pl.DataFrame) -> pl.DataFrame:
+    """Of a run that was measured at several steps its last: the model that it holds."""
+    step = f"{FACTOR}step"
+    return measured.filter(pl.col(step) == pl.col(step).max()) if step in measured else measured
+
+
+def _factors(measured: pl.DataFrame) -> dict[str, frame.Factor]:
+    """What one run's measurements have in common, which its training has as well."""
+    names = [name for name in measured.columns if name.startswith(FACTOR)]
+    values = {name.removeprefix(FACTOR): measured[name].unique().to_list() for name in names}
+    return {name: shared[0] for name, shared in values.items() if len(shared) == 1}
+
+
+def _runs(places: Sequence[Path]) -> list[Path]:
+    """Every directory of a run, in a fixed order."""
+    runs: dict[Path, None] = {}
+    for folder in places:
+        folders = sorted(path.parent for path in folder.rglob("status.json"))
+        runs.update(dict.fromkeys(path.resolve() for path in folders))
+    return list(runs)
+
+
+def _training(run: Path, factors: Mapping[str, frame.Factor]) -> list[pl.DataFrame]:
+    """The loss curve of a run of a language model, and where it diverged, if it did."""
+    config = language_model(run)
+    if config is None:
+        return []
+    name = config.model.score.variant_name
+    frames = [history(run, name, config.seed, factors)]
+    status = read_status(run)
+    if status is not None and status.state == "diverged":
+        whose = frame.Identity(
+            "", name, str(config.model.score), config.seed, "training", factors=factors
+        )
+        edges = [float(status.step)]
+        rows = frame.sums("diverged", [status.where], [[1.0]], [[1.0]], axis="step", edges=edges)
+        frames.append(frame.identified(whose, [rows]))
+    return frames
+
+
+def _configuration(folder: Path) -> tuple[Mapping[str, Any], str | None]:
+    """The settings and the study of a folder, as its config.json holds them."""
+    file = folder / "config.json"
+    if not file.is_file():
+        if (folder / "jobs").is_dir():
+            raise InputError(
+                f"{file} is gone, and with it the settings of the study whose cells lie beside it: "
+                "restore it"
+            )
+        return {}, None
+    stored = read_object(file)
+    if not isinstance(stored.get("config"), dict):
+        raise InputError(f"{file} is damaged: expected a kind and a config")
+    return stored["config"], str(stored.get("kind"))
+
+
+def _study_of_cells(folder: Path) -> Study | None:
+    """The study that a sweep's cells name."""
+    for paths in CellPaths.below(folder):
+        return study_of(paths.settings, find)
+    return None
+
+
+def _study_of(measured: pl.DataFrame, source: Path) -> str:
+    names = measured["study"].unique().to_list()
+    if len(names) != 1:
+        raise InputError(f"{source} holds measurements of {len(names)} studies, expected one")
+    return str(names[0])

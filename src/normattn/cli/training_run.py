@@ -1,0 +1,103 @@
+"""One training run by itself, and what it says on the terminal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from normattn.cli.asking import settings
+from normattn.cli.options.train import TrainOptions
+from normattn.errors import InputError
+from normattn.lab.report.terminal import tell
+from normattn.lab.sweep import presets
+from normattn.lab.sweep.merging import merged, value_at
+from normattn.lab.sweep.probes import diagnostics_probes
+from normattn.lab.training import TrainingConfig, train_causal
+from normattn.lab.training.causal import CausalWorkload
+from normattn.lab.training.config_files import read_settings
+from normattn.models.accounting import flops_per_token, parameter_count
+from normattn.models.block_settings import without_foreign
+
+
+def train_or_plan(options: TrainOptions) -> None:
+    """Train what `normattn train` was told to, or print its size and cost.
+
+    Raises `InputError` for settings that are wrong, and a plan's options without a plan.
+    """
+    config = training_config(_fields(options))
+    gpu, counted = options.gpu, (options.nodes, options.gpus_per_node)
+    if (gpu is None and counted != (1, 1)) or (gpu is not None and not options.plan):
+        raise InputError("--nodes, --gpus-per-node and --gpu say what --plan with --gpu counts")
+    if options.plan:
+        planned = None if gpu is None else plan_run(config, gpu, *counted)
+        print(*filter(None, (describe(config), planned)), sep="\n")
+    else:
+        train_run(config, options.out)
+
+
+def _fields(options: TrainOptions) -> dict[str, Any]:
+    """Every setting of the run, each layer over the one before."""
+    layers = [] if options.config is None else [read_settings(options.config)]
+    given, assigned = settings(options), options.changes or {}
+    both = set(given) & set(assigned)
+    if both:
+        raise InputError(f"{', '.join(sorted(both))} is given both as an option and by --set")
+    base = presets.load(options.preset).training
+    asked = merged({}, *layers, given, assigned)
+    model = without_foreign(base["model"], value_at(asked, "model.block"))
+    base = {**base, "model": model}
+    whole = merged(base, *layers, given, assigned)
+    return merged(whole, _short_warmup(base, asked))
+
+
+def _short_warmup(base: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+    """A run shorter than the preset's warm-up takes the preset's share, unless one is asked for."""
+    warmup, whole = value_at(base, "schedule.warmup_steps"), base.get("steps")
+    steps, own = asked.get("steps"), value_at(asked, "schedule.warmup_steps")
+    numbers = (warmup, whole, steps)
+    if own is not None or not all(isinstance(number, int) for number in numbers) or steps >= warmup:
+        return {}
+    return {"schedule.warmup_steps": warmup * steps // whole}
+
+
+def describe(config: TrainingConfig) -> str:
+    """What a run is and costs, in two lines."""
+    model = config.model
+    tokens = config.steps * config.batch_size * model.train_length
+    flops = flops_per_token(model, model.train_length)
+    return (
+        f"{model.score.name}: {parameter_count(model):,} parameters, {model.layers} layers of "
+        f"width {model.dim}, {flops.training:,.0f} FLOPs per trained token\n"
+        f"{config.steps:,} steps of {config.batch_size} sequences of {model.train_length} tokens: "
+        f"{tokens:,} tokens, {tokens * flops.training:.2g} FLOPs"
+    )
+
+
+def plan_run(config: TrainingConfig, gpu: str, nodes: int, per_node: int) -> str:
+    """What a step takes on so many devices; see `normattn.lab.training.plan`."""
+    # Tensors without numbers take torch a second to import.
+    from normattn.lab.training.plan import described, device_named, dry_share, plan
+
+    device = device_named(gpu, config.threads)
+    counted = dry_share(config, gpu, nodes * per_node)
+    planned = plan(config, CausalWorkload().cost(config), counted, device, nodes, per_node)
+    return described(planned, device, gpu, nodes, per_node)
+
+
+def training_config(fields: Mapping[str, Any]) -> TrainingConfig:
+    """The checked settings of a run; `InputError` names each field that is wrong."""
+    return TrainingConfig.parse(fields, "training settings")
+
+
+def train_run(config: TrainingConfig, out: Path) -> None:
+    """Train one run into `out`, or resume it, and say how it ended."""
+    # Under torchrun every process comes here; the first one speaks.
+    console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
+    tell(describe(config), console)
+    result = train_causal(config, out, probes=diagnostics_probes(config, out))
+    said = f"loss {result.loss:.4f} after {result.steps:,} steps; the model is in {out / 'model'}"
+    tell(said, console)

@@ -1,0 +1,52 @@
+"""Corpora, tokenisers, tokens, training batches and the length-controlled evaluation sets."""
+
+from __future__ import annotations
+
+from normattn.lab.data.config import DataConfig
+from normattn.lab.data.corpora import Corpus, Document, parse_corpus
+from normattn.lab.data.evaluation_sets import (
+    EvaluationSet,
+    by_position_set,
+    last_segment_sets,
+    non_repeated_set,
+    repeated_set,
+    train_length_set,
+)
+from normattn.lab.data.in_context import InContextSet, in_context_set
+from normattn.lab.data.masking import MaskedBatches, MaskedSet, Masking, masked_set
+from normattn.lab.data.packing import Tiling, TrainingBatches
+from normattn.lab.data.retrieval import RetrievalSet, retrieval_set
+from normattn.lab.data.synthetic import CopyTask
+from normattn.lab.data.token_data import TokenData, TokenSplit
+from normattn.lab.data.tokeniser import Tokeniser, train_tokeniser
+from normattn.lab.data.tokens import look_for_tokens, prepare_tokens
+
+__all__ = [
+    "CopyTask",
+    "Corpus",
+    "DataConfig",
+    "Document",
+    "EvaluationSet",
+    "MaskedBatches",
+    "MaskedSet",
+    "Masking",
+    "InContextSet",
+    "RetrievalSet",
+    "Tiling",
+    "TokenData",
+    "TokenSplit",
+    "Tokeniser",
+    "TrainingBatches",
+    "by_position_set",
+    "last_segment_sets",
+    "look_for_tokens",
+    "masked_set",
+    "non_repeated_set",
+    "parse_corpus",
+    "prepare_tokens",
+    "repeated_set",
+    "in_context_set",
+    "retrieval_set",
+    "train_length_set",
+    "train_tokeniser",
+]

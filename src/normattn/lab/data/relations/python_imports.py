@@ -1,0 +1,219 @@
+"""Relation data that needs no download: which modules a piece of Python code stands on.
+
+The texts are the running interpreter's own standard library; the label of a piece is each module of
+the standard library that its code uses by a name which an import brought in. All import lines are
+taken out of the text, so that the label has to be read from how the code looks and what it calls.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from normattn.errors import InputError
+from normattn.lab.data.corpora.python_source import PythonSource
+from normattn.lab.data.relations.config import PYTHON_IMPORTS, RelationConfig
+from normattn.lab.data.relations.documents import (
+    RELATIONS,
+    RelationCorpus,
+    RelationDocument,
+    RelationSource,
+)
+from normattn.lab.data.splits import SPLITS, SplitName, split_of
+
+FORMAT = 1
+"""Raised when the same library would give other documents."""
+
+PIECE_CHARACTERS = 400
+"""A piece is as many whole lines of one function as fit: about 90 word pieces, seldom over 128."""
+
+_IMPORT_LINE = re.compile(
+    r"^\s*(?:>>>|\.\.\.)?\s*(?:import\s+[A-Za-z_]|from\s+[.\w]+\s+import\b).*$", re.MULTILINE
+)
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Import = ast.Import | ast.ImportFrom
+_PUBLIC = frozenset(name for name in sys.stdlib_module_names if not name.startswith("_"))
+
+
+@RELATIONS.register
+@dataclass(frozen=True)
+class PythonImports(RelationSource):
+    """The standard library's own code, as `read_python_imports` cuts it."""
+
+    kind: ClassVar[str] = PYTHON_IMPORTS
+    summary: ClassVar[str] = "pieces of the standard library, labelled by the modules they use"
+
+    @classmethod
+    def claims(cls, body: str) -> bool:
+        """Exactly `python-imports`."""
+        return body == cls.kind
+
+    @classmethod
+    def parse(cls, body: str) -> PythonImports:
+        """There is one."""
+        return cls()
+
+    def read(self, config: RelationConfig) -> RelationCorpus:
+        """Cut and label the library."""
+        return read_python_imports(
+            config.modules,
+            config.seed,
+            config.test_fraction,
+            config.validation_fraction,
+            config.max_bytes,
+        )
+
+    def fingerprint(self) -> str:
+        """Hash of the library's text and of how it is cut."""
+        rules = (FORMAT, PIECE_CHARACTERS, PythonSource().fingerprint())
+        return hashlib.sha256(repr(rules).encode()).hexdigest()
+
+
+def read_python_imports(
+    modules: int, seed: int, test: float, validation: float, max_bytes: int | None = None
+) -> RelationCorpus:
+    """Pieces of the standard library, labelled by the `modules` most used of its modules.
+
+    A piece is at most `PIECE_CHARACTERS` of whole lines of one function or method, without any
+    import; its labels are the modules, among those that most training pieces use, whose imported
+    names its own lines use (not the package that it is part of). Pieces that use none of them are
+    left out, and so is a text that occurred before. The split is by file. Raises `InputError` when
+    fewer modules are used.
+    """
+    splits: dict[SplitName, list[RelationDocument]] = {name: [] for name in SPLITS}
+    seen: set[str] = set()
+    for document in PythonSource().documents(max_bytes):
+        split = split_of(document.name, seed, test, validation)
+        for piece in pieces_of(document.name, document.text):
+            if piece.text not in seen:
+                seen.add(piece.text)
+                splits[split].append(piece)
+    counted = Counter(label for piece in splits["train"] for label in piece.labels)
+    ranked = sorted(counted, key=lambda name: (-counted[name], name))
+    if len(ranked) < modules:
+        raise InputError(
+            f"the standard library's code uses {len(ranked)} modules in the training split, fewer "
+            f"than the {modules} labels asked for; lower data.modules or raise data.max_bytes"
+        )
+    labels = tuple(sorted(ranked[:modules]))
+    return RelationCorpus({name: _kept(splits[name], labels) for name in SPLITS}, labels)
+
+
+def _kept(pieces: list[RelationDocument], labels: tuple[str, ...]) -> tuple[RelationDocument, ...]:
+    """The pieces with one of the labels, and only these labels on them."""
+    known = set(labels)
+    cut = (
+        RelationDocument(piece.name, piece.text, tuple(x for x in piece.labels if x in known))
+        for piece in pieces
+    )
+    return tuple(piece for piece in cut if piece.labels)
+
+
+def pieces_of(name: str, source: str) -> Iterator[RelationDocument]:
+    """The pieces of one file, with every module that each uses; none where it does not parse.
+
+    The package that the file itself belongs to is no label of it.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    own = name.partition("/")[0].removesuffix(".py")
+    # Cut as Python counts lines: str.splitlines also cuts at form feeds and more.
+    lines = list(io.StringIO(source, newline=""))
+    in_file = _imports(_outside_functions(tree.body))
+    for function in _functions(tree.body):
+        nodes = list(ast.walk(function))
+        imports = _imports(nodes)
+        skipped = {line for node in imports for line in range(node.lineno, _end(node) + 1)}
+        uses = _uses(nodes, {**_visible(in_file, nodes), **_bound(imports)})
+        for first, last in _ranges(lines, function, skipped):
+            kept = "".join(lines[i - 1] for i in range(first, last + 1) if i not in skipped)
+            text = _IMPORT_LINE.sub("", kept).strip("\n")
+            labels = {module for line, module in uses if first <= line <= last} - {own}
+            if text.strip():
+                yield RelationDocument(f"{name}:{first}-{last}", text, tuple(sorted(labels)))
+
+
+def _outside_functions(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Every statement of a file that is in no function, classes and conditions opened."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.stmt) and not isinstance(node, _Function):
+            yield from _outside_functions(ast.iter_child_nodes(node))
+        elif isinstance(node, ast.ExceptHandler):
+            yield from _outside_functions(node.body)
+
+
+def _functions(body: Iterable[ast.AST]) -> Iterator[_Function]:
+    """Functions and methods, not those inside a function; conditional ones too."""
+    return (node for node in _outside_functions(body) if isinstance(node, _Function))
+
+
+def _imports(nodes: Iterable[ast.AST]) -> list[_Import]:
+    return [node for node in nodes if isinstance(node, _Import)]
+
+
+def _visible(imports: Iterable[_Import], nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """The names that a file's imports bind, less those that a function sets itself."""
+    hidden = set()
+    for node in nodes:
+        if isinstance(node, ast.arg):
+            hidden.add(node.arg)
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            hidden.add(node.id)
+    return {name: module for name, module in _bound(imports).items() if name not in hidden}
+
+
+def _uses(nodes: Iterable[ast.AST], modules: Mapping[str, str]) -> list[tuple[int, str]]:
+    """Line and module of every imported name that is read."""
+    return [
+        (node.lineno, modules[node.id])
+        for node in nodes
+        if isinstance(node, ast.Name) and node.id in modules
+    ]
+
+
+def _bound(imports: Iterable[_Import]) -> dict[str, str]:
+    """The names that imports bind → the public top-level module that each belongs to."""
+    bound = {}
+    for node in imports:
+        for alias in node.names:
+            if isinstance(node, ast.Import):
+                module, name = alias.name, alias.asname or alias.name.partition(".")[0]
+            elif node.level or not node.module:
+                continue  # relative: the package's own
+            else:
+                module, name = node.module, alias.asname or alias.name
+            top = module.partition(".")[0]
+            if top in _PUBLIC:
+                bound[name] = top
+    return bound
+
+
+def _ranges(lines: list[str], function: _Function, skipped: set[int]) -> Iterator[tuple[int, int]]:
+    """First and last line of each piece of a function; a single line may be longer."""
+    start = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+    end = _end(function)
+    size, first = 0, start
+    for number in range(start, end + 1):
+        length = 0 if number in skipped else len(lines[number - 1])
+        if size and size + length > PIECE_CHARACTERS:
+            yield first, number - 1
+            size, first = 0, number
+        size += length
+    yield first, end
+
+
+def _end(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno

@@ -1,0 +1,100 @@
+"""Generated tokens: a random segment repeated, the purest test of copying from the context."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from urllib.parse import parse_qsl
+
+import numpy as np
+
+from normattn.errors import InputError
+from normattn.lab.data.sources import address, once, take_options
+from normattn.lab.data.splits import SplitName
+from normattn.lab.data.token_data import TokenData, TokenSplit
+
+_NAME = "synthetic:copy"
+_DEFAULTS = {"low": 8, "high": 32, "tokens": 1 << 20, "documents": 256, "document_tokens": 4097}
+
+
+@dataclass(frozen=True)
+class CopyTask:
+    """`synthetic:copy[?low=8&high=32&tokens=1048576&documents=256&document_tokens=4097]`.
+
+    The training split is one document of `tokens` independent uniform tokens: tiled throughout
+    (`DataConfig.tiling`), every row is a fresh random segment of `low` … `high` tokens repeated.
+    Validation and test hold `documents` documents each, one such sequence of `document_tokens`
+    tokens in each. Token 0, the separator, is never drawn.
+    """
+
+    low: int = 8
+    high: int = 32
+    tokens: int = 1 << 20
+    documents: int = 256
+    document_tokens: int = 4097
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.low <= self.high:
+            raise InputError(f"{self}: expected 1 ≤ low ≤ high")
+        if min(self.tokens, self.documents, self.document_tokens) < 1:
+            raise InputError(f"{self}: every count must be at least 1")
+
+    @staticmethod
+    def claims(text: str) -> bool:
+        """Whether an address names generated tokens."""
+        return text.startswith("synthetic:")
+
+    @classmethod
+    def parse(cls, text: str) -> CopyTask:
+        """Read the address; `InputError` for another task, an unknown option or no number."""
+        body, _, query = text.partition("?")
+        if body != _NAME:
+            raise InputError(f"corpus {text!r} is unknown: the generated corpus is {_NAME!r}")
+        given = take_options(body, once(text, parse_qsl(query, keep_blank_values=True)), _DEFAULTS)
+        return cls(**{name: _number(text, name, value) for name, value in given.items()})
+
+    def __str__(self) -> str:
+        changed = {
+            name: str(getattr(self, name))
+            for name, default in _DEFAULTS.items()
+            if getattr(self, name) != default
+        }
+        return address(_NAME, **changed)
+
+    def token_data(self, vocab_size: int, seed: int) -> TokenData:
+        """Generate the three splits: a pure function of the task, `vocab_size` and `seed`."""
+        generator = np.random.default_rng([seed, vocab_size])
+        dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        noise = generator.integers(1, vocab_size, self.tokens + 1).astype(dtype)
+        noise[-1] = 0
+        ends = np.array([0, len(noise)], dtype=np.int64)
+        train = TokenSplit("train", noise, ends, ["train"])
+        validation = self._tiled("validation", generator, vocab_size, dtype)
+        test = self._tiled("test", generator, vocab_size, dtype)
+        digest = hashlib.sha256()
+        for split in (train, validation, test):
+            digest.update(np.asarray(split.tokens, "<u4").tobytes())
+        return TokenData(train, validation, test, None, vocab_size, digest.hexdigest())
+
+    def _tiled(
+        self, name: SplitName, generator: np.random.Generator, vocab_size: int, dtype: type
+    ) -> TokenSplit:
+        count, length = self.documents, self.document_tokens
+        period = generator.integers(self.low, self.high + 1, count)
+        segments = generator.integers(1, vocab_size, (count, self.high))
+        rows: np.ndarray = np.zeros((count, length + 1), dtype=dtype)
+        column = np.arange(length) % period[:, None]
+        rows[:, :-1] = np.take_along_axis(segments, column, axis=1)
+        offsets = np.arange(count + 1, dtype=np.int64) * (length + 1)
+        return TokenSplit(name, rows.reshape(-1), offsets, [f"{name}-{i:05}" for i in range(count)])
+
+
+def _number(text: str, name: str, value: str | None) -> int:
+    if value is None:
+        return _DEFAULTS[name]
+    try:
+        return int(value)
+    except ValueError as error:
+        raise InputError(
+            f"corpus {text!r}: {name} must be a whole number, got {value!r}"
+        ) from error

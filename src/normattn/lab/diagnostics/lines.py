@@ -1,0 +1,80 @@
+"""What a probe leaves of a training: a line of every layer's attention, as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from normattn.errors import InputError
+from normattn.files import open_file
+from normattn.lab.runs import unchanged
+from normattn.structured import Settings, json_lines, parse_json
+
+FILE = "diagnostics.jsonl"
+Heads = tuple[float | None, ...]
+
+
+class LayerLine(Settings):
+    """One layer at one step, a number per query head (norms of keys: per key head).
+
+    `entropy` is the mean over queries of H = lse − E[s], in nats, `entropy_share` that of H / ln n
+    over the queries that choose among n ≥ 2 keys (a learned sink counted as one), `largest` the
+    largest logit of any visible pair, `first_mass` the mean weight on the key at position 0,
+    `sink_mass` that on the learned sink, `q_norm` and `k_norm` the mean norms as the projections
+    give them, `q_normed` and `k_normed` after the score's own normalisation. None where there is
+    no such thing.
+    """
+
+    entropy: Heads
+    entropy_share: Heads
+    largest: Heads
+    first_mass: Heads
+    sink_mass: Heads | None = None
+    q_norm: Heads
+    k_norm: Heads
+    q_normed: Heads | None = None
+    k_normed: Heads | None = None
+
+
+class DiagnosticsLine(Settings):
+    """A probed step: every layer by its name, bottom first."""
+
+    step: int
+    layers: dict[str, LayerLine]
+
+    def values(self, field: str) -> list[float]:
+        """What is known of a field, over all heads of all layers."""
+        by_layer = [getattr(layer, field) or () for layer in self.layers.values()]
+        return [value for heads in by_layer for value in heads if value is not None]
+
+    def mean(self, field: str) -> float | None:
+        """The mean over all heads of all layers."""
+        values = self.values(field)
+        return sum(values) / len(values) if values else None
+
+    def most(self, field: str) -> float | None:
+        """The largest over all heads of all layers."""
+        return max(self.values(field), default=None)
+
+
+def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
+    """The lines that a run's probe has left; [] where there was none.
+
+    `run` is the directory of the run or the file itself. Raises `InputError` for a damaged file.
+    """
+    path = unchanged(run / FILE if run.is_dir() else run)
+    if not path.exists():
+        return []
+    # A line that is being written has no end yet.
+    with open_file(path) as file:
+        lines = [line for _, line in json_lines(file, lambda n: f"{path}, line {n},")]
+    whole = [line for line in lines if line.endswith(b"\n")]
+    try:
+        return [DiagnosticsLine.model_validate(parse_json(line, str(path))) for line in whole]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InputError(
+            f"{path} holds a line that is none of the diagnostics: {where}: {first['msg']}"
+        ) from None

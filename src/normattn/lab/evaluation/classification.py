@@ -1,0 +1,217 @@
+"""A classifier on documents: probabilities, a threshold tuned on the development set, F1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from jaxtyping import Bool, Float32
+from torch.nn import functional as F
+
+from normattn.errors import library
+from normattn.lab.data.relations import RelationData, RelationSplit, one_hot, padded
+from normattn.lab.evaluation.fingerprints import weights_digest
+from normattn.lab.evaluation.scorers import Precision, autocast
+from normattn.lab.stats import Identity, fact, identified, joined, sums
+from normattn.models.accounting import parameter_count
+from normattn.models.classifier import Classifier
+from normattn.models.dropout import without_dropout
+
+THRESHOLDS = np.linspace(0.01, 0.99, 99)
+"""What is tried on the development set."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a classifier says of N documents and K labels, and what is true.
+
+    `loss` (N,) is each document's binary cross-entropy in nats, the mean over labels.
+    """
+
+    probabilities: Float32[np.ndarray, "n k"]
+    true: Bool[np.ndarray, "n k"]
+    loss: Float32[np.ndarray, "n"]
+
+
+@torch.no_grad()
+def predict(
+    model: Classifier,
+    split: RelationSplit,
+    pad: int,
+    *,
+    max_tokens: int = 16384,
+    precision: Precision = "fp32",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Predictions:
+    """The probabilities of every label of every document, in their order.
+
+    Documents go through by length, as many at a time as `max_tokens` padded tokens hold; that
+    changes no result but for rounding. Dropout is off. `progress` is told how many are done.
+    """
+    device = next(model.parameters()).device
+    labels = model.config.labels
+    probabilities = np.empty((len(split), labels), dtype=np.float32)
+    loss = np.empty(len(split), dtype=np.float32)
+    done = 0
+    with without_dropout(model), autocast(device, precision):
+        for chosen in _groups(split, max_tokens):
+            ids, padding = padded([split.tokens[i] for i in chosen], pad)
+            given = (torch.from_numpy(part).to(device) for part in (ids, padding))
+            logits = model(*given).float().cpu()
+            wanted = torch.from_numpy(one_hot(split, chosen, labels))
+            losses = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+            probabilities[chosen] = logits.sigmoid().numpy()
+            loss[chosen] = losses.mean(-1).numpy()
+            done += len(chosen)
+            progress(done, len(split))
+    everything = np.arange(len(split))
+    return Predictions(probabilities, one_hot(split, everything, labels) > 0, loss)
+
+
+def tune_threshold(predictions: Predictions) -> tuple[float, float]:
+    """The threshold of `THRESHOLDS` with the best micro F1, and that F1 (0 … 1).
+
+    Of equally good ones the nearest to ½. To be called with the development set alone.
+    """
+    scores = []
+    for threshold in THRESHOLDS:
+        predicted = predictions.probabilities >= threshold
+        hits = np.count_nonzero(predicted & predictions.true)
+        below = np.count_nonzero(predicted) + np.count_nonzero(predictions.true)
+        scores.append(2 * hits / below if below else 0.0)
+    rank = [(-score, abs(t - 0.5)) for score, t in zip(scores, THRESHOLDS, strict=True)]
+    best = min(range(len(rank)), key=lambda i: rank[i])
+    return round(float(THRESHOLDS[best]), 2), scores[best]
+
+
+def f1_scores(predictions: Predictions, threshold: float) -> tuple[float, float]:
+    """Micro and macro F1 (0 … 1) by torchmetrics, where a label's probability ≥ `threshold`.
+
+    Macro is the mean over the labels that are true or predicted anywhere. Raises `InputError`
+    where torchmetrics is not installed.
+    """
+    metric = _torchmetrics().multilabel_f1_score
+    # Decided here, not by the metric's own threshold: > and ≥ would differ on a tie.
+    predicted = torch.from_numpy((predictions.probabilities >= threshold).astype(np.int64))
+    true = torch.from_numpy(predictions.true.astype(np.int64))
+    # The metric wants two labels at least: one that never occurs counts for nothing.
+    labels = max(2, true.shape[1])
+    predicted, true = (F.pad(part, (0, labels - part.shape[1])) for part in (predicted, true))
+    micro = metric(predicted, true, num_labels=labels, average="micro")
+    by_label = metric(predicted, true, num_labels=labels, average="none").view(labels)
+    there = (predicted + true).sum(0) > 0
+    macro = by_label[there].mean() if bool(there.any()) else torch.zeros(())
+    return float(micro), float(macro)
+
+
+def check_metrics() -> None:
+    """Raise `InputError` now, not after the training, where torchmetrics is not installed."""
+    _torchmetrics()
+
+
+def evaluate_classifier(
+    model: Classifier,
+    data: RelationData,
+    identity: Identity,
+    *,
+    precision: Precision = "fp32",
+    max_tokens: int = 16384,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> pl.DataFrame:
+    """Tune the threshold on the development set, classify the test set, measure every document.
+
+    Of a document: the counts behind F1, a bin for each label (sum = 2 · rightly predicted, of =
+    predicted + true), and its loss in nats. Of the model, under the protocol "training": its
+    parameters, the threshold, micro F1 (0 … 1) on the development set, and torchmetrics' F1.
+    """
+    settings: dict[str, Any] = {"max_tokens": max_tokens, "precision": precision}
+    development = predict(model, data.split("validation"), data.pad, **settings)
+    threshold, reached = tune_threshold(development)
+    split = data.split("test")
+    predictions = predict(model, split, data.pad, **settings, progress=progress)
+    micro, macro = f1_scores(predictions, threshold)
+    who = replace(identity, split="test", data=data.fingerprint, weights=weights_digest(model))
+    facts = {
+        "parameters": parameter_count(model),
+        "threshold": threshold,
+        "development_micro_f1": reached,
+        "micro_f1": micro,
+        "macro_f1": macro,
+    }
+    return joined(
+        [
+            identified(who, document_sums(predictions, threshold, split.names)),
+            identified(
+                replace(who, protocol="training"),
+                [fact(name, float(value)) for name, value in facts.items()],
+            ),
+        ]
+    )
+
+
+def document_sums(
+    predictions: Predictions, threshold: float, documents: Sequence[str]
+) -> list[pl.DataFrame]:
+    """The counts behind F1, by label, and the loss of every document."""
+    predicted = predictions.probabilities >= threshold
+    hits, marked = 2.0 * (predicted & predictions.true), predicted.astype(float) + predictions.true
+    labels = range(predictions.true.shape[1])
+    return [
+        sums("f1", documents, hits, marked, axis="class", edges=labels),
+        sums("loss", documents, predictions.loss, np.ones(len(predictions.loss))),
+    ]
+
+
+class DevelopmentProbe:
+    """Loss and F1 on the development set, every `every` steps and at the last one.
+
+    F1 is that of the best threshold there and then: the curve of what tuning would find.
+    """
+
+    name = "development"
+
+    def __init__(self, data: RelationData, every: int, precision: Precision = "fp32") -> None:
+        self._data = data
+        self._every = every
+        self._precision: Precision = precision
+
+    def due(self, step: int, steps: int) -> bool:
+        """Whether to look at `step` of `steps`."""
+        return step % self._every == 0 or step == steps
+
+    @contextmanager
+    def around(self, task: Any, step: int) -> Iterator[Callable[[], Mapping[str, Any]]]:
+        """Nothing happens before the step; the line is read after it."""
+        yield lambda: self._read(task.model)
+
+    def _read(self, model: Classifier) -> Mapping[str, Any]:
+        data = self._data
+        predictions = predict(model, data.split("validation"), data.pad, precision=self._precision)
+        threshold, _ = tune_threshold(predictions)
+        micro, macro = f1_scores(predictions, threshold)
+        loss = float(predictions.loss.mean(dtype=np.float64))
+        return {"loss": loss, "micro_f1": micro, "macro_f1": macro, "threshold": threshold}
+
+
+def _groups(split: RelationSplit, max_tokens: int) -> Iterator[np.ndarray]:
+    """Documents in groups of like length, each within `max_tokens` (or one document)."""
+    lengths = np.array([len(row) for row in split.tokens])
+    order = np.argsort(-lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        rows = max(1, max_tokens // int(lengths[order[start]]))
+        yield order[start : start + rows]
+        start += rows
+
+
+def _torchmetrics() -> Any:
+    return library(
+        "torchmetrics.functional.classification",
+        "torchmetrics, which computes F1, is not installed; "
+        "`pip install 'normattn[eval]'` brings it",
+    )

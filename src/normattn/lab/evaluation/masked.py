@@ -1,0 +1,74 @@
+"""A masked language model on held-out texts: hits and loss by document, and hits at every exit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from normattn.lab.data.masking import MaskedSet
+from normattn.lab.data.token_data import TokenSplit
+from normattn.lab.evaluation.unigram import unigram_nats
+from normattn.models.masked_lm import MaskedLM
+
+
+@dataclass(frozen=True)
+class MaskedSums:
+    """Sums by document, whose names ascend.
+
+    `windows`, `tokens` (D,): texts and chosen tokens. `loss` (D,): in nats. `correct` (D, N): hits
+    after each layer, the last of them the model's own; (D, 1) for a model without exits.
+    """
+
+    documents: tuple[str, ...]
+    windows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    loss: NDArray[np.float64]
+    correct: NDArray[np.int64]
+
+
+def documents_of(texts: MaskedSet) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    """The names of the documents, ascending, and which of them each text is from."""
+    names = tuple(sorted(set(texts.documents)))
+    numbers = {name: index for index, name in enumerate(names)}
+    return names, np.array([numbers[name] for name in texts.documents], dtype=np.int64)
+
+
+def score_masked(
+    model: MaskedLM,
+    texts: MaskedSet,
+    tokens_per_batch: int = 16384,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> MaskedSums:
+    """Score every chosen token of `texts`; dropout is off meanwhile.
+
+    `tokens_per_batch` bounds memory; `progress` is told texts done, of how many.
+    """
+    device = next(model.parameters()).device
+    names, document_of = documents_of(texts)
+    count = texts.rows.targets.shape[1]
+    windows = np.bincount(document_of, minlength=len(names))
+    loss = np.zeros(len(names))
+    correct = np.zeros((len(names), len(model.exits) + 1), dtype=np.int64)
+    step = max(1, tokens_per_batch // texts.length)
+    for first in range(0, len(texts), step):
+        rows = slice(first, first + step)
+        batch = (torch.from_numpy(array[rows]).to(device) for array in texts.rows)
+        scores = model.token_scores(*batch)
+        np.add.at(loss, document_of[rows], scores.loss.double().sum(-1).cpu().numpy())
+        hits = torch.cat([scores.exit_correct, scores.correct[None]]).sum(-1)
+        np.add.at(correct, document_of[rows], hits.T.cpu().numpy())
+        progress(min(first + step, len(texts)), len(texts))
+    return MaskedSums(names, windows, windows * count, loss, correct)
+
+
+def unigram_loss(train: TokenSplit, texts: MaskedSet, vocab_size: int) -> NDArray[np.float64]:
+    """The loss of the training text's word frequencies on the same tokens, in nats by document."""
+    nats = unigram_nats(train.token_counts(vocab_size))
+    names, document_of = documents_of(texts)
+    total = np.zeros(len(names))
+    np.add.at(total, document_of, nats[texts.rows.targets].sum(1))
+    return total

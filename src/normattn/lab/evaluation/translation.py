@@ -1,0 +1,188 @@
+"""A test set translated by beam search, and its references scored: what a table is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from normattn.errors import InputError, library
+from normattn.lab.data.pairs import PairSplit
+from normattn.lab.data.pairs.config import EOS_ID, PAD_ID
+from normattn.lab.data.relations import padded
+from normattn.lab.data.tokeniser import Tokeniser
+from normattn.lab.evaluation.unigram import unigram_nats
+from normattn.models.beam_search import beam_search
+from normattn.models.dropout import without_dropout
+from normattn.models.translator import Translator
+
+HOPELESS = 1e6
+Progress = Callable[[int, int], None]
+"""Told how many sentences are done, of how many."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Beam search: `beam` hypotheses at a time, (5 + |Y|)^α/6^α with α = `length_penalty`."""
+
+    beam: int = 4
+    length_penalty: float = 0.6
+    batch: int = 64
+
+
+@dataclass(frozen=True)
+class ReferenceScores:
+    """Of every sentence's reference: summed loss in nats, tokens predicted right, tokens."""
+
+    loss: tuple[float, ...]
+    correct: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CorpusCounts:
+    """What sacrebleu counts in each sentence for BLEU and chrF, its scores and its signatures."""
+
+    bleu: tuple[tuple[int, ...], ...]
+    chrf: tuple[tuple[int, ...], ...]
+    scores: tuple[float, float]
+    signatures: tuple[str, str]
+
+
+def translate(
+    model: Translator,
+    split: PairSplit,
+    tokeniser: Tokeniser,
+    search: Search = Search(),
+    progress: Progress | None = None,
+) -> list[str]:
+    """The best translation of every sentence of `split`, as text, in its order.
+
+    Sentences are translated in the order of their lengths, so that a batch wastes little; a
+    sentence's translation does not depend on the others.
+    """
+    order = sorted(range(len(split)), key=lambda i: int(split.source.lengths[i]))
+    texts, done = [""] * len(split), 0
+    with torch.inference_mode(), without_dropout(model):
+        for chosen in _groups(order, search.batch):
+            translations = beam_search(
+                model,
+                [split.source_ids(index) for index in chosen],
+                beam=search.beam,
+                length_penalty=search.length_penalty,
+                batch=search.batch,
+            )
+            for index, hypotheses in zip(chosen, translations, strict=True):
+                ids = [token for token in hypotheses[0].tokens if token > EOS_ID]
+                texts[index] = tokeniser.decode(ids).strip()
+            if progress is not None:
+                done += len(chosen)
+                progress(done, len(texts))
+    return texts
+
+
+def score_references(
+    model: Translator,
+    split: PairSplit,
+    tokens_per_batch: int = 4096,
+    progress: Progress | None = None,
+) -> ReferenceScores:
+    """Each reference read word by word, every token predicted from those before it.
+
+    `tokens_per_batch` bounds the padded tokens that are scored at once (memory, never a result
+    beyond rounding). A sentence whose loss is not finite, as a model that fell apart may give,
+    counts as `HOPELESS` nats.
+    """
+    lengths = split.source.lengths + split.target.lengths
+    order = sorted(range(len(split)), key=lambda i: int(lengths[i]))
+    device = next(model.parameters()).device
+    loss, correct, tokens = ([0.0] * len(split), [0] * len(split), [0] * len(split))
+    done = 0
+    with torch.inference_mode(), without_dropout(model):
+        while done < len(order):
+            chosen = _fitting(order[done:], lengths, tokens_per_batch)
+            source = _rows([split.source_ids(index) for index in chosen]).to(device)
+            target = _rows([split.target_ids(index) for index in chosen]).to(device)
+            scores = zip(*_scored(model, source, target), strict=True)
+            for index, (nats, hits, count) in zip(chosen, scores, strict=True):
+                loss[index], correct[index], tokens[index] = nats, hits, count
+            done += len(chosen)
+            if progress is not None:
+                progress(done, len(order))
+    return ReferenceScores(tuple(loss), tuple(correct), tuple(tokens))
+
+
+def unigram_loss(train: PairSplit, split: PairSplit, vocab_size: int) -> NDArray[np.float64]:
+    """Of every sentence's reference in `split`: summed nats, each token guessed by its frequency
+    in `train`.
+
+    The end of a sentence counts as a token. `vocab_size`: the words of the target language.
+    """
+    nats = unigram_nats(_target_counts(train, vocab_size))
+    sentence = np.repeat(np.arange(len(split)), split.target.lengths)
+    words = np.bincount(sentence, nats[split.target.tokens], minlength=len(split))
+    return np.asarray(words + nats[EOS_ID])
+
+
+def _target_counts(split: PairSplit, vocab_size: int) -> NDArray[np.int64]:
+    counts: NDArray[np.int64] = np.bincount(split.target.tokens, minlength=vocab_size)
+    counts[EOS_ID] += len(split)
+    return counts
+
+
+def corpus_counts(translations: Sequence[str], references: Sequence[str]) -> CorpusCounts:
+    """BLEU and chrF by sacrebleu, and the counts of every sentence behind them.
+
+    Raises `InputError` where sacrebleu is not installed and where the numbers differ.
+    """
+    if len(translations) != len(references):
+        raise InputError(
+            f"there are {len(translations):,} translations of {len(references):,} sentences"
+        )
+    metrics = library(
+        "sacrebleu.metrics",
+        "BLEU and chrF need sacrebleu, which is not installed: pip install 'normattn[translation]'",
+    )
+    counts, scores, signatures = [], [], []
+    for metric in (metrics.BLEU(), metrics.CHRF()):
+        result = metric.corpus_score(list(translations), [list(references)])
+        # sacrebleu's own resampling works on these rows; it has no public name for them.
+        rows = metric._extract_corpus_statistics(list(translations), [list(references)])
+        counts.append(tuple(tuple(int(n) for n in row) for row in rows))
+        scores.append(float(result.score))
+        signatures.append(f"{result.name}|{metric.get_signature()}")
+    return CorpusCounts(
+        counts[0], counts[1], (scores[0], scores[1]), (signatures[0], signatures[1])
+    )
+
+
+def _scored(
+    model: Translator, source: Tensor, target: Tensor
+) -> tuple[list[float], list[int], list[int]]:
+    """Summed loss, hits and tokens of each row."""
+    scores = model.token_scores(source, target)
+    loss = scores.loss.double().sum(-1).nan_to_num(HOPELESS, HOPELESS)
+    tokens = (target[:, 1:] != PAD_ID).sum(-1)
+    return loss.tolist(), scores.correct.sum(-1).tolist(), tokens.tolist()
+
+
+def _rows(sentences: Sequence[Sequence[int]]) -> Tensor:
+    """Sentences as one matrix, padded on the right."""
+    return torch.from_numpy(padded(sentences, PAD_ID)[0])
+
+
+def _groups(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (order[start : start + size] for start in range(0, len(order), size))
+
+
+def _fitting(order: Sequence[int], lengths: Any, tokens: int) -> Sequence[int]:
+    """As many of the next sentences (rising in length) as make up `tokens` padded ones, or one."""
+    count = 1
+    while count < len(order) and (count + 1) * int(lengths[order[count]] + 3) <= tokens:
+        count += 1
+    return order[:count]

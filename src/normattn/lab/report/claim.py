@@ -1,0 +1,231 @@
+"""Claims: a sentence of a source, the contrast that tests it, and a verdict.
+
+Four verdicts are told apart, and a fifth of sentences with a margin. *found*: the difference has
+the claimed sign and its p, corrected for all claims of the page (Holm), is at most 1 − level. *the
+opposite*: the same with the other sign. *too little data*: fewer than three seeds on a side, no
+interval, or an interval so wide that the smallest effect which it would have shown exceeds
+`matters`, whether or not it would have been found as the page's only claim. *not found*: none.
+
+A sentence that promises no loss ("as good as", "gains nothing") has a margin m, as a test of
+non-inferiority has: *found* where the difference is certainly less than m on the wrong side of 0,
+even if certainly on that side; *the opposite* where it is certainly more than m on that side; else
+*a difference* where it certainly is on that side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from normattn.lab.report.table import shown
+from normattn.lab.report.view import Term, View
+from normattn.lab.stats import Bootstrap, Estimate, Statistic, holm
+from normattn.lab.stats.gather import Where
+
+SEEDS = 3
+"""Trainings on each side below which a claim about a score is not decided."""
+LEAST_P = 0.001
+"""Below this only that it is below is said."""
+
+Verdict = Literal["found", "the opposite", "a difference", "not found", "too little data"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence, who says it, and the difference that tests it.
+
+    `sign` is +1 where the source says that the difference is above 0, −1 where below. `margin` is
+    how far on the other side of 0 the sentence still holds. `matters` is the least difference that
+    would matter; None: any. `test` decides otherwise, where the units are
+    chosen and not drawn (settings of a grid): it gives a difference and its exact p.
+    """
+
+    sentence: str
+    source: str
+    measured: str
+    statistic: Statistic | None = None
+    terms: tuple[Term, ...] = ()
+    sign: int = 1
+    matters: float | None = None
+    test: Callable[[View], Estimate | None] | None = None
+    digits: int | None = None
+    margin: float = 0.0
+
+    def difference(self, view: View) -> Estimate | None:
+        """The difference, or None where the frame does not hold it."""
+        if self.test is not None:
+            return self.test(view)
+        assert self.statistic is not None
+        return view.contrast(self.statistic, self.terms) if self.terms else None
+
+
+def difference(
+    sentence: str,
+    source: str,
+    measured: str,
+    statistic: Statistic,
+    ours: Where,
+    theirs: Where,
+    *,
+    sign: int = 1,
+    matters: float | None = None,
+    margin: float = 0.0,
+) -> Claim:
+    """The claim that a statistic is higher in `ours` than in `theirs` (`sign` −1: lower).
+
+    With a margin: that it is not lower (`sign` −1: higher) by as much as that.
+    """
+    terms = (Term(1.0, ours), Term(-1.0, theirs))
+    return Claim(sentence, source, measured, statistic, terms, sign, matters, margin=margin)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim decided; `p` is corrected for all claims of its page.
+
+    `alone`: whether it would be decided as the page's only claim. `simultaneous` is its interval at
+    1 − (1 − level)/tested claims (Bonferroni); None of a difference without an error, and where
+    seeds are too few.
+    """
+
+    claim: Claim
+    difference: Estimate
+    p: float | None
+    verdict: Verdict
+    alone: bool = False
+    simultaneous: tuple[float, float] | None = None
+
+    @property
+    def size(self) -> str:
+        """The difference in words."""
+        interval = self.claim.test is None or self.difference.low is not None
+        return shown(self.difference, self._digits, signed=True, interval=interval)
+
+    @property
+    def together(self) -> str:
+        """The simultaneous interval in words."""
+        if self.simultaneous is None:
+            return "–"
+        words = shown(Estimate(0.0, *self.simultaneous), self._digits, signed=True)
+        return words[words.index("[") :]
+
+    @property
+    def _digits(self) -> int:
+        if self.claim.digits is not None:
+            return self.claim.digits
+        return self.claim.statistic.digits if self.claim.statistic else 2
+
+    @property
+    def probability(self) -> str:
+        """The p in words: three digits, never a 0 that it is not."""
+        if self.p is None:
+            return "–"
+        return f"{self.p:.3f}" if self.p >= LEAST_P else f"<{LEAST_P}"
+
+    @property
+    def remark(self) -> str:
+        """What limits the verdict."""
+        if self.verdict != "too little data":
+            return ""
+        few = len(self.difference.seeds)
+        if self.p is None and 0 < few < SEEDS:
+            return f"{few} seed{'s' * (few > 1)} on both sides; {SEEDS} are needed"
+        least = self.difference.half_width
+        if least is None:
+            return "no interval"
+        if self.alone:
+            return "significant only before the correction"
+        if self.p is None:
+            return "no spread: all documents and seeds agree"
+        return f"only beyond ±{least:.3g} would it have shown; ±{self.claim.matters:g} would matter"
+
+
+def explained(findings: Sequence[Finding]) -> str:
+    """What stands above a page's claims: how their intervals, p and verdicts are meant."""
+    many, tested = len(findings), sum(finding.p is not None for finding in findings)
+    sentences = [f"{many} claim{'s' * (many > 1)}, {tested} of them tested."]
+    if tested:
+        sentences.append("p is corrected for the number of those (Holm).")
+    if any(finding.simultaneous for finding in findings):
+        sentences.append(
+            "Each difference has its own 95 % interval in brackets; the simultaneous ones are "
+            "meant to hold all of them together in 95 of 100 cases (Bonferroni). They are stricter "
+            "than the verdicts, which go by p, so one may reach over 0 beside “found”."
+        )
+    sentences.append(
+        "“Found” and “the opposite” need p ≤ "
+        f"{1 - Bootstrap.level:.2f}, of scores also three seeds on both sides. Else it is “not "
+        "found”, or, with fewer seeds or an interval too wide to show what would matter, “too "
+        "little data”."
+    )
+    if any(finding.claim.margin for finding in findings):
+        sentences.append(
+            "A sentence that promises no loss, or nothing to gain, says in brackets how much it "
+            "allows: it is found where the difference is shown to be within that, the opposite "
+            "where it is shown to be beyond; “a difference” is shown not to be 0, and neither to "
+            "be within nor beyond."
+        )
+    return " ".join(sentences)
+
+
+def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
+    """Every claim that the frame can test, corrected as one family (Holm)."""
+    tested = [(claim, claim.difference(view)) for claim in claims]
+    known = [(claim, estimate) for claim, estimate in tested if estimate is not None]
+    sides = [
+        (number, verdict, p)
+        for number, (claim, estimate) in enumerate(known)
+        for verdict, p in _hypotheses(claim, estimate)
+    ]
+    families = [number for number, _, _ in sides]
+    adjusted = holm([p for _, _, p in sides], families)
+    level = 1 - view.bootstrap.level
+    share = level / max(1, len(set(families)))
+    findings = []
+    for number, (claim, estimate) in enumerate(known):
+        own = [
+            (verdict, p, alone)
+            for (of, verdict, alone), p in zip(sides, adjusted, strict=True)
+            if of == number
+        ]
+        decided = _decided(claim, estimate, own, level)
+        whole = estimate.interval(1 - share) if own else None
+        findings.append(replace(decided, simultaneous=whole))
+    return findings
+
+
+def _hypotheses(claim: Claim, estimate: Estimate) -> list[tuple[Verdict, float]]:
+    """The verdicts that are possible, and the p of each's denial; none where seeds are too few."""
+    if estimate.p is None or (claim.test is None and len(estimate.seeds) < SEEDS):
+        return []
+    signed = estimate.value * claim.sign
+    if not claim.margin:
+        return [("found" if signed > 0 else "the opposite", estimate.p)]
+    apart = estimate.p_from(-claim.margin * claim.sign)
+    assert apart is not None, "a claim with a margin is tested by Student's t"
+    return [
+        ("found" if signed > -claim.margin else "the opposite", apart),
+        ("a difference", estimate.p if signed < 0 else 1.0),
+    ]
+
+
+def _decided(
+    claim: Claim, estimate: Estimate, sides: Sequence[tuple[Verdict, float, float]], level: float
+) -> Finding:
+    """The first verdict whose denial is rejected; `sides` have its p, corrected and alone."""
+    if not sides:
+        return Finding(claim, estimate, None, "too little data")
+    for verdict, p, _ in sides:
+        if p <= level and (estimate.value or claim.margin):
+            return Finding(claim, estimate, p, verdict, alone=True)
+    alone = any(own <= level for _, _, own in sides)
+    least = min(p for _, p, _ in sides)
+    return Finding(claim, estimate, least, _undecided(claim, estimate), alone)
+
+
+def _undecided(claim: Claim, estimate: Estimate) -> Verdict:
+    least = estimate.half_width
+    if claim.matters is not None and least is not None and least > claim.matters:
+        return "too little data"
+    return "not found"

@@ -1,0 +1,160 @@
+"""Figures as values: the numbers of a picture and their titles, before anything is drawn.
+
+Four kinds are enough for every page: `Curves` (lines with bands, labelled at their ends),
+`Intervals` (a value and its interval for every row), `Grid` (coloured cells with a number) and
+`Density` (a distribution for every row). `plots` draws each as an image, `html` as a picture with
+values under the pointer; both read these values and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from normattn.lab.stats import Estimate
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value at x with its interval (None: none)."""
+
+    x: float
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, x: float, estimate: Estimate) -> Point:
+        """An estimate at x."""
+        return cls(x, estimate.value, estimate.low, estimate.high)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a panel; lines of one `family` share a colour, and `dashed` tells them apart."""
+
+    label: str
+    points: tuple[Point, ...]
+    family: str = ""
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical rule, such as the training length."""
+
+    x: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Axes with lines; `steps` draws each value as constant up to the next x."""
+
+    title: str
+    lines: tuple[Line, ...]
+    x_title: str
+    y_title: str
+    log_x: bool = False
+    log_y: bool = False
+    steps: bool = False
+    marks: tuple[Mark, ...] = ()
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Panels of lines, side by side or below each other; lines of one label toggle together.
+
+    `first`: families that have the first colours, shown or not, so that each has its own in every
+    figure that names the same.
+    """
+
+    name: str
+    title: str
+    panels: tuple[Panel, ...]
+    shared_y: bool = True
+    first: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class IntervalColumn:
+    """One quantity of every row; None where a row has none."""
+
+    title: str
+    values: tuple[Estimate | None, ...]
+    zero: bool = False
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Values with their intervals: rows below each other, quantities side by side.
+
+    `symlog`: the columns are of one kind and share an axis, linear within ± this, logarithmic
+    beyond; None: each has a linear axis of its own.
+    """
+
+    name: str
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[IntervalColumn, ...]
+    symlog: float | None = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Coloured cells: values (rows, columns), None where there is none; `texts` are written in."""
+
+    name: str
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    values: tuple[tuple[float | None, ...], ...]
+    texts: tuple[tuple[str, ...], ...]
+    x_title: str = ""
+    y_title: str = ""
+    scale_title: str = ""
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class DensityRow:
+    """One distribution: heights over even bins between `low` and `high`, in one or two versions."""
+
+    label: str
+    low: float
+    high: float
+    heights: tuple[tuple[float, ...], ...]
+    names: tuple[str, ...] = ("",)
+
+
+@dataclass(frozen=True)
+class Density:
+    """Distributions below each other."""
+
+    name: str
+    title: str
+    rows: tuple[DensityRow, ...]
+    x_title: str
+
+
+Figure = Curves | Intervals | Grid | Density
+
+
+def named(figures: Sequence[Figure]) -> tuple[Figure, ...]:
+    """The figures that have something to show."""
+    return tuple(figure for figure in figures if not is_empty(figure))
+
+
+def is_empty(figure: Figure) -> bool:
+    """Whether a figure would show nothing."""
+    match figure:
+        case Curves(panels=panels):
+            return not any(line.points for panel in panels for line in panel.lines)
+        case Intervals(columns=columns):
+            return not any(value for column in columns for value in column.values)
+        case Grid(values=values, texts=texts):
+            # A cell without a value may still say why it has none.
+            shown = any(value is not None for row in values for value in row)
+            return not shown and not any(text for row in texts for text in row)
+        case Density(rows=rows):
+            return not rows

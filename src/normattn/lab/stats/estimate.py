@@ -1,0 +1,250 @@
+"""One estimate and one contrast, with the interval that keeps its promise with few seeds.
+
+A contrast is Σ_t f_t · value(rows_t), paired over the seeds and the units that all its terms
+share; an estimate is the contrast of one term. Two things vary: which units were measured (U of
+them, drawn again by the bootstrap, crossed with the seeds) and which seeds were trained (S). With
+θ_s the value of seed s alone,
+
+    θ = mean_s(θ_s)               V_seeds = var_s(θ_s)/S        V_units = var_r(θ*_r)
+    V_both  = (mean_s var_r(θ*_sr) − V_units)/(S − 1)
+    V       = max(V_seeds + V_units − V_both, V_seeds, V_units)
+    df      = V² / (V_seeds²/(S − 1) + V_units²/(U − 1))            (Satterthwaite)
+
+θ ± t_df · √V: V_seeds and V_units both hold what seeds and units do together, so it is taken off
+once. With one seed V = V_units: the interval then speaks of this trained model only. On synthetic
+data with the shares of variance that the published tables have, 95 % intervals hold the truth in 94
+to 96 of 100 cases with three and with five seeds; where three seeds differ more than the documents
+let the mean vary, in about 93.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from normattn.errors import InputError
+from normattn.lab.stats.bootstrap import Bootstrap
+from normattn.lab.stats.gather import Sums
+from normattn.lab.stats.statistic import Statistic
+
+Array = NDArray[np.float64]
+Term = tuple[float, Sums]
+
+DIGITS = 9
+"""After the point, of every value: above what the order of a sum can change."""
+ROUNDING = 1e-12
+"""An error below this part of the terms is of floating-point numbers, no spread of what was
+measured."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value, its interval, and what stands behind it.
+
+    `low` and `high` are None where no interval can be made (one unit). `p` is the two-sided
+    probability of a value this far from 0, None without an interval. `count` is Σ of of one seed;
+    `per_seed` are the values of the seeds alone; `error` is √V and `freedom` df, None where the
+    interval is not Student's.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    units: int = 0
+    count: int = 0
+    seeds: tuple[int, ...] = ()
+    per_seed: tuple[float, ...] = field(default=(), repr=False)
+    error: float | None = field(default=None, repr=False)
+    freedom: float | None = field(default=None, repr=False)
+
+    def p_from(self, bound: float) -> float | None:
+        """The two-sided probability of a value this far from `bound`; None without an error."""
+        if not bound:
+            return self.p
+        if self.error is None or self.freedom is None:
+            return None
+        return _two_sided(self.freedom, self.value - bound, self.error)
+
+    def interval(self, level: float) -> tuple[float, float] | None:
+        """Student's interval at another level; None without an error."""
+        if self.error is None or self.freedom is None:
+            return None
+        half = _half_width(self.freedom, self.error, level)
+        return _clean(self.value - half), _clean(self.value + half)
+
+    @property
+    def above_zero(self) -> bool:
+        """Whether the whole interval lies above 0."""
+        return self.low is not None and self.low > 0
+
+    @property
+    def below_zero(self) -> bool:
+        """Whether the whole interval lies below 0."""
+        return self.high is not None and self.high < 0
+
+    @property
+    def half_width(self) -> float | None:
+        """The smallest distance from 0 that this interval would have excluded."""
+        return None if self.low is None or self.high is None else (self.high - self.low) / 2
+
+    def as_json(self) -> dict[str, object]:
+        """The fields of a number in table.json."""
+        return {
+            "value": self.value,
+            "low": self.low,
+            "high": self.high,
+            "units": self.units,
+            "count": self.count,
+            "seeds": list(self.seeds),
+            "per_seed": list(self.per_seed),
+        }
+
+
+def estimate(sums: Sums, statistic: Statistic, bootstrap: Bootstrap | None = None) -> Estimate:
+    """The statistic of some rows with its interval."""
+    return contrast([(1.0, sums)], statistic, bootstrap)
+
+
+def contrast(
+    terms: Sequence[Term], statistic: Statistic, bootstrap: Bootstrap | None = None
+) -> Estimate:
+    """Σ factor · statistic, paired over the seeds and units that all terms have.
+
+    Raises `InputError` where they share no seed or no unit.
+    """
+    drawn = bootstrap or Bootstrap()
+    paired = pair(terms)
+    values = [factor * _values(sums, statistic) for factor, sums in paired]
+    resampled = [factor * _resampled(sums, statistic, drawn) for factor, sums in paired]
+    rounding = ROUNDING * sum(abs(float(term[0])) for term in values)
+    return _estimate(sum(values), sum(resampled), paired[0][1], drawn, rounding)  # type: ignore[arg-type]
+
+
+def by_bin(
+    sums: Sums, statistic: Statistic, bootstrap: Bootstrap | None = None
+) -> list[Estimate | None]:
+    """The statistic of every bin by itself, each with its interval; None where nothing counted."""
+    results = [estimate(sums.at([index]), statistic, bootstrap) for index in range(len(sums.bins))]
+    return [result if np.isfinite(result.value) else None for result in results]
+
+
+def of_seeds(by_seed: Mapping[int, float], level: float = Bootstrap.level) -> Estimate:
+    """The mean of one number of each seed, with Student's interval over the seeds.
+
+    For what has no units to draw, as the loss of a training: θ ± t_(S−1) · √(var_s(θ_s)/S).
+    """
+    values = np.asarray(list(by_seed.values()))
+    seeds, value = tuple(by_seed), float(values.mean())
+    known = {"value": _clean(value), "seeds": seeds, "per_seed": tuple(map(_clean, values))}
+    error = float(values.std(ddof=1)) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
+    if error <= ROUNDING * abs(value):
+        return Estimate(**known)  # type: ignore[arg-type]
+    student = _student(len(seeds) - 1.0, value, error, level)
+    return Estimate(**known, **student)  # type: ignore[arg-type]
+
+
+def pair(terms: Sequence[Term]) -> list[Term]:
+    """The terms made of the seeds and units that they share."""
+    every = [sums for _, sums in terms]
+    seeds = tuple(s for s in every[0].seeds if all(s in other.seeds for other in every))
+    units = every[0].units
+    if any(sums.units != units for sums in every):
+        known = [set(sums.units) for sums in every[1:]]
+        units = tuple(name for name in units if all(name in names for names in known))
+    for kind, shared, shown in (
+        ("seed", seeds, [", ".join(map(str, sums.seeds)) for sums in every]),
+        ("document", units, [f"{len(sums.units)} documents" for sums in every]),
+    ):
+        if not shared:
+            named = " and ".join(f"{e.label} ({s})" for e, s in zip(every, shown, strict=True))
+            raise InputError(f"{named} share no {kind}, so they cannot be paired")
+    return [(factor, sums.only(seeds, units)) for factor, sums in terms]
+
+
+def _values(sums: Sums, statistic: Statistic) -> Array:
+    """The mean of the seeds' values, then each seed's: (1 + seeds,)."""
+    above, below = sums.sum.sum(1), sums.of.sum(1)
+    return _with_mean(statistic.value(above, below, above, below))
+
+
+def _resampled(sums: Sums, statistic: Statistic, bootstrap: Bootstrap) -> Array:
+    """The same under every resample of the units: (resamples, 1 + seeds)."""
+    above, below = bootstrap.sums(sums.sum), bootstrap.sums(sums.of)
+    return _with_mean(statistic.value(above, below, sums.sum.sum(1), sums.of.sum(1)))
+
+
+def _with_mean(values: Array) -> Array:
+    """Values of seeds (…, seeds) with their mean before: seeds are other models, and not pooled."""
+    return np.concatenate([values.mean(-1, keepdims=True), values], axis=-1)
+
+
+def _estimate(
+    values: Array, resampled: Array, sums: Sums, bootstrap: Bootstrap, rounding: float
+) -> Estimate:
+    units = len(sums.units)
+    known = {
+        "value": _clean(values[0]),
+        "units": units,
+        "count": round(float(sums.of[0].sum())),
+        "seeds": sums.seeds,
+        "per_seed": tuple(_clean(value) for value in values[1:]),
+    }
+    if units < 2 or not np.isfinite(values[0]):
+        return Estimate(**known)  # type: ignore[arg-type]
+    spread = np.nanvar(resampled, axis=0, ddof=1)
+    error, freedom = _spread(values[1:], float(spread[0]), float(spread[1:].mean()), units)
+    if error <= rounding < abs(values[0]):
+        # No unit and no seed differs: nothing says how far others would.
+        return Estimate(**known)  # type: ignore[arg-type]
+    told = error if error > rounding else 0.0
+    student = _student(freedom, float(values[0]), told, bootstrap.level)
+    return Estimate(**known, **student)  # type: ignore[arg-type]
+
+
+def _student(freedom: float, value: float, error: float, level: float) -> dict[str, float | None]:
+    """Student's interval and the two-sided p of no difference, as fields of an estimate.
+
+    Without an error the interval is the value alone, and there is no p.
+    """
+    if not error:
+        return {"low": _clean(value), "high": _clean(value)}
+    half = _half_width(freedom, error, level)
+    ends = {"low": _clean(value - half), "high": _clean(value + half)}
+    p = _two_sided(freedom, value, error)
+    return {**ends, "p": p, "error": error, "freedom": freedom}
+
+
+def _half_width(freedom: float, error: float, level: float) -> float:
+    # Slow to import, and asked for by pages alone: a cell does without.
+    from scipy import special
+
+    return float(special.stdtrit(freedom, 0.5 + level / 2)) * error
+
+
+def _two_sided(freedom: float, distance: float, error: float) -> float:
+    """The probability that Student's t lies as far from 0 as distance/error, on either side."""
+    from scipy import special  # Slow to import, as above.
+
+    return float(2 * special.stdtr(freedom, -abs(distance) / error))
+
+
+def _spread(values: Array, of_units: float, of_one: float, units: int) -> tuple[float, float]:
+    """√V and its degrees of freedom; `values` are the seeds' own values."""
+    seeds = len(values)
+    if seeds == 1:
+        return float(np.sqrt(of_units)), units - 1.0
+    of_seeds = float(values.var(ddof=1)) / seeds
+    both = max(0.0, (of_one - of_units) / (seeds - 1))
+    whole = max(of_seeds + of_units - both, of_seeds, of_units)
+    if whole == 0:
+        return 0.0, seeds - 1.0
+    below = of_seeds**2 / (seeds - 1) + of_units**2 / (units - 1)
+    return float(np.sqrt(whole)), max(1.0, whole**2 / below)
+
+
+def _clean(value: float) -> float:
+    return round(float(value), DIGITS) + 0.0

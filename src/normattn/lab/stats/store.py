@@ -1,0 +1,87 @@
+"""Where the frames of single evaluations are kept, so that none is done twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+
+from normattn.errors import InputError
+from normattn.lab.stats import frame
+
+
+def digest(*parts: object) -> str:
+    """The name of one evaluation: a hash of all that decides its outcome (JSON values)."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+BESIDE = "beside"
+"""The folder, among a run's records, of those that its study did not ask for."""
+
+
+class MeasurementStore:
+    """A folder of frames, one file per evaluation, named by its key.
+
+    A damaged file, or one of another evaluation, is named on standard error and its evaluation is
+    done again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, key: str) -> Path:
+        """The file of one evaluation."""
+        return self.folder / f"{key}.parquet"
+
+    def get(self, key: str) -> pl.DataFrame | None:
+        """The frame of an evaluation already done, or None."""
+        path = self.path(key)
+        if not path.exists():
+            return None
+        if not path.is_file():
+            raise InputError(f"{path} is no file, and no record can be kept there: remove it")
+        try:
+            return frame.read(path, key)
+        except InputError as error:
+            print(f"normattn: {error}; the evaluation is done again", file=sys.stderr)
+            return None
+
+    def put(self, key: str, measured: pl.DataFrame) -> None:
+        """Keep a frame under its key, whole or not at all."""
+        frame.write(self.path(key), measured, key)
+
+    def once(self, key: str, measure: Callable[[], pl.DataFrame]) -> pl.DataFrame:
+        """The frame of an evaluation, made by `measure` and kept unless it was done already."""
+        done = self.get(key)
+        if done is not None:
+            return done
+        measured = measure()
+        self.put(key, measured)
+        return measured
+
+    def __len__(self) -> int:
+        return len(self._paths())
+
+    def frame(self) -> pl.DataFrame:
+        """Every frame of the folder as one; `InputError` names a damaged file."""
+        return frame.joined(frame.read(path) for path in self._paths())
+
+    def _paths(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("*.parquet") if path.name[0] != ".")
+
+
+def collected(out: Path) -> pl.DataFrame:
+    """Every measurement below a study's directory, as one frame; frames of pages are copies.
+
+    Records `BESIDE` those of a cell are not the study's.
+    """
+    paths = sorted(
+        path
+        for path in out.rglob("*.parquet")
+        if path.name != frame.FILE and path.parent != out and path.parent.name != BESIDE
+    )
+    return frame.joined(frame.read(path) for path in paths if path.name[0] != ".")

@@ -1,0 +1,254 @@
+"""How wide should ReRoPE's window be, and what does log-n scaling add to it? (kexue 9708)
+
+A Baseline and a Baseline-logn model are trained, and read past L with ReRoPE at several windows;
+the first one with logn+ (switched on after training) too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import polars as pl
+
+from normattn.errors import InputError
+from normattn.lab.report.claim import Claim, difference
+from normattn.lab.report.figure import Curves, Figure, Line, Panel, Point
+from normattn.lab.report.page import Page
+from normattn.lab.report.points import points
+from normattn.lab.report.table import Cell, Column, Row, Table
+from normattn.lab.report.view import View
+from normattn.lab.studies._reading import ACCURACY, LEGEND, POINTS, longest, reading_columns
+from normattn.lab.sweep.collect import measured_below
+from normattn.lab.sweep.language import (
+    ReadCell,
+    TextConfig,
+    canonical,
+    checked_methods,
+    opened,
+    read_sweep,
+)
+from normattn.lab.sweep.reading import AS_IS
+from normattn.lab.sweep.settings import WindowSettings
+from normattn.lab.sweep.study import Request, Study, Sweep, refuse_choices
+from normattn.score import ScoreSpec
+
+KIND = "window"
+VARIANTS = ("Baseline", "Baseline-logn")
+PLAIN, POST_HOC, TRAINED = "no log-n", "logn+", "logn"
+
+
+class WindowConfig(TextConfig):
+    """What the study's cells share: also the windows."""
+
+    window: WindowSettings
+
+
+def resolve(request: Request) -> Sweep:
+    """The study that a request asks for; raises `InputError` as `keynorm.resolve` does.
+
+    Only the longest of the tested lengths is read.
+    """
+    preset = opened(request, KIND, group=KIND)
+    refuse_choices(request, KIND, variants=False)
+    config = WindowConfig.of_text(preset, {"multiples": preset.evaluation.multiples[-1:]})
+    methods = {variant: _methods(variant, config) for variant in canonical(VARIANTS, config)}
+    return read_sweep(request, KIND, preset, config, methods)
+
+
+def _methods(variant: str, config: WindowConfig) -> tuple[str, ...]:
+    """As is, then every window; for the model without log-n also with logn+."""
+    sizes = [max(1, round(share * config.train_length)) for share in config.window.shares]
+    if len(set(sizes)) < len(sizes):
+        raise InputError(
+            f"window.shares give the same window twice at a training length of "
+            f"{config.train_length}: {sizes}"
+        )
+    methods = [AS_IS, *(f"ReRoPE(window={size})" for size in sizes)]
+    if ScoreSpec.parse(variant).logn is None:
+        methods += ["logn+", *(f"ReRoPE(window={size})-logn+" for size in sizes)]
+    return checked_methods(methods, config)
+
+
+FORM, WINDOW = "factor.logn", "factor.window"
+FORMS = (PLAIN, POST_HOC, TRAINED)
+DRAWN = ("non_repeated", "repeated", "last_segment")
+
+
+def collect(out: Path) -> pl.DataFrame:
+    """What was measured, with the form of log-n and the window of each score as factors."""
+    measured = measured_below(out)
+    if not measured.height:
+        return measured
+    read = measured.filter(pl.col("protocol") != "training")
+    specs = [(text, ScoreSpec.parse(text)) for text in read["score"].unique(maintain_order=True)]
+    factors = pl.DataFrame(
+        {
+            "score": [text for text, _ in specs],
+            FORM: [_form(spec) for _, spec in specs],
+            WINDOW: [None if spec.regime is None else spec.regime.window for _, spec in specs],
+        },
+        schema={"score": pl.String, FORM: pl.String, WINDOW: pl.Int64},
+    )
+    return measured.join(factors, on="score", how="left", maintain_order="left")
+
+
+def _form(spec: ScoreSpec) -> str:
+    if spec.logn is None:
+        return PLAIN
+    return TRAINED if spec.logn.when == "trained-in" else POST_HOC
+
+
+def rows(view: View) -> list[Row]:
+    """Forms of log-n, windows ascending, the model without ReRoPE first."""
+    read = view.frame.filter(pl.col("protocol") != "training")
+    settings = read.select(FORM, WINDOW).unique().rows() if read.height else []
+    settings.sort(key=lambda setting: (FORMS.index(setting[0]), setting[1] or 0))
+    return [Row(form, {FORM: form, WINDOW: window}) for form, window in settings]
+
+
+def columns(view: View) -> Sequence[Column]:
+    """The window, then what a method reads past L."""
+    kept = ("repeated", "repeated_seen", "non_repeated", "last_", "cost")
+    return [
+        Column("share", "w / L", plain=_share),
+        Column("window", "w", plain=lambda view, row: Cell(str(row.where[WINDOW] or "–"))),
+        *(
+            replace(column, plain=_cost) if column.key == "cost" else column
+            for column in reading_columns(view)
+            if column.key.startswith(kept)
+        ),
+    ]
+
+
+def _cost(view: View, row: Row) -> Cell:
+    """What the method changes at L, against the same trained model as it is."""
+    trained = TRAINED if row.where[FORM] == TRAINED else PLAIN
+    base = {FORM: trained, WINDOW: None}
+    if row.where == base:
+        return Cell("–")
+    at = {"protocol": "train_length"}
+    terms = ((1.0, at), (-1.0, {**at, **base}))
+    return Column("cost", "cost at L", POINTS, terms, signed=True).cell(view, row)
+
+
+def _share(view: View, row: Row) -> Cell:
+    window = row.where[WINDOW]
+    if window is None:
+        return Cell("–")
+    return Cell(str(Fraction(window, _train_length(view))))
+
+
+def _train_length(view: View) -> int:
+    return int(max(view.values("train_length")))
+
+
+def _gains(view: View) -> list[Row]:
+    """Every row that has a form of log-n, beside none at the same window."""
+    return [row for row in rows(view) if row.where[FORM] != PLAIN]
+
+
+def _gain_columns(view: View) -> Sequence[Column]:
+    gains = [*columns(view)[:2]]
+    for protocol in DRAWN:
+        length = longest(view, protocol)
+        if length is not None:
+            at = {"protocol": protocol, "length": length}
+            terms = ((1.0, at), (-1.0, {**at, FORM: PLAIN}))
+            title = f"{protocol.replace('_', ' ')} ({length:,})"
+            gains.append(Column(protocol, title, POINTS, terms, signed=True))
+    return gains
+
+
+def claims(view: View) -> list[Claim]:
+    """logn+ helps ReRoPE at every window: the mean over windows would hide which."""
+    length = longest(view, "non_repeated")
+    windows = [row.where[WINDOW] for row in rows(view) if row.where[FORM] == PLAIN]
+    at = {"protocol": "non_repeated", "length": length}
+    return [
+        difference(
+            f"logn+ improves ReRoPE with w = {window}",
+            "kexue 9708",
+            "logn+ − no log-n, non-repeated accuracy",
+            POINTS,
+            *({**at, WINDOW: window, FORM: form} for form in (POST_HOC, PLAIN)),
+        )
+        for window in windows
+        if window is not None and length is not None
+    ]
+
+
+def figures(view: View) -> list[Figure]:
+    """Accuracy against w / L, one line per form of log-n; dotted: without ReRoPE."""
+    panels = []
+    for protocol in DRAWN:
+        length = longest(view, protocol)
+        if length is None:
+            continue
+        lines = []
+        for form in FORMS:
+            at = {"protocol": protocol, "length": length, FORM: form}
+            level = view.estimate(ACCURACY, {**at, WINDOW: None})
+            windows = [row.where[WINDOW] for row in rows(view) if row.where[FORM] == form]
+            places = (
+                (window / _train_length(view), {**at, WINDOW: window})
+                for window in windows
+                if window is not None
+            )
+            shares = points(view, ACCURACY, places)
+            if shares:
+                lines.append(Line(form, shares, form))
+            if level is not None and shares:
+                flat = tuple(Point.of(x, level) for x in (shares[0].x, shares[-1].x))
+                lines.append(Line(f"{form}, no ReRoPE", flat, form, dashed=True))
+        title = f"{protocol.replace('_', ' ')} ({length:,})"
+        panels.append(Panel(title, tuple(lines), "w / L", "accuracy (%)"))
+    title = "Accuracy past the training length against ReRoPE's window"
+    return [Curves("accuracy_by_window", title, tuple(panels), shared_y=False)]
+
+
+PAGE = Page(
+    title="ReRoPE's window",
+    question="How wide should ReRoPE's window w be, and what does log-n scaling add, trained in or "
+    "switched on afterwards (logn+)?",
+    sources=("kexue.fm/archives/9708",),
+    tables=(
+        Table(
+            "table",
+            "",
+            rows,
+            columns,
+            head="log-n",
+            notes=LEGEND,
+            intro="Token accuracy in %. Rows without a window are the models without ReRoPE.",
+        ),
+        Table(
+            "gains",
+            "What log-n adds at the same window, in points",
+            _gains,
+            _gain_columns,
+            head="log-n",
+        ),
+    ),
+    claims=claims,
+    figures=figures,
+)
+
+STUDY = Study(
+    name=KIND,
+    help="Read with ReRoPE at windows of ⅛ to 1 training lengths, without log-n, with it and "
+    "logn+.\n\nTrains Baseline and Baseline-logn, reads to 8 times the training length, and "
+    "writes one table and one figure: accuracy against the window, a line for each form of log-n.",
+    resolve=resolve,
+    cells=(ReadCell,),
+    page=PAGE,
+    examples=(
+        ("--preset smoke", "the whole path, small"),
+        ("", "the study itself"),
+        ("--seeds 3", "with intervals over three trained models"),
+        ('--set "window.shares=[0.25,0.5,1,2]"', "other windows"),
+    ),
+    collect=collect,
+)

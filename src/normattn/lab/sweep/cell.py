@@ -1,0 +1,102 @@
+"""One cell in its own process: each of its stages in turn, and only what is not yet done."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from normattn.errors import DivergedError, InputError
+from normattn.kernels.calibration import using
+from normattn.lab.stats import frame
+from normattn.lab.sweep.launch.child import watch_parent
+from normattn.lab.sweep.launch.seam import DIVERGED, FINISHED
+from normattn.lab.sweep.layout import CellPaths, note_progress, write_if_changed
+from normattn.lab.sweep.stages import Note
+from normattn.lab.sweep.study import Cell, Study, diverged
+from normattn.locks import InUseError, locked
+from normattn.structured import read_object
+
+PROGRESS_SECONDS = 0.5
+LOCK_SECONDS = 120.0
+
+Find = Callable[[str], Study]
+"""The study of a name, or of a file's path."""
+
+
+def run_cell(job: Path, find: Find, parent: int = 0) -> int:
+    """Do what `job`/cell.json says and is not yet done; return the exit code (0, or 3: diverged).
+
+    `parent` is the process without which this one is to stop (0: none). Stopped,
+    training leaves a checkpoint, and evaluations are whole or absent.
+    """
+    if parent:
+        watch_parent(parent)
+    paths = CellPaths.of_job(job)
+    cell = read_cell(paths.settings, find)
+    with _only_one(paths.lock), using(cell.training_config.kernels):
+        data = cell.prepare()
+        for number, stage in enumerate(cell.stages(paths)):
+            try:
+                stage.run(data, _noting(paths.progress, number, stage.phase))
+            except DivergedError as error:
+                frame.write(paths.diverged, diverged(cell, error.step, error.where))
+                print(f"normattn: {error}", file=sys.stderr)
+                return DIVERGED
+        write_if_changed(paths.done, cell.model_dump(mode="json"))
+    return FINISHED
+
+
+def write_cell(settings: Path, study: Study, cell: Cell) -> None:
+    """Write the cell.json that `read_cell` reads; a study of one's own is named by its file."""
+    named = str(study.source.resolve()) if study.source else study.name
+    write_if_changed(settings, {"study": named, **cell.model_dump(mode="json")})
+
+
+def read_cell(settings: Path, find: Find) -> Cell:
+    """The cell that a cell.json describes."""
+    study = study_of(settings, find)
+    fields = {name: value for name, value in read_object(settings).items() if name != "study"}
+    return study.cell(fields, str(settings))
+
+
+def study_of(settings: Path, find: Find) -> Study:
+    """The study whose cell a cell.json describes: of one's own, it holds the path of its file."""
+    named = read_object(settings).get("study")
+    if not isinstance(named, str):
+        raise InputError(f"{settings} names no study")
+    try:
+        return find(named)
+    except InputError as error:
+        raise InputError(f"{settings}: {error}") from error
+
+
+def _noting(path: Path, stage: int, phase: str) -> Note:
+    """Leaves a note of how far a stage is, twice a second at most."""
+    due = 0.0
+
+    def note(done: int, total: int, text: str) -> None:
+        nonlocal due
+        if time.monotonic() >= due or done == total:
+            due = time.monotonic() + PROGRESS_SECONDS
+            facts = {"stage": stage, "phase": phase, "done": done, "total": total, "text": text}
+            note_progress(path, {**facts, "host": platform.node()})
+
+    return note
+
+
+@contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """Be the only one here; an orphan of a killed parent first saves its state and goes."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(lock, LOCK_SECONDS))
+        except InUseError as error:
+            raise InputError(
+                f"process {error.holder} has worked on {lock.parent} for "
+                f"{LOCK_SECONDS:.0f} s; stop it first"
+            ) from error
+        yield

@@ -1,0 +1,243 @@
+"""From a request to a table: plan, data, cells under a launcher, tabulation; resumable."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from normattn.atomic import write_text
+from normattn.lab.report.terminal import say, tell
+from normattn.lab.runs import RunDirectory
+from normattn.lab.sweep import taking
+from normattn.lab.sweep.cell import write_cell
+from normattn.lab.sweep.corpora import refuse_changed_text
+from normattn.lab.sweep.headlines import headlines
+from normattn.lab.sweep.launch.running import run_jobs
+from normattn.lab.sweep.launch.seam import Job, Launcher, Needs, Outcome
+from normattn.lab.sweep.layout import CellPaths, peek
+from normattn.lab.sweep.omissions import grouped
+from normattn.lab.sweep.plan import (
+    Rates,
+    duration,
+    estimate,
+    is_trained,
+    make_plan,
+    measure,
+    stage_shares,
+)
+from normattn.lab.sweep.study import (
+    CHANGEABLE,
+    Cell,
+    Request,
+    Study,
+    Sweep,
+    free_settings,
+    with_added,
+)
+from normattn.lab.sweep.watch import SweepProgress
+from normattn.lab.training.corpus_record import HasFingerprint
+
+# Below this many FLOPs a sweep ends about as soon as its measurement would.
+WORTH_MEASURING = 1e10
+
+# From this ratio on another precision is advised.
+WORTH_SAYING = 1.25
+
+# Above this number, the sentences about rows left out are only written to a file.
+SHOWN_SENTENCES = 12
+LEFT_OUT = "left_out.txt"
+
+
+def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[str]:
+    """Run what a study makes of `request`, or only print its plan; return what failed.
+
+    Raises `InputError` before anything is written when it cannot be done, and `Interrupted` when
+    stopped; rerunning the command resumes them. A cell that diverged is a result; one that failed
+    otherwise is named in the answer, after all others are done.
+    """
+    sweep = study.resolve(request)
+    said = {"changed": dict(request.changes), "asked": (request.choices,)}
+    sweep = replace(sweep, config=sweep.config.model_copy(update=said))
+    models = taking.find(sweep, request.models) if request.models else None
+    if models:
+        sweep = replace(sweep, taken=frozenset(models.runs))
+    console = Console(highlight=False)
+    launcher, needs = request.launcher, needs_of(sweep)
+    count = len(sweep.cells)
+    at_once = min(request.jobs or launcher.slots(needs) or count, count)
+    for cell in _one_of_each_data(sweep):
+        cell.workload.look(cell.training_config)
+    _print_plan(console, sweep, launcher, every=only_plan)
+    for line in models.lines() if models else ():
+        tell(line, console)
+    if only_plan:
+        _print_estimate(console, study, sweep, launcher, at_once)
+        return []
+    with ExitStack() as stack:
+        # What is no sweep, is in use, or has another configuration is refused before any work; a
+        # new directory is made only once the corpus has been found good.
+        occupied = sweep.out.exists() and (not sweep.out.is_dir() or any(sweep.out.iterdir()))
+        if occupied:
+            stack.enter_context(_open(sweep).lock())
+        _prepare(console, sweep)
+        if not occupied:
+            stack.enter_context(_open(sweep).lock())
+        _note_choices(sweep, request.choices)
+        if models:
+            taking.take(sweep, models)
+        if sweep.skipped:
+            sentences = (omission.sentence for omission in sweep.skipped)
+            write_text(sweep.out / LEFT_OUT, "\n".join(sentences) + "\n")
+        rates = _print_estimate(console, study, sweep, launcher, at_once)
+        outcomes = _run_cells(study, sweep, launcher, at_once, rates)
+        failed = [_failure(outcome) for outcome in outcomes if outcome.failed]
+        # Said first: where too few are left, there may be nothing to report.
+        for sentence in failed:
+            print(f"normattn: {sentence}", file=sys.stderr)
+        if len(failed) < len(sweep.cells):
+            report(study, sweep.out, RunDirectory.existing(sweep.out).config)
+    return failed
+
+
+def report(study: Study, out: Path, config: Mapping[str, Any]) -> None:
+    """Write the page of what was measured in `out`, and print where it is."""
+    say(out, study.report(study.measurements(out), out, config))
+
+
+def needs_of(sweep: Sweep) -> Needs:
+    """What each cell computes on."""
+    config = sweep.cells[0].training_config
+    return Needs(config.threads, config.device)
+
+
+def _open(sweep: Sweep) -> RunDirectory:
+    stored = peek(sweep.out / "config.json").get("config") or {}
+    free = free_settings(stored, sweep.config.model_dump(mode="json")) if stored else CHANGEABLE
+    return RunDirectory.open(sweep.out, sweep.config, sweep.study, free)
+
+
+def _note_choices(sweep: Sweep, choices: dict[str, str]) -> None:
+    """Add to the directory's settings what chose further cells: its page says how to make all."""
+    run = RunDirectory.existing(sweep.out)
+    later = with_added(run.config, sweep.config.model_dump(mode="json"))
+    for name in (name for name in later if later[name] != run.config[name]):
+        run.put(name, later[name])
+    asked = run.config.get("asked") or [{}]
+    if choices not in asked:
+        run.put("asked", [*asked, choices])
+
+
+def fp32_advice(rates: Rates) -> str | None:
+    """What to set on a processor that trains under bf16 more slowly than in fp32."""
+    if rates.fp32 is None or rates.train < WORTH_SAYING * rates.fp32:
+        return None
+    return (
+        f"fp32 is {rates.train / rates.fp32:.1f} times as fast as bf16 on this processor: "
+        f"{1.0 / rates.fp32:,.0f} trained tokens/s in each job with --set "
+        "training.precision=fp32 (another setting, so give it an --out of its own)"
+    )
+
+
+def _print_plan(console: Console, sweep: Sweep, launcher: Launcher, every: bool) -> None:
+    title = f"plan: {sweep.study}, preset {sweep.config.preset}"
+    table = Table(title=title, show_header=False)
+    for name, value in make_plan(sweep).lines():
+        table.add_row(name, value)
+    for name, value in sweep.facts:
+        table.add_row(name, value)
+    table.add_row("runs under", launcher.said())
+    table.add_row("output", str(sweep.out))
+    console.print(table)
+    sentences = grouped(sweep.skipped)
+    if every or len(sentences) <= SHOWN_SENTENCES:
+        for sentence in sentences:
+            tell(sentence, console)
+    else:
+        counted = f"{len(sweep.skipped)} rows make no sense and are left out"
+        console.print(f"{counted}; {sweep.out / LEFT_OUT} says why", soft_wrap=True)
+
+
+def _print_estimate(
+    console: Console, study: Study, sweep: Sweep, launcher: Launcher, at_once: int
+) -> Rates | None:
+    rates = None
+    # Steps that are timed here say nothing of another host.
+    if not launcher.here or make_plan(sweep).flops < WORTH_MEASURING:
+        return None
+    if not all(is_trained(sweep, cell) for cell in sweep.cells):
+        rates = measure(study, sweep.cells, launcher, at_once, needs_of(sweep))
+    if rates is None:
+        return None
+    seconds = estimate(sweep, rates, at_once)
+    tokens = 1.0 / rates.train
+    console.print(
+        f"about {duration(seconds)} with {at_once} job{'s' * (at_once > 1)} "
+        f"(measured here: {tokens:,.0f} trained tokens/s and {1.0 / rates.score:,.0f} scored "
+        "tokens/s in each)",
+        soft_wrap=True,
+    )
+    advice = fp32_advice(rates)
+    if advice is not None:
+        console.print(advice, soft_wrap=True)
+    return rates
+
+
+def _one_of_each_data(sweep: Sweep) -> list[Cell]:
+    """The first of the cells that read the same data, for each data."""
+    firsts = {cell.reads: cell for cell in reversed(sweep.cells)}
+    return list(reversed(firsts.values()))
+
+
+def _prepare(console: Console, sweep: Sweep) -> None:
+    """Prepare the data before the children start; see that it is enough, and as it was before."""
+    told: set[str] = set()
+    now: dict[str, str] = {}
+    for cell in _one_of_each_data(sweep):
+        with console.status("preparing the data"):
+            data = cell.prepare()
+            lines = sweep.describe(cell, data)
+        if isinstance(data, HasFingerprint):
+            now[cell.reads[1]] = data.fingerprint
+        for line in lines:
+            if line not in told:
+                tell(line, console)
+        told |= {*lines}
+    # Not by the children's settings: a cell that has none fails alone, the others do not.
+    refuse_changed_text(sorted(sweep.out.glob("cells/*/seed*")), now)
+
+
+def _run_cells(
+    study: Study, sweep: Sweep, launcher: Launcher, at_once: int, rates: Rates | None
+) -> list[Outcome]:
+    work = [_job(study, sweep, cell) for cell in sweep.cells if not is_done(sweep, cell)]
+    shares = {cell.name: stage_shares(sweep, cell, rates) for cell in sweep.cells}
+    cells = {cell.name: cell for cell in sweep.cells}
+    with SweepProgress(work, shares, lambda name: headlines(study, sweep, cells[name])) as progress:
+        return run_jobs(work, launcher, at_once, needs_of(sweep), progress)
+
+
+def is_done(sweep: Sweep, cell: Cell) -> bool:
+    """Whether the cell ended before as it is asked for now, and its records are still there."""
+    paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
+    same = peek(paths.done) == cell.model_dump(mode="json")
+    return same and all(stage.is_done() for stage in sweep.stages(cell))
+
+
+def _job(study: Study, sweep: Sweep, cell: Cell) -> Job:
+    """The child of one cell, told what to do by a file of its own."""
+    paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
+    write_cell(paths.settings, study, cell)
+    paths.progress.unlink(missing_ok=True)
+    return Job(cell.name, ("-m", "normattn", "_cell", str(paths.job)), paths.log)
+
+
+def _failure(outcome: Outcome) -> str:
+    said = outcome.message.removeprefix("normattn: ")
+    return f"{outcome.job.name} failed: {said} (its output is in {outcome.job.log})"

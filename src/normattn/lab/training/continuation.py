@@ -1,0 +1,141 @@
+"""Training that continues from a saved model: under a method, longer, or with another score."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, Field
+
+from normattn.errors import InputError
+from normattn.lab.data import TokenData
+from normattn.lab.data.tokeniser import Tokeniser
+from normattn.lab.training.corpus_record import TOKENISER_FILE
+from normattn.models import CausalLM, CausalLMConfig
+from normattn.models.masked_config import MaskedLMConfig
+from normattn.models.masked_lm import MaskedLM
+from normattn.models.pretrained import CONFIG_FILE, load_as
+from normattn.structured import Settings, read_object
+
+KEPT = "kept"
+"""The folder of a run in which models of chosen steps lie."""
+AnyConfig = TypeVar("AnyConfig", CausalLMConfig, MaskedLMConfig)
+
+
+class Continuation(Settings):
+    """Where training goes on from, and how.
+
+    start: the folder of a saved model. weights: the SHA-256 of its weights, which decide the run
+    (the folder may move). method: post-hoc parts that are switched on while it trains, such as
+    "PI(factor=4)"; they are no part of the saved model. length: tokens of a training sequence,
+    None for the model's train_length; whatever the score takes from its training length (log-n,
+    a window) stays as it was trained. trained: the score that the saved model was trained with,
+    where `model.score` is another one, which takes its place from the first step on (None: they
+    are one score); what the new score has beyond the old one, such as gains, starts fresh.
+    """
+
+    start: str
+    weights: str = Field(pattern=r"^[0-9a-f]{64}$")
+    method: str = ""
+    length: int | None = Field(default=None, ge=2)
+    # Left out of a dump where it is off: runs that were made before it stay the same.
+    trained: Annotated[str | None, Field(exclude_if=lambda score: score is None)] = None
+
+    @classmethod
+    def of(
+        cls,
+        start: Path,
+        method: str = "",
+        length: int | None = None,
+        trained: str | None = None,
+    ) -> Continuation:
+        """Go on from the model saved in `start`, with the weights that it holds now."""
+        digest = read_object(start / CONFIG_FILE).get("weights_sha256")
+        if not isinstance(digest, str):
+            raise InputError(f"{start / CONFIG_FILE} does not describe a saved model")
+        return cls(start=str(start), weights=digest, method=method, length=length, trained=trained)
+
+    def saved(self, model: AnyConfig) -> AnyConfig:
+        """The settings of the saved model: `model` with the score that it was trained with."""
+        if self.trained is None:
+            return model
+        return type(model)(**{**model.model_dump(mode="json"), "score": self.trained})
+
+    def check(self, model: CausalLMConfig) -> None:
+        """Raise `InputError` when the method cannot be applied to the model's score."""
+        model.score.with_method(self.method).resolve(train_length=model.train_length)
+
+
+def refuse_other_tokeniser(continued: Continuation | None, data: TokenData) -> None:
+    """`InputError` where the run that the saved model is of left another tokeniser than `data` has.
+
+    Its weights know tokens by their ids. A folder without a tokeniser beside it says nothing.
+    """
+    if continued is None:
+        return
+    start = Path(continued.start)
+    run = start.parent.parent if start.parent.name == KEPT else start.parent
+    left = run / TOKENISER_FILE
+    if not left.is_file():
+        return
+    now = None if data.tokeniser is None else data.tokeniser.fingerprint
+    if Tokeniser.load(left).fingerprint != now:
+        raise InputError(
+            f"the model in {start} was trained with the tokeniser {left}, and this corpus has "
+            "another: its weights would read ids of other tokens; continue on the corpus that it "
+            "was trained on"
+        )
+
+
+def new_model(config: CausalLMConfig, continued: Continuation | None) -> CausalLM:
+    """The model that training begins with: fresh weights, or those of `continued`.
+
+    Raises `InputError` when the saved model has other settings or other weights than the
+    configuration says.
+    """
+    if continued is None:
+        return CausalLM(config)
+    model = _saved(CausalLM, continued, continued.saved(config))
+    if continued.trained is not None:
+        model = _with_weights(CausalLM(config), model)
+    model.using(continued.method)
+    return model
+
+
+def new_masked_model(config: MaskedLMConfig, continued: Continuation | None) -> MaskedLM:
+    """The same of a masked language model, which reads no further and has no methods."""
+    if continued is None:
+        return MaskedLM(config)
+    model = _saved(MaskedLM, continued, continued.saved(config))
+    return model if continued.trained is None else _with_weights(MaskedLM(config), model)
+
+
+AnyModel = TypeVar("AnyModel", CausalLM, MaskedLM)
+
+
+def _saved(kind: type[AnyModel], continued: Continuation, expected: BaseModel) -> AnyModel:
+    start = Path(continued.start)
+    weights = Continuation.of(start).weights
+    if weights != continued.weights:
+        raise InputError(
+            f"the model in {start} holds other weights than this run began with "
+            f"({weights[:12]}… there, {continued.weights[:12]}… in its configuration)"
+        )
+    model = load_as(kind, start)
+    if model.config != expected:
+        raise InputError(
+            f"the model in {start} has other settings than `model` says; training that goes on "
+            "takes them as they were saved"
+        )
+    return model
+
+
+def _with_weights(model: AnyModel, saved: AnyModel) -> AnyModel:
+    """A model with another score, and the saved weights."""
+    _, without_place = model.load_state_dict(saved.state_dict(), strict=False)
+    if without_place:
+        raise InputError(
+            f"a model trained with {saved.config.score} cannot continue with "
+            f"{model.config.score}, which has no place for {', '.join(without_place)}"
+        )
+    return model

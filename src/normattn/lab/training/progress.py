@@ -1,0 +1,74 @@
+"""Progress on stderr: loss, tokens per second, time left. A bar on a terminal, else lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from normattn.lab.training.reports import StepReport
+
+_REDRAW_SECONDS = 0.2
+_LINE_SECONDS = 30.0
+
+
+class ProgressBar:
+    """A bar where stderr is a terminal, and a line every half minute where it is none."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stderr)
+        self._progress: Progress | None = None
+        self._drawn = 0.0
+        self._done = 0
+
+    def start(self, done: int, steps: int) -> None:
+        """Draw the bar at `done` of `steps`."""
+        self._done, self._drawn = done, time.monotonic()
+        if not self._console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[rate]} tokens/s"),
+            TimeRemainingColumn(),
+            console=self._console,
+            auto_refresh=False,
+        )
+        self._progress.start()
+        self._progress.add_task("training", total=steps, completed=done, loss="–", rate="–")
+
+    def step(self, report: StepReport) -> None:
+        """Move the bar, a few times a second at most, or say a line."""
+        now = time.monotonic()
+        every = _LINE_SECONDS if self._progress is None else _REDRAW_SECONDS
+        last = self._progress is not None and report.step == report.steps
+        if now - self._drawn < every and not last:
+            return
+        self._drawn = now
+        if self._progress is None:
+            left = report.seconds / (report.step - self._done) * (report.steps - report.step)
+            said = f"{timedelta(seconds=round(left))} left"
+            self._console.print(
+                f"step {report.step:,} of {report.steps:,}, loss {report.loss:.4f}, "
+                f"{report.tokens_per_second:,.0f} tokens/s, {said}",
+                highlight=False,
+                soft_wrap=True,
+            )
+            return
+        self._progress.update(
+            self._progress.task_ids[0],
+            completed=report.step,
+            loss=f"{report.loss:.4f}",
+            rate=f"{report.tokens_per_second:,.0f}",
+            refresh=True,
+        )
+
+    def stop(self) -> None:
+        """Leave the last state of the bar on the terminal."""
+        if self._progress is not None:
+            self._progress.stop()

@@ -1,0 +1,214 @@
+"""One optimiser step: forward and backward over the micro-batches, clipping, update."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from normattn.errors import InputError
+from normattn.lab.training.distribution import World
+from normattn.lab.training.loop_config import LoopConfig
+from normattn.lab.training.optimisers import make_optimiser
+from normattn.lab.training.parallel import Parallel
+from normattn.lab.training.qk_clip import QKClip
+from normattn.lab.training.schedules import multiplier
+from normattn.lab.training.seeds import derive_seed
+from normattn.lab.training.state import kept_buffers
+from normattn.lab.training.task import Task
+
+LARGEST = "largest_logit"
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """What a step gave, as means over the global batch; `stop` when a rank was asked to stop."""
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    metrics: Mapping[str, float]
+    stop: bool
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and the gradient norm are finite numbers."""
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+
+class Objective(nn.Module):
+    """A task's loss as a module's forward, so that it can be compiled and distributed."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.model = task.model
+        self._loss = task.loss
+
+    def forward(self, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The task's loss and metrics."""
+        return self._loss(batch)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise `InputError` where torch.compile would find no C++ compiler for the CPU."""
+    default = "clang++" if sys.platform == "darwin" else "g++"
+    compiler = os.environ.get("CXX", default)
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise InputError(
+            f"compile is on, but the C++ compiler {compiler!r} that torch.compile needs is not "
+            "installed; install it, name another one in CXX, or set compile to false"
+        )
+
+
+def _parallel_of(config: LoopConfig, world: World) -> Parallel:
+    """What `config.parallel` says; one process has nothing to share."""
+    if config.parallel == "ddp" or world.size == 1:
+        return Parallel(world)
+    # torch's FSDP2 takes a second to import.
+    from normattn.lab.training.sharded import Sharded
+
+    return Sharded(world, config.precision)
+
+
+class Stepper:
+    """Takes steps of a task's optimiser; the update is skipped where the values are not finite.
+
+    Everything random in step t is drawn from (seed, t, share), so that no generator's state has
+    to be saved. `stop_asked` is looked at once a step and shared with the other ranks.
+    """
+
+    def __init__(
+        self, task: Task, config: LoopConfig, world: World, stop_asked: Callable[[], bool]
+    ) -> None:
+        self.task = task
+        self.config = config
+        self.world = world
+        self.parallel = _parallel_of(config, world)
+        # Wrapped first: to divide a parameter is to make a new one.
+        objective = self.parallel.wrap(Objective(task))
+        self.optimiser, self.names = make_optimiser(task.model, config.optimiser)
+        self._clip = None if config.qk_clip is None else QKClip(task.model, config.qk_clip, world)
+        self._stop_asked = stop_asked
+        self._buffers = kept_buffers(task.model)
+        self._before: list[Tensor] = []
+        self._parameters = [p for g in self.optimiser.param_groups for p in g["params"]]
+        self._wrapped = objective
+        if config.compile:
+            check_compiler(world.device)
+        self._call = torch.compile(objective, dynamic=False) if config.compile else objective
+        self._ready: tuple[int, list[Any]] = (0, [])
+
+    def close(self) -> None:
+        """Let go of the wrappers: gloo may hang when its group is destroyed before they are."""
+        self._wrapped = self._call = Objective(self.task)
+        if self.world.size > 1:
+            gc.collect()
+
+    def seed(self, step: int, micro: int) -> None:
+        """Set torch's generators for one micro-step."""
+        seed = derive_seed(self.config.seed, step, self._share(micro))
+        # torch.manual_seed formats a stack trace for every absent kind of device: 0.3 ms a call.
+        torch.default_generator.manual_seed(seed)
+        if self.world.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The precision of forward passes."""
+        if self.config.precision == "bf16":
+            return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    def batches(self, step: int) -> list[Any]:
+        """This rank's micro-batches of `step`, on the device."""
+        if self._ready[0] != step:
+            self._ready = (step, self._fetch(step))
+        return self._ready[1]
+
+    def step(self, step: int) -> StepValues:
+        """Take optimiser step `step` (from 1), unless its loss or gradient norm is not finite."""
+        self._before = [buffer.clone() for buffer in self._buffers]
+        means = self._accumulate(step)
+        self.parallel.average()
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = self.parallel.whole(torch.nn.utils.get_total_norm(gradients))
+        names = list(means)
+        stop = torch.full((), float(self._stop_asked()), device=norm.device)
+        row = self.world.mean(torch.stack([stop, *(means[name].float() for name in names)]))
+        if norm.device.type != "cpu" and step < self.config.steps:
+            # The device still works on this step: build the next batch before waiting for it.
+            self._ready = (step + 1, self._fetch(step + 1))
+        # One transfer, and so one wait, for everything that a step reports.
+        gradient_norm, stopped, *numbers = torch.cat([norm.float().view(1), row]).tolist()
+        metrics = dict(zip(names, numbers, strict=True))
+        rate = self.config.optimiser.lr * multiplier(self.config.schedule, step, self.config.steps)
+        values = StepValues(metrics.pop("loss"), gradient_norm, rate, metrics, stopped > 0.0)
+        if values.finite:
+            self._update(gradients, values)
+            if self._clip is not None:
+                metrics[LARGEST] = self._clip.clip()
+        return values
+
+    @torch.no_grad()
+    def undo_buffers(self) -> None:
+        """Put back what the last step's forward passes changed: running statistics."""
+        for buffer, before in zip(self._buffers, self._before, strict=True):
+            buffer.copy_(before)
+
+    def _accumulate(self, step: int) -> dict[str, Tensor]:
+        """Gradients of the mean loss of this rank's micro-batches; the means of what it logs."""
+        self.optimiser.zero_grad(set_to_none=True)
+        sums: dict[str, Tensor] = {}
+        batches = self.batches(step)
+        for micro, batch in enumerate(batches):
+            self.seed(step, micro)
+            with self._unsynchronised(last=micro == len(batches) - 1):
+                with self.autocast(), self._watching():
+                    loss, metrics = self._call(batch)
+                share = loss / len(batches) if len(batches) > 1 else loss
+                share.backward()
+            for name, value in {"loss": loss, **metrics}.items():
+                part = value.detach() / len(batches) if len(batches) > 1 else value.detach()
+                sums[name] = sums[name] + part if name in sums else part
+        return sums
+
+    def _update(self, gradients: list[Tensor], values: StepValues) -> None:
+        clip = self.config.clip
+        if clip is not None and values.gradient_norm > clip:
+            torch._foreach_mul_(gradients, clip / (values.gradient_norm + 1e-6))
+        for group in self.optimiser.param_groups:
+            group["lr"] = values.learning_rate
+        self.optimiser.step()
+
+    def _fetch(self, step: int) -> list[Any]:
+        shares = self.world.size * self.config.accumulate
+        device = self.world.device
+        batches = (
+            self.task.batch(step, self._share(micro), shares)
+            for micro in range(self.config.accumulate)
+        )
+        if device.type == "cpu":
+            return list(batches)
+
+        def moved(x: Tensor) -> Tensor:
+            return x.pin_memory().to(device, non_blocking=True)
+
+        return [tree_map(moved, batch) for batch in batches]
+
+    def _share(self, micro: int) -> int:
+        return self.world.rank * self.config.accumulate + micro
+
+    def _watching(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._clip is None else self._clip.watching()
+
+    def _unsynchronised(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext() if last else self.parallel.unsynchronised(self._wrapped)
