@@ -234,7 +234,7 @@ def _study_page(name: str, study: Study) -> list[str]:
 def _presets(name: str, study: Study) -> list[str]:
     if study.made_by:
         return []
-    own = (ROOT / "src" / "normattn" / "sweep" / "presets" / name).is_dir()
+    own = (ROOT / "src" / "normattn" / "lab" / "sweep" / "presets" / name).is_dir()
     known = presets.names(name if own else None)
     return [f"- **Presets:** {', '.join(f'`{preset}`' for preset in known)}"]
 
