@@ -229,7 +229,7 @@ def _again(setting: Setting, place: Path, out: Path) -> None:
                 paths = CellPaths.of(place, cell.variant, cell.seed)
                 fields = cell.model_dump(mode="json")
                 write_if_changed(paths.settings, {"study": study.name, **fields})
-                run_cell(paths.job, find)
+                run_cell(paths.job, study)
         config = sweep.config.model_dump(mode="json")
         study.report(study.measurements(place), out / "again", config)
 

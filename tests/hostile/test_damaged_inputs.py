@@ -127,12 +127,12 @@ def test_a_damaged_catalogue_is_refused_by_name(damage: str, tmp_path: Path) -> 
     "content", [b"STUDY = Study(", b"\0\0", b"x = '\xff'", b"[" * 500, b"x = " + b"9" * 5000]
 )
 def test_a_study_that_is_no_python_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
-    from normattn.lab.studies import find
+    from normattn.lab.studies import find_typed
 
     path = tmp_path / "mine.py"
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"mine\.py"):
-        find(str(path))
+        find_typed(str(path))
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}", "[1]", "", "{}"])

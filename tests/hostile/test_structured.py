@@ -63,7 +63,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "status": ("status.json", lambda path: read_status(path.parent)),
     "metrics": ("metrics.jsonl", read_metrics),
     "diagnostics": ("diagnostics.jsonl", read_diagnostics),
-    "cell": ("cell.json", lambda path: read_cell(path, find)),
+    "cell": ("cell.json", lambda path: read_cell(path, find("keynorm"))),
     "benchmark": ("latency.json", _bench),
     "measurements": (frame.FILE, frame.read),
     "settings": ("mine.json", read_settings),

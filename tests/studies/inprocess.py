@@ -34,7 +34,7 @@ def one_cell(study: Study, sweep: Sweep, cell: Cell) -> int:
     """Run one cell; return its exit code."""
     paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
     write_if_changed(paths.settings, {"study": study.name, **cell.model_dump(mode="json")})
-    return run_cell(paths.job, lambda name: study)
+    return run_cell(paths.job, study)
 
 
 def write(study: Study, out: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from normattn.cli.app import main
 from normattn.errors import InputError
-from normattn.lab.studies import find, names, summary
+from normattn.lab.studies import find, find_typed, names, summary
 from normattn.lab.sweep.launch.local import Local
 from normattn.lab.sweep.study import CORPUS
 from studies import here
@@ -58,9 +58,13 @@ def test_a_study_of_ones_own_is_run_and_reported_again(
     alone.mkdir()
     for name in ("config.json", "measurements.parquet"):
         shutil.copy(out / name, alone / name)
-    for folder, more in ((out, []), (alone, ["--study", "my_study.py"])):
+    for folder in (out, alone):
         with pytest.raises(SystemExit) as ended:
-            main(["report", str(folder), *more])
+            main(["report", str(folder)])
+        assert ended.value.code == 2
+        assert "--study" in capsys.readouterr().err
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(folder), "--study", "my_study.py"])
         assert ended.value.code == 0, capsys.readouterr()
         assert (folder / "table.md").read_bytes() == before
 
@@ -96,8 +100,8 @@ def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="did you mean keynorm"):
         find("keynrom")
     with pytest.raises(InputError, match=r"nothing\.py does not exist"):
-        find(str(tmp_path / "nothing.py"))
+        find_typed(str(tmp_path / "nothing.py"))
     path = tmp_path / "empty.py"
     path.write_text("x = 1\n")
-    with pytest.raises(InputError, match="says no STUDY"):
-        find(str(path))
+    with pytest.raises(InputError, match="STUDY"):
+        find_typed(str(path))

@@ -219,22 +219,28 @@ def _lm_eval(options: lm_eval.HarnessOptions) -> None:
 app.add_typer(reproduce.app, name="reproduce")
 
 
-def _cell(directory: Path, parent: Annotated[int, typer.Argument()] = 0) -> None:
+Parent = Annotated[int, typer.Argument()]
+StudyName = Annotated[str, typer.Option("--study")]
+
+
+def _cell(directory: Path, study: StudyName, parent: Parent = 0) -> None:
     """Train and evaluate the cell in `directory`; stop when the process `parent` is gone."""
-    from normattn.lab.studies import find
+    from normattn.lab.studies import errors_in, find_typed
     from normattn.lab.sweep.cell import run_cell
 
-    code = run_cell(directory, find, parent)
+    found = find_typed(study)
+    with errors_in(found):
+        code = run_cell(directory, found, parent)
     if code:
         raise typer.Exit(code)
 
 
-def _measure(directory: Path, parent: Annotated[int, typer.Argument()] = 0) -> None:
+def _measure(directory: Path, study: StudyName, parent: Parent = 0) -> None:
     """Time a few steps of the cell in `directory`, and print them as JSON."""
-    from normattn.lab.studies import find
+    from normattn.lab.studies import find_typed
     from normattn.lab.sweep.rates import measure_cell
 
-    measure_cell(directory, find, parent)
+    measure_cell(directory, find_typed(study), parent)
 
 
 app.command("_cell", hidden=True)(_cell)

@@ -24,6 +24,8 @@ def exit_code_of(error: BaseException) -> int | None:
     if isinstance(error, _UsageError):
         return _usage(error)
     if isinstance(error, NormattnError):
+        for note in getattr(error, "__notes__", ()):
+            print(_printable(note), file=sys.stderr)
         say(str(error))
         return _code(error)
     if (lacking := _memory_error_in(error)) is not None:
@@ -41,6 +43,14 @@ def exit_code_of(error: BaseException) -> int | None:
 def say(sentence: str) -> None:
     """One line on stderr, never wrapped: other programs read its last line."""
     print("normattn: " + " ".join(sentence.split()), file=sys.stderr, flush=True)
+
+
+def _printable(text: str) -> str:
+    """The lines of a text, with whatever a terminal would obey written out."""
+    kept = (
+        letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text
+    )
+    return "".join(kept)
 
 
 def _code(error: NormattnError) -> int:

@@ -20,9 +20,9 @@ from normattn.lab.runs import read_status
 from normattn.lab.runs.directory import FORMAT
 from normattn.lab.stats import collected, frame, joined
 from normattn.lab.stats.frame import FACTOR
-from normattn.lab.studies import OF_COMMANDS, find, gallery
+from normattn.lab.studies import OF_COMMANDS, errors_in, find, find_typed, gallery
 from normattn.lab.studies.extend import KIND as EXTEND
-from normattn.lab.sweep.cell import study_of
+from normattn.lab.sweep.cell import study_named
 from normattn.lab.sweep.collect import history
 from normattn.lab.sweep.corpora import Corpora
 from normattn.lab.sweep.layout import CellPaths
@@ -65,7 +65,8 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
     if len(of_studies) == len(places) and len({part.study.name for part in of_studies}) == 1:
         whole = _joined(places, of_studies, out) if several else of_studies[0]
         _leave_settings(whole, places[0], out)
-        figures = whole.study.report(whole.frame, out, whole.config)
+        with errors_in(whole.study):
+            figures = whole.study.report(whole.frame, out, whole.config)
         for folder in places:
             _tell_unfinished(folder)
         say(out, figures)
@@ -78,20 +79,25 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
                 f"{folder} holds {kind} and {places[other]} {kinds[other]}, which have no table in "
                 "common; one page is made of folders of one study, or of runs"
             )
-    say(out, find(named or READING).report(of_runs(places), out, {}))
+    study = find_typed(named or READING)
+    with errors_in(study):
+        figures = study.report(of_runs(places), out, {})
+    say(out, figures)
 
 
 def _measured(folder: Path, named: str | None) -> Measured | None:
     """What the folder of a study holds; None for one of runs."""
     config, kind = _configuration(folder)
     if kind is not None and (folder / "jobs").is_dir():
-        study = find(named) if named else _study_of_cells(folder) or find(kind)
-        _refuse_lost(study, folder)
-        return Measured(study, config, study.measurements(folder), Corpora.below(folder))
+        study = find_typed(named) if named else _study_of_cells(folder) or find(kind)
+        with errors_in(study):
+            _refuse_lost(study, folder)
+            measured = study.measurements(folder)
+        return Measured(study, config, measured, Corpora.below(folder))
     # A page made of runs lies among them by default: they may have been measured again since.
     if (folder / frame.FILE).is_file() and (kind in OF_COMMANDS or not _runs([folder])):
         measured = frame.read(folder / frame.FILE)
-        study = find(named or _study_of(measured, folder / frame.FILE))
+        study = find_typed(named) if named else _study_of(measured, folder / frame.FILE)
         return Measured(study, config, measured, Corpora.below(folder))
     return None
 
@@ -247,12 +253,20 @@ def _configuration(folder: Path) -> tuple[Mapping[str, Any], str | None]:
 def _study_of_cells(folder: Path) -> Study | None:
     """The study that a sweep's cells name."""
     for paths in CellPaths.below(folder):
-        return study_of(paths.settings, find)
+        return _registered(study_named(paths.settings), paths.settings)
     return None
 
 
-def _study_of(measured: pl.DataFrame, source: Path) -> str:
+def _registered(name: str, source: Path) -> Study:
+    """The study of the library that a file names; a file never chooses code beside them."""
+    try:
+        return find(name)
+    except InputError as error:
+        raise InputError(f"{source}: {error} (--study FILE.py)") from error
+
+
+def _study_of(measured: pl.DataFrame, source: Path) -> Study:
     names = measured["study"].unique().to_list()
     if len(names) != 1:
         raise InputError(f"{source} holds measurements of {len(names)} studies, expected one")
-    return str(names[0])
+    return _registered(str(names[0]), source)

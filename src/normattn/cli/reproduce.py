@@ -80,9 +80,9 @@ class Studies(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of one study; imports it only when it is asked for by name."""
-        from normattn.lab.studies import find
+        from normattn.lab.studies import find_typed
 
-        return _command(find(cmd_name))
+        return _command(find_typed(cmd_name))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Every study with its question; none is imported for it."""
@@ -113,6 +113,7 @@ def _command(study: Study) -> Any:
     """The command line of one study, made of its value."""
 
     def run(options: ReproduceOptions) -> None:
+        from normattn.lab.studies import errors_in
         from normattn.lab.sweep import launch
         from normattn.lab.sweep.run import reproduce
         from normattn.lab.sweep.study import CORPUS, Request
@@ -130,7 +131,9 @@ def _command(study: Study) -> Any:
             models=options.models,
             changes={**({CORPUS: options.corpus} if options.corpus else {}), **changes},
         )
-        if reproduce(study, request, only_plan=options.plan):
+        with errors_in(study):
+            failed = reproduce(study, request, only_plan=options.plan)
+        if failed:
             raise typer.Exit(2)
 
     one = Commands(rich_markup_mode="markdown", add_completion=False)

@@ -1,19 +1,20 @@
 """The experiments, one file each; a new study is one new file that says `STUDY = Study(…)`.
 
-A study is found by the name of its file: nothing else has to be edited. One of your own is found
-by the path of its file (`normattn reproduce ./my_study.py`).
+A study is found by the name of its file: nothing else has to be edited. A study of your own is
+named by the path of its file, on the command line alone (`normattn reproduce ./my_study.py`): a
+name that was read from a file never runs code.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import pkgutil
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from normattn.errors import InputError, unknown
+from normattn.errors import unknown
 
 if TYPE_CHECKING:
     from normattn.lab.sweep.study import Study
@@ -42,36 +43,40 @@ def summary(name: str) -> str:
 
 
 def find(name: str) -> Study:
-    """The study of a name, or of the file at a path; `InputError` names the nearest one."""
-    if name.endswith(".py"):
-        return _of_file(Path(name))
+    """Return the registered study of this name; the name may come from a file.
+
+    Raises `InputError`, with the nearest name, for any other text: a path is never followed.
+    """
     if name not in (*names(), *OF_COMMANDS):
-        own = ", and a file of your own by its path, ending in .py"
+        own = "; give a study of your own on the command line, by the path of its file"
         raise unknown("study", name, names(), own)
     module = importlib.import_module(f"{__name__}.{_module(name)}")
     return cast("Study", module.STUDY)
+
+
+def find_typed(name: str) -> Study:
+    """Return the study that a command line names: registered, or the file at a path FILE.py.
+
+    A file is imported, which runs it. Pass only what the user typed, never a text from a file.
+    Raises `InputError` for an unknown name and for a file that holds no study.
+    """
+    if not name.endswith(".py"):
+        return find(name)
+    from normattn.lab.studies._user_file import load
+
+    return load(Path(name))
+
+
+def errors_in(study: Study) -> AbstractContextManager[None]:
+    """Raise what fails in a user's study file as an `InputError` that names file and line."""
+    if study.source is None:
+        return nullcontext()
+    from normattn.lab.studies._user_file import errors_of
+
+    return errors_of(study.source)
 
 
 def _module(name: str) -> str:
     """`continue` is a word of Python: its file has an underscore at its end."""
     modules = {module.name.rstrip("_"): module.name for module in pkgutil.iter_modules(__path__)}
     return modules[name]
-
-
-def _of_file(path: Path) -> Study:
-    from normattn.lab.sweep.study import Study
-
-    if not path.is_file():
-        raise InputError(f"the study {path} does not exist")
-    made = importlib.util.spec_from_file_location(f"normattn_study_{path.stem}", path)
-    assert made is not None
-    assert made.loader is not None
-    module = importlib.util.module_from_spec(made)
-    try:
-        made.loader.exec_module(module)
-    except SyntaxError as error:
-        raise InputError(f"{path} is no Python: line {error.lineno}: {error.msg}") from error
-    study = getattr(module, "STUDY", None)
-    if not isinstance(study, Study):
-        raise InputError(f"{path} says no STUDY = Study(…)")
-    return Study(**{**vars(study), "source": path})

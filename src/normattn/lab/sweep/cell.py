@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -23,20 +23,17 @@ from normattn.structured import read_object
 PROGRESS_SECONDS = 0.5
 LOCK_SECONDS = 120.0
 
-Find = Callable[[str], Study]
-"""The study of a name, or of a file's path."""
 
-
-def run_cell(job: Path, find: Find, parent: int = 0) -> int:
+def run_cell(job: Path, study: Study, parent: int = 0) -> int:
     """Do what `job`/cell.json says and is not yet done; return the exit code (0, or 3: diverged).
 
-    `parent` is the process without which this one is to stop (0: none). Stopped,
-    training leaves a checkpoint, and evaluations are whole or absent.
+    The file must be of `study`. `parent` is the process without which this one is to stop (0:
+    none). Stopped, training leaves a checkpoint, and evaluations are whole or absent.
     """
     if parent:
         watch_parent(parent)
     paths = CellPaths.of_job(job)
-    cell = read_cell(paths.settings, find)
+    cell = read_cell(paths.settings, study)
     with _only_one(paths.lock), using(cell.training_config.kernels):
         data = cell.prepare()
         for number, stage in enumerate(cell.stages(paths)):
@@ -51,27 +48,34 @@ def run_cell(job: Path, find: Find, parent: int = 0) -> int:
 
 
 def write_cell(settings: Path, study: Study, cell: Cell) -> None:
-    """Write the cell.json that `read_cell` reads; a study of one's own is named by its file."""
-    named = str(study.source.resolve()) if study.source else study.name
-    write_if_changed(settings, {"study": named, **cell.model_dump(mode="json")})
+    """Write the cell.json that `read_cell` reads.
+
+    It holds the study's name and never a path: what is read from a file must not choose code.
+    """
+    write_if_changed(settings, {"study": study.name, **cell.model_dump(mode="json")})
 
 
-def read_cell(settings: Path, find: Find) -> Cell:
-    """The cell that a cell.json describes."""
-    study = study_of(settings, find)
+def read_cell(settings: Path, study: Study) -> Cell:
+    """The cell that a cell.json describes; `InputError` where it names another study."""
+    named = study_named(settings)
+    if named != study.name:
+        raise InputError(f"{settings} is of the study {named!r:.100}, not of {study.name}")
     fields = {name: value for name, value in read_object(settings).items() if name != "study"}
     return study.cell(fields, str(settings))
 
 
-def study_of(settings: Path, find: Find) -> Study:
-    """The study whose cell a cell.json describes: of one's own, it holds the path of its file."""
+def study_named(settings: Path) -> str:
+    """The name of the study that a cell.json says it is of; it may be no study's."""
     named = read_object(settings).get("study")
     if not isinstance(named, str):
         raise InputError(f"{settings} names no study")
-    try:
-        return find(named)
-    except InputError as error:
-        raise InputError(f"{settings}: {error}") from error
+    return named
+
+
+def child_arguments(command: str, job: Path, study: Study) -> tuple[str, ...]:
+    """What Python is told to run the hidden `command` on `job`; a user's study file comes along."""
+    file = ("--study", str(study.source.resolve())) if study.source else ("--study", study.name)
+    return ("-m", "normattn", command, *file, str(job))
 
 
 def _noting(path: Path, stage: int, phase: str) -> Note:

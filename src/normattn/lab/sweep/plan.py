@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from normattn.lab.report.table import span
-from normattn.lab.sweep.cell import write_cell
+from normattn.lab.sweep.cell import child_arguments, write_cell
 from normattn.lab.sweep.launch.running import run_jobs
 from normattn.lab.sweep.launch.seam import FINISHED, Job, Launcher, Needs
 from normattn.lab.sweep.layout import CellPaths
@@ -143,8 +143,10 @@ def measure(
         paths = [CellPaths.of(Path(folder), "measure", n) for n in range(min(jobs, len(cells)))]
         for path, cell in zip(paths, cells, strict=False):
             write_cell(path.settings, study, cell)
-        command = ("-m", "normattn", "_measure")
-        work = [Job("measurement", (*command, str(path.job)), path.log) for path in paths]
+        work = [
+            Job("measurement", child_arguments("_measure", path.job, study), path.log)
+            for path in paths
+        ]
         outcomes = run_jobs(work, launcher, len(work), needs)
         if any(outcome.code != FINISHED for outcome in outcomes):
             return None

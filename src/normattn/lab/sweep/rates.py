@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from normattn.kernels.calibration import using
-from normattn.lab.sweep.cell import Find, read_cell
+from normattn.lab.sweep.cell import read_cell
 from normattn.lab.sweep.launch.child import watch_parent
 from normattn.lab.sweep.layout import CellPaths
-from normattn.lab.sweep.study import Cell
+from normattn.lab.sweep.study import Cell, Study
 from normattn.lab.training.distribution import choose_device, world
 from normattn.lab.training.step import Stepper
 
 SECONDS = 1.5
 
 
-def measure_cell(job: Path, find: Find, parent: int = 0) -> None:
+def measure_cell(job: Path, study: Study, parent: int = 0) -> None:
     """Time training and scoring of the cell in `job`; print two rates as JSON.
 
     `{"train": …, "score": …}`, both in seconds per token: forward, backward and optimiser, and
@@ -31,7 +31,7 @@ def measure_cell(job: Path, find: Find, parent: int = 0) -> None:
     """
     if parent:
         watch_parent(parent)
-    cell = read_cell(CellPaths.of_job(job).settings, find)
+    cell = read_cell(CellPaths.of_job(job).settings, study)
     with using(cell.training_config.kernels):
         print(json.dumps(rates(cell)))
 

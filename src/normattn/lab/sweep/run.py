@@ -16,7 +16,7 @@ from normattn.atomic import write_text
 from normattn.lab.report.terminal import say, tell
 from normattn.lab.runs import RunDirectory
 from normattn.lab.sweep import taking
-from normattn.lab.sweep.cell import write_cell
+from normattn.lab.sweep.cell import child_arguments, write_cell
 from normattn.lab.sweep.corpora import refuse_changed_text
 from normattn.lab.sweep.headlines import headlines
 from normattn.lab.sweep.launch.running import run_jobs
@@ -235,7 +235,7 @@ def _job(study: Study, sweep: Sweep, cell: Cell) -> Job:
     paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
     write_cell(paths.settings, study, cell)
     paths.progress.unlink(missing_ok=True)
-    return Job(cell.name, ("-m", "normattn", "_cell", str(paths.job)), paths.log)
+    return Job(cell.name, child_arguments("_cell", paths.job, study), paths.log)
 
 
 def _failure(outcome: Outcome) -> str:

@@ -178,7 +178,7 @@ def collect(out: Path) -> pl.DataFrame:
         run = paths.run
         status = read_status(run)
         if status is not None and status.state in ("finished", "diverged"):
-            trained = read_cell(paths.settings, lambda name: STUDY).identity("training")
+            trained = read_cell(paths.settings, STUDY).identity("training")
             parts.append(history(run, trained.row, trained.seed, trained.factors))
             parts.append(_attention(trained, run))
     return joined(parts)

@@ -224,7 +224,7 @@ def collect(out: Path) -> pl.DataFrame:
             raise InputError(f"{out} holds tests of {count} data sets; report them apart")
     parts = [measured]
     for paths in CellPaths.below(out):
-        cell, run = read_cell(paths.settings, lambda name: STUDY), paths.run
+        cell, run = read_cell(paths.settings, STUDY), paths.run
         status = read_status(run)
         ended = status is not None and status.state in ("finished", "diverged")
         if ended and not isinstance(cell, TimeCell):

@@ -42,7 +42,8 @@ class Child:
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with job.log.open("w") as log:
             self.process = subprocess.Popen(
-                (sys.executable, *job.arguments, str(os.getpid())),
+                # -P: a module in the folder where the user stands is no part of the child.
+                (sys.executable, "-P", *job.arguments, str(os.getpid())),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
