@@ -20,13 +20,16 @@ class GatedAttentionUnit(SelfAttention):
 
     [u, v, z] = swish(x W) in one matmul, u and v of width expansion · dim, z of width `key_size`;
     q = γ_q ⊙ z (+ β_q), k = γ_k ⊙ z (+ β_k); one head. Shapes: (B, T, dim) → (B, T, dim).
-    Defaults: key_size 128, expansion 2, and no biases and no β, which is GAU-α; `offset=True`
-    adds β_q and β_k (zeros at the start), `bias=True` the biases of the two matmuls. γ starts at
-    ones, as in GAU-α, where q = k makes every token attend to itself at first (the paper draws it
-    from a normal distribution of deviation 0.02, which makes every weight uniform; a model's
-    setting `gamma_std` draws it with any deviation). The weight of `expand` holds the rows of u, v,
-    z. `dropout` is the probability with which an attention weight is dropped in training. Raises
-    `InputError` for a size below 1. Source: arXiv 2202.10447; kexue 8934, 9052.
+
+    Defaults: key_size 128, expansion 2, and no biases and no β, which is GAU-α. `offset=True` adds
+    β_q and β_k (zeros at the start), `bias=True` the biases of the two matmuls. γ starts at ones,
+    as in GAU-α, where q = k makes every token attend to itself at first. The paper draws it with a
+    deviation of 0.02, which makes every weight uniform; a model's setting `gamma_std` draws it with
+    any deviation. `separate_qk=True` gives q and k linear projections of their own: q = x W_q,
+    k = x W_k, without swish, γ and β. The weight of `expand` holds the rows of u, v, z, or of u, v,
+    q, k. `dropout` is the probability with which an attention weight is dropped in training.
+
+    Raises `InputError` for a size below 1. Source: arXiv 2202.10447; kexue 8934, 9052.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class GatedAttentionUnit(SelfAttention):
         score: ScoreSpec | str = "Baseline",
         *,
         offset: bool = False,
+        separate_qk: bool = False,
         bias: bool = False,
         dropout: float = 0.0,
     ) -> None:
@@ -46,24 +50,34 @@ class GatedAttentionUnit(SelfAttention):
                 f"a gated attention unit of width {dim}, key size {key_size} and expansion "
                 f"{expansion} was asked for; each must be at least 1"
             )
+        if offset and separate_qk:
+            raise InputError("offset adds β to a shared z; with separate_qk there is none")
         self.dim = dim
         self.key_size = key_size
+        self.separate_qk = separate_qk
         self.value_size = expansion * dim
         self.dropout = checked_probability(dropout)
         spec = as_spec(score)
         self.score = Score(spec, heads=1, head_dim=key_size)
-        self.expand = nn.Linear(dim, 2 * self.value_size + key_size, bias=bias)
+        self.expand = nn.Linear(dim, sum(self.widths), bias=bias)
         self.gate = gate_projection(spec, dim, 1, self.value_size)
         self.forget = forget_projection(spec, dim, 1)
         self.out = nn.Linear(self.value_size, dim, bias=bias)
         # Row 0 makes the query, row 1 the key: one multiplication for both.
-        self.gamma = nn.Parameter(torch.ones(2, key_size))
+        self.gamma = None if separate_qk else nn.Parameter(torch.ones(2, key_size))
         self.beta = nn.Parameter(torch.zeros(2, key_size)) if offset else None
+
+    @property
+    def widths(self) -> list[int]:
+        """The rows of `expand`: u, v, and z or q and k."""
+        return [self.value_size, self.value_size, *[self.key_size] * (1 + self.separate_qk)]
 
     def operands(self, x: Float[Tensor, "b t dim"]) -> Operands:
         """q, k and v; beside them u."""
-        widths = [self.value_size, self.value_size, self.key_size]
-        u, v, z = torch.split(F.silu(self.expand(x)), widths, dim=-1)
+        if self.separate_qk:
+            u, v, q, k = torch.split(self.expand(x), self.widths, dim=-1)
+            return q.unsqueeze(1), k.unsqueeze(1), F.silu(v).unsqueeze(1), F.silu(u)
+        u, v, z = torch.split(F.silu(self.expand(x)), self.widths, dim=-1)
         return *self._query_and_key(z), v.unsqueeze(1), u
 
     def output(
@@ -77,6 +91,7 @@ class GatedAttentionUnit(SelfAttention):
     def _query_and_key(
         self, z: Float[Tensor, "b t s"]
     ) -> tuple[Float[Tensor, "b 1 t s"], Float[Tensor, "b 1 t s"]]:
+        assert self.gamma is not None
         gamma = self.gamma.to(z.dtype)
         q, k = z * gamma[0], z * gamma[1]
         if self.beta is not None:
@@ -87,6 +102,13 @@ class GatedAttentionUnit(SelfAttention):
     @torch.no_grad()
     def shrink(self, factor: Float[Tensor, " 1"]) -> None:
         """Multiply the logits q·k by a factor, by what makes q and k of their shared features."""
+        if self.gamma is None:
+            _, _, q, k = torch.split(self.expand.weight, self.widths)
+            bias = self.expand.bias
+            rows = (q, k) if bias is None else (q, k, *torch.split(bias, self.widths)[2:])
+            for row in rows:
+                row.mul_(factor.sqrt())
+            return
         self.gamma.mul_(factor.sqrt())
         if self.beta is not None:
             self.beta.mul_(factor.sqrt())

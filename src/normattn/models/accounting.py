@@ -80,7 +80,10 @@ def stack_flops(config: StackConfig, length: int) -> Flops:
         raise InputError(f"FLOPs were asked for at a length of {length}; it must be at least 1")
     if config.block == "gau":
         value = config.expansion * config.dim
-        matrices = config.dim * (2 * value + config.key_size) + value * config.dim
+        matrices = (
+            config.dim * (2 * value + config.key_size * (1 + config.separate_qk))
+            + value * config.dim
+        )
         matrices += _gates(config, 1, value)
         pair = config.key_size + value
     else:

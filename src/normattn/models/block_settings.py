@@ -7,7 +7,7 @@ from typing import Any
 
 OWN_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "mha": ("heads", "kv_heads", "head_dim", "feed_forward", "hidden", "qkv_bias"),
-    "gau": ("key_size", "expansion", "gamma_std"),
+    "gau": ("key_size", "expansion", "gamma_std", "separate_qk"),
 }
 """The settings that only this block has; a gated attention unit has one head, which says itself."""
 

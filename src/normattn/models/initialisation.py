@@ -84,12 +84,12 @@ def _gated_attention_unit(layer: GatedAttentionUnit, config: StackConfig) -> Non
         gate, value, key, out = 1.0, beta, 1.0, beta
     else:
         gate = value = key = out = config.layers ** (-1 / 3)
-    widths = [layer.value_size, layer.value_size, layer.key_size]
-    u, v, z = torch.split(layer.expand.weight, widths)
-    for weight, gain in ((u, gate), (v, value), (z, key), (layer.out.weight, out)):
+    u, v, *keys = torch.split(layer.expand.weight, layer.widths)
+    weights = [(u, gate), (v, value), *((z, key) for z in keys), (layer.out.weight, out)]
+    for weight, gain in weights:
         # Fan-in also under DeepNorm: swish and the gate already shrink what Xavier would shrink.
         _draw(weight, gain * (config.init_std or weight.shape[1] ** -0.5))
-    if config.gamma_std is not None:
+    if config.gamma_std is not None and layer.gamma is not None:
         _draw(layer.gamma, config.gamma_std)
     _gates(layer, config)
 

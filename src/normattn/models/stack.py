@@ -159,7 +159,12 @@ def _block(config: StackConfig, layer: int) -> Block:
     score = config.score.layer(layer, config.layers)
     if config.block == "gau":
         unit = GatedAttentionUnit(
-            config.dim, config.key_size, config.expansion, score, dropout=config.dropout
+            config.dim,
+            config.key_size,
+            config.expansion,
+            score,
+            separate_qk=config.separate_qk,
+            dropout=config.dropout,
         )
         return Block(wrap(unit), None)
     return Block(wrap(make_attention(config, score)), wrap(make_feed_forward(config)))

@@ -41,7 +41,8 @@ class StackConfig(Settings):
     normalised and is the head too, a model that has learned nothing gives its own input token a
     logit of embedding_std · dim: the first loss is near ln V while that is well below ln V. A dump
     leaves out what came later and is off: `eps_placement`, `qkv_bias`, `embedding_std`,
-    `gamma_std`. Raises `InputError` with one sentence per value out of range.
+    `gamma_std`, `separate_qk` (a gated attention unit with linear W_q and W_k of their own).
+    Raises `InputError` with one sentence per value out of range.
     """
 
     causal: ClassVar[bool] = True
@@ -66,6 +67,7 @@ class StackConfig(Settings):
     hidden: Size | None = None
     key_size: Size = 128
     expansion: Annotated[int, Field(ge=1, le=1 << 10, strict=True)] = 2
+    separate_qk: Annotated[bool, Field(exclude_if=lambda on: not on)] = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     shared_layers: bool = False
     qkv_bias: Annotated[bool, Field(exclude_if=lambda on: not on)] = False
@@ -121,6 +123,8 @@ class StackConfig(Settings):
             if self.heads != 1:
                 raise InputError(f"a gated attention unit has one head; heads is {self.heads}")
             self._refuse_unused("gau", OWN_SETTINGS["mha"])
+            if self.separate_qk and self.gamma_std is not None:
+                raise InputError("gamma_std draws γ; with separate_qk there is no γ: leave it out")
             return
         self._refuse_unused("mha", OWN_SETTINGS["gau"])
         if self.kv_heads is not None and self.heads % self.kv_heads:
