@@ -12,7 +12,7 @@ from torch import Tensor
 from normattn import InputError, Score, ScoreSpec, attention
 from normattn.kernels import tiles
 from score import naive, oracle
-from score.cases import array, built, tensors
+from score.cases import array, built, learned, tensors
 from score.oracle import Recipe
 
 PLAIN = Recipe("KNA", "logn", train_length=4)
@@ -275,3 +275,69 @@ def test_fire_with_positions_of_keys_by_row_and_of_queries_for_all() -> None:
     out = attention(q, k, v, score, q_positions=at, k_positions=at.expand(2, -1))
     assert out.shape == q.shape
     torch.testing.assert_close(out, attention(q, k, v, score))
+
+
+COUNTING = {
+    "logn": Recipe("Baseline", "logn", train_length=4),
+    "CosA-logn": Recipe("CosA", "logn", "none", train_length=4),
+    "SSMax": Recipe("Baseline", "SSMax(bias=true)", train_length=4),
+    "Temperature": Recipe("Baseline", "Temperature(beta=0.7,length=2,shift=1)", train_length=4),
+}
+
+
+@pytest.mark.parametrize("name", [*COUNTING, "RotateFirst", "SqrtLogN", "logn+"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_keys_that_a_mask_hides_do_not_count(name: str, backend: str) -> None:
+    """Causality and padding mean the same as a mask and as arguments."""
+    own = {
+        "RotateFirst": "QKRMSNorm-logn-RotateFirst@4",
+        "SqrtLogN": "Baseline-SqrtLogN@4",
+        "logn+": "Baseline-YaRN(factor=2)-logn+@2",
+    }
+    score = Score(own[name] if name in own else COUNTING[name].text, 2, 4).double()
+    q, k, v = tensors((2, 2, 7, 4), (2, 2, 7, 4), (2, 2, 7, 4))
+    triangle = torch.ones(7, 7, dtype=torch.bool).tril()
+    causal = attention(q, k, v, score, backend=backend)
+    added = torch.zeros(7, 7, dtype=torch.float64).masked_fill(~triangle, -torch.inf)
+    lowest = added.clamp(min=torch.finfo(torch.float32).min).float()
+    for mask in (triangle, triangle.expand(2, 2, 7, 7), added, lowest):
+        as_mask = attention(q, k, v, score, causal=False, attn_mask=mask, backend=backend)
+        torch.testing.assert_close(as_mask, causal, rtol=1e-9, atol=1e-11)
+    padding = torch.arange(7)[None] < torch.tensor([[0], [3]])
+    by_key = (~padding)[:, None, None]
+    for way in (True, False):
+        padded = attention(q, k, v, score, causal=way, key_padding=padding, backend=backend)
+        as_mask = attention(q, k, v, score, causal=way, attn_mask=by_key, backend=backend)
+        real = ~padding[:, None, :, None]
+        torch.testing.assert_close(as_mask * real, padded * real, rtol=1e-9, atol=1e-11)
+        plain = attention(q, k, v, score, causal=way, backend=backend)
+        everything = torch.ones(2, 1, 7, 7, dtype=torch.bool)
+        as_mask = attention(q, k, v, score, causal=way, attn_mask=everything, backend=backend)
+        torch.testing.assert_close(as_mask, plain, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", COUNTING)
+@pytest.mark.parametrize("causal", [True, False])
+def test_masks_of_each_head_are_counted_for_each_head(name: str, causal: bool) -> None:
+    q, k, v = tensors((2, 4, 5, 4), (2, 2, 6, 4), (2, 2, 6, 4))
+    mask = torch.rand(2, 4, 5, 6, generator=torch.Generator().manual_seed(3)) < 0.6
+    mask[..., 0] = True
+    score = built(COUNTING[name], 4, 4, 2)
+    words = {name: array(value) for name, value in learned(score).items()}
+    given: dict[str, Any] = {"causal": causal, "mask": mask.numpy(), "learned": words}
+    expected = oracle.attend(COUNTING[name], array(q), array(k), array(v), **given)
+    out = attention(q, k, v, score, causal=causal, attn_mask=mask)
+    torch.testing.assert_close(out.detach(), torch.from_numpy(expected), rtol=1e-9, atol=1e-10)
+
+
+def test_documents_and_a_mask_count_together() -> None:
+    """A document is as if it stood alone, also where a mask hides its middle."""
+    q, k, v = tensors((1, 2, 7, 4), (1, 2, 7, 4), (1, 2, 7, 4))
+    documents = torch.tensor([[4, 4, 4, 9, 9, 9, 9]])
+    mask = torch.ones(7, 7, dtype=torch.bool)
+    mask[5:, 4] = mask[2, 1] = False
+    both = attention(q, k, v, "Baseline-logn-Packed@3", attn_mask=mask, documents=documents)
+    for own in (slice(3), slice(3, 7)):
+        alone, keys, values = (x[:, :, own] for x in (q, k, v))
+        expected = attention(alone, keys, values, "Baseline-logn@3", attn_mask=mask[own, own])
+        torch.testing.assert_close(both[:, :, own], expected, rtol=1e-9, atol=1e-11)

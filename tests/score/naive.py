@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -224,12 +225,14 @@ def attend(
     visible = visible[:, None].expand(batch, heads, -1, -1)
     if real is not None:
         visible = visible & real[:, None, None]
-    counts = oracle.counts(recipe, where[0], keys, causal, padded, apart)
-    factors = [[scalars.scale(recipe, d, int(n)) for n in row] for row in counts]
-    factor = torch.tensor(factors, dtype=torch.float64)[:, None, :, None]
+    given = np.array(True) if mask is None else mask.detach().numpy()
+    allowed = np.broadcast_to(given, (batch, heads, queries, keys))
+    counts = oracle.counts(where, causal, padded, apart, allowed)
+    factors = np.vectorize(lambda n: scalars.scale(recipe, d, int(n)), otypes=[float])(counts)
+    factor = torch.from_numpy(factors)[..., None]
     factor = factor * learned["scale"] if "scale" in learned else factor
     if "logn.s" in learned:
-        grown = torch.from_numpy(counts).double().log()[:, None] * learned["logn.s"][:, None]
+        grown = torch.from_numpy(counts).double().log() * learned["logn.s"][:, None]
         grown = grown + learned["logn.b"][:, None] if "logn.b" in learned else grown
         factor = factor * grown[..., None]
     score = factor * _products(recipe, q, k, where, learned, real, own)

@@ -127,22 +127,29 @@ def places(
 
 
 def counts(
-    recipe: Recipe,
-    query: npt.NDArray[np.int64],
-    keys: int,
+    where: tuple[Places, Places],
     causal: bool,
     padding: npt.NDArray[np.bool_] | None,
     documents: npt.NDArray[np.int64] | None,
+    mask: npt.NDArray[np.generic],
 ) -> npt.NDArray[np.int64]:
-    """n of every query (B, T)."""
-    n = np.zeros_like(query)
-    for b, i in np.ndindex(*query.shape):
-        if causal:
-            n[b, i] = query[b, i] + 1
-            continue
-        for j in range(keys):
-            own = documents is None or documents[b, keys - query.shape[1] + i] == documents[b, j]
-            n[b, i] += own and not (padding is not None and padding[b, j])
+    """n of every head's query (B, H, T): the keys that it may see, windows and chunks aside.
+
+    Causal, keys before the first one given are seen as well: n is the position + 1, less the keys
+    that the mask (B, H, T, S) hides.
+    """
+    n = np.zeros(mask.shape[:3], np.int64)
+    for b, h, i in np.ndindex(*n.shape):
+        n[b, h, i] = where[0][b, i] + 1 if causal else 0
+        for j in range(mask.shape[3]):
+            own = documents is None or documents[b, i - mask.shape[2]] == documents[b, j]
+            there = own and not (padding is not None and padding[b, j])
+            allowed = mask[b, h, i, j]
+            hidden = not allowed if mask.dtype == np.bool_ else allowed == -math.inf
+            if causal:
+                n[b, h, i] -= there and where[1][b, j] <= where[0][b, i] and hidden
+            else:
+                n[b, h, i] += there and not hidden
     return np.maximum(n, 1)
 
 
@@ -253,17 +260,17 @@ def attend(
     documents = None if documents is None else runs(documents, padding)
     where_q, where_k = places(queries, keys, batch, padding, q_positions, k_positions, documents)
     product = _Products(recipe, q, k, (where_q, where_k), learned, real, own)
-    n = counts(recipe, where_q, keys, causal, padding, documents)
-    full = None if mask is None else np.broadcast_to(mask, (batch, heads, queries, keys))
+    full = np.broadcast_to(True if mask is None else mask, (batch, heads, queries, keys))
+    n = counts((where_q, where_k), causal, padding, documents, full)
     out = np.zeros((batch, heads, queries, v.shape[-1]))
     g = float(learned.get("scale", np.array(1.0)))
     taken = np.zeros((batch, queries + 1, keys))
     for b, h, i in np.ndindex(batch, heads, queries):
         seen, scores = [], []
-        factor = scalars.scale(recipe, d, int(n[b, i]), g)
+        factor = scalars.scale(recipe, d, int(n[b, h, i]), g)
         if "logn.s" in learned:
             slope, shift = (float(learned.get(f"logn.{x}", np.zeros(heads))[h]) for x in "sb")
-            factor *= scalars.growth(recipe, int(n[b, i]), slope, shift)
+            factor *= scalars.growth(recipe, int(n[b, h, i]), slope, shift)
         p, a = (float(learned.get(f"bias.{x}", np.ones(heads))[h]) for x in "pa")
         for j in range(keys):
             at_q, at_k = int(where_q[b, i]), int(where_k[b, j])
@@ -273,11 +280,10 @@ def attend(
             if other or not scalars.sees(recipe, at_q, at_k):
                 continue
             added = 0.0
-            if full is not None and full.dtype == np.bool_:
-                if not full[b, h, i, j]:
-                    continue
-            elif full is not None:
+            if full.dtype != np.bool_:
                 added = float(full[b, h, i, j])
+            elif not full[b, h, i, j]:
+                continue
             if added == -math.inf:
                 continue
             score = factor * product(b, h, i, j)

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from normattn import InputError, Score, ScoreSpec, attention
+from normattn.score import project_parameters
 
 from .cases import tensors
 
@@ -238,15 +240,61 @@ def test_what_kerple_learns_stays_in_range(name: str) -> None:
     with torch.no_grad():
         p[0], a[0], a[1] = -3.0, -1.0, 5.0
     q, k, v = tensors((1, 64, 6, D), (1, 64, 6, D), (1, 64, 6, D))
-    untouched = attention(q, k, v, score.eval())
-    assert p[0] == -3
-    trained = attention(q, k, v, score.train())
-    assert torch.equal(untouched, trained)
+    before = {key: value.clone() for key, value in score.state_dict().items()}
+    outside = attention(q, k, v, score.train())
+    assert all(torch.equal(value, before[key]) for key, value in score.state_dict().items())
+    assert torch.equal(outside, attention(q, k, v, score.eval()))
+    project_parameters(torch.nn.Sequential(score))
     assert p[0] == a[0] == 0.01
     assert a[1] == (5 if name == "KERPLELog" else 2)
-    for grad in torch.autograd.grad(trained.square().sum(), (p, a)):
+    inside = attention(q, k, v, score)
+    assert torch.equal(inside, outside)
+    for grad in torch.autograd.grad(inside.square().sum(), (p, a)):
         assert grad.isfinite().all()
         assert (grad != 0).all()
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("wanted", [3.0, -3.0])
+def test_what_kerple_learns_comes_back_into_its_range(wanted: float, backend: str) -> None:
+    """A plain loop, which projects nothing, goes beyond a bound by no more than one step."""
+    score = Score("Baseline-KERPLEPower", 1, D).double()
+    assert score.bias is not None
+    a = score.bias["a"]
+    with torch.no_grad():
+        score.bias["p"].fill_(1.0)
+        a.fill_(-0.5 if wanted > 0 else 2.5)
+    q, k, v = tensors((1, 1, 6, D), (1, 1, 6, D), (1, 1, 6, D))
+    out = attention(q, k, v, score, backend=backend)
+    direction = torch.autograd.grad(out.square().sum(), a, retain_graph=True)[0].sign()
+    against = torch.autograd.grad(-out.square().sum(), a)[0].sign()
+    # Of a gradient and its opposite the one passes whose step leads back.
+    assert {float(direction), float(against)} == {0.0, -1.0 if wanted > 0 else 1.0}
+
+
+def test_batch_norm_counts_a_batch_once_where_a_backward_computes_it_again() -> None:
+    """Activation checkpointing moves running statistics as a training without it does."""
+    found = []
+    for reentrant in (None, False, True):
+        torch.manual_seed(0)
+        score = Score("QKBatchNorm", 2, D).double()
+        q, k, v = qkv(7)
+
+        def run(q: Tensor, k: Tensor, v: Tensor, score: Score = score) -> Tensor:
+            return attention(q, k, v, score, causal=False)
+
+        if reentrant is None:
+            out = run(q, k, v)
+        else:
+            out = checkpoint(run, q, k, v, use_reentrant=reentrant)
+        torch.autograd.backward(out.square().sum())
+        assert q.grad is not None
+        assert k.grad is not None
+        found.append((score.state_dict(), q.grad, k.grad))
+    assert found[0][0]["query_norm.running_mean"].abs().max() > 0
+    for state, *grads in found[1:]:
+        assert all(torch.equal(state[name], value) for name, value in found[0][0].items())
+        assert all(map(torch.equal, grads, found[0][1:]))
 
 
 def test_kerple_power_with_a_of_1_is_alibi() -> None:

@@ -6,6 +6,8 @@ import copy
 import io
 import pickle
 import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,6 +154,30 @@ def test_a_copied_or_restored_score_gives_the_same() -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert torch.equal(attention(q, k, v, loaded), expected)
+
+
+def test_threads_share_the_tables() -> None:
+    """More tables than are kept, asked for by threads that evict each other's."""
+    _forget()
+    lengths = list(range(2, 70))
+
+    def results(_: int) -> list[Tensor]:
+        found = []
+        for length in lengths:
+            q, k, v = tensors(*[(1, 1, 3, 4)] * 3, dtype=torch.float32)
+            found.append(attention(q, k, v, f"KNA-logn@{length}").detach())
+        return found
+
+    expected = results(0)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            every = list(pool.map(results, range(8)))
+    finally:
+        sys.setswitchinterval(before)
+    for found in every:
+        assert all(map(torch.equal, found, expected))
 
 
 def test_copied_tables_start_empty() -> None:

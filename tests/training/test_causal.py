@@ -97,6 +97,19 @@ def test_interrupted_and_resumed_is_the_same_run(tmp_path: Path, changes: dict[s
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+@pytest.mark.parametrize("name", ["KERPLELog", "KERPLEPower"])
+def test_learned_biases_stay_in_their_range(name: str, tmp_path: Path) -> None:
+    """Steps far beyond the bounds end on them, and what is saved is what counted."""
+    model = {**SMALL["model"], "score": f"Baseline-{name}"}
+    config = small(model=model, steps=5, optimiser={"lr": 1.0})
+    train_causal(config, tmp_path / "run", show_progress=False)
+    learned = load_model(tmp_path / "run" / "model").state_dict()
+    values = torch.cat([x for key, x in learned.items() if ".score.bias." in key])
+    assert len(values) == 8
+    assert values.min() == pytest.approx(0.01)
+    assert values.max() > 0.5
+
+
 def stop_after(steps: int) -> Any:
     left = steps
 

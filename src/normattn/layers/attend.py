@@ -17,7 +17,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.kernels import Problem, Visibility, attend
 from normattn.kernels.observe import announce, confine
-from normattn.kernels.problem import check_dense, check_shapes
+from normattn.kernels.problem import DTYPES, check_dense, check_shapes
 from normattn.layers.carry import Carry, refuse_carry
 from normattn.layers.forgetting import check_forget, forgetting, log_gates, summed
 from normattn.layers.head_pairs import joined_pairs, paired_values
@@ -56,7 +56,8 @@ def attention(
             of these, a graph compiled with fullgraph=True takes a `Score` alone.
         causal: a query sees keys at its own position or before; the queries are the last T of
             the keys unless positions say otherwise.
-        attn_mask: broadcastable to (B, H, T, S); boolean (True = seen) or floating (added).
+        attn_mask: broadcastable to (B, H, T, S); boolean (True = seen) or floating (added, −∞ or
+            the lowest number of its type hides). Keys that it hides do not count in n.
         key_padding: True where a key is padding; positions then count from the first real token.
         query_padding: True where a query is padding. Only statistics over the queries (BatchNorm,
             InstanceNorm) leave it out; without it all queries are real, whatever the keys are.
@@ -136,6 +137,8 @@ def standing(
     if documents is not None:
         own = documents[:, documents.shape[1] - q.shape[2] :]
         seen = replace(seen, query_documents=own, key_documents=documents)
+    if mask is not None and spec.logn is not None:
+        positions = positions.without_masked(seen)
     if spec.chunk is not None:
         seen = in_chunks(seen, spec.chunk, q.shape[0])
     return positions, seen
@@ -307,9 +310,10 @@ def _check(
             fits = mask.dim() >= 2 and mask.expand(full).shape == full
         except RuntimeError:
             fits = False
-        if not fits or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        if not fits or mask.dtype not in (torch.bool, *DTYPES):
             raise InputError(
-                f"attn_mask must be boolean or floating and broadcast to {full}, but it is "
+                "attn_mask must be boolean, float32, float64, bfloat16 or float16 and broadcast to "
+                f"{full}, but it is "
                 f"{mask.dtype} of {tuple(mask.shape)}"
             )
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:

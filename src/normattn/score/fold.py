@@ -5,6 +5,7 @@ Legend: B batch, T queries, S keys, P pairs of features that turn.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -117,7 +118,7 @@ def query_fold(spec: ScoreSpec, head_dim: int, positions: Positions, dtype: torc
     """The queries' tables at these positions."""
     queries, keys = positions.query.shape[-1], positions.key.shape[-1]
     device = positions.query.device
-    if not positions.regular or torch.compiler.is_compiling():
+    if not positions.regular or positions.masked or torch.compiler.is_compiling():
         return _query_fold(spec, head_dim, positions.query, positions.n, dtype)
     name = ("queries", spec, head_dim, dtype)
     if not positions.causal:
@@ -193,7 +194,8 @@ def _query_fold(
     scale, turner = query_scale(spec, head_dim, n), _turner(spec, head_dim)
     if turner is None:
         return Fold(scale=beside(scale))
-    if spec.order is None:
+    # Rotations have no axis of heads, which n has where each head has a mask of its own.
+    if spec.order is None and n.dim() < 3:
         return turner.queries(spec, positions, scale, dtype)
     return replace(turner.queries(spec, positions, 1.0, dtype), scale=beside(scale))
 
@@ -224,10 +226,15 @@ def frequencies(spec: ScoreSpec, head_dim: int) -> Float[Tensor, " p"]:
 
 
 def beside(scale: Tensor | float) -> Tensor | float:
-    """λ as a factor of (B, H, T, D)."""
+    """λ of the shape of n as a factor of (B, H, T, D)."""
     if not isinstance(scale, Tensor):
         return scale
-    return scale[..., None] if scale.dim() == 1 else scale[:, None, :, None]
+    return by_head(scale)[..., None]
+
+
+def by_head(n: Tensor) -> Tensor:
+    """n, or what is made of it, (T,), (B, T) or (B, H, T), broadcastable to (B, H, T)."""
+    return n[:, None] if n.dim() == 2 else n
 
 
 def _capacity(spec: ScoreSpec, head_dim: int, dtype: torch.dtype, positions: int) -> int:
@@ -243,11 +250,15 @@ def _capacity(spec: ScoreSpec, head_dim: int, dtype: torch.dtype, positions: int
 
 
 class Kept(OrderedDict[tuple[object, ...], Fold]):
-    """The last `most` tables that were made, each under a name that holds all that decides it."""
+    """The last `most` tables that were made, each under a name that holds all that decides it.
+
+    Threads share it: two that ask for the same table at once may both make it, and get equal ones.
+    """
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self.most = most
+        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Kept], tuple[int]]:
         # A copy makes its tables again: it may stand on another device, or be changed.
@@ -255,14 +266,24 @@ class Kept(OrderedDict[tuple[object, ...], Fold]):
 
     def made(self, name: tuple[object, ...], make: Callable[[], Fold]) -> Fold:
         """What `make` made under this name."""
-        if name not in self:
-            # Ordinary tensors even when first asked for in inference mode: training reuses them.
-            with torch.inference_mode(False):
-                self[name] = make()
+        with self._lock:
+            if name in self:
+                self.move_to_end(name)
+                return self[name]
+        # Ordinary tensors even when first asked for in inference mode: training reuses them.
+        with torch.inference_mode(False):
+            fold = make()
+        with self._lock:
+            self[name] = fold
+            self.move_to_end(name)
             while len(self) > self.most:
                 self.popitem(last=False)
-        self.move_to_end(name)
-        return self[name]
+        return fold
+
+    def forget(self) -> None:
+        """Drop them all."""
+        with self._lock:
+            self.clear()
 
     def counted(
         self,
@@ -282,7 +303,7 @@ _KEPT = Kept(32)
 
 def forget_tables() -> None:
     """Make them anew when they are next asked for."""
-    _KEPT.clear()
+    _KEPT.forget()
 
 
 def scaled(q: Float[Tensor, "b h t d"], scale: Tensor | float) -> Float[Tensor, "b h t d"]:

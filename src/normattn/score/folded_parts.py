@@ -68,9 +68,12 @@ class LogNPart(Part):
         return {}
 
     def learned_factor(
-        self, n: Float[Tensor, "*b t"], learned: Mapping[str, Tensor]
+        self, n: Float[Tensor, "*b one_or_h t"], learned: Mapping[str, Tensor]
     ) -> Float[Tensor, "*b h t"]:
-        """The multiplier of λ beside `factor` for n visible keys, where something is learned."""
+        """The multiplier of λ beside `factor` for n visible keys, where something is learned.
+
+        n has an axis of heads, of size 1 where all heads see as many keys.
+        """
         raise InputError(f"{self.name} learns nothing")
 
     def missing(self, train_length: int | None) -> str | None:

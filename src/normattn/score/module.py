@@ -18,9 +18,9 @@ from normattn.errors import InputError
 from normattn.kernels import Problem, Visibility
 from normattn.kernels.problem import PairBias
 from normattn.kernels.selection import Selection
-from normattn.plain import transformed
 from normattn.score.fold import (
     beside,
+    by_head,
     key_fold,
     near_from_far,
     query_fold,
@@ -86,6 +86,17 @@ class Score(nn.Module):
                 f"parts differ ({spec.trained})"
             )
         self._spec = spec
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Put what is learned back into its range (`KERPLELog`, `KERPLEPower`), in place.
+
+        A training loop does so after each step of its optimiser (`project_parameters`). Outputs do
+        not depend on it: what is out of range counts as the nearest value within.
+        """
+        part = self._spec.bias
+        if part is not None and self.bias is not None:
+            part.project(dict(self.bias.items()))
 
     def extra_repr(self) -> str:
         """The specification."""
@@ -242,7 +253,8 @@ class Score(nn.Module):
         """q times what is learned of λ."""
         spec = self._spec
         if self.logn is not None and spec.logn is not None:
-            n = n.to(_wide(q))
+            n = by_head(n).to(_wide(q))
+            n = n[None] if n.dim() == 1 else n
             q = scaled(q, spec.logn.learned_factor(n, dict(self.logn.items()))[..., None])
         return _scaled(q, self.scale)
 
@@ -309,16 +321,19 @@ class Score(nn.Module):
         if part is None or isinstance(part, PairBiasPart):
             return None
         learned = {} if self.bias is None else dict(self.bias.items())
-        # Under torch.func a parameter is no tensor to write to; `values` keeps to the range too.
-        if learned and self.training and not transformed():
-            with torch.no_grad():
-                part.project(learned)
         most = max(positions.key.shape[-1], positions.query.shape[-1])
         if not positions.regular:
             furthest = torch.stack((positions.query.max(), positions.key.max()))
             most = int(furthest.max()) + 1
         distance = torch.arange(most, device=q.device, dtype=_wide(q))
         return part.values(distance, self.heads, learned)
+
+
+def project_parameters(model: nn.Module) -> None:
+    """`Score.project` for every score in a model: call it after each step of an optimiser."""
+    for module in model.modules():
+        if isinstance(module, Score):
+            module.project()
 
 
 def _turned(

@@ -206,7 +206,8 @@ class BatchScoreNorm(_SequenceNorm):
 
     Training uses the batch's own mean and biased variance (synchronised across processes) and
     moves the running ones by `momentum`, the running variance by the unbiased one, as
-    `torch.nn.BatchNorm1d` does; evaluation uses the running statistics.
+    `torch.nn.BatchNorm1d` does; evaluation uses the running statistics. A forward that a backward
+    computes once more (activation checkpointing) moves nothing.
     """
 
     running_mean: Tensor
@@ -229,11 +230,21 @@ class BatchScoreNorm(_SequenceNorm):
             return self._scale(wide, self.running_mean, self.running_var).to(x.dtype)
         sync = dist.is_available() and dist.is_initialized()
         mean, variance, count = _moments(wide, padding, (0, 2), sync)
+        if not _recomputed():
+            self._move(mean, variance, count)
+        return self._scale(wide, mean, variance).to(x.dtype)
+
+    def _move(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Take a batch into the running statistics."""
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
             unbiased = variance * (count / (count - 1).clamp(min=1))
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
-        return self._scale(wide, mean, variance).to(x.dtype)
+
+
+def _recomputed() -> bool:
+    """Whether a backward runs, and with it a forward once more."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
 
 
 class InstanceScoreNorm(_SequenceNorm):

@@ -72,7 +72,10 @@ class BiasPart(Part):
         return {}
 
     def project(self, learned: Mapping[str, Tensor]) -> None:
-        """Put learned values back into their range, in place, before a training step uses them."""
+        """Put learned values back into their range, in place, after an optimiser's step.
+
+        `values` keeps to the range by itself: nothing else calls this than a training loop.
+        """
 
     def values(
         self, distance: Float[Tensor, " r"], heads: int, learned: Mapping[str, Tensor]

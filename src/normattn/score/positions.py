@@ -12,15 +12,17 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.kernels import Visibility
 
 
 @dataclass(frozen=True)
 class Positions:
     """Positions of queries (T,) or (B, T) and keys (S,) or (B, S), and n for each query.
 
-    `n` has the shape of the queries, or (B, 1) where all queries of a row see the same keys.
-    `regular` says that nothing but T, S and causal decided them, so that tables can be kept;
-    `ordered` that the queries are the last T of keys whose positions grow.
+    `n` has the shape of the queries, or (B, 1) where all queries of a row see the same keys, or,
+    counted from a mask of each head, (B, H, T). `regular` says that nothing but T, S and causal
+    decided the positions, so that tables can be kept; `ordered` that the queries are the last T of
+    keys whose positions grow; `masked` that a mask took part in n (`without_masked`).
     """
 
     query: Int[Tensor, "*bq t"]
@@ -29,6 +31,7 @@ class Positions:
     causal: bool
     regular: bool
     ordered: bool = True
+    masked: bool = False
 
     def part(self, rows: slice, keys: int) -> Positions:
         """The positions of some rows and of the first `keys` keys; of such rows the last ones."""
@@ -36,6 +39,31 @@ class Positions:
             return self
         n = self.n[..., rows] if self.n.shape[-1] == self.query.shape[-1] else self.n
         return replace(self, query=self.query[..., rows], key=self.key[..., :keys], n=n)
+
+    def without_masked(self, seen: Visibility) -> Positions:
+        """The same positions, with n less the keys that the mask of `seen` hides.
+
+        A boolean mask hides where it is False; a floating one where it adds −∞ or the lowest number
+        of its type. Only keys are taken off that are visible without it: of the query's document,
+        no padding, and, if causal, not after the query. Windows do not change n, nor do chunks, so
+        `seen` must not hold those yet.
+        """
+        mask = seen.mask
+        if mask is None:
+            return self
+        hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
+        # A mask of three axes is (H, T, S).
+        hidden = hidden[None] if hidden.dim() == 3 else hidden
+        every = slice(None)
+        others = replace(seen, mask=None, window=None).hidden(every, every)
+        if others is not None:
+            hidden = hidden & ~others
+        shape = (*hidden.shape[:-2], self.query.shape[-1], self.key.shape[-1])
+        lost = hidden.expand(shape).sum(-1)
+        if lost.dim() == 3 and lost.shape[1] == 1:
+            lost = lost[:, 0]
+        n = self.n[:, None] if lost.dim() == 3 and self.n.dim() == 2 else self.n
+        return replace(self, n=(n - lost).clamp(min=1), masked=True)
 
     @staticmethod
     def of(

@@ -26,6 +26,7 @@ from normattn.lab.training.schedules import multiplier
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.state import kept_buffers
 from normattn.lab.training.task import Task
+from normattn.score import project_parameters
 
 LARGEST = "largest_logit"
 
@@ -154,6 +155,7 @@ class Stepper:
         values = StepValues(metrics.pop("loss"), gradient_norm, rate, metrics, stopped > 0.0)
         if values.finite:
             self._update(gradients, values)
+            project_parameters(self.task.model)
             if self._clip is not None:
                 metrics[LARGEST] = self._clip.clip()
         return values

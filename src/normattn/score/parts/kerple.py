@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from normattn.plain import transformed
 from normattn.score.outer_parts import BiasPart
 from normattn.score.registry import register
 
@@ -32,18 +33,45 @@ class _Kerple(BiasPart):
     def project(self, learned: Mapping[str, Tensor]) -> None:
         """Clamp p and a in place."""
         for name, value in learned.items():
-            # Not a change for autograd: a graph of an earlier call may still hold the parameter.
-            value.data.clamp_(min=_LEAST, max=self.largest[name])
+            value.clamp_(min=_LEAST, max=self.largest[name])
 
     def kept(
         self, learned: Mapping[str, Tensor], distance: Float[Tensor, " r"]
     ) -> tuple[Float[Tensor, "h 1"], Float[Tensor, "h 1"]]:
         """p and a within their range, in the dtype of the distances."""
         p, a = (
-            learned[name].to(distance.dtype).clamp(min=_LEAST, max=self.largest[name])[:, None]
+            bounded(learned[name].to(distance.dtype), _LEAST, self.largest[name])[:, None]
             for name in ("p", "a")
         )
         return p, a
+
+
+class _Bounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.low, ctx.high = low, high
+        return x.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        # A step goes against the gradient.
+        passes = ((x >= ctx.low) | (grad < 0)) & ((x <= ctx.high) | (grad > 0))
+        return torch.where(passes, grad, 0.0), None, None
+
+
+def bounded(x: Tensor, low: float, high: float | None) -> Tensor:
+    """x clamped to [low, high]; where x has left that range, a gradient that leads back passes.
+
+    The gradient of a plain clamp is 0 there, so that an optimiser's step beyond a bound would be
+    its last. (torch.func and forward-mode derivatives are those of the plain clamp.)
+    """
+    most = float("inf") if high is None else high
+    if transformed():
+        return x.clamp(low, most)
+    y: Tensor = _Bounded.apply(x, low, most)  # type: ignore[no-untyped-call]
+    return y
 
 
 @register

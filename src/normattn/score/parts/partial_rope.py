@@ -22,7 +22,9 @@ class PartialRoPE(RotaryPosition):
 
     name: ClassVar[str] = "PartialRoPE"
     summary: ClassVar[str] = "rotary position on some of the features"
-    equation: ClassVar[str] = "P_i: RoPE on the first, or last, r = 2⌊fraction·d/2⌋ features"
+    equation: ClassVar[str] = (
+        "P_i: RoPE on the first, or last, r = max(2, 2⌊fraction·d/2⌋) features"
+    )
     source: ClassVar[str] = "arXiv 2204.06745 (GPT-NeoX); side=last: arXiv 2405.04434"
     used_by: ClassVar[str] = "GPT-NeoX, Phi; side=last: DeepSeek-V2 and V3"
     fraction: float = 0.5
@@ -34,7 +36,7 @@ class PartialRoPE(RotaryPosition):
         self.require(self.side in ("first", "last"), "side", "'first' or 'last'")
 
     def rotated(self, head_dim: int) -> int:
-        """2⌊fraction·d/2⌋, at least 2."""
+        """max(2, 2⌊fraction·d/2⌋)."""
         return max(2, int(self.fraction * head_dim) // 2 * 2)
 
     def start(self, head_dim: int) -> int:

@@ -45,9 +45,9 @@ class SSMax(LogNPart):
         return first | {"b": torch.zeros(heads)} if self.bias else first
 
     def learned_factor(
-        self, n: Float[Tensor, "*b t"], learned: Mapping[str, Tensor]
+        self, n: Float[Tensor, "*b one_or_h t"], learned: Mapping[str, Tensor]
     ) -> Float[Tensor, "*b h t"]:
         """s_h·ln n + b_h."""
         s = learned["s"].to(n.dtype)[:, None]
-        grown = s * n.log()[..., None, :]
+        grown = s * n.log()
         return grown + learned["b"].to(n.dtype)[:, None] if self.bias else grown
