@@ -20,7 +20,17 @@ CASES = [
     ("groups", "attention(q[:, :3], k, v, 'KNA')", "must be a multiple of the key heads"),
     ("no key heads", "attention(q, k[:, :0], v[:, :0], 'KNA')", "multiple of the key heads"),
     ("dtypes", "attention(q, k.half(), v, 'KNA')", "must share a dtype"),
-    ("integers", "attention(q.int(), k.int(), v.int(), 'KNA')", "of a floating dtype"),
+    (
+        "float8 in a cache",
+        "attention_cached(*(x.to(e4m3) for x in (q[:, :2], k, v)), Score('KNA', 2, 4), "
+        "GrowingCache())",
+        "bfloat16 or float16",
+    ),
+    ("integers", "attention(q.int(), k.int(), v.int(), 'KNA')", "must be float32, float64"),
+    ("float8", "attention(*(x.to(e4m3) for x in (q, k, v)), 'KNA')", "bfloat16 or float16"),
+    ("other float8", "attention(*(x.to(e5m2) for x in (q, k, v)), 'Baseline')", "they are torch"),
+    ("complex", "attention(*(x.cfloat() for x in (q, k, v)), 'KNA-NoPE')", "float32, float64"),
+    ("float8 mask", "attention(q, k, v, 'KNA', attn_mask=mask.to(e4m3))", "attn_mask must be"),
     ("odd size", "attention(q[..., :3], k[..., :3], v, 'KNA')", "an even head dimension"),
     ("more queries", "attention(q, k[:, :, 1:], v[:, :, 1:], 'KNA')", "needs q_positions"),
     ("backend", "attention(q, k, v, 'KNA', backend='flash')", "unknown backend 'flash'"),
@@ -38,7 +48,7 @@ CASES = [
         "query_padding must be boolean (batch, queries) = (2, 5)",
     ),
     ("mask shape", "attention(q, k, v, 'KNA', attn_mask=mask[:3])", "broadcast to (2, 4, 5, 5)"),
-    ("mask axes", "attention(q, k, v, 'KNA', attn_mask=mask[0])", "attn_mask must be boolean or"),
+    ("mask axes", "attention(q, k, v, 'KNA', attn_mask=mask[0])", "attn_mask must be boolean"),
     ("mask too big", "attention(q, k, v, 'KNA', attn_mask=mask[None, None, None])", "attn_mask"),
     ("mask dtype", "attention(q, k, v, 'KNA', attn_mask=mask.int())", "attn_mask must be boolean"),
     ("positions shape", "attention(q, k, v, 'KNA', q_positions=at[:3])", "q_positions must be"),
@@ -58,8 +68,11 @@ CASES = [
 PROGRAM = """
 import json, sys, torch
 from normattn import InputError, Score, ScoreSpec, attention
+from normattn.layers.attend_cached import attention_cached
+from normattn.layers.cache import GrowingCache
 q, k, v = (torch.zeros(2, heads, 5, 4) for heads in (4, 2, 2))
 at, padding = torch.arange(5), torch.zeros(2, 5, dtype=torch.bool)
+e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
 mask = torch.ones(5, 5, dtype=torch.bool)
 said = {}
 for name, call in json.load(sys.stdin):

@@ -136,6 +136,8 @@ def test_diagnostics_are_recorded_beside_it(tmp_path: Path) -> None:
         ("Baseline-ALiBi", "its bias is part"),
         ("Baseline-FoX", "its forgetting is part"),
         ("Baseline-RealFormer", "also those of the layers below"),
+        ("Baseline-Selective", "its first head selects"),
+        ("Baseline-NoPE-Selective", "its first head selects"),
     ],
 )
 def test_scores_that_weights_do_not_bound(score: str, why: str) -> None:
@@ -143,6 +145,29 @@ def test_scores_that_weights_do_not_bound(score: str, why: str) -> None:
         QKClip(Attention(DIM, 2, score=score), 1.0, ALONE)
     with pytest.raises(InputError, match=why):
         small(model={**SMALL["model"], "score": score}, qk_clip=1.0)
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        *("Baseline", "Baseline-logn@4", "Baseline-SSMax(bias=true)@4", "Baseline-Sink"),
+        *("Baseline-Temperature(length=2)", "Baseline-SlidingWindow(window=3)", "Baseline-Gate"),
+        *("Baseline-Sigmoid@4", "Baseline-NoPE-StickBreaking", "Baseline-Differential"),
+    ],
+)
+def test_every_score_that_is_accepted_is_bounded(score: str) -> None:
+    """What a step saw is τ at most when the same batch comes again."""
+    torch.manual_seed(0)
+    layer = drawn(Attention(16, 4, score=score)).double()
+    x = torch.randn(B, T, 16).double()
+    clip = QKClip(layer, 0.7, ALONE)
+    seen = []
+    for _ in range(2):
+        with clip.watching():
+            layer(x)
+        seen.append(clip.clip())
+    assert seen[0] > 2
+    assert seen[1] == pytest.approx(0.7, rel=1e-6)
 
 
 def test_models_and_settings_that_cannot_be() -> None:

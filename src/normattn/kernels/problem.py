@@ -174,6 +174,10 @@ LEARNED = ("q", "k", "v", "far_q", "far_k", "bias", "sink")
 _SETTINGS = tuple(x.name for x in fields(Problem) if x.name not in (*LEARNED, "carry"))
 
 
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""What scores are computed of; half precision is accumulated in float32."""
+
+
 def check_dense(name: str, operand: Any) -> None:
     """Refuse what is no tensor, and a tensor without numbers of its own: sparse, or on `meta`."""
     if not isinstance(operand, Tensor):
@@ -203,5 +207,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise InputError(
             f"q, k and v must share a dtype, but they are {q.dtype}, {k.dtype}, {v.dtype}"
         )
-    if not q.is_floating_point():
-        raise InputError(f"q, k and v must be of a floating dtype, but they are {q.dtype}")
+    if q.dtype not in DTYPES:
+        raise InputError(
+            f"q, k and v must be float32, float64, bfloat16 or float16, but they are {q.dtype}"
+        )

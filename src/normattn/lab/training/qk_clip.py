@@ -136,6 +136,7 @@ def refuse_score(spec: ScoreSpec) -> None:
         (spec.cap is not None, "its cap bends the logits"),
         (spec.bias is not None, "its bias is part of the logits"),
         (spec.forgets, "its forgetting is part of the logits"),
+        (spec.selection is not None, "what its first head selects is taken off the logits"),
         (spec.carry is not None, "its logits are also those of the layers below"),
         (getattr(spec.position, "widens", False), "it bends queries and keys"),
     ):
