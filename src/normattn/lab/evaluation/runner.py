@@ -36,6 +36,7 @@ def evaluate_run(
     factors: Mapping[str, Factor] | None = None,
     tokens_per_batch: int = 16384,
     on_measured: Callable[[pl.DataFrame], None] | None = None,
+    on_method: Callable[[str], None] = lambda method: None,
     scored_by: Scoring = from_causal_lm,
 ) -> list[pl.DataFrame]:
     """Evaluate a trained model as it is or under each method on each set; undo every method.
@@ -43,7 +44,8 @@ def evaluate_run(
     `methods` are texts such as "" (as is), "YaRN", "ReRoPE-logn+". `factor` is what stretching
     methods stretch by, fixed for a whole table (default: the longest set over the training
     length); `split` and `factors` say of what documents and what else varies. Cells that `store`
-    holds are not evaluated again. `on_measured` is called after each. `scored_by` makes the scorer.
+    holds are not evaluated again. `on_measured` is called after each,
+    `on_method` after the last one of a method. `scored_by` makes the scorer.
     """
     if not evaluation_sets:
         raise InputError("there is nothing to evaluate: no evaluation set was given")
@@ -74,6 +76,7 @@ def evaluate_run(
                 measured.append(rows)
                 if on_measured is not None:
                     on_measured(rows)
+        on_method(method)
     return measured
 
 

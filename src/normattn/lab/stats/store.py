@@ -10,8 +10,10 @@ from pathlib import Path
 
 import polars as pl
 
+from normattn.atomic import write_json
 from normattn.errors import InputError
 from normattn.lab.stats import frame
+from normattn.structured import read_object
 
 
 def digest(*parts: object) -> str:
@@ -19,6 +21,8 @@ def digest(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
+DONE = "done.json"
+"""The markers of a store: see `MeasurementStore.finish`."""
 BESIDE = "beside"
 """The folder, among a run's records, of those that its study did not ask for."""
 
@@ -27,11 +31,13 @@ class MeasurementStore:
     """A folder of frames, one file per evaluation, named by its key.
 
     A damaged file, or one of another evaluation, is named on standard error and its evaluation is
-    done again.
+    done again. The file done.json holds a marker for each piece of work that was finished, with the
+    keys of its evaluations: keys follow from data and weights, so they cannot be known beforehand.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._used: list[str] = []
 
     def path(self, key: str) -> Path:
         """The file of one evaluation."""
@@ -56,12 +62,35 @@ class MeasurementStore:
 
     def once(self, key: str, measure: Callable[[], pl.DataFrame]) -> pl.DataFrame:
         """The frame of an evaluation, made by `measure` and kept unless it was done already."""
+        self._used.append(key)
         done = self.get(key)
         if done is not None:
             return done
         measured = measure()
         self.put(key, measured)
         return measured
+
+    def finish(self, work: str) -> None:
+        """Leave the marker of `work`, which took every evaluation since the last marker."""
+        keys, self._used = sorted(set(self._used)), []
+        write_json(self.folder / DONE, {**self._finished(), work: keys})
+
+    def has_finished(self, work: str) -> bool:
+        """Whether `work` has its marker, and every evaluation that it names is still here."""
+        keys = self._finished().get(work)
+        return bool(keys) and all(self.path(key).is_file() for key in keys or ())
+
+    def _finished(self) -> dict[str, list[str]]:
+        """The keys of every piece of work; none where the file is damaged."""
+        try:
+            stored = read_object(self.folder / DONE)
+        except InputError:
+            return {}
+        return {
+            work: keys
+            for work, keys in stored.items()
+            if isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+        }
 
     def __len__(self) -> int:
         return len(self._paths())

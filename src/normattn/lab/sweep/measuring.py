@@ -123,15 +123,16 @@ def evaluate_trained(
     settings: EvaluationSettings,
     factors: Mapping[str, Factor] | None = None,
     on_done: Callable[[int], None] = lambda done: None,
+    on_method: Callable[[str], None] = lambda method: None,
     scored_by: Scoring = from_causal_lm,
     store: MeasurementStore | None = None,
 ) -> pl.DataFrame:
     """Evaluate the finished run in `run` under each method; what was measured is not done again.
 
-    `factors` are what else the study varies; `on_done` is told how many evaluations are done;
-    `scored_by` makes the model's scorer; `store` keeps the records, by default the run's own.
-    Raises `InputError` for a run that has not finished or was trained on other data than `data`,
-    and for a method that cannot be applied.
+    `factors` are what else the study varies; `on_done` is told how many evaluations are done,
+    `on_method` of each method that is finished; `scored_by` makes the model's scorer; `store` keeps
+    the records, by default the run's own. Raises `InputError` for a run that has not finished or
+    was trained on other data than `data`, and for a method that cannot be applied.
     """
     refuse_other_data(data, run)
     model = trained_model(run, config)
@@ -154,6 +155,7 @@ def evaluate_trained(
         factors=factors,
         tokens_per_batch=settings.max_tokens,
         on_measured=count,
+        on_method=on_method,
         scored_by=scored_by,
     )
     return joined(frames)

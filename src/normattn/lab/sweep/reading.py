@@ -9,7 +9,7 @@ from pathlib import Path
 from normattn.lab.data import TokenData
 from normattn.lab.data.evaluation_sets import EvaluationSet
 from normattn.lab.evaluation import evaluate_run
-from normattn.lab.stats import MeasurementStore
+from normattn.lab.stats import MeasurementStore, digest
 from normattn.lab.stats.frame import Factor
 from normattn.lab.sweep.measuring import (
     EVALUATIONS,
@@ -57,20 +57,32 @@ class ReadStage(Stage):
         return count_evaluations(self.settings) * len(self.methods)
 
     def is_done(self) -> bool:
-        """Whether there are as many records as this stage leaves (it may be asked for others)."""
-        return len(MeasurementStore(self.folder / EVALUATIONS)) >= self.wanted
+        """Whether every evaluation of every method is there (there may be others)."""
+        store = MeasurementStore(self.folder / EVALUATIONS)
+        return all(store.has_finished(self._work(method)) for method in self._named)
 
     def run(self, data: TokenData, note: Note) -> None:
         """Evaluate what is not yet on record."""
+        store = MeasurementStore(self.folder / EVALUATIONS)
         evaluate_trained(
             self.folder,
             self.config,
             data,
-            methods=["" if method == AS_IS else method for method in self.methods],
+            methods=self._named,
             settings=self.settings,
             factors=self.factors,
             on_done=lambda done: note(done, self.wanted, ""),
+            on_method=lambda method: store.finish(self._work(method)),
+            store=store,
         )
+
+    @property
+    def _named(self) -> list[str]:
+        """The methods as `evaluate_trained` calls them."""
+        return ["" if method == AS_IS else method for method in self.methods]
+
+    def _work(self, method: str) -> str:
+        return work_digest("read", method, self.settings, self.factors)
 
 
 @dataclass(frozen=True)
@@ -100,9 +112,9 @@ class KeptStage(Stage):
         return (0, *self.config.keep)
 
     def is_done(self) -> bool:
-        """Whether every step that the run came to has its records."""
-        stores = [MeasurementStore(records_of(self.folder, step)) for step in self._reached()]
-        return bool(stores) and all(len(store) >= len(self.lengths) for store in stores)
+        """Whether every step that the run came to has all of its evaluations."""
+        reached = self._reached()
+        return bool(reached) and all(self._store(step).has_finished(self._work) for step in reached)
 
     def run(self, data: TokenData, note: Note) -> None:
         """Evaluate what is not yet on record."""
@@ -115,19 +127,30 @@ class KeptStage(Stage):
                 done += 1
                 note(done, len(steps) * len(sets), "")
 
+            store = self._store(step)
             expected = self.config.model if step else self._continued.saved(self.config.model)
             evaluate_run(
                 load_model(self._model(step), expected).to(choose_device(self.config.device)),
                 sets,
                 seed=self.config.seed,
                 methods=[self._continued.method],
-                store=MeasurementStore(records_of(self.folder, step)),
+                store=store,
                 precision=self.settings.precision,
                 split=self.settings.split,
                 factors={"step": step, **self.factors},
                 tokens_per_batch=self.settings.max_tokens,
                 on_measured=count,
             )
+            store.finish(self._work)
+
+    @property
+    def _work(self) -> str:
+        return work_digest(
+            "kept", self._continued.method, self.settings, self.factors, self.lengths
+        )
+
+    def _store(self, step: int) -> MeasurementStore:
+        return MeasurementStore(records_of(self.folder, step))
 
     @property
     def _continued(self) -> Continuation:
@@ -140,6 +163,18 @@ class KeptStage(Stage):
 
     def _model(self, step: int) -> Path:
         return kept_model(self.folder, step) if step else Path(self._continued.start)
+
+
+def work_digest(
+    kind: str,
+    method: str,
+    settings: EvaluationSettings,
+    factors: Mapping[str, Factor],
+    lengths: Sequence[int] = (),
+) -> str:
+    """The name of a piece of evaluation: of all that its stage asks for, but for its data."""
+    asked = settings.model_dump(mode="json", exclude={"max_tokens"})
+    return digest(kind, method, asked, dict(factors), list(lengths))
 
 
 def cost_of(config: TrainingConfig, lengths: Sequence[int], rows: int) -> Cost:
