@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from normattn import Score, ScoreSpec, attention
-from normattn.layers import new_carry
+from normattn.layers import residual_layers
 from normattn.score.combining import example
 from normattn.score.folded_parts import LogNPart, SpectrumPart, rope_frequencies
 from normattn.score.part import Slot
@@ -87,15 +87,15 @@ def _weights(spec: ScoreSpec, noise: float) -> dict[str, Tensor]:
         spec = ScoreSpec(tuple(alone), spec.train_length)
     stacked = Slot.CARRY in {part.slot for part in spec.parts} or spec.layout is not None
     layers = LAYERS if stacked else 1
-    carry, drawn = new_carry(spec, layers=layers), {}
+    residual, drawn = residual_layers(spec, layers), {}
     for layer in range(layers):
         score = Score(spec.layer(layer, layers), HEADS, HEAD_DIM)
         out = attention(
             *(q, k, values, score),
             causal=not spec.leaks_future,
             documents=documents,
-            carry=carry,
-            backend="auto" if carry is not None else "reference",
+            residual=None if residual is None else residual[layer],
+            backend="auto" if residual is not None else "reference",
             **made,
         )
         if layer in (0, layers - 1):

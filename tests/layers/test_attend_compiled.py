@@ -13,7 +13,7 @@ PROGRAM = """
 import json, sys, warnings, torch
 from normattn import Score, attention
 from normattn.kernels import linear_cross_entropy
-from normattn.layers import new_carry
+from normattn.layers import residual_layers
 warnings.simplefilter("ignore")
 torch.manual_seed(0)
 q, k, v = (torch.randn(1, 2, 7, 4, requires_grad=True) for _ in range(3))
@@ -38,12 +38,11 @@ found["cross-entropy"] = errors(
 )
 
 def two_layers(q, k, v):
-    carry = new_carry(residual.spec)
-    for _ in range(2):
-        q = attention(q, k, v, residual, carry=carry, backend="carried")
+    for below in residual_layers(realformer.spec, 2):
+        q = attention(q, k, v, realformer, residual=below, backend="carried")
     return q
 
-residual = Score("Baseline-RealFormer", 2, 4)
+realformer = Score("Baseline-RealFormer", 2, 4)
 found["carried"] = errors(two_layers, (q, k, v), whole=False)
 json.dump(found, sys.stdout)
 """

@@ -17,8 +17,8 @@ from normattn.errors import InputError
 from normattn.kernels import Problem
 from normattn.kernels.observe import Observation, observing
 from normattn.layers.attend import attention
-from normattn.layers.carry import new_carry
 from normattn.layers.cross_attention import CrossAttention
+from normattn.layers.residual_scores import residual_layers
 
 DIM, SOURCE_DIM, HEADS, L = 16, 12, 4, 8
 SCORES = [
@@ -199,9 +199,10 @@ def test_scores_carried_between_layers_are_summed(mean: bool) -> None:
     layers, lengths = [_layer(score), _layer(score)], [5, 3]
     nn.init.normal_(layers[1].q.weight)
     x, source = _tensors((4, 2, DIM), (2, 5, SOURCE_DIM))
-    carry, total, padding = new_carry(layers[0].score.spec, 2), 0.0, _padding(lengths)
+    residual, total, padding = residual_layers(layers[0].score.spec, 2), 0.0, _padding(lengths)
+    assert residual is not None
     for number, layer in enumerate(layers, 1):
-        ours = layer(x, layer.remember(source, padding), carry=carry)
+        ours = layer(x, layer.remember(source, padding), residual=residual[number - 1])
         q = layer.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         kv = layer.kv(source).unflatten(-1, (4, -1)).transpose(1, 2).repeat_interleave(2, 0)
         k, v = (part.repeat_interleave(2, 1) for part in kv.chunk(2, 1))
@@ -282,7 +283,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         layer.remember(source, torch.zeros(2, 5, dtype=torch.bool), torch.arange(6))
     with pytest.raises(InputError, match="3 rows cannot be shared evenly by 2 sources"):
         layer(torch.randn(3, 3, DIM), memory, positions=torch.arange(3))
-    with pytest.raises(InputError, match="pass carry="):
+    with pytest.raises(InputError, match="residual="):
         CrossAttention(DIM, HEADS, score="KNA-NoPE-RealFormer")(x, memory)
     with pytest.raises(InputError, match="remember the source again"):
         CrossAttention(DIM, HEADS, score="KNA")(x, memory, positions=torch.arange(3))

@@ -16,9 +16,9 @@ from normattn import Attention, InputError, Score, ScoreSpec, attention, explain
 from normattn.kernels import BACKENDS, strips, tiles
 from normattn.layers.attend_cached import attention_cached
 from normattn.layers.cache import GrowingCache
-from normattn.layers.carry import new_carry
 from normattn.layers.cross_attention import refuse_across
 from normattn.layers.gated_attention_unit import GatedAttentionUnit
+from normattn.layers.residual_scores import residual_layers
 from normattn.models import CausalLM, CausalLMConfig
 from score import naive, oracle
 from score.cases import PAIRED, array, tensors
@@ -192,9 +192,9 @@ def test_scores_of_the_layers_below_are_carried_by_head() -> None:
     q, k, v = tensors(*SHAPES)
     for way in ("auto", "concatenated", "carried", "reference"):
         score = _score(Recipe("Baseline", "", "none"), "RealFormer-Differential")
-        carry = new_carry(score.spec)
-        attention(q, k, v, score, carry=carry, backend=way)
-        twice = attention(q, k, v, score, carry=carry, backend=way)
+        residual = residual_layers(score.spec, 2)
+        assert residual is not None
+        _, twice = (attention(q, k, v, score, residual=below, backend=way) for below in residual)
         plain = _score(Recipe("Baseline", "", "none"), "Differential")
         plain.load_state_dict(score.state_dict())
         torch.testing.assert_close(twice, attention(2 * q, k, v, plain))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from normattn import InputError, Score, ScoreSpec, attention
-from normattn.layers.carry import new_carry
+from normattn.layers.residual_scores import residual_layers
 from normattn.score import Positions
 from normattn.score.folded_parts import rope_frequencies
 from normattn.score.outer_parts import PairBiasPart
@@ -154,8 +154,8 @@ def _text(part: Part) -> str:
 
 def _attend(score: Score, q: Tensor, k: Tensor, v: Tensor, backend: str, **options: Any) -> Tensor:
     """The second of two equal layers where scores are carried, else the only one."""
-    spec, carry = score.eval().double().spec, new_carry(score.spec)
-    options |= {"causal": not spec.leaks_future, "carry": carry}
+    spec, residual = score.eval().double().spec, residual_layers(score.spec, 2)
+    options["causal"] = not spec.leaks_future
     # What layers make of their input, made of queries and keys here.
     if spec.forgets:
         options["forget"] = k.mean((1, 3))[..., None].expand(-1, -1, q.shape[1])
@@ -167,10 +167,12 @@ def _attend(score: Score, q: Tensor, k: Tensor, v: Tensor, backend: str, **optio
     whole_rows = whole_rows or isinstance(spec.bias, PairBiasPart)
     if backend == "chunked" and whole_rows:
         backend = "strips"
-    if spec.carry is not None:
+    if residual is not None:
+        assert spec.carry is not None
         if spec.carry.carries == "scores" and backend in ("chunked", "strips"):
             backend = "concatenated" if whole_rows else "carried"
-        attention(q, k, v, score, backend=backend, **options)
+        attention(q, k, v, score, backend=backend, residual=residual[0], **options)
+        options["residual"] = residual[1]
     return attention(q, k, v, score, backend=backend, **options)
 
 

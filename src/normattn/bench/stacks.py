@@ -16,7 +16,7 @@ from torch import Tensor
 from normattn.bench.case import Work
 from normattn.kernels import Problem
 from normattn.lab.runs.timing import Step
-from normattn.layers.carry import Carry, new_carry
+from normattn.layers.residual_scores import ResidualLayer, residual_layers
 from normattn.models.accounting import stack_flops
 from normattn.models.reading import Reading
 from normattn.models.stack import Blocks
@@ -24,7 +24,7 @@ from normattn.models.stack_config import StackConfig
 from normattn.score import ScoreSpec
 
 
-class StoredScores:
+class StoredScores(ResidualLayer):
     """Residual scores as they are usually written: a whole matrix handed from layer to layer.
 
     s_n = q_n k_nᵀ + s_{n−1}, softmax of the masked s_n, by plain autograd (as in arXiv 2012.11747).
@@ -33,6 +33,10 @@ class StoredScores:
     def __init__(self) -> None:
         """Nothing from below."""
         self._scores: Tensor | None = None
+
+    def join(self, problem: Problem) -> Problem:
+        """No kernel of the library takes part."""
+        raise NotImplementedError
 
     def attend(self, problem: Problem, backend: str = "auto") -> Float[Tensor, "b h t e"]:
         """softmax(s_n) · v."""
@@ -89,16 +93,19 @@ class StackPass:
         inputs = [x.requires_grad_(), *blocks.parameters()]
 
         def step() -> object:
-            reading = Reading(causal=self.causal, carry=self._carry(config.score))
+            residual = self._residual(config.score)
             out = x
-            for block in blocks:
-                out = block(out, reading)
+            for layer, block in enumerate(blocks):
+                below = None if residual is None else residual[layer]
+                out = block(out, Reading(causal=self.causal, residual=below))
             return torch.autograd.grad(out, inputs, grad)
 
         return step
 
-    def _carry(self, spec: ScoreSpec) -> Carry | None:
-        return StoredScores() if self.stored else new_carry(spec)
+    def _residual(self, spec: ScoreSpec) -> tuple[ResidualLayer, ...] | None:
+        return (
+            (StoredScores(),) * self.layers if self.stored else residual_layers(spec, self.layers)
+        )
 
     def work(self) -> Work:
         """FLOPs by the stack's own account; the weights and their gradients once."""

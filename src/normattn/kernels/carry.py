@@ -23,7 +23,7 @@ class CarriedScores:
     The kernel of the lowest layer decides how the sum is held, and all other layers follow:
     "carried" in one buffer that every layer updates in place, "concatenated" as the queries and
     keys of all layers, "reference" as one tensor known to autograd. `layers` is how many there
-    will be, if that is known.
+    will be, if that is known. The last two serve a layer that a backward computes once more.
     """
 
     def __init__(self, mean: bool = False, layers: int | None = None) -> None:
@@ -34,15 +34,25 @@ class CarriedScores:
         self.stack: Stack | None = None
         self.ledger: Ledger | None = None
         self.token: Tensor | None = None
-        self._sum: Tensor | None = None
+        self._sums: list[Tensor | None] = []
         self._queries: list[Tensor] = []
         self._keys: list[Tensor] = []
+        self._next = 0
         self._task = _backward_running()
+        self._learning = torch.is_grad_enabled()
 
     @property
     def share(self) -> float:
         """What the sum is multiplied with: 1, or 1/n for n layers."""
         return 1.0 / self.count if self.mean else 1.0
+
+    def begin(self, layer: int) -> None:
+        """Make `layer`, from 0, the next to enter. Layer 0 begins a forward of its own."""
+        if layer == 0 and self._task == _backward_running():
+            self.way = self.stack = self.ledger = self.token = None
+            self._sums, self._queries, self._keys = [], [], []
+            self._learning = torch.is_grad_enabled()
+        self._next = layer
 
     def elsewhere(self, way: str) -> str | None:
         """Why a kernel cannot go on from the layers below; None where it can."""
@@ -51,36 +61,55 @@ class CarriedScores:
         return f"the layers below were summed by the {self.way} kernel, and one serves all layers"
 
     def enter(self, way: str, stack: Stack) -> None:
-        """One more layer, from now on counted.
+        """The next layer enters.
 
-        Raises `InputError` for a layer of another shape, and for one that is computed once more by
-        a backward, as activation checkpointing does.
+        Raises `InputError` for a layer of another shape, for one whose layer below has not run, and
+        for one that a backward computes once more where the sum is held in a buffer, or where the
+        forward ran without gradients.
         """
         if self._task != _backward_running():
-            raise InputError(
-                "carried scores cannot be computed once more in a backward, as activation "
-                "checkpointing of single layers does: checkpoint the whole stack or none of it"
-            )
+            if way == "carried":
+                raise InputError(
+                    "the buffer of residual scores cannot be filled once more in a backward, as "
+                    "activation checkpointing of single layers does: checkpoint the whole stack, "
+                    "or take backend='concatenated'"
+                )
+            if not self._learning and torch.is_grad_enabled():
+                raise InputError(
+                    "residual scores have no gradient where the forward ran without: activation "
+                    "checkpointing needs use_reentrant=False"
+                )
         if self.stack is not None and self.stack != stack:
             raise InputError(
                 f"all layers that carry scores must have the same shape, but below is {self.stack} "
                 f"and here {stack}; make a new carry for each forward"
             )
-        self.stack, self.way, self.count = stack, way, self.count + 1
+        if way != "carried" and self._next > len(self._sums if way == "reference" else self._keys):
+            raise InputError(
+                f"layer {self._next} adds to the scores of the layers below, which have not all "
+                "run: run all layers of the stack in every forward, bottom first"
+            )
+        self.stack, self.way, self.count = stack, way, self._next + 1
+        self._next = self.count
 
     def stored(self, score: Float[Tensor, "b h t s"]) -> Float[Tensor, "b h t s"]:
         """The sum with this layer's scores, known to autograd."""
-        self._sum = score if self._sum is None else self._sum + score
-        return self._sum * self.share if self.mean else self._sum
+        layer = self.count - 1
+        below = self._sums[layer - 1] if layer else None
+        whole = score if below is None else below + score
+        self._sums[layer : layer + 1] = [whole]
+        if layer and not torch.is_grad_enabled():
+            self._sums[layer - 1] = None
+        return whole * self.share if self.mean else whole
 
     def features(
         self, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]
     ) -> tuple[Float[Tensor, "b h t nd"], Float[Tensor, "b g s nd"]]:
         """[q_1 … q_n] and [k_1 … k_n], whose product is the sum."""
-        self._queries.append(q)
-        self._keys.append(k)
-        whole = torch.cat(self._queries, -1)
-        return whole * self.share if self.mean else whole, torch.cat(self._keys, -1)
+        layer = slice(self.count - 1, self.count)
+        self._queries[layer], self._keys[layer] = [q], [k]
+        whole = torch.cat(self._queries[: self.count], -1)
+        return whole * self.share if self.mean else whole, torch.cat(self._keys[: self.count], -1)
 
 
 def _backward_running() -> int:

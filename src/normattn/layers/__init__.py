@@ -1,12 +1,12 @@
 """Building blocks: attention within and across, gated attention unit, norms, placement."""
 
 from normattn.layers.attention import Attention
-from normattn.layers.carry import new_carry
 from normattn.layers.cross_attention import CrossAttention
 from normattn.layers.feed_forward import GELU, SwiGLU, swiglu_hidden
 from normattn.layers.gated_attention_unit import GatedAttentionUnit
 from normattn.layers.norms import LayerNorm, RMSNorm
 from normattn.layers.placement import DeepNorm, PostLN, PreLN, ReZero, deepnorm_factors
+from normattn.layers.residual_scores import residual_layers
 
 __all__ = [
     "Attention",
@@ -21,6 +21,6 @@ __all__ = [
     "ReZero",
     "SwiGLU",
     "deepnorm_factors",
-    "new_carry",
+    "residual_layers",
     "swiglu_hidden",
 ]

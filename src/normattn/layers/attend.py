@@ -18,10 +18,10 @@ from normattn.errors import InputError
 from normattn.kernels import Problem, Visibility, attend
 from normattn.kernels.observe import announce, confine
 from normattn.kernels.problem import DTYPES, check_dense, check_shapes
-from normattn.layers.carry import Carry, refuse_carry
 from normattn.layers.forgetting import check_forget, forgetting, log_gates, summed
 from normattn.layers.head_pairs import joined_pairs, paired_values
 from normattn.layers.output_gate import check_gate, gated
+from normattn.layers.residual_scores import ResidualLayer, check_residual
 from normattn.plain import plain_operations
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import numbered
@@ -42,7 +42,7 @@ def attention(
     documents: Int[Tensor, "b s"] | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
-    carry: Carry | None = None,
+    residual: ResidualLayer | None = None,
     gate: Float[Tensor, "b t gates"] | None = None,
     forget: Float[Tensor, "b s logits"] | None = None,
 ) -> Float[Tensor, "b h t e"]:
@@ -70,9 +70,8 @@ def attention(
         backend: auto, or one kernel's name; `precise` keeps scores in float32 where the tensors
             are half precision; `reference` is float64-capable, the definition, and of plain
             operations: any derivative, torch.func too.
-        carry: what the layers below hand on, for a score with `RealFormer`, `ResidualQK` or
-            `ResidualQKV` (`layers.carry.new_carry`); this layer joins it. One for each forward
-            of a whole stack.
+        residual: what the layers below hand on, for a score with `RealFormer`, `ResidualQK` or
+            `ResidualQKV`: `residual_layers(spec, layers)[n]` for layer n of a stack.
         gate: for a score with `Gate`, by whose `act` o is multiplied: (B, T, H·E), or
             (B, T, H) per head.
         forget: for a score with `FoX`, the logits of the forgetting gate of each key (B, S, H).
@@ -92,7 +91,7 @@ def attention(
     _check_documents(module.spec, documents, q, k)
     if documents is not None:
         documents = numbered(documents, key_padding)
-    refuse_carry(module.spec, carry)
+    check_residual(module.spec, residual)
     check_gate(module.spec, gate, q, v)
     check_forget(module.spec, forget, q, k)
     given = (key_padding, q_positions, k_positions, documents)
@@ -106,7 +105,7 @@ def attention(
     v = paired_values(module.spec, v, k.shape[-1])
 
     def compute(problem: Problem) -> Tensor:
-        return joined(carry, problem, backend)
+        return joined(residual, problem, backend)
 
     # The definition is made of operations that every derivative goes through.
     with plain_operations(backend == "reference"):
@@ -171,9 +170,11 @@ def by_problems(
     return in_blocks(score.spec, positions, part)
 
 
-def joined(carry: Carry | None, problem: Problem, backend: str) -> Float[Tensor, "b h t e"]:
-    """softmax(score) · v, with the layers below where there is a carry."""
-    return attend(problem, backend) if carry is None else carry.attend(problem, backend)
+def joined(
+    residual: ResidualLayer | None, problem: Problem, backend: str
+) -> Float[Tensor, "b h t e"]:
+    """softmax(score) · v, with what the layers below hand on."""
+    return attend(problem, backend) if residual is None else residual.attend(problem, backend)
 
 
 def in_chunks(seen: Visibility, size: int, batch: int) -> Visibility:

@@ -20,12 +20,12 @@ from normattn.kernels.problem import check_shapes
 from normattn.kernels.selection import Selection
 from normattn.layers.attend import check_packed, in_blocks, in_chunks, joined, regular_positions
 from normattn.layers.cache import KeyValueCache, Room
-from normattn.layers.carry import Carry, refuse_carry
 from normattn.layers.forgetting import check_forget, forgetting, log_gates, summed
 from normattn.layers.head_pairs import joined_pairs, paired_values
 from normattn.layers.one_token import OneToken, foldable, made, serves
 from normattn.layers.one_token_far import OneTokenFar, made_far
 from normattn.layers.output_gate import check_gate, gated
+from normattn.layers.residual_scores import ResidualLayer, check_residual
 from normattn.score import Positions, Score
 from normattn.score.positions import numbered
 
@@ -40,7 +40,7 @@ def attention_cached(
     positions: Int[Tensor, "b s"] | None = None,
     documents: Int[Tensor, "b s"] | None = None,
     backend: str = "auto",
-    carry: Carry | None = None,
+    residual: ResidualLayer | None = None,
     gate: Float[Tensor, "b t gates"] | None = None,
     forget: Float[Tensor, "b t logits"] | None = None,
 ) -> Float[Tensor, "b h t e"]:
@@ -58,7 +58,7 @@ def attention_cached(
         documents: the number of each of all S tokens' document, for a score with `Packed`, as in
             `attention`.
         backend: auto, or one kernel's name.
-        carry: as for `attention`; one for each reading of new tokens by a whole stack.
+        residual: as for `attention`.
         gate: that of the new tokens, as for `attention`.
         forget: likewise.
 
@@ -66,14 +66,16 @@ def attention_cached(
     not fit, a full cache, and a cache that another score filled.
     """
     quick = key_padding is None and positions is None and documents is None
-    quick = quick and carry is None and forget is None and backend == "auto" and observer() is None
+    quick = (
+        quick and residual is None and forget is None and backend == "auto" and observer() is None
+    )
     ready = _kept(score, cache, q, k, v) if quick and gate is None else None
     if ready is not None and ready.step.bare:
         cache.claim(score.spec)
         return ready(q, k, v, score, cache)
     check_shapes(q, k, v)
     check_packed(score.spec, documents, "of all tokens")
-    refuse_carry(score.spec, carry)
+    check_residual(score.spec, residual)
     check_gate(score.spec, gate, q, v)
     check_forget(score.spec, forget, q, k)
     cache.claim(score.spec)
@@ -122,7 +124,7 @@ def attention_cached(
             *tensors, block_positions, seen.part(rows, upto), block=block, turned=turned
         )
         problem = replace(problem, selection=selection)
-        return joined(carry, forgetting(problem, sums, rows, q.shape[2]), backend)
+        return joined(residual, forgetting(problem, sums, rows, q.shape[2]), backend)
 
     out = in_blocks(score.spec, at, part)
     for block in set(cache.turned) - live:

@@ -12,9 +12,9 @@ from normattn.errors import InputError
 from normattn.layers.attend import attention
 from normattn.layers.attend_cached import attention_cached, refuse_beside_cache
 from normattn.layers.cache import KeyValueCache
-from normattn.layers.carry import Carry
 from normattn.layers.forgetting import forget_projection
 from normattn.layers.output_gate import gate_projection
+from normattn.layers.residual_scores import ResidualLayer
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
 
@@ -55,7 +55,7 @@ class SelfAttention(nn.Module, ABC):
         positions: Int[Tensor, "b s"] | Int[Tensor, " s"] | None = None,
         documents: Int[Tensor, "b s"] | None = None,
         cache: KeyValueCache | None = None,
-        carry: Carry | None = None,
+        residual: ResidualLayer | None = None,
         query_padding: Bool[Tensor, "b t"] | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "b t dim"]:
@@ -63,7 +63,7 @@ class SelfAttention(nn.Module, ABC):
 
         With a `cache`, which this call extends, `x` are new tokens that see those read before as
         well; `key_padding`, `positions` and `documents` are then those of all S tokens.
-        `carry` is what the layers below hand on, where the score asks for it. `query_padding`,
+        `residual` is what the layers below hand on, where the score asks for it. `query_padding`,
         `key_padding` where it is not given, says which rows no statistics should count; a causal
         layer whose padding stands on the right needs nothing else of it. `backend` names the
         kernel, as in `attention`.
@@ -74,7 +74,7 @@ class SelfAttention(nn.Module, ABC):
         if cache is not None:
             refuse_beside_cache(causal, attn_mask, self.training and self.dropout > 0)
             told = (key_padding, positions, documents)
-            o = attention_cached(q, k, v, self.score, cache, *told, backend, carry, gate, forget)
+            o = attention_cached(q, k, v, self.score, cache, *told, backend, residual, gate, forget)
             return self.output(o, beside)
         o = attention(
             q,
@@ -89,7 +89,7 @@ class SelfAttention(nn.Module, ABC):
             k_positions=positions,
             documents=documents,
             dropout_p=self.dropout if self.training else 0.0,
-            carry=carry,
+            residual=residual,
             backend=backend,
             gate=gate,
             forget=forget,

@@ -22,7 +22,7 @@ from normattn.layers.attention import (
     scale_heads,
     shared_between,
 )
-from normattn.layers.carry import Carry, refuse_carry
+from normattn.layers.residual_scores import ResidualLayer, check_residual
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.spec import as_spec
 
@@ -133,16 +133,16 @@ class CrossAttention(nn.Module):
         *,
         positions: Int[Tensor, "*bq t"] | None = None,
         query_padding: Bool[Tensor, "br t"] | None = None,
-        carry: Carry | None = None,
+        residual: ResidualLayer | None = None,
     ) -> Float[Tensor, "br t dim"]:
         """Every position of `x` attends to a source.
 
         There may be r rows of `x` for each source, one after another (the beams of a search): they
         read the same keys. `positions` (T,) or (B·r, T) are those of `x`, for a score that has
         any. `query_padding` matters to statistics over the queries only (BatchNorm, InstanceNorm),
-        which the r rows of a source then share. `carry` is what the layers below hand on.
+        which the r rows of a source then share. `residual` is what the layers below hand on.
         """
-        refuse_carry(self.score.spec, carry)
+        check_residual(self.score.spec, residual)
         rows, sources = x.shape[0], memory.keys.shape[0]
         if sources == 0 or rows % sources:
             raise InputError(f"{rows} rows cannot be shared evenly by {sources} sources")
@@ -164,7 +164,7 @@ class CrossAttention(nn.Module):
         problem = self.score.recall(
             q, memory.keys, memory.values, at, seen, query_padding, dropout=dropout
         )
-        o = joined(carry, problem, "auto")
+        o = joined(residual, problem, "auto")
         y: Tensor = self.out(o.transpose(1, 2).reshape(rows, x.shape[1], -1))
         return y
 

@@ -18,9 +18,9 @@ from normattn.kernels import Problem, reasons
 from normattn.kernels.memory import working_bytes
 from normattn.kernels.problem import check_shapes
 from normattn.layers.attend import by_problems, standing
-from normattn.layers.carry import new_carry
 from normattn.layers.forgetting import log_gates, summed
 from normattn.layers.head_pairs import paired_values
+from normattn.layers.residual_scores import residual_layers
 from normattn.score import Score, ScoreSpec
 from normattn.score.part import Part
 from normattn.score.spec import as_spec
@@ -143,10 +143,10 @@ def _problem(
         if spec.forgets:
             gates = log_gates(torch.empty(k.shape[0], k.shape[2], q.shape[1]), k.shape[1], dtype)
             sums = summed(gates, q.shape[1])
-    carry, problems = new_carry(spec), []
+    residual, problems = residual_layers(spec, 1), []
 
     def note(problem: Problem) -> Tensor:
-        problems.append(problem if carry is None else carry.join(problem))
+        problems.append(problem if residual is None else residual[0].join(problem))
         return problem.v.new_empty(*problem.q.shape[:3], problem.v.shape[3])
 
     here = standing(spec, q, k, causal, documents=documents)

@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.layers.cache import KeyValueCache
-from normattn.layers.carry import Carry, new_carry
 from normattn.layers.cross_attention import CrossAttention, Memory
+from normattn.layers.residual_scores import ResidualLayer, residual_layers
 from normattn.models.stack import make_attention, make_feed_forward, placed
 from normattn.models.translator_config import DecoderConfig
 from normattn.score import ScoreSpec
@@ -58,17 +58,17 @@ class DecoderBlock(nn.Module):
         memory: Memory,
         positions: Int[Tensor, " t"],
         padding: Bool[Tensor, "b t"] | None = None,
-        own: Carry | None = None,
-        across: Carry | None = None,
+        own: ResidualLayer | None = None,
+        across: ResidualLayer | None = None,
         cache: KeyValueCache | None = None,
     ) -> Float[Tensor, "b t d"]:
         """Apply the block to tokens that stand at `positions`.
 
         `padding`, on the right and so seen by nobody, is for statistics to leave out. `own` and
-        `across` are the carries of the two attentions, `cache` is the self-attention's.
+        `across` are the residuals of the two attentions, `cache` is the self-attention's.
         """
-        x = self.mixer(x, causal=True, query_padding=padding, cache=cache, carry=own)
-        told = {"positions": positions, "query_padding": padding, "carry": across}
+        x = self.mixer(x, causal=True, query_padding=padding, cache=cache, residual=own)
+        told = {"positions": positions, "query_padding": padding, "residual": across}
         x = self.cross(x, memory=memory, **told)
         y: Tensor = self.feed_forward(x)
         return y
@@ -77,8 +77,7 @@ class DecoderBlock(nn.Module):
 class DecoderBlocks(nn.ModuleList):
     """The blocks of a decoder, bottom first; with `shared_layers` one block, used again.
 
-    What the scores of self-attention and of cross attention carry from layer to layer lives for
-    one call, apart from each other.
+    Self-attention and cross attention have residual scores of their own, which live for one call.
     """
 
     def __init__(self, config: DecoderConfig, across: ScoreSpec) -> None:
@@ -88,7 +87,7 @@ class DecoderBlocks(nn.ModuleList):
             for layer in range(1 if config.shared_layers else count)
         )
         self.layers = count
-        self._carried = config.score, across
+        self._scores = config.score, across
 
     def remember(
         self, source: Float[Tensor, "b s d"], padding: Tensor | None, positions: Tensor
@@ -107,10 +106,11 @@ class DecoderBlocks(nn.ModuleList):
         caches: Sequence[KeyValueCache | None] | None = None,
     ) -> Float[Tensor, "b t d"]:
         """Every layer in turn; there is a memory for each block and a cache for each layer."""
-        own, across = (new_carry(spec, self.layers) for spec in self._carried)
+        residuals = [residual_layers(spec, self.layers) for spec in self._scores]
         for layer in range(self.layers):
             cache = None if caches is None else caches[layer]
             block, memory = self[layer % len(self)], memories[layer % len(self)]
+            own, across = (None if below is None else below[layer] for below in residuals)
             x = block(x, memory, positions, padding, own, across, cache)
         return x
 

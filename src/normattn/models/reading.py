@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from normattn.layers.carry import Carry
+from normattn.layers.residual_scores import ResidualLayer
 
 
 @dataclass(frozen=True)
 class Reading:
     """What the layers must know of all S tokens; None where tokens are simply counted.
 
-    `causal`: a token sees those before it and itself only. `carry` is what one layer hands to the
-    next of its scores; the stack makes one for every forward pass. `backend` names the kernel.
+    `causal`: a token sees those before it and itself only. `residual` is what the
+    layers below hand on to this one. `backend` names the kernel.
     """
 
     key_padding: Bool[Tensor, "b s"] | None = None
     positions: Int[Tensor, "b s"] | None = None
     documents: Int[Tensor, "b s"] | None = None
     causal: bool = True
-    carry: Carry | None = None
+    residual: ResidualLayer | None = None
     backend: str = "auto"

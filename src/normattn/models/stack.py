@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from normattn.layers.attention import Attention
 from normattn.layers.cache import KeyValueCache
-from normattn.layers.carry import new_carry
 from normattn.layers.feed_forward import GELU, SwiGLU
 from normattn.layers.gated_attention_unit import GatedAttentionUnit
 from normattn.layers.norms import LayerNorm, RMSNorm
 from normattn.layers.placement import DeepNorm, FixedScale, PostLN, PreLN, ReZero
+from normattn.layers.residual_scores import residual_layers
 from normattn.models.reading import Reading
 from normattn.models.stack_config import StackConfig
 from normattn.score import Score, ScoreSpec
@@ -43,7 +43,9 @@ class Block(nn.Module):
     ) -> Float[Tensor, "b t d"]:
         """Apply the block to tokens of which `reading` says more; `cache` is its layer's."""
         reading = Reading() if reading is None else reading
-        context: dict[str, Any] = {} if reading.carry is None else {"carry": reading.carry}
+        context: dict[str, Any] = {}
+        if reading.residual is not None:
+            context["residual"] = reading.residual
         if reading.backend != "auto":
             context["backend"] = reading.backend
         x = self.mixer(
@@ -61,15 +63,15 @@ class Block(nn.Module):
 class Blocks(nn.ModuleList):
     """The blocks of a `StackConfig`, bottom first; with `shared_layers` one block, used again.
 
-    `blocks(x, reading)` runs them all; x and the result are (B, T, D). What scores carry from layer
-    to layer lives for one call.
+    `blocks(x, reading)` runs them all; x and the result are (B, T, D). Residual scores live
+    for one call.
     """
 
     def __init__(self, config: StackConfig) -> None:
         own = 1 if config.shared_layers else config.layers
         super().__init__(_block(config, layer) for layer in range(own))
         self.layers = config.layers
-        self._carried = config.score
+        self._score = config.score
 
     def forward(
         self,
@@ -80,9 +82,11 @@ class Blocks(nn.ModuleList):
     ) -> Float[Tensor, "b t d"]:
         """Every layer in turn; `caches` has one for each layer, `after` is told every output."""
         reading = Reading() if reading is None else reading
-        reading = replace(reading, carry=new_carry(self._carried, self.layers))
+        residual = residual_layers(self._score, self.layers)
         for layer in range(self.layers):
             cache = None if caches is None else caches[layer]
+            if residual is not None:
+                reading = replace(reading, residual=residual[layer])
             x = self[layer % len(self)](x, reading, cache)
             if after is not None:
                 after(layer, x)

@@ -1,19 +1,22 @@
-"""Scores that carry from layer to layer: by `attention`, in models, by chunks and by tokens."""
+"""Residual scores and features: by `attention`, in models, by chunks, tokens and checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from normattn import Attention, CausalLM, CausalLMConfig, InputError, Score, ScoreSpec, attention
 from normattn.kernels import tiles
 from normattn.layers.attend_cached import attention_cached
 from normattn.layers.cache import GrowingCache
-from normattn.layers.carry import new_carry
+from normattn.layers.residual_scores import ResidualLayer, residual_layers
 from score import oracle
 from score.cases import array, built, tensors
 from score.recipe import Recipe
@@ -47,6 +50,12 @@ def _scores(recipe: Recipe, spec: ScoreSpec, heads: int, groups: int) -> list[Sc
     return made
 
 
+def _residual(name: str, layers: int = LAYERS) -> tuple[ResidualLayer, ...]:
+    residual = residual_layers(ScoreSpec.parse(name), layers)
+    assert residual is not None
+    return residual
+
+
 def _drawn(heads: int, groups: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = tensors((2, heads, T, D), (2, groups, T, D), (2, groups, T, 3), seed=layer)
     return q, k, v
@@ -67,11 +76,19 @@ def test_every_layer_reads_the_running_sum(
     layers = [_drawn(heads, groups, layer) for layer in range(LAYERS)]
     gradients: dict[str, tuple[Tensor, ...]] = {}
     for backend in ("auto", "reference", "concatenated"):
-        carry, total = new_carry(spec), torch.zeros(())
+        residual, total = residual_layers(spec, LAYERS), torch.zeros(())
+        assert residual is not None
         below = np.zeros((2, heads, T, T))
         for number, ((q, k, v), score) in enumerate(zip(layers, scores, strict=True), 1):
             out = attention(
-                q, k, v, score, causal, key_padding=padding, backend=backend, carry=carry
+                q,
+                k,
+                v,
+                score,
+                causal,
+                key_padding=padding,
+                backend=backend,
+                residual=residual[number - 1],
             )
             total = total + (out * torch.linspace(-1, number, out.numel()).view(out.shape)).sum()
             if backend != "auto":
@@ -106,11 +123,12 @@ def _learned(score: Score) -> dict[str, oracle.Array]:
 @pytest.mark.parametrize("part", ["ResidualQK", "ResidualQKV"])
 def test_residual_features_are_sums(part: str, causal: bool) -> None:
     """Turning is linear: the sum of turned queries is the turned sum. Gradients, too."""
-    carry, name = new_carry(ScoreSpec.parse(f"Baseline-{part}")), f"Baseline-{part}"
+    name = f"Baseline-{part}"
+    residual = _residual(name)
     layers = [_drawn(2, 1, layer) for layer in range(LAYERS)]
     totals = [torch.zeros(()), torch.zeros(())]
     for number, (q, k, v) in enumerate(layers, 1):
-        ours = attention(q, k, v, name, causal, carry=carry)
+        ours = attention(q, k, v, name, causal, residual=residual[number - 1])
         queries, keys, values = (torch.stack(x).sum(0) for x in zip(*layers[:number], strict=True))
         if part == "ResidualQK":
             values = v
@@ -131,8 +149,12 @@ def test_residual_queries_and_keys_have_cross_terms() -> None:
     """So they are not RealFormer's sum."""
     outs = []
     for name in ("Baseline-ResidualQK", "Baseline-RealFormer"):
-        carry = new_carry(ScoreSpec.parse(name))
-        outs.append([attention(*_drawn(2, 2, n), name, carry=carry) for n in range(3)])
+        outs.append(
+            [
+                attention(*_drawn(2, 2, n), name, residual=r)
+                for n, r in zip(range(3), _residual(name), strict=False)
+            ]
+        )
     torch.testing.assert_close(outs[0][0], outs[1][0])
     assert (outs[0][1] - outs[1][1]).abs().max() > 1e-3
 
@@ -219,20 +241,20 @@ def test_generation_chooses_what_the_whole_text_says() -> None:
 def test_depth_three_is_not_depth_two() -> None:
     """The lowest layer's queries move the top layer's weights, though its output is not used."""
     spec = ScoreSpec.parse("Baseline-RealFormer")
-    carry, layers = new_carry(spec), [_drawn(2, 2, layer) for layer in range(3)]
-    top = [attention(q, k, v, spec, carry=carry) for q, k, v in layers][2]
+    layers = [_drawn(2, 2, layer) for layer in range(3)]
+    pairs = zip(layers, _residual(str(spec)), strict=False)
+    top = [attention(q, k, v, spec, residual=below) for (q, k, v), below in pairs][2]
     (found,) = torch.autograd.grad(top.square().sum(), layers[0][0])
     assert found.abs().max() > 1e-3
 
 
 def test_alibi_beside_a_carry_does_not_compound() -> None:
     """With queries of zero only the bias is left, the same in every layer."""
-    carry = new_carry(ScoreSpec.parse("Baseline-RealFormer-ALiBi"))
     q, k, v = _drawn(2, 2, 0)
     silent = torch.zeros_like(q)
     alone = attention(silent, k, v, "Baseline-ALiBi")
-    for _ in range(LAYERS):
-        out = attention(silent, k, v, "Baseline-RealFormer-ALiBi", carry=carry)
+    for below in _residual("Baseline-RealFormer-ALiBi"):
+        out = attention(silent, k, v, "Baseline-RealFormer-ALiBi", residual=below)
         torch.testing.assert_close(out, alone)
 
 
@@ -243,16 +265,16 @@ def test_what_is_hidden_in_a_layer_is_not_lost_to_the_sum() -> None:
     for backend in ("auto", "reference", "concatenated"):
         outs = []
         for mask in (every, torch.eye(T, dtype=torch.bool)):
-            carry = new_carry(spec)
-            attention(*first, spec, attn_mask=mask, backend=backend, carry=carry)
-            outs.append(attention(*second, spec, attn_mask=every, backend=backend, carry=carry))
+            below, above, *_ = _residual(str(spec))
+            attention(*first, spec, attn_mask=mask, backend=backend, residual=below)
+            outs.append(attention(*second, spec, attn_mask=every, backend=backend, residual=above))
         torch.testing.assert_close(*outs)
 
 
 @pytest.mark.parametrize("name", ["Baseline-RealFormer", "KNA-ResidualQK"])
-def test_a_score_that_carries_needs_a_carry(name: str) -> None:
+def test_a_score_with_a_residual_needs_it(name: str) -> None:
     q, k, v = _drawn(2, 2, 0)
-    said = "pass carry=layers.new_carry"
+    said = "residual=residual"
     with pytest.raises(InputError, match=said):
         attention(q, k, v, name)
     with pytest.raises(InputError, match=said), torch.no_grad():
@@ -261,33 +283,33 @@ def test_a_score_that_carries_needs_a_carry(name: str) -> None:
         Attention(16, 2, score=name)(torch.randn(1, 5, 16))
 
 
-def test_a_carry_needs_a_score_that_carries() -> None:
-    carry = new_carry(ScoreSpec.parse("Baseline-RealFormer"))
+def test_a_residual_needs_a_score_that_reads_it() -> None:
+    residual = _residual("Baseline-RealFormer")
     with pytest.raises(InputError, match="Baseline takes nothing from the layers below"):
-        attention(*_drawn(2, 2, 0), "Baseline", carry=carry)
-    assert new_carry(ScoreSpec.parse("Baseline")) is None
+        attention(*_drawn(2, 2, 0), "Baseline", residual=residual[0])
+    assert residual_layers(ScoreSpec.parse("Baseline"), 2) is None
 
 
 @pytest.mark.parametrize(
     "name", ["Baseline-RealFormer", "Baseline-ResidualQK", "Baseline-ResidualQKV"]
 )
-def test_a_carry_serves_one_shape(name: str) -> None:
-    carry = new_carry(ScoreSpec.parse(name))
-    attention(*_drawn(2, 2, 0), name, carry=carry)
+def test_a_residual_serves_one_shape(name: str) -> None:
+    below, above, *_ = _residual(name)
+    attention(*_drawn(2, 2, 0), name, residual=below)
     q, k, v = (x[:, :, :5] for x in _drawn(2, 2, 0))
-    with pytest.raises(InputError, match="make a new carry for each forward"):
-        attention(q, k, v, name, carry=carry)
+    with pytest.raises(InputError, match=r"same shape.*9 queries.*5 queries"):
+        attention(q, k, v, name, residual=above)
 
 
 def test_carried_values_have_one_size() -> None:
-    carry = new_carry(ScoreSpec.parse("Baseline-ResidualQKV"))
+    below, above, *_ = _residual("Baseline-ResidualQKV")
     q, k, v = _drawn(2, 2, 0)
-    attention(q, k, v, "Baseline-ResidualQKV", carry=carry)
-    with pytest.raises(InputError, match=r"carry v must have it in one shape.*\(2, 2, 9, 3\)"):
-        attention(q, k, v[..., :2], "Baseline-ResidualQKV", carry=carry)
+    attention(q, k, v, "Baseline-ResidualQKV", residual=below)
+    with pytest.raises(InputError, match=r"residual v.*\(2, 2, 9, 3\)"):
+        attention(q, k, v[..., :2], "Baseline-ResidualQKV", residual=above)
 
 
-@pytest.mark.parametrize("carry", ["RealFormer", "ResidualQK", "ResidualQKV"])
+@pytest.mark.parametrize("part", ["RealFormer", "ResidualQK", "ResidualQKV"])
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -298,9 +320,9 @@ def test_carried_values_have_one_size() -> None:
         ("SlidingWindow(window=4)-NoPEEvery", "keys that those below do not"),
     ],
 )
-def test_what_cannot_be_carried_is_refused(carry: str, other: str, said: str) -> None:
+def test_what_has_no_residual_is_refused(part: str, other: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        ScoreSpec.parse(f"Baseline-{other}-{carry}", train_length=16)
+        ScoreSpec.parse(f"Baseline-{other}-{part}", train_length=16)
 
 
 def test_a_training_step_learns_in_every_layer() -> None:
@@ -309,3 +331,156 @@ def test_a_training_step_learns_in_every_layer() -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().max() > 0, name
+
+
+SHARING = ["Baseline-ResidualQK", "KNA-logn-ResidualQKV@8", "QKRMSNorm-ResidualQK-Sink"]
+
+
+class Stack(nn.Module):
+    """Attention layers of a user's own, each checkpointed if `every`, or all of them if `whole`."""
+
+    def __init__(self, score: str, backend: str = "auto") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Attention(16, 2, score=score) for _ in range(3)).double()
+        self.score, self.backend = score, backend
+
+    def forward(self, x: Tensor, every: bool = False, reentrant: bool = False) -> Tensor:
+        return self.read(x, _residual(self.score, 3), every, reentrant)
+
+    def read(
+        self, x: Tensor, residual: Sequence[Any], every: bool = False, reentrant: bool = False
+    ) -> Tensor:
+        for layer, below in zip(self.layers, residual, strict=True):
+            call = partial(layer, residual=below, backend=self.backend)
+            x = x + (checkpoint(call, x, use_reentrant=reentrant) if every else call(x))
+        return x
+
+    def whole(self, x: Tensor) -> Tensor:
+        """One checkpoint around all layers, with residuals made outside of it."""
+        residual = _residual(self.score, 3)
+        out: Tensor = checkpoint(lambda y: self.read(y, residual), x, use_reentrant=False)
+        return out
+
+
+def _gradients(stack: Stack, read: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True)
+    loss = read(x).square().sum()
+    return list(torch.autograd.grad(loss, [x, *stack.parameters()]))
+
+
+@pytest.mark.parametrize(
+    ("score", "backend"),
+    [
+        *((score, "auto") for score in SHARING),
+        ("Baseline-ResidualQK", "reference"),
+        ("Baseline-ResidualQKV", "chunked"),
+        ("Baseline-RealFormer", "concatenated"),
+        ("KNA-RealFormer(running_mean=true)", "reference"),
+    ],
+)
+def test_activation_checkpointing_leaves_gradients_as_they_are(score: str, backend: str) -> None:
+    stack = Stack(score, backend)
+    plain = _gradients(stack, stack)
+    for read in (partial(stack, every=True), stack.whole):
+        for one, other in zip(_gradients(stack, read), plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("score", ["Baseline-ResidualQK", "Baseline-ResidualQKV"])
+def test_one_checkpointed_layer_among_others(score: str) -> None:
+    stack = Stack(score)
+    plain = _gradients(stack, stack)
+
+    def read(x: Tensor) -> Tensor:
+        for n, (layer, below) in enumerate(zip(stack.layers, _residual(score, 3), strict=True)):
+            call = partial(layer, residual=below)
+            x = x + (checkpoint(call, x, use_reentrant=False) if n == 1 else call(x))
+        return x
+
+    for one, other in zip(_gradients(stack, read), plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("score", [*SHARING, "Baseline-RealFormer"])
+def test_checkpoints_of_a_model_with_shared_layers(score: str) -> None:
+    """One block is every layer, so the layer is told by its residual and not by its module."""
+    model = _model(score.partition("@")[0], "shared")
+    ids = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(3))
+    gradients = []
+    for wrapped in (False, True):
+        if wrapped:
+            plain = model.blocks[0].forward
+
+            def again(*given: Any, call: Any = plain) -> Any:
+                return checkpoint(call, *given, use_reentrant=False)
+
+            model.blocks[0].forward = again  # type: ignore[method-assign]
+        backend = "concatenated" if "RealFormer" in score else "auto"
+        loss = model(ids, backend=backend).square().sum()
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_a_buffer_is_not_filled_once_more() -> None:
+    stack = Stack("Baseline-RealFormer")
+    with pytest.raises(InputError, match="backend='concatenated'"):
+        _gradients(stack, partial(stack, every=True))
+
+
+@pytest.mark.parametrize(
+    ("score", "backend"),
+    [
+        ("Baseline-ResidualQK", "auto"),
+        ("Baseline-ResidualQKV", "reference"),
+        ("Baseline-RealFormer", "concatenated"),
+        ("Baseline-RealFormer", "reference"),
+    ],
+)
+def test_reentrant_checkpoints_are_refused(score: str, backend: str) -> None:
+    """Their forward runs without gradients, so that those of the layers below would be lost."""
+    stack, x = Stack(score, backend), torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True)
+    loss = stack(x, every=True, reentrant=True).square().sum()
+    with pytest.raises(InputError, match="use_reentrant=False"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("score", "backend"),
+    [
+        ("Baseline-ResidualQK", "auto"),
+        ("Baseline-ResidualQKV", "auto"),
+        ("Baseline-RealFormer", "auto"),
+        ("Baseline-RealFormer", "concatenated"),
+        ("KNA-RealFormer(running_mean=true)", "reference"),
+    ],
+)
+@pytest.mark.parametrize("learning", [True, False])
+def test_a_second_forward_begins_anew(score: str, backend: str, learning: bool) -> None:
+    """With the residuals of the first, whose gradients stay right, and with another length."""
+    stack, residual = Stack(score, backend), _residual(score, 3)
+    torch.manual_seed(2)
+    first, second = (
+        torch.randn(2, n, 16, dtype=torch.float64, requires_grad=learning) for n in (7, 5)
+    )
+    with torch.set_grad_enabled(learning):
+        outs = [stack.read(x, residual) for x in (first, second)]
+        alone = [stack(x) for x in (first, second)]
+    for one, other, x in zip(outs, alone, (first, second), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+        if learning:
+            grads = (torch.autograd.grad(y.square().sum(), x)[0] for y in (one, other))
+            torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("score", ["Baseline-ResidualQK", "Baseline-RealFormer"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_layer_left_out_is_not_read_from_the_forward_before(score: str, backend: str) -> None:
+    stack, residual = Stack(score, backend), _residual(score, 3)
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    stack.read(x, residual)
+    stack.layers[0](x, residual=residual[0], backend=backend)
+    with pytest.raises(InputError):
+        stack.layers[2](x, residual=residual[2], backend=backend)
