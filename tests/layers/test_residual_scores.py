@@ -416,7 +416,7 @@ def test_checkpoints_of_a_model_with_shared_layers(score: str) -> None:
             def again(*given: Any, call: Any = plain) -> Any:
                 return checkpoint(call, *given, use_reentrant=False)
 
-            model.blocks[0].forward = again  # type: ignore[method-assign]
+            model.blocks[0].forward = again
         backend = "concatenated" if "RealFormer" in score else "auto"
         loss = model(ids, backend=backend).square().sum()
         gradients.append(torch.autograd.grad(loss, list(model.parameters())))

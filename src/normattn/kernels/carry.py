@@ -37,7 +37,7 @@ class CarriedScores:
         self._sums: list[Tensor | None] = []
         self._queries: list[Tensor] = []
         self._keys: list[Tensor] = []
-        self._next = 0
+        self._next, self._numbered = 0, False
         self._task = _backward_running()
         self._learning = torch.is_grad_enabled()
 
@@ -52,7 +52,7 @@ class CarriedScores:
             self.way = self.stack = self.ledger = self.token = None
             self._sums, self._queries, self._keys = [], [], []
             self._learning = torch.is_grad_enabled()
-        self._next = layer
+        self._next, self._numbered = layer, True
 
     def elsewhere(self, way: str) -> str | None:
         """Why a kernel cannot go on from the layers below; None where it can."""
@@ -68,7 +68,7 @@ class CarriedScores:
         forward ran without gradients.
         """
         if self._task != _backward_running():
-            if way == "carried":
+            if way == "carried" or not self._numbered:
                 raise InputError(
                     "the buffer of residual scores cannot be filled once more in a backward, as "
                     "activation checkpointing of single layers does: checkpoint the whole stack, "
@@ -90,7 +90,7 @@ class CarriedScores:
                 "run: run all layers of the stack in every forward, bottom first"
             )
         self.stack, self.way, self.count = stack, way, self._next + 1
-        self._next = self.count
+        self._next, self._numbered = self.count, False
 
     def stored(self, score: Float[Tensor, "b h t s"]) -> Float[Tensor, "b h t s"]:
         """The sum with this layer's scores, known to autograd."""
