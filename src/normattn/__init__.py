@@ -8,6 +8,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from normattn import hf as hf
     from normattn.errors import InputError, NormattnError
     from normattn.hf.extension import extend
     from normattn.hf.pretrained import from_pretrained
@@ -68,6 +69,8 @@ if not TYPE_CHECKING:  # a type checker that saw it would let every name pass
     def __getattr__(name: str) -> object:
         import importlib
 
+        if name == "hf":  # so that `normattn.hf.AttentionCallback` needs no import of its own
+            return importlib.import_module("normattn.hf")
         if name not in _HOMES:
             raise AttributeError(f"module 'normattn' has no attribute {name!r}")
         return getattr(importlib.import_module(f"normattn.{_HOMES[name]}"), name)

@@ -102,7 +102,7 @@ def _make_llama(setting: Setting) -> None:
     import torch
     import transformers
 
-    from normattn.hf.tokeniser import as_transformers
+    from normattn.cli.exported_tokeniser import as_transformers
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

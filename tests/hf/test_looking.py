@@ -19,7 +19,7 @@ from transformers.masking_utils import eager_mask
 import normattn
 from normattn import InputError
 from normattn.cli.app import main
-from normattn.hf.looking import looking
+from normattn.cli.inspection_foreign import looking
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.stats import frame
 

@@ -133,7 +133,7 @@ def _write_model(model: nn.Module, config: LoopConfig, run: Path, folder: Path) 
 
 def _tokeniser(config: LoopConfig, run: Path) -> Any:
     """That of a run, as one of transformers; None where its tokens are numbers."""
-    from normattn.hf.tokeniser import as_transformers, word_pieces_as_transformers
+    from normattn.cli.exported_tokeniser import as_transformers, word_pieces_as_transformers
 
     if isinstance(config, ClassificationConfig):
         data = config.data

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from normattn.cli.extension_texts import DEFAULT_TEXT, prepare_texts
 from normattn.cli.inspection import (
@@ -25,7 +25,8 @@ from normattn.errors import InputError
 from normattn.files import expanded
 from normattn.hf import extend, load
 from normattn.hf.anatomy import anatomy, known_length
-from normattn.hf.looking import looking, paths, told_aside
+from normattn.hf.observe import observable, observe_layers, paths
+from normattn.lab.diagnostics import Collector
 from normattn.lab.diagnostics.weights import attention_weights
 from normattn.lab.training.distribution import choose_device
 
@@ -56,6 +57,27 @@ def inspect_foreign(asked: InspectOptions) -> None:
     write_page(whose, measured, heads, inputs, folder, asked)
 
 
+@contextmanager
+def looking(
+    model: nn.Module,
+    edges: Sequence[int] | None = None,
+    *,
+    reach: bool = False,
+    cosines: bool = False,
+) -> Iterator[Collector]:
+    """Collect what every attention layer does while inside, each named by its path in the model.
+
+    For `inspect_model` in the place of its own `collecting`; attention beyond the training length
+    (`reach`) is not asked for. Raises `InputError` for a model none of whose layers takes its
+    attention from transformers' AttentionInterface, once it has read.
+    """
+    collector = Collector(paths(model), edges, cosines=cosines)
+    with observe_layers(model, collector):
+        yield collector
+    if not collector.sums:
+        raise InputError("this model has attention code of its own, which cannot be observed")
+
+
 def _using(model: Any, method: str) -> AbstractContextManager[Any]:
     return nullcontext() if method == "as is" else extend(model, method)
 
@@ -83,7 +105,7 @@ def _inputs(model: Any, tokeniser: Any, asked: InspectOptions) -> Inputs:
 
 
 def _weights(model: Any, inputs: Inputs) -> dict[str, Tensor]:
-    with told_aside(model):
+    with observable(model):
         row = inputs.drawn.to(model.device)
         return attention_weights(model, row, inputs.read, inputs.drawn_length, paths(model))
 

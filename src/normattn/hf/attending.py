@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.hf.folding import Folding, Turning, query_factor
 from normattn.hf.masks import Placing, placing
+from normattn.hf.probing import KNOWN
 from normattn.hf.turned_keys import TurnedKeys
 from normattn.kernels import Problem, attend, unrounded
 from normattn.layers.attend import in_blocks
@@ -23,7 +24,6 @@ from normattn.score.fold import Fold, beside, scaled
 from normattn.score.rotary import ByChunk, Rotation, SideBySide
 
 ATTRIBUTE = "normattn_layer"
-_REFUSED = ("cache", "position_bias", "output_attentions")
 BEFORE, OWN = "mask before", "own embeddings"
 """What a layer's pre-hook keeps: its mask before it chooses keys, its own position embeddings."""
 
@@ -117,6 +117,7 @@ class ExtendedLayer:
                 problem = self._turned(own, k_own, v[:, :, :keys], placement, rows, block, asked)
                 problem = replace(problem, visibility=seen)
             problem = replace(problem, dropout=asked.dropout, cap=asked.softcap, sink=asked.sink)
+            problem = one_type(problem)
             # As the attention that the model was trained with keeps its scores.
             return attend(problem, unrounded(problem))
 
@@ -202,6 +203,23 @@ class ExtendedLayer:
         return placement
 
 
+def one_type(problem: Problem) -> Problem:
+    """The problem in autocast's type where that is on, as the stock attention computes it.
+
+    A model's rotation makes float32 of queries and keys there, while values stay as they are.
+    """
+    device = problem.q.device.type
+    if not torch.is_autocast_enabled(device):
+        return problem
+    dtype = torch.get_autocast_dtype(device)
+    tensors = {
+        name: value.to(dtype)
+        for name in ("q", "k", "v", "far_q", "far_k", "sink")
+        if (value := getattr(problem, name)) is not None
+    }
+    return replace(problem, **tensors)
+
+
 def _arranged(turning: Turning, x: Tensor, side: int) -> Tensor:
     """Queries (side 0) or keys (1) with the features that turn first, and evenly."""
     x = turning.arranged(x)
@@ -234,8 +252,8 @@ def attention_function(
     """Attention as transformers calls it, for the layers of an extended model.
 
     `indices` (B, T, n) are the keys that an indexer has selected for each query. Raises
-    `InputError` for what it would otherwise ignore: attention weights asked for, a paged cache,
-    bidirectional attention.
+    `InputError` for every argument that it would otherwise ignore: attention weights, a paged
+    cache, `cu_seq_lens`, bidirectional attention.
     """
     layer = module.__dict__.get(ATTRIBUTE)
     if layer is None:
@@ -243,9 +261,10 @@ def attention_function(
             f"{type(module).__name__} runs with the attention of an extended model, but it is not "
             "part of one: extend its own model"
         )
-    for name in _REFUSED:
-        if more.get(name) is not None and more[name] is not False:
-            raise InputError(f"an extended model takes no {name}: remove the extension for that")
+    for name, given in more.items():
+        ignored = name not in KNOWN or name == "output_attentions"
+        if ignored and given is not None and given is not False:
+            raise InputError(f"an extended model takes no {name}: {_instead(name)}")
     if more.get("is_causal") is False:
         raise InputError("an extended model is causal, but is_causal=False was asked for")
     if indices is not None:
@@ -254,6 +273,12 @@ def attention_function(
     asked = Asked(scale, float(dropout), softcap, s_aux)
     out = layer(query, key, value, attention_mask, position_ids, asked)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _instead(name: str) -> str:
+    if name.startswith(("cu_seq_lens", "max_length")):
+        return "give position_ids that begin at 0 with every document"
+    return "leave it out, or remove the extension for that"
 
 
 def _selected(mask: Tensor | None, indices: Tensor) -> Tensor:

@@ -10,69 +10,82 @@ from typing import Any
 from transformers import TrainerCallback
 
 from normattn.errors import InputError
-from normattn.hf.looking import looking
-from normattn.lab.diagnostics.collecting import Collector
-from normattn.lab.diagnostics.lines import FILE, LayerLine
+from normattn.hf.observe import LayerStatistics, collect_statistics
 
+FILE = "diagnostics.jsonl"
 LARGEST = "attention_largest"
 
 
 class AttentionCallback(TrainerCallback):
-    """Every `every` steps a line of every layer's attention: entropy, largest logit, sinks, norms.
+    """Every `every` steps, write statistics of each layer's attention: entropy, largest logit, …
 
-        Trainer(..., callbacks=[normattn.hf.AttentionCallback(every=100)])
+        trainer = Trainer(...)
+        trainer.add_callback(normattn.hf.AttentionCallback(every=100, trainer=trainer))
 
-    It looks on while the step runs: there is no second forward, and the step's own numbers are what
-    they are without it; attention is computed once more, tile by tile, on the steps that are looked
-    at. A line is `{"step": …, "layers": {path: LayerLine}}` in `diagnostics.jsonl` of the
-    output directory, as `normattn train` leaves them (`lab.diagnostics.lines` reads them). The
-    largest logit of every layer, what one watches for exploding attention, is in the Trainer's
-    `state.log_history` too, as `attention_largest/PATH`. Only the first process looks, at its own
-    share of the batch. Raises `InputError` for an `every` below 1.
+    It observes while the step runs. There is no second forward, and the step's own numbers stay
+    what they are; attention is computed once more, tile by tile, on the steps that are observed.
+
+    A line of `diagnostics.jsonl` in the output directory is `{"step": …, "layers": {path: …}}`,
+    in the form of `normattn train` (`lab.diagnostics.lines` reads it). The largest logit of every
+    layer is logged as `attention_largest/PATH`: what one watches for exploding attention.
+
+    Args:
+        every: how many steps lie between two observations.
+        trainer: logs the largest logits by its own `log`, so that Weights & Biases, TensorBoard and
+            every other callback see them. transformers tells callbacks of no trainer; without one
+            (`Trainer(callbacks=[AttentionCallback()])`) they stand in `state.log_history` alone.
+
+    Only the first process observes, its own share of the batch. Raises `InputError` for an `every`
+    below 1 and a `trainer` that cannot log.
     """
 
-    def __init__(self, every: int = 100) -> None:
+    def __init__(self, every: int = 100, trainer: Any = None) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise InputError(f"diagnostics look every 1 or more steps, got {every!r}")
+        if trainer is not None and not callable(getattr(trainer, "log", None)):
+            raise InputError(f"trainer must be a Trainer, but it is a {type(trainer).__name__}")
         self.every = every
+        self.trainer = trainer
         self._open: ExitStack | None = None
-        self._collector: Collector | None = None
+        self._statistics: LayerStatistics | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Begin to look, where the step is due: the first, and every so many."""
+        """Begin to observe, where the step is due: the first, and every so many."""
         self._close()
         step = state.global_step + 1
         if state.is_world_process_zero and (step == 1 or step % self.every == 0):
             self._open = ExitStack()
-            self._collector = self._open.enter_context(looking(more["model"]))
+            self._statistics = self._open.enter_context(collect_statistics(more["model"]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Write what was seen."""
-        collector = self._collector
+        """Write what was observed."""
+        statistics = self._statistics
         self._close()
-        if collector is None:
+        if statistics is None:
             return
-        lines = collector.lines()
-        _write(Path(args.output_dir) / FILE, state.global_step, lines)
+        lines = statistics.lines()
+        _append(Path(args.output_dir) / FILE, state.global_step, lines)
         largest = {
-            f"{LARGEST}/{name}": max(logit for logit in line.largest if logit is not None)
+            f"{LARGEST}/{name}": max(logit for logit in line["largest"] if logit is not None)
             for name, line in lines.items()
-            if any(logit is not None for logit in line.largest)
+            if any(logit is not None for logit in line.get("largest", ()))
         }
-        state.log_history.append({**largest, "step": state.global_step})
+        if self.trainer is not None:
+            self.trainer.log(largest)
+        else:
+            state.log_history.append({**largest, "step": state.global_step})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Nothing stays behind."""
+        """Stop observing."""
         self._close()
 
     def _close(self) -> None:
-        stack, self._open, self._collector = self._open, None, None
+        stack, self._open, self._statistics = self._open, None, None
         if stack is not None:
             stack.close()
 
 
-def _write(path: Path, step: int, lines: dict[str, LayerLine]) -> None:
+def _append(path: Path, step: int, lines: dict[str, dict[str, list[float | None]]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = {"step": step, "layers": {name: line.model_dump() for name, line in lines.items()}}
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(json.dumps({"step": step, "layers": lines}) + "\n")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.hf.attending import BEFORE, OWN, Memory
 from normattn.hf.folding import stretched
-from normattn.hf.probing import LOOKING, PROBE, put
+from normattn.hf.probing import OBSERVED, PROBE, put
 from normattn.hf.tables import place_of, still
 from normattn.hf.understanding import Layer
 from normattn.score import ScoreSpec
@@ -102,7 +102,7 @@ class Embeddings:
         self._memory.keep("text alone", given, True)
 
     def _refuse_change(self, module: nn.Module) -> None:
-        now = str(module.config._attn_implementation).removeprefix(LOOKING)  # type: ignore[union-attr]
+        now = str(module.config._attn_implementation).removeprefix(OBSERVED)  # type: ignore[union-attr]
         if self._attention is not None and now not in (self._attention, PROBE):
             raise InputError(
                 f"the attention implementation was changed to {now} while the model is extended: "

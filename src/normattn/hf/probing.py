@@ -23,17 +23,19 @@ from normattn.hf.anatomy import Anatomy
 from normattn.hf.tables import level, place_of
 
 PROBE = "normattn_probe"
-LOOKING = "normattn_looking_"
-"""Before the name of an attention beside which ours tells what is looked at (`looking`)."""
+OBSERVED = "normattn_observed_"
+"""Before the name of an attention that is observed (`observe`)."""
 COUNT = 9
 KNOWN = frozenset(
     {
         *("dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache"),
         *("cache_position", "is_causal", "output_attentions", "output_hidden_states"),
-        *("logits_to_keep", "return_dict"),
+        *("logits_to_keep", "return_dict", "num_items_in_batch", "output_router_logits"),
     }
 )
-"""What attention modules hand to their attention function beside q, k, v and the mask."""
+"""What may reach an attention function beside q, k, v and the mask.
+
+What a model's caller adds (`num_items_in_batch` by the Trainer) passes through the layers too."""
 
 
 @dataclass

@@ -9,8 +9,9 @@ Legend: B batch, H query heads, G key heads, T tokens, D head dimension, E value
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,26 +174,37 @@ def _hand_out(heard: list[Heard], ran: _Ran) -> None:
                 call.lent = earlier.projections
 
 
+@dataclass
+class _Recording:
+    """The calls that are kept, and the modules whose calls they are."""
+
+    heard: list[Heard]
+    parts: frozenset[nn.Module]
+
+
+_RECORDING: ContextVar[_Recording] = ContextVar("recording")
+
+
 @contextmanager
 def _listening(model: Any, heard: list[Heard], name: str) -> Iterator[None]:
-    """Our function where the attention function is looked up, with the masks of `eager`."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
+    """Our function where the attention function is looked up, with the masks of `eager`.
+
+    What is registered with transformers for the whole process holds no model.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    AttentionMaskInterface.register(LISTENING, eager_mask)
-    listener = _listener(heard, set(model.modules()))
-    # A family may have an interface of its own, which knows what is registered for all.
-    AttentionInterface.register(LISTENING, listener)
+    _register()
     standing = ALL_ATTENTION_FUNCTIONS.get(name)
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
+    token = _RECORDING.set(_Recording(heard, frozenset(model.modules())))
     try:
-        ALL_ATTENTION_FUNCTIONS[name] = listener
+        ALL_ATTENTION_FUNCTIONS[name] = _recorded_attention
         for config in configs.values():
             config._attn_implementation_internal = name
         yield
     finally:
+        _RECORDING.reset(token)
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]
         ALL_ATTENTION_FUNCTIONS.pop(name)
@@ -200,48 +212,37 @@ def _listening(model: Any, heard: list[Heard], name: str) -> Iterator[None]:
             ALL_ATTENTION_FUNCTIONS[name] = standing
 
 
-def _listener(
-    heard: list[Heard], parts: Collection[nn.Module]
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The family's own eager attention, which keeps what these modules give it and get of it."""
+def _register() -> None:
+    """Make the name known to transformers, and to the interface that a family may have."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
 
-    def function(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **more: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        index = getattr(module, "layer_idx", len(heard))
-        if own is None:
-            raise InputError(
-                f"layer {index} ({type(module).__name__}) has no eager attention to be held against"
-            )
-        result: tuple[Tensor, Tensor | None] = own(
-            module, query, key, value, attention_mask, **more
+    AttentionMaskInterface.register(LISTENING, eager_mask)
+    AttentionInterface.register(LISTENING, _recorded_attention)
+
+
+def _recorded_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **more: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The family's own eager attention; what it is given and makes is kept while recording."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    recording = _RECORDING.get()
+    index = getattr(module, "layer_idx", len(recording.heard))
+    if own is None:
+        raise InputError(
+            f"layer {index} ({type(module).__name__}) has no eager attention to be held against"
         )
-        if module not in parts:
-            return result
+    result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **more)
+    if module in recording.parts:
         visible, added = _seen(query, key, attention_mask)
-        heard.append(
-            Heard(
-                int(index),
-                module,
-                query,
-                key,
-                value,
-                visible,
-                added,
-                dict(more),
-                result[0],
-                attention_mask,
-            )
-        )
-        return result
-
-    return function
+        call = (int(index), module, query, key, value, visible, added, dict(more))
+        recording.heard.append(Heard(*call, result[0], attention_mask))
+    return result
 
 
 def _seen(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, float]:

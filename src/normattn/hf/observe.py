@@ -1,0 +1,303 @@
+"""Observe the attention layers of a transformers model while it reads or trains.
+
+Each layer's own attention computes as ever. Beside it the same queries and keys go through our
+kernel, without gradients and tile by tile, for an observer (`kernels.observe`). The model's outputs
+stay what they are unobserved, and no N × N matrix is made. An extended model attends by our kernel
+anyway and is observed there.
+
+Legend: B batch, H query heads, G key heads, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from normattn.errors import InputError
+from normattn.hf.attending import one_type
+from normattn.hf.probing import OBSERVED
+from normattn.kernels import Problem, Visibility, attend
+from normattn.kernels.observe import Observation, Observer, announce, observer, observing
+from normattn.layers.attend import regular_positions
+
+_OURS = "normattn_"
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
+_CONFIRMED: WeakSet[nn.Module] = WeakSet()
+AttentionFunction = Callable[..., tuple[Tensor, Any]]
+
+
+class LayerStatistics:
+    """An observer that keeps statistics of each layer's attention, summed over what is read.
+
+    `names` maps the attention modules to the paths by which they are reported.
+    """
+
+    def __init__(self, names: Mapping[Any, str]) -> None:
+        self._names = names
+        self._name: str | None = None
+        self._padding: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._rows: tuple[slice, Tensor | None] | None = None
+        self._sums: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
+        self._largest: dict[str, Tensor] = {}
+
+    def enter(
+        self,
+        owner: object,
+        q: Tensor,
+        k: Tensor,
+        padding: tuple[Tensor | None, Tensor | None],
+        at: tuple[Tensor, Tensor],
+    ) -> None:
+        """A layer begins; those of other models are left alone."""
+        self._name, self._padding, self._rows = self._names.get(owner), padding, None
+        if self._name is None:
+            return
+        for name, x, hidden in (("q_norm", q, padding[0]), ("k_norm", k, padding[1])):
+            norm = torch.linalg.vector_norm(x.detach().float(), dim=-1)
+            real = torch.ones_like(norm, dtype=torch.bool)
+            if hidden is not None and hidden.shape == (x.shape[0], x.shape[2]):
+                real = ~hidden[:, None].expand(norm.shape)
+            self._add(name, norm, real)
+
+    def confine(self, rows: slice, own: Tensor | None) -> None:
+        """The next problem is that of some rows."""
+        self._rows = rows, own
+
+    def functions(self, problem: Problem) -> Tensor | None:
+        """No means of functions of distance are wanted."""
+        return None
+
+    def see(self, problem: Problem, observation: Observation) -> None:
+        """Add the rows of a problem."""
+        if self._name is None:
+            return
+        rows, own = self._rows or (slice(None), None)
+        self._rows = None
+        valid = (observation.visible > 0).expand(observation.entropy.shape)
+        if own is not None:
+            valid = valid & own.reshape(-1, 1, own.shape[-1])
+        if (padding := self._padding[0]) is not None:
+            valid = valid & ~padding[:, None, rows]
+        choices = observation.choices.expand(valid.shape)
+        share = observation.entropy / choices.clamp(min=2).to(observation.entropy).log()
+        self._add("entropy", observation.entropy, valid)
+        self._add("entropy_share", share, valid & (choices >= 2))
+        self._add("first_mass", observation.first, valid)
+        if observation.sink is not None:
+            self._add("sink_mass", observation.sink, valid)
+        largest = observation.largest.masked_fill(~valid, -torch.inf).amax((0, 2))
+        before = self._largest.get(self._name)
+        self._largest[self._name] = largest if before is None else torch.maximum(before, largest)
+
+    def _add(self, name: str, values: Float[Tensor, "b h t"], valid: Tensor) -> None:
+        assert self._name is not None
+        kept = values.masked_fill(~valid, 0.0)
+        new = kept.sum((0, 2), dtype=torch.float64), valid.sum((0, 2))
+        sums = self._sums.setdefault(self._name, {})
+        before = sums.get(name)
+        sums[name] = new if before is None else (before[0] + new[0], before[1] + new[1])
+
+    def lines(self) -> dict[str, dict[str, list[float | None]]]:
+        """The means of each layer by name and query head (norms of keys: key head).
+
+        `largest` is the largest logit. None where there was nothing to take a mean of.
+        """
+        lines: dict[str, dict[str, list[float | None]]] = {}
+        for layer, sums in self._sums.items():
+            means = {name: (total / count).tolist() for name, (total, count) in sums.items()}
+            if layer in self._largest:
+                means["largest"] = self._largest[layer].tolist()
+            lines[layer] = {
+                name: [value if math.isfinite(value) else None for value in values]
+                for name, values in means.items()
+            }
+        return lines
+
+
+@contextmanager
+def observe_layers(model: nn.Module, by: Observer) -> Iterator[None]:
+    """Show every attention layer of a model to an observer while inside.
+
+    Norms are those of queries and keys as attention is given them: normalised and rotated, before
+    the scale. A layer whose output differs from what was observed raises `InputError`.
+    """
+    with observable(model), observing(by):
+        yield
+
+
+@contextmanager
+def collect_statistics(model: nn.Module) -> Iterator[LayerStatistics]:
+    """Collect `LayerStatistics` of every attention layer while inside, named by its path."""
+    statistics = LayerStatistics({module: path for path, module in model.named_modules()})
+    with observe_layers(model, statistics):
+        yield statistics
+
+
+def paths(model: nn.Module) -> Mapping[nn.Module, tuple[str, ...]]:
+    """Every module of a model, and the path by which it is called."""
+    return {module: (path,) for path, module in model.named_modules()}
+
+
+@contextmanager
+def observable(model: nn.Module) -> Iterator[None]:
+    """Let the layers of a model show their queries and keys while inside, if someone observes.
+
+    Configurations are put back afterwards, whatever happened; a compiled model runs uncompiled.
+    """
+    before: list[tuple[nn.Module, Any]] = []
+    copies: dict[int, Any] = {}
+    try:
+        for module in model.modules():
+            config = module.__dict__.get("config")
+            if hasattr(config, "_attn_implementation_internal"):
+                before.append((module, config))
+                if id(config) not in copies:
+                    copies[id(config)] = _observed_copy(config)
+                module.__dict__["config"] = copies[id(config)]
+        if "torch._dynamo" in sys.modules:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        else:
+            yield
+    finally:
+        for module, config in before:
+            module.__dict__["config"] = config
+
+
+def _observed_copy(config: Any) -> Any:
+    """A copy of a configuration, and of that of its text, that names an observed attention."""
+    private = copy.deepcopy(config)
+    for part in {id(part): part for part in (private, private.get_text_config())}.values():
+        own = str(part._attn_implementation or "eager")
+        part._attn_implementation_internal = _register_observed(own)
+    return private
+
+
+@lru_cache
+def _register_observed(own: str) -> str:
+    """The name of an attention that computes as `own` does and shows its inputs; made once."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+    name = OBSERVED + own.replace("/", "_").replace("|", "_")
+    AttentionInterface.register(name, _observed(own))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS.get(own, sdpa_mask))
+    return name
+
+
+def _observed(own: str) -> AttentionFunction:
+    def function(
+        module: nn.Module,
+        query: Float[Tensor, "b h t d"],
+        key: Float[Tensor, "b g s d"],
+        value: Float[Tensor, "b g s e"],
+        attention_mask: Tensor | None = None,
+        **given: Any,
+    ) -> tuple[Tensor, Any]:
+        ours: Tensor | None = None
+        if own.startswith(_OURS):
+            at = regular_positions(query.shape[2], key.shape[2], query.device)
+            announce(module, query, key, None, None, at.query, at.key)
+        elif observer() is not None:
+            with torch.no_grad():
+                ours = _show(module, query, key, value, attention_mask, given)
+        out = _function_named(own, module)(module, query, key, value, attention_mask, **given)
+        if ours is not None and module not in _CONFIRMED and not given.get("dropout"):
+            _confirm(module, ours.transpose(1, 2), out[0].detach())
+        return out
+
+    return function
+
+
+def _function_named(name: str, module: nn.Module) -> AttentionFunction:
+    """The attention of that name; eager attention is that of the model's own file."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    own: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    return own
+
+
+def _show(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    given: Mapping[str, Any],
+) -> Float[Tensor, "b h t e"]:
+    """The same attention, computed where it is observed."""
+    q, k, v = (tensor.detach() for tensor in (query, key, value))
+    scale = given.get("scaling")
+    seen, padding = _visibility(module, q, k.shape[2], mask, given)
+    own = padding if padding is not None and q.shape[2] == k.shape[2] else None
+    announce(module, q, k, own, padding, seen.query, seen.key)
+    cap, sink = given.get("softcap"), given.get("s_aux")
+    scaled = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    sink = None if sink is None else sink.detach()
+    output: Tensor = attend(one_type(Problem(scaled, k, v, seen, cap=cap, sink=sink)))
+    return output
+
+
+def _confirm(
+    module: nn.Module, ours: Float[Tensor, "b t h e"], own: Float[Tensor, "b t h e"]
+) -> None:
+    """Raise `InputError` unless what was observed is what the layer computed; once a layer.
+
+    Rows that see no key are left out.
+    """
+    rows = (ours != 0).any(-1, keepdim=True)
+    off = ((own - ours) * rows).abs().nan_to_num(posinf=torch.inf).amax()
+    share = float(off / ours.abs().amax().clamp(min=1e-30)) if rows.any() else 0.0
+    exact = ours.dtype in (torch.float32, torch.float64)
+    if share > (_TOLERANCE if exact else _HALF_TOLERANCE):
+        raise InputError(
+            f"{type(module).__name__} computes something else than the attention that can be "
+            f"observed: its output differs by {share:.1e} of the largest"
+        )
+    _CONFIRMED.add(module)
+
+
+def _visibility(
+    module: nn.Module, q: Tensor, keys: int, mask: Tensor | None, given: Mapping[str, Any]
+) -> tuple[Visibility, Bool[Tensor, "b s"] | None]:
+    """Who sees whom by a mask of transformers (None, of tokens, of pairs), and which keys pad."""
+    queries = q.shape[2]
+    if mask is not None and mask.dim() == 4:
+        return _of_pairs(mask[..., :keys], queries, keys)
+    causal = given.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if causal is None else causal) and queries > 1
+    padding = None if mask is None else ~mask[:, -keys:].bool()
+    if causal:
+        at = regular_positions(queries, keys, q.device)
+        regular = at.regular and padding is None
+        window = given.get("sliding_window")
+        return Visibility(True, at.query, at.key, regular, padding, window=window), padding
+    where = torch.arange(keys, device=q.device)
+    return Visibility(False, where[keys - queries :], where, False, padding), padding
+
+
+def _of_pairs(
+    mask: Tensor, queries: int, keys: int
+) -> tuple[Visibility, Bool[Tensor, "b s"] | None]:
+    """A mask that the model made itself: keys that no query sees are padding."""
+    if mask.dtype != torch.bool:
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        mask = (
+            torch.where(hidden, -torch.inf, mask) if bool((mask != 0)[~hidden].any()) else ~hidden
+        )
+    open_ = mask if mask.dtype == torch.bool else mask > -torch.inf
+    padding = ~open_.any(1).any(1)
+    where = torch.arange(keys, device=mask.device)
+    seen = Visibility(False, where[keys - queries :], where, False, mask=mask)
+    return seen, padding if bool(padding.any()) and queries == keys else None
