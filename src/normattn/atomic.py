@@ -35,7 +35,7 @@ def explain_os_errors(path: Path) -> Iterator[None]:
         if cause is None or cause.errno is None:
             raise
         if cause.errno in FULL:
-            message = f"no space left on the disk that holds {path}; nothing half-written was kept"
+            message = f"no space left on the disk that holds {path}; make room and run it again"
         elif cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             message = f"{path} cannot be written: {cause.strerror}; choose a writable place"
         else:

@@ -37,9 +37,9 @@ def expanded(path: str | Path) -> Path:
     except UnicodeEncodeError as error:
         raise InputError(f"{text!r} cannot be the name of a file: it is no text") from error
     except RuntimeError as error:
-        raise InputError(
-            f"{text}: there is no user {text[1:].partition('/')[0]!r} whose home it could mean"
-        ) from error
+        user = text[1:].partition("/")[0]
+        lacking = f"there is no user {user!r}" if user else "this user has no home directory"
+        raise InputError(f"{text} cannot be found: {lacking}; give a path without ~") from error
     raw = os.fsencode(resolved)
     longest = max((len(part) for part in raw.split(b"/")), default=0)
     if longest > _LONGEST_NAME or len(raw) > _LONGEST_PATH:
@@ -55,8 +55,10 @@ def default_cache_dir() -> Path:
     own = os.environ.get("NORMATTN_CACHE")
     if own:
         return expanded(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "normattn"
+    try:
+        return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "normattn"
+    except InputError as error:
+        raise InputError(f"no place for the cache: {error}, in NORMATTN_CACHE") from error
 
 
 def refuse_irregular(path: Path, mode: int) -> None:

@@ -54,6 +54,22 @@ def test_help_teaches_by_examples(command: Command, arguments: tuple[str, ...]) 
     assert "_cell" not in said.out
 
 
+def test_home_is_meant_by_a_tilde_behind_an_equals_sign(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell expands `--out ~/run`, but not `--out=~/run`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "settings.toml").write_text("steps = 1\nbatch_size = 2\n")
+    settings = ("--set", "data.max_bytes=200_000", "--set", "data.vocab_size=300")
+    said = command("train", "~/settings.toml", "--out=~/run", *settings, "--set", "log_every=1")
+    assert said.code == 0, said.err
+    assert sorted(path.name for path in tmp_path.glob("*run*")) == ["run"]
+    assert not (tmp_path / "~").exists()
+    assert command("export", "~/run", "~/saved").code == 0
+    assert (tmp_path / "saved").is_dir()
+
+
 def test_a_short_run_warms_up_for_its_share(command: Command, tmp_path: Path) -> None:
     place = ("--out", tmp_path / "run", "--plan")
     assert command("train", "--steps", 45, *place).code == 0

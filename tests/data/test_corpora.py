@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,10 +189,22 @@ def test_parquet_without_pyarrow_says_what_to_install(
         names_and_texts(tmp_path / "rows.parquet")
 
 
-def fake_datasets(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
-    module = ModuleType("datasets")
-    module.load_dataset = load  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", module)
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def fake_hub(monkeypatch: pytest.MonkeyPatch, load: Any, commit: str = COMMIT) -> None:
+    """The libraries `datasets`, which loads by `load`, and `huggingface_hub`, at `commit`."""
+    datasets, hub = ModuleType("datasets"), ModuleType("huggingface_hub")
+    datasets.load_dataset = load  # type: ignore[attr-defined]
+
+    def dataset_info(name: str, revision: str | None) -> Any:
+        if name == "offline":
+            raise ConnectionError("no route to host\nand much more")
+        return SimpleNamespace(sha=commit)
+
+    hub.HfApi = lambda: SimpleNamespace(dataset_info=dataset_info)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
 
 
 def test_a_hub_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,29 +218,45 @@ def test_a_hub_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
             given += 1
             yield {"body": f"row {given}"}
 
-    fake_datasets(monkeypatch, load)
+    fake_hub(monkeypatch, load)
     rows = parse_corpus("hf:me/data?config=en&field=body").documents()
     assert (next(rows).text, next(rows).name) == ("row 1", "000000001")
     assert given == 2
-    assert asked == [(("me/data", "en"), {"split": "train", "revision": None, "streaming": True})]
+    assert asked == [(("me/data", "en"), {"split": "train", "revision": COMMIT, "streaming": True})]
+
+
+def test_a_hub_dataset_that_changes_is_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus, branch = parse_corpus("hf:me/data"), parse_corpus("hf:me/data?revision=old")
+    pinned = parse_corpus(f"hf:me/data?revision={COMMIT}")
+    prints = []
+    for commit in (COMMIT, "f" * 40):
+        fake_hub(monkeypatch, lambda *_, **__: [{"text": "row"}], commit)
+        assert corpus.sources() == branch.sources() == {"hf:me/data": commit}
+        assert pinned.sources() == {"hf:me/data": COMMIT}
+        prints.append([each.fingerprint() for each in (corpus, branch, pinned)])
+    (corpus_1, branch_1, pinned_1), (corpus_2, branch_2, pinned_2) = prints
+    assert corpus_1 != corpus_2
+    assert branch_1 != branch_2
+    assert pinned_1 == pinned_2
+
+
+def test_without_a_network_a_commit_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_hub(monkeypatch, lambda *_, **__: [{"text": "row"}])
+    with pytest.raises(InputError, match=r"no route to host; .*\?revision=COMMIT") as caught:
+        parse_corpus("hf:offline").fingerprint()
+    assert "and much more" not in str(caught.value)
+    assert parse_corpus(f"hf:offline?revision={COMMIT}").sources() == {"hf:offline": COMMIT}
 
 
 def test_hub_mistakes_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(*_: Any, **__: Any) -> Any:
-        raise ConnectionError("no route to host\nand much more")
-
     def half(*_: Any, **__: Any) -> Iterator[dict[str, Any]]:
         yield {"text": "fine"}
         raise TimeoutError("read timed out")
 
-    fake_datasets(monkeypatch, offline)
-    with pytest.raises(InputError, match=r"hf:x.*no route to host; check its name") as caught:
-        names_and_texts("hf:x")
-    assert "and much more" not in str(caught.value)
-    fake_datasets(monkeypatch, half)
+    fake_hub(monkeypatch, half)
     with pytest.raises(InputError, match="read timed out"):
         names_and_texts("hf:x")
-    fake_datasets(monkeypatch, lambda *_, **__: [{"text": None}])
+    fake_hub(monkeypatch, lambda *_, **__: [{"text": None}])
     with pytest.raises(InputError, match="row 0: field 'text' is not text but a NoneType"):
         names_and_texts("hf:x")
     with pytest.raises(InputError, match=r"no field 'body' \(its fields: 'text'\)"):

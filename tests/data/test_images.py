@@ -151,6 +151,39 @@ def test_a_folder_of_one_folder_per_class(tmp_path: Path) -> None:
         assert label == LABELS[number]
 
 
+def save_classes(folder: Path, *images: Image.Image) -> None:
+    """Each image twice for each of two classes."""
+    for number, image in enumerate(images * 2):
+        for name in ("cat", "dog"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            image.save(folder / name / f"{number}.png")
+
+
+def grey_levels(folder: Path) -> set[tuple[int, ...]]:
+    """The first rows of all images that are read from a folder."""
+    data = prepare_images(ImageDataConfig(source=str(folder), test_fraction=0.3))
+    rows = (row for each in data for row in each.pixels[:, 0, :, 0].tolist())
+    return {tuple(row) for row in rows}
+
+
+def test_pixels_of_16_bits_keep_their_grey_levels(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 65535, 256).round().astype(np.uint16)[None].repeat(2, 0)
+    save_classes(tmp_path / "deep", *[Image.fromarray(ramp)] * 20)
+    assert grey_levels(tmp_path / "deep") == {tuple(range(256))}
+    flat = Image.fromarray(np.arange(256, dtype=np.uint8)[None].repeat(2, 0))
+    save_classes(tmp_path / "flat", *[flat] * 20)
+    assert grey_levels(tmp_path / "flat") == {tuple(range(256))}
+    black_and_white = Image.fromarray(np.array([[False, True]]).repeat(2, 0))
+    save_classes(tmp_path / "two", *[black_and_white] * 20)
+    assert grey_levels(tmp_path / "two") == {(0, 255)}
+
+
+def test_a_source_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    np.savez(tmp_path / "own.npz", images=PIXELS, labels=LABELS)
+    assert image_shape(ImageDataConfig(source="~/own.npz")) == ImageShape(5, 6, 1, 4)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -228,6 +261,12 @@ def test_shares_make_up_the_batch_in_any_order(shares: int, step: int, shift: in
     whole = one.batch(step)
     for each, pieces in zip(whole, zip(*parts, strict=True), strict=True):
         np.testing.assert_array_equal(each, np.concatenate(pieces))
+
+
+@pytest.mark.parametrize(("share", "shares"), [(0, 4), (0, 3), (2, 2), (-1, 2)])
+def test_shares_that_would_lose_images_are_refused(share: int, shares: int) -> None:
+    with pytest.raises(InputError, match=rf"batch of 10 images .* {shares} shares \(share {share}"):
+        ImageBatches(split(), 10, 0).batch(1, share, shares)
 
 
 def test_shifts_move_and_repeat_the_border() -> None:

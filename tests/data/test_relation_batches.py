@@ -59,8 +59,9 @@ def test_shares_make_up_the_batch_and_have_its_length() -> None:
     assert {part.ids.shape for part in parts} == {(2, whole.ids.shape[1])}
     together = np.concatenate([part.ids for part in parts])
     assert sorted(map(tuple, together.tolist())) == sorted(map(tuple, whole.ids.tolist()))
-    with pytest.raises(InputError, match="does not divide into 3"):
-        batches.batch(1, 0, 3)
+    for share, shares in ((0, 3), (4, 4), (-1, 2)):
+        with pytest.raises(InputError, match=f"does not divide into {shares} shares"):
+            batches.batch(1, share, shares)
 
 
 def test_documents_of_a_batch_are_of_like_length() -> None:

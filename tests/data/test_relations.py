@@ -252,6 +252,9 @@ def test_prepared_data_is_cached_and_the_same_again(tmp_path: Path) -> None:
     config = RelationConfig(corpus=str(tmp_path / "a"), vocab_size=200, max_tokens=4)
     first = prepare_relations(config, tmp_path / "cache")
     again = prepare_relations(config, tmp_path / "cache")
+    assert first.split("test") is first.test
+    with pytest.raises(InputError, match="no split 'dev': expected train, validation, test"):
+        first.split("dev")
     assert first == again
     assert first.train.cut > 0
     assert max(len(row) for row in first.train.tokens) == 4

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -68,32 +69,28 @@ def test_shards_read_as_the_one_array(
     np.testing.assert_array_equal(shards[start:stop], values[start:stop])
     assert shards[start:stop].dtype == U2
     assert b"".join(part.tobytes() for part in shards.parts()) == values.tobytes()
-    if length:
-        index = np.array(data.draw(st.lists(st.integers(0, length - 1), min_size=2, max_size=20)))
-        np.testing.assert_array_equal(shards.take(index[:, None]), values[index[:, None]])
-        again = pickle.loads(pickle.dumps(shards))
-        np.testing.assert_array_equal(again.take(index), values[index])
+    again = pickle.loads(pickle.dumps(shards))
+    np.testing.assert_array_equal(again[start:stop], values[start:stop])
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     shards = written(tmp_path, np.arange(10, dtype=U2), 4)
-    for index in ([3, 10], [-1, 2]):
-        with pytest.raises(IndexError, match="of 10 values"):
-            shards.take(np.array(index))
     with pytest.raises(ValueError, match="no step"):
         shards[::2]
-    assert shards.take(np.zeros((2, 0), np.int64)).shape == (2, 0)
+    assert shards[10:20].shape == (0,)
 
 
-def test_few_shards_are_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="/proc/self/fd is Linux's")
+def test_few_shards_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_shards, "MOST_OPEN", 3)
     values = np.arange(50, dtype=U2)
     shards = written(tmp_path, values, 2)
-    np.testing.assert_array_equal(shards.take(np.arange(50)), values)
-    assert shards.mapped == {22, 23, 24}
-    early = shards[:2]
-    shards.take(np.arange(2, 50))
-    np.testing.assert_array_equal(early, values[:2])
+    before = len(os.listdir("/proc/self/fd"))
+    for start in (0, 7, 30, 2):
+        np.testing.assert_array_equal(shards[start:], values[start:])
+        assert len(os.listdir("/proc/self/fd")) - before == 3
+    del shards
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("harm", ["cut", "gone"])
@@ -107,7 +104,7 @@ def test_a_damaged_shard_is_one_sentence(tmp_path: Path, harm: str) -> None:
         path.unlink()
         message = "t.00001 does not exist"
     np.testing.assert_array_equal(shards[:4], range(4))
-    for read in (lambda: shards[3:5], lambda: shards.take(np.array([0, 5])), shards.parts):
+    for read in (lambda: shards[3:5], lambda: shards[5:6], shards.parts):
         with pytest.raises(InputError, match=message):
             list(read())
 
@@ -287,8 +284,7 @@ def test_a_cache_of_an_older_format_is_said_and_left_alone(
 def _rows(split: TokenSplit, rank: int, world: int, answers: Any) -> None:
     batches = TrainingBatches(split, 16, 4, 3)
     rows = [batches.batch(step, rank, world).tolist() for step in range(6)]
-    assert isinstance(split.tokens, TokenShards)
-    answers.put((rank, rows, split.tokens.mapped))
+    answers.put((rank, rows))
 
 
 def test_two_processes_read_their_part_each(
@@ -304,32 +300,60 @@ def test_two_processes_read_their_part_each(
     ]
     for process in processes:
         process.start()
-    (_, first, of_first), (_, second, of_second) = sorted(answers.get() for _ in processes)
+    (_, first), (_, second) = sorted(answers.get() for _ in processes)
     for process in processes:
         process.join(30)
     whole = TrainingBatches(data.train, 16, 4, 3)
     assert [a + b for a, b in zip(first, second, strict=True)] == [
         whole.batch(step).tolist() for step in range(6)
     ]
-    # A row of 17 tokens stands in one shard of 100 or in two: 12 rows touch 24 of them at most.
-    shards = len(list(tmp_path.glob("cache/tokens-*/train.tokens.*")))
-    assert shards > 60
-    assert len(of_first) <= 24
-    assert len(of_second) <= 24
-    assert isinstance(data.train.tokens, TokenShards)
-    assert data.train.tokens.mapped == of_first | of_second
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc/self/smaps is Linux's")
-def test_only_the_pages_of_the_rows_are_read(tmp_path: Path) -> None:
+CUT_WHILE_READ = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from normattn.errors import InputError
+from normattn.lab.data import DataConfig, TrainingBatches, by_position_set, prepare_tokens
+
+data = prepare_tokens(DataConfig(corpus=sys.argv[1], vocab_size=300), Path(sys.argv[2]))
+batches = TrainingBatches(data.train, 16, 4, 0)
+batches.batch(0), data.train.document(0), data.train.names[0]
+for path in Path(sys.argv[2]).glob(f"tokens-*/{sys.argv[3]}*"):
+    os.truncate(path, 0)
+for read in (lambda: batches.batch(1), lambda: data.train.document(1), lambda: data.train.names[1]):
+    try:
+        read()
+    except InputError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("column", ["train.tokens", "train.offsets", "train.name"])
+def test_a_file_cut_while_it_is_read_is_one_sentence(tmp_path: Path, column: str) -> None:
+    """Reading past the end of a mapped file ends a process with SIGBUS."""
+    folder = write_folder(tmp_path / "text", 40)
+    command = [sys.executable, "-c", CUT_WHILE_READ, str(folder), str(tmp_path / "cache"), column]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert len(said) == {"train.tokens": 2, "train.offsets": 1, "train.name": 1}[column]
+    assert all(re.search(r"train\.\w+\.00000 has 0 bytes instead of", line) for line in said)
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").is_file(), reason="/proc/self/io is Linux's")
+def test_only_the_rows_are_read(tmp_path: Path) -> None:
     path = tmp_path / "t.00000"
     path.touch()
     os.truncate(path, 64 << 20)
     shards = TokenShards([path], U2, 32 << 20, 32 << 20)
     split = TokenSplit("train", shards, np.array([0, 32 << 20]), ["all"])
-    rows = TrainingBatches(split, 64, 16, 0).batch(0)
-    assert rows.shape == (16, 65)
-    mapping = Path("/proc/self/smaps").read_text().split(str(path))[1]
-    resident = int(re.search(r"Rss:\s+(\d+) kB", mapping)[1])  # type: ignore[index]
-    # The system may map what it has cached around a page: 64 kB, twice where a row crosses.
-    assert 16 * 4 <= resident <= 16 * 2 * 64
+    batches = TrainingBatches(split, 64, 16, 0)
+
+    def read() -> int:
+        return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
+
+    before = read()
+    between = read()
+    assert batches.batch(0).shape == (16, 65)
+    assert read() - between - (between - before) == 16 * 65 * 2

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
 import shutil
+import sys
 import tracemalloc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from normattn import atomic
 from normattn.errors import InputError
 from normattn.files import default_cache_dir
-from normattn.lab.data import Corpus, DataConfig, Document, TokenData, prepare_tokens, tokens
+from normattn.lab.data import (
+    Corpus,
+    DataConfig,
+    Document,
+    TokenData,
+    prepare_tokens,
+    token_build,
+    tokens,
+)
 from normattn.lab.data import cache as cache_module
 from normattn.lab.data.token_build import build_tokens
 from normattn.lab.data.token_shards import TokenShards
@@ -42,12 +52,12 @@ def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
     assert data.tokeniser is not None
     seen = set()
     for split in (data.train, data.validation, data.test):
-        assert split.total == split.offsets[-1] == len(split.tokens)
+        assert split.total == sum(split.lengths + 1) == len(split.tokens)
         assert split.text_bytes == sum((folder / n).stat().st_size for n in split.names)
         for i, name in enumerate(split.names):
             text = (folder / name).read_text(encoding="utf-8")
             assert data.tokeniser.decode(split.document(i)) == text
-            assert split.tokens.take(split.offsets[i + 1 : i + 2] - 1) == [0]
+            assert split.window(i, len(split.document(i)), 1) == [0]
             assert split.lengths[i] == len(split.document(i))
             seen.add(name)
     assert len(seen) == 40
@@ -210,24 +220,51 @@ def test_a_large_cache_is_read_whole_once_and_again_when_it_was_written_to(
     assert file.read_bytes() == content
 
 
-def test_a_build_that_fails_leaves_nothing_and_the_next_one_sweeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing", ["connection", "disk"])
+def test_a_build_that_fails_keeps_what_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    folder = write_folder(tmp_path / "text", 10)
-    cache = tmp_path / "cache"
+    """The next call goes on behind the last full shard, and ends with the same tokens."""
+    rows = [{"text": f"row {i} of the quick brown fox {i * i} " * 20} for i in range(300)]
+    datasets, readings, syncs, fsync = ModuleType("datasets"), [0], [0], os.fsync
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def load(*_: Any, **__: Any) -> Iterator[dict[str, str]]:
+        readings[0] += 1  # the first one is the tokeniser's
+        for number, row in enumerate(rows):
+            if failing == "connection" and readings[0] == 2 and number == 290:
+                raise ConnectionError("reset by peer")
+            yield row
 
-    with monkeypatch.context() as patch:
-        patch.setattr(atomic, "write_json", full)
-        with pytest.raises(InputError, match="no space left on the disk"):
-            prepare_tokens(config(folder), cache)
-    assert [path.suffix for path in cache.iterdir()] == [".lock"]
-    name = next(cache.iterdir()).stem
-    (cache / f".{name}.killed").mkdir()
+    def full(handle: int) -> None:
+        syncs[0] += 1
+        if failing == "disk" and syncs[0] == 60:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(handle)
+
+    datasets.load_dataset = load  # type: ignore[attr-defined]
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    monkeypatch.setattr(token_build, "SHARD_BYTES", 4000)
+    made = config(f"hf:me/data?revision={'a' * 40}")
+    cache, first, second = tmp_path / "cache", list[int](), list[int]()
+    with pytest.raises(InputError, match=r"reset by peer|no space left on the disk"):
+        prepare_tokens(made, cache, lambda done, _: first.append(done))
+    data = prepare_tokens(made, cache, lambda done, _: second.append(done))
+    assert readings[0] == 3, "the tokeniser is kept"
+    assert first[0] < first[-1] * 0.75 < second[0]
+    assert data.fingerprint == prepare_tokens(made, tmp_path / "other").fingerprint
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    assert {path.name for path in cache.iterdir()} == {folder.name, f"{folder.name}.lock"}
+
+
+def test_leftovers_of_killed_builds_are_swept(tmp_path: Path) -> None:
+    folder, cache = write_folder(tmp_path / "text", 10), tmp_path / "cache"
     prepare_tokens(config(folder), cache)
-    assert {path.name for path in cache.iterdir()} == {name, f"{name}.lock"}
+    (built,) = (path for path in cache.iterdir() if path.is_dir())
+    shutil.rmtree(built)
+    (cache / f".{built.name}.killed").mkdir()
+    prepare_tokens(config(folder), cache)
+    assert {path.name for path in cache.iterdir()} == {built.name, f"{built.name}.lock"}
 
 
 def _prepare(folder: Path, cache: Path, log: Path, barrier: Any) -> None:
@@ -327,6 +364,11 @@ def test_max_bytes_caps_the_text(tmp_path: Path) -> None:
     assert 5_000 < read <= 10_000
 
 
+def homeless(path: Path) -> Path:
+    """What pathlib does for a user without a home."""
+    raise RuntimeError("Could not determine home directory.")
+
+
 def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv("NORMATTN_CACHE", raising=False)
@@ -336,6 +378,12 @@ def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_cache_dir() == Path("/x/normattn")
     monkeypatch.setenv("NORMATTN_CACHE", "~/n")
     assert default_cache_dir() == Path("/home/me/n")
+    monkeypatch.delenv("NORMATTN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/y")
+    assert default_cache_dir() == Path("/home/me/y/normattn")
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    with pytest.raises(InputError, match=r"no home directory; give a path .* NORMATTN_CACHE"):
+        default_cache_dir()
 
 
 def test_bad_corpora_and_places_are_sentences_and_leave_no_cache(tmp_path: Path) -> None:

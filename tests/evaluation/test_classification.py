@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from normattn.lab.data.relations import RelationData, RelationSplit, WordPieces
+from normattn.lab.data.splits import SPLITS
 from normattn.lab.evaluation.classification import (
     DevelopmentProbe,
     Predictions,
@@ -37,17 +40,18 @@ def made(probabilities: list[list[float]], true: list[list[int]]) -> Predictions
 
 def data(documents: int = 12, labels: int = 3) -> RelationData:
     """Documents of token 1 + label, of many lengths, in every split alike."""
-    splits = {
-        name: RelationSplit(
+    train, validation, test = (
+        RelationSplit(
             name,
             [[1 + i % labels] * (1 + i % 5) for i in range(documents)],
             [[i % labels] for i in range(documents)],
             [f"{name}:{i}" for i in range(documents)],
             0,
         )
-        for name in ("train", "validation", "test")
-    }
-    return RelationData(splits, tuple("abcdefgh"[:labels]), 0, 10, PIECES, "0" * 64)  # type: ignore[arg-type]
+        for name in SPLITS
+    )
+    names = tuple("abcdefgh"[:labels])
+    return RelationData(train, validation, test, names, 0, 10, PIECES, "0" * 64)
 
 
 def who(row: str = "RMSNorm", seed: int = 1) -> Identity:
@@ -128,10 +132,7 @@ def test_predictions_do_not_depend_on_the_batches() -> None:
 def test_the_threshold_knows_nothing_of_the_test_set() -> None:
     model, given_data = classifier(), data()
     other = data(documents=5)
-    mixed = RelationData(
-        {**given_data.splits, "test": other.split("test")},
-        *(given_data.labels, 0, 10, PIECES, "1" * 64),
-    )
+    mixed = replace(given_data, test=other.test)
     first, second = (evaluate_classifier(model, each, who()) for each in (given_data, mixed))
     assert known(first, "threshold") == known(second, "threshold")
     assert second.filter(pl.col("statistic") == "loss").height == 5

@@ -8,9 +8,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import typer
+
+from normattn.files import expanded
 
 Reader = Callable[[Any, str], Any]
 _INFO, _READ, _TYPED, _SETTING = "info", "read", "typed", "setting"
@@ -91,6 +94,8 @@ def told(work: Callable[[Any], int | None]) -> Callable[..., int | None]:
 
 def _value(field: dataclasses.Field[Any], typed: Any) -> Any:
     read, flags = field.metadata.get(_READ), field.metadata[_INFO].param_decls
-    if read is None or typed is None:
-        return typed
-    return read(typed, flags[0] if flags else f"--{field.name.replace('_', '-')}")
+    if read is not None and typed is not None:
+        return read(typed, flags[0] if flags else f"--{field.name.replace('_', '-')}")
+    if isinstance(typed, list):
+        return [expanded(item) if isinstance(item, Path) else item for item in typed]
+    return expanded(typed) if isinstance(typed, Path) else typed

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import lm_eval.models  # noqa: F401  # The harness loads its own models only into an empty registry.
@@ -26,6 +25,7 @@ from normattn.cli.harness_models import (
     open_run,
 )
 from normattn.errors import InputError
+from normattn.files import expanded
 
 _TOKENS_PER_BATCH = 16384
 _DRAWING = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
@@ -96,7 +96,7 @@ class NormattnLM(TemplateLM):
                 if given is not None:
                     raise InputError(f"model_args: {name} belongs to pretrained=…, not to run=…")
             self.model: HarnessModel = open_run(
-                Path(run), method or "as is", factor, parameters, chosen_device, dtype
+                expanded(run), method or "as is", factor, parameters, chosen_device, dtype
             )
         else:
             if factor is not None:

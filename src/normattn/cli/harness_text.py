@@ -11,12 +11,12 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from normattn.errors import InputError
+from normattn.files import expanded
 from normattn.lab.data.config import DataConfig
 from normattn.lab.data.corpora import Document, parse_corpus
 from normattn.lab.data.evaluation_sets import last_segment_sets
@@ -234,7 +234,7 @@ def _tokeniser(metadata: Mapping[str, Any], settings: TaskSettings) -> tuple[Tok
 def _of_run(run: str) -> tuple[Tokeniser, DataConfig]:
     from normattn.cli.generation import opened
 
-    config, tokeniser = opened(Path(run))
+    config, tokeniser = opened(expanded(run))
     return tokeniser, config.data
 
 
@@ -242,7 +242,7 @@ def _of_run(run: str) -> tuple[Tokeniser, DataConfig]:
 def _of_transformers(name: str, gguf: str | None) -> Tokeniser:
     from transformers import AutoTokenizer
 
-    path, options = Path(name), {} if gguf is None else {"gguf_file": gguf}
+    path, options = expanded(name), {} if gguf is None else {"gguf_file": gguf}
     if path.is_file():
         name, options = str(path.parent), {"gguf_file": path.name}
     try:

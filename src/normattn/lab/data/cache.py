@@ -49,8 +49,9 @@ def cached_folder(path: Path, build: Callable[[Path], None], resumable: bool = F
     `build` fills a temporary folder beside, which gets a manifest of sizes and sha256 and is then
     renamed: the folder is whole or absent. Processes that ask at the same time wait on a file lock
     and build once. A damaged folder is named in a warning and built again. With `resumable` the
-    temporary folder of a process that was killed is given to the next `build`. Raises `InputError`
-    when the place cannot be written or the disk is full.
+    temporary folder of a build that was killed, or that failed, is given to the next `build`: a
+    lost connection or a full disk costs nothing that was done before. Raises `InputError` when the
+    place cannot be written or the disk is full.
     """
     if path.exists() and damage(path) is None:
         return path
@@ -75,16 +76,16 @@ def cached_folder(path: Path, build: Callable[[Path], None], resumable: bool = F
 
 
 def _go_on(begun: Path, path: Path, build: Callable[[Path], None]) -> None:
-    """Fill `begun`, which a killed process may have left, and put it in its place."""
+    """Fill `begun`, which an interrupted build may have left, and put it in its place."""
     with atomic.explain_os_errors(path):
         begun.mkdir(exist_ok=True)
         try:
             _fill(begun, build)
             atomic.put_in_place(begun, path)
-        except Exception:
-            # An error would come again; a kill or Ctrl-C leaves what there is.
-            shutil.rmtree(begun, ignore_errors=True)
-            raise
+        finally:
+            # What a failed build has done is kept for the next one; nothing done leaves nothing.
+            with suppress(OSError):
+                begun.rmdir()
 
 
 def damage(path: Path) -> str | None:

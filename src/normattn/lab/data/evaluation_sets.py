@@ -181,10 +181,10 @@ def window_length(train_length: int, multiple: int) -> int:
 def _windows(
     split: TokenSplit, places: Int64[np.ndarray, "w 2"], length: int
 ) -> tuple[Int64[np.ndarray, "w length_1"], list[str]]:
-    starts = split.offsets[places[:, 0]] + places[:, 1]
-    index = starts[:, None] + np.arange(length + 1)
-    documents = [split.names[document] for document in places[:, 0].tolist()]
-    return split.tokens.take(index).astype(np.int64), documents
+    windows = np.empty((len(places), length + 1), np.int64)
+    for row, (document, first) in enumerate(places.tolist()):
+        windows[row] = split.window(document, first, length + 1)
+    return windows, [split.names[document] for document in places[:, 0].tolist()]
 
 
 def choose_places(

@@ -93,6 +93,7 @@ class TrainingBatches:
             drawn_period = below(drawn[:, 1], self.tiling.high - self.tiling.low + 1)
             period = np.where(tiled, self.tiling.low + drawn_period, period)
         first = below(drawn[:, 2], self.split.total - period + 1)
-        index = first[:, None] + self._columns % period[:, None]
-        rows: np.ndarray = self.split.tokens.take(index).astype(np.int64)
+        rows = np.empty((len(drawn), self.length + 1), np.int64)
+        for row, (start, size) in enumerate(zip(first.tolist(), period.tolist(), strict=True)):
+            rows[row] = self.split.tokens[start : start + size][self._columns % size]
         return rows

@@ -54,6 +54,8 @@ def build_tokens(
         (folder / INDEX).unlink(missing_ok=True)
         index = preparation.go_on(new)
     if index.documents == 0:
+        for file in folder.iterdir():
+            file.unlink()
         raise InputError(f"corpus {config.corpus!r} is empty: it holds no text")
     _write(folder, index.model_copy(update={"fingerprint": _fingerprint(folder, index)}))
 

@@ -1,4 +1,4 @@
-"""Tokens in memory-mapped arrays, and the documents they belong to."""
+"""Tokens of a corpus, and the documents they belong to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PackedNames(Sequence[str]):
     `ends[i]` is where name i ends in `raw`; millions of names need no Python objects.
     """
 
-    def __init__(self, raw: np.ndarray, ends: np.ndarray) -> None:
+    def __init__(self, raw: np.ndarray | TokenShards, ends: np.ndarray | TokenShards) -> None:
         self._raw = raw
         self._ends = ends
 
@@ -42,22 +42,23 @@ class PackedNames(Sequence[str]):
             index += len(self)
         if not 0 <= index < len(self):
             raise IndexError(index)
-        start = int(self._ends[index - 1]) if index else 0
-        return bytes(self._raw[start : int(self._ends[index])]).decode()
+        ends = self._ends[max(0, index - 1) : index + 1]
+        start = int(ends[0]) if index else 0
+        return bytes(self._raw[start : int(ends[-1])]).decode()
 
 
 @dataclass(frozen=True)
 class TokenSplit:
     """The tokens of one split: documents one behind the other, a separator (id 0) ending each.
 
-    `tokens` (total,) is uint16 or uint32, in memory or in memory-mapped shards; document i stands
+    `tokens` (total,) is uint16 or uint32, in memory or in files; document i stands
     at `offsets[i]` … `offsets[i + 1]`, its separator included, and is called `names[i]`.
     `text_bytes` is the size of the text as UTF-8 (0 for generated tokens).
     """
 
     name: SplitName
     tokens: Tokens
-    offsets: Int64[np.ndarray, "documents_1"]
+    offsets: Int64[np.ndarray, "documents_1"] | TokenShards
     names: Sequence[str]
     text_bytes: int = 0
 
@@ -72,13 +73,19 @@ class TokenSplit:
     @cached_property
     def lengths(self) -> Int64[np.ndarray, "documents"]:
         """Tokens of every document, without its separator."""
-        return np.diff(self.offsets) - 1
+        return np.diff(np.asarray(self.offsets)) - 1
 
     def document(self, index: int) -> TokenArray:
-        """The tokens of one document, without its separator: a copy only across shards."""
+        """The tokens of one document, without its separator."""
         if not 0 <= index < len(self):
             raise IndexError(f"the {self.name} split has {len(self)} documents, no {index}")
-        return self.tokens[int(self.offsets[index]) : int(self.offsets[index + 1]) - 1]
+        start, end = self.offsets[index : index + 2].tolist()
+        return self.tokens[start : end - 1]
+
+    def window(self, document: int, first: int, length: int) -> TokenArray:
+        """`length` tokens of a document, from its token `first` on."""
+        start = int(self.offsets[document : document + 1][0]) + first
+        return self.tokens[start : start + length]
 
     def token_counts(self, vocab_size: int) -> Int64[np.ndarray, "vocab"]:
         """How often each token occurs, separators included."""

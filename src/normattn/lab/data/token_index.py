@@ -86,16 +86,10 @@ class TokenIndex(Settings):
         )
 
     def split(self, folder: Path, name: SplitName) -> TokenSplit:
-        """One split of a complete folder, memory-mapped."""
-        tokens, *others = self.columns(name)
-        shards = TokenShards(tokens.paths(folder), tokens.dtype, tokens.length, tokens.shard_length)
-        offsets, names, name_ends = (_mapped(column, folder) for column in others)
+        """One split of a complete folder; what is asked for is read then."""
+        tokens, offsets, names, name_ends = (
+            TokenShards(column.paths(folder), column.dtype, column.length, column.shard_length)
+            for column in self.columns(name)
+        )
         packed = PackedNames(names, name_ends)
-        return TokenSplit(name, shards, offsets, packed, self.splits[name].text_bytes)
-
-
-def _mapped(column: Column, folder: Path) -> np.ndarray:
-    """The only file of a column as a memory-mapped array."""
-    if column.length == 0:  # an empty file cannot be mapped
-        return np.zeros(0, column.dtype)
-    return np.asarray(np.memmap(column.paths(folder)[0], dtype=column.dtype, mode="r"))
+        return TokenSplit(name, tokens, offsets, packed, self.splits[name].text_bytes)

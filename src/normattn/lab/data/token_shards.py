@@ -1,31 +1,30 @@
-"""A sequence of tokens in several memory-mapped files, read as one."""
+"""A sequence of tokens in several files, read as one."""
 
 from __future__ import annotations
 
-import mmap
 import os
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
-from jaxtyping import Int64
 
 from normattn.errors import InputError
 from normattn.files import open_file
 
 MOST_OPEN = 256
-"""Shards mapped at a time: every one takes a file handle, of which a process may have 1,024."""
+"""Files open at a time, of the 1,024 that a process may have."""
 _PART_BYTES = 1 << 22
 
 
 class TokenShards:
     """`length` values of `dtype` in `paths`: each file but the last holds `shard_length` of them.
 
-    A slice, and what `take` gathers, may cross the borders of files. A file is mapped when
-    something in it is first asked for, and of its pages only those are read: the system is told not
-    to read ahead (MADV_RANDOM). Raises `InputError`, naming the file, where one is gone or has
+    A slice may cross the borders of files. Only what a slice holds is read, by position: a file
+    that is cut meanwhile is named in an `InputError`, where reading it through a memory mapping
+    would end the process (SIGBUS). Raises `InputError`, naming the file, where one is gone or has
     another size than it must have.
     """
 
@@ -36,7 +35,7 @@ class TokenShards:
         self._paths = tuple(paths)
         self._length = length
         self._shard_length = shard_length
-        self._mapped: dict[int, np.ndarray] = {}
+        self._open: OrderedDict[int, tuple[BinaryIO, ExitStack]] = OrderedDict()
 
     def __len__(self) -> int:
         return self._length
@@ -44,74 +43,47 @@ class TokenShards:
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenShards, (self._paths, self.dtype, self._length, self._shard_length)
 
-    @property
-    def mapped(self) -> frozenset[int]:
-        """The numbers of the files that are mapped."""
-        return frozenset(self._mapped)
-
     def __getitem__(self, index: slice) -> np.ndarray:
-        """The values of a slice without a step: a view inside one file, a copy across borders."""
+        """The values of a slice without a step, as a new array."""
         start, stop, step = index.indices(self._length)
         if step != 1:
             raise ValueError(f"a slice of shards has no step, got {step}")
         size = self._shard_length
-        numbers = range(start // size, -(-stop // size)) if start < stop else ()
+        numbers = range(start // size, -(-stop // size)) if start < stop else range(0)
         parts = [
-            self._shard(number)[max(0, start - number * size) : stop - number * size]
-            for number in numbers
+            self._read(n, max(0, start - n * size), min(size, stop - n * size)) for n in numbers
         ]
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate([np.zeros(0, self.dtype), *parts])
-
-    def take(self, index: Int64[np.ndarray, "*shape"]) -> np.ndarray:
-        """The values at `index`, in its shape; `IndexError` for one that is not there."""
-        flat = index.ravel()
-        if len(flat) and not 0 <= flat.min() <= flat.max() < self._length:
-            raise IndexError(f"of {self._length:,} values, got {flat.min():,} … {flat.max():,}")
-        if len(self._paths) == 1 or not len(flat):
-            return self._shard(0).take(index)
-        numbers = flat // self._shard_length
-        # A window stands in one file, or two: there are hardly more runs than windows.
-        borders = np.flatnonzero(np.diff(numbers)) + 1
-        values = np.empty(flat.shape, self.dtype)
-        for start, stop in pairwise([0, *borders.tolist(), len(flat)]):
-            number = int(numbers[start])
-            inside = flat[start:stop] - number * self._shard_length
-            values[start:stop] = self._shard(number).take(inside)
-        return values.reshape(index.shape)
+        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.dtype), *parts])
 
     def parts(self) -> Iterator[np.ndarray]:
-        """All values from first to last, 4 MiB at a time: read, not mapped."""
-        for number, path in enumerate(self._paths):
-            with open_file(path) as file:
-                self._check(number, os.fstat(file.fileno()).st_size)
-                while raw := file.read(_PART_BYTES):
-                    yield np.frombuffer(raw, self.dtype)
+        """All values from first to last, 4 MiB at a time."""
+        step = _PART_BYTES // self.dtype.itemsize
+        for start in range(0, self._length, step):
+            yield self[start : start + step]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Everything at once, which may be more than the memory holds."""
-        values: np.ndarray = np.asarray(self[:], dtype)
-        return values.copy() if copy else values
+        return np.asarray(self[:], dtype)
 
-    def _shard(self, number: int) -> np.ndarray:
-        shard = self._mapped.get(number)
-        if shard is None:
-            if len(self._mapped) >= MOST_OPEN:
-                del self._mapped[next(iter(self._mapped))]
-            shard = self._mapped[number] = self._map(number)
-        return shard
-
-    def _map(self, number: int) -> np.ndarray:
-        with open_file(self._paths[number]) as file:
-            size = os.fstat(file.fileno()).st_size
-            self._check(number, size)
-            if size == 0:  # an empty file cannot be mapped
-                return np.zeros(0, self.dtype)
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_RANDOM"):
-            content.madvise(mmap.MADV_RANDOM)
+    def _read(self, number: int, start: int, stop: int) -> np.ndarray:
+        """Values `start` … `stop` of one file."""
+        file, width = self._file(number), self.dtype.itemsize
+        content = _read_at(file, start * width, (stop - start) * width)
+        if len(content) != (stop - start) * width:
+            self._check(number, os.fstat(file.fileno()).st_size)
         return np.frombuffer(content, self.dtype)
+
+    def _file(self, number: int) -> BinaryIO:
+        """The open file of a shard; the one that was used least lately makes room for it."""
+        if number not in self._open:
+            if len(self._open) >= MOST_OPEN:
+                self._open.popitem(last=False)[1][1].close()
+            with ExitStack() as stack:
+                file = stack.enter_context(open_file(self._paths[number]))
+                self._check(number, os.fstat(file.fileno()).st_size)
+                self._open[number] = file, stack.pop_all()
+        self._open.move_to_end(number)
+        return self._open[number][0]
 
     def _check(self, number: int, size: int) -> None:
         rest = self._length - number * self._shard_length
@@ -121,3 +93,10 @@ class TokenShards:
                 f"{self._paths[number]} has {size:,} bytes instead of {expected:,}: these cached "
                 "tokens are damaged; rerun the command to make them again"
             )
+
+
+def _read_at(file: BinaryIO, position: int, size: int) -> bytes:
+    if hasattr(os, "pread"):  # leaves alone the file's own position, which forked processes share
+        return os.pread(file.fileno(), size, position)
+    file.seek(position)
+    return file.read(size)

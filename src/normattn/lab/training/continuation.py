@@ -8,6 +8,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, Field
 
 from normattn.errors import InputError
+from normattn.files import expanded
 from normattn.lab.data import TokenData
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.training.corpus_record import TOKENISER_FILE
@@ -73,7 +74,7 @@ def refuse_other_tokeniser(continued: Continuation | None, data: TokenData) -> N
     """
     if continued is None:
         return
-    start = Path(continued.start)
+    start = expanded(continued.start)
     run = start.parent.parent if start.parent.name == KEPT else start.parent
     left = run / TOKENISER_FILE
     if not left.is_file():
@@ -114,7 +115,7 @@ AnyModel = TypeVar("AnyModel", CausalLM, MaskedLM)
 
 
 def _saved(kind: type[AnyModel], continued: Continuation, expected: BaseModel) -> AnyModel:
-    start = Path(continued.start)
+    start = expanded(continued.start)
     weights = Continuation.of(start).weights
     if weights != continued.weights:
         raise InputError(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from normattn.errors import InputError
+from normattn.files import expanded
 from normattn.kernels.calibration import Way
 from normattn.lab.training.config_files import explain, read_settings, refuse_unknown
 from normattn.lab.training.optimisers.config import AdamWConfig, OptimiserConfig
@@ -147,7 +148,7 @@ class LoopConfig(Settings):
     @classmethod
     def load(cls: type[Config], path: Path | str) -> Config:
         """Read a .json or .toml file, or the config.json of a run."""
-        return cls.parse(read_settings(Path(path)), str(path))  # type: ignore[attr-defined,no-any-return]
+        return cls.parse(read_settings(expanded(path)), str(path))  # type: ignore[attr-defined,no-any-return]
 
 
 def _renamed(values: Any) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 from normattn.errors import InputError, library
@@ -13,6 +15,7 @@ from normattn.lab.data.corpora.corpus import CORPORA, Corpus, Document
 from normattn.lab.data.sources import address, take_options
 
 _PREFIX = "hf:"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @CORPORA.register
@@ -20,8 +23,10 @@ _PREFIX = "hf:"
 class HubCorpus(Corpus):
     """`hf:NAME[?config=..&split=train&field=text&revision=..]`; a row is a document.
 
-    Needs the `datasets` library (extra `data`) and a network. Pin a `revision` to be sure that
-    the text stays the same: the fingerprint is the address, not the text.
+    Needs the `datasets` library (extra `data`) and a network. The text is that of one commit: of
+    `revision` where that is a commit, else of the newest one of that branch (default: the main
+    one). The commit is part of the fingerprint and of the sources, so a dataset that changed on
+    the hub is another text, never an old one from the cache.
     """
 
     name: str
@@ -51,8 +56,12 @@ class HubCorpus(Corpus):
         return capped(self._rows(), limit)
 
     def fingerprint(self) -> str:
-        """Hash of the address."""
-        return hashlib.sha256(str(self).encode()).hexdigest()
+        """Hash of the address and of the commit, which is looked up on the hub."""
+        return hashlib.sha256(f"{self} {self._commit()}".encode()).hexdigest()
+
+    def sources(self) -> dict[str, str]:
+        """The commit of the dataset."""
+        return {_PREFIX + self.name: self._commit()}
 
     def total_bytes(self) -> int | None:
         """Not known."""
@@ -67,11 +76,23 @@ class HubCorpus(Corpus):
             revision=self.revision,
         )
 
+    def _commit(self) -> str:
+        if self.revision is not None and _COMMIT.fullmatch(self.revision):
+            return self.revision
+        hub = library("huggingface_hub", self._lacking)
+        try:
+            return _newest_commit(hub, self.name, self.revision)
+        except Exception as error:  # whatever the hub's client raises, the user gets a sentence
+            raise self._failed(error, "; ?revision=COMMIT needs no look at the hub") from error
+
+    @property
+    def _lacking(self) -> str:
+        return f"corpus {str(self)!r} needs the datasets library: pip install 'normattn[data]'"
+
     def _rows(self) -> Iterator[Document]:
-        lacking = f"corpus {str(self)!r} needs the datasets library: pip install 'normattn[data]'"
-        load = library("datasets", lacking).load_dataset
+        load = library("datasets", self._lacking).load_dataset
         field = self.field or "text"
-        named = {"split": self.split or "train", "revision": self.revision}
+        named = {"split": self.split or "train", "revision": self._commit()}
         try:
             rows = load(self.name, self.config, **named, streaming=True)
             for number, row in enumerate(rows):
@@ -81,11 +102,11 @@ class HubCorpus(Corpus):
         except Exception as error:  # whatever the hub's client raises, the user gets a sentence
             raise self._failed(error) from error
 
-    def _failed(self, error: Exception) -> InputError:
+    def _failed(self, error: Exception, more: str = "") -> InputError:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return InputError(
             f"corpus {str(self)!r} cannot be read from the hub: {reason}; check its name, config "
-            "and split and the network, or give a local file"
+            f"and split and the network, or give a local file{more}"
         )
 
     def _text(self, row: Mapping[str, Any], number: int, field: str) -> str:
@@ -102,3 +123,9 @@ class HubCorpus(Corpus):
                 f"corpus {str(self)!r}, row {number}: field {field!r} is not text but a {kind}"
             )
         return text
+
+
+@cache
+def _newest_commit(hub: Any, name: str, revision: str | None) -> str:
+    """The commit of a branch or tag; asked for once, so that one process reads one text."""
+    return str(hub.HfApi().dataset_info(name, revision=revision).sha)

@@ -37,8 +37,13 @@ class ImageBatches:
         """Part `share` of `shares` of the batch of `step` (from 1): images and labels.
 
         Images are float32 (rows, C, H, W) in −1 … 1. The shares' rows, in order, are the rows of
-        the one batch.
+        the one batch. Raises `InputError` when the batch does not divide into so many shares.
         """
+        if self.batch_size % shares or not 0 <= share < shares:
+            raise InputError(
+                f"a batch of {self.batch_size} images does not divide into {shares} shares "
+                f"(share {share}); take a multiple of {shares}"
+            )
         rows = self.batch_size // shares
         chosen = self._chosen((step - 1) * self.batch_size + share * rows, rows)
         pixels = self.split.pixels[chosen]

@@ -6,15 +6,19 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
+from jaxtyping import UInt8
 
 from normattn.errors import InputError
 from normattn.files import open_file
 from normattn.lab.data.corpora.reading import open_bytes
 from normattn.lab.data.images.source import RawImages, RawPart, part_of
 from normattn.lab.data.splits import SplitName
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 # The names that Keras's, MedMNIST's and plain files give their arrays.
 _ARRAYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
@@ -129,8 +133,7 @@ def read_classes(folder: Path) -> RawImages:
     images = []
     for path in paths:
         with _opened(path, "an image") as file, Image.open(file) as image:
-            grey = image.mode in ("1", "L", "I;16", "LA")
-            images.append(np.asarray(image.convert("L" if grey else "RGB")))
+            images.append(_bytes_of(image))
         if images[-1].shape != images[0].shape:
             raise InputError(
                 f"{path} is {images[-1].shape}, but {paths[0]} is {images[0].shape}; all images "
@@ -140,6 +143,16 @@ def read_classes(folder: Path) -> RawImages:
     part = part_of(np.stack(images), labels, str(folder))
     names = tuple(path.relative_to(folder).as_posix() for path in paths)
     return RawImages({"all": RawPart(part.pixels, part.labels, names)}, class_names)
+
+
+def _bytes_of(image: Image.Image) -> UInt8[np.ndarray, "h w *c"]:
+    """The pixels from 0 to 255: grey (H, W), colours (H, W, 3); transparency is left out.
+
+    Of 16 bits, 0 … 65,535 become 0 … 255: Pillow's own conversion would cut off all above 255.
+    """
+    if image.mode.startswith("I"):
+        return np.rint(np.asarray(image, dtype=np.float64) / 257).astype(np.uint8)
+    return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
 
 
 @contextmanager

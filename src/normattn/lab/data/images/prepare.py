@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
 from normattn.errors import InputError
+from normattn.files import expanded
 from normattn.lab.data.images.config import ImageDataConfig
 from normattn.lab.data.images.files import read_path
 from normattn.lab.data.images.image_data import ImageData, ImageShape, ImageSplit
@@ -56,7 +56,7 @@ def _read_package(name: str) -> RawImages:
 
 
 def _read(source: str) -> RawImages:
-    return _read_package(source) if source in PACKAGED else read_path(Path(source))
+    return _read_package(source) if source in PACKAGED else read_path(expanded(source))
 
 
 def _chosen(

@@ -61,9 +61,10 @@ class RelationBatches:
         All parts of a batch are padded to the length of its longest document. Raises `InputError`
         when the batch does not divide into so many shares.
         """
-        if self.batch_size % shares:
+        if self.batch_size % shares or not 0 <= share < shares:
             raise InputError(
-                f"a batch of {self.batch_size} documents does not divide into {shares} parts"
+                f"a batch of {self.batch_size} documents does not divide into {shares} shares "
+                f"(share {share}); take a multiple of {shares}"
             )
         epoch, position = divmod(step - 1, self.per_epoch)
         chosen = self._epoch(epoch)[position]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from normattn.lab.data.relations.config import RelationConfig
 from normattn.lab.data.relations.documents import RELATIONS, RelationCorpus, RelationSource
 from normattn.lab.data.relations.word_pieces import WordPieces, train_word_pieces
 from normattn.lab.data.sources import take_options
-from normattn.lab.data.splits import SPLITS, SplitName
+from normattn.lab.data.splits import SPLITS, SplitName, Splits
 from normattn.structured import read_object
 
 FORMAT = 1
@@ -48,28 +48,18 @@ class RelationSplit:
 
 
 @dataclass(frozen=True)
-class RelationData:
+class RelationData(Splits[RelationSplit]):
     """A relation corpus as word pieces: three splits, the names of the labels, the padding's id.
 
     `vocab_size` is the configured size, which a model needs; `pieces` is the vocabulary, which may
     have fewer entries. `fingerprint` is a hash of the splits' pieces and labels themselves.
     """
 
-    splits: Mapping[SplitName, RelationSplit]
     labels: tuple[str, ...]
     pad: int
     vocab_size: int
     pieces: WordPieces = field(compare=False)
     fingerprint: str
-
-    @property
-    def train(self) -> RelationSplit:
-        """What a model is trained on."""
-        return self.splits["train"]
-
-    def split(self, name: SplitName) -> RelationSplit:
-        """The split called `name`."""
-        return self.splits[name]
 
 
 def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> RelationData:
@@ -176,7 +166,9 @@ def _load(folder: Path, config: RelationConfig) -> RelationData:
     digests = cache.manifest(folder)
     made_of = [digests[name] for name in (_ABOUT, *(f"{split}.json" for split in SPLITS))]
     return RelationData(
-        splits=splits,
+        train=splits["train"],
+        validation=splits["validation"],
+        test=splits["test"],
         labels=tuple(about["labels"]),
         pad=about["pad"],
         vocab_size=config.vocab_size,

@@ -196,7 +196,7 @@ def _describe(cell: Cell, data: RelationData) -> list[str]:
     config = cell.training_config
     assert isinstance(config, ClassificationConfig)
     cell.workload.check(config, data, config.accumulate)
-    counts = " / ".join(f"{len(split):,}" for split in data.splits.values())
+    counts = " / ".join(f"{len(split):,}" for split in data)
     trained = {tuple(tokens) for tokens in data.train.tokens}
     again = sum(tuple(tokens) in trained for tokens in data.split("test").tokens)
     known = "learned from the training split" if config.data.vocabulary is None else "given"
@@ -204,7 +204,7 @@ def _describe(cell: Cell, data: RelationData) -> list[str]:
         f"corpus {config.data.corpus}: {counts} documents to train, tune and test on, "
         f"{len(data.labels)} labels; {data.pieces.vocab_size:,} word pieces, {known}"
     ]
-    cut = sum(split.cut for split in data.splits.values())
+    cut = sum(split.cut for split in data)
     if cut:
         lines.append(f"{cut:,} documents are cut behind {config.data.max_tokens} word pieces")
     if again:
