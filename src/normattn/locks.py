@@ -1,23 +1,36 @@
 """Locks between processes, held by the operating system: they end with their holder, even killed.
 
-The file of a lock stays where it is (removing it would let two processes lock two files of one
-name) and holds the process id of the last holder and its host, which may be another one.
+The file of a lock stays where it is: removing it would let two processes lock two files of one
+name. It holds the process id and the host of the last holder, and, where that is a worker that ends
+with the process that started it, that process's id.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from filelock import FileLock, Timeout
 
 from normattn.atomic import explain_os_errors
 from normattn.errors import InputError
+from normattn.stopping import watched_parent
 
 FOREVER = -1.0
+KILLED_SECONDS = 1.0
+"""A killed process holds its locks until the system has taken it apart."""
+ENDING_SECONDS = 60.0
+"""How long a holder is waited for that has lost the process that started it."""
+_POLL_SECONDS = 0.05
+_HOLDER = re.compile(r"(?P<process>\d+)(?: on (?P<host>.*))?(?:\nstarted by (?P<parent>\d+))?")
 
 
 class InUseError(InputError):
@@ -28,31 +41,88 @@ class InUseError(InputError):
         super().__init__(f"{file} is held by process {holder}")
 
 
+@dataclass(frozen=True)
+class _Holder:
+    """The process that last wrote its name into a lock's file."""
+
+    name: str
+    process: int | None = None
+    host: str | None = None
+    parent: int | None = None
+
+    @classmethod
+    def of(cls, file: Path) -> _Holder:
+        """What stands in the file; of another form it is a name and nothing more."""
+        try:
+            text = file.read_text(errors="replace").strip()
+        except OSError:
+            return cls("unknown")
+        found = _HOLDER.fullmatch(text)
+        if found is None:
+            return cls(text[:80] or "unknown")
+        parent = found["parent"]
+        return cls(
+            text.partition("\n")[0][:80],
+            int(found["process"]),
+            found["host"],
+            None if parent is None else int(parent),
+        )
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is a process of this host that was killed, or has lost its parent."""
+        if self.process is None or self.host != platform.node():
+            return False
+        try:
+            process = psutil.Process(self.process)
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return True
+            return self.parent is not None and process.ppid() != self.parent
+        except psutil.NoSuchProcess:
+            return True
+
+
 @contextmanager
 def locked(file: Path, seconds: float = FOREVER) -> Iterator[None]:
     """Hold the lock `file`, made with its folder where it is absent.
 
-    Waits up to `seconds` (0: not at all) for another holder. Raises `InUseError` when it is still
-    held then, and `InputError` where it cannot be made or the file system has no locks: a marker
-    that outlives a killed holder is no substitute.
+    Waits up to `seconds` (0: not at all) for another holder. One that is about to end, because it
+    or the process that started it was killed, is waited for in any case, and stderr says so.
+    Raises `InUseError` when the lock is still held then, and `InputError` where it cannot be made
+    or the file system has no locks: a marker that outlives a killed holder is no substitute.
     """
     lock = FileLock(file, mode=0o644, fallback_to_soft=False)
     with explain_os_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=seconds)
-        except Timeout as error:
-            raise InUseError(file, _holder(file)) from error
+        _acquire(lock, file, seconds)
     try:
         with explain_os_errors(file):
-            file.write_text(f"{os.getpid()} on {platform.node()}\n")
+            parent = watched_parent()
+            started = "" if parent is None else f"started by {parent}\n"
+            file.write_text(f"{os.getpid()} on {platform.node()}\n{started}")
         yield
     finally:
         lock.release()
 
 
-def _holder(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace").strip()[:80] or "unknown"
-    except OSError:
-        return "unknown"
+def _acquire(lock: FileLock, file: Path, seconds: float) -> None:
+    """Take the lock; `InUseError` where another process keeps it."""
+    if seconds == FOREVER:
+        lock.acquire()
+        return
+    begun, patience, told = time.monotonic(), max(seconds, KILLED_SECONDS), False
+    while True:
+        try:
+            lock.acquire(timeout=_POLL_SECONDS, poll_interval=_POLL_SECONDS)
+            return
+        except Timeout as error:
+            holder = _Holder.of(file)
+            if holder.is_ending and not told:
+                told, patience = True, max(seconds, ENDING_SECONDS)
+                print(
+                    f"normattn: waiting for process {holder.name} to end: it was at work in "
+                    f"{file.parent} when it, or the command that started it, was killed",
+                    file=sys.stderr,
+                )
+            if time.monotonic() - begun > patience:
+                raise InUseError(file, holder.name) from error

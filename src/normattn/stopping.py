@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ STOPPED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.02
+_PR_SET_PDEATHSIG = 1
+_parent: int | None = None
 
 
 class Stopped(BaseException):
@@ -49,6 +52,46 @@ def run_stoppable(command: Callable[[], None]) -> None:
 def asked_to_stop() -> bool:
     """Whether a signal came to the guard: an error after that is the stop's doing."""
     return _guard.by is not None
+
+
+def stop_with_parent(parent: int, poll: float = 0.5) -> None:
+    """Have this process get SIGTERM, so that it saves its state, once `parent` has ended.
+
+    A parent that was killed cannot tell its children. On Linux the system does, at once (its
+    PR_SET_PDEATHSIG, which goes by the thread that started this process: it must wait for it);
+    elsewhere a thread looks every `poll` seconds.
+    """
+    global _parent
+    _parent = parent
+    if _system_tells():
+        # The parent may have ended before the system was asked.
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(poll)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+def watched_parent() -> int | None:
+    """The process with which this one ends, if there is one."""
+    return _parent
+
+
+def _system_tells() -> bool:
+    """Ask Linux for a SIGTERM when the parent ends; False where the system has no such thing."""
+    if not sys.platform.startswith("linux"):
+        return False
+    import ctypes  # Only workers need it.
+
+    try:
+        return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) == 0)
+    except (OSError, AttributeError):
+        return False
 
 
 class HandledElsewhere:

@@ -169,6 +169,61 @@ def test_a_second_process_is_refused_while_the_first_writes(tmp_path: Path) -> N
         pass
 
 
+HOLDS = """
+import signal, sys, time
+from pathlib import Path
+from normattn.locks import locked
+from normattn.stopping import stop_with_parent
+
+def save(*_):
+    time.sleep({saves})
+    sys.exit()
+
+signal.signal(signal.SIGTERM, save)
+if len(sys.argv) > 2:
+    stop_with_parent(int(sys.argv[2]))
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+STARTS = """
+import os, subprocess, sys
+subprocess.run([sys.executable, "-c", sys.argv[2], sys.argv[1], str(os.getpid())])
+"""
+
+
+@pytest.mark.parametrize("orphaned", [False, True])
+def test_a_killed_command_is_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], orphaned: bool
+) -> None:
+    run = open_run(tmp_path)
+    holds = HOLDS.format(saves=1.5)
+    program = (
+        [STARTS, str(tmp_path / ".lock"), holds] if orphaned else [holds, str(run.path / ".lock")]
+    )
+    with subprocess.Popen([sys.executable, "-c", *program], stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == b"held\n"
+        command.kill()  # And nobody waits for it before the next command comes.
+        with run.lock():
+            pass
+    # The orphan saves its state first, and whoever waits for it says so.
+    assert not orphaned or "waiting for process" in capfd.readouterr().err
+
+
+def test_a_worker_whose_command_is_alive_is_not_waited_for(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    program = [STARTS, str(tmp_path / ".lock"), HOLDS.format(saves=0.0)]
+    with subprocess.Popen([sys.executable, "-c", *program], stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == b"held\n"
+        with pytest.raises(InputError, match="in use by process"), run.lock():
+            pass
+        command.kill()
+    with run.lock():
+        pass
+
+
 def test_the_lock_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (tmp_path / ".status.json.abc").write_text("{")

@@ -104,16 +104,18 @@ def test_a_signal_lets_children_save_and_is_raised(tmp_path: Path, number: signa
 WATCHES = """
 import sys, time
 sys.path[:0] = {path!r}
-from normattn.lab.sweep.launch.child import watch_parent
-watch_parent(int(sys.argv[1]), poll=0.05)
+sys.platform = {platform!r}
+from normattn.stopping import stop_with_parent
+stop_with_parent(int(sys.argv[1]), poll=0.05)
 print("ready", flush=True)
 time.sleep(30)
 """
 
 
-def test_children_of_a_killed_parent_stop_by_themselves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("platform", [sys.platform, "another"])
+def test_children_of_a_killed_parent_stop_by_themselves(tmp_path: Path, platform: str) -> None:
     child = tmp_path / "child.py"
-    child.write_text(WATCHES.format(path=sys.path))
+    child.write_text(WATCHES.format(path=sys.path, platform=platform))
     parent = tmp_path / "parent.py"
     parent.write_text(
         "import os, subprocess, sys\n"

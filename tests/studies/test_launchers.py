@@ -35,8 +35,8 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 BYTES = 80 << 20
 WATCHES_ITS_PARENT = """
 import sys
-from normattn.lab.sweep.launch.child import watch_parent
-watch_parent(int(sys.argv[-1]))
+from normattn.stopping import stop_with_parent
+stop_with_parent(int(sys.argv[-1]))
 """
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from normattn.errors import DivergedError, InputError
 from normattn.kernels.calibration import using
 from normattn.lab.stats import frame
-from normattn.lab.sweep.launch.child import watch_parent
 from normattn.lab.sweep.launch.seam import DIVERGED, FINISHED
 from normattn.lab.sweep.layout import CellPaths, note_progress, write_if_changed
 from normattn.lab.sweep.stages import Note
 from normattn.lab.sweep.study import Cell, Study, diverged
 from normattn.locks import InUseError, locked
+from normattn.stopping import stop_with_parent
 from normattn.structured import read_object
 
 PROGRESS_SECONDS = 0.5
@@ -31,7 +31,7 @@ def run_cell(job: Path, study: Study, parent: int = 0) -> int:
     none). Stopped, training leaves a checkpoint, and evaluations are whole or absent.
     """
     if parent:
-        watch_parent(parent)
+        stop_with_parent(parent)
     paths = CellPaths.of_job(job)
     cell = read_cell(paths.settings, study)
     with _only_one(paths.lock), using(cell.training_config.kernels):

@@ -12,11 +12,11 @@ import torch
 
 from normattn.kernels.calibration import using
 from normattn.lab.sweep.cell import read_cell
-from normattn.lab.sweep.launch.child import watch_parent
 from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.study import Cell, Study
 from normattn.lab.training.distribution import choose_device, world
 from normattn.lab.training.step import Stepper
+from normattn.stopping import stop_with_parent
 
 SECONDS = 1.5
 
@@ -30,7 +30,7 @@ def measure_cell(job: Path, study: Study, parent: int = 0) -> None:
     third of its training.
     """
     if parent:
-        watch_parent(parent)
+        stop_with_parent(parent)
     cell = read_cell(CellPaths.of_job(job).settings, study)
     with using(cell.training_config.kernels):
         print(json.dumps(rates(cell)))

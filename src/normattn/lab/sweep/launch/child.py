@@ -143,18 +143,3 @@ def _interruptions() -> Iterator[list[int]]:
         yield heard
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def watch_parent(parent: int, poll: float = 0.5) -> None:
-    """Stop this process by SIGTERM (so that it saves its state) once `parent` is no more.
-
-    A parent that was killed cannot tell its children; each looks for itself. It is a process of
-    this host, whatever launched the sweep: under a scheduler, the one that the scheduler started.
-    """
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(poll)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
