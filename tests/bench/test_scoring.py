@@ -11,7 +11,7 @@ from normattn.bench.training import BATCHES, MODELS, PresetName
 from normattn.lab.stats.frame import joined
 from normattn.lab.sweep.measuring import set_lengths
 from normattn.lab.sweep.presets import load
-from normattn.models.accounting import flops_per_token
+from normattn.models.flops import flops_per_token
 
 
 @pytest.mark.parametrize("name", MODELS)

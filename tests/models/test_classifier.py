@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.models.accounting import parameter_count
 from normattn.models.classifier import Classifier
 from normattn.models.classifier_config import ClassifierConfig
+from normattn.models.flops import parameter_count
 from normattn.models.pretrained import load_as, save_model
 
 

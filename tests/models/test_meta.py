@@ -14,7 +14,7 @@ from normattn.models.meta import on_meta
 _COUNTS = """
 import sys
 from normattn.models import CausalLM, CausalLMConfig
-from normattn.models.accounting import parameter_count
+from normattn.models.flops import parameter_count
 from normattn.models.pretrained import load_model, save_model
 
 config = CausalLMConfig(vocab_size=32, dim=16, layers=1, heads=2, train_length=8)

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.layers.placement import DeepNorm, ReZero
+from normattn.models.flops import parameter_count, translator_flops
 from normattn.models.pretrained import load_as, save_model
 from normattn.models.translator import Translator
-from normattn.models.translator_accounting import translator_flops, translator_parameter_count
 from normattn.models.translator_config import TranslatorConfig
 
 from .torch_transformer import transformer
@@ -250,8 +250,8 @@ def test_what_it_costs(changes: dict[str, Any]) -> None:
     own, across, forward = 16 * (16 + 2 * kv) + 16 * 16, 16 * (32 + 2 * kv), 2 * 16 * 40
     blocks = 2 * (own + forward) + 3 * (own + across + forward)
     words = VOCABULARY * 16 if config.shared_vocabulary else (VOCABULARY + 2 * 30) * 16
-    assert translator_parameter_count(config) == blocks + words
-    assert translator_parameter_count(Translator(config)) == blocks + words
+    assert parameter_count(config) == blocks + words
+    assert parameter_count(Translator(config)) == blocks + words
     s, t = 7, 5
     flops = translator_flops(config, s, t)
     source_side = 2 * s * (2 * (own + forward) + 3 * 16 * 2 * kv)

@@ -88,7 +88,7 @@ def test_what_a_step_adds_grows_with_rows_layers_and_length() -> None:
 def test_work_is_the_model_s_products() -> None:
     """The products with weights are as counted by hand; attention's are more, in whole tiles."""
     config = _config()
-    from normattn.models.accounting import flops_per_token
+    from normattn.models.flops import flops_per_token
 
     flops = sum(work.flops * times for work, times in dry_step(config).work.items())
     tokens = config.batch_size * config.sequence_length

@@ -15,8 +15,9 @@ from normattn.lab.data.images import ImageBatches, prepare_images
 from normattn.lab.training import StepReport
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.vision import VisionTrainingConfig, VisionWorkload, train_vision
+from normattn.models.flops import flops_per_image
 from normattn.models.pretrained import load_as
-from normattn.models.vision_transformer import VisionTransformer, flops_per_image
+from normattn.models.vision_transformer import VisionTransformer
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from normattn.lab.training.counting import Counting
 from normattn.lab.training.dry_step import dry_step
 from normattn.lab.training.work import Touch, Work
-from normattn.models.accounting import flops_per_token
+from normattn.models.flops import flops_per_token
 
 from .settings import small
 

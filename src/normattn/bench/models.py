@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from normattn.bench.case import Work
 from normattn.lab.runs.timing import Step
-from normattn.models.accounting import flops_per_token
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
+from normattn.models.flops import flops_per_token
 from normattn.score import ScoreSpec
 
 Family = Literal["normattn", "x-transformers", "transformers"]

@@ -21,8 +21,8 @@ from normattn.lab.data.evaluation_sets import (
 )
 from normattn.lab.evaluation import evaluate_run
 from normattn.lab.runs.timing import Step
-from normattn.models.accounting import flops_per_token
 from normattn.models.causal_lm import CausalLM
+from normattn.models.flops import flops_per_token
 
 # What every preset asks for, by the lengths and the protocols of `sweep.settings`; a test holds
 # them to those.

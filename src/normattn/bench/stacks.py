@@ -17,7 +17,7 @@ from normattn.bench.case import Work
 from normattn.kernels import Problem
 from normattn.lab.runs.timing import Step
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
-from normattn.models.accounting import stack_flops
+from normattn.models.flops import stack_flops
 from normattn.models.reading import Reading
 from normattn.models.stack import Blocks
 from normattn.models.stack_config import StackConfig

@@ -17,9 +17,9 @@ from normattn.lab.training.distribution import World
 from normattn.lab.training.loop_config import LoopConfig
 from normattn.lab.training.pages import keep_pages
 from normattn.lab.training.step import Stepper
-from normattn.models.accounting import flops_per_token
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
+from normattn.models.flops import flops_per_token
 
 PresetName = Literal["laptop", "workstation"]
 # The models of the presets and their batches; a test holds them to the presets.

@@ -14,7 +14,7 @@ from normattn import __version__
 from normattn.lab.report.markdown import aligned
 from normattn.lab.runs import RunDirectory, read_metrics
 from normattn.lab.training.loop_config import LoopConfig
-from normattn.models.accounting import parameter_count
+from normattn.models.flops import parameter_count
 
 _MODEL_FIELDS = ("score", "layers", "dim", "heads", "kv_heads", "block", "placement", "norm")
 _TRAINING_FIELDS = ("steps", "batch_size", "precision", "seed")

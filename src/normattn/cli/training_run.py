@@ -19,8 +19,8 @@ from normattn.lab.sweep.probes import diagnostics_probes
 from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.causal import CausalWorkload
 from normattn.lab.training.config_files import read_settings
-from normattn.models.accounting import flops_per_token, parameter_count
 from normattn.models.block_settings import without_foreign
+from normattn.models.flops import flops_per_token, parameter_count
 
 
 def train_or_plan(options: TrainOptions) -> None:

@@ -1,10 +1,10 @@
 """Whole models built from the layers, their costs and their files."""
 
-from normattn.models.accounting import Flops, flops_per_token, parameter_count
 from normattn.models.beam_search import Hypothesis, beam_search
 from normattn.models.cache import ModelCache
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
+from normattn.models.flops import Flops, flops_per_token, parameter_count
 from normattn.models.generation import Answer, generate
 from normattn.models.masked_config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.models.accounting import Flops, stack_flops
 from normattn.models.dropout import without_dropout
 from normattn.models.initialisation import initialise
 from normattn.models.reading import Reading
@@ -114,10 +113,3 @@ class VisionTransformer(nn.Module):
         if self.position is not None:
             x = x + self.position.weight
         return x if self.embedding_norm is None else self.embedding_norm(x)
-
-
-def flops_per_image(config: VisionConfig) -> Flops:
-    """FLOPs of one image, elementwise work left out."""
-    stack = stack_flops(config, config.tokens)
-    ends = 2.0 * config.dim * (config.patches * config.patch_size + config.classes)
-    return Flops(stack.weights * config.tokens + ends, stack.attention * config.tokens)

@@ -24,7 +24,7 @@ from normattn.lab.training.continuation import Continuation
 from normattn.lab.training.cost import Cost
 from normattn.lab.training.distribution import choose_device
 from normattn.lab.training.workload import kept_model
-from normattn.models.accounting import flops_per_token
+from normattn.models.flops import flops_per_token
 from normattn.models.pretrained import CONFIG_FILE, load_model
 
 AS_IS = "as is"

@@ -19,7 +19,7 @@ from normattn.lab.training.reports import TrainingResult
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.task import Task
 from normattn.lab.training.workload import Workload, rows_per_share, train_workload
-from normattn.models.accounting import flops_per_token, parameter_count
+from normattn.models.flops import flops_per_token, parameter_count
 
 
 class CausalTask:

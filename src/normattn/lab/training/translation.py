@@ -26,8 +26,8 @@ from normattn.lab.training.reports import TrainingResult
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.task import Task
 from normattn.lab.training.workload import Workload, train_workload
+from normattn.models.flops import parameter_count, translator_flops
 from normattn.models.translator import Translator
-from normattn.models.translator_accounting import translator_flops, translator_parameter_count
 from normattn.models.translator_config import TranslatorConfig
 from normattn.score import ScoreSpec
 
@@ -165,7 +165,7 @@ class TranslationWorkload(Workload[TranslationConfig, PairData]):
         return Cost(
             trained=round(pairs * NOMINAL_LENGTH),
             flops=pairs * flops,
-            parameters=translator_parameter_count(config.model),
+            parameters=parameter_count(config.model),
             kept=config.model.dim * config.model.layers,
         )
 

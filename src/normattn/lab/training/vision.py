@@ -26,9 +26,9 @@ from normattn.lab.training.reports import TrainingResult
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.vocabulary import check_batch
 from normattn.lab.training.workload import Workload, rows_per_share, train_workload
-from normattn.models.accounting import planned_parameters
+from normattn.models.flops import flops_per_image, planned_parameters
 from normattn.models.vision_config import VisionConfig
-from normattn.models.vision_transformer import VisionTransformer, flops_per_image
+from normattn.models.vision_transformer import VisionTransformer
 from normattn.score import ScoreSpec
 
 

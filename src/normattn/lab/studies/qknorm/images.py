@@ -22,9 +22,9 @@ from normattn.lab.sweep.stages import MeasureStage, Note, Stage, TrainStage
 from normattn.lab.training.cost import Cost
 from normattn.lab.training.distribution import choose_device
 from normattn.lab.training.vision import VisionTrainingConfig, VisionWorkload
-from normattn.models.accounting import parameter_count
+from normattn.models.flops import flops_per_image, parameter_count
 from normattn.models.pretrained import load_as
-from normattn.models.vision_transformer import VisionTransformer, flops_per_image
+from normattn.models.vision_transformer import VisionTransformer
 from normattn.score import ScoreSpec
 from normattn.score.folded_parts import RotaryPosition
 from normattn.score.grammar import read

@@ -26,7 +26,7 @@ from normattn.lab.training.cost import Cost
 from normattn.lab.training.distribution import choose_device
 from normattn.lab.training.masked import MaskedConfig
 from normattn.lab.training.seeds import derive_seed
-from normattn.models.accounting import planned_parameters, stack_flops
+from normattn.models.flops import planned_parameters, stack_flops
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_as
 

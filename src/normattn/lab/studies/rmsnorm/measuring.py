@@ -27,8 +27,8 @@ from normattn.lab.training.cost import Cost
 from normattn.lab.training.distribution import World, choose_device, world
 from normattn.lab.training.step import Stepper
 from normattn.lab.training.workload import MODEL
-from normattn.models.accounting import stack_flops
 from normattn.models.classifier import Classifier
+from normattn.models.flops import stack_flops
 from normattn.models.pretrained import load_as
 from normattn.structured import Settings
 

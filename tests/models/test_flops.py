@@ -9,9 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from normattn.errors import InputError
-from normattn.models.accounting import flops_per_token, parameter_count
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
+from normattn.models.flops import flops_per_token, parameter_count, visible_pairs
+from normattn.score import ScoreSpec
 
 CONFIGS: list[dict[str, Any]] = [
     {"heads": 4, "kv_heads": 2},
@@ -60,6 +61,53 @@ def test_attention_flops_count_the_causal_pairs(changes: dict[str, Any], pair: i
     assert flops.attention * 12 == 2 * 3 * pairs * pair
     assert flops.forward == flops.weights + flops.attention
     assert flops.training == 3 * flops.forward
+
+
+T, W = 32, 16
+CAUSAL_PAIRS = T * (T + 1) // 2
+WINDOW = W * (W + 1) // 2 + (T - W) * W
+
+
+@pytest.mark.parametrize(
+    ("score", "seen", "width"),
+    [
+        ("Baseline", CAUSAL_PAIRS, 2),
+        ("KNA-logn", CAUSAL_PAIRS, 2),
+        (f"Baseline-SlidingWindow(window={W})", WINDOW, 2),
+        # The first two tokens are seen by those whose window has left them.
+        (f"Baseline-StreamingLLM(window={W},sinks=2)", WINDOW + 1 + 2 * (T - W - 1), 2),
+        (f"Baseline-Chunked(size={W})", 2 * (W * (W + 1) // 2), 2),
+        ("Baseline-Chunked(size=12)", 2 * 78 + 36, 2),
+        ("Baseline-ReRoPE(window=4)", CAUSAL_PAIRS, 2),
+        ("Baseline-PoPE", CAUSAL_PAIRS, 3),  # Queries and keys are twice as wide, values are not.
+        ("Baseline-Differential", CAUSAL_PAIRS, 3),
+    ],
+)
+def test_attention_flops_count_what_the_score_sees(score: str, seen: int, width: int) -> None:
+    config = _config({"heads": 4, "score": score})
+    assert flops_per_token(config, T).attention * T == 2 * 3 * seen * width * 32
+
+
+def test_layers_of_different_scores_are_counted_apart() -> None:
+    config = _config({"heads": 4, "score": "Baseline-HWFA(window=4)"})
+    window = 4 * 5 // 2 + (T - 4) * 4
+    assert flops_per_token(config, T).attention * T == 2 * (2 * window + CAUSAL_PAIRS) * 2 * 32
+
+
+@pytest.mark.parametrize(
+    "score", ["Baseline", "Baseline-SlidingWindow(window=5)", "Baseline-Chunked(size=7)"]
+)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [1, 6, 21])
+def test_pairs_are_those_of_the_mask(score: str, causal: bool, length: int) -> None:
+    spec = ScoreSpec.parse(score, 16)
+    window, chunk = spec.visible[0] or length, spec.chunk or length
+    seen = sum(
+        (j <= i or not causal) and abs(i - j) < window and i // chunk == j // chunk
+        for i in range(length)
+        for j in range(length)
+    )
+    assert visible_pairs(spec, length, causal) == seen
 
 
 def test_a_length_below_one_is_refused() -> None:

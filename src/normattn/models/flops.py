@@ -1,0 +1,214 @@
+"""What models cost: parameters, and floating-point operations.
+
+A multiplication and an addition count as two operations. Elementwise work (norms, rotations,
+softmax, gates) is left out: it is linear in the width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from normattn.errors import InputError
+from normattn.layers.feed_forward import swiglu_hidden
+from normattn.models.causal_lm import CausalLM
+from normattn.models.config import CausalLMConfig
+from normattn.models.meta import on_meta
+from normattn.models.stack_config import StackConfig
+from normattn.models.translator import Translator
+from normattn.models.translator_config import TranslatorConfig
+from normattn.models.vision_config import VisionConfig
+from normattn.score import ScoreSpec
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations: of the matmuls with weights, and of attention.
+
+    `weights` include the head. `attention` counts the scores and the weighted values of the pairs
+    of a query and a key that the score lets see each other: causality, windows and chunks count,
+    packed documents and padding, which are the data's, do not.
+    """
+
+    weights: float
+    attention: float
+
+    @property
+    def forward(self) -> float:
+        """One forward pass."""
+        return self.weights + self.attention
+
+    @property
+    def training(self) -> float:
+        """Forward and backward: the gradients of both factors of each matmul, so three times."""
+        return 3 * self.forward
+
+
+def parameter_count(model: nn.Module | CausalLMConfig | TranslatorConfig) -> int:
+    """The number of learned numbers of a model, one that is used twice counted once.
+
+    Of a configuration, its model's; `planned_parameters` counts models of other classes.
+    """
+    if isinstance(model, CausalLMConfig):
+        return planned_parameters(CausalLM, model)
+    if isinstance(model, TranslatorConfig):
+        return planned_parameters(Translator, model)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@lru_cache(maxsize=256)
+def planned_parameters(model: Callable[[Any], nn.Module], config: Hashable) -> int:
+    """`parameter_count` of `model(config)`, built without memory (on torch's meta device).
+
+    A sweep asks for the same few configurations again and again: answers are remembered.
+    """
+    with on_meta():
+        return parameter_count(model(config))
+
+
+def flops_per_token(config: CausalLMConfig, length: int) -> Flops:
+    """FLOPs per token of `config`'s model on sequences of `length` tokens.
+
+    Raises `InputError` for a length below 1.
+    """
+    stack = stack_flops(config, length)
+    return Flops(stack.weights + 2.0 * config.vocab_size * config.dim, stack.attention)
+
+
+def flops_per_image(config: VisionConfig) -> Flops:
+    """FLOPs of one image."""
+    stack = stack_flops(config, config.tokens)
+    ends = 2.0 * config.dim * (config.patches * config.patch_size + config.classes)
+    return Flops(stack.weights * config.tokens + ends, stack.attention * config.tokens)
+
+
+def translator_flops(config: TranslatorConfig, source_length: int, target_length: int) -> Flops:
+    """FLOPs of one pair of sentences (`Flops` per pair, not per token), head and all.
+
+    The source's keys and values of the cross attention count once per source token, its queries
+    and outputs once per target token, its scores once per pair of tokens. Raises `InputError` for
+    a length below 1.
+    """
+    if min(source_length, target_length) < 1:
+        raise InputError(
+            f"FLOPs were asked for at lengths of {source_length} and {target_length}; both must be "
+            "at least 1"
+        )
+    decoder_config = config.decoder
+    layers = decoder_config.layers
+    encoder = stack_flops(config, source_length)
+    decoder = stack_flops(decoder_config, target_length)
+    width = config.heads * config.score_head_dim
+    kv_width = (config.kv_heads or config.heads) * config.score_head_dim
+    keys_and_values = 2 * layers * config.dim * 2 * kv_width
+    queries_and_head = 2 * layers * 2 * config.dim * width + 2 * config.target_size * config.dim
+    cross = sum(
+        _attention_flops(config, config.across.layer(layer, layers), target_length, source_length)
+        for layer in range(layers)
+    )
+    return Flops(
+        source_length * (encoder.weights + keys_and_values)
+        + target_length * (decoder.weights + queries_and_head),
+        source_length * encoder.attention + target_length * decoder.attention + cross,
+    )
+
+
+def stack_flops(config: StackConfig, length: int) -> Flops:
+    """FLOPs per token of a stack of blocks, without embedding and head.
+
+    Where the stack is not causal every token sees those after it too. Raises `InputError` for a
+    length below 1.
+    """
+    if length < 1:
+        raise InputError(f"FLOPs were asked for at a length of {length}; it must be at least 1")
+    if config.block == "gau":
+        value = config.expansion * config.dim
+        key_size = config.key_size * (1 + config.separate_qk)
+        matrices = config.dim * (2 * value + key_size) + value * config.dim
+        matrices += _gate_weights(config, 1, value)
+    else:
+        width = config.heads * config.score_head_dim
+        kv_width = (config.kv_heads or config.heads) * config.score_head_dim
+        matrices = config.dim * (width + 2 * kv_width) + width * config.dim
+        matrices += _feed_forward_weights(config)
+        matrices += _gate_weights(config, config.heads, config.score_head_dim)
+    attention = sum(
+        _attention_flops(config, config.score.layer(layer, config.layers), length)
+        for layer in range(config.layers)
+    )
+    return Flops(2.0 * config.layers * matrices, attention / length)
+
+
+def visible_pairs(score: ScoreSpec, length: int, causal: bool = True) -> int:
+    """How many pairs of a query and a key of `length` tokens see each other.
+
+    Key j is seen by query i where j ≤ i (causal), |i − j| < window or j < kept, ⌊i/c⌋ = ⌊j/c⌋.
+    """
+    window, kept = score.visible
+    chunk = length if score.chunk is None else score.chunk
+    pairs = 0
+    for start in range(0, length, chunk):
+        tokens = min(chunk, length - start)
+        if kept <= start and tokens == chunk:
+            # This chunk and all whole ones after it are alike.
+            whole = (length - start) // chunk
+            rest = length - start - whole * chunk
+            return pairs + whole * _band(tokens, window, causal) + _band(rest, window, causal)
+        pairs += _band(tokens, window, causal)
+        if window is not None:
+            # The first tokens, of those queries whose window has left them.
+            pairs += _triangle(tokens - window, max(0, min(kept - start, tokens)))
+    return pairs
+
+
+def _band(tokens: int, window: int | None, causal: bool) -> int:
+    """The pairs within a window: below the diagonal and on it, and above it unless causal."""
+    below = _triangle(tokens, tokens if window is None else window)
+    return below if causal else 2 * below - tokens
+
+
+def _triangle(rows: int, width: int) -> int:
+    """Σ min(m, width) over m = 1 … rows."""
+    if rows <= 0:
+        return 0
+    full = min(rows, width)
+    return full * (full + 1) // 2 + (rows - full) * width
+
+
+def _attention_flops(
+    config: StackConfig, score: ScoreSpec, queries: int, keys: int | None = None
+) -> float:
+    """Scores and weighted values of one layer; `keys` are those of another sequence."""
+    pairs = visible_pairs(score, queries, config.causal) if keys is None else queries * keys
+    heads, size = config.heads, config.score_head_dim
+    value = config.expansion * config.dim if config.block == "gau" else size
+    if score.difference is not None:
+        value *= 2  # Each head of a pair reads the values of both.
+    # A position may turn more features than come in.
+    position: Any = score.position
+    scored = max(size, position.rotated(size)) if position.rotary else size
+    flops = 2.0 * pairs * heads * (scored + value)
+    bias: Any = score.bias
+    if bias is not None and bias.name == "FIRE":
+        # A network of one hidden layer looks at every pair, with an output for each head.
+        flops += 2.0 * pairs * bias.width * (1 + heads)
+    elif bias is not None and bias.name == "CoPE":
+        flops += 2.0 * queries * heads * bias.positions * size
+    return flops
+
+
+def _gate_weights(config: StackConfig, heads: int, size: int) -> int:
+    """Weights of an output gate and of a forgetting gate, where the score has one."""
+    gate = config.score.gate
+    rows = 0 if gate is None else heads * (size if gate.per == "feature" else 1)
+    return config.dim * (rows + (heads if config.score.forgets else 0))
+
+
+def _feed_forward_weights(config: StackConfig) -> int:
+    if config.feed_forward == "swiglu":
+        return 3 * config.dim * (config.hidden or swiglu_hidden(config.dim))
+    return 2 * config.dim * (config.hidden or 4 * config.dim)
