@@ -131,3 +131,26 @@ def without_room(rank: int, out: Path) -> TrainingResult:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
     return go(rank, out, FSDP)
+
+
+def fail_on_main(rank: int, kind: type[BaseException]) -> tuple[str, str]:
+    """The error that each process gets where the first one's work raises `kind`."""
+
+    def fail() -> None:
+        raise kind("the disk is gone")
+
+    try:
+        World(rank, torch.distributed.get_world_size(), torch.device("cpu")).on_main(fail)
+    except BaseException as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def give_what_cannot_travel(rank: int) -> str:
+    """The error that each process gets where the first one's result cannot be sent."""
+    place = World(rank, torch.distributed.get_world_size(), torch.device("cpu"))
+    try:
+        place.on_main(lambda: lambda: None)
+    except Exception as error:
+        return str(error)
+    return "nothing"

@@ -18,6 +18,7 @@ from normattn.lab.runs import read_metrics, read_status
 from normattn.lab.training.distribution import choose_device
 from normattn.lab.training.loop import train
 
+from .group import fail_on_main, give_what_cannot_travel, together
 from .processes import TESTS, environment
 from .toy import ToyTask, config, open_run
 
@@ -76,6 +77,29 @@ def test_two_processes_follow_one_and_stop_together(tmp_path: Path) -> None:
     two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
     assert len(two) == STEPS
     assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        (InputError, "InputError"),
+        (KeyError, "RuntimeError"),
+        (KeyboardInterrupt, "RuntimeError"),
+    ],
+)
+def test_whatever_fails_on_the_first_process_fails_on_all(
+    kind: type[BaseException], others: str
+) -> None:
+    (own, said), (other, told) = together(2, fail_on_main, kind)
+    assert own == kind.__name__
+    assert other == others
+    assert "the disk is gone" in said
+    assert "the disk is gone" in told
+
+
+def test_a_result_that_cannot_be_sent_fails_on_all() -> None:
+    for said in together(2, give_what_cannot_travel):
+        assert "pickle" in said
 
 
 def test_a_device_that_is_not_there_is_said() -> None:

@@ -9,9 +9,12 @@ import sys
 import pytest
 
 # A block as large as a step's tensors, taken, written and freed twice: faults of the second time.
+# With a training before it, which must leave the process as it was, or with what commands ask for.
 PROGRAM = """
-import ctypes, resource
+import ctypes, pathlib, resource, sys, tempfile
+from normattn.lab.training.loop import train
 from normattn.lab.training.pages import keep_pages
+from training.toy import ToyTask, config, open_run
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -24,7 +27,13 @@ def taken():
     libc.free(block)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-keep_pages()
+if sys.argv[1] == "train":
+    with tempfile.TemporaryDirectory() as folder:
+        settings = config(steps=6)
+        run = open_run(pathlib.Path(folder, "run"), settings)
+        train(ToyTask, settings, run, show_progress=False)
+else:
+    keep_pages()
 taken()
 print(taken())
 """
@@ -34,10 +43,10 @@ print(taken())
 def test_a_block_that_was_freed_has_its_pages_still() -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
 
-    def again(**more: str) -> int:
+    def again(what: str = "keep", **more: str) -> int:
         ran = subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env={**clean, **more},
+            [sys.executable, "-c", PROGRAM, what],
+            env={**clean, "PYTHONPATH": os.pathsep.join(sys.path), **more},
             capture_output=True,
             text=True,
             check=True,
@@ -45,5 +54,6 @@ def test_a_block_that_was_freed_has_its_pages_still() -> None:
         return int(ran.stdout)
 
     assert again() < 100
+    assert again("train") >= 8
     # Mapped one by one, as asked: each page is a fault (one for 2 MiB where pages are huge).
     assert again(MALLOC_MMAP_THRESHOLD_="65536") >= 8

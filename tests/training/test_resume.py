@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from normattn.errors import InputError, Interrupted
 from normattn.lab.runs import read_metrics, read_status
+from normattn.lab.training.distribution import World
 from normattn.lab.training.loop import train
 from normattn.lab.training.reports import TrainingResult
 
 from .processes import start
-from .toy import ToyTask, config, open_run
+from .toy import ToyModel, ToyTask, config, open_run
 
 DROPOUT = 0.2
 STEPS = 60
@@ -45,6 +48,45 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("unbroken") / "run"
     run(path)
     return path
+
+
+def test_a_training_leaves_the_callers_random_numbers_alone(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    run(tmp_path / "run", steps=6)
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_a_resumed_run_reads_its_checkpoint_once(tmp_path: Path) -> None:
+    width = 512  # Some megabytes of weights and moments.
+    settings = config(steps=6)
+
+    def resume(stop_at: int | None) -> None:
+        steps = itertools.count(1)
+
+        def make(world: World) -> ToyTask:
+            task = ToyTask(world)
+            task.model = ToyModel(dim=width)
+            return task
+
+        train(
+            make,
+            settings,
+            open_run(tmp_path / "run", settings),
+            should_stop=lambda: next(steps) == stop_at,
+            show_progress=False,
+        )
+
+    with pytest.raises(Interrupted):
+        resume(3)
+    (stored,) = (tmp_path / "run/checkpoints/step-00000003").glob("*.safetensors")
+    before = psutil.Process().io_counters().read_chars
+    resume(None)
+    read = psutil.Process().io_counters().read_chars - before
+    size = stored.stat().st_size
+    assert size > 4e6
+    assert size <= read < 1.5 * size
 
 
 def assert_same(path: Path, unbroken: Path) -> None:

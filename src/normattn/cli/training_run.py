@@ -19,6 +19,7 @@ from normattn.lab.sweep.probes import diagnostics_probes
 from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.causal import CausalWorkload
 from normattn.lab.training.config_files import read_settings
+from normattn.lab.training.pages import keep_pages
 from normattn.models.block_settings import without_foreign
 from normattn.models.flops import flops_per_token, parameter_count
 
@@ -98,6 +99,7 @@ def train_run(config: TrainingConfig, out: Path) -> None:
     # Under torchrun every process comes here; the first one speaks.
     console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     tell(describe(config), console)
+    keep_pages()
     result = train_causal(config, out, probes=diagnostics_probes(config, out))
     said = f"loss {result.loss:.4f} after {result.steps:,} steps; the model is in {out / 'model'}"
     tell(said, console)

@@ -16,6 +16,7 @@ from normattn.lab.sweep.launch.seam import DIVERGED, FINISHED
 from normattn.lab.sweep.layout import CellPaths, note_progress, write_if_changed
 from normattn.lab.sweep.stages import Note
 from normattn.lab.sweep.study import Cell, Study, diverged
+from normattn.lab.training.pages import keep_pages
 from normattn.locks import InUseError, locked
 from normattn.stopping import stop_with_parent
 from normattn.structured import read_object
@@ -32,6 +33,7 @@ def run_cell(job: Path, study: Study, parent: int = 0) -> int:
     """
     if parent:
         stop_with_parent(parent)
+    keep_pages()
     paths = CellPaths.of_job(job)
     cell = read_cell(paths.settings, study)
     with _only_one(paths.lock), using(cell.training_config.kernels):

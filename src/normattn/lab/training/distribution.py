@@ -6,6 +6,7 @@ Every rank reads the same run directory (one machine, or a shared file system); 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,21 +49,37 @@ class World:
         return values
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and give every rank its (picklable) result or its error."""
+        """Run `work` on rank 0 and give every rank its (picklable) result or its error.
+
+        Whatever rank 0 raises, the other ranks raise too: an `InputError` of the same words for an
+        error of ours, else a `RuntimeError` that names it.
+        """
         if self.size == 1:
             return work()
-        outcome: list[Any] = [None, None]
-        if self.main:
-            try:
-                outcome[0] = work()
-            except NormattnError as error:
-                outcome[1] = str(error)
-        dist.broadcast_object_list(outcome, src=0)
-        if outcome[1] is not None:
+        if not self.main:
+            return self._result_of_main()
+        try:
+            result = work()
+            outcome = pickle.dumps((result, None))
+        except BaseException as error:
+            ours = isinstance(error, NormattnError)
+            said = str(error) if ours else f"the first process failed: {error!r}"
+            dist.broadcast_object_list([pickle.dumps((None, (ours, said)))], src=0)
             dist.barrier()
-            raise InputError(outcome[1])
-        result: T = outcome[0]
+            raise
+        dist.broadcast_object_list([outcome], src=0)
         return result
+
+    def _result_of_main(self) -> Any:
+        """What `on_main` gave on rank 0, or its error."""
+        received: list[Any] = [None]
+        dist.broadcast_object_list(received, src=0)
+        result, problem = pickle.loads(received[0])  # Of our own process group.
+        if problem is None:
+            return result
+        dist.barrier()
+        ours, said = problem
+        raise InputError(said) if ours else RuntimeError(said)
 
     def first_of(self, value: str | None) -> str | None:
         """The first value that is not None, in order of rank."""

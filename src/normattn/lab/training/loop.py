@@ -13,6 +13,7 @@ import torch
 from normattn.errors import DivergedError, InputError, Interrupted
 from normattn.kernels.calibration import using
 from normattn.lab.runs import (
+    Checkpoint,
     MetricsLog,
     RunDirectory,
     RunStatus,
@@ -23,7 +24,6 @@ from normattn.lab.runs.timing import threads
 from normattn.lab.training.distribution import World, world
 from normattn.lab.training.divergence import find_origin
 from normattn.lab.training.loop_config import LoopConfig
-from normattn.lab.training.pages import keep_pages
 from normattn.lab.training.progress import ProgressBar
 from normattn.lab.training.reports import Callback, Probe, StepReport, TrainingResult
 from normattn.lab.training.seeds import derive_seed
@@ -71,8 +71,9 @@ def train(
     with ExitStack() as stack:
         process = stack.enter_context(world(config.device))
         stack.enter_context(threads(config.threads))
-        if process.device.type == "cpu":
-            keep_pages()
+        # The caller's own draws go on as if nothing had been trained.
+        cuda = [process.device] if process.device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices=cuda))
         stack.enter_context(using(config.kernels))
         followers = list(callbacks)
         # Before anything is written: a tracker that is not installed leaves no run behind.
@@ -153,6 +154,7 @@ class _Loop:
         self.timing = MetricsLog(run.path / "timing.jsonl")
         self.saved_step = 0
         self.last: StepReport | None = None
+        self._found: Checkpoint | None = None
 
     def run_to_end(self) -> TrainingResult:
         """Take the remaining steps."""
@@ -202,7 +204,10 @@ class _Loop:
         """Load the last whole checkpoint, bring the files in line with it; return its step."""
         step, final = self.world.on_main(self._prepare_files)
         if step > 0:
-            checkpoint = self.run.checkpoints.load(step)
+            # The writing process has read it already, to see whether it is whole.
+            checkpoint, self._found = self._found, None
+            if checkpoint is None:
+                checkpoint = self.run.checkpoints.load(step)
             tensors = self.parallel.load(checkpoint, self.task.model)
             unpack(tensors, self.task.model, self.stepper.optimiser, self.stepper.names)
         self.saved_step = step
@@ -211,7 +216,7 @@ class _Loop:
 
     def _prepare_files(self) -> tuple[int, dict[str, Any] | None]:
         """On the writing process: pick the checkpoint, cut the metrics, record the environment."""
-        checkpoint = self.run.checkpoints.latest()
+        checkpoint = self._found = self.run.checkpoints.latest()
         step = checkpoint.step if checkpoint else 0
         self.run.checkpoints.set_aside_after(step)
         lines = self.run.metrics.truncate_after(step)
