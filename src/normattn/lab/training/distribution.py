@@ -57,7 +57,8 @@ class World:
         if self.size == 1:
             return work()
         if not self.main:
-            return self._result_of_main()
+            of_main: T = self._result_of_main()
+            return of_main
         try:
             result = work()
             outcome = pickle.dumps((result, None))
