@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
 from normattn.cli.failures import exit_code_of
+from normattn.errors import InputError
+from normattn.files import default_cache_dir, expanded
 
 
 def _chained() -> Exception:
@@ -67,3 +70,20 @@ def test_too_little_memory_is_one_sentence(
 def test_an_error_of_our_own_is_not_hidden() -> None:
     assert exit_code_of(KeyError("ours")) is None
     assert exit_code_of(RuntimeError("ours (os error)")) is None
+
+
+def test_a_user_without_a_home_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pwd
+
+    def unknown(number: int) -> object:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "NORMATTN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InputError, match="NORMATTN_CACHE"):
+        default_cache_dir()
+    with pytest.raises(InputError, match="HOME"):
+        expanded("~/runs")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert default_cache_dir() == Path("/caches/normattn")

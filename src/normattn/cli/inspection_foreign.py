@@ -26,6 +26,7 @@ from normattn.files import expanded
 from normattn.hf import extend, load
 from normattn.hf.anatomy import anatomy, known_length
 from normattn.hf.observe import observable, observe_layers, paths
+from normattn.hf.scoring import refuse_foreign_tokens
 from normattn.lab.diagnostics import Collector
 from normattn.lab.diagnostics.weights import attention_weights
 from normattn.lab.training.distribution import choose_device
@@ -93,6 +94,7 @@ def _inputs(model: Any, tokeniser: Any, asked: InspectOptions) -> Inputs:
     rows = torch.stack(
         [torch.from_numpy(texts.window(index, length - 1)) for index in range(len(texts))]
     )
+    refuse_foreign_tokens(rows, model)
     decoder = anatomy(model).decoder
 
     def read(ids: Tensor) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from normattn.errors import InputError
+from normattn.hf.config_values import refuse_odd_values
 
 _MOVING = {
     "dynamic": "set its rope_type to 'default' and take DynamicNTK",
@@ -80,7 +81,9 @@ def anatomy(model: Any) -> Anatomy:
     decoder = whole.get_decoder()
     if not isinstance(decoder, PreTrainedModel):  # a head of that name
         decoder = model.base_model
-    return Anatomy(model, model.config.get_text_config(), decoder)
+    config = model.config.get_text_config()
+    refuse_odd_values(config.to_dict(), f"the configuration of {name}")
+    return Anatomy(model, config, decoder)
 
 
 def moving(parts: Anatomy) -> list[str]:

@@ -33,7 +33,13 @@ def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
     with _explained(gguf or source):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(source, **_options(source, gguf))
+        tokeniser = AutoTokenizer.from_pretrained(source, **_options(source, gguf))
+    longest = tokeniser.model_max_length
+    if not isinstance(longest, int | float) or isinstance(longest, bool):
+        raise InputError(
+            f"the tokeniser of {gguf or source}: model_max_length must be a number, not {longest!r}"
+        )
+    return tokeniser
 
 
 def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> Any:

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from normattn.hf.served import KINDS, NUMBERS, Told
+from normattn.hf.config_values import ROPE_NAMES, ROPE_NUMBERS
+from normattn.hf.served import Told
 from normattn.score import ScoreSpec
 
 _COUNTED = ("yarn", "llama3", "longrope")
 """The kinds whose frequencies depend on the trained length."""
 _KNOWN = {
-    *(*KINDS, *NUMBERS, "truncate", "finetuned", "mrope_section", "mrope_interleaved"),
+    *(*ROPE_NAMES, *ROPE_NUMBERS, "truncate", "finetuned", "mrope_section", "mrope_interleaved"),
     *("short_factor", "long_factor"),
 }
 _DEFAULT_BASE = 10000.0

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.hf.config_values import refuse_odd_values
 from normattn.hf.score_fitting import Norm, Shape, Turned, bare, norms, turned
 from normattn.hf.score_gating import Gating, gating
 from normattn.hf.score_masking import Masking, masking
@@ -113,6 +114,7 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
             f"score_of() takes a model of transformers, but this is a {type(model).__name__}"
         )
     config = model.config.get_text_config()
+    refuse_odd_values(config.to_dict(), f"the configuration of {type(model).__name__}")
     with torch.no_grad():
         layers = tuple(_read(heard, config) for heard in listen(model, tokens))
     return ModelScore(type(model).__name__, layers, tokens)

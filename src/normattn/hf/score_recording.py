@@ -113,8 +113,23 @@ def listen(model: Any, tokens: int = 48) -> list[Heard]:
         model.train(mode)
     for call in heard:
         call.selects = call.module in selecting
+    _refuse_infinite(heard)
     _hand_out(heard, ran)
     return _with_twins(heard)
+
+
+def _refuse_infinite(heard: list[Heard]) -> None:
+    """Raise `InputError` for a layer whose queries, keys or outputs are no numbers.
+
+    Values of a configuration that are finite may still overflow: a base of 1e-300 does.
+    """
+    for call in heard:
+        for what, x in (("queries", call.q), ("keys", call.k), ("outputs", call.out)):
+            if not bool(torch.isfinite(x).all()):
+                raise InputError(
+                    f"the {what} of {call.name} are not finite: a value of its configuration is "
+                    "too large or too small to compute with"
+                )
 
 
 def _with_twins(heard: list[Heard]) -> list[Heard]:

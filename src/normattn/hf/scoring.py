@@ -25,13 +25,15 @@ def token_scorer(model: Any) -> Callable[[Tensor], TokenScores]:
     """Maps ids (B, T + 1) to the loss in nats and the correctness of tokens 1 … T.
 
     For `normattn.lab.evaluation`; as the model is when it is called, extended or not.
-    Raises `InputError` for a model whose logits are not made of its decoder's output row by row.
+    Raises `InputError` for a model whose logits are not made of its decoder's output row by row,
+    and when it is called for tokens beyond the model's vocabulary.
     """
     from normattn.hf.anatomy import anatomy
 
     decoder, head = anatomy(model).decoder, head_of(model)
 
     def score(ids: Int[Tensor, "b t1"]) -> TokenScores:
+        refuse_foreign_tokens(ids, model)
         ids = ids.to(model.device)
         with torch.no_grad():
             rows = decoder(ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
@@ -44,6 +46,16 @@ def token_scorer(model: Any) -> Callable[[Tensor], TokenScores]:
         return TokenScores(loss=loss, correct=correct)
 
     return score
+
+
+def refuse_foreign_tokens(ids: Int[Tensor, "..."], model: Any) -> None:
+    """Raise `InputError` for tokens that the model has no embedding of."""
+    rows, largest = model.get_input_embeddings().weight.shape[0], int(ids.max())
+    if largest >= rows:
+        raise InputError(
+            f"the tokeniser gives token {largest:,}, but the vocabulary of {type(model).__name__} "
+            f"has {rows:,}: it is the tokeniser of another model"
+        )
 
 
 def _scored(logits: Float[Tensor, "r v"], goal: Int[Tensor, " r"]) -> tuple[Tensor, Tensor]:

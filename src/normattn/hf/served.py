@@ -17,6 +17,7 @@ from typing import Any
 
 from normattn.errors import InputError
 from normattn.files import expanded, read_bytes
+from normattn.hf.config_values import refuse_odd_rope
 from normattn.hf.gguf_values import read_values
 from normattn.hf.loading import _explained
 from normattn.structured import parse_json, read_object
@@ -25,12 +26,6 @@ _OVERRIDES = ("--hf-overrides", "--json-model-override-args")
 _LENGTHS = ("--max-model-len", "--context-length", "--ctx-size", "-c")
 _LLAMA = ("--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale", "--ctx-size")
 _MOST = 1 << 20
-KINDS = {"rope_type", "type"}
-NUMBERS = {
-    *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor"),
-    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor"),
-    *("low_freq_factor", "high_freq_factor"),
-}
 
 
 @dataclass(frozen=True)
@@ -127,19 +122,8 @@ def _ropes(decoder: Mapping[str, Any], file: str) -> dict[str, dict[str, Any]]:
     nested = {name: dict(value) for name, value in rope.items() if isinstance(value, Mapping)}
     ropes = nested or {"": dict(rope)}
     for parameters in ropes.values():
-        _refuse_types(parameters, file)
+        refuse_odd_rope(parameters, file)
     return ropes
-
-
-def _refuse_types(rope: Mapping[str, Any], file: str) -> None:
-    """Refuse a kind that is no name, and a number that is none."""
-    for name in KINDS & rope.keys():
-        if not isinstance(rope[name], str):
-            raise InputError(f"{file}: {name} must be a name such as 'yarn', not {rope[name]!r}")
-    for name in NUMBERS & rope.keys():
-        value = rope[name]
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise InputError(f"{file}: {name} must be a number, not {value!r}")
 
 
 def _flags(text: str, base: Mapping[str, Any], file: str) -> Told:

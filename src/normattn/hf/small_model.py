@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from normattn.errors import InputError
+from normattn.files import expanded
+from normattn.hf.config_values import refuse_odd_values
 from normattn.hf.loading import _explained, _options, _source, compare, refuse_kind
 
 _VOCABULARY = 64
@@ -50,7 +52,7 @@ def read_configuration(model: str | Path) -> Any:
         from transformers import AutoConfig
     except ImportError:
         raise InputError("reading a model needs transformers: pip install normattn[hf]") from None
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.is_file() and path.suffix == ".json":
         refuse_kind(path)
         with _explained(str(path)):
@@ -77,6 +79,7 @@ def small_model(config: Any) -> Any:
     text = config.get_text_config()
     if not hasattr(text, "model_type"):
         raise InputError(f"the text model of a {config.model_type} configuration is {text!r}")
+    refuse_odd_values(text.to_dict(), f"the configuration of a {text.model_type} model")
     subject = f"a small {text.model_type} model"
     with _explained(subject):
         _make_small(text)
