@@ -258,8 +258,16 @@ BAD: dict[str, tuple[str, str, str]] = {
     "unknown kind": ("told.json", '{"model_type": "no such"}', "is not known to transformers"),
     "rope of text": ("told.json", '{"rope_parameters": "yarn"}', "must be an object"),
     "no keys": ("told", "rope.scaling", "is no key=type:value"),
-    "a factor of text": ("told.json", '{"rope_scaling": {"factor": "x"}}', "must be a finite number"),
-    "a base of text": ("told.json", '{"rope_parameters": {"rope_theta": "x"}}', "must be a finite number"),
+    "a factor of text": (
+        "told.json",
+        '{"rope_scaling": {"factor": "x"}}',
+        "must be a finite number",
+    ),
+    "a base of text": (
+        "told.json",
+        '{"rope_parameters": {"rope_theta": "x"}}',
+        "must be a finite number",
+    ),
     "a length of text": (
         "told.json",
         '{"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": "x"}}',

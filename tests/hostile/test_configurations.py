@@ -10,6 +10,8 @@ import contextlib
 import json
 import random
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +88,13 @@ def _verify(whole: Path, place: Path) -> None:
 @pytest.mark.parametrize("command", ["score", "extend", "verify"])
 def test_an_odd_value_is_refused(odd: str, command: str, whole: Path, tmp_path: Path) -> None:
     place = copy_of(whole, tmp_path / "hostile-model", configured(**ODD[odd]))
-    read = {"score": _score, "extend": _extend, "verify": lambda place: _verify(whole, place)}
+    readers: dict[str, Callable[[Path], None]] = {
+        "score": _score,
+        "extend": _extend,
+        "verify": partial(_verify, whole),
+    }
     with pytest.raises(InputError):
-        read[command](place)
+        readers[command](place)
 
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "own")
@@ -126,7 +132,7 @@ def _random_fields(drawn: random.Random) -> dict[str, Any]:
 def test_random_fields_are_computed_with_or_refused(seed: int, whole: Path, tmp_path: Path) -> None:
     fields = _random_fields(random.Random(seed))
     place = copy_of(whole, tmp_path / "hostile-model", configured(**fields))
-    for read in (_score, _extend, lambda place: _verify(whole, place)):
+    for read in (_score, _extend, partial(_verify, whole)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with contextlib.suppress(InputError):
