@@ -57,6 +57,25 @@ CASES = [
     ("unsigned", "attention(q, k, v, 'KNA', q_positions=at.byte())", "must be int64 or int32"),
     ("bidirectional", "attention(q, k, v, 'KNA-ReRoPE@8', causal=False)", "for causal attention"),
     ("leak", "attention(q, k, v, 'QKInstanceNorm(gain=false)')", "leaks the future"),
+    (
+        "restarting positions",
+        "attention(q, k, v, 'KNA', q_positions=again, k_positions=again)",
+        "name the score with Packed and give documents",
+    ),
+    ("restarting bias", "attention(q, k, v, 'Baseline-ALiBi', k_positions=again)", "documents="),
+    ("restarting row", "attention(q, k, v, 'KNA', k_positions=rows)", "documents="),
+    ("restarting in a layer", "Attention(8, 2)(x, positions=again)", "documents="),
+    (
+        "restarting in a cache",
+        "attention_cached(q[:, :2], k, v, Score('KNA', 2, 4), GrowingCache(), positions=rows)",
+        "documents=",
+    ),
+    ("no batch", "Attention(8, 2)(x[0])", "must be (batch, tokens, width)"),
+    ("no batch in a cache", "Attention(8, 2)(x[0], cache=GrowingCache())", "x must be (batch"),
+    ("another width", "Attention(8, 2)(x[..., 1:])", "a width of 8, but it is (2, 5, 7)"),
+    ("four axes", "GatedAttentionUnit(8, 4)(x[None])", "but it is (1, 2, 5, 8)"),
+    ("no batch of a source", "CrossAttention(8, 2).remember(x[0])", "source must be (batch"),
+    ("no batch of a reader", "across(x[0], across.remember(x))", "x must be (batch"),
     ("open", "attention(q, k, v, 'KNA-YaRN@8')", "needs factor"),
     ("unknown", "attention(q, k, v, 'KNB')", "did you mean KNA"),
     ("built for", "attention(q, k, v, Score('KNA', 4, 8, 2))", "the score was built for 4 query"),
@@ -67,11 +86,15 @@ CASES = [
 ]
 PROGRAM = """
 import json, sys, torch
-from normattn import InputError, Score, ScoreSpec, attention
+from normattn import Attention, GatedAttentionUnit, InputError, Score, ScoreSpec, attention
+from normattn.layers import CrossAttention
 from normattn.layers.attend_cached import attention_cached
 from normattn.layers.cache import GrowingCache
 q, k, v = (torch.zeros(2, heads, 5, 4) for heads in (4, 2, 2))
 at, padding = torch.arange(5), torch.zeros(2, 5, dtype=torch.bool)
+again = torch.tensor([0, 1, 2, 0, 1])
+rows = torch.stack((at, again))
+x, across = torch.zeros(2, 5, 8), CrossAttention(8, 2)
 e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
 mask = torch.ones(5, 5, dtype=torch.bool)
 said = {}

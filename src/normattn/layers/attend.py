@@ -62,7 +62,9 @@ def attention(
         query_padding: True where a query is padding. Only statistics over the queries (BatchNorm,
             InstanceNorm) leave it out; without it all queries are real, whatever the keys are.
         q_positions: 0-based positions (T,) or (B, T).
-        k_positions: 0-based positions (S,) or (B, S).
+        k_positions: 0-based positions (S,) or (B, S), in any order. Causal positions that begin
+            anew, as of texts packed into one row, are refused without `documents`: a query would
+            see keys of the texts after its own. A compiler cannot look, and does not ask.
         documents: the number of each key's document, for a score with `Packed`, which hides keys
             of other documents and counts positions within each. A document is a run of one number:
             where the number comes back later it is another one. Padding ends none.
@@ -95,6 +97,8 @@ def attention(
     check_gate(module.spec, gate, q, v)
     check_forget(module.spec, forget, q, k)
     given = (key_padding, q_positions, k_positions, documents)
+    if causal and k_positions is not None and documents is None:
+        check_restarts("k_positions", k_positions, key_padding)
     positions, seen = standing(module.spec, q, k, causal, attn_mask, *given)
     if q_positions is not None or k_positions is not None:
         _check_order(module.spec, positions, documents)
@@ -378,6 +382,29 @@ def _check_order(spec: ScoreSpec, at: Positions, documents: Tensor | None) -> No
         raise InputError(
             f"{spec.name} forgets from each key to the next: k_positions must not go back, and the "
             "queries must stand where the last keys do"
+        )
+
+
+def check_restarts(name: str, positions: Tensor, padding: Tensor | None) -> None:
+    """Refuse positions that go back to one that was there before: of several texts in one row.
+
+    Padded tokens do not count. Where no number can be read, nothing is refused.
+    """
+    compiling = torch.compiler.is_compiling() or positions.is_meta
+    if compiling or torch._C._functorch.is_functorch_wrapped_tensor(positions):
+        return
+    if not bool((positions.diff(dim=-1) < 0).any()):
+        return
+    # Each padded token at a place of its own.
+    own = torch.arange(-positions.shape[-1], 0, device=positions.device)
+    places = positions if padding is None else torch.where(padding, own, positions)
+    back = (places.diff(dim=-1) < 0).any(-1)
+    twice = (places.sort(dim=-1).values.diff(dim=-1) == 0).any(-1)
+    if bool((back & twice).any()):
+        raise InputError(
+            f"{name} begin anew within a row, so that causal queries would see keys of the texts "
+            "after their own: name the score with Packed and give documents=…, the number of each "
+            "token's text"
         )
 
 

@@ -18,7 +18,14 @@ from normattn.kernels.infinities import without_infinities
 from normattn.kernels.observe import announce, observer
 from normattn.kernels.problem import check_shapes
 from normattn.kernels.selection import Selection
-from normattn.layers.attend import check_packed, in_blocks, in_chunks, joined, regular_positions
+from normattn.layers.attend import (
+    check_packed,
+    check_restarts,
+    in_blocks,
+    in_chunks,
+    joined,
+    regular_positions,
+)
 from normattn.layers.cache import KeyValueCache, Room
 from normattn.layers.forgetting import check_forget, forgetting, log_gates, summed
 from normattn.layers.head_pairs import joined_pairs, paired_values
@@ -86,6 +93,8 @@ def attention_cached(
         if ready is not None:
             return gated(score.spec, joined_pairs(score, ready(q, k, v, score, cache)), gate)
     _check_given((key_padding, positions, documents), q.shape[0], first + count)
+    if positions is not None and documents is None:
+        check_restarts("positions", positions, key_padding)
     if documents is not None:
         documents = numbered(documents, key_padding)
     if positions is None and (key_padding is not None or documents is not None):

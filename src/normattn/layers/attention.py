@@ -30,6 +30,7 @@ class SelfAttention(nn.Module, ABC):
     `gate` and `forget` are the projections of a score with `Gate` and with `FoX`.
     """
 
+    dim: int
     score: Score
     gate: nn.Linear | None
     forget: nn.Linear | None
@@ -68,6 +69,7 @@ class SelfAttention(nn.Module, ABC):
         layer whose padding stands on the right needs nothing else of it. `backend` names the
         kernel, as in `attention`.
         """
+        check_input("x", x, self.dim)
         q, k, v, beside = self.operands(x)
         gate = None if self.gate is None else self.gate(x)
         forget = None if self.forget is None else self.forget(x)
@@ -158,6 +160,15 @@ class Attention(SelfAttention):
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
         return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
+
+
+def check_input(name: str, x: Tensor, width: int) -> None:
+    """Refuse what is no (B, T, width)."""
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise InputError(
+            f"{name} must be (batch, tokens, width) with a width of {width}, but it is "
+            f"{tuple(x.shape)}"
+        )
 
 
 def shared_between(

@@ -17,6 +17,7 @@ from normattn.kernels import Visibility
 from normattn.kernels.observe import announce
 from normattn.layers.attend import in_chunks, joined
 from normattn.layers.attention import (
+    check_input,
     checked_head_dim,
     checked_probability,
     scale_heads,
@@ -109,6 +110,7 @@ class CrossAttention(nn.Module):
         `positions` (S,) or (B, S) are needed where the score has positions, and ignored where it
         has none.
         """
+        check_input("source", source, self.kv.in_features)
         _check_tokens("padding", padding, source, whole=True)
         kv = self.kv(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
@@ -142,6 +144,7 @@ class CrossAttention(nn.Module):
         any. `query_padding` matters to statistics over the queries only (BatchNorm, InstanceNorm),
         which the r rows of a source then share. `residual` is what the layers below hand on.
         """
+        check_input("x", x, self.dim)
         check_residual(self.score.spec, residual)
         rows, sources = x.shape[0], memory.keys.shape[0]
         if sources == 0 or rows % sources:
