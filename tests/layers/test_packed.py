@@ -119,19 +119,21 @@ def test_positions_that_begin_anew_are_documents_by_name_only() -> None:
     """Without them they are refused; padding, any order and equal neighbours are no restart."""
     at = torch.tensor([0, 1, 2, 0, 1, 2])
     q, k, v = (x.detach() for x in tensors((1, 2, 6, D), (1, 1, 6, D), (1, 1, 6, D)))
-    given = {"q_positions": at, "k_positions": at}
+
+    def read(score: str, **more: Tensor) -> Tensor:
+        return attention(q, k, v, score, q_positions=at, k_positions=at, **more)  # type: ignore[arg-type]
+
     with pytest.raises(InputError, match="Packed"):
-        attention(q, k, v, "KNA", **given)
-    packed = attention(q, k, v, "KNA-Packed", documents=torch.tensor([[0, 0, 0, 1, 1, 1]]), **given)
+        read("KNA")
+    packed = read("KNA-Packed", documents=torch.tensor([[0, 0, 0, 1, 1, 1]]))
     expected = _alone("KNA", q, k, v, [[0, 1, 2], [3, 4, 5]], True)
     torch.testing.assert_close(packed, expected, rtol=1e-9, atol=1e-9)
     padding = torch.tensor([[True, True, True, False, False, False]])
-    left = attention(q, k, v, "KNA", key_padding=padding, **given)
+    left = read("KNA", key_padding=padding)
     torch.testing.assert_close(left[:, :, 3:], expected[:, :, 3:], rtol=1e-9, atol=1e-9)
     order = torch.tensor([4, 2, 0, 5, 1, 3])
-    mixed = attention(
-        *(x[:, :, order] for x in (q, k, v)), "KNA", q_positions=order, k_positions=order
-    )
+    qkv = q[:, :, order], k[:, :, order], v[:, :, order]
+    mixed = attention(*qkv, "KNA", q_positions=order, k_positions=order)
     whole = attention(q, k, v, "KNA")
     torch.testing.assert_close(mixed, whole[:, :, order], rtol=1e-9, atol=1e-9)
     attention(q, k, v, "KNA", k_positions=torch.tensor([0, 1, 1, 1, 2, 3]))
