@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +27,8 @@ from normattn.lab.stats import (
     sign_test,
     sums,
 )
-from normattn.lab.stats.gather import on_common_sets
+from normattn.lab.stats.bootstrap import DRAWN_AT_ONCE
+from normattn.lab.stats.gather import left_out, on_common_sets
 from normattn.lab.stats.statistic import Statistic, accuracy, loss, median, quantile
 
 ACCURACY = accuracy()
@@ -99,7 +103,42 @@ def test_incomplete_and_mixed_rows_are_refused() -> None:
 def test_rows_on_the_set_that_most_share() -> None:
     rows = [counted(row, 0, [1, 2]) for row in "ABC"]
     whole = joined([*rows, counted("A", 0, [5, 5], data="other")])
-    assert on_common_sets(whole)["data"].unique().to_list() == ["d"]
+    kept = on_common_sets(whole)
+    assert kept["data"].unique().to_list() == ["d"]
+    (said,) = left_out(whole, kept)
+    assert said.startswith("A, seed 0: ")
+    assert left_out(kept, kept) == []
+
+
+@pytest.mark.parametrize("methods", [("", ""), ("YaRN", "NTK")])
+def test_no_row_vanishes_without_a_word(methods: tuple[str, str]) -> None:
+    """Not a seed of a row, and not a row that is on other data as a whole."""
+    most = [counted(row, seed, [1, 2]) for row in "AB" for seed in (0, 1)]
+    other = [
+        counted(row, 2, [5, 5], data="other").with_columns(pl.lit(method).alias("method"))
+        for row, method in zip("BC", methods, strict=True)
+    ]
+    whole = joined([*most, *other])
+    said = left_out(whole, on_common_sets(whole))
+    assert len(said) == 2
+    for sentence, row, method in zip(said, "BC", methods, strict=True):
+        assert sentence.startswith(f"{row} with {method}, seed 2: " if method else f"{row}, seed 2")
+
+
+@pytest.mark.parametrize(("units", "bins"), [(50_000, 1), (5_000, 7)])
+def test_the_bootstrap_takes_bounded_memory_and_changes_no_number(units: int, bins: int) -> None:
+    drawn = Bootstrap(resamples=400, seed=3)
+    generator = np.random.default_rng([3, 1, units])
+    values = np.random.default_rng(0).normal(size=(2, units, bins))
+    tracemalloc.start()
+    found = drawn.sums(values)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    held = values.nbytes * 2 + found.nbytes
+    assert most - held < 16 * DRAWN_AT_ONCE + 400 * units + (1 << 24)
+    weights = generator.multinomial(units, np.full(units, 1 / units), size=400)
+    for seed in range(2):
+        np.testing.assert_allclose(found[:, seed], weights @ values[seed], rtol=1e-9, atol=1e-9)
 
 
 def test_a_paired_difference_is_narrower_than_either_row() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import polars as pl
@@ -112,3 +113,19 @@ def test_the_store_does_a_damaged_evaluation_again(
 def test_a_fact_is_a_number_of_a_training() -> None:
     whole = identified(identity(), [fact("parameters", 7.0)])
     assert whole.select("statistic", "sum", "of").rows() == [("parameters", 7.0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("sum", value) for value in (math.inf, -math.inf, math.nan, 1e308, -1e200)),
+        *(("of", value) for value in (math.inf, math.nan, 1e308, 5e-324, 1e-200, -1.0)),
+    ],
+)
+def test_numbers_that_cannot_be_reckoned_with_are_refused(
+    column: str, value: float, tmp_path: Path
+) -> None:
+    whole = counted("A", 0, [1, 2, 3])
+    bad = pl.when(pl.int_range(pl.len()) == 1).then(pl.lit(value)).otherwise(pl.col(column))
+    with pytest.raises(InputError, match=column if value != -1 else "negative"):
+        frames.write(tmp_path / "a.parquet", whole.with_columns(bad.alias(column)))

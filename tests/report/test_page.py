@@ -258,6 +258,16 @@ def test_numbers_as_they_are_shown() -> None:
     assert shown(None) == "–"
 
 
+@pytest.mark.parametrize("value", [-0.0, -0.04, 0.04, -1e-12])
+@pytest.mark.parametrize(("digits", "signed"), [(1, False), (1, True), (0, True)])
+def test_what_rounds_to_zero_has_no_minus(value: float, digits: int, signed: bool) -> None:
+    text = shown(Estimate(value, -0.04, 0.04), digits, signed)
+    assert "-" not in text
+    zero = f"{'+' if signed else ''}{0:.{digits}f}"
+    assert text == f"{zero} [{zero}, {zero}]"
+    assert shown(Estimate(-0.06), 1, interval=False) == "-0.1"
+
+
 @pytest.mark.parametrize(
     ("p", "words"),
     [(None, "–"), (0.0, "<0.001"), (4e-4, "<0.001"), (0.001, "0.001"), (0.0214, "0.021")],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from normattn.atomic import write_json
 from normattn.cli.common_sets import on_one_text
 from normattn.cli.joining import joined_cells
 from normattn.cli.telling_apart import GatheredRun, language_model, told_apart
-from normattn.errors import InputError
+from normattn.errors import InputError, NormattnError
 from normattn.lab.report.terminal import say
 from normattn.lab.runs import read_status
 from normattn.lab.runs.directory import FORMAT
@@ -58,14 +59,16 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
     if several and all(_configuration(folder)[1] == EXTEND for folder in places):
         _refuse_own_place(out, places, "one model on one text")
         whole = _gallery(places, out)
-        say(out, whole.study.report(whole.frame, out, whole.config))
+        with _unusable(places, whole.study):
+            figures = whole.study.report(whole.frame, out, whole.config)
+        say(out, figures)
         return
     known = [_measured(folder, named) for folder in places]
     of_studies = [part for part in known if part is not None]
     if len(of_studies) == len(places) and len({part.study.name for part in of_studies}) == 1:
         whole = _joined(places, of_studies, out) if several else of_studies[0]
         _leave_settings(whole, places[0], out)
-        with errors_in(whole.study):
+        with errors_in(whole.study), _unusable(places, whole.study):
             figures = whole.study.report(whole.frame, out, whole.config)
         for folder in places:
             _tell_unfinished(folder)
@@ -80,9 +83,30 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
                 "common; one page is made of folders of one study, or of runs"
             )
     study = find_typed(named or READING)
-    with errors_in(study):
+    with errors_in(study), _unusable(places, study):
         figures = study.report(of_runs(places), out, {})
     say(out, figures)
+
+
+@contextmanager
+def _unusable(places: Sequence[Path], study: Study) -> Iterator[None]:
+    """Raise `InputError` where a library's page cannot be made of what these folders hold.
+
+    A page takes labels, factors and settings for what its study wrote. Files whose digests are
+    right can hold others, and no list of checks would name them all.
+    """
+    try:
+        yield
+    except (NormattnError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        if study.source is not None:
+            raise
+        named = ", ".join(map(str, places))
+        raise InputError(
+            f"{named} does not hold the settings and measurements that a page of {study.name} is "
+            f"made of: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _measured(folder: Path, named: str | None) -> Measured | None:

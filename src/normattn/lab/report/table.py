@@ -126,7 +126,8 @@ def shown(
     """ "36.7 [35.9, 37.5]", or a dash where nothing was measured; `digits` after the point."""
     if value is None:
         return "–"
-    form = f"{'+' if signed else ''},.{digits}f"
+    # "z": a negative number that rounds to 0 is shown as 0, never as "-0.0".
+    form = f"{'+' if signed else ''}z,.{digits}f"
     if not interval:
         return f"{value.value:{form}}"
     if value.low is None or value.high is None:

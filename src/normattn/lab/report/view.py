@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +72,7 @@ class View:
         return self._parts.get((statistic,), self.frame.clear())
 
     def contrast(self, statistic: Statistic, terms: Sequence[Term]) -> Estimate | None:
-        """Σ factor · statistic over the terms; None where one was not measured."""
+        """Σ factor · statistic over the terms; None where one was not measured or is empty."""
         key = (statistic, *(term.key for term in terms))
         if key not in self._contrasts:
             self._contrasts[key] = self._contrast(statistic, terms)
@@ -86,7 +87,8 @@ class View:
             weighted.append((term.factor, sums))
         if not shares_seeds(weighted):
             return None
-        return contrast(weighted, statistic, self.bootstrap)
+        found = contrast(weighted, statistic, self.bootstrap)
+        return found if math.isfinite(found.value) else None
 
     def estimate(self, statistic: Statistic, where: Where) -> Estimate | None:
         """The statistic in some rows; None where nothing was measured."""

@@ -43,6 +43,8 @@ KEY = "normattn.key"
 """The file's metadata that names the evaluation it holds, in a `MeasurementStore`."""
 _UNSIGNED = b"sha256:" + 64 * b"0"
 _SIGNED = re.compile(rb"sha256:[0-9a-f]{64}")
+LARGEST, SMALLEST = 1e60, 1e-60
+"""Bounds of a sum and of what it is over: squares of their ratios are finite."""
 FACTOR = "factor."
 IDENTITY: dict[str, type[pl.DataType]] = {
     "study": pl.String,
@@ -175,7 +177,8 @@ def checked(frame: pl.DataFrame, source: str) -> pl.DataFrame:
     """The frame with its columns in order, or `InputError` naming `source` and what is wrong.
 
     Refused: a missing or unknown column, a column of another type, a null or a number that is not
-    finite where there must be one, a negative `of`, and a sum that stands there twice.
+    finite where there must be one, one beyond what can be reckoned with, a negative `of`, and a sum
+    that stands there twice.
     """
     missing = [name for name in SCHEMA if name not in frame.columns]
     if missing:
@@ -191,16 +194,25 @@ def checked(frame: pl.DataFrame, source: str) -> pl.DataFrame:
             raise InputError(f"{source}: {name} is {frame.schema[name]}, expected {kind.__name__}")
         if name not in NULLABLE and frame[name].null_count():
             raise InputError(f"{source}: a row has no {name}")
-    for name in ("sum", "of"):
-        if not frame[name].is_finite().all():
-            raise InputError(f"{source}: a {name} is not finite")
-    if frame.height and float(frame["of"].min() or 0) < 0:  # type: ignore[arg-type]
-        raise InputError(f"{source}: a count is negative")
+    _refuse_sums(frame, source)
     ordered = frame.select(*SCHEMA, *sorted(factors))
     keys = [name for name in ordered.columns if name not in ("sum", "of")]
     if ordered.select(keys).is_duplicated().any():
         raise InputError(f"{source} holds a sum twice")
     return ordered
+
+
+def _refuse_sums(frame: pl.DataFrame, source: str) -> None:
+    """Raise `InputError` for numbers whose ratios or squares a float does not hold."""
+    for name in ("sum", "of"):
+        if not frame[name].is_finite().all():
+            raise InputError(f"{source}: a {name} is not finite")
+        if (frame[name].abs() > LARGEST).any():
+            raise InputError(f"{source}: a {name} is above {LARGEST:g}")
+    if (frame["of"] < 0).any():
+        raise InputError(f"{source}: a count is negative")
+    if frame["of"].is_between(0, SMALLEST, closed="none").any():
+        raise InputError(f"{source}: an of lies between 0 and {SMALLEST:g}, and sums are over it")
 
 
 def sorted_rows(frame: pl.DataFrame) -> pl.DataFrame:

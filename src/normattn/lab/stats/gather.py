@@ -127,7 +127,8 @@ def on_common_sets(frame: pl.DataFrame, apart: Sequence[str] = ()) -> pl.DataFra
     """The rows on the data set that most rows of their protocol and length share.
 
     Of equally common ones the one with the greatest digest, so that the choice is repeatable.
-    Rows that differ in one of the columns `apart` (or in the task) are never compared.
+    Rows that differ in one of the columns `apart` (or in the task) are never compared. `left_out`
+    says in words what is not among them.
     """
     if not frame.height:
         return frame
@@ -136,3 +137,15 @@ def on_common_sets(frame: pl.DataFrame, apart: Sequence[str] = ()) -> pl.DataFra
     counted = frame.group_by(*keys, "data").agg(pl.struct("row", "method", "seed").n_unique())
     best = counted.sort("row", "data", descending=True).unique(keys, keep="first")
     return frame.join(best.select(*keys, "data"), on=[*keys, "data"], how="semi", nulls_equal=True)
+
+
+def left_out(frame: pl.DataFrame, kept: pl.DataFrame) -> list[str]:
+    """Which measurements of `frame` are not among those `kept`, a sentence for each row."""
+    whose = frame.join(kept, on=kept.columns, how="anti", nulls_equal=True)
+    whose = whose.select("row", "method", "protocol", "length", "seed").unique()
+    grouped = whose.group_by("row", "method", "protocol", "length").agg(pl.col("seed").sort())
+    return [
+        f"{row}{f' with {method}' if method else ''}, seed {', '.join(map(str, seeds))}: "
+        f"{protocol} at {length} was measured on other data than most rows, and is left out"
+        for row, method, protocol, length, seeds in grouped.sort(pl.all().exclude("seed")).rows()
+    ]

@@ -182,7 +182,7 @@ def _spoken_cost(view: View, method: str) -> str:
     if cost.below_zero:
         return f"costs nothing at {at}, where the loss falls by {-cost.value:.1f} %"
     if cost.low is None:
-        return f"the loss at {at} changes by {cost.value:+.1f} %, without an interval"
+        return f"the loss at {at} changes by {cost.value:+z.1f} %, without an interval"
     return f"no significant cost at {at} (loss {shown(cost, signed=True)} %)"
 
 

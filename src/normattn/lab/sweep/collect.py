@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from normattn.errors import InputError
 from normattn.lab.runs import read_metrics
 from normattn.lab.stats import Identity, collected, fact, identified, joined, sums
 from normattn.lab.stats.frame import FACTOR, Factor, empty
-from normattn.lab.stats.gather import on_common_sets
+from normattn.lab.stats.gather import left_out, on_common_sets
 from normattn.lab.sweep.corpora import refuse_changed_text
 from normattn.lab.sweep.layout import CellPaths
 from normattn.structured import read_object
@@ -32,7 +33,10 @@ def measured_below(out: Path, factors: Sequence[str] = ()) -> pl.DataFrame:
     apart = [f"{FACTOR}{name}" for name in factors]
     cells = CellPaths.below(out)
     refuse_changed_text(paths.run for paths in cells)
-    parts = [on_common_sets(collected(out), apart)]
+    whole = collected(out)
+    parts = [on_common_sets(whole, apart)]
+    for sentence in left_out(whole, parts[0]):
+        print(f"normattn: {sentence}", file=sys.stderr)
     for paths in cells:
         cell = _cell(paths, factors)
         varied = {name: cell[name] for name in factors}

@@ -91,7 +91,7 @@ def _cosine_range(view: View, row: Row) -> Cell:
     """From the 5th to the 95th percentile, the mean over heads of each."""
     percentiles = cosines(view, row.where["layer"])
     low, high = (over_heads("cosine", percentiles[:, index]) for index in (1, 3))
-    return Cell(f"{low:+.2f} {high:+.2f}") if math.isfinite(low) else NOTHING
+    return Cell(f"{low:+z.2f} {high:+z.2f}") if math.isfinite(low) else NOTHING
 
 
 def _cosine(index: int) -> Callable[[View, Row], Cell]:

@@ -150,7 +150,7 @@ def _source_rows(view: View) -> list[Row]:
 
 def _source(view: View, row: Row) -> Cell:
     before, after = SOURCE_BLEU
-    return Cell(f"{before:g} → {after:g} ({after - before:+.1f})")
+    return Cell(f"{before:g} → {after:g} ({after - before:+z.1f})")
 
 
 def _translation_notes(view: View) -> Sequence[str]:
