@@ -22,7 +22,9 @@ def _sentence(
     line: str | None = None,
 ) -> str:
     """A warning as the user reads it: no file of ours, no line of its code."""
-    return f"warning: {message}\n"
+    from normattn.terminal import visible
+
+    return f"warning: {visible(str(message))}\n"
 
 
 def _command() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from filelock import FileLock, Timeout
 from normattn.atomic import explain_os_errors
 from normattn.errors import InputError
 from normattn.stopping import watched_parent
+from normattn.terminal import warn
 
 FOREVER = -1.0
 KILLED_SECONDS = 1.0
@@ -119,10 +119,9 @@ def _acquire(lock: FileLock, file: Path, seconds: float) -> None:
             holder = _Holder.of(file)
             if holder.is_ending and not told:
                 told, patience = True, max(seconds, ENDING_SECONDS)
-                print(
+                warn(
                     f"normattn: waiting for process {holder.name} to end: it was at work in "
-                    f"{file.parent} when it, or the command that started it, was killed",
-                    file=sys.stderr,
+                    f"{file.parent} when it, or the command that started it, was killed"
                 )
             if time.monotonic() - begun > patience:
                 raise InUseError(file, holder.name) from error

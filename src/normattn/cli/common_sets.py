@@ -7,7 +7,6 @@ on any other set are left out, with a warning on stderr.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
@@ -19,6 +18,7 @@ from normattn.lab.stats import joined
 from normattn.lab.stats.gather import on_common_sets
 from normattn.lab.studies.reading import IN_CONTEXT, OWN_TABLES
 from normattn.lab.sweep.measuring import EVALUATIONS, asked_alone
+from normattn.terminal import warn
 
 LAST = "last_segment"
 _NUMBER = r"^\d{4,} "
@@ -130,10 +130,9 @@ def _tell_lost(run: Path, read: pl.DataFrame, kept: pl.DataFrame) -> None:
             f"measurements can be compared with theirs, such as {places[0]}; expected the same "
             "corpus, lengths and windows: evaluate it so, or make a page of it alone"
         )
-    print(
+    warn(
         f"normattn: {run}: left out, as most runs were evaluated on different text windows: "
-        f"{', '.join(places)}",
-        file=sys.stderr,
+        f"{', '.join(places)}"
     )
 
 

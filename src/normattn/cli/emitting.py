@@ -25,6 +25,7 @@ from normattn.hf.extension import plan
 from normattn.hf.gguf_values import architecture_of, read_values, write_gguf
 from normattn.hf.record import refuse_applied
 from normattn.hf.small_model import read_configuration, small_model
+from normattn.terminal import show
 
 
 def emit_method(asked: ExtendOptions, engine: str) -> None:
@@ -53,7 +54,7 @@ def emit_method(asked: ExtendOptions, engine: str) -> None:
         write_gguf(source, out, gguf_values(wanted))
     else:
         write_new_text(out, text)
-    print(f"{out}: {wanted.plan.spec.method} for {engine}, up to {wanted.longest:,} tokens")
+    show(f"{out}: {wanted.plan.spec.method} for {engine}, up to {wanted.longest:,} tokens")
 
 
 def _wanted(asked: ExtendOptions, source: Path, method: str) -> Wanted:

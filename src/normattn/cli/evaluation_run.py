@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import polars as pl
 import torch
-from rich.console import Console
 from rich.table import Column, Table
 
 from normattn.cli.options.evaluate import EvaluateOptions
@@ -38,6 +37,7 @@ from normattn.lab.training.causal import CausalWorkload
 from normattn.lab.training.distribution import World, world
 from normattn.models import CausalLM
 from normattn.score import ScoreSpec
+from normattn.terminal import Console
 
 
 def evaluate_run(asked: EvaluateOptions) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from normattn.lab.training.loop_config import LoopConfig
 from normattn.lab.training.masked import MaskedConfig, MaskedWorkload
 from normattn.models.pretrained import load_any
 from normattn.structured import read_object
+from normattn.terminal import warn
 
 TOKENISER = "tokeniser.json"
 CARD = "README.md"
@@ -167,7 +167,7 @@ def _write_evaluation(run: Path, config: LoopConfig, folder: Path) -> str | None
     try:
         measured = of_runs([run])
     except InputError as error:
-        print(f"normattn: the model card has no evaluation: {error}", file=sys.stderr)
+        warn(f"normattn: the model card has no evaluation: {error}")
         return None
     results = folder / "evaluation"
     drawn = find("reading").report(measured, results, {})

@@ -38,6 +38,7 @@ from normattn.lab.stats import MeasurementStore
 from normattn.lab.studies._advice import Advice, advise
 from normattn.lab.studies.extend import KIND, MEASUREMENTS, STUDY
 from normattn.lab.training.distribution import choose_device
+from normattn.terminal import show
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -68,7 +69,7 @@ def extend_model(asked: ExtendOptions) -> Advice:
         failed = _read_all(run, reader, plan, (*notes, *refused))
         advice = _report(out, settings)
         for sentence in advice.sentences:
-            print(sentence)
+            show(sentence)
         _save(asked, model, tokeniser, settings, advice)
     if failed:
         raise NormattnError("; ".join(failed))
@@ -294,4 +295,4 @@ def _save(
 
     with _using(model, method, settings):
         write_directory(asked.save, fill)
-    print(f'{asked.save}: {method}, to be loaded by normattn.from_pretrained("{asked.save}")')
+    show(f'{asked.save}: {method}, to be loaded by normattn.from_pretrained("{asked.save}")')

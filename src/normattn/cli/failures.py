@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import typer
 
 from normattn.atomic import FULL, os_error_in
 from normattn.errors import DivergedError, InputError, Interrupted, NormattnError
+from normattn.terminal import warn
 
 INPUT, DIVERGED, STOPPED = 2, 3, 130
 # typer carries its own copy of click or uses the installed one, by version; ask it for the base.
@@ -25,7 +24,7 @@ def exit_code_of(error: BaseException) -> int | None:
         return _usage(error)
     if isinstance(error, NormattnError):
         for note in getattr(error, "__notes__", ()):
-            print(_printable(note), file=sys.stderr)
+            warn(note)
         say(str(error))
         return _code(error)
     if (lacking := _memory_error_in(error)) is not None:
@@ -42,15 +41,7 @@ def exit_code_of(error: BaseException) -> int | None:
 
 def say(sentence: str) -> None:
     """One line on stderr, never wrapped: other programs read its last line."""
-    print("normattn: " + " ".join(sentence.split()), file=sys.stderr, flush=True)
-
-
-def _printable(text: str) -> str:
-    """The lines of a text, with whatever a terminal would obey written out."""
-    kept = (
-        letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text
-    )
-    return "".join(kept)
+    warn("normattn: " + " ".join(sentence.split()))
 
 
 def _code(error: NormattnError) -> int:

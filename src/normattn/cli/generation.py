@@ -18,6 +18,7 @@ from normattn.lab.training.causal import CausalWorkload
 from normattn.lab.training.distribution import choose_device
 from normattn.models import Sampling, generate, load_model
 from normattn.score import ScoreSpec
+from normattn.terminal import visible
 
 
 class TextStream:
@@ -85,7 +86,7 @@ def generate_run(asked: GenerateOptions) -> None:
     model = load_model(asked.run / "model", config.model).to(choose_device(config.device))
 
     def tell(text: str) -> None:
-        sys.stdout.write(text)
+        sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
     stream = TextStream(tokeniser.decode, stop, tell)

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from normattn.atomic import write_json
@@ -48,6 +47,7 @@ from normattn.models.pretrained import load_any
 from normattn.models.stack_config import StackConfig
 from normattn.models.translator_config import TranslatorConfig, placeless
 from normattn.structured import read_object
+from normattn.terminal import Console, show, warn
 
 KINDS: dict[str, type[LoopConfig]] = {
     workload.kind: workload.config_class
@@ -128,7 +128,7 @@ def write_page(
     view = View(frame)
     print_table(STUDY.page.tables[0].fill(view), title=STUDY.page.notes(view)[0])
     for path in (folder / "report.html", *figures):
-        print(path)
+        show(path)
 
 
 def _opened(run: Path) -> LoopConfig:
@@ -287,10 +287,9 @@ def drawn(
 ) -> list[pl.DataFrame]:
     """The attention of the chosen heads to the drawn text, as rows of the frame."""
     if inputs.drawn_length > MOST_TOKENS:
-        print(
+        warn(
             f"normattn: no attention is drawn, for {inputs.drawn_length} tokens make too large a "
-            f"matrix (the most is {MOST_TOKENS})",
-            file=sys.stderr,
+            f"matrix (the most is {MOST_TOKENS})"
         )
         return []
     weights = read()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -30,6 +29,7 @@ from normattn.hf.scoring import refuse_foreign_tokens
 from normattn.lab.diagnostics import Collector
 from normattn.lab.diagnostics.weights import attention_weights
 from normattn.lab.training.distribution import choose_device
+from normattn.terminal import warn
 
 LENGTH, WINDOWS = 512, 4
 """Tokens of a window and how many, unless said: a look takes about as long as reading them."""
@@ -90,7 +90,7 @@ def _inputs(model: Any, tokeniser: Any, asked: InspectOptions) -> Inputs:
     windows = WINDOWS if asked.windows is None else asked.windows
     texts, _, notes = prepare_texts(tokeniser, text, (length - 1,), windows, asked.seed)
     for sentence in notes:
-        print(f"normattn: {sentence}", file=sys.stderr)
+        warn(f"normattn: {sentence}")
     rows = torch.stack(
         [torch.from_numpy(texts.window(index, length - 1)) for index in range(len(texts))]
     )

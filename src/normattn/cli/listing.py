@@ -94,9 +94,8 @@ def _kernels(name: str) -> dict[str, str]:
 
 def _show_all(known: Mapping[str, type[Part]]) -> None:
     """A line a part, by slot, and the models whose scores have a name."""
-    from rich.console import Console
-
     from normattn.score.recipes import RECIPES
+    from normattn.terminal import Console
 
     console = Console(highlight=False)
     width, slot = max(map(len, known)), None
@@ -117,9 +116,8 @@ def _plain(text: str) -> str:
 
 
 def _show(name: str, described: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-
     from normattn.score.recipes import recipe
+    from normattn.terminal import Console
 
     console = Console(highlight=False)
     model = recipe(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.measuring import asked_alone
 from normattn.lab.sweep.study import Study, with_added
 from normattn.structured import read_object
+from normattn.terminal import warn
 
 READING = "reading"
 
@@ -188,10 +188,9 @@ def _tell_unfinished(folder: Path) -> None:
     begun = (at for at in CellPaths.below(folder) if not at.done.exists())
     names = [f"{at.run.parent.name} {at.run.name}" for at in begun if not at.diverged.exists()]
     if names:
-        print(
+        warn(
             f"normattn: of {folder} not finished, and on the page as far as measured: "
-            f"{', '.join(names)}",
-            file=sys.stderr,
+            f"{', '.join(names)}"
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from normattn.terminal import show
+
 
 def read_score(model: str, tokens: int, as_json: bool) -> int:
     """Read the scores of a model's layers off a small model of its configuration, and print them.
@@ -22,9 +24,9 @@ def read_score(model: str, tokens: int, as_json: bool) -> int:
     if as_json:
         print(json.dumps(_record(model, config, score), ensure_ascii=False, indent=2))
         return 0 if score.verified else 1
-    print(f"{model}: {config.get_text_config().model_type}, {len(score.layers)} attention layers")
+    show(f"{model}: {config.get_text_config().model_type}, {len(score.layers)} attention layers")
     for line in score.lines():
-        print(f"  {line}")
+        show(f"  {line}")
     return 0 if score.verified else 1
 
 

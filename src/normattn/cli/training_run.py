@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from normattn.cli.asking import settings
 from normattn.cli.options.train import TrainOptions
 from normattn.errors import InputError
@@ -22,6 +20,7 @@ from normattn.lab.training.config_files import read_settings
 from normattn.lab.training.pages import keep_pages
 from normattn.models.block_settings import without_foreign
 from normattn.models.flops import flops_per_token, parameter_count
+from normattn.terminal import Console
 
 
 def train_or_plan(options: TrainOptions) -> None:

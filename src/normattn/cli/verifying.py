@@ -7,6 +7,7 @@ import json
 
 from normattn.cli.options.verify import VerifyOptions
 from normattn.hf.verify import verify
+from normattn.terminal import show
 
 
 def verify_told(asked: VerifyOptions) -> int:
@@ -16,5 +17,5 @@ def verify_told(asked: VerifyOptions) -> int:
         record = {"equal": verdict.equal, **dataclasses.asdict(verdict)}
         print(json.dumps(record, ensure_ascii=False, indent=2))
     else:
-        print(verdict)
+        show(verdict)
     return 0 if verdict.equal else 1

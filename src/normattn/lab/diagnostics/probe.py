@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 from normattn.errors import InputError
 from normattn.lab.diagnostics.collecting import collecting
 from normattn.lab.diagnostics.lines import LayerLine, read_diagnostics
+from normattn.terminal import warn
 
 CONCENTRATED = 0.02
 """A head whose mean H / ln n is below looks at one key, whatever the text is."""
@@ -38,7 +38,7 @@ class DiagnosticsProbe:
     def __init__(
         self,
         every: int,
-        warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+        warn: Callable[[str], None] = lambda text: warn(text),
         run: Path | None = None,
     ) -> None:
         if every < 1:

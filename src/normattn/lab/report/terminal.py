@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from normattn.lab.report.table import Filled
+from normattn.terminal import Console
 
 _SHORT = 24
 """Cells up to this width are not broken into lines."""

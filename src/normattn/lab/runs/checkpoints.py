@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from normattn.atomic import explain_os_errors, put_in_place, replace_directory
 from normattn.errors import InputError
 from normattn.files import open_file
 from normattn.structured import read_object
+from normattn.terminal import warn
 
 KEPT = 2
 _NAME = re.compile(r"step-(\d{8,})")
@@ -100,7 +100,7 @@ class Checkpoints:
             try:
                 return _read(folder)
             except InputError as error:
-                print(f"warning: {error}; trying the checkpoint before it", file=sys.stderr)
+                warn(f"warning: {error}; trying the checkpoint before it")
         if folders:
             raise InputError(
                 f"every checkpoint in {self.path} is damaged; delete the folder to train again "

@@ -13,6 +13,7 @@ import torch
 from normattn.atomic import write_json
 from normattn.errors import InputError
 from normattn.structured import read_object
+from normattn.terminal import warn
 
 PACKAGES = ("normattn", "torch", "numpy", "tokenizers", "safetensors")
 
@@ -70,7 +71,7 @@ def _stored(path: Path) -> dict[str, Any]:
         problem = f"{path} is damaged: expected started and resumed"
     except InputError as error:
         problem = str(error)
-    print(f"warning: {problem}; what the run ran on before is lost", file=sys.stderr)
+    warn(f"warning: {problem}; what the run ran on before is lost")
     return {"started": {}, "resumed": []}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from normattn.atomic import write_json
 from normattn.errors import InputError
 from normattn.lab.stats import frame
 from normattn.structured import read_object
+from normattn.terminal import warn
 
 
 def digest(*parts: object) -> str:
@@ -53,7 +53,7 @@ class MeasurementStore:
         try:
             return frame.read(path, key)
         except InputError as error:
-            print(f"normattn: {error}; the evaluation is done again", file=sys.stderr)
+            warn(f"normattn: {error}; the evaluation is done again")
             return None
 
     def put(self, key: str, measured: pl.DataFrame) -> None:

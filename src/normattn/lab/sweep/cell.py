@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from normattn.lab.training.pages import keep_pages
 from normattn.locks import InUseError, locked
 from normattn.stopping import stop_with_parent
 from normattn.structured import read_object
+from normattn.terminal import warn
 
 PROGRESS_SECONDS = 0.5
 LOCK_SECONDS = 120.0
@@ -43,7 +43,7 @@ def run_cell(job: Path, study: Study, parent: int = 0) -> int:
                 stage.run(data, _noting(paths.progress, number, stage.phase))
             except DivergedError as error:
                 frame.write(paths.diverged, diverged(cell, error.step, error.where))
-                print(f"normattn: {error}", file=sys.stderr)
+                warn(f"normattn: {error}")
                 return DIVERGED
         write_if_changed(paths.done, cell.model_dump(mode="json"))
     return FINISHED

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from normattn.atomic import write_text
@@ -43,6 +41,7 @@ from normattn.lab.sweep.study import (
 )
 from normattn.lab.sweep.watch import SweepProgress
 from normattn.lab.training.corpus_record import HasFingerprint
+from normattn.terminal import Console, warn
 
 # Below this many FLOPs a sweep ends about as soon as its measurement would.
 WORTH_MEASURING = 1e10
@@ -100,7 +99,7 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
         failed = [_failure(outcome) for outcome in outcomes if outcome.failed]
         # Said first: where too few are left, there may be nothing to report.
         for sentence in failed:
-            print(f"normattn: {sentence}", file=sys.stderr)
+            warn(f"normattn: {sentence}")
         if len(failed) < len(sweep.cells):
             report(study, sweep.out, RunDirectory.existing(sweep.out).config)
     return failed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -32,6 +31,7 @@ from normattn.lab.training.state import pack, unpack
 from normattn.lab.training.step import Stepper, StepValues
 from normattn.lab.training.task import Task
 from normattn.lab.training.trackers import Tracking
+from normattn.terminal import warn
 
 STATUS_SECONDS = 5.0
 # A checkpoint that takes long is written less often: at most this share of the time goes into it.
@@ -223,10 +223,9 @@ class _Loop:
         for _, log in self.probes:
             log.truncate_after(step)
         if checkpoint and lines != checkpoint.meta["metrics_lines"]:
-            print(
+            warn(
                 f"warning: {self.run.metrics.path} holds {lines} lines up to step {step}, but "
-                f"{checkpoint.meta['metrics_lines']} were written; the rest is lost",
-                file=sys.stderr,
+                f"{checkpoint.meta['metrics_lines']} were written; the rest is lost"
             )
         self._record_environment(step)
         self.run.set_status("running", step, self.config.steps)
@@ -241,10 +240,9 @@ class _Loop:
         )
         changed = record_environment(self.run.path / "environment.json", current, step)
         if changed:
-            print(
+            warn(
                 f"warning: {self.run.path} resumes at step {step} in another environment "
-                f"({'; '.join(changed)}); its digits may differ from those of a run never stopped",
-                file=sys.stderr,
+                f"({'; '.join(changed)}); its digits may differ from those of a run never stopped"
             )
 
     def _begin_clocks(self, start: int) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -41,6 +40,7 @@ from normattn.lab.training.measured_step import measured_seconds
 from normattn.lab.training.roofline import EXPONENTIALS, FORMS, LAYOUTS, Rates, rate_of
 from normattn.lab.training.work import ATEN, Form, Layout
 from normattn.structured import read_object
+from normattn.terminal import warn
 
 FORMAT = 1
 """Another one, and what is on file is measured again."""
@@ -78,7 +78,7 @@ def rates_here(count: int = 1) -> Rates:
         path = path_for("rates", own)
         rates = _kept(path, own)
         if rates is None:
-            print("measuring this processor's rates, once; some seconds …", file=sys.stderr)
+            warn("measuring this processor's rates, once; some seconds …")
             rates = measured_rates(count)
             with suppress(InputError):
                 write_json(path, {"machine": own, "rates": _FILE.dump_python(rates, mode="json")})
@@ -207,5 +207,5 @@ def _kept(path: Path, own: dict[str, Any]) -> Rates | None:
         wrong = f"{path} is damaged: {where} is no rate"
     except InputError as error:
         wrong = str(error)
-    print(f"warning: {wrong}; the rates are measured again", file=sys.stderr)
+    warn(f"warning: {wrong}; the rates are measured again")
     return None

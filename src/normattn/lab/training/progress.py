@@ -6,10 +6,10 @@ import sys
 import time
 from datetime import timedelta
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from normattn.lab.training.reports import StepReport
+from normattn.terminal import Console
 
 _REDRAW_SECONDS = 0.2
 _LINE_SECONDS = 30.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from normattn.lab.training.loop_config import CHANGEABLE, LoopConfig
 from normattn.lab.training.reports import Callback, Probe, TrainingResult
 from normattn.lab.training.task import Task
 from normattn.models.pretrained import check_weights, save_model
+from normattn.terminal import warn
 
 MODEL = "model"
 Config = TypeVar("Config", bound=LoopConfig)
@@ -158,6 +158,6 @@ def _is_finished(run: RunDirectory) -> bool:
     try:
         status = run.status
     except InputError as error:
-        print(f"warning: {error}; resuming from the last checkpoint", file=sys.stderr)
+        warn(f"warning: {error}; resuming from the last checkpoint")
         return False
     return status is not None and status.state == "finished"

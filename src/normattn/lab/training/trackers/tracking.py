@@ -18,6 +18,7 @@ from normattn.lab.training.trackers.tracker import TrackedRun, Tracker
 from normattn.lab.training.trackers.trackio import Trackio
 from normattn.lab.training.trackers.wandb import WandB
 from normattn.structured import read_object
+from normattn.terminal import warn
 
 TrackerName = Literal["tensorboard", "trackio", "wandb"]
 TRACKERS: Mapping[TrackerName, type[Tracker]] = {
@@ -75,10 +76,9 @@ class Tracking:
         except Exception as error:
             self._tracker = None
             said = " ".join(str(error).split()) or type(error).__name__
-            print(
+            warn(
                 f"warning: the tracker {self._name} failed {when} ({said:.200}); the training "
-                "goes on without it",
-                file=sys.stderr,
+                "goes on without it"
             )
 
 

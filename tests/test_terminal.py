@@ -1,0 +1,76 @@
+"""Names from files reach the terminal without what a terminal would obey."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+
+from normattn.__main__ import _sentence
+from normattn.cli.failures import exit_code_of
+from normattn.errors import InputError
+from normattn.lab.report.terminal import Bar, tell
+from normattn.terminal import Console, show, visible, warn
+
+HOSTILE = "a\x1b]0;owned\x07b\x9bc\x7f\u202ed\re"
+SHOWN = r"a\x1b]0;owned\x07b\x9bc\x7f\u202ed\re"
+
+
+def test_what_prints_stays_and_the_rest_is_written_out() -> None:
+    assert visible("héllo λ 中\n\tx") == "héllo λ 中\n\tx"
+    assert visible(HOSTILE) == SHOWN
+    assert visible(visible(HOSTILE)) == SHOWN
+
+
+def test_every_way_to_the_terminal_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    show(HOSTILE)
+    warn(HOSTILE)
+    tell(HOSTILE)
+    with Bar() as bar:
+        bar.say(HOSTILE)
+    exit_code_of(InputError(HOSTILE))
+    said = capsys.readouterr()
+    assert said.out.count(r"\x1b]0;owned") == 2
+    assert said.err.count(r"\x1b]0;owned") == 3
+    assert "\x1b" not in said.out + said.err
+    assert "\x1b" not in _sentence(UserWarning(HOSTILE), UserWarning, "file", 1)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_table_keeps_its_own_colours_alone(terminal: bool) -> None:
+    out = io.StringIO()
+    console = Console(
+        file=out, force_terminal=terminal, width=100, color_system="standard" if terminal else None
+    )
+    table = Table("name")
+    table.add_row(HOSTILE)
+    console.print(table)
+    console.print("[bold]title[/]")
+    written = out.getvalue()
+    assert r"\x1b]0;owned" in written
+    assert "\x1b]" not in written
+    assert "\x9b" not in written
+    assert ("\x1b[1mtitle" in written) is terminal
+
+
+def test_a_tensor_of_a_hostile_name_is_named_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file, save_file
+
+    from hostile.foreign import WEIGHTS, write_model
+    from normattn.cli.app import main
+
+    write_model(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / WEIGHTS)
+    tensors[f"model.layers.7.{HOSTILE}"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, tmp_path / "model" / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(SystemExit) as ended:
+        main(["score", str(tmp_path / "model")])
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert r"\x1b]0;owned\x07" in said.err
+    assert "\x1b" not in said.out + said.err
