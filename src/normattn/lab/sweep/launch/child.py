@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
+
 from normattn.errors import InputError
 from normattn.lab.sweep.launch.seam import FINISHED, Job, Outcome
 
@@ -89,7 +91,8 @@ class Errand:
     job as a child and returns how that ended.
 
     Whatever ends the caller's wait (an exception that a scheduler's library raises in it) has the
-    child save its state first.
+    child save its state first. With `ends_with_this` it also ends when the process that made the
+    errand is gone, which must be one of the same host.
     """
 
     job: Job
@@ -98,10 +101,14 @@ class Errand:
         default_factory=lambda: {name: os.environ[name] for name in CARRIED if name in os.environ}
     )
     child: Child | None = None
+    ends_with_this: bool = False
+    sender: tuple[int, float] | None = None
 
     def __post_init__(self) -> None:
         """Elsewhere, paths are not relative to this folder."""
         self.job = replace(self.job, log=self.job.log.absolute())
+        if self.ends_with_this and self.sender is None:
+            self.sender = (os.getpid(), psutil.Process().create_time())
 
     def __call__(self) -> Outcome:
         """Run the job; `InputError` where this host does not see its folders."""
@@ -115,11 +122,23 @@ class Errand:
         with _interruptions() as heard:
             self.child = Child(self.job, self.environment, self.folder)
             try:
-                while not self.child.done() and not heard:
+                while not self.child.done() and not heard and not self._abandoned:
                     time.sleep(POLL_SECONDS)
             finally:
                 self.save()
             return self.child.outcome()
+
+    @property
+    def _abandoned(self) -> bool:
+        """Whether the process that must live on is gone."""
+        if self.sender is None:
+            return False
+        number, began = self.sender
+        try:
+            process = psutil.Process(number)
+            return bool(process.create_time() != began or process.status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
 
     def save(self) -> None:
         """Have the child, if there is one at work, save its state and end."""

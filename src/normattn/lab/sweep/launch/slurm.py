@@ -1,7 +1,8 @@
 """Cells as an array of Slurm jobs, by submitit; requeued when time ends and when pre-empted.
 
-The jobs are the cluster's: where this process is killed, they go on, and the next one finds them by
-`submitted.json` beside each cell's settings and waits for them instead of submitting them again.
+The jobs are the cluster's: where this process is killed, they go on. All of a folder's jobs have
+one name, made of the folder, so that the next command finds them by the queue alone: it cancels
+them, which saves their state, and submits what is left. No note of ours can come too late.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import logging
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -25,9 +27,9 @@ from normattn.errors import InputError
 from normattn.lab.sweep.launch.child import Errand
 from normattn.lab.sweep.launch.remote import Elsewhere, Remote, library
 from normattn.lab.sweep.launch.seam import Job, Needs, Outcome, Session
-from normattn.lab.sweep.layout import peek, write_if_changed
 
-SUBMITTED = "submitted.json"
+LEAVING_SECONDS = 180.0
+"""How long cancelled jobs of an earlier command may take to save their state and leave."""
 QUEUE_SECONDS = 10.0
 STOPPING_QUEUE_SECONDS = 1.0
 OVER = {
@@ -60,17 +62,23 @@ class Slurm(Remote):
 
     @contextmanager
     def session(self, jobs: Sequence[Job], at_once: int, needs: Needs) -> Iterator[Session]:
-        """Submit one array, or wait for those jobs of an earlier one that are still there."""
+        """Cancel what an earlier command left in the queue, and submit one array."""
         submitit = library("submitit", "slurm")
         logging.getLogger("submitit").setLevel(logging.ERROR)
-        folder = jobs[0].log.parents[2] / ".submitit"
+        place = jobs[0].log.parents[2].resolve()
+        name = f"normattn-{hashlib.sha256(str(place).encode()).hexdigest()[:16]}"
+        # A new folder each time: what submitit finds in it is unpickled, so it must be our own.
+        (place / ".submitit").mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix="", dir=place / ".submitit")
         try:
             executor = submitit.AutoExecutor(
                 folder=folder, cluster=self.cluster, slurm_max_num_timeout=self.requeues
             )
         except RuntimeError as error:
             raise InputError(f"no Slurm is here: {error}") from error
-        executor.update_parameters(**self.asked(at_once, needs))
+        executor.update_parameters(**self.asked(at_once, needs), name=name)
+        if self.cluster == "slurm":
+            _cancel_earlier(name)
         yield _Array(executor, self.cluster, jobs, at_once)
 
     def asked(self, at_once: int, needs: Needs) -> dict[str, Any]:
@@ -82,7 +90,6 @@ class Slurm(Remote):
         if self.gpus_for(needs):
             asked["gpus_per_node"] = self.gpus_for(needs)
         return {
-            "name": "normattn",
             "timeout_min": self.time,
             "cpus_per_task": self.cpus_for(needs),
             "slurm_array_parallelism": at_once,
@@ -108,7 +115,7 @@ class Requeued:
     def checkpoint(self) -> Any:
         """Save the state; what to call when the job begins again."""
         self.errand.save()
-        again = Errand(self.errand.job, self.errand.folder, self.errand.environment)
+        again = replace(self.errand, child=None)
         return library("submitit", "slurm").helpers.DelayedSubmission(Requeued(again))
 
 
@@ -138,7 +145,7 @@ class _Array(Elsewhere):
         """Submit what may be, and collect those that ended."""
         room = self._at_once - len(self._at_work)
         now, self.waiting = self.waiting[:room], self.waiting[room:]
-        self._submit([job for job in now if not self._found_in_queue(job)])
+        self._submit(now)
         for submitted in [submitted for submitted in self._at_work if self._over(submitted)]:
             self._at_work.remove(submitted)
             self.ended.append(_outcome(submitted))
@@ -181,24 +188,12 @@ class _Array(Elsewhere):
         for job in jobs:
             self.forget_log(job)
         try:
-            submitted = self._executor.submit_array([Requeued(Errand(job)) for job in jobs])
+            errands = [Errand(job, ends_with_this=self._queue is None) for job in jobs]
+            submitted = self._executor.submit_array([Requeued(errand) for errand in errands])
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             raise InputError(f"the cells cannot be submitted: {_last_line(error)}") from error
         for job, slurm in zip(jobs, submitted, strict=True):
-            if self._queue is not None:
-                write_if_changed(_record(job), {"job": slurm.job_id, "cell": _digest(job)})
             self._at_work.append(_Submitted(job, slurm, time.monotonic()))
-
-    def _found_in_queue(self, job: Job) -> bool:
-        """Whether an earlier sweep submitted the same cell and it has not ended."""
-        record = peek(_record(job))
-        if self._queue is None or record.get("cell") != _digest(job):
-            return False
-        if not self._queue.holds(str(record.get("job"))):
-            return False
-        slurm = self._executor._executor.job_class(self._executor.folder, record["job"])
-        self._at_work.append(_Submitted(job, slurm, time.monotonic()))
-        return True
 
     def _over(self, submitted: _Submitted) -> bool:
         if self._queue is None:
@@ -206,6 +201,38 @@ class _Array(Elsewhere):
         return submitted.slurm.paths.result_pickle.exists() or self._queue.lost(
             submitted.slurm.job_id
         )
+
+
+def _cancel_earlier(name: str) -> None:
+    """Cancel the user's jobs of this name, and wait until each has saved its state and left.
+
+    Raises `InputError` where Slurm does not answer or a job stays.
+    """
+    if not (left := _named(name)):
+        return
+    print(
+        f"normattn: cancelling {len(left)} job{'s' * (len(left) > 1)} of an earlier command on "
+        "this folder; what they did is saved",
+        file=sys.stderr,
+    )
+    deadline = time.monotonic() + LEAVING_SECONDS
+    while left := _named(name):
+        subprocess.run(("scancel", "--quiet", *left), check=False)
+        if time.monotonic() > deadline:
+            raise InputError(
+                f"jobs {', '.join(left)} of an earlier command are still in the queue after "
+                f"{LEAVING_SECONDS:.0f} s; cancel them first"
+            )
+        time.sleep(STOPPING_QUEUE_SECONDS)
+
+
+def _named(name: str) -> list[str]:
+    """The user's jobs of this name that wait or run."""
+    command = ("squeue", "--me", "--noheader", "--array", f"--name={name}", "--format=%i")
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise InputError(f"squeue does not say what is in the queue: {answer.stderr.strip()}")
+    return answer.stdout.split()
 
 
 class _Queue:
@@ -262,13 +289,3 @@ def _outcome(submitted: _Submitted) -> Outcome:
 def _last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).split("\n") if line.strip(" -")]
     return lines[-1] if lines else type(error).__name__
-
-
-def _record(job: Job) -> Path:
-    return job.log.with_name(SUBMITTED)
-
-
-def _digest(job: Job) -> str:
-    """Of what the job was told to do."""
-    told = job.log.with_name("cell.json")
-    return hashlib.sha256(told.read_bytes() if told.exists() else b"").hexdigest()
