@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -53,6 +55,15 @@ class DivergedError(NormattnError):
 
 class Interrupted(NormattnError):
     """Work was stopped by a signal after its state was saved; rerun the command to resume."""
+
+
+def need(name: str, lacking: str) -> None:
+    """Raise `InputError`, saying `lacking`, where the module `name` of an extra is not there.
+
+    Quick: nothing is imported.
+    """
+    if sys.modules.get(name, False) is None or importlib.util.find_spec(name) is None:
+        raise InputError(lacking)
 
 
 def library(name: str, lacking: str) -> Any:

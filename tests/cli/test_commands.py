@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,20 @@ def test_home_is_meant_by_a_tilde_behind_an_equals_sign(
     assert not (tmp_path / "~").exists()
     assert command("export", "~/run", "~/saved").code == 0
     assert (tmp_path / "saved").is_dir()
+
+
+def test_a_plan_says_first_what_the_corpus_needs(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = command("train", "--plan", "--corpus", "python-packages-2026")
+    assert re.match(r"the corpus python-packages-2026 is \d+ pinned packages, .*MB", said.out)
+    monkeypatch.setitem(sys.modules, "datasketch", None)
+    said = command("train", "--plan", "--corpus", "python-packages")
+    assert (said.code, said.out) == (2, "")
+    assert "datasketch" in said.err
+    said = command("reproduce", "keynorm", "--preset", "workstation", "--plan")
+    assert (said.code, said.out) == (2, "")
+    assert "datasketch" in said.err
 
 
 def test_a_short_run_warms_up_for_its_share(command: Command, tmp_path: Path) -> None:

@@ -259,5 +259,7 @@ def test_without_datasketch_the_sentence_says_how_to_get_it(
 ) -> None:
     install("lonely", {"lonely/a.py": source("lonely")})
     monkeypatch.setitem(sys.modules, "datasketch", None)
-    with pytest.raises(InputError, match=r"datasketch library: pip install 'normattn\[data\]'"):
-        list(parse_corpus("python-packages").documents())
+    corpus = parse_corpus("python-packages")
+    for use in (corpus.notes, lambda: list(corpus.documents())):
+        with pytest.raises(InputError, match=r"datasketch .* pip install 'normattn\[data\]'"):
+            use()

@@ -34,7 +34,8 @@ def train_or_plan(options: TrainOptions) -> None:
         raise InputError("--nodes, --gpus-per-node and --gpu say what --plan with --gpu counts")
     if options.plan:
         planned = None if gpu is None else plan_run(config, gpu, *counted)
-        print(*filter(None, (describe(config), planned)), sep="\n")
+        notes = CausalWorkload().look(config)
+        print(*filter(None, (*notes, describe(config), planned)), sep="\n")
     else:
         train_run(config, options.out)
 
@@ -97,7 +98,8 @@ def train_run(config: TrainingConfig, out: Path) -> None:
     """Train one run into `out`, or resume it, and say how it ended."""
     # Under torchrun every process comes here; the first one speaks.
     console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
-    tell(describe(config), console)
+    for line in (*CausalWorkload().look(config), describe(config)):
+        tell(line, console)
     keep_pages()
     result = train_causal(config, out, probes=diagnostics_probes(config, out))
     said = f"loss {result.loss:.4f} after {result.steps:,} steps; the model is in {out / 'model'}"

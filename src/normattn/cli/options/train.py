@@ -43,7 +43,8 @@ class TrainOptions:
     corpus: str | None = option(
         None,
         setting="data.corpus",
-        help="python-source, python-packages, a file or folder, hf:NAME, synthetic:copy.",
+        help="python-source, python-packages-2026, python-packages, a file or folder, hf:NAME, "
+        "synthetic:copy.",
     )
     score: str | None = option(
         None, setting="model.score", help="The attention score to train with; see: normattn list."

@@ -50,12 +50,15 @@ def prepare_tokens(
     return _load(folder, config, corpus)
 
 
-def look_for_tokens(config: DataConfig) -> None:
-    """Raise `InputError` where there is no such corpus; quick, none is read or downloaded."""
+def look_for_tokens(config: DataConfig) -> tuple[str, ...]:
+    """What a plan says of the corpus: what is fetched for it. Quick, none is read or downloaded.
+
+    Raises `InputError` where there is no such corpus, or a library that reads it is not installed.
+    """
     if config.synthetic:
         CopyTask.parse(config.corpus)
-    else:
-        parse_corpus(config.corpus)
+        return ()
+    return parse_corpus(config.corpus).notes()
 
 
 def _decides(config: DataConfig, corpus: Corpus, version: int = FORMAT) -> list[Any]:

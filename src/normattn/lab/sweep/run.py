@@ -72,7 +72,8 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
     count = len(sweep.cells)
     at_once = min(request.jobs or launcher.slots(needs) or count, count)
     for cell in _one_of_each_data(sweep):
-        cell.workload.look(cell.training_config)
+        for line in cell.workload.look(cell.training_config):
+            tell(line, console)
     _print_plan(console, sweep, launcher, every=only_plan)
     for line in models.lines() if models else ():
         tell(line, console)

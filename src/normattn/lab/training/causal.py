@@ -60,9 +60,9 @@ class CausalWorkload(Workload[TrainingConfig, TokenData]):
         """The corpus as tokens."""
         return prepare_tokens(config.data)
 
-    def look(self, config: TrainingConfig) -> None:
-        """Whether there is such a corpus."""
-        look_for_tokens(config.data)
+    def look(self, config: TrainingConfig) -> tuple[str, ...]:
+        """What the corpus needs, where there is such a one."""
+        return look_for_tokens(config.data)
 
     def check(self, config: TrainingConfig, data: TokenData, shares: int) -> None:
         """Every micro-batch must have as many sequences, each no longer than the corpus.

@@ -124,9 +124,10 @@ class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
         """The documents as word pieces."""
         return prepare_relations(config.data)
 
-    def look(self, config: ClassificationConfig) -> None:
+    def look(self, config: ClassificationConfig) -> tuple[str, ...]:
         """Whether the folder has its files, and the vocabulary is there."""
         look_for_relations(config.data)
+        return ()
 
     def check(self, config: ClassificationConfig, data: RelationData, shares: int) -> None:
         """As many labels as the model has, and at least one batch of documents."""

@@ -146,9 +146,9 @@ class MaskedWorkload(Workload[MaskedConfig, TokenData]):
         """The corpus as tokens."""
         return prepare_tokens(config.data)
 
-    def look(self, config: MaskedConfig) -> None:
-        """Whether there is such a corpus."""
-        look_for_tokens(config.data)
+    def look(self, config: MaskedConfig) -> tuple[str, ...]:
+        """What the corpus needs, where there is such a one."""
+        return look_for_tokens(config.data)
 
     def check(self, config: MaskedConfig, data: TokenData, shares: int) -> None:
         """Every micro-batch must have as many sequences, each no longer than the corpus.

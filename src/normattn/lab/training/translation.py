@@ -144,9 +144,10 @@ class TranslationWorkload(Workload[TranslationConfig, PairData]):
         """The sentence pairs as tokens."""
         return prepare_pairs(config.data)
 
-    def look(self, config: TranslationConfig) -> None:
+    def look(self, config: TranslationConfig) -> tuple[str, ...]:
         """Whether there are such files of sentence pairs."""
         look_for_pairs(config.data)
+        return ()
 
     def check(self, config: TranslationConfig, data: PairData, shares: int) -> None:
         """The longest pairs must fit into a batch, and the batch must divide."""

@@ -41,8 +41,12 @@ class Workload(ABC, Generic[Config, Data]):
     def prepare(self, config: Config) -> Data:
         """The data, from its cache where there is one; `InputError` for data that cannot be."""
 
-    def look(self, config: Config) -> None:
-        """Raise `InputError` where the data is plainly not there; quick, no data is prepared."""
+    def look(self, config: Config) -> tuple[str, ...]:
+        """What a plan says of the data before anything is done; quick, no data is prepared.
+
+        Raises `InputError` where the data, or a library that reads it, is plainly not there.
+        """
+        return ()
 
     @abstractmethod
     def task(self, config: Config, data: Data, device: torch.device, shares: int) -> Task:

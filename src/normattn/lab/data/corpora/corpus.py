@@ -52,10 +52,19 @@ class Corpus(Source):
         """What the text was taken from, each with its version; empty where nothing is versioned."""
         return {}
 
+    def notes(self) -> tuple[str, ...]:
+        """What a plan says of the corpus before anything is done: what is fetched, what it needs.
+
+        Raises `InputError` where a library that it needs is not installed.
+        """
+        return ()
+
     @abstractmethod
     def __str__(self) -> str: ...
 
 
 CORPORA = Registry[Corpus](
-    "corpus", "python-source, python-packages, the path of a file or folder, or hf:NAME"
+    "corpus",
+    "python-source, python-packages-2026, python-packages, the path of a file or folder, or "
+    "hf:NAME",
 )

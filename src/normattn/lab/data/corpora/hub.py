@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
-from normattn.errors import InputError, library
+from normattn.errors import InputError, library, need
 from normattn.lab.data.corpora.budget import capped
 from normattn.lab.data.corpora.corpus import CORPORA, Corpus, Document
 from normattn.lab.data.sources import address, take_options
@@ -75,6 +75,11 @@ class HubCorpus(Corpus):
             field=self.field,
             revision=self.revision,
         )
+
+    def notes(self) -> tuple[str, ...]:
+        """The rows come over the network; `InputError` where datasets is not installed."""
+        need("datasets", self._lacking)
+        return (f"the corpus {self} is read from the hub, over the network",)
 
     def _commit(self) -> str:
         if self.revision is not None and _COMMIT.fullmatch(self.revision):

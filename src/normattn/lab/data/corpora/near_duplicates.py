@@ -11,6 +11,12 @@ THRESHOLD = 0.7
 PERMUTATIONS = 64
 
 
+LACKING = (
+    "python-packages leaves out near-duplicates with the datasketch library, which is not "
+    "installed: pip install 'normattn[data]', or take python-packages-2026, which needs none"
+)
+
+
 class NearDuplicates:
     """Remembers the texts it was shown; two are alike above a Jaccard similarity of their lines.
 
@@ -21,10 +27,7 @@ class NearDuplicates:
     """
 
     def __init__(self) -> None:
-        lacking = (
-            "near-duplicates are found with the datasketch library: pip install 'normattn[data]'"
-        )
-        datasketch = library("datasketch", lacking)
+        datasketch = library("datasketch", LACKING)
         self._new_hash: Any = datasketch.MinHash
         self._index = datasketch.MinHashLSH(threshold=THRESHOLD, num_perm=PERMUTATIONS)
         self._shown: list[Any] = []

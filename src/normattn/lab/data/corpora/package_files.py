@@ -84,7 +84,7 @@ def installed_packages() -> list[Package]:
 
 def read(file: PackageFile) -> str | None:
     """The text of a file; None where it cannot be decoded, or was not written by people."""
-    text = file.text if file.path is None else _decoded(file.path)
+    text = file.text if file.path is None else _read(file.path)
     return text if text is not None and text.strip() and not is_generated(text) else None
 
 
@@ -139,13 +139,17 @@ def _listed(package: str, distribution: importlib.metadata.Distribution) -> Iter
         yield PackageFile(package, f"{package}/{file.name}", file.path, stat.st_size, digest)
 
 
-def _decoded(path: Path) -> str | None:
-    with open_bytes(path) as file:
-        raw = file.read()
+def decoded(raw: bytes, suffix: str) -> str | None:
+    """The text of a file with such a suffix; None where it is none."""
     try:
-        return decode_python(raw) if path.suffix.lower() in SOURCE else raw.decode("utf-8-sig")
+        return decode_python(raw) if suffix.lower() in SOURCE else raw.decode("utf-8-sig")
     except (SyntaxError, UnicodeDecodeError):
         return None
+
+
+def _read(path: Path) -> str | None:
+    with open_bytes(path) as file:
+        return decoded(file.read(), path.suffix)
 
 
 def _normalised(name: str) -> str:

@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from normattn.errors import InputError
+from normattn.errors import InputError, need
 from normattn.files import expanded
 from normattn.lab.data.corpora.budget import capped, evenly
 from normattn.lab.data.corpora.corpus import CORPORA, Corpus, Document
-from normattn.lab.data.corpora.near_duplicates import PERMUTATIONS, THRESHOLD, NearDuplicates
+from normattn.lab.data.corpora.near_duplicates import (
+    LACKING,
+    PERMUTATIONS,
+    THRESHOLD,
+    NearDuplicates,
+)
 from normattn.lab.data.corpora.package_files import (
     PACKAGE_BYTES,
     Package,
@@ -83,6 +88,16 @@ class PythonPackages(Corpus):
     def sources(self) -> dict[str, str]:
         """The version of every package."""
         return {package.name: package.version for package in self._packages()}
+
+    def notes(self) -> tuple[str, ...]:
+        """The text hangs on what is installed; `InputError` where datasketch is not."""
+        need("datasketch", LACKING)
+        if self.versions is not None:
+            return ()
+        return (
+            f"the corpus {self.kind} is what is installed in this environment: another one gives "
+            "other text, and python-packages-2026 the same everywhere",
+        )
 
     def __str__(self) -> str:
         return address(self.kind, versions=self.versions)

@@ -1,0 +1,74 @@
+"""The list of a frozen corpus: wheels with their hashes, near-duplicates, and what the text is.
+
+    python scripts/freeze_packages.py NAME==VERSION …   write the list anew; needs datasketch
+    python scripts/freeze_packages.py --check           make the text and its tokens in a new cache
+
+`--check` ends with 1 where the tokens are not those that tests/data/frozen_tokens.json records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import email
+import json
+import os
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from normattn.lab.data import DataConfig, prepare_tokens
+from normattn.lab.data.cache import sha256_of
+from normattn.lab.data.corpora import frozen_packages as frozen
+from normattn.lab.data.corpora.near_duplicates import NearDuplicates
+
+RECORD = Path(__file__).parents[1] / "tests" / "data" / "frozen_tokens.json"
+
+
+def pinned(file: Path) -> frozen.Wheel:
+    """The entry of a wheel that was downloaded."""
+    with zipfile.ZipFile(file) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        about = email.message_from_string(archive.read(name).decode())
+    classified = [v.split(" :: ")[-1] for v in about.get_all("Classifier", []) if "License ::" in v]
+    licence = about["License-Expression"] or " / ".join(classified) or about["License"] or ""
+    project = about["Name"].lower().replace("_", "-").replace(".", "-")
+    digest = sha256_of(file)
+    return frozen.Wheel(project, about["Version"], file.name, digest, licence.splitlines()[0])
+
+
+def freeze(requirements: list[str], out: Path = frozen.LIST) -> None:
+    """Download the wheels of some distributions and write their list."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        problem = frozen.download(requirements, folder)
+        if problem is not None:
+            sys.exit(problem)
+        wheels = tuple(sorted(map(pinned, folder.glob("*.whl")), key=lambda wheel: wheel.name))
+        shown, repeated = NearDuplicates(), []
+        for wheel in wheels:
+            texts = frozen.package_texts(folder / wheel.file, wheel.name)
+            repeated += [name for name, text in texts if shown.seen(text)]
+        size = sum((folder / wheel.file).stat().st_size for wheel in wheels)
+        listed = frozen.PackageList(wheels, frozenset(repeated), "", 0, size)
+        total = frozen.write_documents(folder, listed, folder / "text")
+        made = dataclasses.replace(listed, text_sha256=sha256_of(folder / "text"), text_bytes=total)
+    stored = {**dataclasses.asdict(made), "near_duplicates": sorted(repeated)}
+    out.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(
+        f"{len(wheels)} wheels, {size:,} bytes; {total:,} bytes of text, {len(repeated)} repeated"
+    )
+
+
+def check() -> int:
+    """The digest of the tokens of the recorded settings, made in a cache of their own."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ["NORMATTN_CACHE"] = temporary
+        data = prepare_tokens(DataConfig(**record["data"]))
+    print(data.fingerprint, f"{data.train.total:,} tokens to train on", sep="\n")
+    return int(data.fingerprint != record["fingerprint"])
+
+
+if __name__ == "__main__":
+    sys.exit(check() if sys.argv[1:] == ["--check"] else freeze(sys.argv[1:]))

@@ -1,0 +1,221 @@
+"""The frozen corpus: pinned wheels, fetched by pip, the same text and tokens everywhere.
+
+`python scripts/freeze_packages.py --check` makes all of it, and compares with `frozen_tokens.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normattn.errors import InputError
+from normattn.lab.data import DataConfig, parse_corpus
+from normattn.lab.data.corpora import frozen_packages as frozen
+from normattn.lab.data.corpora.frozen_packages import FrozenPackages, PackageList
+from normattn.lab.data.splits import split_of
+
+from .test_python_packages import source
+
+SAMPLE = ("h2", "sqlparse", "toolz")
+SAMPLE_TEXT = "b5528fabca02a792fda8e267919167b4a41965f0d5bdeeb13cb971325de57c25"
+SAMPLE_TOKENS = "101db4c151068ab901a1e5cf9de28c953f32efb7d94828f7de15b1077bf3a79a"
+RECORD = Path(__file__).with_name("frozen_tokens.json")
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheels of the sample; skips where pip does not reach its index."""
+    folder = tmp_path_factory.mktemp("wheels")
+    wanted = [wheel for wheel in PackageList.read(frozen.LIST).wheels if wheel.name in SAMPLE]
+    problem = frozen.download([f"{wheel.name}=={wheel.version}" for wheel in wanted], folder)
+    if problem is not None:
+        pytest.skip(f"the package index is not reached: {problem}")
+    return folder
+
+
+def write_list(path: Path, names: tuple[str, ...] = SAMPLE, **changes: Any) -> Path:
+    """The list of a sample of the pinned packages."""
+    whole = PackageList.read(frozen.LIST)
+    chosen = tuple(wheel for wheel in whole.wheels if wheel.name in names)
+    listed = dataclasses.replace(whole, wheels=chosen, text_sha256=SAMPLE_TEXT, **changes)
+    stored = {**dataclasses.asdict(listed), "near_duplicates": sorted(listed.near_duplicates)}
+    path.write_text(json.dumps(stored))
+    return path
+
+
+MAKE = """
+import sys
+from pathlib import Path
+from normattn.lab.data import DataConfig, prepare_tokens, tokens
+from normattn.lab.data.corpora.frozen_packages import FrozenPackages
+
+corpus = FrozenPackages(Path(sys.argv[1]))
+tokens.parse_corpus = lambda address: corpus
+shares = {"test_fraction": 0.3, "validation_fraction": 0.3, "seed": 2}
+config = DataConfig(corpus="python-packages-2026", vocab_size=400, **shares)
+print(corpus.text(), prepare_tokens(config).fingerprint)
+assert not {"h2", "sqlparse", "toolz"} & set(sys.modules)
+"""
+
+
+def test_two_machines_have_the_same_text_and_tokens(wheels: Path, tmp_path: Path) -> None:
+    """Two processes, two caches, other hash seeds and languages: one text, the recorded one."""
+    listed, text_name = write_list(tmp_path / "list.json"), "documents.jsonl"
+    made = []
+    for number, language in enumerate(("C", "C.UTF-8")):
+        cache = tmp_path / f"cache{number}"
+        changes = {"NORMATTN_CACHE": str(cache), "PYTHONHASHSEED": str(number), "LC_ALL": language}
+        done = subprocess.run(
+            [sys.executable, "-c", MAKE, str(listed)],
+            env=os.environ | changes,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        text, digest = done.stdout.split()
+        assert digest == SAMPLE_TOKENS
+        made.append(Path(text))
+        assert {path.name for path in made[-1].parent.iterdir()} == {text_name, "manifest.json"}
+    assert made[0].read_bytes() == made[1].read_bytes()
+
+
+def test_what_was_fetched_is_kept(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a lost connection only what lacks is fetched; a damaged file is fetched again."""
+    asked: list[list[str]] = []
+    files = {path.name.split("-")[0]: path for path in wheels.iterdir()}
+
+    def download(lines: list[str], folder: Path) -> str | None:
+        asked.append([line.partition("==")[0] for line in lines])
+        for name in asked[-1]:
+            if name == "sqlparse" and len(asked) < 5:
+                return "no route to host"
+            shutil.copy(files[name], folder)
+        return None
+
+    monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(frozen, "download", download)
+    monkeypatch.setattr(frozen, "_AT_ONCE", 1)
+    corpus = FrozenPackages(write_list(tmp_path / "list.json"))
+    with pytest.raises(InputError, match=r"2 of the 3 .* sqlparse-.*whl: no route to host; rerun"):
+        corpus.text()
+    (begun,) = (tmp_path / "cache").glob(".*.begun/wheels")
+    (begun / files["h2"].name).write_bytes(b"PK")
+    with pytest.raises(InputError, match="no route to host"):
+        list(corpus.documents())
+    assert len(list(corpus.documents())) > 30
+    assert [name for (name,) in asked] == [*("h2", "sqlparse") * 2, "sqlparse", "toolz"]
+
+
+def test_another_text_is_refused(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path / "cache"))
+
+    def fetch(_: object, folder: Path) -> None:
+        shutil.copytree(wheels, folder, dirs_exist_ok=True)
+
+    monkeypatch.setattr(frozen, "fetch", fetch)
+    repeated = frozenset({"toolz/toolz/dicttoolz.py"})
+    listed = write_list(tmp_path / "list.json", near_duplicates=repeated)
+    with pytest.raises(InputError, match=rf"instead of {SAMPLE_TEXT}: a corpus that differs"):
+        FrozenPackages(listed).text()
+
+
+def test_the_documents_are_of_their_packages(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path / "cache"))
+    corpus = FrozenPackages(write_list(tmp_path / "list.json"))
+    documents = list(corpus.documents())
+    assert {document.group for document in documents} == set(SAMPLE)
+    assert {"h2/README", "toolz/toolz/dicttoolz.py"} <= {document.name for document in documents}
+    assert all(document.name.startswith(f"{document.group}/") for document in documents)
+    assert not [name for name in (d.name for d in documents) if "/tests/" in name]
+    some = list(corpus.documents(50_000))
+    assert 40_000 < sum(len(document.text.encode()) for document in some) <= 50_000
+    assert [document.name for document in some] == [d.name for d in documents[: len(some)]]
+    assert corpus.sources().keys() == set(SAMPLE)
+
+
+def test_a_wheel_is_read_by_the_rules_of_installed_packages(tmp_path: Path) -> None:
+    wheel = tmp_path / "foo-1.0-py3-none-any.whl"
+    latin = "# -*- coding: latin-1 -*-\n# é\n".encode("latin-1") + source("latin").encode()
+    files = {
+        "foo/a.py": source("a").encode(),
+        "foo/latin.py": latin,
+        "foo/bad.py": b"# \xff\n" + source("bad").encode(),
+        "foo/tests/b.py": source("b").encode(),
+        "foo/made.py": b"# generated by a program\n" + source("made").encode(),
+        "foo-1.0.dist-info/METADATA": f"Name: foo\n\n{source('é')}".encode(),
+        "foo-1.0.dist-info/licenses/LICENSE.md": source("licence").encode(),
+    }
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    assert dict(frozen.package_texts(wheel, "foo")) == {
+        "foo/README": source("é"),
+        "foo/foo/a.py": source("a"),
+        "foo/foo/latin.py": latin.decode("latin-1"),
+    }
+
+
+def test_no_package_gives_more_than_its_share(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen, "PACKAGE_BYTES", 60_000)
+    (wheel,) = wheels.glob("sqlparse-*")
+    size = sum(len(text.encode()) for _, text in frozen.package_texts(wheel, "sqlparse"))
+    assert 30_000 < size <= 60_000
+
+
+def test_without_pip_or_index_it_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path / "cache"))
+    for name in ("PIP_NO_INDEX", "PIP_RETRIES"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    corpus = FrozenPackages(write_list(tmp_path / "list.json", ("h2",)))
+    with pytest.raises(
+        InputError, match=r"1 of the 1 pinned .* h2-4\.4\.1-py3-none-any\.whl: "
+    ) as said:
+        list(corpus.documents())
+    assert "\n" not in str(said.value)
+
+
+def test_the_list_is_pinned_and_says_its_size() -> None:
+    corpus = parse_corpus("python-packages-2026")
+    assert str(corpus) == "python-packages-2026"
+    assert isinstance(corpus, FrozenPackages)
+    pinned = corpus.pinned
+    assert len(corpus.sources()) == len(pinned.wheels) == 127
+    assert all(re.fullmatch(r"[0-9a-f]{64}", wheel.sha256) for wheel in pinned.wheels)
+    assert all(wheel.file.endswith("-none-any.whl") for wheel in pinned.wheels)
+    assert not [wheel for wheel in pinned.wheels if "GPL" in wheel.licence or not wheel.licence]
+    assert 64_000_000 < pinned.text_bytes < 80_000_000
+    (note,) = corpus.notes()
+    assert f"{len(pinned.wheels)} pinned packages" in note
+    assert f"{pinned.download_bytes / 1e6:.0f} MB" in note
+    with pytest.raises(InputError, match="has no option 'split'"):
+        parse_corpus("python-packages-2026?split=train")
+
+
+def test_held_out_packages_are_of_many_kinds() -> None:
+    config = DataConfig(**json.loads(RECORD.read_text())["data"])
+    shares = (config.test_fraction, config.validation_fraction)
+    names = parse_corpus(config.corpus).sources()
+    assert sum(split_of(name, config.seed, *shares) == "test" for name in names) >= 8
