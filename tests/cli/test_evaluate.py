@@ -10,7 +10,6 @@ import polars as pl
 import pytest
 
 from cli.conftest import Command
-from normattn.lab.data.relations.documents import RelationCorpus, RelationDocument
 from normattn.lab.data.retrieval_facts import TASKS
 from normattn.lab.sweep.selections import left_out, post_hoc_methods
 from normattn.score import ScoreSpec
@@ -106,33 +105,3 @@ def test_what_cannot_be_asked(
     for part in expected:
         assert part in said.sentence
     assert not records(run)
-
-
-def test_labels_in_context(
-    command: Command, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    labels = ("bird", "rock", "star", "tree")
-
-    def some(split: str, count: int) -> tuple[RelationDocument, ...]:
-        return tuple(
-            RelationDocument(f"{split}{label}{n}", f"{label[0]}{n % 7}", (label,))
-            for label in labels
-            for n in range(count)
-        )
-
-    corpus = RelationCorpus({"train": some("train", 40), "test": some("test", 5)}, labels)
-    monkeypatch.setattr("normattn.lab.sweep.measuring.labelled_texts", lambda: corpus)
-    arguments = ("evaluate", run, "--protocols", "in-context", "--max-windows", 20)
-    said = command(*arguments, "--lengths", "128,256", "--methods", "as is,YaRN")
-    assert said.code == 0, said.err
-    assert "by likelihood, %" in said.out
-    assert len(records(run)) == 2 * 2
-    assert "length" in command(*arguments, "--lengths", "8").sentence
-    out = tmp_path / "report"
-    assert command("report", run, "--out", out).code == 0
-    with (out / "in_context.csv").open() as file:
-        lines = list(csv.DictReader(file))
-    assert [line["row"] for line in lines] == ["KNA", "KNA-YaRN"]
-    for line in lines:
-        assert 0 <= float(line["chosen_128"]) <= 100
-        assert float(line["shots_256"]) > float(line["shots_128"]) >= 4

@@ -133,16 +133,6 @@ def test_what_is_left_out_is_told(command: Command, trained: Path, tmp_path: Pat
     assert f"{none} was evaluated on different text windows" in refused.sentence
 
 
-def test_samples_of_one_question_are_one_unit(trained: Path, tmp_path: Path) -> None:
-    """Also in records that were made when each sample was a unit."""
-    asked = read(protocol="in_context", units=4)
-    number = pl.col("unit").str.extract(r"(\d)").cast(pl.Int64)
-    former = asked.with_columns(unit=pl.format("000{} question {}", number, number // 2))
-    rows = of_runs([copied(trained, tmp_path / "run", former)]).filter(protocol="in_context")
-    assert rows["unit"].unique().sort().to_list() == ["question 0", "question 1"]
-    assert rows["of"].sum() == former["of"].sum()
-
-
 def test_rows_read_to_other_lengths_by_position() -> None:
     """A row has the octaves that it was read through."""
     rows = [

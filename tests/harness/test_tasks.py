@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +17,7 @@ from normattn.cli import harness_text
 from normattn.cli.app import main
 from normattn.cli.harness import NormattnLM
 from normattn.cli.harness_command import TASKS
-from normattn.cli.harness_tasks import ManyShot
-from normattn.cli.harness_text import (
-    many_shot_documents,
-    retrieval_documents,
-    segment_documents,
-)
+from normattn.cli.harness_text import retrieval_documents, segment_documents
 from normattn.lab.data.corpora import Document
 from normattn.lab.data.retrieval_facts import TASKS as RETRIEVAL
 from normattn.lab.data.splits import split_of
@@ -47,42 +41,6 @@ def test_retrieval_can_be_solved_from_its_text(run: Path, task: str) -> None:
             question = "".join(each["pieces"][place + 1 : place + 2]).strip("\n")
         size = len(tokeniser.encode(each["context"] + "".join(each["pieces"])))
         assert each["length"] - 8 <= size <= each["length"] + 8
-
-
-@pytest.fixture
-def relations(tmp_path: Path) -> Path:
-    """A folder of relations: `a` of even numbers, `b` of odd ones."""
-    for name, count in (("train", 40), ("dev", 4), ("test", 10)):
-        lines = [
-            json.dumps({"text": f"word{n} {name}", "triple_list": [["x", "ab"[n % 2], "y"]]})
-            for n in range(count)
-        ]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    return tmp_path
-
-
-def test_many_shot_can_be_solved_from_its_text(run: Path, relations: Path) -> None:
-    """By the parity that the shots show; right answers count, others do not."""
-    told = {"run": str(run), "lengths": [96, 192], "samples": 4}
-    documents = many_shot_documents({**told, "relations": str(relations), "labels": 2})
-    assert [each["length"] for each in documents] == [96] * 4 + [192] * 4
-    scored = ManyShot.process_results
-    for each in documents:
-        *shots, question = each["context"].split("\n\n")
-        assert each["shots"] == len(shots)
-        shown = {int(shot[4:].split()[0]) % 2: shot.split("=>")[1] for shot in shots}
-        assert set(shown.values()) == {" a", " b"}
-        answer = shown[int(question[4:].split()[0]) % 2] + "\n"
-        assert each["pieces"][each["right"]] == answer
-        knows = [(0.0 if piece == answer else -9.0, piece == answer) for piece in each["pieces"]]
-        length = each["length"]
-        right = scored(None, each, knows)  # type: ignore[arg-type]
-        assert (right[f"acc_{length}"], right[f"exact_{length}"]) == (1, 1)
-        assert right[f"shots_{length}"] == len(shots)
-        wrong = scored(None, each, knows[::-1])  # type: ignore[arg-type]
-        assert (wrong["acc"], wrong["exact"]) == (0, 0)
-        unsure = scored(None, each, [(-1.0, False)] * 2)  # type: ignore[arg-type]
-        assert (unsure["acc"], unsure["exact"]) == (0.5, 0)
 
 
 def test_own_text_is_held_out_as_the_run_divided_it(
@@ -123,7 +81,6 @@ def test_the_last_segment_stays_the_same(llama: Path, run: Path) -> None:
         ({"run": "RUN", "lengths": "64,128"}, "expected numbers of tokens"),
         ({"run": "RUN", "lengths": [96, 100]}, "in whole segments of 48 tokens, got 100"),
         ({"run": "RUN", "samples": 0}, "samples is 0"),
-        ({"run": "RUN", "labels": 1}, "labels is 1; expected a number of at least 2"),
         ({"run": "RUN", "seed": -1}, "seed is -1"),
         ({"run": "RUN", "join": "no"}, "join is 'no'"),
         ({"run": "RUN", "text": "gone.txt"}, "'gone.txt' does not exist"),
@@ -137,11 +94,10 @@ def test_metadata_that_cannot_be(run: Path, metadata: dict[str, Any], expected: 
 
 
 def test_the_tasks_run_without_a_network(
-    named: dict[str, Any], run: Path, relations: Path, monkeypatch: pytest.MonkeyPatch
+    named: dict[str, Any], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     settings = {"lengths": [96, 192], "samples": 1, "text": str(run.parent / "texts")}
-    settings |= {"relations": str(relations), "labels": 2}
     manager = TaskManager(
         include_path=str(TASKS), include_defaults=False, metadata={**named, **settings}
     )
@@ -151,9 +107,6 @@ def test_the_tasks_run_without_a_network(
     results = found["results"]
     assert results["normattn_passkey"]["acc_96_depth_25,none"] in (0.0, 1.0)
     assert set(results) >= {f"normattn_{task}" for task in RETRIEVAL}
-    many = results["normattn_many_shot"]
-    assert many["acc_96,none"] in (0, 0.5, 1)
-    assert many["shots_192,none"] > many["shots_96,none"] >= 2
     loss = results["normattn_last_segment"]["loss_96,none"]
     samples = found["samples"]["normattn_last_segment"]
     scored = by_hand(

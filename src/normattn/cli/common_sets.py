@@ -16,13 +16,11 @@ import polars as pl
 from normattn.errors import InputError
 from normattn.lab.stats import joined
 from normattn.lab.stats.gather import on_common_sets
-from normattn.lab.studies.reading import IN_CONTEXT, OWN_TABLES
+from normattn.lab.studies.reading import OWN_TABLES
 from normattn.lab.sweep.measuring import EVALUATIONS, asked_alone
 from normattn.terminal import warn
 
 LAST = "last_segment"
-_NUMBER = r"^\d{4,} "
-"""What stood before the name of a question."""
 CELL = ("row", "method", "seed", "protocol", "length")
 
 
@@ -33,7 +31,6 @@ def on_one_text(runs: Mapping[Path, pl.DataFrame]) -> pl.DataFrame:
     evaluated on several sets of windows, a row's method with several parameters, where two runs
     are the same training, and where all of a run would be left out.
     """
-    runs = {run: _by_question(rows) for run, rows in runs.items()}
     for run, rows in runs.items():
         _refuse_other_windows(run, _read(rows))
     whole = joined(runs.values())
@@ -48,22 +45,6 @@ def on_one_text(runs: Mapping[Path, pl.DataFrame]) -> pl.DataFrame:
 def _read(rows: pl.DataFrame) -> pl.DataFrame:
     """What was read of texts, without the trainings."""
     return rows.filter(pl.col("protocol") != "training", pl.col("statistic") != "diverged")
-
-
-def _by_question(rows: pl.DataFrame) -> pl.DataFrame:
-    """Questions in context as the units, also of records in which every sample was one, by number.
-
-    Samples of one question are not independent of each other.
-    """
-    asked = rows.filter(protocol=IN_CONTEXT)
-    if not asked.height:
-        return rows
-    numbered = pl.col("unit").str.contains(_NUMBER).all().over("data")
-    name = pl.col("unit").str.replace(_NUMBER, "")
-    named = asked.with_columns(pl.when(numbered).then(name).otherwise("unit").alias("unit"))
-    keys = [column for column in rows.columns if column not in ("sum", "of")]
-    added = named.group_by(keys, maintain_order=True).agg(pl.col("sum", "of").sum())
-    return pl.concat([rows.filter(pl.col("protocol") != IN_CONTEXT), added.select(rows.columns)])
 
 
 def _refuse_other_windows(run: Path, read: pl.DataFrame) -> None:

@@ -144,16 +144,13 @@ def _multiples(asked: EvaluateOptions, train_length: int) -> list[int]:
 
 def _show(measured: pl.DataFrame) -> None:
     """Tables of accuracies and losses; intervals come with `normattn report`."""
-    counted = measured.filter(~pl.col("protocol").is_in(["retrieval", "in_context"]))
+    counted = measured.filter(pl.col("protocol") != "retrieval")
     asked = measured.filter(pl.col("protocol") == "retrieval")
-    labelled = measured.filter(pl.col("protocol") == "in_context")
     console = Console(highlight=False)
     if counted.height:
         console.print(_reading_table(counted))
     if asked.height:
         console.print(_retrieval_table(asked))
-    if labelled.height:
-        console.print(_in_context_table(labelled))
 
 
 def _totals(measured: pl.DataFrame, *places: str) -> list[dict[str, Any]]:
@@ -188,16 +185,6 @@ def _retrieval_table(asked: pl.DataFrame) -> Table:
 
     head = ("task", "length", "answers", "right, %", "tokens, %")
     return _table(_totals(asked, "factor.task"), head, cells)
-
-
-def _in_context_table(labelled: pl.DataFrame) -> Table:
-    def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
-        (likely, samples), (greedy, _), (shots, _) = line["chosen"], line["exact"], line["shots"]
-        shares = (f"{100 * likely / samples:.1f}", f"{100 * greedy / samples:.1f}")
-        return (str(line["length"]), f"{samples:.0f}", f"{shots / samples:.1f}", *shares)
-
-    head = ("length", "questions", "shots", "by likelihood, %", "by generation, %")
-    return _table(_totals(labelled), head, cells)
 
 
 def _table(

@@ -11,11 +11,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import bits_per_byte, mean
 from lm_eval.api.task import ConfigurableTask
 
-from normattn.cli.harness_text import (
-    many_shot_documents,
-    retrieval_documents,
-    segment_documents,
-)
+from normattn.cli.harness_text import retrieval_documents, segment_documents
 
 Aggregate = Callable[[Sequence[Any]], float]
 _BITS = "bits_per_byte"
@@ -128,44 +124,6 @@ class Copy(_Retrieval):
     """One statement of a passage, to be repeated whole."""
 
     kind = "copy"
-
-
-class ManyShot(_Pieces):
-    """`acc_LENGTH`: the right answer is the likeliest; `exact_LENGTH`: it is what is generated.
-
-    Generated greedily, that is: each of its tokens is the model's first choice.
-    """
-
-    def documents(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The same questions behind ever more shots."""
-        return many_shot_documents(metadata)
-
-    def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance]:
-        """One request for every answer."""
-        alone = ({**doc, "pieces": [answer]} for answer in doc["pieces"])
-        made = [
-            super(ManyShot, self).construct_requests(document, ctx, **kwargs)[0]
-            for document in alone
-        ]
-        for number, request in enumerate(made):
-            request.idx, request.doc = number, doc
-        return made
-
-    def process_results(
-        self, doc: Mapping[str, Any], results: Sequence[tuple[float, bool]]
-    ) -> dict[str, float]:
-        """By likelihood, of k equally likely answers each as 1/k, and by generation."""
-        totals = [total for total, _ in results]
-        right, best = doc["right"], max(totals)
-        chosen = (totals[right] == best) / totals.count(best)
-        exact, length = float(results[right][1]), doc["length"]
-        return {
-            "acc": chosen,
-            "exact": exact,
-            f"acc_{length}": chosen,
-            f"exact_{length}": exact,
-            f"shots_{length}": float(doc["shots"]),
-        }
 
 
 class LastSegment(_Pieces):

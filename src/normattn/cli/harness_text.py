@@ -20,8 +20,6 @@ from normattn.files import expanded
 from normattn.lab.data.config import DataConfig
 from normattn.lab.data.corpora import Document, parse_corpus
 from normattn.lab.data.evaluation_sets import last_segment_sets
-from normattn.lab.data.in_context import LABELS, labelled_texts, prompts
-from normattn.lab.data.relations import PYTHON_IMPORTS
 from normattn.lab.data.retrieval import DEPTHS, retrieval_set
 from normattn.lab.data.splits import split_of
 from normattn.lab.data.token_data import TokenData, TokenSplit
@@ -41,8 +39,6 @@ class TaskSettings:
     - `text`: python-source (default), a file or a folder; a run's own corpus where there is a run.
     - `join`: put the documents together, for texts longer than any of them (default False).
     - `seed`: decides what is drawn (default 0).
-    - `relations`: the labelled texts of many-shot: python-imports (default) or a folder.
-    - `labels`: how many labels these have (default 4).
     - `tokenizer`: whose tokens are counted (default: those of `run` or `pretrained`).
     """
 
@@ -52,8 +48,6 @@ class TaskSettings:
     text: str | None = None
     join: bool = False
     seed: int = 0
-    relations: str = PYTHON_IMPORTS
-    labels: int = LABELS
     tokenizer: str | None = None
 
     @staticmethod
@@ -67,7 +61,7 @@ class TaskSettings:
         given = {name: metadata[name] for name in names if metadata.get(name) is not None}
         if "lengths" in given:
             given["lengths"] = _lengths(given["lengths"])
-        for name, least in (("samples", 1), ("segment", 1), ("seed", 0), ("labels", 2)):
+        for name, least in (("samples", 1), ("segment", 1), ("seed", 0)):
             value = given.get(name, least)
             if not _whole(value) or value < least:
                 raise InputError(
@@ -109,27 +103,6 @@ def retrieval_documents(task: str, metadata: Mapping[str, Any]) -> list[dict[str
             for depth, window in zip(made.depths, made.windows[sample], strict=True):
                 texts = _pieces(data.tokeniser, window, cuts.tolist())
                 documents.append(_document(texts, length, round(100 * depth)))
-    return documents
-
-
-def many_shot_documents(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Labelled texts and a question, `context`; its answers in `pieces`, `right` says which."""
-    settings = TaskSettings.of(metadata)
-    tokeniser, _ = _tokeniser(metadata, settings)
-    corpus = labelled_texts(settings.relations)
-    documents = []
-    for length in settings.lengths:
-        for made in prompts(
-            corpus, tokeniser, length, settings.samples, settings.labels, settings.seed
-        ):
-            cut = [len(made.context)]
-            texts = [
-                _pieces(tokeniser, np.array(made.context + answer), cut) for answer in made.answers
-            ]
-            pieces = [texts[0][0], *(answer for _, answer in texts)]
-            documents.append(
-                {**_document(pieces, length, -1), "right": made.right, "shots": made.shots}
-            )
     return documents
 
 

@@ -31,7 +31,7 @@ What was measured before is not measured again. `as is` among the methods is the
 class EvaluateOptions:
     """Measure a trained run past its training length, with and without stretching methods.
 
-    The last segment is read after every tested length, retrieval and labels in context are asked
+    The last segment is read after every tested length, retrieval is asked
     at each; repeated, non-repeated and by-position text is read at the longest, which over L is
     also the factor that NTK, YaRN and PI stretch by. Records go to RUN/evaluations, those of a
     study's run to RUN/evaluations/beside, which the study's page leaves out; `normattn report RUN`
@@ -48,7 +48,7 @@ class EvaluateOptions:
         None,
         read=names,
         help="train-length, non-repeated, repeated, last-segment (the default), by-position, "
-        "retrieval, in-context.",
+        "retrieval.",
     )
     multiples: tuple[int, ...] | None = option(
         None, read=integers, help="Tested lengths in units of L. [default: 1,2,4,8]"

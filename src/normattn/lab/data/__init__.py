@@ -12,7 +12,6 @@ from normattn.lab.data.evaluation_sets import (
     repeated_set,
     train_length_set,
 )
-from normattn.lab.data.in_context import InContextSet, in_context_set
 from normattn.lab.data.masking import MaskedBatches, MaskedSet, Masking, masked_set
 from normattn.lab.data.packing import Tiling, TrainingBatches
 from normattn.lab.data.retrieval import RetrievalSet, retrieval_set
@@ -30,7 +29,6 @@ __all__ = [
     "MaskedBatches",
     "MaskedSet",
     "Masking",
-    "InContextSet",
     "RetrievalSet",
     "Tiling",
     "TokenData",
@@ -45,7 +43,6 @@ __all__ = [
     "parse_corpus",
     "prepare_tokens",
     "repeated_set",
-    "in_context_set",
     "retrieval_set",
     "train_length_set",
     "train_tokeniser",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from normattn.lab.evaluation.cells import AnySet, CellInfo
 from normattn.lab.evaluation.fingerprints import weights_digest
-from normattn.lab.evaluation.in_context import evaluate_in_context
 from normattn.lab.evaluation.protocols import bin_edges, evaluate_cell, rising_edges
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
 from normattn.lab.evaluation.runner import evaluate_run
@@ -16,7 +15,6 @@ __all__ = [
     "TokenScorer",
     "bin_edges",
     "evaluate_cell",
-    "evaluate_in_context",
     "evaluate_retrieval",
     "evaluate_run",
     "from_causal_lm",

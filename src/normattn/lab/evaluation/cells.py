@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from normattn.lab.data.evaluation_sets import EvaluationSet
-from normattn.lab.data.in_context import InContextSet
 from normattn.lab.data.retrieval import RetrievalSet
 from normattn.lab.stats import Identity
 from normattn.lab.stats.frame import Factor
 
-AnySet = EvaluationSet | RetrievalSet | InContextSet
+AnySet = EvaluationSet | RetrievalSet
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,9 @@ from typing import Any
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.lab.data.in_context import InContextSet
 from normattn.lab.data.retrieval import RetrievalSet
 from normattn.lab.evaluation.cells import AnySet, CellInfo
 from normattn.lab.evaluation.fingerprints import weights_digest
-from normattn.lab.evaluation.in_context import evaluate_in_context
 from normattn.lab.evaluation.protocols import evaluate_cell
 from normattn.lab.evaluation.recall import recalling
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
@@ -90,6 +88,4 @@ def _evaluate(
     how: Any = {"store": store, "tokens_per_batch": tokens}
     if isinstance(chosen, RetrievalSet):
         return evaluate_retrieval(scorer, chosen, cell, **how)
-    if isinstance(chosen, InContextSet):
-        return evaluate_in_context(scorer, chosen, cell, **how)
     return evaluate_cell(scorer, chosen, cell, **how)

@@ -17,7 +17,7 @@ from normattn.lab.report.page import Page
 from normattn.lab.report.points import bin_points, octaves
 from normattn.lab.report.table import Column, Row, Table
 from normattn.lab.report.view import View
-from normattn.lab.stats.statistic import Statistic, accuracy, ratio
+from normattn.lab.stats.statistic import Statistic, accuracy
 from normattn.lab.studies._reading import (
     ACCURACY,
     LEGEND,
@@ -51,8 +51,8 @@ from normattn.lab.sweep.study import Request, Study, Sweep
 
 KIND = "reading"
 VARIANTS = ("Baseline", "KNA", "CosA-logn")
-POSITION, RETRIEVAL, IN_CONTEXT = "by_position", "retrieval", "in_context"
-OWN_TABLES = (POSITION, RETRIEVAL, IN_CONTEXT)
+POSITION, RETRIEVAL = "by_position", "retrieval"
+OWN_TABLES = (POSITION, RETRIEVAL)
 """Protocols whose rows stand in tables of their own."""
 TASK = "factor.task"
 TASKS = {
@@ -121,26 +121,6 @@ def _retrieval_columns(view: View) -> Sequence[Column]:
                 name = f"{task}_{key}_{length}"
                 columns.append(Column(name, f"{title}, {words}, {length:,}", statistic, at))
     return columns
-
-
-_LABELLED = (
-    (accuracy("right by likelihood", "chosen"), "likelihood"),
-    (accuracy("right by generation", "exact"), "generation"),
-    (Statistic("shots", "shots", ratio()), "shots"),
-)
-
-
-def _in_context_columns(view: View) -> Sequence[Column]:
-    return [
-        Column(
-            f"{statistic.name}_{length}",
-            f"{words}, {length:,}",
-            statistic,
-            ((1.0, {"protocol": IN_CONTEXT, "length": length}),),
-        )
-        for length in sorted(view.values("length", {"protocol": IN_CONTEXT}))
-        for statistic, words in _LABELLED
-    ]
 
 
 def figures(view: View) -> list[Figure]:
@@ -249,17 +229,6 @@ PAGE = Page(
             notes=(
                 "answers: right as a whole, as greedy decoding would give them; tokens: of "
                 "the answers.",
-            ),
-        ),
-        Table(
-            "in_context",
-            "Labels asked for behind labelled texts, %",
-            _rows_of(IN_CONTEXT),
-            _in_context_columns,
-            notes=(
-                "likelihood: the right label is the likeliest of the four (25 by chance); "
-                "generation: greedy decoding would give it; shots: labelled texts before the "
-                "question, in the mean.",
             ),
         ),
     ),

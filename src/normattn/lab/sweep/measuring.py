@@ -16,7 +16,6 @@ from normattn.lab.data.evaluation_sets import (
     repeated_set,
     train_length_set,
 )
-from normattn.lab.data.in_context import LABELS, in_context_set, labelled_texts
 from normattn.lab.data.retrieval import retrieval_set
 from normattn.lab.data.retrieval_facts import TASKS
 from normattn.lab.evaluation import AnySet, evaluate_run, from_causal_lm
@@ -63,14 +62,6 @@ def evaluation_sets(
             for task in TASKS
             for multiple in settings.multiples
         ]
-    if "in_context" in settings.protocols:
-        if data.tokeniser is None:
-            raise InputError("in-context reads texts, and this corpus is generated tokens")
-        asked = (max(1, settings.max_windows // LABELS), LABELS, settings.seed, settings.split)
-        sets += [
-            in_context_set(labelled_texts(), data.tokeniser, train_length, multiple, *asked)
-            for multiple in settings.multiples
-        ]
     if not sets:
         raise InputError("nothing to evaluate: non-repeated and repeated need a multiple above 1")
     return sets
@@ -91,7 +82,6 @@ def set_lengths(settings: EvaluationSettings) -> list[int]:
         "last_segment": list(settings.multiples),
         "by_position": list(settings.multiples[-1:]),
         "retrieval": len(TASKS) * list(settings.multiples),
-        "in_context": list(settings.multiples),
     }
     return [length for protocol in settings.protocols for length in lengths[protocol]]
 

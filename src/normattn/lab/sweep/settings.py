@@ -19,7 +19,6 @@ Protocol = Literal[
     "last_segment",
     "by_position",
     "retrieval",
-    "in_context",
 ]
 MOST_MULTIPLES = 1 << 20
 PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "last_segment")
@@ -30,7 +29,7 @@ class EvaluationSettings(Settings):
     """How a trained run is measured.
 
     `multiples` are the tested lengths in units of the training length L: the last segment is read
-    after each, retrieval and labels in context are asked at each, repeated, non-repeated and
+    after each, retrieval is asked at each, repeated, non-repeated and
     by-position text read at the longest one (its shorter readings are its positions), which also
     sets the `factor` of every stretching method, for the whole table.
     `max_windows` bounds each set of windows, `max_tokens` the tokens a batch of them holds (memory,
