@@ -98,3 +98,40 @@ def test_a_specification_is_made_a_module_outside_of_the_graph() -> None:
     *found, refused = of_program(PROGRAM, cases).values()
     assert all(isinstance(x, float) and x < 2e-5 for x in found), found
     assert "pass a Score" in str(refused)
+
+
+DECODING = """
+import json, sys, warnings, torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from normattn import Score, attention
+from normattn.layers.attend_cached import attention_cached
+from normattn.layers.cache import StaticCache
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+
+def check(text, tokens=24):
+    torch._dynamo.reset()
+    score, cache = Score(text, 4, 8, 2).eval(), StaticCache(tokens)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
+    graphs = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(attention_cached, backend=graphs, fullgraph=True)
+    with torch.no_grad():
+        outs = [attention_cached(q[:, :, :5], k[:, :, :5], v[:, :, :5], score, cache)]
+        for at in range(5, tokens):
+            now = slice(at, at + 1)
+            outs.append(step(q[:, :, now], k[:, :, now], v[:, :, now], score, cache))
+        off = (torch.cat(outs, 2) - attention(q, k, v, score)).abs().max().item()
+    return off, graphs.frame_count
+
+json.dump({text: check(text) for text in json.load(sys.stdin)}, sys.stdout)
+"""
+
+
+def test_a_compiled_step_serves_any_number_of_tokens() -> None:
+    """Two graphs, where λ grows with n, where a bias goes by distance, and where both do."""
+    scores = ["KNA-logn@8", "CosA-YaRN(factor=4)-logn+@8", "Baseline-Temperature@8"]
+    scores += ["Baseline-ALiBi-logn@8", "QKRMSNorm-KERPLELog-logn@8"]
+    for name, (off, graphs) in of_program(DECODING, scores).items():
+        assert off < 2e-5, (name, off)
+        assert graphs <= 2, (name, graphs)

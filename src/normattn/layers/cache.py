@@ -76,7 +76,8 @@ class Room:
         return 0 if self.data is None else self.data.untyped_storage().nbytes()
 
     def _enlarge(self, x: Tensor, wanted: int) -> Tensor:
-        room = max(_SMALLEST, 1 << (wanted - 1).bit_length()) if self.limit is None else self.limit
+        # One place is never used: a view of all of them would be a graph of its own to a compiler.
+        room = self.limit + 1 if self.limit else max(_SMALLEST, 1 << (wanted - 1).bit_length())
         fresh = self._fresh(x, room, x.shape[0])
         if self.data is not None:
             fresh.narrow(self.axis, 0, self.used).copy_(self.view(self.used))
