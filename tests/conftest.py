@@ -1,4 +1,4 @@
-"""Tests keep their tokens to themselves, take portable kernels, and check shapes and types."""
+"""Tests keep their tokens to themselves, and check shapes and types."""
 
 from __future__ import annotations
 
@@ -15,6 +15,5 @@ shape_checks.install()
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     patch.setenv("NORMATTN_CACHE", str(tmp_path_factory.mktemp("cache")))
-    patch.setenv("NORMATTN_KERNELS", "portable")
     yield
     patch.undo()

@@ -121,8 +121,8 @@ def test_every_entry_can_be_sent_to_a_process_and_has_a_small_self() -> None:
 def test_every_kernel_but_the_reference_is_weighed() -> None:
     """What carries scores is weighed with a whole stack, by the suite realformer."""
     (case, *_) = memory.cases(QUICK)
-    on_a_gpu_only, in_a_stack = {"triton"}, {"carried", "concatenated"}
-    named = {kernel.name for kernel in KERNELS} - {"reference"} - on_a_gpu_only - in_a_stack
+    in_a_stack = {"carried", "concatenated"}
+    named = {kernel.name for kernel in KERNELS} - {"reference"} - in_a_stack
     assert set(case.entries) == named | {"SDPA"}
 
 

@@ -104,7 +104,6 @@ def test_commands_are_understood(
         "cli.score_reading.read_score",
         "lab.sweep.run.reproduce",
         "bench.runner.run_bench",
-        "bench.calibrating.calibrate",
     ):
         monkeypatch.setattr(f"normattn.{place}", work(place))
     with pytest.raises(SystemExit) as ended:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -93,7 +92,7 @@ def _served_by(kernel: str, problem: Problem) -> bool:
     return shown(problem) <= TABLE[kernel].serves
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.name != "triton"], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_a_kernel_serves_what_its_row_says(kernel: Any) -> None:
     """Served problems are computed rightly, with every gradient; the others are refused."""
     for case in GRID:
@@ -116,17 +115,6 @@ def test_a_kernel_serves_what_its_row_says(kernel: Any) -> None:
         torch.testing.assert_close(out, expected, msg=str(case))
         for one, two in zip(mine, hand, strict=True):
             torch.testing.assert_close(one, two, atol=2e-5, rtol=2e-4, msg=str(case))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_triton_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its refusals, by its interpreter, which stands for the device."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (kernel,) = (k for k in KERNELS if k.name == "triton")
-    for case in GRID:
-        problem = _problem(*case)
-        told = shown(problem) - {"CPU"} <= TABLE["triton"].serves
-        assert (kernel.why_not(problem) is None) == told, case
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
@@ -162,8 +150,7 @@ def test_a_second_derivative_is_given_or_refused_in_words() -> None:
 
 def test_every_feature_is_in_the_grid_or_tested_elsewhere() -> None:
     met = set().union(*(shown(_problem(*case)) for case in GRID))
-    # Triton may be installed or not.
-    assert set(FEATURES) - met - {"no triton"} == {
+    assert set(FEATURES) - met == {
         *("more rows than keys", "no rows", "float64", "half precision", "CUDA", "carry"),
         "torch.func",
     }

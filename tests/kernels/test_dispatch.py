@@ -82,7 +82,7 @@ def test_an_unknown_backend_names_the_known_ones() -> None:
         attend(problem(), "flash")
     assert BACKENDS[0] == "auto"
     others = {"carried", "concatenated", "two-regime-flash"}
-    named = {"fused", "triton", "two-regime", "bias", "chunked", "strips", "precise", "reference"}
+    named = {"fused", "two-regime", "bias", "chunked", "strips", "precise", "reference"}
     assert named | others == {*BACKENDS[1:]}
 
 

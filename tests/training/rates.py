@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from normattn.atomic import write_json
-from normattn.kernels.calibration import path_for
 from normattn.lab.runs.timing import threads
 from normattn.lab.training.curve import Curve
-from normattn.lab.training.measured_rates import of_machine
+from normattn.lab.training.measured_rates import of_machine, path_for
 from normattn.lab.training.roofline import EXPONENTIALS, FORMS, LAYOUTS, Rates, rate_of
 
 PRODUCTS = {
@@ -34,7 +33,7 @@ RATES = Rates(
 def rates_file() -> Path:
     """Where this machine's rates on one thread are kept."""
     with threads(1):
-        return path_for("rates", of_machine())
+        return path_for(of_machine())
 
 
 def keep(path: Path, rates: Rates | dict[str, Any]) -> None:

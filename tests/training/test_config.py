@@ -8,6 +8,7 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.lab.training import AdamWConfig, TigerConfig, TrainingConfig
+from normattn.lab.training.loop_config import LoopConfig
 
 from .settings import SMALL, small
 
@@ -103,3 +104,11 @@ def test_a_file_that_cannot_be_used_is_named(
     with pytest.raises(InputError, match=expected) as caught:
         TrainingConfig.load(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
+
+
+def test_a_configuration_of_before_that_chose_kernels_loads_or_is_refused() -> None:
+    """Kernels are no longer timed: "portable" is the only rule, and "fastest" is no setting."""
+    assert LoopConfig.parse({"kernels": "portable"}) == LoopConfig()
+    assert "kernels" not in LoopConfig().model_dump()
+    with pytest.raises(InputError, match="kernels is 'fastest'"):
+        LoopConfig.parse({"kernels": "fastest"})

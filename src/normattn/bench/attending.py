@@ -17,7 +17,6 @@ from torch import Tensor
 
 from normattn.bench.case import Work
 from normattn.kernels import Problem, Visibility, attend, choose
-from normattn.kernels.calibration import Way, using, way
 from normattn.lab.runs.timing import Step
 from normattn.layers.attend import attention, regular_positions
 from normattn.score import Score, ScoreSpec
@@ -96,18 +95,15 @@ class Scored(OfCausal):
     """`normattn.attention` with a score: what a user calls, dispatcher and all."""
 
     spec: str
-    kernels: Way | None = None
 
     def build(self) -> Step:
         """The call on fixed queries, keys and values."""
         q, k, v = self.call.tensors(3)
         score = self._score()
         inputs = [q, k, v, *score.parameters()]
-        chosen = self.kernels or way()
 
         def attended() -> Tensor:
-            with using(chosen):
-                return attention(q, k, v, score)
+            return attention(q, k, v, score)
 
         return self.call.step(attended, inputs)
 
@@ -116,7 +112,7 @@ class Scored(OfCausal):
         q, k, v = self.call.tensors(3)
         at = regular_positions(self.call.length, self.call.length, q.device)
         seen = Visibility(True, at.query, at.key, at.regular)
-        with torch.set_grad_enabled(self.call.backward), using(self.kernels or way()):
+        with torch.set_grad_enabled(self.call.backward):
             return choose(self._score()(q, k, v, at, seen)).name
 
     def _score(self) -> Score:

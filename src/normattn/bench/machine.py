@@ -18,7 +18,6 @@ import torch
 
 import normattn
 from normattn.errors import InputError
-from normattn.kernels.calibration import machine
 from normattn.lab.runs.environment import describe_environment
 from normattn.lab.runs.timing import Step, Timing
 
@@ -90,7 +89,7 @@ def provenance(packages: Iterable[str], threads: int, device: str = "cpu") -> di
     facts = {
         "processor": environment["cpu"],
         "capability": environment["cpu_capability"],
-        "features": machine()["features"],
+        "features": {name: has for name, has in torch.cpu.get_capabilities().items() if has},
         "threads": threads,
         "python": environment["python"],
         "versions": {name: importlib.metadata.version(name) for name in packages},

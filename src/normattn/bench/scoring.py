@@ -10,7 +10,6 @@ import torch
 
 from normattn.bench.case import Work
 from normattn.bench.training import BATCHES, MODELS, PresetName, PresetStep
-from normattn.kernels.calibration import using
 from normattn.lab.data import TokenSplit
 from normattn.lab.data.evaluation_sets import (
     EvaluationSet,
@@ -44,21 +43,20 @@ class Scoring:
     windows: int = _WINDOWS
 
     def build(self) -> Step:
-        """The evaluation stage's own call, by the portable kernels; nothing is kept on file."""
+        """The evaluation stage's own call; nothing is kept on file."""
         torch.manual_seed(0)
         model = CausalLM(MODELS[self.preset]).to(self.device)
         sets, factor = self.sets(), float(MULTIPLES[-1])
 
         def evaluate() -> object:
-            with using("portable"):
-                return evaluate_run(
-                    model,
-                    sets,
-                    seed=0,
-                    methods=(self.method,),
-                    factor=factor,
-                    precision="bf16" if self.half else "fp32",
-                )
+            return evaluate_run(
+                model,
+                sets,
+                seed=0,
+                methods=(self.method,),
+                factor=factor,
+                precision="bf16" if self.half else "fp32",
+            )
 
         return evaluate
 

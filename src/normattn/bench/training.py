@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from normattn.bench.case import Work
-from normattn.kernels.calibration import using
 from normattn.lab.runs.timing import Step
 from normattn.lab.training.distribution import World
 from normattn.lab.training.loop_config import LoopConfig
@@ -56,7 +55,7 @@ class PresetStep:
     batch: int | None = None
 
     def build(self) -> Step:
-        """The loop's own step, by the portable kernels as in a published training."""
+        """The loop's own step."""
         torch.manual_seed(0)
         if self.device == "cpu":
             keep_pages()
@@ -66,8 +65,7 @@ class PresetStep:
         stepper = Stepper(task, config, world, lambda: False)
 
         def step() -> object:
-            with using("portable"):
-                return stepper.step(1)
+            return stepper.step(1)
 
         return step
 

@@ -190,10 +190,6 @@ def _bench(options: bench.BenchOptions) -> None:
         from normattn.bench.suites import chosen
 
         show(chosen(suites), settings)
-    elif options.calibration:
-        from normattn.bench.calibrating import calibrate
-
-        calibrate(settings)
     else:
         from normattn.bench.runner import run_bench
 

@@ -13,7 +13,6 @@ from rich.table import Column, Table
 
 from normattn.cli.options.evaluate import EvaluateOptions
 from normattn.errors import InputError, unknown
-from normattn.kernels.calibration import using
 from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.evaluation import from_causal_lm
 from normattn.lab.evaluation.scorers import Scoring
@@ -83,7 +82,7 @@ def evaluate_run(asked: EvaluateOptions) -> None:
             )
 
     require_finished(run, "be evaluated")
-    with using(config.kernels), world(config.device) as group:
+    with world(config.device) as group:
         if group.size == 1:
             _show(measured(from_causal_lm))
         else:

@@ -70,24 +70,22 @@ def _kernels(name: str) -> dict[str, str]:
     """The kernels that serve the smallest score with this part, of all layers where they differ."""
     import torch
 
-    from normattn.kernels.calibration import using
     from normattn.layers.explain import explain
     from normattn.score.combining import example
 
     spec, shape, kernels = example(name), (1, HEADS, TOKENS, HEAD_DIM), {}
     layers = dict.fromkeys(spec.layer(layer, LAYERS) for layer in range(LAYERS))
     for device, dtype in PLACES:
-        with using("portable"):
-            asked = {
-                explain(
-                    layer,
-                    shape,
-                    dtype=getattr(torch, dtype),
-                    device=device,
-                    causal=not layer.leaks_future,
-                ).kernel: None
-                for layer in layers
-            }
+        asked = {
+            explain(
+                layer,
+                shape,
+                dtype=getattr(torch, dtype),
+                device=device,
+                causal=not layer.leaks_future,
+            ).kernel: None
+            for layer in layers
+        }
         kernels[f"{device} {dtype}"] = ", ".join(asked)
     return kernels
 

@@ -5,8 +5,6 @@ A problem shows some features; a kernel serves it when all of them are in its ro
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -36,11 +34,6 @@ def _irregular(p: Problem) -> bool:
     seen = p.visibility
     matter = seen.causal or seen.window is not None or p.two_regimes or p.bias is not None
     return matter and not seen.aligned
-
-
-def interpreted() -> bool:
-    """Whether Triton's programs run on a CPU, by its interpreter."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 FEATURES: Mapping[str, Feature] = {
@@ -115,17 +108,9 @@ FEATURES: Mapping[str, Feature] = {
         lambda p: transformed(),
         "torch.func and forward-mode derivatives see through plain operations only",
     ),
-    "CPU": Feature(
-        lambda p: p.q.device.type == "cpu" and not interpreted(),
-        "it runs on a CUDA device, not on a CPU",
-    ),
     "CUDA": Feature(
         lambda p: p.q.device.type == "cuda" or not on_cpu(p.q),
         "it stands on operations that only a CPU has",
-    ),
-    "no triton": Feature(
-        lambda p: importlib.util.find_spec("triton") is None,
-        "triton is not installed (the extra `triton`)",
     ),
 }
 _ALL = frozenset(FEATURES)
@@ -182,16 +167,6 @@ TABLE: Mapping[str, Capabilities] = {
             },
             False,
             "both parts by a CPU's flash operator, the near one in sliding chunks",
-        ),
-        Capabilities(
-            "triton",
-            _PLAIN
-            - {
-                *("one regime", "no causality", "more rows than keys", "dropout", "float64"),
-                *("CPU", "no triton"),
-            },
-            False,
-            "two regimes in one pass; needs triton",
         ),
         Capabilities(
             "carried",

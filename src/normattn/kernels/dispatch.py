@@ -11,7 +11,6 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels.bias import bias_attention
-from normattn.kernels.calibration import Quicker, calibrated, calibration, can_measure
 from normattn.kernels.capabilities import why_not
 from normattn.kernels.carried import carried
 from normattn.kernels.chunked import chunked
@@ -25,7 +24,6 @@ from normattn.kernels.place import on_cpu
 from normattn.kernels.problem import Problem
 from normattn.kernels.reference import reference
 from normattn.kernels.strips import strips
-from normattn.kernels.triton_two_regime import triton_two_regime
 from normattn.kernels.two_regime import two_regime
 from normattn.kernels.two_regime_flash import two_regime_flash
 
@@ -75,7 +73,6 @@ def _in_float32(problem: Problem) -> Tensor:
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel("fused", fused),
-    Kernel("triton", triton_two_regime),
     Kernel("two-regime", two_regime),
     Kernel("two-regime-flash", two_regime_flash),
     Kernel("bias", bias_attention),
@@ -94,40 +91,6 @@ _FEW_FEATURES, _MANY_KEYS = 32, 2048
 
 
 def _in_order(problem: Problem) -> Iterator[tuple[str, str]]:
-    """Names of kernels and why each stands where it does: what was measured here, then the rest."""
-    first = _quicker(problem, "chunked")
-    if first is not None:
-        yield first.kernel, first.why
-    yield from _portable(problem)
-
-
-def _rivals(problem: Problem, general: str) -> tuple[str, ...]:
-    """The kernels made for such a problem, and one that serves nearly any."""
-    if not problem.two_regimes:
-        return "fused" if problem.bias is None else "bias", general
-    whole = why_not("two-regime-flash", problem) is None
-    return "two-regime", *(("two-regime-flash",) if whole else ()), general
-
-
-def _quicker(problem: Problem, general: str) -> Quicker | None:
-    """Which of the rivals takes the least time on this machine, for such a problem.
-
-    None where the portable choice was asked for, and where nothing is measured and nothing can be
-    now: all of them must serve it.
-    """
-    bucket = calibrated(problem)
-    if bucket is None:
-        return None
-    times, rivals = calibration(), _rivals(problem, general)
-    first = times.known(bucket, rivals)
-    if first is not None or any(why_not(name, problem) for name in rivals):
-        return first
-    if not can_measure(problem):
-        return None
-    return times.quicker(bucket, {name: _NAMED[name].run for name in rivals})
-
-
-def _portable(problem: Problem) -> Iterator[tuple[str, str]]:
     """The order that is the same on every machine, and why each stands where it does.
 
     It is the fastest on one kind of AMD core: there tiles beat the stock kernel in half precision,
@@ -153,7 +116,6 @@ def _portable(problem: Problem) -> Iterator[tuple[str, str]]:
         yield "chunked", "at these lengths on a CPU tiles stand before the stock kernel"
     yield "fused", "everything is folded into queries and keys: the stock kernel does the rest"
     if not cpu and not torch.compiler.is_compiling():
-        yield "triton", "both regimes in one pass on the device"
         yield "bias", "the bias is a strided view of one line, added tile by tile"
     yield "chunked", "it serves nearly any problem without a T × S matrix"
     yield "strips", "it serves any problem without a T × S matrix, whole rows at a time"
@@ -203,21 +165,12 @@ def reasons(problem: Problem, backend: str = "auto") -> Decision:
         kernel, why = choose(problem, backend).name, "it was asked for by name"
     else:
         kernel, why = next((k, w) for k, w in _in_order(problem) if objections[k] is None)
-        why += _waiting(problem)
     refused = {
         name: reason or f"it could, but {kernel} {_preferred(backend)}"
         for name, reason in objections.items()
         if name != kernel
     }
     return Decision(kernel, why, refused)
-
-
-def _waiting(problem: Problem) -> str:
-    """What to add where the choice is one of this machine's, which nothing is known of yet."""
-    rivals = _rivals(problem, "chunked")
-    chosen = any(why_not(name, problem) for name in rivals) or calibrated(problem) is None
-    known = chosen or _quicker(problem, "chunked") is not None
-    return "" if known else "; not yet measured on this machine"
 
 
 def _preferred(backend: str) -> str:
@@ -250,9 +203,6 @@ def unrounded(problem: Problem) -> str:
     q = problem.q
     if q.device.type != "cpu" or q.element_size() != 2:
         return "auto"
-    first = None if problem.bias is not None else _quicker(problem, "precise")
-    if first is not None and why_not(first.kernel, problem) is None:
-        return first.kernel
     if why_not("fused", problem) is None:
         return "fused"
     quick = q.dtype == torch.bfloat16 and q.shape[2] > 1 and not torch.compiler.is_compiling()

@@ -30,7 +30,7 @@ def fused(problem: Problem) -> Float[Tensor, "b h t e"]:
         enable_gqa=problem.q.shape[1] != problem.k.shape[1],
     )
     if torch.compiler.is_compiling():
-        return out + _poison(problem)
+        return out + _poison(problem) if out.device.type == "cpu" else out
     if out.requires_grad:
         out.register_hook(_refuse)  # type: ignore[no-untyped-call]
     return out

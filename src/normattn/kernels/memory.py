@@ -27,7 +27,7 @@ def working_bytes(kernel: str, problem: Problem) -> int:
         pairs: int = sum((t.rows.stop - t.rows.start) * t.width for t in Plan.of(problem).tiles)
         return _tile(problem, near_only=False) + batch * heads * pairs * number_bytes
     lines = batch * heads * rows * 4
-    if kernel in ("fused", "triton"):
+    if kernel == "fused":
         return lines
     if kernel == "two-regime-flash":
         # Each part's output and log-sum-exp, and those of both for their shares.

@@ -9,7 +9,7 @@ from normattn.bench.case import Suite
 from normattn.errors import unknown
 
 _NAMES = (
-    *("folded", "two_regime", "plain", "tiles", "choice", "bias", "decode", "cross_entropy"),
+    *("folded", "two_regime", "plain", "tiles", "bias", "decode", "cross_entropy"),
     *("norms", "preset_step", "scoring", "train_step", "realformer"),
     *("diagnostics", "extend", "memory"),
 )

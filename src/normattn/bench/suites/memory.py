@@ -23,7 +23,6 @@ KINDS: dict[str, Kind] = {
     "bias": "learned bias",
     "two-regime": "two-regime",
     "two-regime-flash": "two-regime",
-    "triton": "two-regime",
 }
 _AT_MOST = 2.0
 

@@ -17,7 +17,6 @@ EPILOG = """
 
 `normattn bench two-regime --lengths 4096 --profile` – and where the time of missed goals goes
 
-`normattn bench --calibration` – which kernels are fastest on this machine, and where that is kept
 
 `normattn bench --quick` – seconds, small sizes: shows that everything runs, claims nothing
 
@@ -51,6 +50,3 @@ class BenchOptions:
     quick: bool = flag("--quick", "A smoke run at small sizes.")
     profile: bool = flag("--profile", "Profile cases that miss their goal, by operation.")
     listed: bool = flag("--list", "List suites and goals, and exit.")
-    calibration: bool = flag(
-        "--calibration", "Show the times by which kernels are chosen here, and exit."
-    )

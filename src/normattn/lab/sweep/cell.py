@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from normattn.errors import DivergedError, InputError
-from normattn.kernels.calibration import using
 from normattn.lab.stats import frame
 from normattn.lab.sweep.launch.seam import DIVERGED, FINISHED
 from normattn.lab.sweep.layout import CellPaths, note_progress, write_if_changed
@@ -36,7 +35,7 @@ def run_cell(job: Path, study: Study, parent: int = 0) -> int:
     keep_pages()
     paths = CellPaths.of_job(job)
     cell = read_cell(paths.settings, study)
-    with _only_one(paths.lock), using(cell.training_config.kernels):
+    with _only_one(paths.lock):
         data = cell.prepare()
         for number, stage in enumerate(cell.stages(paths)):
             try:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from normattn.kernels.calibration import using
 from normattn.lab.sweep.cell import read_cell
 from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.study import Cell, Study
@@ -32,8 +31,7 @@ def measure_cell(job: Path, study: Study, parent: int = 0) -> None:
     if parent:
         stop_with_parent(parent)
     cell = read_cell(CellPaths.of_job(job).settings, study)
-    with using(cell.training_config.kernels):
-        print(json.dumps(rates(cell)))
+    print(json.dumps(rates(cell)))
 
 
 def rates(cell: Cell) -> dict[str, float]:

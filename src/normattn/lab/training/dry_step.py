@@ -4,7 +4,7 @@ Model, loss, backward pass, clipping and optimiser are those that train, run onc
 FakeTensorMode, which knows shapes, types and lifetimes, and nothing else: a model of any size takes
 megabytes. So whatever changes what a step keeps (length, heads, score, precision, accumulate) is
 counted as it is. Kernels are chosen as they are on a CPU or, asked for, as on a GPU, except for the
-hand-written one (Triton).
+hand-written one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from normattn.kernels.calibration import using
 from normattn.kernels.place import as_on_gpu
 from normattn.kernels.tiles import forget_corners
 from normattn.lab.training.config import TrainingConfig
@@ -62,10 +61,8 @@ def dry_step(
     """
     rows = rows_per_share(config.batch_size, processes * config.accumulate)
     alone = config.model_copy(update={"compile": False})
-    # Processes that compute together choose their kernels as on any other machine.
-    chosen = using(config.kernels if processes == 1 else "portable")
     fake = FakeTensorMode()
-    with _nothing_kept(), chosen, as_on_gpu(gpu), fake, Counting() as counting, Undrawn():
+    with _nothing_kept(), as_on_gpu(gpu), fake, Counting() as counting, Undrawn():
         task = DrawnTask(config, rows)
         if gathered:
             _let_go(task.model, config.precision == "bf16")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from normattn.errors import DivergedError, InputError, Interrupted
-from normattn.kernels.calibration import using
 from normattn.lab.runs import (
     Checkpoint,
     MetricsLog,
@@ -74,7 +73,6 @@ def train(
         # The caller's own draws go on as if nothing had been trained.
         cuda = [process.device] if process.device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=cuda))
-        stack.enter_context(using(config.kernels))
         followers = list(callbacks)
         # Before anything is written: a tracker that is not installed leaves no run behind.
         process.on_main(lambda: followers.extend(_trackers(config, run)))

@@ -10,7 +10,6 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from normattn.errors import InputError
 from normattn.files import expanded
-from normattn.kernels.calibration import Way
 from normattn.lab.training.config_files import explain, read_settings, refuse_unknown
 from normattn.lab.training.optimisers.config import AdamWConfig, OptimiserConfig
 from normattn.lab.training.qk_clip import refuse_score
@@ -40,8 +39,7 @@ class LoopConfig(Settings):
     process of torchrun holds: the whole model (ddp), or 1/N of every weight, gradient and moment
     (fsdp); the batch is divided either way, and one process alone holds everything. qk_clip: the
     largest logit that weights are left with (QK-Clip), None for no bound. track: where the
-    curves go as well: tensorboard, trackio or wandb (`lab.training.trackers`). kernels: one
-    choice on every machine (portable), or what is quickest on this one (fastest).
+    curves go as well: tensorboard, trackio or wandb (`lab.training.trackers`).
     """
 
     steps: int = Field(default=1000, ge=1, le=10**9)
@@ -64,7 +62,6 @@ class LoopConfig(Settings):
     qk_clip: Annotated[
         float | None, Field(gt=0.0, le=1e6, exclude_if=lambda threshold: threshold is None)
     ] = None
-    kernels: Annotated[Way, Field(exclude_if=lambda way: way == "portable")] = "portable"
     optimiser: OptimiserConfig = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
 
@@ -77,7 +74,7 @@ class LoopConfig(Settings):
     @classmethod
     def _name_optimiser(cls, values: Any) -> Any:
         """An optimiser that is not named is AdamW."""
-        values = _renamed(values)
+        values = _without_kernels(_renamed(values))
         if isinstance(values, Mapping) and isinstance(values.get("optimiser"), Mapping):
             return {**values, "optimiser": {"name": "adamw", **values["optimiser"]}}
         return values
@@ -137,7 +134,7 @@ class LoopConfig(Settings):
         cls: type[Config], values: Mapping[str, Any], source: str = "the configuration"
     ) -> Config:
         """Check `values`; `InputError` names the field in `source` and what was expected."""
-        values = _renamed(values)
+        values = _without_kernels(_renamed(values))
         refuse_unknown(values, cls, source)
         refuse_beyond(values, source)
         try:
@@ -158,3 +155,18 @@ def _renamed(values: Any) -> Any:
         return values
     others = {key: value for key, value in values.items() if key != "tensorboard"}
     return {**others, "track": "tensorboard"} if former else others
+
+
+def _without_kernels(values: Any) -> Any:
+    """Settings without the field `kernels` of version 0.x, whose "portable" is now the only rule.
+
+    Raises `InputError` for another value.
+    """
+    if not isinstance(values, Mapping) or "kernels" not in values:
+        return values
+    if values["kernels"] != "portable":
+        raise InputError(
+            f"kernels is {values['kernels']!r}, but kernels are no longer chosen by timing; "
+            "leave the field out"
+        )
+    return {name: value for name, value in values.items() if name != "kernels"}

@@ -12,13 +12,15 @@ In a few seconds, on as many threads as the training takes, on numbers of no mod
 
 The middle one of a few rounds counts. On one thread it is that thread's own time (of a core that
 others use as well, what is ours), on several the clock; either is longer on a busy machine than on
-an idle one. The file, `NORMATTN_CACHE/rates-DIGEST.json`, goes with the machine as the times of
-kernels do (`kernels.calibration`); whoever deletes it has all measured again.
+an idle one. The file, `NORMATTN_CACHE/rates-DIGEST.json`, goes with the machine; whoever
+deletes it has all measured again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -31,7 +33,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from normattn.atomic import write_json
 from normattn.errors import InputError
-from normattn.kernels.calibration import machine, path_for
+from normattn.files import default_cache_dir
 from normattn.lab.runs.timing import threads
 from normattn.lab.training.config import TrainingConfig
 from normattn.lab.training.curve import Curve
@@ -75,7 +77,7 @@ def rates_here(count: int = 1) -> Rates:
     """
     with threads(count):
         own = of_machine()
-        path = path_for("rates", own)
+        path = path_for(own)
         rates = _kept(path, own)
         if rates is None:
             warn("measuring this processor's rates, once; some seconds …")
@@ -87,7 +89,21 @@ def rates_here(count: int = 1) -> Rates:
 
 def of_machine() -> dict[str, Any]:
     """What the rates depend on: the machine, with as many threads as torch has now."""
-    return {**machine(), "rates": FORMAT}
+    features = {name: has for name, has in torch.cpu.get_capabilities().items() if has}
+    return {
+        "processor": platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "features": features,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "rates": FORMAT,
+    }
+
+
+def path_for(own: Mapping[str, Any]) -> Path:
+    """Where the rates of such a machine are kept."""
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:12]
+    return default_cache_dir() / f"rates-{digest}.json"
 
 
 def measured_rates(count: int = 1) -> Rates:

@@ -12,7 +12,6 @@ import time
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from normattn.kernels.calibration import using
 from normattn.lab.runs.timing import threads
 from normattn.lab.training.config import TrainingConfig
 from normattn.lab.training.distribution import World
@@ -25,7 +24,6 @@ def measured_peak(config: TrainingConfig, world: World | None = None) -> int:
     """Bytes at the peak of two steps on a CPU, from before the model is made."""
     with (
         threads(config.threads),
-        using(config.kernels),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
     ):
         stepper = _stepper(config, world)
@@ -44,7 +42,7 @@ def measured_seconds(
     config: TrainingConfig, steps: int, world: World | None = None
 ) -> tuple[float, float]:
     """The median step's seconds and processor seconds, after two that are not counted."""
-    with threads(config.threads), using(config.kernels):
+    with threads(config.threads):
         stepper = _stepper(config, world)
         times = []
         for step in range(1, steps + 3):
