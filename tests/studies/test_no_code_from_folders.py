@@ -84,13 +84,12 @@ def test_report_runs_no_file_that_a_folder_names(
     assert "helper" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["_cell", "_measure"])
 def test_a_child_takes_its_study_from_its_command_line(
-    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _cell(folder, f"{folder}/helper.py")
     job = next(folder.glob("jobs/*/*"))
-    assert _run(command, "--study", "keynorm", job) == 2
+    assert _run("_cell", "--study", "keynorm", job) == 2
     assert not (folder / "it-ran").exists()
     assert "cell.json" in capsys.readouterr().err
 

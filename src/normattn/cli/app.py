@@ -231,16 +231,7 @@ def _cell(directory: Path, study: StudyName, parent: Parent = 0) -> None:
         raise typer.Exit(code)
 
 
-def _measure(directory: Path, study: StudyName, parent: Parent = 0) -> None:
-    """Time a few steps of the cell in `directory`, and print them as JSON."""
-    from normattn.lab.studies import find_typed
-    from normattn.lab.sweep.rates import measure_cell
-
-    measure_cell(directory, find_typed(study), parent)
-
-
 app.command("_cell", hidden=True)(_cell)
-app.command("_measure", hidden=True)(_measure)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +15,6 @@ from rich.table import Column, Table
 from normattn.cli.options.evaluate import EvaluateOptions
 from normattn.errors import InputError, unknown
 from normattn.lab.data.tokens import prepare_tokens
-from normattn.lab.evaluation import from_causal_lm
-from normattn.lab.evaluation.scorers import Scoring
 from normattn.lab.report.terminal import tell
 from normattn.lab.runs import RunDirectory, require_finished
 from normattn.lab.stats import MeasurementStore
@@ -27,14 +26,11 @@ from normattn.lab.sweep.measuring import (
     asked_alone,
     count_evaluations,
     evaluate_trained,
-    trained_model,
 )
 from normattn.lab.sweep.selections import ALL, left_out, post_hoc_methods
 from normattn.lab.sweep.settings import PROTOCOLS, EvaluationSettings, Protocol, validated
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.causal import CausalWorkload
-from normattn.lab.training.distribution import World, world
-from normattn.models import CausalLM
 from normattn.score import ScoreSpec
 from normattn.terminal import Console
 
@@ -42,7 +38,6 @@ from normattn.terminal import Console
 def evaluate_run(asked: EvaluateOptions) -> None:
     """Evaluate the run in the directory `asked.run` and print what was measured.
 
-    Under torchrun its processes read every text together (`normattn.lab.evaluation.shards`).
     "all" among the methods is the model as it is and every registered post-hoc method that its
     score can take; a sentence is printed for each that it cannot. Raises `InputError` for a
     directory that holds no finished run, an unknown protocol or method, and lengths that are no
@@ -68,45 +63,25 @@ def evaluate_run(asked: EvaluateOptions) -> None:
     torch.set_num_threads(asked.threads)
     total = count_evaluations(settings) * len(methods)
 
-    def measured(scored_by: Scoring) -> pl.DataFrame:
-        with Console(file=sys.stderr).status("evaluating") as status:
-            return evaluate_trained(
-                run,
-                config,
-                prepare_tokens(config.data),
-                methods=methods,
-                settings=settings,
-                on_done=lambda done: status.update(f"evaluating: {done} of {total}"),
-                scored_by=scored_by,
-                store=_records_of(run),
-            )
-
     require_finished(run, "be evaluated")
-    with world(config.device) as group:
-        if group.size == 1:
-            _show(measured(from_causal_lm))
-        else:
-            _measured_together(group, lambda: trained_model(run, config), measured)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("normattn evaluate runs in one process; start it without torchrun")
+    with Console(file=sys.stderr).status("evaluating") as status:
+        measured = evaluate_trained(
+            run,
+            config,
+            prepare_tokens(config.data),
+            methods=methods,
+            settings=settings,
+            on_done=lambda done: status.update(f"evaluating: {done} of {total}"),
+            store=_records_of(run),
+        )
+    _show(measured)
 
 
 def _records_of(run: Path) -> MeasurementStore:
     """Where the command keeps what it measured: beside a study's records, whose page is its own."""
     return asked_alone(run) if is_of_a_study(run) else MeasurementStore(run / EVALUATIONS)
-
-
-def _measured_together(
-    group: World, model: Callable[[], CausalLM], measured: Callable[[Scoring], pl.DataFrame]
-) -> None:
-    """Every text read by all processes of the group, each a slice of it; the first one shows."""
-    from normattn.lab.evaluation.shards import following, leading
-
-    def lead() -> None:
-        with leading() as scored_by:
-            _show(measured(scored_by))
-
-    if not group.main:
-        following(model())
-    group.on_main(lead)
 
 
 def _methods(

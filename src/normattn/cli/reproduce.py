@@ -48,13 +48,6 @@ class ReproduceOptions:
         help="Where cells run; changes no result. Its settings: --set launcher.partition=gpu.",
     )
     out: Path | None = option(None, help="[default: runs/STUDY-PRESET]", show_default=False)
-    models: Path | None = option(
-        None,
-        metavar="FOLDER",
-        help="Another study's directory: a model that it trained with the very same settings is "
-        "taken over, not trained again.",
-        show_default=False,
-    )
     corpus: str | None = option(
         None, help="Another corpus: a file or folder, hf:NAME. [default: its own]"
     )
@@ -128,7 +121,6 @@ def _command(study: Study) -> Any:
             jobs=options.jobs,
             launcher=launch.launcher(options.launcher, own),
             out=options.out,
-            models=options.models,
             changes={**({CORPUS: options.corpus} if options.corpus else {}), **changes},
         )
         with errors_in(study):

@@ -19,9 +19,6 @@ EPILOG = """
 
 `normattn evaluate runs/kna --protocols by-position,retrieval --methods all --multiples 1,4,16,64`
 
-`torchrun --nproc-per-node 2 -m normattn evaluate runs/kna --protocols by-position --multiples 64` –
-each text read by two processes, half of its tokens on each
-
 What was measured before is not measured again. `as is` among the methods is the model unchanged,
 `all` that and every post-hoc method that the run's score can take.
 """

@@ -15,7 +15,7 @@ from normattn.lab.evaluation.fingerprints import weights_digest
 from normattn.lab.evaluation.protocols import evaluate_cell
 from normattn.lab.evaluation.recall import recalling
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
-from normattn.lab.evaluation.scorers import Precision, Scoring, TokenScorer, from_causal_lm
+from normattn.lab.evaluation.scorers import Precision, TokenScorer, from_causal_lm
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.stats.frame import Factor
 from normattn.models.causal_lm import CausalLM
@@ -35,7 +35,6 @@ def evaluate_run(
     tokens_per_batch: int = 16384,
     on_measured: Callable[[pl.DataFrame], None] | None = None,
     on_method: Callable[[str], None] = lambda method: None,
-    scored_by: Scoring = from_causal_lm,
 ) -> list[pl.DataFrame]:
     """Evaluate a trained model as it is or under each method on each set; undo every method.
 
@@ -43,7 +42,7 @@ def evaluate_run(
     methods stretch by, fixed for a whole table (default: the longest set over the training
     length); `split` and `factors` say of what documents and what else varies. Cells that `store`
     holds are not evaluated again. `on_measured` is called after each,
-    `on_method` after the last one of a method. `scored_by` makes the scorer.
+    `on_method` after the last one of a method.
     """
     if not evaluation_sets:
         raise InputError("there is nothing to evaluate: no evaluation set was given")
@@ -51,7 +50,7 @@ def evaluate_run(
     if factor is None:
         factor = max(evaluation_set.length for evaluation_set in evaluation_sets) / train_length
     weights = weights_digest(model)
-    scorer = scored_by(model, precision)
+    scorer = from_causal_lm(model, precision)
     own = model.config.score.resolve(train_length=train_length)
     measured: list[pl.DataFrame] = []
     for method in methods:

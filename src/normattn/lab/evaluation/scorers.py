@@ -19,8 +19,6 @@ TokenScorer = Callable[[Tensor], TokenScores]
 """Maps ids (b, T + 1) to the loss (b, T) in nats and the correctness (b, T) of tokens 1 … T."""
 
 Precision = Literal["fp32", "bf16"]
-Scoring = Callable[[CausalLM, Precision], TokenScorer]
-"""What makes a scorer of a model."""
 
 _ROWS = 256  # logits rows turned into log-probabilities at a time
 

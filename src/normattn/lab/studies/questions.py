@@ -266,7 +266,7 @@ STUDY = Study(
     variants="Questions, by commas. [default: all]",
     examples=(
         ("--preset smoke --variants gain", "the whole path, small"),
-        ("--preset workstation --models runs/keynorm-workstation", "on models that copy"),
+        ("--preset workstation", "on models that copy"),
         ("--variants constant --seeds 3", "one question, with intervals over three seeds"),
     ),
     collect=measured_below,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
-
-import torch
 
 from normattn.errors import InputError
 from normattn.lab.data import TokenData
@@ -32,9 +29,6 @@ from normattn.lab.sweep.study import (
 )
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.causal import CausalWorkload
-from normattn.lab.training.distribution import choose_device
-from normattn.lab.training.optimisers import make_optimiser
-from normattn.models import CausalLM
 from normattn.score import ScoreSpec
 
 Own = TypeVar("Own", bound="TextConfig")
@@ -91,46 +85,9 @@ class CausalCell(Cell):
         trained = TrainStage(self.workload, self.training_config, paths.run)
         return [trained, *self.after(paths)]
 
-    def train_seconds(self) -> float:
-        """By steps on random tokens: no corpus need be read for it."""
-        config = self.training_config
-        model, random = _on_random_tokens(config)
-        optimiser, _ = make_optimiser(model, config.optimiser)
-        length = config.model.train_length
-
-        def train(rows: int) -> None:
-            ids = random(rows, length)
-            bf16 = config.precision == "bf16"
-            with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
-                loss = model.loss(ids).loss
-            torch.autograd.backward(loss)
-            optimiser.step()
-            optimiser.zero_grad()
-            loss.item()
-
-        return _per_row(train, config.batch_size) / length
-
-    def score_seconds(self) -> float:
-        """Of random tokens, at the longest tested length."""
-        config, settings = self.training_config, self.evaluation
-        model, random = _on_random_tokens(config)
-        longest = config.model.train_length * max(settings.multiples)
-
-        def score(rows: int) -> None:
-            ids = random(rows, longest)
-            bf16 = settings.precision == "bf16"
-            with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
-                model.token_scores(ids).loss.sum().item()
-
-        most = max(1, settings.max_tokens // longest)
-        return _per_row(score, min(most, settings.max_windows)) / longest
-
     @abstractmethod
     def after(self, paths: CellPaths) -> list[Stage]:
         """What is done once the run is trained."""
-
-
-SECONDS = 1.5
 
 
 class ReadCell(CausalCell):
@@ -296,35 +253,3 @@ def usable_methods(
     }
     omissions = [Omission(variant, method, why) for method, why in refused.items() if why]
     return tuple(method for method, why in refused.items() if why is None), omissions
-
-
-def _on_random_tokens(
-    config: TrainingConfig,
-) -> tuple[CausalLM, Callable[[int, int], torch.Tensor]]:
-    """The model, and rows of tokens to read, with the one more that the last predicts."""
-    device = choose_device(config.device)
-
-    def ids(rows: int, tokens: int) -> torch.Tensor:
-        return torch.randint(config.model.vocab_size, (rows, tokens + 1), device=device)
-
-    return CausalLM(config.model).to(device), ids
-
-
-def _per_row(work: Callable[[int], None], rows: int) -> float:
-    """Seconds per row of `work(rows)`; fewer rows are taken where one alone takes long.
-
-    One that takes longer than the measurement may is not done again.
-    """
-    started = time.perf_counter()
-    work(1)
-    one = time.perf_counter() - started
-    if one >= SECONDS:
-        return one
-    rows = max(1, min(rows, int(SECONDS / one)))
-    work(rows)
-    times: list[float] = []
-    while not times or (sum(times) < SECONDS / 2 and len(times) < 20):
-        started = time.perf_counter()
-        work(rows)
-        times.append(time.perf_counter() - started)
-    return sorted(times)[len(times) // 2] / rows

@@ -18,8 +18,7 @@ from normattn.lab.data.evaluation_sets import (
 )
 from normattn.lab.data.retrieval import retrieval_set
 from normattn.lab.data.retrieval_facts import TASKS
-from normattn.lab.evaluation import AnySet, evaluate_run, from_causal_lm
-from normattn.lab.evaluation.scorers import Scoring
+from normattn.lab.evaluation import AnySet, evaluate_run
 from normattn.lab.runs import require_finished
 from normattn.lab.stats import MeasurementStore, joined
 from normattn.lab.stats.frame import Factor
@@ -114,13 +113,12 @@ def evaluate_trained(
     factors: Mapping[str, Factor] | None = None,
     on_done: Callable[[int], None] = lambda done: None,
     on_method: Callable[[str], None] = lambda method: None,
-    scored_by: Scoring = from_causal_lm,
     store: MeasurementStore | None = None,
 ) -> pl.DataFrame:
     """Evaluate the finished run in `run` under each method; what was measured is not done again.
 
     `factors` are what else the study varies; `on_done` is told how many evaluations are done,
-    `on_method` of each method that is finished; `scored_by` makes the model's scorer; `store` keeps
+    `on_method` of each method that is finished; `store` keeps
     the records, by default the run's own. Raises `InputError` for a run that has not finished or
     was trained on other data than `data`, and for a method that cannot be applied.
     """
@@ -146,7 +144,6 @@ def evaluate_trained(
         tokens_per_batch=settings.max_tokens,
         on_measured=count,
         on_method=on_method,
-        scored_by=scored_by,
     )
     return joined(frames)
 

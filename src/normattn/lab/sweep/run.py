@@ -13,7 +13,6 @@ from rich.table import Table
 from normattn.atomic import write_text
 from normattn.lab.report.terminal import say, tell
 from normattn.lab.runs import RunDirectory
-from normattn.lab.sweep import taking
 from normattn.lab.sweep.cell import child_arguments, write_cell
 from normattn.lab.sweep.corpora import refuse_changed_text
 from normattn.lab.sweep.headlines import headlines
@@ -21,15 +20,7 @@ from normattn.lab.sweep.launch.running import run_jobs
 from normattn.lab.sweep.launch.seam import Job, Launcher, Needs, Outcome
 from normattn.lab.sweep.layout import CellPaths, peek
 from normattn.lab.sweep.omissions import grouped
-from normattn.lab.sweep.plan import (
-    Rates,
-    duration,
-    estimate,
-    is_trained,
-    make_plan,
-    measure,
-    stage_shares,
-)
+from normattn.lab.sweep.plan import make_plan, stage_shares, time_range
 from normattn.lab.sweep.study import (
     CHANGEABLE,
     Cell,
@@ -41,13 +32,8 @@ from normattn.lab.sweep.study import (
 )
 from normattn.lab.sweep.watch import SweepProgress
 from normattn.lab.training.corpus_record import HasFingerprint
+from normattn.lab.training.distribution import choose_device
 from normattn.terminal import Console, warn
-
-# Below this many FLOPs a sweep ends about as soon as its measurement would.
-WORTH_MEASURING = 1e10
-
-# From this ratio on another precision is advised.
-WORTH_SAYING = 1.25
 
 # Above this number, the sentences about rows left out are only written to a file.
 SHOWN_SENTENCES = 12
@@ -64,9 +50,6 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
     sweep = study.resolve(request)
     said = {"changed": dict(request.changes), "asked": (request.choices,)}
     sweep = replace(sweep, config=sweep.config.model_copy(update=said))
-    models = taking.find(sweep, request.models) if request.models else None
-    if models:
-        sweep = replace(sweep, taken=frozenset(models.runs))
     console = Console(highlight=False)
     launcher, needs = request.launcher, needs_of(sweep)
     count = len(sweep.cells)
@@ -74,11 +57,8 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
     for cell in _one_of_each_data(sweep):
         for line in cell.workload.look(cell.training_config):
             tell(line, console)
-    _print_plan(console, sweep, launcher, every=only_plan)
-    for line in models.lines() if models else ():
-        tell(line, console)
+    _print_plan(console, sweep, launcher, at_once, every=only_plan)
     if only_plan:
-        _print_estimate(console, study, sweep, launcher, at_once)
         return []
     with ExitStack() as stack:
         # What is no sweep, is in use, or has another configuration is refused before any work; a
@@ -90,13 +70,10 @@ def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[s
         if not occupied:
             stack.enter_context(_open(sweep).lock())
         _note_choices(sweep, request.choices)
-        if models:
-            taking.take(sweep, models)
         if sweep.skipped:
             sentences = (omission.sentence for omission in sweep.skipped)
             write_text(sweep.out / LEFT_OUT, "\n".join(sentences) + "\n")
-        rates = _print_estimate(console, study, sweep, launcher, at_once)
-        outcomes = _run_cells(study, sweep, launcher, at_once, rates)
+        outcomes = _run_cells(study, sweep, launcher, at_once)
         failed = [_failure(outcome) for outcome in outcomes if outcome.failed]
         # Said first: where too few are left, there may be nothing to report.
         for sentence in failed:
@@ -134,22 +111,17 @@ def _note_choices(sweep: Sweep, choices: dict[str, str]) -> None:
         run.put("asked", [*asked, choices])
 
 
-def fp32_advice(rates: Rates) -> str | None:
-    """What to set on a processor that trains under bf16 more slowly than in fp32."""
-    if rates.fp32 is None or rates.train < WORTH_SAYING * rates.fp32:
-        return None
-    return (
-        f"fp32 is {rates.train / rates.fp32:.1f} times as fast as bf16 on this processor: "
-        f"{1.0 / rates.fp32:,.0f} trained tokens/s in each job with --set "
-        "training.precision=fp32 (another setting, so give it an --out of its own)"
-    )
-
-
-def _print_plan(console: Console, sweep: Sweep, launcher: Launcher, every: bool) -> None:
+def _print_plan(
+    console: Console, sweep: Sweep, launcher: Launcher, at_once: int, every: bool
+) -> None:
     title = f"plan: {sweep.study}, preset {sweep.config.preset}"
     table = Table(title=title, show_header=False)
-    for name, value in make_plan(sweep).lines():
+    plan = make_plan(sweep)
+    for name, value in plan.lines():
         table.add_row(name, value)
+    config = sweep.cells[0].training_config
+    if launcher.here and choose_device(config.device).type == "cpu":
+        table.add_row("time on CPU cores", time_range(plan.flops, at_once, config.threads))
     for name, value in sweep.facts:
         table.add_row(name, value)
     table.add_row("runs under", launcher.said())
@@ -162,31 +134,6 @@ def _print_plan(console: Console, sweep: Sweep, launcher: Launcher, every: bool)
     else:
         counted = f"{len(sweep.skipped)} rows make no sense and are left out"
         console.print(f"{counted}; {sweep.out / LEFT_OUT} says why", soft_wrap=True)
-
-
-def _print_estimate(
-    console: Console, study: Study, sweep: Sweep, launcher: Launcher, at_once: int
-) -> Rates | None:
-    rates = None
-    # Steps that are timed here say nothing of another host.
-    if not launcher.here or make_plan(sweep).flops < WORTH_MEASURING:
-        return None
-    if not all(is_trained(sweep, cell) for cell in sweep.cells):
-        rates = measure(study, sweep.cells, launcher, at_once, needs_of(sweep))
-    if rates is None:
-        return None
-    seconds = estimate(sweep, rates, at_once)
-    tokens = 1.0 / rates.train
-    console.print(
-        f"about {duration(seconds)} with {at_once} job{'s' * (at_once > 1)} "
-        f"(measured here: {tokens:,.0f} trained tokens/s and {1.0 / rates.score:,.0f} scored "
-        "tokens/s in each)",
-        soft_wrap=True,
-    )
-    advice = fp32_advice(rates)
-    if advice is not None:
-        console.print(advice, soft_wrap=True)
-    return rates
 
 
 def _one_of_each_data(sweep: Sweep) -> list[Cell]:
@@ -213,11 +160,9 @@ def _prepare(console: Console, sweep: Sweep) -> None:
     refuse_changed_text(sorted(sweep.out.glob("cells/*/seed*")), now)
 
 
-def _run_cells(
-    study: Study, sweep: Sweep, launcher: Launcher, at_once: int, rates: Rates | None
-) -> list[Outcome]:
+def _run_cells(study: Study, sweep: Sweep, launcher: Launcher, at_once: int) -> list[Outcome]:
     work = [_job(study, sweep, cell) for cell in sweep.cells if not is_done(sweep, cell)]
-    shares = {cell.name: stage_shares(sweep, cell, rates) for cell in sweep.cells}
+    shares = {cell.name: stage_shares(sweep, cell) for cell in sweep.cells}
     cells = {cell.name: cell for cell in sweep.cells}
     with SweepProgress(work, shares, lambda name: headlines(study, sweep, cells[name])) as progress:
         return run_jobs(work, launcher, at_once, needs_of(sweep), progress)

@@ -131,14 +131,6 @@ class Cell(Settings, ABC):
             factors=factors,
         )
 
-    def train_seconds(self) -> float | None:
-        """Seconds per trained token; None: as measured by steps on the cell's own batches."""
-        return None
-
-    def score_seconds(self) -> float | None:
-        """Seconds per scored token; None: a third of a trained one's, for its forward pass."""
-        return None
-
     def prepare(self) -> Any:
         """The data of its stages, from the cache where there is one."""
         return self.workload.prepare(self.training_config)
@@ -149,8 +141,7 @@ class Request:
     """What the command line asks for; None leaves a choice to the preset.
 
     `changes` are settings by dotted name, as `{"training.steps": 100}`; `launcher` is where the
-    cells run, which no digit depends on. `models` is the directory of another study, whose trained
-    models are taken over where their settings are the same.
+    cells run, which no digit depends on.
     """
 
     preset: str = "laptop"
@@ -159,7 +150,6 @@ class Request:
     seeds: tuple[int, ...] | None = None
     jobs: int | None = None
     out: Path | None = None
-    models: Path | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
     launcher: Launcher = field(default_factory=Local)
 
@@ -183,7 +173,7 @@ class Sweep:
 
     `study` is the study's name. `facts` are further lines of the plan; `describe` is told a cell's
     data, once for each kind of cell, and says in lines what it is (`InputError` where it does not
-    suffice). `taken` names the cells whose first training another study has done.
+    suffice).
     """
 
     study: str
@@ -193,7 +183,6 @@ class Sweep:
     out: Path
     describe: Callable[[Cell, Any], Sequence[str]]
     facts: tuple[tuple[str, str], ...] = ()
-    taken: frozenset[str] = frozenset()
 
     def stages(self, cell: Cell) -> list[Stage]:
         """The stages of one of the cells, in this sweep's directory."""

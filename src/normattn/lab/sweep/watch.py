@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.progress import TaskID, TextColumn, TimeRemainingColumn
@@ -35,6 +36,7 @@ class SweepProgress(Bar):
         self._whole = self.progress.add_task("all cells", total=len(jobs), text="")
         self._shown: dict[str, TaskID] = {}
         self._ended = 0
+        self._began = time.monotonic()
 
     def __call__(self, running: Sequence[Job], ended: Sequence[Outcome]) -> None:
         """Look at the notes of the running children, and tell of those that have ended."""
@@ -59,6 +61,12 @@ class SweepProgress(Bar):
         self.progress.update(self._shown[job.name], completed=part, text=text)
         return float(part)
 
+    def _time_left(self) -> str:
+        """How long the others take at the pace of those that have ended; "" at the end."""
+        left = len(self._jobs) - self._ended
+        seconds = (time.monotonic() - self._began) / self._ended * left
+        return f", about {duration(seconds)} left" if left else ""
+
     def _tell(self, outcome: Outcome) -> None:
         if outcome.job.name in self._shown:
             self.progress.remove_task(self._shown.pop(outcome.job.name))
@@ -70,7 +78,7 @@ class SweepProgress(Bar):
             said = f"diverged: {outcome.message.removeprefix('normattn: ')}"
         else:
             said = f"done in {duration(outcome.seconds)}"
-        self.say(f"{outcome.job.name} {said} {count}")
+        self.say(f"{outcome.job.name} {said} {count}{self._time_left()}")
         if outcome.code == 0:
             for line in self._rows(outcome.job.name):
                 self.say(line)
