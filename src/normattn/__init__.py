@@ -10,7 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from normattn import hf as hf
     from normattn.errors import InputError, NormattnError
-    from normattn.hf.extension import extend
+    from normattn.hf.extend import extend
     from normattn.hf.pretrained import from_pretrained
     from normattn.hf.score_reading import score_of
     from normattn.hf.verify import verify
@@ -57,7 +57,7 @@ _HOMES = {
     "ScoreSpec": "score.spec",
     "attention": "layers.attend",
     "explain": "layers.explain",
-    "extend": "hf.extension",
+    "extend": "hf.extend",
     "from_pretrained": "hf.pretrained",
     "generate": "models.generation",
     "score_of": "hf.score_reading",

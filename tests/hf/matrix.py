@@ -124,10 +124,10 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 def _length(model: Any) -> Any:
     """The training length, if the configuration names one and no other."""
-    from normattn.hf.anatomy import anatomy, known_length
+    from normattn.hf.model_parts import known_length, model_parts
 
     try:
-        return known_length(anatomy(model))[0]
+        return known_length(model_parts(model))[0]
     except InputError:
         return None
 

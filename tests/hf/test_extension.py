@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import normattn
 from normattn import InputError
 from normattn.hf import extension_of, from_llama
-from normattn.hf.anatomy import anatomy
-from normattn.hf.confirming import _same
+from normattn.hf.model_parts import model_parts
 from normattn.hf.pretrained import as_trained as without_method
-from normattn.hf.probing import some_tokens
+from normattn.hf.probe import probe_tokens
 
 from . import tiny
 from .families import LENGTH, build, configuration, logits, model_of, tokens
@@ -280,24 +279,11 @@ def test_candidates_that_are_taken_back() -> None:
     assert torch.equal(plain, looked)
 
 
-def test_a_step_in_half_precision_is_held_against_the_extended_models_own_forward() -> None:
-    """One row, which rounding alone may turn round, says nothing about the model before."""
-    whole = torch.randn((1, 9, 50), generator=torch.Generator().manual_seed(0)).bfloat16()
-    turned = torch.cat((whole[:, :-1], -whole[:, -1:]), 1)
-    before = [whole, whole[:, -1:]]
-    assert _same([turned, turned[:, -1:]], before)
-    assert not _same([turned, whole[:, -1:]], before)
-    assert not _same([-whole, -whole[:, -1:]], before)
-    exact = [x.float() for x in before]
-    assert _same(exact, exact)
-    assert not _same([turned.float(), turned[:, -1:].float()], exact)
-
-
 def test_a_model_is_asked_with_tokens_from_all_over_its_vocabulary() -> None:
     """The first are often reserved and hardly trained, and rounding decides what they give."""
-    parts = anatomy(model_of("Llama"))
+    parts = model_parts(model_of("Llama"))
     size = parts.config.vocab_size
-    (ids,) = some_tokens(parts)
+    (ids,) = probe_tokens(parts)
     gaps = ids.diff()
     assert len(set(ids.tolist())) == len(ids)
     assert 0 < size // 20 < ids[0]

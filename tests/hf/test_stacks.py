@@ -209,3 +209,140 @@ def test_a_family_s_own_tiny_model_is_observed_in_half_precision() -> None:
         logits(model, ids)
     for name, line in exact.lines().items():
         assert rounded.lines()[name]["entropy"] == pytest.approx(line["entropy"], rel=0.05)
+
+
+RECOMPUTED = ["granitemoehybrid", "cohere_compass_text", "zaya", "qwen4_exp_text", "gemma3_text"]
+
+
+@pytest.mark.parametrize("family", RECOMPUTED)
+@pytest.mark.parametrize("method", ["YaRN", "ReRoPE"])
+def test_recomputed_activations_give_the_same_gradients(family: str, method: str) -> None:
+    model, ids = tiny.build(family).train(), tokens(1, 12)
+    values = {"YaRN": {"factor": 4}, "ReRoPE": {"window": 4}}[method]
+    found = []
+    with normattn.extend(model, method, **values):
+        for recompute in (False, True):
+            if recompute:
+                newer = getattr(model, "activation_checkpointing_enable", None)
+                (newer or model.gradient_checkpointing_enable)()
+            model.zero_grad()
+            torch.manual_seed(0)
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            grads = (each.grad for each in model.parameters())
+            found.append([grad.clone() for grad in grads if grad is not None])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["YaRN", "ReRoPE", "DynamicNTK"])
+def test_layers_get_a_row_of_cos_and_sin_for_every_token(method: str) -> None:
+    """A fused kernel reads one row a token, side by side in memory (Liger's does)."""
+    model, ids = build("Llama"), tokens()
+    seen: list[Tensor] = []
+
+    def keep(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.extend(kwargs["position_embeddings"])
+
+    hook = model.model.layers[0].self_attn.register_forward_pre_hook(keep, with_kwargs=True)
+    with normattn.extend(model, method, **ATTENTION.get(method, {"factor": 3})):
+        seen.clear()
+        logits(model, ids)
+    hook.remove()
+    assert len(seen) == 2
+    for table in seen:
+        assert table.shape[1:] == (ids.shape[1], model.config.head_dim)
+        assert table.is_contiguous()
+
+
+def test_edits_of_the_configuration_outlive_the_extension() -> None:
+    model = build("Llama")
+    config = model.config
+    with normattn.extend(model, "YaRN-logn+", factor=4):
+        model.resize_token_embeddings(70)
+        model.config.use_cache = False
+        model.config.pad_token_id = 3
+    assert model.config is config
+    assert (config.vocab_size, config.use_cache, config.pad_token_id) == (70, False, 3)
+    assert model.lm_head.weight.shape[0] == 70
+    assert config.max_position_embeddings == LENGTH
+    assert config.rope_parameters["rope_type"] == "default"
+    assert not hasattr(config, "normattn")
+
+
+@pytest.mark.parametrize("method", ["YaRN", "PI"])
+def test_frequencies_are_kept_in_float32_when_the_model_is_cast(method: str) -> None:
+    model, ids = build("Llama"), tokens()
+    own = model.model.rotary_emb.inv_freq.clone()
+    as_trained = logits(model, ids)
+    with normattn.extend(model, method, factor=3):
+        extended = logits(model, ids)
+        stretched = model.model.rotary_emb.inv_freq.clone()
+        model.to(torch.bfloat16)
+        assert torch.equal(model.model.rotary_emb.inv_freq, stretched)
+        rounded = logits(model, ids).float()
+        model.float()
+    assert float((rounded - extended).norm() / extended.norm()) < 3e-2
+    assert torch.equal(model.model.rotary_emb.inv_freq, own)
+    again = build("Llama").to(torch.bfloat16).float()
+    again.model.rotary_emb.inv_freq.copy_(own)
+    assert torch.equal(logits(model, ids), logits(again, ids))
+    assert not torch.equal(logits(model, ids), as_trained)
+
+
+def test_an_extension_reads_the_model_twice() -> None:
+    """From a disk, where the weights do not fit into memory, each forward is a pass over it."""
+    model, runs = build("Llama"), []
+    model.lm_head.register_forward_hook(lambda *_: runs.append(1))
+    for method, values in {**ATTENTION, "PI": {"factor": 2}}.items():
+        runs.clear()
+        normattn.extend(model, method, **values).remove()
+        assert len(runs) == 2, method
+
+
+COMPILED = """
+import json, sys, warnings, torch
+import normattn
+from transformers import LlamaConfig, LlamaForCausalLM
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
+    initializer_range=0.2,
+)
+model, other = (LlamaForCausalLM(config).eval() for _ in range(2))
+ids = torch.randint(0, 32, (1, 24))
+traced = []
+
+def counting(graph, inputs):
+    traced.append(1)
+    return graph
+
+@torch.no_grad()
+def logits(run, **more):
+    return run(input_ids=ids, use_cache=False, **more).logits
+
+compiled, unrelated = (torch.compile(each, backend=counting) for each in (model, other))
+logits(unrelated)
+found = {}
+for method, values in json.load(sys.stdin):
+    with normattn.extend(compiled, method, **values):
+        extended = logits(model)
+        found[f"{method} {values}"] = (logits(compiled) - extended).abs().max().item()
+traced.clear()
+logits(unrelated)
+found["an unrelated model"] = len(traced)
+json.dump(found, sys.stdout)
+"""
+
+
+def test_a_compiled_model_is_extended_by_every_method() -> None:
+    """In a process of its own: the run-time type checks of the tests cannot be traced."""
+    methods = [*ATTENTION.items(), ("ReRoPE", {"window": 9}), ("YaRN", {"factor": 2})]
+    done = apart.run(COMPILED, told=json.dumps(methods))
+    assert done.code == 0, done.err[-2000:]
+    found: dict[str, float] = json.loads(done.out)
+    assert found.pop("an unrelated model") == 0
+    assert len(found) == len(methods)
+    assert max(found.values()) < 1e-5, found

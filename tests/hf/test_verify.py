@@ -13,7 +13,7 @@ import normattn
 from normattn import InputError
 from normattn.cli.app import main
 from normattn.hf.emit import ENGINES, Wanted, emit
-from normattn.hf.extension import plan
+from normattn.hf.extend import plan
 from normattn.hf.gguf_values import values, write_gguf
 
 from .families import build, configuration

@@ -21,7 +21,7 @@ from normattn.cli.options.extend import ExtendOptions
 from normattn.errors import InputError
 from normattn.files import expanded
 from normattn.hf.emit import ENGINES, Wanted, emit, gguf_values
-from normattn.hf.extension import plan
+from normattn.hf.extend import plan
 from normattn.hf.gguf_values import architecture_of, read_values, write_gguf
 from normattn.hf.record import refuse_applied
 from normattn.hf.small_model import read_configuration, small_model

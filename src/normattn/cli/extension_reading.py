@@ -16,7 +16,7 @@ from torch import Tensor
 from normattn.cli.extension_settings import ExtensionSettings
 from normattn.cli.extension_texts import Texts, passkey_set
 from normattn.errors import NormattnError
-from normattn.hf.anatomy import anatomy
+from normattn.hf.model_parts import model_parts
 from normattn.lab.data.retrieval import RetrievalSet
 from normattn.lab.evaluation import CellInfo, TokenScorer, evaluate_cell, evaluate_retrieval
 from normattn.lab.evaluation.cells import identity
@@ -120,7 +120,7 @@ def _once(scorer: TokenScorer) -> TokenScorer:
 @contextmanager
 def _timed(model: Any, seconds: list[float]) -> Iterator[None]:
     """Append the seconds of every pass of the decoder."""
-    decoder, begun = anatomy(model).decoder, [0.0]
+    decoder, begun = model_parts(model).decoder, [0.0]
 
     def now() -> float:
         if model.device.type == "cuda":

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from normattn.errors import InputError
-from normattn.hf.anatomy import anatomy, known_length
+from normattn.hf.model_parts import known_length, model_parts
 from normattn.score.folded_parts import SpectrumPart
 from normattn.score.grammar import read
 from normattn.structured import Settings
@@ -158,6 +158,6 @@ def refuse_unused(methods: Sequence[str], factor: float | None, window: int | No
 def trained_length(model: Any) -> int:
     """How far a model of transformers was trained to read; `InputError` where it does not say."""
     try:
-        return known_length(anatomy(model))[0]
+        return known_length(model_parts(model))[0]
     except InputError as error:
         raise InputError(str(error).replace("say train_length=…", "say --train-length")) from error

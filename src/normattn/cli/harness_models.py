@@ -112,7 +112,7 @@ class TransformersModel(HarnessModel):
         from transformers import GenerationConfig
 
         from normattn.hf import token_scorer
-        from normattn.hf.anatomy import anatomy, moving
+        from normattn.hf.model_parts import model_parts, moving
 
         self._model, self.chat = model.eval(), tokeniser
         self.train_length, self.described = train_length, described
@@ -124,7 +124,7 @@ class TransformersModel(HarnessModel):
                 "text without context must follow one of them"
             )
         self.prefix = int(first)
-        self.alone = bool(moving(anatomy(model)))
+        self.alone = bool(moving(model_parts(model)))
         self._score = token_scorer(model)
         self._ends = _ends(model, self.end)
         # What the model's own says of generation would hold beside what a task asks for.
@@ -229,8 +229,8 @@ def open_pretrained(
 ) -> TransformersModel:
     """A model of transformers: extended by `method`, as it was saved (None), or as trained."""
     from normattn.hf import extend
-    from normattn.hf.anatomy import anatomy, known_length
     from normattn.hf.loading import read_tokeniser
+    from normattn.hf.model_parts import known_length, model_parts
     from normattn.hf.pretrained import as_trained
     from normattn.lab.training.distribution import choose_device
 
@@ -248,7 +248,7 @@ def open_pretrained(
         return TransformersModel(
             model, tokeniser, extension.resolved.train_length, str(extension.resolved)
         )
-    length = train_length or known_length(anatomy(model))[0]
+    length = train_length or known_length(model_parts(model))[0]
     return TransformersModel(model, tokeniser, length, "as is")
 
 

@@ -23,7 +23,7 @@ from normattn.cli.options.inspect import InspectOptions
 from normattn.errors import InputError
 from normattn.files import expanded
 from normattn.hf import extend, load
-from normattn.hf.anatomy import anatomy, known_length
+from normattn.hf.model_parts import known_length, model_parts
 from normattn.hf.observe import observable, observe_layers, paths
 from normattn.hf.scoring import refuse_foreign_tokens
 from normattn.lab.diagnostics import Collector
@@ -95,7 +95,7 @@ def _inputs(model: Any, tokeniser: Any, asked: InspectOptions) -> Inputs:
         [torch.from_numpy(texts.window(index, length - 1)) for index in range(len(texts))]
     )
     refuse_foreign_tokens(rows, model)
-    decoder = anatomy(model).decoder
+    decoder = model_parts(model).decoder
 
     def read(ids: Tensor) -> Any:
         return decoder(input_ids=ids, use_cache=False)
@@ -115,6 +115,6 @@ def _weights(model: Any, inputs: Inputs) -> dict[str, Tensor]:
 def _trained(model: Any, inputs: Inputs) -> int:
     """How far the model was trained to read, or how far it reads here."""
     try:
-        return known_length(anatomy(model))[0]
+        return known_length(model_parts(model))[0]
     except InputError:
         return inputs.length

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.hf.extension import Plan
+from normattn.hf.extend import Plan
 from normattn.hf.gguf_values import flags, values
 from normattn.hf.native import native_fields, said
 from normattn.score.folded_parts import SpectrumPart

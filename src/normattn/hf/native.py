@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.hf.anatomy import Anatomy
-from normattn.hf.folding import Turning, stretched
-from normattn.hf.understanding import Layer
+from normattn.hf.model_parts import ModelParts
+from normattn.hf.rope_detection import Layer
+from normattn.hf.rotation_tables import HeadRotation, method_frequencies
 from normattn.score import ScoreSpec
 from normattn.score.parts.abf import ABF
 from normattn.score.parts.ntk import NTK
@@ -29,7 +29,7 @@ from normattn.score.parts.yarn import YaRN
 _FIELDS = ("rope_parameters", "max_position_embeddings")
 
 
-def native(parts: Anatomy, layers: Sequence[Layer], spec: ScoreSpec) -> dict[str, Any] | None:
+def native(parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec) -> dict[str, Any] | None:
     """The fields of the decoder's configuration that mean the method; None where none can."""
     try:
         return native_fields(parts, layers, spec)
@@ -38,15 +38,15 @@ def native(parts: Anatomy, layers: Sequence[Layer], spec: ScoreSpec) -> dict[str
 
 
 def native_fields(
-    parts: Anatomy, layers: Sequence[Layer], spec: ScoreSpec, longest: int | None = None
+    parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec, longest: int | None = None
 ) -> dict[str, Any]:
     """The fields of the decoder's configuration that mean the method, for texts of `longest`.
 
     Raises `InputError` as `said` and `words` do, and for families whose own rotary module makes
     something else of the fields.
     """
-    turned = [layer for layer in layers if layer.turning is not None]
-    more = words(spec, turned[0].turning if turned else None)
+    turned = [layer for layer in layers if layer.rotation is not None]
+    more = words(spec, turned[0].rotation if turned else None)
     assert spec.train_length is not None
     stretch = getattr(spec.spectrum, "stretch", 1.0)
     longer = int(spec.train_length * stretch) if longest is None else longest
@@ -62,18 +62,18 @@ def native_fields(
 
 
 def said(
-    parts: Anatomy, layers: Sequence[Layer], spec: ScoreSpec, more: Mapping[str, Any]
+    parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec, more: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The model's rope parameters with `more` in those of its layers that see everything.
 
     Raises `InputError` where there are none, where they say a scaling already, and where layers
     within a window share them.
     """
-    turned = [layer for layer in layers if layer.turning is not None]
+    turned = [layer for layer in layers if layer.rotation is not None]
     given = getattr(parts.config, "rope_parameters", None)
     if not turned or not isinstance(given, Mapping):
         raise InputError(f"{parts.name} keeps no rope_parameters that could say {spec.method}")
-    scaled = {layer.turning.scaled for layer in turned if layer.turning is not None} - {None}
+    scaled = {layer.rotation.scaled for layer in turned if layer.rotation is not None} - {None}
     if scaled:
         raise InputError(
             f"{parts.name} has {scaled.pop()} frequencies already, and rope_parameters hold one "
@@ -92,7 +92,7 @@ def said(
     return {name: {**rope, **more} if rope in own else rope for name, rope in given.items()}
 
 
-def words(spec: ScoreSpec, turning: Turning | None) -> dict[str, Any]:
+def words(spec: ScoreSpec, turning: HeadRotation | None) -> dict[str, Any]:
     """The rope parameters that say a method; `InputError` where transformers has none."""
     spectrum = spec.spectrum
     still = spec.regime is None and not spec.moves
@@ -137,16 +137,16 @@ def put_fields(config: Any, fields: Mapping[str, Any]) -> None:
         setattr(config, name, copy.deepcopy(value))
 
 
-def _same(parts: Anatomy, layer: Layer, spec: ScoreSpec, fields: Mapping[str, Any]) -> bool:
+def _same(parts: ModelParts, layer: Layer, spec: ScoreSpec, fields: Mapping[str, Any]) -> bool:
     """Whether some rotary module of the model, made by these fields, makes what is meant."""
-    tables, turning, given = layer.tables, layer.turning, layer.heard.tables
+    tables, turning, given = layer.tables, layer.rotation, layer.probed.tables
     if tables is None or turning is None or spec.spectrum is None:
         return False
     config = copy.deepcopy(parts.config)
     put_fields(config, fields)
-    ids = torch.arange(layer.heard.as_is.query.shape[2])[None]
+    ids = torch.arange(layer.probed.call.query.shape[2])[None]
     gain = spec.spectrum.gain(spec.train_length) ** 0.5
-    theta = stretched(spec, turning).abs()
+    theta = method_frequencies(spec, turning).abs()
     like = given.cpu() if isinstance(given, Tensor) else tuple(table.cpu() for table in given)
     meant = tables.make(ids, theta, tables.amplitude * gain, like)
     kind = _kind(parts, layer)
@@ -158,7 +158,7 @@ def _same(parts: Anatomy, layer: Layer, spec: ScoreSpec, fields: Mapping[str, An
     )
 
 
-def _kind(parts: Anatomy, layer: Layer) -> str | None:
+def _kind(parts: ModelParts, layer: Layer) -> str | None:
     """The type of a layer, where the configuration tells layers apart."""
     types = getattr(parts.config, "layer_types", None)
     index = getattr(layer.module, "layer_idx", None)

@@ -10,7 +10,6 @@ Legend: B batch, H query heads, G key heads, T queries, S keys.
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +23,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.attending import one_type
-from normattn.hf.probing import OBSERVED
+from normattn.hf.attention_fn import one_type
+from normattn.hf.private_configs import renamed_attention
 from normattn.kernels import Problem, Visibility, attend
 from normattn.kernels.observe import Observation, Observer, announce, observer, observing
 from normattn.layers.attend import regular_positions
@@ -154,33 +153,8 @@ def observable(model: nn.Module) -> Iterator[None]:
 
     Configurations are put back afterwards, whatever happened; a compiled model runs uncompiled.
     """
-    before: list[tuple[nn.Module, Any]] = []
-    copies: dict[int, Any] = {}
-    try:
-        for module in model.modules():
-            config = module.__dict__.get("config")
-            if hasattr(config, "_attn_implementation_internal"):
-                before.append((module, config))
-                if id(config) not in copies:
-                    copies[id(config)] = _observed_copy(config)
-                module.__dict__["config"] = copies[id(config)]
-        if "torch._dynamo" in sys.modules:
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        else:
-            yield
-    finally:
-        for module, config in before:
-            module.__dict__["config"] = config
-
-
-def _observed_copy(config: Any) -> Any:
-    """A copy of a configuration, and of that of its text, that names an observed attention."""
-    private = copy.deepcopy(config)
-    for part in {id(part): part for part in (private, private.get_text_config())}.values():
-        own = str(part._attn_implementation or "eager")
-        part._attn_implementation_internal = _register_observed(own)
-    return private
+    with renamed_attention(model, _register_observed):
+        yield
 
 
 @lru_cache
@@ -189,7 +163,7 @@ def _register_observed(own: str) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
-    name = OBSERVED + own.replace("/", "_").replace("|", "_")
+    name = "normattn_observed_" + own.replace("/", "_").replace("|", "_")
     AttentionInterface.register(name, _observed(own))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS.get(own, sdpa_mask))
     return name

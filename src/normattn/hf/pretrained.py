@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from normattn.errors import InputError
-from normattn.hf.extension import extend
+from normattn.hf.extend import extend
 from normattn.hf.loading import _source, load_model, read_tokeniser
 from normattn.hf.record import FIELD, TRAINED, record_of, take_record
 
@@ -25,7 +25,7 @@ def from_pretrained(path: str, **options: Any) -> Any:
         path: a folder, or a name on the hub.
         options: those of `AutoModelForCausalLM.from_pretrained`.
 
-    `normattn.hf.extension_of(model).remove()` gives the model as trained. Raises `InputError` where
+    `normattn.hf.extend_of(model).remove()` gives the model as trained. Raises `InputError` where
     the configuration tells of no extension, and as `normattn.hf.load` does.
     """
     model, record = as_trained(path, **options)

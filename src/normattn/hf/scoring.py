@@ -28,9 +28,9 @@ def token_scorer(model: Any) -> Callable[[Tensor], TokenScores]:
     Raises `InputError` for a model whose logits are not made of its decoder's output row by row,
     and when it is called for tokens beyond the model's vocabulary.
     """
-    from normattn.hf.anatomy import anatomy
+    from normattn.hf.model_parts import model_parts
 
-    decoder, head = anatomy(model).decoder, head_of(model)
+    decoder, head = model_parts(model).decoder, head_of(model)
 
     def score(ids: Int[Tensor, "b t1"]) -> TokenScores:
         refuse_foreign_tokens(ids, model)
@@ -65,7 +65,7 @@ def _scored(logits: Float[Tensor, "r v"], goal: Int[Tensor, " r"]) -> tuple[Tens
 
 def head_of(model: Any) -> Callable[[Float[Tensor, "r d"]], Float[Tensor, "r v"]]:
     """From rows of the decoder's output to logits, checked against the model on a few tokens."""
-    from normattn.hf.anatomy import anatomy
+    from normattn.hf.model_parts import model_parts
 
     linear, config = model.get_output_embeddings(), model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
@@ -85,7 +85,7 @@ def head_of(model: Any) -> Callable[[Float[Tensor, "r d"]], Float[Tensor, "r v"]
     ids = torch.arange(3, device=model.device)[None] % config.vocab_size
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
-        mine = head(anatomy(model).decoder(ids, use_cache=False).last_hidden_state)
+        mine = head(model_parts(model).decoder(ids, use_cache=False).last_hidden_state)
     if whole.shape != mine.shape or not torch.allclose(whole, mine, rtol=1e-3, atol=1e-3):
         raise InputError(
             f"{type(model).__name__} makes its logits in a way of its own, so they cannot be scored"

@@ -1,8 +1,8 @@
 """`verify`: does what an engine was told give the frequencies, factor and lengths that were meant?
 
-Both configurations are made as small models and their layers asked (`understand`), so that what is
-compared is what transformers computes; vLLM, SGLang and llama.cpp compute the same of the same
-words. Their mistakes with names are in `mistakes`.
+Both configurations are made as small models and their layers probed (`detect_layers`), so that
+what is compared is what transformers computes; vLLM, SGLang and llama.cpp compute the same of the
+same words. Their mistakes with names are in `mistakes`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.hf.anatomy import Anatomy, anatomy, known_length
-from normattn.hf.extension import plan
-from normattn.hf.folding import amplitude, stretched
+from normattn.hf.extend import plan
 from normattn.hf.mistakes import Given, Meant, mistakes
-from normattn.hf.probing import ask
+from normattn.hf.model_parts import ModelParts, known_length, model_parts
+from normattn.hf.probe import probe
 from normattn.hf.record import take_record
+from normattn.hf.rope_detection import Layer, detect_layers
+from normattn.hf.rope_tables import read_tables, spectra_of
+from normattn.hf.rotation_tables import method_amplitude, method_frequencies
 from normattn.hf.served import Told, raw_of, told
 from normattn.hf.small_model import read_configuration, small_model
-from normattn.hf.tables import read_tables, spectra_of
-from normattn.hf.understanding import Layer, understand
 
 _CLOSE = 1e-4
 """How far frequencies and factors may differ, as a share: configurations are read in float32."""
@@ -116,7 +116,7 @@ def _meant(config: Any, method: str | None, length: int | None) -> tuple[Meant, 
     """What is meant, and how each layer then turns."""
     small = small_model(config)
     if method is None:
-        parts = anatomy(small)
+        parts = model_parts(small)
         longest = getattr(parts.config, "max_position_embeddings", None)
         known = length or longest
         if length is None and longest is not None:
@@ -132,9 +132,12 @@ def _meant(config: Any, method: str | None, length: int | None) -> tuple[Meant, 
             "reads the model as it was trained"
         )
     turns = {
-        layer.index: (stretched(spec, layer.turning), amplitude(spec, layer.turning))
+        layer.index: (
+            method_frequencies(spec, layer.rotation),
+            method_amplitude(spec, layer.rotation),
+        )
         for layer in planned.layers
-        if layer.turning is not None
+        if layer.rotation is not None
     }
     assert spec.train_length is not None
     longest = int(spec.train_length * getattr(spec.spectrum, "stretch", 1.0))
@@ -143,40 +146,40 @@ def _meant(config: Any, method: str | None, length: int | None) -> tuple[Meant, 
 
 
 def _known(small: Any) -> int:
-    return known_length(anatomy(small))[0]
+    return known_length(model_parts(small))[0]
 
 
-def _bases(parts: Anatomy) -> tuple[float, ...]:
+def _bases(parts: ModelParts) -> tuple[float, ...]:
     bases = {rope.get("rope_theta") for rope in parts.ropes}
     return tuple(sorted(float(base) for base in bases if isinstance(base, int | float)))
 
 
 def _turns(config: Any) -> _Turned:
-    return _turned(anatomy(small_model(config)))
+    return _turned(model_parts(small_model(config)))
 
 
-def _turned(parts: Anatomy) -> _Turned:
-    layers = understand(parts, ask(parts))
+def _turned(parts: ModelParts) -> _Turned:
+    layers = detect_layers(parts, probe(parts).layers)
     full = {
-        layer.index: (layer.turning.frequencies, layer.turning.amplitude)
+        layer.index: (layer.rotation.frequencies, layer.rotation.amplitude)
         for layer in layers
-        if layer.turning is not None
+        if layer.rotation is not None
     }
     return _Turned(full, _within(parts, layers))
 
 
-def _within(parts: Anatomy, layers: Sequence[Layer]) -> Turns:
+def _within(parts: ModelParts, layers: Sequence[Layer]) -> Turns:
     """The frequencies and factors that layers within a window are given, which no method changes.
 
     Layers that the embeddings do not turn have none.
     """
     spectra, turns = spectra_of(parts.model), {}
     for layer in layers:
-        heard = layer.heard
-        if layer.sliding is None or heard.plain is None:
+        heard = layer.probed
+        if layer.sliding is None or heard.unrotated is None:
             continue
         tables = read_tables(heard.tables, spectra)
-        if tables is not None and not torch.equal(heard.plain.query, heard.as_is.query):
+        if tables is not None and not torch.equal(heard.unrotated.query, heard.call.query):
             turns[layer.index] = (tables.frequencies, tables.amplitude)
     return turns
 

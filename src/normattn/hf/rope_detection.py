@@ -1,4 +1,4 @@
-"""What was heard of a model's layers, understood: how each rotates, how far it sees, or why not."""
+"""Detect how each layer of a probed model rotates and how far it sees, or say why not."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.anatomy import Anatomy
-from normattn.hf.fitting import fitting
-from normattn.hf.folding import Turning
-from normattn.hf.probing import KNOWN, Asked, Heard
-from normattn.hf.tables import Tables, read_tables, spectra_of
+from normattn.hf.model_parts import ModelParts
+from normattn.hf.probe import KNOWN, AttentionCall, ProbedLayer
+from normattn.hf.rope_tables import EmbeddingTables, read_tables, spectra_of
+from normattn.hf.rotation_fit import fit_rotation
+from normattn.hf.rotation_tables import HeadRotation
 from normattn.score.folded_parts import rope_frequencies
 
 _ABSOLUTE = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}
@@ -29,29 +29,29 @@ class Layer:
         module: the layer.
         index: its number.
         sliding: the window outside of which it sees nothing, or None.
-        turning: its rotation, or None for a layer without positions (or with a window).
+        rotation: how its heads are rotated; None for one without positions, or with a window.
         tables: how the model writes its position embeddings.
-        heard: what it was asked.
+        probed: what was seen of it.
         keys_of: the layer whose keys it reads, where not its own.
     """
 
     module: nn.Module
     index: int
     sliding: int | None
-    heard: Asked
-    turning: Turning | None = None
-    tables: Tables | None = None
+    probed: ProbedLayer
+    rotation: HeadRotation | None = None
+    tables: EmbeddingTables | None = None
     keys_of: nn.Module | None = None
 
     @property
     def masked(self) -> bool:
         """Whether transformers makes its mask, so that ours can be put in its place."""
-        return self.heard.as_is.window is not None
+        return self.probed.call.window is not None
 
     @property
     def unserved(self) -> tuple[str, ...]:
         """What the layer asks of its attention that ours does not do."""
-        more = self.heard.as_is.more
+        more = self.probed.call.more
         given = {name: value for name, value in more.items() if value is not None}
         names = [name for name, value in given.items() if name not in KNOWN and value is not False]
         # As transformers has it: what a call does not say, the layer itself does.
@@ -59,7 +59,7 @@ class Layer:
         return (*names, *(["is_causal=False"] if causal is False else []))
 
 
-def refuse_vectors(parts: Anatomy) -> None:
+def refuse_absolute_positions(parts: ModelParts) -> None:
     """Raise `InputError` for a model that adds a vector to each position instead of rotating."""
     names = {name.rpartition(".")[2] for name, _ in parts.decoder.named_modules()}
     if names & _ABSOLUTE and not _rotates(parts.model):
@@ -68,16 +68,16 @@ def refuse_vectors(parts: Anatomy) -> None:
         )
 
 
-def understand(parts: Anatomy, asked: Mapping[nn.Module, Asked]) -> tuple[Layer, ...]:
+def detect_layers(parts: ModelParts, probed: Mapping[nn.Module, ProbedLayer]) -> tuple[Layer, ...]:
     """What each layer does. Raises `InputError` for what is not understood."""
-    if not asked:
-        raise InputError(_unheard(parts))
+    if not probed:
+        raise InputError(_unreached(parts))
     spectra = spectra_of(parts.model)
     layers: list[Layer] = []
-    for position, (module, one) in enumerate(asked.items()):
+    for position, (module, one) in enumerate(probed.items()):
         index = getattr(module, "layer_idx", None)
         index = index if isinstance(index, int) else position
-        layer = _layer(parts, module, index, one, spectra, list(asked.values()))
+        layer = _layer(parts, module, index, one, spectra, list(probed.values()))
         alike = (
             earlier.tables
             for earlier in layers
@@ -87,7 +87,7 @@ def understand(parts: Anatomy, asked: Mapping[nn.Module, Asked]) -> tuple[Layer,
     return tuple(layers)
 
 
-def _unheard(parts: Anatomy) -> str:
+def _unreached(parts: ModelParts) -> str:
     if _rotates(parts.model):
         return (
             f"{parts.name} has attention code of its own: no layer takes its attention function "
@@ -107,29 +107,29 @@ def _rotates(model: nn.Module) -> bool:
 
 
 def _layer(
-    parts: Anatomy,
+    parts: ModelParts,
     module: nn.Module,
     index: int,
-    one: Asked,
+    one: ProbedLayer,
     spectra: Sequence[tuple[Tensor, float]],
-    all_asked: Sequence[Asked],
+    all_probed: Sequence[ProbedLayer],
 ) -> Layer:
     who = f"layer {index} of this model ({type(module).__name__})"
-    if one.as_is.key.shape[2] != one.as_is.query.shape[2]:
+    if one.call.key.shape[2] != one.call.query.shape[2]:
         raise InputError(
-            f"{who} reads {one.as_is.key.shape[2]} keys of {one.as_is.query.shape[2]} tokens: its "
+            f"{who} reads {one.call.key.shape[2]} keys of {one.call.query.shape[2]} tokens: its "
             "keys are compressed or not its own, so their positions are not known"
         )
-    sliding = _sliding(one.as_is)
+    sliding = _sliding(one.call)
     if sliding is not None:
         return Layer(module, index, sliding, one)
-    if one.plain is None:
+    if one.unrotated is None:
         if _rotates(module):
             raise InputError(
                 f"{who} makes its rotary positions itself, where they cannot be replaced"
             )
         return Layer(module, index, None, one)
-    if _same(one.plain.query, one.as_is.query) and _same(one.plain.key, one.as_is.key):
+    if _same(one.unrotated.query, one.call.query) and _same(one.unrotated.key, one.call.key):
         return Layer(module, index, None, one)
     tables = read_tables(one.tables, spectra)
     if tables is None:
@@ -137,18 +137,18 @@ def _layer(
             f"{who} is given position embeddings that are not made of rotary frequencies which the "
             "model holds, so they cannot be replaced"
         )
-    keys = _keys(one, all_asked)
-    turning = None if keys is None else _turning(parts, module, one, keys, tables)
-    if keys is None or turning is None:
+    keys = _keys(one, all_probed)
+    rotation = None if keys is None else _rotation(parts, module, one, keys, tables)
+    if keys is None or rotation is None:
         raise InputError(
             f"{who} does not rotate the first or the last features of its queries and keys as RoPE "
             "does, so its positions cannot be replaced"
         )
-    other = None if keys is one else keys.as_is.module
-    return Layer(module, index, None, one, turning, tables, other)
+    other = None if keys is one else keys.call.module
+    return Layer(module, index, None, one, rotation, tables, other)
 
 
-def _sliding(heard: Heard) -> int | None:
+def _sliding(heard: AttentionCall) -> int | None:
     given = heard.more.get("sliding_window")
     return int(given) if given is not None else heard.window or None
 
@@ -157,43 +157,47 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
 
-def _keys(one: Asked, all_asked: Sequence[Asked]) -> Asked | None:
+def _keys(one: ProbedLayer, all_probed: Sequence[ProbedLayer]) -> ProbedLayer | None:
     """Whose keys a layer reads: its own, or those of the first layer that has the same ones."""
-    assert one.plain is not None
-    if not _same(one.plain.key, one.as_is.key):
+    assert one.unrotated is not None
+    if not _same(one.unrotated.key, one.call.key):
         return one
     return next(
         (
             other
-            for other in all_asked
+            for other in all_probed
             if other is not one
-            and other.plain is not None
-            and _same(other.as_is.key, one.as_is.key)
-            and not _same(other.plain.key, other.as_is.key)
+            and other.unrotated is not None
+            and _same(other.call.key, one.call.key)
+            and not _same(other.unrotated.key, other.call.key)
         ),
         None,
     )
 
 
-def _turning(
-    parts: Anatomy, module: nn.Module, one: Asked, keys: Asked, tables: Tables
-) -> Turning | None:
-    assert one.plain is not None
+def _rotation(
+    parts: ModelParts,
+    module: nn.Module,
+    one: ProbedLayer,
+    keys: ProbedLayer,
+    tables: EmbeddingTables,
+) -> HeadRotation | None:
+    assert one.unrotated is not None
     assert one.doubled is not None
-    assert keys.plain is not None
+    assert keys.unrotated is not None
     base, scaled = _base(parts, module, tables.frequencies)
-    normed = not _doubles(one.plain.query, one.doubled.query)
-    like = Turning(
+    normed = not _doubles(one.unrotated.query, one.doubled.query)
+    like = HeadRotation(
         frequencies=tables.frequencies,
         base=base,
         interleaved=False,
         amplitude=1.0 if normed else tables.amplitude,
-        head_dim=one.plain.query.shape[-1],
+        head_dim=one.unrotated.query.shape[-1],
         scaled=scaled,
         normed=normed,
     )
-    heard = (one.plain.query, one.as_is.query, keys.plain.key, keys.as_is.key)
-    return fitting(like, *heard)
+    heard = (one.unrotated.query, one.call.query, keys.unrotated.key, keys.call.key)
+    return fit_rotation(like, *heard)
 
 
 def _doubles(plain: Tensor, doubled: Tensor) -> bool:
@@ -203,7 +207,7 @@ def _doubles(plain: Tensor, doubled: Tensor) -> bool:
     return bool((off & (plain != 0)).flatten(0, 2).all(0).any())
 
 
-def _base(parts: Anatomy, module: nn.Module, theta: Tensor) -> tuple[float | None, str | None]:
+def _base(parts: ModelParts, module: nn.Module, theta: Tensor) -> tuple[float | None, str | None]:
     """The base of frequencies, and the kind of scaling that they were trained with.
 
     Plain ones are powers of a base that the configuration names, or 0 from some pair on. Of scaled

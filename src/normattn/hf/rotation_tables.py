@@ -23,7 +23,7 @@ from normattn.score.parts.pi import PI
 
 
 @dataclass(frozen=True)
-class Turning:
+class HeadRotation:
     """How a layer's heads are rotated by the model.
 
     Attributes:
@@ -49,7 +49,7 @@ class Turning:
     normed: bool = False
     gains: tuple[Float[Tensor, " d"], Float[Tensor, " d"]] | None = None
 
-    def alike(self, other: Turning) -> bool:
+    def alike(self, other: HeadRotation) -> bool:
         """Whether both turn in the same way."""
         same = all(
             getattr(self, field.name) == getattr(other, field.name)
@@ -67,26 +67,26 @@ class Turning:
         return torch.cat((x[..., self.start :], x[..., : self.start]), -1)
 
 
-def stretched(spec: ScoreSpec, turning: Turning) -> Float[Tensor, " p"]:
+def method_frequencies(spec: ScoreSpec, rotation: HeadRotation) -> Float[Tensor, " p"]:
     """θ' of a method whose spectrum does not move; the model's own where it has none.
 
     The method's θ'_m/θ_m, of plain frequencies, times those that are there: scaled ones are scaled
     once more, and those that are 0 stay 0.
     """
     if spec.spectrum is None:
-        return turning.frequencies
+        return rotation.frequencies
     if isinstance(spec.spectrum, PI):
-        return turning.frequencies / spec.spectrum.stretch
-    assert turning.base is not None
-    size = 2 * turning.frequencies.numel()
-    meant = spec.spectrum.inverse_frequencies(size, turning.base, spec.train_length)
-    return turning.frequencies * (meant / rope_frequencies(size, turning.base))
+        return rotation.frequencies / spec.spectrum.stretch
+    assert rotation.base is not None
+    size = 2 * rotation.frequencies.numel()
+    meant = spec.spectrum.inverse_frequencies(size, rotation.base, spec.train_length)
+    return rotation.frequencies * (meant / rope_frequencies(size, rotation.base))
 
 
-def amplitude(spec: ScoreSpec, turning: Turning) -> float:
+def method_amplitude(spec: ScoreSpec, rotation: HeadRotation) -> float:
     """What cos and sin are multiplied with: the square root of what the logit shall be."""
     gain = 1.0 if spec.spectrum is None else spec.spectrum.gain(spec.train_length)
-    return float(turning.amplitude * gain**0.5)
+    return float(rotation.amplitude * gain**0.5)
 
 
 def query_factor(spec: ScoreSpec, scaling: float, n: Tensor) -> Tensor | float:
@@ -98,18 +98,18 @@ def query_factor(spec: ScoreSpec, scaling: float, n: Tensor) -> Tensor | float:
 
 
 @dataclass(eq=False)
-class Folding:
+class MethodTables:
     """A method's tables over a rotation that a model brings with it, kept while it is in use."""
 
     spec: ScoreSpec
-    turning: Turning
+    rotation: HeadRotation
 
     def __post_init__(self) -> None:
         # The rows of one block of a moving spectrum are few: only its keys are worth keeping.
         self._kept = Kept(32 if self.spec.moves else 8)
         # Far keys that all stand at 0 need no rotation (ReRoPE).
         self._still = False
-        if self.spec.regime is not None and amplitude(self.spec, self.turning) == 1:
+        if self.spec.regime is not None and method_amplitude(self.spec, self.rotation) == 1:
             some = torch.tensor([1.0, 2.0**20])
             self._still = not bool(self.spec.regime.far_positions(some, some)[1].any())
 
@@ -145,9 +145,9 @@ class Folding:
 
     def _turner(self, block: int) -> tuple[ScoreSpec, Turner]:
         """The method as the rows of `block` read it, and how it turns."""
-        spec, turning = self.spec.fixed(block), self.turning
-        theta, size = stretched(spec, turning), amplitude(spec, turning)
-        return spec, Turner(theta, turning.interleaved, amplitude=size)
+        spec, rotation = self.spec.fixed(block), self.rotation
+        theta, size = method_frequencies(spec, rotation), method_amplitude(spec, rotation)
+        return spec, Turner(theta, rotation.interleaved, amplitude=size)
 
     def _counted(
         self,

@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.folding import Folding, Turning, query_factor
 from normattn.hf.masks import Placing, placing
-from normattn.hf.probing import KNOWN
-from normattn.hf.turned_keys import TurnedKeys
+from normattn.hf.probe import KNOWN
+from normattn.hf.rotated_key_cache import RotatedKeyCache
+from normattn.hf.rotation_tables import HeadRotation, MethodTables, query_factor
 from normattn.kernels import Problem, attend, unrounded
 from normattn.layers.attend import in_blocks
 from normattn.score import Positions, ScoreSpec
@@ -24,12 +24,12 @@ from normattn.score.fold import Fold, beside, scaled
 from normattn.score.rotary import ByChunk, Rotation, SideBySide
 
 ATTRIBUTE = "normattn_layer"
-BEFORE, OWN = "mask before", "own embeddings"
-"""What a layer's pre-hook keeps: its mask before it chooses keys, its own position embeddings."""
+MASK_BEFORE, OWN_TABLES = "mask before", "own tables"
+"""What a layer's hooks keep: its mask before it chooses keys, its own position embeddings."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class CallOptions:
     """What a layer asks of attention beside its tensors."""
 
     scaling: float
@@ -38,7 +38,7 @@ class Asked:
     sink: Float[Tensor, " h"] | None
 
 
-class Memory:
+class ForwardMemory:
     """What the layers of one forward share; the model's forward begins with an empty one."""
 
     def __init__(self) -> None:
@@ -66,14 +66,19 @@ class Memory:
 class ExtendedLayer:
     """How one layer attends while its model is extended.
 
-    `folding` turns queries and keys; None where they come as they shall be multiplied: rotated by
+    `tables` turns queries and keys; None where they come as they shall be multiplied: rotated by
     the model, or never (a NoPE layer). `kept` are the keys that it has turned, where it keeps any.
     """
 
     spec: ScoreSpec
-    folding: Folding | None
-    memory: Memory
-    kept: TurnedKeys | None = None
+    tables: MethodTables | None
+    memory: ForwardMemory
+    kept: RotatedKeyCache | None = None
+
+    @property
+    def by_blocks(self) -> bool:
+        """Whether the rows of a text are read in blocks that depend on its length."""
+        return self.spec.moves or self.spec.chunk_rules is not None
 
     def __call__(
         self,
@@ -82,7 +87,7 @@ class ExtendedLayer:
         v: Float[Tensor, "b g s e"],
         mask: Tensor | None,
         position_ids: Tensor | None,
-        asked: Asked,
+        asked: CallOptions,
     ) -> Float[Tensor, "b h t e"]:
         """softmax(score) · v for the queries, the last of the keys that the mask names."""
         placement = self._placing(mask, q, k, position_ids)
@@ -103,30 +108,30 @@ class ExtendedLayer:
         return out
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, placement: Placing, asked: Asked
+        self, q: Tensor, k: Tensor, v: Tensor, placement: Placing, asked: CallOptions
     ) -> Float[Tensor, "b h t e"]:
         """The same for keys and queries that stand where `placement` says."""
 
         def part(rows: slice, keys: int, block: int) -> Tensor:
             seen = placement.seen.part(rows, keys)
             own, k_own = q[:, :, rows], k[:, :, :keys]
-            if self.folding is None:
+            if self.tables is None:
                 scale = query_factor(self.spec, asked.scaling, placement.positions.n[..., rows])
                 problem = Problem(scaled(own, beside(scale)), k_own, v[:, :, :keys], seen)
             else:
-                problem = self._turned(own, k_own, v[:, :, :keys], placement, rows, block, asked)
+                problem = self._rotated(own, k_own, v[:, :, :keys], placement, rows, block, asked)
                 problem = replace(problem, visibility=seen)
             problem = replace(problem, dropout=asked.dropout, cap=asked.softcap, sink=asked.sink)
             problem = one_type(problem)
             # As the attention that the model was trained with keeps its scores.
             return attend(problem, unrounded(problem))
 
-        if self.folding is None:
+        if self.tables is None:
             return part(slice(0, q.shape[2]), placement.keys, 0)
-        q, k = _arranged(self.folding.turning, q, 0), _arranged(self.folding.turning, k, 1)
+        q, k = _arranged(self.tables.rotation, q, 0), _arranged(self.tables.rotation, k, 1)
         return in_blocks(self.spec, placement.positions, part)
 
-    def _turned(
+    def _rotated(
         self,
         q: Tensor,
         k: Tensor,
@@ -134,35 +139,35 @@ class ExtendedLayer:
         placement: Placing,
         rows: slice,
         block: int,
-        asked: Asked,
+        asked: CallOptions,
     ) -> Problem:
         """The problem of some rows: queries and keys at their near and far positions."""
-        assert self.folding is not None
+        assert self.tables is not None
         at = placement.positions.part(rows, k.shape[2])
         regime = self.spec.regime
         start = 0
         if regime is not None and at.regular and regime.window is not None:
             start = max(0, k.shape[2] - q.shape[2] - regime.window + 1)
         name = f"{rows} {k.shape[2]} {block} {asked.scaling} {q.dtype}"
-        given = (placement, self.folding)
+        given = (placement, self.tables)
         folds: tuple[Fold, Fold, Fold] | None = self.memory.get(name, given)
         if folds is None:
-            far = self.folding.keys(at, 0, block, q.dtype)
+            far = self.tables.keys(at, 0, block, q.dtype)
             folds = (
-                self.folding.queries(at, block, asked.scaling, q.dtype),
-                far if start == 0 else self.folding.keys(at, start, block, q.dtype),
+                self.tables.queries(at, block, asked.scaling, q.dtype),
+                far if start == 0 else self.tables.keys(at, start, block, q.dtype),
                 far,
             )
             self.memory.keep(name, given, folds)
         queries, near, far = folds
         assert queries.near is not None
         assert near.near is not None
-        near_q = _evened(self.folding.turning, queries.near(q))
+        near_q = _evened(self.tables.rotation, queries.near(q))
         if regime is None or queries.far is None:
             near_k = self._keys(k, near.near, at, block, "near")
             return Problem(near_q, near_k, v, placement.seen)
         near_k = near.near(k[:, :, start:])
-        far_q = _evened(self.folding.turning, queries.far(q))
+        far_q = _evened(self.tables.rotation, queries.far(q))
         far_k = k if far.far is None else self._keys(k, far.far, at, block, "far")
         return Problem(
             *(near_q, near_k, v, placement.seen, far_q, far_k, regime.window), near_start=start
@@ -177,26 +182,26 @@ class ExtendedLayer:
         side: Literal["near", "far"],
     ) -> Tensor:
         """All keys at their near or far positions: those of the calls before as they were kept."""
-        folding, kept = self.folding, self.kept
+        tables, kept = self.tables, self.kept
         counted = at.regular and isinstance(whole, Rotation)
-        if kept is None or folding is None or not (kept.open and counted):
+        if kept is None or tables is None or not (kept.open and counted):
             return whole(k)
 
         def turn(first: int) -> Tensor:
-            made = getattr(folding.keys(at, first, block, k.dtype), side)
+            made = getattr(tables.keys(at, first, block, k.dtype), side)
             turned: Tensor = made(k[:, :, first:])
             return turned
 
-        return kept.turned((side, block), k, turn)
+        return kept.rotated((side, block), k, turn)
 
     def _placing(
         self, mask: Tensor | None, q: Tensor, k: Tensor, position_ids: Tensor | None
     ) -> Placing:
-        before: Tensor | None = self.memory.get(BEFORE, ())
-        given = (mask, before, position_ids, self.folding)
+        before: Tensor | None = self.memory.get(MASK_BEFORE, ())
+        given = (mask, before, position_ids, self.tables)
         placement: Placing | None = self.memory.get("placing", given)
         if placement is None:
-            counted = self.folding is not None
+            counted = self.tables is not None
             sizes = (q.shape[2], k.shape[2], q.shape[0])
             placement = placing(mask, *sizes, position_ids, counted, before)
             self.memory.keep("placing", given, placement)
@@ -220,17 +225,17 @@ def one_type(problem: Problem) -> Problem:
     return replace(problem, **tensors)
 
 
-def _arranged(turning: Turning, x: Tensor, side: int) -> Tensor:
+def _arranged(rotation: HeadRotation, x: Tensor, side: int) -> Tensor:
     """Queries (side 0) or keys (1) with the features that turn first, and evenly."""
-    x = turning.arranged(x)
-    return x if turning.gains is None else x * turning.gains[side].to(x.device, x.dtype)
+    x = rotation.arranged(x)
+    return x if rotation.gains is None else x * rotation.gains[side].to(x.device, x.dtype)
 
 
-def _evened(turning: Turning, q: Tensor) -> Tensor:
+def _evened(rotation: HeadRotation, q: Tensor) -> Tensor:
     """Rotated queries without the gains that stand in the products of features."""
-    if turning.gains is None:
+    if rotation.gains is None:
         return q
-    even = (turning.gains[0] * turning.gains[1]).reciprocal().to(q.device)
+    even = (rotation.gains[0] * rotation.gains[1]).reciprocal().to(q.device)
     # Rules by chunks lay the same features side by side.
     return scaled(q, even.repeat(q.shape[-1] // even.shape[-1]))
 
@@ -270,9 +275,19 @@ def attention_function(
     if indices is not None:
         attention_mask = _selected(attention_mask, indices)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    asked = Asked(scale, float(dropout), softcap, s_aux)
-    out = layer(query, key, value, attention_mask, position_ids, asked)
+    asked = CallOptions(scale, float(dropout), softcap, s_aux)
+    run = _uncompiled if layer.by_blocks else type(layer).__call__
+    out = run(layer, query, key, value, attention_mask, position_ids, asked)
     return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator, no-untyped-call]
+    reason="DynamicNTK and DualChunk read rows in blocks that depend on the length of the text"
+)
+def _uncompiled(layer: ExtendedLayer, *given: Any) -> Tensor:
+    """What a compiled model runs between its graphs."""
+    out: Tensor = layer(*given)
+    return out
 
 
 def _instead(name: str) -> str:

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor
 
 import normattn
-from normattn.hf.attending import ATTRIBUTE
-from normattn.hf.turned_keys import TurnedKeys
+from normattn.hf.attention_fn import ATTRIBUTE
+from normattn.hf.rotated_key_cache import RotatedKeyCache
 
 from .families import LENGTH, build, tokens
 
@@ -35,7 +35,7 @@ def extended(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield model
 
 
-def _kept(model: Any) -> list[TurnedKeys]:
+def _kept(model: Any) -> list[RotatedKeyCache]:
     layers = [module.__dict__.get(ATTRIBUTE) for module in model.modules()]
     kept = [layer.kept for layer in layers if layer is not None]
     assert kept
@@ -61,16 +61,18 @@ def _close(found: Tensor, expected: Tensor) -> None:
 def _turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many keys are turned by each call that keeps them."""
     turned: list[int] = []
-    own = TurnedKeys.turned
+    own = RotatedKeyCache.rotated
 
-    def counted(self: TurnedKeys, name: Any, k: Tensor, turn: Callable[[int], Tensor]) -> Tensor:
+    def counted(
+        self: RotatedKeyCache, name: Any, k: Tensor, turn: Callable[[int], Tensor]
+    ) -> Tensor:
         def noted(first: int) -> Tensor:
             turned.append(k.shape[2] - first)
             return turn(first)
 
         return own(self, name, k, noted)
 
-    monkeypatch.setattr(TurnedKeys, "turned", counted)
+    monkeypatch.setattr(RotatedKeyCache, "rotated", counted)
     return turned
 
 

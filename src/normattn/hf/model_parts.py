@@ -19,18 +19,20 @@ _MOVING = {
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelParts:
     """The parts that an extension touches.
 
     Attributes:
-        model: the model as given.
+        model: the model of transformers.
         config: the configuration of its text decoder.
         decoder: the module that reads tokens: the model itself, or what its head stands on.
+        adapted: the PEFT model around it, where that was given.
     """
 
     model: Any
     config: Any
     decoder: nn.Module
+    adapted: Any = None
 
     @property
     def name(self) -> str:
@@ -64,12 +66,19 @@ def _nested(given: Any) -> Iterator[Mapping[str, Any]]:
             yield given
 
 
-def anatomy(model: Any) -> Anatomy:
-    """The parts of a model. Raises `InputError` with the reason where it cannot be extended."""
+def model_parts(model: Any) -> ModelParts:
+    """The parts of a model, also of one that is compiled or wrapped by PEFT.
+
+    Raises `InputError` with the reason where it cannot be extended.
+    """
     try:
         from transformers import PreTrainedModel
     except ImportError:
         raise InputError("extending a model needs transformers: pip install normattn[hf]") from None
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    adapted = None
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        adapted, model = model, model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         raise InputError(
             f"extend() takes a model of transformers, but this is a {type(model).__name__}"
@@ -83,15 +92,15 @@ def anatomy(model: Any) -> Anatomy:
         decoder = model.base_model
     config = model.config.get_text_config()
     refuse_odd_values(config.to_dict(), f"the configuration of {name}")
-    return Anatomy(model, config, decoder)
+    return ModelParts(model, config, decoder, adapted)
 
 
-def moving(parts: Anatomy) -> list[str]:
+def moving(parts: ModelParts) -> list[str]:
     """The kinds of the model's own frequencies that change with the length of what is read."""
     return [kind for kind in _MOVING if any(rope.get("rope_type") == kind for rope in parts.ropes)]
 
 
-def refuse_moving(parts: Anatomy, layers: list[nn.Module]) -> None:
+def refuse_moving(parts: ModelParts, layers: list[nn.Module]) -> None:
     """Raise `InputError` for layers whose own frequencies change with what is read."""
     for kind in [parts.rope(layer).get("rope_type") for layer in layers]:
         if kind in _MOVING:
@@ -100,7 +109,7 @@ def refuse_moving(parts: Anatomy, layers: list[nn.Module]) -> None:
             )
 
 
-def known_length(parts: Anatomy) -> tuple[int, str]:
+def known_length(parts: ModelParts) -> tuple[int, str]:
     """The training length that the configuration names, and where it says so.
 
     Raises `InputError` that asks for `train_length` where it names none, or two.

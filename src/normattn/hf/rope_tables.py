@@ -20,7 +20,7 @@ NAME = "position_embeddings"
 
 
 @dataclass(frozen=True)
-class Tables:
+class EmbeddingTables:
     """How position embeddings are made of frequencies.
 
     Attributes:
@@ -33,7 +33,7 @@ class Tables:
     frequencies: Float[Tensor, " p"]
     amplitude: float
 
-    def alike(self, other: Tables | None) -> bool:
+    def alike(self, other: EmbeddingTables | None) -> bool:
         """Whether both make the same."""
         if other is None or (self.layout, self.amplitude) != (other.layout, other.amplitude):
             return False
@@ -60,20 +60,14 @@ class Tables:
         return tuple((x * amplitude).to(first.dtype) for x in (angle.cos(), angle.sin()))
 
 
-def level(like: Any, size: float) -> Any:
+def unrotated(like: Any, size: float = 1.0) -> Any:
     """Position embeddings that turn nothing and multiply by `size`, of the kind of `like`."""
     if isinstance(like, Tensor):
         return torch.full_like(like, size)
     return torch.full_like(like[0], size), torch.zeros_like(like[1])
 
 
-def still(like: Any) -> Any:
-    """Position embeddings that change nothing: one row for all tokens."""
-    row = like[:1, :1] if isinstance(like, Tensor) else tuple(x[:1, :1] for x in like)
-    return level(row, 1.0)
-
-
-def place_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | int | None:
+def find_tables(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | int | None:
     """Where the position embeddings stand among a layer's arguments; None where there are none."""
     given: list[tuple[str | int, Any]] = [*kwargs.items(), *enumerate(args)]
     given.sort(key=lambda pair: pair[0] != NAME)
@@ -91,7 +85,7 @@ def is_table(value: Any) -> bool:
     return bool(value[0].dim() == 3 and value[0].shape == value[1].shape)
 
 
-def read_tables(value: Any, spectra: Iterable[tuple[Tensor, float]]) -> Tables | None:
+def read_tables(value: Any, spectra: Iterable[tuple[Tensor, float]]) -> EmbeddingTables | None:
     """How tables of positions 0 … T − 1 were made, of the spectrum that explains them best.
 
     `spectra` are pairs of frequencies and amplitude. None where none of them explains the tables.
@@ -104,7 +98,7 @@ def read_tables(value: Any, spectra: Iterable[tuple[Tensor, float]]) -> Tables |
     for theta, given in spectra:
         size = given if abs(float(cos[0, 0]) - given) <= 1e-2 * given else float(cos[0, 0])
         for layout in layouts:
-            tables = Tables(layout, theta, size)
+            tables = EmbeddingTables(layout, theta, size)
             mine = _wide(tables, cos.shape[0])
             if mine.shape[-1] != cos.shape[-1]:
                 continue
@@ -114,7 +108,7 @@ def read_tables(value: Any, spectra: Iterable[tuple[Tensor, float]]) -> Tables |
     return best
 
 
-def _wide(tables: Tables, count: int) -> Float[Tensor, "t w"]:
+def _wide(tables: EmbeddingTables, count: int) -> Float[Tensor, "t w"]:
     angle = torch.arange(count, dtype=torch.float64)[:, None] * tables.frequencies
     if tables.layout == "halves":
         return torch.cat((angle, angle), -1)

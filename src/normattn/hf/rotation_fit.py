@@ -1,4 +1,4 @@
-"""Which rotation makes one tensor of another: where the features that turn stand, and how.
+"""Which rotation makes one tensor of another: where the rotated features stand, and how.
 
 Legend: B batch, H heads, T tokens, D head dimension, P pairs of features that turn.
 """
@@ -11,35 +11,35 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.hf.folding import Turning
+from normattn.hf.rotation_tables import HeadRotation
 from normattn.score.rotary import rotation
 
 
-def turned(turning: Turning, x: Float[Tensor, "b h t d"], gain: Tensor | None) -> Tensor:
+def rotated_by(head: HeadRotation, x: Float[Tensor, "b h t d"], gain: Tensor | None) -> Tensor:
     """x as it stands at positions 0 … T − 1: its features arranged, rotated, and put back."""
     places = torch.arange(x.shape[2], dtype=torch.float64, device=x.device)
-    turn = rotation(places, turning.frequencies, 1.0, turning.interleaved, torch.float64)
-    size = turning.amplitude
-    first = turning.arranged(x.double())
+    turn = rotation(places, head.frequencies, 1.0, head.interleaved, torch.float64)
+    size = head.amplitude
+    first = head.arranged(x.double())
     if gain is not None:
         first = first * gain.to(first.device)
     rotated = replace(turn, cos=turn.cos * size, sin=turn.sin * size)(first)
     if gain is not None:
         rotated = rotated / gain.to(rotated.device)
-    rest = rotated.shape[-1] - turning.start
-    return torch.cat((rotated[..., rest:], rotated[..., :rest]), -1) if turning.start else rotated
+    rest = rotated.shape[-1] - head.start
+    return torch.cat((rotated[..., rest:], rotated[..., :rest]), -1) if head.start else rotated
 
 
-def fits(turning: Turning, x: Tensor, rotated: Tensor, gain: Tensor | None = None) -> bool:
+def _fits(head: HeadRotation, x: Tensor, rotated: Tensor, gain: Tensor | None = None) -> bool:
     """Whether this rotation makes `rotated` of x, up to the rounding of x's type."""
     close = 1e-3 if x.dtype in (torch.float32, torch.float64) else 5e-2
-    off = (turned(turning, x, gain) - rotated).abs().max()
+    off = (rotated_by(head, x, gain) - rotated).abs().max()
     return bool(off <= close * rotated.abs().max())
 
 
-def fitting(
-    like: Turning, q: Tensor, q_rotated: Tensor, k: Tensor, k_rotated: Tensor
-) -> Turning | None:
+def fit_rotation(
+    like: HeadRotation, q: Tensor, q_rotated: Tensor, k: Tensor, k_rotated: Tensor
+) -> HeadRotation | None:
     """The rotation by `like`'s frequencies that makes the rotated queries and keys, or None.
 
     Tried: the first features turn, or the last; pairs apart or side by side; either direction; and,
@@ -58,31 +58,31 @@ def fitting(
                     gains = (_gain(tried, q, q_rotated), _gain(tried, k, k_rotated))
                     tried = replace(tried, gains=gains)
                 one, other = tried.gains or (None, None)
-                if fits(tried, q, q_rotated, one) and fits(tried, k, k_rotated, other):
+                if _fits(tried, q, q_rotated, one) and _fits(tried, k, k_rotated, other):
                     return tried
     return None
 
 
-def _gain(turning: Turning, x: Tensor, rotated: Tensor) -> Float[Tensor, " d"]:
+def _gain(head: HeadRotation, x: Tensor, rotated: Tensor) -> Float[Tensor, " d"]:
     """What to multiply features with so that they turn evenly: g_a/g_b on the second of a pair.
 
     A gain g after the rotation makes x = g ⊙ y of y, and a' = a·cos − (g_a/g_b)·b·sin of the pair
     (a, b): its ratio by least squares over tokens and heads.
     """
     places = torch.arange(x.shape[2], dtype=torch.float64)[:, None]
-    angle = places * turning.frequencies
-    a, b = _pair(turning, turning.arranged(x.double().cpu()))
-    to, _ = _pair(turning, turning.arranged(rotated.double().cpu()))
+    angle = places * head.frequencies
+    a, b = _pair(head, head.arranged(x.double().cpu()))
+    to, _ = _pair(head, head.arranged(rotated.double().cpu()))
     known, rest = b * angle.sin(), a * angle.cos() - to
     below = known.square().sum((0, 1, 2))
     ratio = torch.where(below > 0, (known * rest).sum((0, 1, 2)) / below.clamp(min=1e-30), 1.0)
     gain = torch.ones(x.shape[-1], dtype=torch.float64)
-    _pair(turning, gain)[1].copy_(ratio)
+    _pair(head, gain)[1].copy_(ratio)
     return gain
 
 
-def _pair(turning: Turning, x: Tensor) -> tuple[Tensor, Tensor]:
-    count = turning.frequencies.numel()
-    if turning.interleaved:
+def _pair(head: HeadRotation, x: Tensor) -> tuple[Tensor, Tensor]:
+    count = head.frequencies.numel()
+    if head.interleaved:
         return x[..., 0 : 2 * count : 2], x[..., 1 : 2 * count : 2]
     return x[..., :count], x[..., count : 2 * count]

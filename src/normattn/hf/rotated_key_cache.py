@@ -1,8 +1,8 @@
-"""Keys that a method has turned, kept from token to token beside transformers' cache.
+"""Keys that a method has rotated, kept from token to token beside transformers' cache.
 
-That cache holds keys as a layer projects them, and a decode step would turn all of them anew. Its
+That cache holds keys as a layer projects them, and a decode step would rotate them all anew. Its
 `DynamicLayer` makes a new tensor of those it held and the new ones. So where it held the very
-tensor that the call before was given, or an untouched front part of it, only what is new is turned.
+tensor that the call before was given, or an untouched front part, only what is new is rotated.
 
 Legend: B batch, G key heads, S keys, D head dimension.
 """
@@ -23,8 +23,8 @@ _TRIES = 2
 """So often in turn a cache may have been exchanged before nothing more is kept of it."""
 
 
-class TurnedKeys:
-    """The turned keys of one layer; a hook before that layer, which sees its cache.
+class RotatedKeyCache:
+    """The rotated keys of one layer; a hook before that layer, which sees its cache.
 
     They take as much memory as the keys themselves, and are let go with the cache's last tensor.
     Nothing is kept of other caches than transformers' `DynamicCache`, in inference mode, where
@@ -50,8 +50,8 @@ class TurnedKeys:
     def begin(self, k: Float[Tensor, "b g s d"], new: int, whole: bool) -> None:
         """Attention is given these keys, the last `new` of which were not there before.
 
-        `whole` is whether all rows of the batch are turned at once. `open` says afterwards whether
-        turned keys are kept in this call.
+        `whole` is whether all rows of the batch are rotated at once. `open` says afterwards whether
+        rotated keys are kept in this call.
         """
         cache, before = self._cache, self._before
         self._cache = self._before = None
@@ -74,16 +74,16 @@ class TurnedKeys:
         self.open = self._misses <= _TRIES
         self._source, self._version = weakref.ref(k, self._forget), k._version
 
-    def turned(
-        self, name: Hashable, k: Float[Tensor, "b g s d"], turn: Callable[[int], Tensor]
+    def rotated(
+        self, name: Hashable, k: Float[Tensor, "b g s d"], rotate: Callable[[int], Tensor]
     ) -> Float[Tensor, "b g s d"]:
-        """All keys turned in the way of that name; `turn(first)` turns those from `first` on."""
+        """All keys, rotated in the way of that name; `rotate(first)` does those from `first` on."""
         room = self._rooms.get(name)
         if room is None:
-            # Another block of a moving spectrum turns all keys otherwise.
+            # Another block of a moving spectrum rotates all keys otherwise.
             self._rooms = {name: (room := Room(2))}
         if room.used < k.shape[2]:
-            room.append(turn(room.used))
+            room.append(rotate(room.used))
         return room.view(k.shape[2])
 
     def _continues(self, before: Tensor) -> bool:

@@ -1,0 +1,534 @@
+"""`extend`: a transformers model reads past its training length, until the handle is removed.
+
+Nothing global is patched. A frequency method changes the buffers of the rotary modules. A method
+that changes attention gives the modules above its layers a private copy of their configuration that
+names our attention, and lets the layers hand it queries and keys that are not rotated. So neither
+the configuration nor any other model built from it learns of it. Layers that attend within a window
+keep all that they have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from normattn.errors import InputError
+from normattn.hf.attention_fn import ATTRIBUTE, ExtendedLayer, ForwardMemory, attention_function
+from normattn.hf.checks import verify_extension
+from normattn.hf.masks import mask_function
+from normattn.hf.model_parts import ModelParts, known_length, model_parts, refuse_moving
+from normattn.hf.native import native, put_fields, trained
+from normattn.hf.private_configs import PrivateConfigs
+from normattn.hf.probe import Probed, probe, rotary_buffers
+from normattn.hf.record import FIELD, TRAINED, refuse_applied
+from normattn.hf.rope_detection import Layer, detect_layers, refuse_absolute_positions
+from normattn.hf.rope_override import (
+    KeepMask,
+    LayerTables,
+    OwnTables,
+    frequencies_of,
+    override_buffers,
+    refuse_images,
+)
+from normattn.hf.rotated_key_cache import RotatedKeyCache
+from normattn.hf.rotation_tables import HeadRotation, MethodTables
+from normattn.score import ScoreSpec
+from normattn.score.grammar import read as read_method
+from normattn.score.parts.pi import PI
+
+HANDLE = "normattn_extension"
+INDICES = "indices"
+
+
+def extend(
+    model: Any, method: str, *, train_length: int | None = None, **parameters: Any
+) -> Extension:
+    """Let a trained rotary model read longer texts, without training, until removed.
+
+        with normattn.extend(model, "ReRoPE-logn+", window=2048):
+            model.generate(...)
+
+    Args:
+        model: a causal language model of transformers with rotary positions.
+        method: the post-hoc parts of a score by name: PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN,
+            ReRoPE, LeakyReRoPE, SelfExtend or DualChunk, with or without `-logn+`; also `logn+`
+            alone.
+        train_length: how far the model was trained to read; by default what its configuration says.
+        parameters: those of the method, e.g. window=, factor=, s=, group=, base=.
+
+    Returns the extension, switched on: `.remove()` or leaving its `with` block undoes it exactly.
+    `.resolved` says every value. What `torch.compile` has compiled, here or elsewhere, is compiled
+    anew at the next call, after `remove()` too. YaRN's factor reaches the features that turn, on
+    queries and on keys, as in transformers. Raises `InputError` where the model or a value cannot
+    serve.
+    """
+    planned = plan(model, method, train_length, **parameters)
+    try:
+        return _verified(planned, by_hooks=False)
+    except InputError:
+        # Some families make their tables of more than the frequencies that their modules hold.
+        if not _has_positions(planned):
+            raise
+    return _verified(planned, by_hooks=True)
+
+
+def _verified(planned: Plan, by_hooks: bool) -> Extension:
+    extension = Extension(planned, by_hooks)
+    try:
+        verify_extension(planned.parts, planned.layers, planned.spec, planned.probed)
+    except BaseException:
+        extension.remove()
+        raise
+    return extension
+
+
+def _has_positions(planned: Plan) -> bool:
+    """Whether every layer can be given tables of its own: it is told where its tokens stand."""
+    inside = planned.spec.regime is not None or planned.spec.moves
+    turned = [layer for layer in planned.layers if layer.rotation is not None]
+    return inside or all(layer.probed.has_ids for layer in turned)
+
+
+class Plan(NamedTuple):
+    """A method with all its values for a model that was asked, before anything is switched on.
+
+    `source` says where the training length comes from.
+    """
+
+    parts: ModelParts
+    layers: tuple[Layer, ...]
+    spec: ScoreSpec
+    source: str
+    probed: Probed
+
+
+def plan(model: Any, method: str, train_length: int | None = None, **parameters: Any) -> Plan:
+    """What `extend` would do; the model is asked and not changed. Raises as `extend` does."""
+    parts = model_parts(model)
+    _refuse_twice(parts)
+    refuse_applied(parts.model.config)
+    spec, source = _specified(parts, method, train_length, parameters)
+    refuse_absolute_positions(parts)
+    probed = probe(parts)
+    layers = detect_layers(parts, probed.layers)
+    _check(spec, layers, parts)
+    return Plan(parts, layers, spec, source, probed)
+
+
+def extension_of(model: Any) -> Extension | None:
+    """The extension of a model that is switched on, or None."""
+    handle: Extension | None = model_parts(model).decoder.__dict__.get(HANDLE)
+    return handle
+
+
+class Extension:
+    """A method that is switched on; `.remove()` or leaving the `with` block switches it off.
+
+    Attributes:
+        spec: the method as part of a score.
+        resolved: every value.
+    """
+
+    def __init__(self, planned: Plan, by_hooks: bool = False) -> None:
+        self.spec = planned.spec
+        self.resolved = _resolved(planned.spec, planned.source, planned.layers)
+        self._undo: list[Callable[[], object]] = []
+        self._memory = ForwardMemory()
+        self._configs = PrivateConfigs()
+        self._hooked = False
+        try:
+            self._switch_on(planned, by_hooks)
+        except BaseException:
+            self.remove()
+            raise
+
+    @property
+    def active(self) -> bool:
+        """Whether the model is still extended by this."""
+        return bool(self._undo)
+
+    def remove(self) -> None:
+        """Give the model back everything that it had. Removing twice is harmless."""
+        while self._undo:
+            self._undo.pop()()
+        self._memory.clear()
+        if self._hooked:
+            _compile_anew()
+
+    def __enter__(self) -> Extension:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            "an extended model cannot be copied or pickled: remove() the extension first"
+        )
+
+    def _switch_on(self, planned: Plan, by_hooks: bool) -> None:
+        parts, layers, spec = planned.parts, planned.layers, planned.spec
+        inside = spec.regime is not None or spec.moves
+        served = [layer for layer in layers if layer.sliding is None]
+        choosing = [layer for layer in served if _chooses(layer)]
+        name = None
+        if inside or spec.logn is not None:
+            name = _register_attention(_attention_of(parts), bool(choosing))
+            self._serve_by_our_attention(served, spec, inside)
+        self._rename(parts, layers, name)
+        but = served if by_hooks else choosing if inside else []
+        undo, hooked = override_buffers(layers, spec, but)
+        self._undo += undo
+        hooked += [layer for layer in but if layer.rotation is not None]
+        self._hook_layers(hooked, choosing if name is not None else [])
+        if name is not None and any(hasattr(part, "mrope_section") for part in _modules(parts)):
+            for module in _modules(parts):
+                if rotary_buffers(module):
+                    self._hook(module.register_forward_pre_hook(refuse_images, with_kwargs=True))
+        self._hook(parts.decoder.register_forward_pre_hook(self._begin_forward))
+        self._hook(parts.decoder.register_forward_hook(self._memory.clear, always_call=True))
+        self._set(parts.decoder, HANDLE, self)
+
+    def _serve_by_our_attention(self, served: list[Layer], spec: ScoreSpec, inside: bool) -> None:
+        """Tell each layer's module how our attention serves it."""
+        made: list[MethodTables] = []
+        for layer in served:
+            rotation = layer.rotation if inside else None
+            tables = None if rotation is None else _shared(made, spec, rotation)
+            kept = None if tables is None else RotatedKeyCache()
+            self._set(layer.module, ATTRIBUTE, ExtendedLayer(spec, tables, self._memory, kept))
+            if kept is not None:
+                self._hook(layer.module.register_forward_pre_hook(kept, with_kwargs=True))
+
+    def _hook_layers(self, hooked: list[Layer], choosing: list[Layer]) -> None:
+        """Give layers tables of their own by hooks, and keep what those that choose keys need."""
+        parts = {part for layer in choosing for part in layer.module.modules()}
+        for part in parts - {layer.module for layer in choosing}:
+            hook = OwnTables(self._memory)
+            self._hook(part.register_forward_pre_hook(hook, with_kwargs=True))
+        for layer in choosing:
+            keep = KeepMask(self._memory)
+            self._hook(layer.module.register_forward_pre_hook(keep, with_kwargs=True))
+        for layer in hooked:
+            other = frequencies_of(layer, self.spec)
+            if other is not None:
+                tables = LayerTables(layer, other, self._memory)
+                self._hook(layer.module.register_forward_pre_hook(tables, with_kwargs=True))
+        if hooked or choosing:
+            self._hooked = True
+            _compile_anew()
+
+    def _begin_forward(self, *_: object) -> None:
+        """Forget the forward before; raise `InputError` where another attention has been set."""
+        self._memory.clear()
+        if self._attention is None or torch.compiler.is_compiling():
+            return
+        for now in self._configs.attentions() - {self._attention}:
+            raise InputError(
+                f"the attention implementation was changed to {now} while the model is extended: "
+                "remove() the extension first"
+            )
+
+    def _rename(self, parts: ModelParts, layers: tuple[Layer, ...], name: str | None) -> None:
+        """Private copies of the configurations on the way to the layers, naming our attention.
+
+        Without a name they keep theirs; the model's own tells of the method when it is saved.
+        """
+        self._attention = name
+        self._undo.append(self._configs.restore)
+        kept = {layer.module for layer in layers if layer.sliding is not None}
+        way = {parts.model, *parts.decoder.modules()} - kept
+        way |= {module for module in parts.model.modules() if parts.decoder in module.modules()}
+
+        def tell(config: Any) -> None:
+            self._tell(parts, layers, config)
+
+        for module in parts.model.modules():
+            if module in way and (name is not None or module is parts.model):
+                change = tell if module is parts.model else None
+                self._configs.replace(module, lambda own: name or own, change)
+
+    def _tell(self, parts: ModelParts, layers: tuple[Layer, ...], saved: Any) -> None:
+        """Write the method into the copy that `save_pretrained` saves.
+
+        In transformers' own words as well, where it has them; what they replace is kept beside.
+        """
+        record: dict[str, Any] = {
+            "method": self.spec.method_text,
+            "train_length": self.spec.train_length,
+        }
+        fields = native(parts, layers, self.spec)
+        if fields is not None:
+            record[TRAINED] = trained(parts.config)
+            put_fields(saved.get_text_config(), fields)
+        setattr(saved, FIELD, record)
+
+    def _hook(self, handle: Any) -> None:
+        self._undo.append(handle.remove)
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set a plain attribute, to be set back."""
+        had, old = name in module.__dict__, module.__dict__.get(name)
+
+        def back() -> None:
+            if had:
+                module.__dict__[name] = old
+            else:
+                module.__dict__.pop(name, None)
+
+        module.__dict__[name] = value
+        self._undo.append(back)
+
+
+@lru_cache
+def _register_attention(before: str, pairs: bool) -> str:
+    """The name of our attention for a model whose own is `before`; registered once.
+
+    `pairs`: its layers get a mask of every pair, since they choose keys of their own. The name says
+    what was there before, since the layers that are left alone still want the masks of that; it
+    holds no "flash", which transformers would read as flash attention.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+    name = "normattn_pairs_" if pairs else "normattn_"
+    name += before.replace("flash", "fl").replace("/", "_").replace("|", "_")
+    over = ALL_MASK_ATTENTION_FUNCTIONS.get(before, sdpa_mask)
+    AttentionInterface.register(name, attention_function)
+    AttentionMaskInterface.register(name, mask_function(over, pairs))
+    return name
+
+
+def _modules(parts: ModelParts) -> list[nn.Module]:
+    return list(parts.decoder.modules())
+
+
+def _compile_anew() -> None:
+    """Forget what torch.compile has compiled, which looks for no new hooks on a module.
+
+    It would go on as if nothing had been switched on or off, and the code may be that of any caller
+    of the model. Buffers and the name of an attention it looks for itself.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _shared(made: list[MethodTables], spec: ScoreSpec, rotation: HeadRotation) -> MethodTables:
+    """One set of tables for all layers that rotate alike."""
+    alike = [tables for tables in made if tables.rotation.alike(rotation)]
+    if not alike:
+        alike = [MethodTables(spec, rotation)]
+        made += alike
+    return alike[0]
+
+
+def _attention_of(parts: ModelParts) -> str:
+    return str(parts.config._attn_implementation or "eager")
+
+
+def _specified(
+    parts: ModelParts, method: str, train_length: int | None, parameters: dict[str, Any]
+) -> tuple[ScoreSpec, str]:
+    """The method with its values filled in, and where the training length comes from."""
+    if method.strip() in ("", "as is"):
+        raise InputError("extend() needs a method by name, e.g. 'ReRoPE' or 'YaRN'")
+    factor = _left_over(method, parameters)
+    own = {name: value for name, value in parameters.items() if factor is None or name != "factor"}
+    asked = ScoreSpec.parse("Baseline").with_method(method, **own)
+    source = "given"
+    length = asked.train_length if train_length is None else train_length
+    if length is None:
+        length, source = known_length(parts)
+    spec = asked.resolve(length, factor)
+    if factor is not None and ScoreSpec(asked.parts, length) == spec:
+        raise InputError(f"{spec.method} takes no factor, or has what it would give already")
+    if spec.visible[0] is not None:
+        raise InputError(
+            f"{spec.method} hides keys, and a cache of transformers keeps them all: use a cache "
+            "that drops them instead"
+        )
+    window = None if spec.regime is None else spec.regime.window
+    if window is not None and window > length:
+        raise InputError(
+            f"{spec.method}: window={window} is larger than the training length of {length}: "
+            "positions beyond it were never trained"
+        )
+    return spec, source
+
+
+def _left_over(method: str, parameters: dict[str, Any]) -> float | None:
+    """The stretch that no part holds as such: LeakyReRoPE and SelfExtend find theirs from it."""
+    given, _ = read_method(method)
+    named = {field.name for part, _ in given for field in dataclasses.fields(part)}
+    factor = parameters.get("factor")
+    if factor is None or "factor" in named:
+        return None
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1:
+        raise InputError(f"factor must be a number of at least 1, but it is {factor!r}")
+    return float(factor)
+
+
+def _refuse_twice(parts: ModelParts) -> None:
+    active = parts.decoder.__dict__.get(HANDLE)
+    if active is not None:
+        raise InputError(
+            f"this model is already extended, by {active.spec.method}: remove() that first"
+        )
+
+
+def _check(spec: ScoreSpec, layers: tuple[Layer, ...], parts: ModelParts) -> None:
+    served = [layer for layer in layers if layer.sliding is None]
+    turned = [layer for layer in served if layer.rotation is not None]
+    positions = spec.spectrum is not None or spec.regime is not None or spec.moves
+    if not served or (positions and not turned):
+        why = (
+            f"all its layers attend within a window of {layers[0].sliding} tokens"
+            if not served
+            else "none of its layers with full attention has rotary positions"
+        )
+        raise InputError(
+            f"{parts.name} cannot be extended: {why}, so there is no position to extend"
+        )
+    refuse_moving(parts, [layer.module for layer in turned])
+    gained = any(
+        layer.rotation is not None and layer.rotation.gains is not None for layer in turned
+    )
+    if spec.chunk_rules is not None and gained:
+        raise InputError(
+            f"{parts.name} gives rotated features gains of their own, so its scores depend on where"
+            f" a query and a key stand, not on their distance alone: {spec.chunk_rules.name} would "
+            "change short texts too"
+        )
+    if spec.regime is not None or spec.moves or spec.logn is not None:
+        _check_attention(served, parts)
+    if spec.spectrum is None or isinstance(spec.spectrum, PI):
+        return
+    for layer in turned:
+        if layer.rotation is not None and layer.rotation.base is None:
+            raise InputError(
+                f"{parts.name} has rotary frequencies that are already scaled, and "
+                f"{spec.spectrum.name} is defined on plain ones: PI, ReRoPE, LeakyReRoPE and "
+                "SelfExtend take any"
+            )
+
+
+def _check_attention(served: list[Layer], parts: ModelParts) -> None:
+    """Refuse layers whose attention ours cannot replace."""
+    rest = "PI, NTK, NTK-mixed, ABF and YaRN leave its attention as it is"
+    for layer in served:
+        who = f"layer {layer.index} of {parts.name} ({type(layer.module).__name__})"
+        unserved = [name for name in layer.unserved if name != INDICES]
+        if unserved:
+            raise InputError(
+                f"{who} asks its attention for {', '.join(unserved)}, which ours does not "
+                f"serve: {rest}"
+            )
+
+
+def _chooses(layer: Layer) -> bool:
+    """Whether a layer chooses among the keys that it may see, by an indexer or by a mask."""
+    return INDICES in layer.unserved or not layer.masked
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The values of an extension.
+
+    Attributes:
+        method: the method with all its parameters, e.g. `ReRoPE(window=2048)-logn+`.
+        train_length: how far the model was trained to read.
+        train_length_from: `given`, or the field of the configuration that said so.
+        parameters: the method's parameters by name.
+        base: the rotary base, or None where the frequencies are not powers of one.
+        scaled: the kind of scaling that the model's own frequencies were trained with, if any; a
+            method scales what is there.
+        head_dim: features of a head.
+        rotated: how many of them turn.
+        layout: `half` or `interleaved`.
+        extended: the numbers of the layers that the method changes.
+        without_positions: layers among the model's that have no rotary position.
+        left: layers that attend within a window, and stay as trained.
+        attention: `stock`, or `normattn` where the layers attend by our kernels.
+        cached_keys: `rotated`, or `un-rotated` where a cache must hold them so.
+    """
+
+    method: str
+    train_length: int
+    train_length_from: str
+    parameters: dict[str, Any]
+    base: float | None
+    scaled: str | None
+    head_dim: int
+    rotated: int
+    layout: str
+    extended: tuple[int, ...]
+    without_positions: tuple[int, ...]
+    left: tuple[int, ...]
+    attention: str
+    cached_keys: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The values by name."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        turned = f"{self.rotated} of {self.head_dim} features turn ({self.layout})"
+        if self.scaled is not None:
+            turned += f", on top of the model's own {self.scaled} scaling"
+        lines = [
+            f"{self.method}, trained to read {self.train_length} tokens ({self.train_length_from})",
+            f"base {self.base:g}, {turned}" if self.base else turned,
+            f"{len(self.extended)} layers extended; attention: {self.attention}; "
+            f"cached keys: {self.cached_keys}",
+        ]
+        if self.without_positions:
+            lines.append(f"layers without positions: {_numbers(self.without_positions)}")
+        if self.left:
+            lines.append(f"layers within a window, as trained: {_numbers(self.left)}")
+        return "\n".join(lines)
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _resolved(spec: ScoreSpec, source: str, layers: tuple[Layer, ...]) -> Resolved:
+    served = [layer for layer in layers if layer.sliding is None]
+    rotation = next((layer.rotation for layer in served if layer.rotation is not None), None)
+    inside = spec.regime is not None or spec.moves
+    parts = [part for part in spec.parts if part.when != "trained-in"]
+    own = inside or spec.logn is not None
+    assert spec.train_length is not None
+    return Resolved(
+        method=spec.method_text,
+        train_length=spec.train_length,
+        train_length_from=source,
+        parameters={
+            field.name: getattr(part, field.name)
+            for part in parts
+            for field in dataclasses.fields(part)
+        },
+        base=None if rotation is None else rotation.base,
+        scaled=None if rotation is None else rotation.scaled,
+        head_dim=served[0].probed.call.query.shape[-1] if rotation is None else rotation.head_dim,
+        rotated=0 if rotation is None else 2 * int((rotation.frequencies != 0).sum()),
+        layout="interleaved" if rotation is not None and rotation.interleaved else "half",
+        extended=tuple(x.index for x in served if x.rotation is not None),
+        without_positions=tuple(x.index for x in served if x.rotation is None),
+        left=tuple(x.index for x in layers if x.sliding is not None),
+        attention="normattn" if own else "stock",
+        cached_keys="un-rotated" if inside else "rotated",
+    )

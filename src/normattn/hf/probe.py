@@ -1,0 +1,389 @@
+"""Ask a model what its attention layers do: a few tokens, with an attention that is recorded.
+
+The queries, keys and masks that reach the attention function tell what each layer does, whatever a
+family's file writes. Each layer is called by its own model, and then again with position embeddings
+that rotate nothing. What they do not confirm is refused, so that no family is served wrongly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from normattn.errors import InputError
+from normattn.hf.model_parts import ModelParts
+from normattn.hf.private_configs import renamed_attention
+from normattn.hf.rope_tables import find_tables, unrotated
+
+RECORDED = "normattn_recorded_"
+"""Before the name of an attention that is recorded."""
+COUNT = 9
+"""How many tokens a model is asked with."""
+KNOWN = frozenset(
+    {
+        *("dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache"),
+        *("cache_position", "is_causal", "output_attentions", "output_hidden_states"),
+        *("logits_to_keep", "return_dict", "num_items_in_batch", "output_router_logits"),
+    }
+)
+"""What may reach an attention function beside q, k, v and the mask.
+
+What a model's caller adds (`num_items_in_batch` by the Trainer) passes through the layers too."""
+
+AttentionFunction = Callable[..., tuple[Tensor, Any]]
+
+
+@dataclass
+class AttentionCall:
+    """One call of the attention function.
+
+    Attributes:
+        module: the layer that called it.
+        query, key: as they arrived (B, H, T, D).
+        window: how far back its mask lets it see, 0 for all; None where transformers made no mask.
+        more: the other arguments.
+        output: what attention made (B, T, H, E).
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    window: int | None
+    more: dict[str, Any]
+    output: Tensor
+
+
+@dataclass
+class ProbedLayer:
+    """What was seen of one layer: as it is, and with embeddings that rotate nothing or double.
+
+    `argument` is where its position embeddings stand among its arguments, None where it takes none;
+    `rotary` the module that made them, and the type of layer that it was asked for.
+    """
+
+    call: AttentionCall
+    argument: str | int | None = None
+    tables: Any = None
+    has_ids: bool = False
+    rotary: tuple[nn.Module, str] | None = None
+    unrotated: AttentionCall | None = None
+    doubled: AttentionCall | None = None
+
+
+@dataclass
+class Probed:
+    """What one forward showed: its layers in the order of their calls, and every output."""
+
+    layers: dict[nn.Module, ProbedLayer] = field(default_factory=dict)
+    outputs: dict[nn.Module, list[Tensor]] = field(default_factory=dict)
+
+
+@runtime_checkable
+class _Recorder(Protocol):
+    windows: dict[int, int]
+    masks: list[Tensor]
+
+    def attend(
+        self, own: AttentionFunction, module: nn.Module, *given: Any, **more: Any
+    ) -> Any: ...
+
+
+_RECORDER: ContextVar[_Recorder] = ContextVar("recorder")
+
+
+class _Probe:
+    """Records a forward, and calls each layer again when it has run."""
+
+    def __init__(self) -> None:
+        self.windows: dict[int, int] = {}
+        self.masks: list[Tensor] = []
+        self.calls: dict[nn.Module, list[AttentionCall]] = {}
+        self.layers: dict[nn.Module, ProbedLayer] = {}
+        self._made: list[tuple[int, tuple[nn.Module, str]]] = []
+        self._again: list[AttentionCall] | None = None
+
+    def attend(
+        self,
+        own: AttentionFunction,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        **more: Any,
+    ) -> tuple[Tensor, Any]:
+        """The layer's own attention, kept; nothing is computed where a layer is called again."""
+        seen = isinstance(attention_mask, Tensor)
+        window = self.windows.get(attention_mask.data_ptr()) if seen else None
+        if self._again is not None:
+            out = value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+            self._again.append(AttentionCall(module, query, key, window, more, out))
+            return out, None
+        result = own(module, query, key, value, attention_mask, **more)
+        call = AttentionCall(module, query, key, window, more, result[0])
+        self.calls.setdefault(module, []).append(call)
+        return result
+
+    def keep_tables(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
+    ) -> None:
+        """A hook of a rotary module: which tables it has made."""
+        first = made[0] if isinstance(made, tuple | list) and made else made
+        kinds = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+        if isinstance(first, Tensor):
+            self._made.append((first.data_ptr(), (module, kinds[0] if kinds else "")))
+            self.masks.append(first)  # so that no other tensor takes its place in memory
+
+    def call_again(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any
+    ) -> None:
+        """A hook of any module: a layer is called once more with other position embeddings.
+
+        And then as it was, so that what it hands to later layers is its own again.
+        """
+        if module not in self.calls or module in self.layers or self._again is not None:
+            return
+        layer = self.layers[module] = ProbedLayer(self.calls[module][0])
+        argument = find_tables(args, kwargs)
+        if argument is None:
+            return
+        given = kwargs[argument] if isinstance(argument, str) else args[argument]
+        layer.argument, layer.tables = argument, given
+        layer.has_ids = kwargs.get("position_ids") is not None
+        first = given if isinstance(given, Tensor) else given[0]
+        layer.rotary = dict(self._made).get(first.data_ptr())
+        found = []
+        for size in (2.0, 1.0, None):
+            tables = given if size is None else unrotated(given, size)
+            other_args, other = with_argument(args, kwargs, argument, tables)
+            self._again = []
+            try:
+                module.forward(*other_args, **other)
+                found.append(self._again[0])
+            finally:
+                self._again = None
+        layer.doubled, layer.unrotated, _ = found
+
+
+class _Replay:
+    """Gives every layer the output of an earlier forward, and keeps what it would have made."""
+
+    def __init__(self, outputs: dict[nn.Module, list[Tensor]]) -> None:
+        self.windows: dict[int, int] = {}
+        self.masks: list[Tensor] = []
+        self.calls: dict[nn.Module, list[AttentionCall]] = {}
+        self._outputs = outputs
+
+    def attend(
+        self,
+        own: AttentionFunction,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        **more: Any,
+    ) -> tuple[Tensor, Any]:
+        """The layer's attention is computed and kept; what it made before is given back."""
+        out = own(module, query, key, value, attention_mask, **more)[0]
+        calls = self.calls.setdefault(module, [])
+        calls.append(AttentionCall(module, query, key, None, more, out))
+        before = self._outputs.get(module, [])
+        return (before[len(calls) - 1] if len(calls) <= len(before) else out), None
+
+
+def probe(parts: ModelParts) -> Probed:
+    """What each attention layer of the decoder is given and does, from one forward.
+
+    Raises `InputError` where the model cannot be asked.
+    """
+    recorder = _Probe()
+    hooks = []
+    for module in parts.decoder.modules():
+        kind = recorder.keep_tables if rotary_buffers(module) else recorder.call_again
+        hooks.append(module.register_forward_hook(kind, with_kwargs=True))
+    try:
+        with _explained(parts):
+            _forward(parts, recorder, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    inside = set(parts.decoder.modules())
+    order = {module: recorder.layers[module] for module in recorder.calls if module in inside}
+    outputs = {module: [call.output for call in recorder.calls[module]] for module in order}
+    return Probed(order, outputs)
+
+
+def replay(parts: ModelParts, probed: Probed) -> tuple[dict[nn.Module, list[AttentionCall]], Any]:
+    """The calls of a forward in which every layer reads what it read in the probe, and its cache.
+
+    Each layer's input is then the same as before, whatever the layers below have become.
+    """
+    recorder = _Replay(probed.outputs)
+    cache = _forward(parts, recorder, use_cache=True)
+    return recorder.calls, cache
+
+
+def _forward(parts: ModelParts, recorder: _Recorder, use_cache: bool) -> Any:
+    token = _RECORDER.set(recorder)
+    try:
+        with quiet(parts), renamed_attention(parts.model, _register):
+            made = parts.model(input_ids=probe_tokens(parts), use_cache=use_cache)
+            return getattr(made, "past_key_values", None)
+    finally:
+        _RECORDER.reset(token)
+
+
+@contextlib.contextmanager
+def _explained(parts: ModelParts) -> Iterator[None]:
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        sentence = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{parts.name} cannot be asked what its layers do: its forward fails while its "
+            f"attention is recorded ({type(error).__name__}: {sentence})"
+        ) from error
+
+
+@lru_cache
+def _register(own: str) -> str:
+    """The name of an attention that computes as `own` does and is recorded; made once.
+
+    Attention without masks of its own kind (flash, flex) is computed by plain operations.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    name = RECORDED + own.replace("flash", "fl").replace("/", "_").replace("|", "_")
+    AttentionInterface.register(name, _recorded_function(own))
+    AttentionMaskInterface.register(name, _recorded_mask(own))
+    return name
+
+
+def _recorded_function(own: str) -> AttentionFunction:
+    def function(module: nn.Module, *given: Any, **more: Any) -> tuple[Tensor, Any]:
+        attend = function_named(own, module)
+        if more.get("indices") is not None and not own.startswith("normattn"):
+            attend = partial(_of_selected, attend)
+        result: tuple[Tensor, Any] = _RECORDER.get().attend(attend, module, *given, **more)
+        return result
+
+    return function
+
+
+def _of_selected(
+    attend: AttentionFunction,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    **more: Any,
+) -> tuple[Tensor, Any]:
+    """Attention to the keys that an indexer has selected: plain kinds of attention know no other.
+
+    A layer hides the rest itself only where it sees the name of a plain attention.
+    """
+    shape = (query.shape[0], query.shape[2], key.shape[2])
+    selected = torch.zeros(shape, dtype=torch.bool, device=query.device)
+    selected = selected.scatter(-1, more.pop("indices").long(), True)[:, None]
+    if attention_mask.dtype == torch.bool:
+        mask = attention_mask & selected
+    else:
+        mask = attention_mask.masked_fill(~selected, torch.finfo(attention_mask.dtype).min)
+    return attend(module, query, key, value, mask, **more)
+
+
+def function_named(name: str, module: nn.Module) -> AttentionFunction:
+    """The attention of that name; eager attention is that of the model's own file."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if name not in ("eager", "sdpa") and not name.startswith("normattn"):
+        name = "sdpa" if eager is None else "eager"
+    if name == "eager" and eager is None:
+        name = "sdpa"
+    function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    return function
+
+
+def _recorded_mask(own: str) -> Callable[..., Any]:
+    """The masks of that attention, written down with how far back they let a layer see."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+
+    if own.startswith("normattn"):
+        ours: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[own]
+        return ours
+    over: Callable[..., Any] = sdpa_mask if own == "sdpa" else eager_mask
+
+    def make(*sizes: Any, **more: Any) -> Any:
+        mask = over(*sizes, **{**more, "allow_is_causal_skip": False})
+        recorder = _RECORDER.get()
+        if isinstance(mask, Tensor):
+            recorder.masks.append(mask)  # so that no other tensor takes its place in memory
+            recorder.windows[mask.data_ptr()] = int(more.get("local_size") or 0)
+        return mask
+
+    return make
+
+
+def with_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], argument: str | int, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with this value at that place."""
+    if isinstance(argument, str):
+        return args, {**kwargs, argument: value}
+    return (*args[:argument], value, *args[argument + 1 :]), kwargs
+
+
+def rotary_buffers(module: nn.Module) -> list[str]:
+    """The names of the frequencies that a module holds; those it started from are no part."""
+    names = [name for name, buffer in module._buffers.items() if buffer is not None]
+    return [name for name in names if name.endswith("inv_freq") and "original" not in name]
+
+
+def probe_tokens(parts: ModelParts, count: int = COUNT) -> Tensor:
+    """A few tokens from all over the vocabulary.
+
+    Its first tokens are often reserved and hardly trained, and what a model makes of those is much
+    a matter of rounding (SmolLM2 in bf16: logits 3 to 12 % off, of other tokens 1 %).
+    """
+    size = int(getattr(parts.config, "vocab_size", COUNT + 3))
+    return ((torch.arange(count, device=_device(parts)) + 1) * size // (count + 1))[None]
+
+
+@contextlib.contextmanager
+def quiet(parts: ModelParts) -> Iterator[None]:
+    """The model in evaluation mode and without gradients; as it was afterwards."""
+    modes = [(module, module.training) for module in parts.model.modules()]
+    try:
+        with torch.no_grad():
+            for module, _ in modes:
+                module.training = False
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _device(parts: ModelParts) -> torch.device:
+    """Where the model takes its tokens."""
+    weight = parts.model.get_input_embeddings()
+    for module in weight.modules():
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    device = torch.device(parts.model.device)
+    if device.type == "meta":
+        raise InputError("the weights of this model are on the meta device: load them first")
+    return device
