@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 import normattn
-from normattn.hf import attending
+from normattn.hf import attention_fn
 from normattn.kernels import Problem
 from normattn.kernels.capabilities import why_not
 
@@ -169,7 +169,7 @@ def test_half_precision_of_two_regimes_by_each_kernel(
         taken.append(kernel if why_not(kernel, problem) is None else "precise")
         return taken[-1]
 
-    monkeypatch.setattr(attending, "unrounded", only)
+    monkeypatch.setattr(attention_fn, "unrounded", only)
     with normattn.extend(rough, "ReRoPE", **values), normattn.extend(exact, "ReRoPE", **values):
         found = (logits(rough, ids).float() - logits(exact, ids)).abs().mean()
     assert kernel in taken
