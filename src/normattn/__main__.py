@@ -11,6 +11,7 @@ from normattn.stopping import run_stoppable
 
 def main() -> None:
     """Run the command line of this process and exit; a signal at any time ends it in order."""
+    _refuse_lost_places()
     run_stoppable(_command)
 
 
@@ -27,14 +28,41 @@ def _sentence(
     return f"warning: {visible(str(message))}\n"
 
 
+def _refuse_lost_places() -> None:
+    """End by a sentence where there is nowhere to print, or no working directory any more.
+
+    A closed stream is replaced before any file is opened, which would take its number.
+    """
+    closed = []
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            closed.append(name)
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            stream = open(number, "r" if number == 0 else "w", closefd=False)  # noqa: SIM115  # stays
+            setattr(sys, name, stream)
+    sentence = None
+    if "stdout" in closed:
+        sentence = "standard output is closed: redirect it to a file, or to /dev/null"
+    try:
+        os.getcwd()
+    except OSError as error:
+        sentence = f"the working directory cannot be used ({error.strerror}): change to another"
+    if sentence is not None:
+        print(f"normattn: {sentence}", file=sys.stderr)
+        sys.exit(2)
+
+
 def _command() -> None:
     warnings.formatwarning = _sentence
     if not sys.stderr.isatty():
         # Bars of the libraries beneath would fill a log with their copies; read when tqdm comes.
         os.environ.setdefault("TQDM_DISABLE", "1")
-    # Only here, under the guard: imports take long enough to be stopped in.
-    from normattn.cli.app import main
-
+    try:
+        # Only here, under the guard: imports take long enough to be stopped in.
+        from normattn.cli.app import main
+    except MemoryError:
+        print("normattn: out of memory before the command began", file=sys.stderr)
+        sys.exit(2)
     main()
 
 

@@ -22,6 +22,7 @@ STOPPED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.02
+NO_THREAD = "no thread can be started: raise the limit of processes (ulimit -u) or of memory"
 _PR_SET_PDEATHSIG = 1
 _parent: int | None = None
 
@@ -36,8 +37,8 @@ def run_stoppable(command: Callable[[], None]) -> None:
     Work that has a better answer (a training loop saves first) puts its own handlers in place, in
     a context of `HandledElsewhere`.
     """
-    _guard.install()
     try:
+        _guard.install()
         command()
     except BaseException:
         if _guard.by is None:
@@ -123,7 +124,11 @@ class _Guard:
             out, into = os.pipe()
             os.set_blocking(into, False)
             signal.set_wakeup_fd(into, warn_on_full_buffer=False)
-            threading.Thread(target=self._watch, args=(out,), name="stop", daemon=True).start()
+            try:
+                threading.Thread(target=self._watch, args=(out,), name="stop", daemon=True).start()
+            except RuntimeError:
+                print(f"normattn: {NO_THREAD}", file=sys.stderr)
+                sys.exit(2)
 
     def leave(self) -> None:
         """The outcome stands; what the interpreter does at its end is not to be disturbed."""

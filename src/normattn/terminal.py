@@ -6,6 +6,7 @@ with an escape sequence in it could retitle the window, hide lines or write to t
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -31,8 +32,9 @@ def show(text: object) -> None:
 
 
 def warn(sentence: object) -> None:
-    """Print a line on stderr."""
-    print(visible(str(sentence)), file=sys.stderr, flush=True)
+    """Print a line on stderr; where that is full or gone, there is nobody to tell."""
+    with contextlib.suppress(OSError):
+        print(visible(str(sentence)), file=sys.stderr, flush=True)
 
 
 class Console(console.Console):

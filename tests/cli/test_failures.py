@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,3 +90,31 @@ def test_a_user_without_a_home_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) 
         expanded("~/runs")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     assert default_cache_dir() == Path("/caches/normattn")
+
+
+_SCORE = [sys.executable, "-m", "normattn", "score", "/nowhere/model"]
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "lines", "word"),
+    [
+        ("cd $(mktemp -d) && rmdir $PWD && exec {}", 2, 1, "working directory"),
+        ("exec {} >&-", 2, 1, "standard output"),
+        ("exec {} 2>&-", 2, 0, ""),
+        ("exec {} >&- 2>&-", 2, 0, ""),
+        ("exec {} <&-", 2, 1, "/nowhere/model"),
+        ("exec {} 2>/dev/full", 2, 0, ""),
+        ("ulimit -v 150000; exec {}", 2, 1, "memory"),
+    ],
+)
+def test_a_lost_place_is_one_sentence(shell: str, code: int, lines: int, word: str) -> None:
+    command = shell.format(shlex.join(_SCORE))
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    said = ended.stderr.strip().splitlines()
+    assert (ended.returncode, len(said)) == (code, lines), ended.stderr
+    assert all(line.startswith("normattn: ") and word in line for line in said)
+
+
+def test_no_more_threads_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(RuntimeError("can't start new thread")) == 2
+    assert "ulimit -u" in capsys.readouterr().err

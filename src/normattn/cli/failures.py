@@ -6,6 +6,7 @@ import typer
 
 from normattn.atomic import FULL, os_error_in
 from normattn.errors import DivergedError, InputError, Interrupted, NormattnError
+from normattn.stopping import NO_THREAD
 from normattn.terminal import warn
 
 INPUT, DIVERGED, STOPPED = 2, 3, 130
@@ -31,6 +32,9 @@ def exit_code_of(error: BaseException) -> int | None:
         first = next(iter(str(lacking).splitlines()), "")
         why = f" ({first})" if first else ""
         say(f"out of memory{why}; take smaller batches, shorter texts or a smaller model")
+        return INPUT
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        say(NO_THREAD)
         return INPUT
     refused = os_error_in(error)
     if refused is not None:
@@ -71,6 +75,7 @@ def _memory_error_in(error: BaseException) -> BaseException | None:
         # torch's own are a RuntimeError, and a class of it, which is not imported for its name.
         named = any(kind.__name__ == "OutOfMemoryError" for kind in type(seen).__mro__)
         said = isinstance(seen, RuntimeError) and "can't allocate memory" in str(seen)
+        said |= isinstance(seen, ImportError) and "failed to map segment" in str(seen)
         if isinstance(seen, MemoryError) or named or said:
             return seen
         seen = seen.__cause__
