@@ -97,12 +97,12 @@ def table(first: str = "Baseline") -> Filled:
     names = (first, "QNA", "KNA", "CosA", "Other")
     values = (9.0, 10.0, None, -2.0, 100.0)
     cells = tuple(
-        (Cell(name), NOTHING if v is None else Cell(shown(estimate(v)), estimate(v)))
+        (Cell(name), NOTHING if v is None else Cell(shown(estimate(v)), estimate(v)), Cell("1"))
         for name, v in zip(names, values, strict=True)
     )
-    columns = (Column("row", "score"), Column("accuracy", "accuracy"))
+    columns = (Column("row", "score"), Column("accuracy", "accuracy"), Column("seeds", "seeds"))
     rows = tuple(Row(name, {}) for name in names)
-    return Filled("table", "Accuracy", "", ("a note",), columns, rows, cells)
+    return Filled("table", "Accuracy", "", ("a note",), columns, rows, cells, ("accuracy",))
 
 
 def finding(verdict: Verdict, value: float, p: float | None) -> Finding:
@@ -117,6 +117,7 @@ def page(name: str = "Baseline") -> PageContext:
     return PageContext(
         title=f"A study of {name}",
         question=f"What does {name} do?",
+        summary=(f"{name} is summed up.",),
         sources=("kexue.fm/archives/9859", "arXiv 2012.11747", name),
         settings={"score": name, "steps": "30"},
         tables=(table(name),),

@@ -14,7 +14,7 @@ from normattn.atomic import write_bytes
 from normattn.cli.model_card import Card
 from normattn.cli.reporting import of_runs
 from normattn.errors import InputError
-from normattn.lab.report.plots import draw
+from normattn.lab.report.charts import png
 from normattn.lab.report.terminal import tell
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory, require_finished, unchanged
@@ -86,7 +86,7 @@ def export_run(run: Path, out: Path, licence: str | None = None) -> None:
     def fill(folder: Path) -> None:
         tokeniser = _write_model(model, config, run, folder)
         table = _write_evaluation(run, config, folder)
-        write_bytes(folder / "figures" / "training_loss.png", draw(history_figure(losses)))
+        write_bytes(folder / "figures" / "training_loss.png", png(history_figure(losses)))
         card = Card(
             out.resolve().name, config, stored, kind.task, kind.auto, tokeniser, table, licence
         )
@@ -170,6 +170,6 @@ def _write_evaluation(run: Path, config: LoopConfig, folder: Path) -> str | None
         warn(f"normattn: the model card has no evaluation: {error}")
         return None
     results = folder / "evaluation"
-    drawn = find("reading").report(measured, results, {})
+    drawn = find("reading").report(measured, results, {}).figures
     shown = [f"![{path.stem.replace('_', ' ')}](figures/{path.name})" for path in drawn]
     return "\n\n".join([(results / "table.md").read_text(encoding="utf-8").strip(), *shown])

@@ -121,13 +121,13 @@ def write_page(
     resolved = {name: value for name, value in vars(kept).items() if name not in _NOT_KEPT}
     resolved |= {"run": str(kept.run), "text": None if kept.text is None else str(kept.text)}
     write_json(folder / CONFIG, {"kind": KIND, "config": resolved})
-    figures = STUDY.report(frame, folder, resolved)
+    written = STUDY.report(frame, folder, resolved)
     if asked.as_json:
         print((folder / "table.json").read_text("utf-8"), end="")
         return
     view = View(frame)
     print_table(STUDY.page.tables[0].fill(view), title=STUDY.page.notes(view)[0])
-    for path in (folder / "report.html", *figures):
+    for path in (folder / "report.html", *written.figures):
         show(path)
 
 

@@ -60,8 +60,8 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
         _refuse_own_place(out, places, "one model on one text")
         whole = _gallery(places, out)
         with _unusable(places, whole.study):
-            figures = whole.study.report(whole.frame, out, whole.config)
-        say(out, figures)
+            written = whole.study.report(whole.frame, out, whole.config)
+        say(out, written)
         return
     known = [_measured(folder, named) for folder in places]
     of_studies = [part for part in known if part is not None]
@@ -69,10 +69,10 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
         whole = _joined(places, of_studies, out) if several else of_studies[0]
         _leave_settings(whole, places[0], out)
         with errors_in(whole.study), _unusable(places, whole.study):
-            figures = whole.study.report(whole.frame, out, whole.config)
+            written = whole.study.report(whole.frame, out, whole.config)
         for folder in places:
             _tell_unfinished(folder)
-        say(out, figures)
+        say(out, written)
         return
     kinds = ["runs" if part is None else f"the study {part.study.name}" for part in known]
     for folder, part, kind in zip(places, known, kinds, strict=True):
@@ -84,8 +84,8 @@ def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
             )
     study = find_typed(named or READING)
     with errors_in(study), _unusable(places, study):
-        figures = study.report(of_runs(places), out, {})
-    say(out, figures)
+        written = study.report(of_runs(places), out, {})
+    say(out, written)
 
 
 @contextmanager

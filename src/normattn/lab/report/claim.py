@@ -14,9 +14,10 @@ even if certainly on that side; *the opposite* where it is certainly more than m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from normattn.lab.report.table import shown
 from normattn.lab.report.view import Term, View
@@ -167,6 +168,17 @@ def explained(findings: Sequence[Finding]) -> str:
             "be within nor beyond."
         )
     return " ".join(sentences)
+
+
+def verdicts_in_short(findings: Sequence[Finding]) -> tuple[str, ...]:
+    """One sentence that counts the verdicts of the tested claims; none where nothing was tested."""
+    counts = Counter(finding.verdict for finding in findings if finding.p is not None)
+    if not counts:
+        return ()
+    parts = [f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict]]
+    untested = len(findings) - counts.total()
+    rest = f"; {untested} could not be tested with these seeds" if untested else ""
+    return (f"Of {counts.total()} tested claims: {', '.join(parts)}{rest}.",)
 
 
 def decide(claims: Sequence[Claim], view: View) -> list[Finding]:

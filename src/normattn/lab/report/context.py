@@ -12,7 +12,7 @@ from normattn.lab.report.table import Filled
 
 @dataclass(frozen=True)
 class PageContext:
-    """One study's page: its question, what was decided, its tables and figures, how it was made.
+    """One study's report: question, summary, claims, tables and figures, and how it was made.
 
     `settings` and `provenance` are ordered mappings of text to text; equal contexts give equal
     bytes, so a date or a path stands on a page only where a study's value names it.
@@ -20,6 +20,7 @@ class PageContext:
 
     title: str
     question: str = ""
+    summary: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
     tables: tuple[Filled, ...] = ()

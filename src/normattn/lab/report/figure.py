@@ -2,8 +2,7 @@
 
 Four kinds are enough for every page: `Curves` (lines with bands, labelled at their ends),
 `Intervals` (a value and its interval for every row), `Grid` (coloured cells with a number) and
-`Density` (a distribution for every row). `plots` draws each as an image, `html` as a picture with
-values under the pointer; both read these values and nothing else.
+`Density` (a distribution for every row). `charts` draws each, for the report and as an image.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A page as one self-contained HTML file: it loads nothing and needs no network.
+"""A report as one self-contained HTML file: it loads nothing and needs no network.
 
-Tables are written into it and sort and filter in the reader; figures are embedded as JSON and drawn
-there (`templates/figures.js`). Equal contexts give equal bytes.
+It opens with "In short" and the main figure. Tables sort and filter in the browser; figures are
+Vega-Lite charts, drawn there by the Vega code that the file carries. Equal contexts give equal
+bytes.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from jinja2 import Environment
 from markupsafe import Markup
 
-from normattn.lab.report.claim import Finding, explained
+from normattn.lab.report.charts import vega_lite
+from normattn.lab.report.claim import Finding, Verdict, explained
 from normattn.lab.report.context import PageContext
-from normattn.lab.report.figure_json import figure_json
 from normattn.lab.report.markdown import templates
-from normattn.lab.report.palette import CELLS, LINES, ON_DARK
 from normattn.lab.report.table import Cell, Filled
 
 _ADDRESS = re.compile(r"(?:https?://)?((?:[\w-]+\.)+[a-z]{2,}/[\w./?=&%#~+-]+)")
 _PLAIN = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
+UNTESTED = "not tested"
 _ARXIV = re.compile(r"arXiv[ :](\d{4}\.\d{4,5})")
 
 
@@ -34,7 +35,6 @@ class HtmlCell:
     text: str
     interval: str = ""
     order: float | None = None
-    verdict: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,15 @@ class HtmlTable:
     head: tuple[str, ...]
     rows: tuple[tuple[HtmlCell, ...], ...]
     words: tuple[int, ...] = (0,)
+    more: tuple[int, ...] = ()
     intro: str = ""
     notes: tuple[str, ...] = ()
 
 
 def page_html(page: PageContext) -> str:
-    """The page as one file of HTML, with its styles, its script and the numbers of its figures."""
+    """The report as one file of HTML, with its styles, its scripts and its charts."""
+    import vl_convert
+
     environment = templates(escape=True)
     return (
         environment.get_template("report.html.jinja")
@@ -60,13 +63,12 @@ def page_html(page: PageContext) -> str:
             sources=[_linked(source) for source in page.sources],
             tables=[_table(table, number) for number, table in enumerate(page.tables)],
             findings=_findings(page.findings),
+            explained=explained(page.findings) if page.findings else "",
             figures=[figure.title for figure in page.figures],
-            embedded=embedded({"cells": CELLS, "figures": [*map(figure_json, page.figures)]}),
-            colours=tuple(zip(LINES, ON_DARK, strict=True)),
+            embedded=embedded({"charts": [*map(vega_lite, page.figures)]}),
             style=_verbatim(environment, "report.css"),
-            scripts=[
-                _verbatim(environment, name) for name in ("tables.js", "drawing.js", "figures.js")
-            ],
+            vega=Markup(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")) if page.figures else "",
+            scripts=[_verbatim(environment, name) for name in ("tables.js", "charts.js")],
         )
         .rstrip()
         + "\n"
@@ -109,6 +111,11 @@ def _table(table: Filled, number: int) -> HtmlTable:
         tuple(column.title for column in table.columns),
         rows,
         words,
+        tuple(
+            index
+            for index, column in enumerate(table.columns)
+            if table.main and index and column.key not in table.main
+        ),
         table.intro,
         table.notes,
     )
@@ -122,8 +129,21 @@ def _cell(cell: Cell) -> HtmlCell:
     return HtmlCell(value, f"[{interval}" if bracket else "", cell.sort_value)
 
 
-def _findings(findings: Sequence[Finding]) -> HtmlTable:
-    """The claims and their verdicts as a table."""
+def _findings(findings: Sequence[Finding]) -> list[tuple[str, HtmlTable]]:
+    """The tested claims by verdict, each group as a table; the untested ones last."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.verdict if finding.p is not None else UNTESTED, []).append(
+            finding
+        )
+    order = [verdict for verdict in get_args(Verdict) if verdict in groups]
+    names = [*order, *([UNTESTED] if UNTESTED in groups else [])]
+    if names == [UNTESTED]:
+        return []  # nothing was tested: no claims to show
+    return [(name, _claims(name, groups[name])) for name in names]
+
+
+def _claims(verdict: str, findings: Sequence[Finding]) -> HtmlTable:
     rows = []
     for finding in findings:
         value, bracket, interval = finding.size.partition(" [")
@@ -131,23 +151,14 @@ def _findings(findings: Sequence[Finding]) -> HtmlTable:
         rows.append(
             (
                 HtmlCell(finding.claim.sentence),
-                HtmlCell(
-                    finding.verdict, finding.remark, verdict=finding.verdict.replace(" ", "-")
-                ),
                 HtmlCell(value, f"[{interval}" if bracket else "", finding.difference.value),
                 HtmlCell(finding.together),
                 HtmlCell(finding.probability, order=finding.p),
                 HtmlCell(str(seeds) if seeds else "–", order=float(seeds) or None),
-                HtmlCell(finding.claim.measured),
+                HtmlCell(finding.claim.measured, finding.remark),
                 HtmlCell(finding.claim.source),
             )
         )
-    head = ("claim", "verdict", "difference", "simultaneous", "p", "seeds", "measured", "source")
-    return HtmlTable(
-        "verdicts",
-        "What the sources say, and what was found",
-        head,
-        tuple(rows),
-        words=(0, 1, 6, 7),
-        intro=explained(findings),
-    )
+    head = ("claim", "difference", "simultaneous", "p", "seeds", "measured", "source")
+    key = f"claims-{verdict.replace(' ', '-')}"
+    return HtmlTable(key, verdict, head, tuple(rows), words=(0, 5, 6))

@@ -11,7 +11,7 @@ import polars as pl
 
 from normattn.atomic import write_bytes, write_text
 from normattn.errors import InputError
-from normattn.lab.report.claim import Claim, decide
+from normattn.lab.report.claim import Claim, decide, verdicts_in_short
 from normattn.lab.report.context import PageContext
 from normattn.lab.report.figure import Figure, named
 from normattn.lab.report.markdown import page_json, page_markdown, table_csv
@@ -39,6 +39,7 @@ class Page:
     claims: Callable[[View], Sequence[Claim]] = nothing
     figures: Callable[[View], Sequence[Figure]] = nothing
     notes: Callable[[View], Sequence[str]] = nothing
+    summary: Callable[[View], Sequence[str]] = nothing
 
 
 def context(
@@ -53,13 +54,15 @@ def context(
         raise InputError("there is nothing to report: nothing was measured")
     view = View(measured, bootstrap or Bootstrap())
     tables = [table.fill(view) for table in page.tables]
+    findings = tuple(decide(page.claims(view), view))
     return PageContext(
         title=page.title,
         question=page.question,
         sources=page.sources,
         settings=settings or {},
         tables=tuple(table for table in tables if table.rows),
-        findings=tuple(decide(page.claims(view), view)),
+        summary=(*page.summary(view), *verdicts_in_short(findings)),
+        findings=findings,
         figures=named(page.figures(view)),
         notes=(*page.notes(view), *_diverged(view)),
         provenance=_provenance(view, tables),
@@ -67,23 +70,28 @@ def context(
     )
 
 
-def write_page(made: PageContext, measured: pl.DataFrame, out: Path) -> list[Path]:
-    """Write the page's files and its frame; return the figures' files.
+@dataclass(frozen=True)
+class Written:
+    """What the terminal says of a report: its "In short" sentences and its figures' files."""
 
-    The same frame gives the same bytes: no date, time or path.
+    summary: tuple[str, ...]
+    figures: tuple[Path, ...]
+
+
+def write_page(made: PageContext, measured: pl.DataFrame, out: Path) -> Written:
+    """Write the report's files and its measurements table.
+
+    The same table gives the same numbers: no date, time or path.
     """
     frame.write(out / frame.FILE, measured)
     return write_files(made, out)
 
 
-def write_files(made: PageContext, out: Path) -> list[Path]:
-    """Write table.md, table.json, a CSV of each table, report.html and figures/.
-
-    Returns the figures' files. Equal contexts give equal bytes.
-    """
+def write_files(made: PageContext, out: Path) -> Written:
+    """Write table.md, table.json, a CSV of each table, report.html and figures/."""
     # Drawing is slow to import and not needed for the numbers.
+    from normattn.lab.report.charts import png
     from normattn.lab.report.html import page_html
-    from normattn.lab.report.plots import draw
 
     write_text(out / "table.md", page_markdown(made))
     write_text(out / "table.json", page_json(made))
@@ -93,8 +101,8 @@ def write_files(made: PageContext, out: Path) -> list[Path]:
     paths = []
     for figure in made.figures:
         paths.append(out / "figures" / f"{figure.name}.png")
-        write_bytes(paths[-1], draw(figure))
-    return paths
+        write_bytes(paths[-1], png(figure))
+    return Written(made.summary, tuple(paths))
 
 
 def _provenance(view: View, tables: Sequence[Filled]) -> dict[str, str]:

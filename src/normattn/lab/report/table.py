@@ -68,7 +68,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Filled:
-    """A table with its cells, ready for a page: `cells` are (rows, columns)."""
+    """A table with its cells, ready for a report: `cells` are (rows, columns).
+
+    `main`: the keys of the columns that are shown first; the others are behind a switch. Empty: all
+    are shown.
+    """
 
     key: str
     title: str
@@ -77,6 +81,7 @@ class Filled:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     cells: tuple[tuple[Cell, ...], ...]
+    main: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class Table:
     intro: str = ""
     notes: tuple[str, ...] | Callable[[View], Sequence[str]] = ()
     head: str = "score"
+    main: tuple[str, ...] = ()
 
     def fill(self, view: View) -> Filled:
         """The table made from a frame."""
@@ -117,6 +123,7 @@ class Table:
                 (Cell(row.label), *(line[index] for index in kept))
                 for row, line in zip(rows, cells, strict=True)
             ),
+            self.main,
         )
 
 

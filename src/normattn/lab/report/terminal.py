@@ -1,9 +1,8 @@
-"""What the terminal shows: a page's table without lines, where its files are, a bar of progress."""
+"""What the terminal shows: a table, the end of a report, a bar of progress."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from normattn.lab.report.page import Written
 from normattn.lab.report.table import Filled
 from normattn.terminal import Console
 
@@ -33,11 +33,15 @@ def print_table(table: Filled, title: str = "") -> None:
     console.print(shown)
 
 
-def say(out: Path, figures: Sequence[Path]) -> None:
-    """Print where a page and its figures are."""
+def say(out: Path, written: Written) -> None:
+    """Print a report's "In short", and where the report, its table and its figures are."""
+    if written.summary:
+        tell("In short")
+    for sentence in written.summary:
+        tell(f"  {sentence}")
     tell(f"table: {out / 'table.md'}")
-    tell(f"page: {out / 'report.html'}")
-    tell(f"figures: {out / 'figures'} ({len(figures)} files)")
+    tell(f"report: {out / 'report.html'}")
+    tell(f"figures: {out / 'figures'} ({len(written.figures)} files)")
 
 
 def tell(sentence: str, console: Console | None = None) -> None:

@@ -171,6 +171,44 @@ def _cost(view: View, row: Row) -> Cell:
     return Column("cost", "cost at L", POINTS, terms, signed=True).cell(view, row)
 
 
+def in_short(view: View) -> list[str]:
+    """How much longer context changes accuracy: Baseline, the best other score, the best method."""
+    changes: dict[str, dict[str, float]] = {}
+    for row, method in pairs_of(view.frame):
+        terms = change_terms(view, {"row": row, "method": method})
+        estimate = view.contrast(POINTS, terms) if terms else None
+        if estimate is not None:
+            changes.setdefault(method, {})[row] = estimate.value
+    unmodified = changes.get("", {})
+    if not unmodified:
+        return []
+    lengths = sorted(view.values("length", {"protocol": "last_segment"}))
+    sentences = []
+    best = max(unmodified, key=lambda row: unmodified[row])
+    named = [row for row in ("Baseline", best) if row in unmodified]
+    values = ", ".join(f"{row} {unmodified[row]:+.1f}" for row in dict.fromkeys(named))
+    sentences.append(
+        f"Change of accuracy when the context grows from {lengths[0]:,} to {lengths[-1]:,} tokens, "
+        f"same final tokens, unmodified models, in points: {values}."
+    )
+    rescued = {
+        method: rows["Baseline"]
+        for method, rows in changes.items()
+        if method and method != CONTROL and "Baseline" in rows
+    }
+    if rescued:
+        method = max(rescued, key=lambda name: rescued[name])
+        sentences.append(
+            f"With {method}, the best of {len(rescued)} methods here, Baseline changes by "
+            f"{rescued[method]:+.1f}."
+        )
+    return sentences
+
+
+MAIN_COLUMNS = ("train", "non_repeated", "change", "cost")
+"""The columns that a report shows first."""
+
+
 def position_figures(view: View, methods: Sequence[str] | None = None) -> list[Figure]:
     """Accuracy by position on natural and on tiled text, a panel for every method."""
     curves: list[Figure] = []

@@ -19,7 +19,9 @@ from normattn.lab.studies._premise import premise
 from normattn.lab.studies._published import SETTING, TABLE
 from normattn.lab.studies._reading import (
     LEGEND,
+    MAIN_COLUMNS,
     history_figure,
+    in_short,
     length_figure,
     position_figures,
     reading_columns,
@@ -141,6 +143,7 @@ PAGE = Page(
             intro="Token accuracy in % (losses in nats), with 95 % intervals over documents and "
             "seeds.",
             notes=lambda view: (*premise(view), *LEGEND),
+            main=MAIN_COLUMNS,
         ),
         Table(
             "source",
@@ -153,6 +156,7 @@ PAGE = Page(
     ),
     claims=sentences,
     figures=figures,
+    summary=in_short,
 )
 
 STUDY = Study(

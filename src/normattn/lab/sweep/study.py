@@ -13,7 +13,7 @@ import polars as pl
 from pydantic import Field
 
 from normattn.errors import InputError
-from normattn.lab.report.page import Page, context, write_page
+from normattn.lab.report.page import Page, Written, context, write_page
 from normattn.lab.stats import Identity, collected, identified, sums
 from normattn.lab.stats.frame import Factor
 from normattn.lab.sweep import presets
@@ -251,8 +251,8 @@ class Study:
             for given in asked
         )
 
-    def report(self, measured: pl.DataFrame, out: Path, config: Mapping[str, Any]) -> list[Path]:
-        """Write the page of these measurements into `out`; return the figures' files.
+    def report(self, measured: pl.DataFrame, out: Path, config: Mapping[str, Any]) -> Written:
+        """Write the report of these measurements into `out`.
 
         `config` are the sweep's settings, as config.json holds them.
         """

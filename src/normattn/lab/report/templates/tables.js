@@ -28,7 +28,8 @@ for (const box of document.querySelectorAll(".table")) {
     });
   });
 
-  const field = box.querySelector("input");
+  box.querySelector("input.more")?.addEventListener("change", (event) => box.classList.toggle("wide", event.target.checked));
+  const field = box.querySelector("input[type=search]");
   field?.addEventListener("input", () => {
     const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
     let shown = 0;
