@@ -139,7 +139,7 @@ def test_a_page_among_its_runs_does_not_stand_for_them(
     command: Command, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was measured since is on the next page, and no page is measured itself."""
-    monkeypatch.setattr("normattn.lab.report.plots.draw", lambda figure: b"not drawn here")
+    monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"not drawn here")
     run = tmp_path / "runs" / "kna"
     shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluations"))
     evaluate = ("evaluate", run, "--protocols", "train-length", "--multiples", "1,2")

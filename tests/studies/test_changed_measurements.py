@@ -18,7 +18,7 @@ OTHER = "§ another"
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("normattn.lab.report.plots.draw", lambda figure: b"drawn elsewhere")
+    monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"drawn elsewhere")
 
 
 def _copy(name: str, folder: Path) -> pl.DataFrame:

@@ -22,7 +22,7 @@ FEW = {
 @pytest.fixture(autouse=True)
 def _cells_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Local, "session", here.session)
-    monkeypatch.setattr("normattn.lab.report.plots.draw", lambda figure: b"not drawn")
+    monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"not drawn")
 
 
 def _reproduce(study: str, tiny: Path, out: Path) -> bytes:

@@ -70,7 +70,7 @@ def test_every_row_is_that_of_its_own_page(tmp_path: Path) -> None:
 def test_the_command_and_its_frame(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("normattn.lab.report.plots.draw", lambda figure: b"drawn elsewhere")
+    monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"drawn elsewhere")
     places = [str(_folder(tmp_path / text, text)) for text in "ab"]
     pages = []
     for arguments in ([*places, "--out", str(tmp_path / "all")], [str(tmp_path / "all")]):

@@ -40,7 +40,7 @@ def part() -> Part:
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("normattn.lab.report.plots.draw", lambda figure: b"drawn elsewhere")
+    monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"drawn elsewhere")
 
 
 def _change(folder: Path, name: str, value: object) -> None:

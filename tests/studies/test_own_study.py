@@ -51,7 +51,7 @@ def test_a_study_of_ones_own_is_run_and_reported_again(
     assert (out / "report.html").is_file()
     assert (out / "figures" / "at_2l.png").is_file()
     # Once is enough: drawing takes most of the time of a page.
-    monkeypatch.setattr("normattn.lab.report.plots.draw", lambda figure: b"not drawn again")
+    monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"not drawn again")
     before = (out / "table.md").read_bytes()
     (out / "table.md").unlink()
     alone = tmp_path / "alone"

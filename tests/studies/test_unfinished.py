@@ -29,7 +29,7 @@ def test_what_is_training_still_stands_in_no_way(
     folder: Path, still: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loss curves are there before anything is measured, of one row or of all."""
-    monkeypatch.setattr("normattn.lab.report.plots.draw", lambda figure: b"drawn elsewhere")
+    monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"drawn elsewhere")
     measured = frame.read(folder / frame.FILE)
     config = json.loads((folder / "config.json").read_text())["config"]
     second = measured["row"].unique(maintain_order=True)[1:2]

@@ -25,6 +25,8 @@ from normattn.lab.report.table import Cell, Filled
 _ADDRESS = re.compile(r"(?:https?://)?((?:[\w-]+\.)+[a-z]{2,}/[\w./?=&%#~+-]+)")
 _PLAIN = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 UNTESTED = "not tested"
+VEGA_SNIPPET = "window.vegaEmbed = vegaEmbed;"
+"""What the bundle of Vega code leaves for the scripts of the report."""
 _ARXIV = re.compile(r"arXiv[ :](\d{4}\.\d{4,5})")
 
 
@@ -67,7 +69,7 @@ def page_html(page: PageContext) -> str:
             figures=[figure.title for figure in page.figures],
             embedded=embedded({"charts": [*map(vega_lite, page.figures)]}),
             style=_verbatim(environment, "report.css"),
-            vega=Markup(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")) if page.figures else "",
+            vega=Markup(vl_convert.javascript_bundle(VEGA_SNIPPET)) if page.figures else "",
             scripts=[_verbatim(environment, name) for name in ("tables.js", "charts.js")],
         )
         .rstrip()
