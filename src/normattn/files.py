@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Iterator
@@ -114,3 +115,11 @@ def read_bytes(path: Path, most: int) -> bytes:
     if len(content) > most:
         raise InputError(f"{path} is larger than {most:,} bytes, which none of its kind is")
     return content
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """The SHA-256 of an open file, read block by block from where it stands."""
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()

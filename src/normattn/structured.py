@@ -24,6 +24,7 @@ MOST_TOML_BYTES = 1 << 20
 MOST_DEPTH = 64
 MOST_DIGITS = 64
 """Of a whole number; the state of a random generator has 39."""
+_ABSENT = object()
 
 
 class Settings(BaseModel):
@@ -159,6 +160,30 @@ def refuse_beyond(values: Any, where: str) -> None:
         elif isinstance(value, int) and value.bit_length() > 63:
             digits = f"about 10^{round(value.bit_length() * 0.30103)}"
             raise InputError(f"{where}: {name} must be a number of at most 63 bits, got {digits}")
+
+
+def first_difference(
+    stored: Any, wanted: Any, ignored: frozenset[str] = frozenset(), prefix: str = ""
+) -> tuple[str, str, str] | None:
+    """The first dotted field in which two JSON values differ, with both values as text."""
+    if isinstance(stored, dict) and isinstance(wanted, dict):
+        for key in [*wanted, *(key for key in stored if key not in wanted)]:
+            name = f"{prefix}.{key}" if prefix else key
+            if name in ignored:
+                continue
+            difference = first_difference(
+                stored.get(key, _ABSENT), wanted.get(key, _ABSENT), ignored, name
+            )
+            if difference is not None:
+                return difference
+        return None
+    # In Python, True == 1; in a configuration they differ.
+    same = stored == wanted and (type(stored) is bool) == (type(wanted) is bool)
+    return None if same else (prefix, _shown(stored), _shown(wanted))
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is _ABSENT else repr(value)
 
 
 def json_lines(file: BinaryIO, where: Callable[[int], str]) -> Iterator[tuple[int, bytes]]:

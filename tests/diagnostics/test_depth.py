@@ -15,7 +15,7 @@ from normattn.lab.data.masking import MaskedSet, Masking, masked_set
 from normattn.lab.diagnostics.depth import SAMPLED, layer_gradients, measure_depth
 from normattn.lab.evaluation.masked import documents_of, score_masked, unigram_loss
 from normattn.layers.attention import Attention
-from normattn.models.masked_config import MaskedLMConfig
+from normattn.models.config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 
 LENGTH = 24

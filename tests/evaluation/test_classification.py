@@ -26,7 +26,7 @@ from normattn.lab.stats import Bootstrap, Identity, estimate, gathered, identifi
 from normattn.lab.stats.statistic import MACRO_F1, MICRO_F1, Statistic
 from normattn.lab.training.reports import Probe
 from normattn.models.classifier import Classifier
-from normattn.models.classifier_config import ClassifierConfig
+from normattn.models.config import ClassifierConfig
 
 pytest.importorskip("torchmetrics")
 

@@ -19,8 +19,8 @@ from normattn.lab.evaluation.translation import (
     unigram_loss,
 )
 from normattn.lab.stats.counts import bleu, chrf
+from normattn.models.config import TranslatorConfig
 from normattn.models.translator import Translator
-from normattn.models.translator_config import TranslatorConfig
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ import normattn.hf
 from normattn import InputError
 from normattn.models import CausalLM, CausalLMConfig, MaskedLM, MaskedLMConfig
 from normattn.models.classifier import Classifier
-from normattn.models.classifier_config import ClassifierConfig
+from normattn.models.config import ClassifierConfig
 from normattn.score import registry
 from normattn.score.part import Slot
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.models.beam_search import Hypothesis, beam_search, best
+from normattn.models.config import TranslatorConfig
 from normattn.models.translator import Translator
-from normattn.models.translator_config import TranslatorConfig
 
 PAD, BOS, EOS = 0, 1, 2
 

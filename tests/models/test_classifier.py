@@ -14,7 +14,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.models.classifier import Classifier
-from normattn.models.classifier_config import ClassifierConfig
+from normattn.models.config import ClassifierConfig
 from normattn.models.flops import parameter_count
 from normattn.models.pretrained import load_as, save_model
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.layers.placement import ReZero
-from normattn.models.masked_config import MaskedLMConfig
+from normattn.models.config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_any, save_model
 

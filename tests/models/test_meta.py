@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from normattn.models import CausalLM, CausalLMConfig
-from normattn.models.meta import on_meta
+from normattn.models.utils import on_meta
 
 _COUNTS = """
 import sys

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from normattn.models.config import TranslatorConfig
 from normattn.models.translator import Translator
-from normattn.models.translator_config import TranslatorConfig
 from normattn.score import Score
 
 WORDS, LENGTH, DIM, HEADS = 17, 8, 12, 3

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.models.sampling import Sampling, row_generators
+from normattn.models.generation import Sampling, row_generators
 
 PROBABILITIES = torch.tensor([[0.1, 0.4, 0.05, 0.2, 0.25]], dtype=torch.float64)
 LOGITS = PROBABILITIES.log() + 3

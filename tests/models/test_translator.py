@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.layers.placement import DeepNorm, ReZero
+from normattn.models.config import TranslatorConfig
 from normattn.models.flops import parameter_count, translator_flops
 from normattn.models.pretrained import load_as, save_model
 from normattn.models.translator import Translator
-from normattn.models.translator_config import TranslatorConfig
 
 from .torch_transformer import transformer
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
+from normattn.models.config import VisionConfig
 from normattn.models.flops import flops_per_image
 from normattn.models.pretrained import load_as, save_model
-from normattn.models.vision_config import VisionConfig
 from normattn.models.vision_transformer import VisionTransformer
 
 HEIGHT, WIDTH, CLASSES = 8, 12, 5

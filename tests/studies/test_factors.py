@@ -10,7 +10,6 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.lab.data import prepare_tokens
-from normattn.lab.runs.directory import first_difference
 from normattn.lab.studies.factors import STUDY, FactorCell, resolve
 from normattn.lab.studies.factors.changes import CHANGES, words
 from normattn.lab.studies.keynorm import resolve as resolve_keynorm
@@ -20,6 +19,7 @@ from normattn.lab.sweep.measuring import evaluate_trained
 from normattn.lab.sweep.run import reproduce
 from normattn.lab.sweep.study import Request, Sweep, free_settings, with_added
 from normattn.models.pretrained import load_model
+from normattn.structured import first_difference
 from studies.inprocess import files, run
 
 FEW: dict[str, Any] = {"training.steps": 3, "evaluation.max_windows": 6}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from normattn.lab.studies.qknorm.translation import scores_of
-from normattn.models.translator_config import TranslatorConfig
+from normattn.models.config import TranslatorConfig
 
 
 @pytest.mark.parametrize("variant", ["Baseline", "KNA-logn", "QKNorm2020", "QRMSNorm-NoPE"])

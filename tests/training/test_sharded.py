@@ -71,6 +71,11 @@ def test_what_one_wrote_two_go_on_with(alone: Path, tmp_path: Path) -> None:
     assert_like(tmp_path / "run", alone)
 
 
+def test_activations_computed_again_change_nothing(alone: Path, tmp_path: Path) -> None:
+    together(2, go, tmp_path / "run", {**FSDP, "activation_checkpointing": True})
+    assert_like(tmp_path / "run", alone)
+
+
 def test_stopped_and_gone_on_is_to_the_bit_what_was_never_stopped(tmp_path: Path) -> None:
     """Checkpoints are written while weights already change: what they hold is their own step's."""
     changes = {**FSDP, "checkpoint_seconds": 0.0, "keep": [3]}

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from normattn.errors import InputError
+from normattn.lab.training.causal import CausalWorkload
 from normattn.lab.training.distribution import World
 from normattn.lab.training.loop_config import LoopConfig
 from normattn.lab.training.optimisers import AdamWConfig
 from normattn.lab.training.schedules import ScheduleConfig
 from normattn.lab.training.step import Stepper, StepValues
 
+from .settings import SMALL, small
 from .toy import ToyTask, config
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -100,3 +102,23 @@ def test_compiling_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(InputError, match="no-such-compiler"):
         stepper(config(compile=True))
+
+
+@pytest.mark.parametrize("score", ["KNA-logn", "Baseline-RealFormer", "QKRMSNorm-ResidualQK"])
+def test_activations_computed_again_give_the_same_steps(score: str) -> None:
+    model = {**SMALL["model"], "score": score, "dropout": 0.1}
+    curves = []
+    for again in (False, True):
+        settings = small(model=model, activation_checkpointing=again)
+        workload = CausalWorkload()
+        torch.manual_seed(3)
+        task = workload.task(settings, workload.prepare(settings), WORLD.device, 1)
+        taker = Stepper(task, settings, WORLD, lambda: False)
+        curves.append([taker.step(step).loss for step in range(1, 5)])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+    assert "activation_checkpointing" not in small().model_dump()
+
+
+def test_a_task_without_blocks_cannot_compute_activations_again() -> None:
+    with pytest.raises(InputError, match="activation checkpointing"):
+        stepper(config(activation_checkpointing=True))

@@ -17,10 +17,9 @@ from normattn.bench.case import Work
 from normattn.kernels import Problem
 from normattn.lab.runs.timing import Step
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
+from normattn.models.config import StackConfig
 from normattn.models.flops import stack_flops
-from normattn.models.reading import Reading
-from normattn.models.stack import Blocks
-from normattn.models.stack_config import StackConfig
+from normattn.models.transformer import AttentionContext, Blocks
 from normattn.score import ScoreSpec
 
 
@@ -97,7 +96,7 @@ class StackPass:
             out = x
             for layer, block in enumerate(blocks):
                 below = None if residual is None else residual[layer]
-                out = block(out, Reading(causal=self.causal, residual=below))
+                out = block(out, AttentionContext(causal=self.causal, residual=below))
             return torch.autograd.grad(out, inputs, grad)
 
         return step

@@ -43,9 +43,8 @@ from normattn.lab.training import (
 )
 from normattn.lab.training.distribution import choose_device
 from normattn.models import CausalLM
+from normattn.models.config import StackConfig, TranslatorConfig, without_position
 from normattn.models.pretrained import load_any
-from normattn.models.stack_config import StackConfig
-from normattn.models.translator_config import TranslatorConfig, placeless
 from normattn.structured import read_object
 from normattn.terminal import Console, show, warn
 
@@ -216,7 +215,7 @@ def _score_names(model: StackConfig) -> str:
         return model.score.name
     assert model.decoder_score is not None
     names = (model.score.name, model.decoder_score.name, model.across.name)
-    if names[0] == names[1] and model.across == placeless(model.score).resolve(
+    if names[0] == names[1] and model.across == without_position(model.score).resolve(
         train_length=model.train_length
     ):
         return names[0]

@@ -14,11 +14,11 @@ from typing import Any
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.lab.runs.directory import first_difference
 from normattn.lab.stats import frame
 from normattn.lab.stats.frame import FACTOR
 from normattn.lab.sweep.corpora import Corpora
 from normattn.lab.sweep.study import free_settings
+from normattn.structured import first_difference
 
 CELL = ("row", "seed")
 SET = ("protocol", "length", "split")

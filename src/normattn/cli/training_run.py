@@ -18,7 +18,7 @@ from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.causal import CausalWorkload
 from normattn.lab.training.config_files import read_settings
 from normattn.lab.training.pages import keep_pages
-from normattn.models.block_settings import without_foreign
+from normattn.models.config import without_foreign
 from normattn.models.flops import flops_per_token, parameter_count
 from normattn.terminal import Console
 

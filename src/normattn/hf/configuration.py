@@ -7,10 +7,7 @@ from typing import Any, ClassVar
 import transformers
 
 from normattn.errors import InputError
-from normattn.models.classifier_config import ClassifierConfig
-from normattn.models.config import CausalLMConfig
-from normattn.models.masked_config import MaskedLMConfig
-from normattn.models.stack_config import StackConfig
+from normattn.models.config import CausalLMConfig, ClassifierConfig, MaskedLMConfig, StackConfig
 
 # Half typed by transformers: taken as Any.
 _Config: Any = transformers.PretrainedConfig

@@ -14,7 +14,7 @@ from normattn.hf.record import refuse_applied
 from normattn.layers.feed_forward import swiglu_hidden
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
-from normattn.models.meta import on_meta
+from normattn.models.utils import on_meta
 from normattn.score import ScoreSpec
 
 # Their part of a layer, and ours.

@@ -20,7 +20,7 @@ from normattn.errors import InputError, NormattnError
 from normattn.files import expanded
 from normattn.hf.gguf_values import refuse_scaled
 from normattn.hf.headers import Header, read_header, refuse_layers
-from normattn.models.meta import on_meta
+from normattn.models.utils import on_meta
 from normattn.structured import read_object
 
 _WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")

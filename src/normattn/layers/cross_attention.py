@@ -136,6 +136,7 @@ class CrossAttention(nn.Module):
         positions: Int[Tensor, "*bq t"] | None = None,
         query_padding: Bool[Tensor, "br t"] | None = None,
         residual: ResidualLayer | None = None,
+        backend: str = "auto",
     ) -> Float[Tensor, "br t dim"]:
         """Every position of `x` attends to a source.
 
@@ -143,6 +144,7 @@ class CrossAttention(nn.Module):
         read the same keys. `positions` (T,) or (B·r, T) are those of `x`, for a score that has
         any. `query_padding` matters to statistics over the queries only (BatchNorm, InstanceNorm),
         which the r rows of a source then share. `residual` is what the layers below hand on.
+        `backend` names the kernel, as in `attention`.
         """
         check_input("x", x, self.dim)
         check_residual(self.score.spec, residual)
@@ -167,7 +169,7 @@ class CrossAttention(nn.Module):
         problem = self.score.recall(
             q, memory.keys, memory.values, at, seen, query_padding, dropout=dropout
         )
-        o = joined(residual, problem, "auto")
+        o = joined(residual, problem, backend)
         y: Tensor = self.out(o.transpose(1, 2).reshape(rows, x.shape[1], -1))
         return y
 

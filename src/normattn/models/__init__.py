@@ -3,16 +3,13 @@
 from normattn.models.beam_search import Hypothesis, beam_search
 from normattn.models.cache import ModelCache
 from normattn.models.causal_lm import CausalLM
-from normattn.models.config import CausalLMConfig
+from normattn.models.config import CausalLMConfig, MaskedLMConfig, TranslatorConfig
 from normattn.models.flops import Flops, flops_per_token, parameter_count
-from normattn.models.generation import Answer, generate
-from normattn.models.masked_config import MaskedLMConfig
+from normattn.models.generation import Answer, Sampling, generate
 from normattn.models.masked_lm import MaskedLM
-from normattn.models.method import MethodHandle
 from normattn.models.pretrained import load_model, save_model
-from normattn.models.sampling import Sampling
 from normattn.models.translator import Translator
-from normattn.models.translator_config import TranslatorConfig
+from normattn.models.utils import MethodHandle
 
 __all__ = [
     "Answer",

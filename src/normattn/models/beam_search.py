@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -20,39 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.models.cache import ModelCache
-from normattn.models.dropout import HasModules, without_dropout
-from normattn.models.encoded import Encoded
-from normattn.models.translator_config import TranslatorConfig
-
-
-@runtime_checkable
-class Translates(HasModules, Protocol):
-    """A model that reads a source once and writes its translation, as `Translator` does."""
-
-    @property
-    def config(self) -> TranslatorConfig:
-        """Its settings, among them the special tokens."""
-        ...
-
-    @property
-    def head_weight(self) -> Float[Tensor, "v d"]:
-        """The matrix that turns a hidden vector into logits."""
-        ...
-
-    def new_cache(self) -> ModelCache:
-        """An empty cache of what is written."""
-        ...
-
-    def encode(self, source: Int[Tensor, "b s"]) -> Encoded:
-        """Read sources."""
-        ...
-
-    def decode(
-        self, target: Int[Tensor, "br t"], encoded: Encoded, cache: ModelCache
-    ) -> Float[Tensor, "br t d"]:
-        """What the head reads after each token of the targets, which go on from the cache."""
-        ...
+from normattn.models.utils import without_dropout
 
 
 @dataclass(frozen=True)
@@ -87,7 +55,7 @@ class _Settings:
 
 @torch.inference_mode()
 def beam_search(
-    model: Translates,
+    model: Any,
     sources: Sequence[Sequence[int]],
     *,
     beam: int = 4,
@@ -98,7 +66,7 @@ def beam_search(
     """The finished translations of each source, best first.
 
     Args:
-        model: the translator; its dropout is off meanwhile.
+        model: a `Translator`; its dropout is off meanwhile.
         sources: the token ids of each source, of any lengths, at least one token each.
         beam: K, the hypotheses of a source that are followed at a time; 1 takes the likeliest token
             each time.
@@ -129,14 +97,12 @@ def beam_search(
 class _Search:
     """One batch under way: a grid of R sources by K places, of which some may be empty."""
 
-    def __init__(
-        self, model: Translates, sources: Sequence[Sequence[int]], settings: _Settings
-    ) -> None:
+    def __init__(self, model: Any, sources: Sequence[Sequence[int]], settings: _Settings) -> None:
         self.model, self.settings = model, settings
         device = model.head_weight.device
         rows, beam = len(sources), settings.beam
-        self.encoded: Encoded = model.encode(_padded(sources, model.config.pad_id, device))
-        self.cache: ModelCache = model.new_cache()
+        self.encoded = model.encode(_padded(sources, model.config.pad_id, device))
+        self.cache = model.new_cache()
         self.finished: list[list[Hypothesis]] = [[] for _ in sources]
         # Of the sources that are not done: their number, and the most tokens of each.
         self.numbers = list(range(rows))
@@ -254,9 +220,7 @@ def _padded(sources: Sequence[Sequence[int]], pad: int, device: torch.device) ->
     )
 
 
-def _check(
-    model: Translates, sources: Sequence[Sequence[int]], settings: _Settings, batch: int
-) -> None:
+def _check(model: Any, sources: Sequence[Sequence[int]], settings: _Settings, batch: int) -> None:
     for name, value in (("beam", settings.beam), ("batch", batch)):
         if value < 1:
             raise InputError(f"{name} is {value}; it must be at least 1")

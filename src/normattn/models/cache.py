@@ -20,7 +20,7 @@ from normattn.layers.cache import (
     WindowCache,
     refuse_overflow,
 )
-from normattn.models.reading import Reading
+from normattn.models.transformer import AttentionContext
 from normattn.score import ScoreSpec
 
 # Longer rows, and prompts, are read this many tokens at a time, which a cache remembers.
@@ -47,7 +47,7 @@ class ModelCache:
 
     def read(
         self, ids: Int[Tensor, "b t"], key_padding: Bool[Tensor, "b t"] | None = None
-    ) -> Reading:
+    ) -> AttentionContext:
         """Take note of T new tokens, which the layers read next; `done` ends their reading.
 
         `key_padding` is that of the new tokens; padding may stand before a row's first token only.
@@ -60,7 +60,7 @@ class ModelCache:
             self._refuse_padding(ids, key_padding)
             padded = padded or bool(key_padding.any())
         if not padded and self._separator is None:
-            return Reading()
+            return AttentionContext()
         if not padded:
             key_padding = None
         else:
@@ -70,7 +70,7 @@ class ModelCache:
         if self._separator is not None:
             documents = self._number_documents((ids == self._separator).long())
         positions = _places(self._own(documents, key_padding, ids), self._positions, self.length)
-        return Reading(key_padding, self._positions.append(positions), documents)
+        return AttentionContext(key_padding, self._positions.append(positions), documents)
 
     def done(self, tokens: int) -> None:
         """All layers have read the new tokens."""

@@ -20,13 +20,10 @@ from normattn.kernels.cross_entropy import (
 )
 from normattn.models.cache import CHUNK, ModelCache
 from normattn.models.config import CausalLMConfig
-from normattn.models.dropout import without_dropout
 from normattn.models.generation import Answer, generate
-from normattn.models.ids import checked_ids
 from normattn.models.initialisation import initialise
-from normattn.models.method import MethodHandle
-from normattn.models.reading import Reading
-from normattn.models.stack import Blocks, first_norm, last_norm
+from normattn.models.transformer import AttentionContext, Blocks, first_norm, last_norm
+from normattn.models.utils import MethodHandle, checked_ids, embed, without_dropout
 from normattn.plain import plain_operations
 from normattn.score import Score, ScoreSpec
 
@@ -102,14 +99,13 @@ class CausalLM(nn.Module):
         is plain operations, which any derivative and torch.func go through.
         """
         with plain_operations(backend == "reference"):
-            x = self._embed(checked_ids(ids))
+            x = embed(self.embedding, self.embedding_norm, checked_ids(ids))
             if cache is None:
-                x = self.blocks(
-                    x, Reading(key_padding, None, self._documents(ids), backend=backend)
-                )
+                documents = self._documents(ids)
+                x = self.blocks(x, AttentionContext(key_padding, None, documents, backend=backend))
             else:
-                reading = replace(cache.read(ids, key_padding), backend=backend)
-                x = self.blocks(x, reading, cache.layers)
+                context = replace(cache.read(ids, key_padding), backend=backend)
+                x = self.blocks(x, context, cache.layers)
                 cache.done(ids.shape[1])
             last: Tensor = x if self.final_norm is None else self.final_norm(x)
             return last
@@ -250,18 +246,6 @@ class CausalLM(nn.Module):
             return None
         ends = (ids == packed.separator).long()
         return ends.cumsum(-1) - ends
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        try:
-            x: Tensor = self.embedding(ids)
-        except IndexError as error:
-            raise InputError(
-                f"token ids run from {int(ids.min())} to {int(ids.max())}; "
-                f"this model's vocabulary is 0 to {self.config.vocab_size - 1}"
-            ) from error
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
-        return x
 
     def _predictions(self, ids: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
         if checked_ids(ids).shape[1] < 2:

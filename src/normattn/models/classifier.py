@@ -10,11 +10,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normattn.errors import InputError
-from normattn.models.classifier_config import ClassifierConfig
+from normattn.models.config import ClassifierConfig
 from normattn.models.initialisation import initialise
-from normattn.models.reading import Reading
-from normattn.models.stack import Blocks, first_norm, last_norm
+from normattn.models.transformer import AttentionContext, Blocks, first_norm, last_norm
+from normattn.models.utils import checked_ids, embed
+from normattn.plain import plain_operations
 
 
 class Classifier(nn.Module):
@@ -41,35 +41,35 @@ class Classifier(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(
-        self, ids: Int[Tensor, "b t"], key_padding: Bool[Tensor, "b t"] | None = None
+        self,
+        ids: Int[Tensor, "b t"],
+        key_padding: Bool[Tensor, "b t"] | None = None,
+        backend: str = "auto",
     ) -> Float[Tensor, "b k"]:
-        """The logits of every label; `key_padding` is True where a token is padding."""
-        x = self._embed(ids)
-        x = self.blocks(x, Reading(key_padding, causal=False))
-        if self.final_norm is not None:
-            x = self.final_norm(x)
-        logits: Tensor = self.head(_mean(x, key_padding))
-        return logits
+        """The logits of every label; `key_padding` is True where a token is padding.
+
+        `backend` is the kernel of every layer, as in `attention`; with "reference" the whole model
+        is plain operations.
+        """
+        with plain_operations(backend == "reference"):
+            x = embed(self.embedding, self.embedding_norm, checked_ids(ids))
+            x = self.blocks(x, AttentionContext(key_padding, causal=False, backend=backend))
+            if self.final_norm is not None:
+                x = self.final_norm(x)
+            logits: Tensor = self.head(_mean(x, key_padding))
+            return logits
 
     def loss(
         self,
         ids: Int[Tensor, "b t"],
         key_padding: Bool[Tensor, "b t"] | None,
         labels: Float[Tensor, "b k"],
+        *,
+        backend: str = "auto",
     ) -> Float[Tensor, ""]:
         """Binary cross-entropy in nats, the mean over texts and labels."""
-        logits = self(ids, key_padding).float()
+        logits = self(ids, key_padding, backend).float()
         return F.binary_cross_entropy_with_logits(logits, labels)
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        try:
-            x: Tensor = self.embedding(ids)
-        except IndexError as error:
-            raise InputError(
-                f"token ids run from {int(ids.min())} to {int(ids.max())}; "
-                f"this model's vocabulary is 0 to {self.config.vocab_size - 1}"
-            ) from error
-        return x if self.embedding_norm is None else self.embedding_norm(x)
 
 
 def _mean(x: Float[Tensor, "b t d"], padding: Bool[Tensor, "b t"] | None) -> Float[Tensor, "b d"]:

@@ -1,16 +1,496 @@
-"""The causal language model's settings, as one checked value."""
+"""The settings of every model, as checked values."""
 
 from __future__ import annotations
 
-from normattn.models.stack_config import Size, StackConfig
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, ValidationError, model_validator
+
+from normattn.errors import InputError
+from normattn.layers.cross_attention import refuse_across
+from normattn.layers.placement import deepnorm_factors
+from normattn.score import Score, ScoreSpec
+from normattn.score.folded_parts import RotaryPosition
+from normattn.score.part import Slot
+from normattn.score.registry import find
+from normattn.structured import Settings
+
+# Bounds below which no product of two sizes exceeds what a tensor can have.
+Size = Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
+Heads = Annotated[int, Field(ge=1, le=1 << 16, strict=True)]
+Layers = Annotated[int, Field(ge=1, le=2_000, strict=True)]
+Side = Annotated[int, Field(ge=1, le=1 << 16, strict=True)]
+Id = Annotated[int, Field(ge=0, strict=True)]
+Deviation = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+MOST_TOKENS = 1 << 31
+Placement = Literal["PreLN", "PostLN", "DeepNorm", "ReZero", "ReZeroNoNorm", "FixedScale"]
+NORMLESS: tuple[Placement, ...] = ("ReZeroNoNorm", "FixedScale")
+
+# Settings that came later are left out of a dump while they are off: older runs stay the same.
+LaterSwitch = Annotated[bool, Field(exclude_if=lambda on: not on)]
+LaterDeviation = Annotated[Deviation | None, Field(exclude_if=lambda deviation: deviation is None)]
+
+BLOCK_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "mha": ("heads", "kv_heads", "head_dim", "feed_forward", "hidden", "qkv_bias"),
+    "gau": ("key_size", "expansion", "gamma_std", "separate_qk"),
+}
+"""The settings that only this kind of block has."""
+
+# What a default cross attention takes over from the encoder's score: all that needs no position.
+_POSITION_FREE = (Slot.VARIANT, Slot.LOGN, Slot.CARRY, Slot.CAP, Slot.SINK)
+
+
+class StackConfig(Settings):
+    """The shape of a stack of blocks, as a frozen value; unknown fields are refused.
+
+    Args:
+        dim: width of the residual stream.
+        layers: number of blocks.
+        heads: query heads; kv_heads: key and value heads (None: as many); head_dim: their size
+            (None: dim / heads).
+        block: "mha" is attention and a feed-forward layer, "gau" one gated attention unit with one
+            head. A setting of the other kind of block is refused.
+        train_length: number of tokens that the model is trained to read.
+        score: a `ScoreSpec` or its text, resolved with `train_length`; `score.layer` gives
+            each layer's.
+        placement: where norm and residual stand. A norm that is not there has no settings.
+        eps_placement: whether an RMSNorm adds `norm_eps` inside or outside the square root.
+        hidden: feed-forward width (None: 8/3 of `dim` for SwiGLU, 4 `dim` for GELU).
+        shared_layers: all layers are one block with one set of weights (ALBERT, arXiv 1909.11942).
+        qkv_bias: queries, keys and values of self-attention have a bias (Qwen2), 0 at the start.
+        separate_qk: a gated attention unit projects q and k apart.
+        init_std: deviation of the weights (None: 1/√fan-in, see `models.transformer.initialise`).
+        embedding_std: deviation of the embedding (None: as the weights'). Where the embedding is
+            normalised and is the head too, an untrained model gives its own input token a logit of
+            embedding_std · dim: the first loss is near ln V while that is well below ln V.
+        gamma_std: deviation of a gated attention unit's γ_q and γ_k (None: ones, so that a token
+            at first attends to itself most of all).
+
+    Raises `InputError` with one sentence for each value out of range.
+    """
+
+    causal: ClassVar[bool] = True
+
+    dim: Size
+    layers: Layers
+    heads: Heads = 1
+    kv_heads: Heads | None = None
+    head_dim: Heads | None = None
+    block: Literal["mha", "gau"] = "mha"
+    train_length: Annotated[int, Field(ge=2, le=MOST_TOKENS, strict=True)]
+    score: Annotated[ScoreSpec, Field(validate_default=True)] = "Baseline"  # type: ignore[assignment]
+    placement: Placement = "PreLN"
+    norm: Literal["rms", "layer"] = "rms"
+    norm_gain: bool = True
+    norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
+    eps_placement: Annotated[
+        Literal["inside", "outside"], Field(exclude_if=lambda side: side == "inside")
+    ] = "inside"
+    feed_forward: Literal["swiglu", "gelu"] = "swiglu"
+    hidden: Size | None = None
+    key_size: Size = 128
+    expansion: Annotated[int, Field(ge=1, le=1 << 10, strict=True)] = 2
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    shared_layers: bool = False
+    qkv_bias: LaterSwitch = False
+    init_std: Deviation | None = None
+    embedding_std: LaterDeviation = None
+    gamma_std: LaterDeviation = None
+    separate_qk: LaterSwitch = False
+
+    if not TYPE_CHECKING:  # The type checker keeps the fields' own signature.
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise InputError(explain(error)) from error
+
+    @model_validator(mode="after")
+    def _check(self) -> StackConfig:
+        self._check_block()
+        self._check_norm()
+        self._complete(score=self._resolved_score())
+        return self
+
+    def _complete(self, **values: Any) -> None:
+        """Fill in derived values: validation is the one moment when a frozen value may change."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _resolved_score(self) -> ScoreSpec:
+        score = self.score
+        if score.train_length not in (None, self.train_length):
+            raise InputError(
+                f"the score {score} is for a train_length of {score.train_length}, "
+                f"but the model's is {self.train_length}"
+            )
+        if self.causal and score.leaks_future:
+            raise InputError(
+                f"{score.name} reads statistics across the sequence, so a causal language model "
+                "with it would see the future"
+            )
+        if not self.causal and score.needs_causal:
+            raise InputError(f"{score.name} is defined for causal attention only")
+        return self._checked_in_layers(score, self.layers)
+
+    def _checked_in_layers(self, score: ScoreSpec, layers: int) -> ScoreSpec:
+        """The resolved score; `InputError` where some layer cannot have it."""
+        score = score.resolve(train_length=self.train_length)
+        specs = {score.layer(layer, layers) for layer in range(layers)}
+        if self.shared_layers and len(specs) > 1:
+            raise InputError(
+                f"{score.name} differs from layer to layer, but with shared_layers all are one"
+            )
+        for spec in specs:
+            _check_heads(spec, self.heads, self.score_head_dim, self.kv_heads)
+        return score
+
+    def _check_block(self) -> None:
+        if self.block == "gau":
+            if self.heads != 1:
+                raise InputError(f"a gated attention unit has one head; heads is {self.heads}")
+            self._refuse_set("block", self.block, BLOCK_SETTINGS["mha"])
+            if self.separate_qk and self.gamma_std is not None:
+                raise InputError("gamma_std draws γ; with separate_qk there is no γ: leave it out")
+            return
+        self._refuse_set("block", self.block, BLOCK_SETTINGS["gau"])
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise InputError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly")
+        if self.head_dim is None and self.dim % self.heads:
+            raise InputError(
+                f"dim {self.dim} does not divide into {self.heads} heads; give head_dim, "
+                "or choose a number of heads that divides dim"
+            )
+
+    def _check_norm(self) -> None:
+        if not self.has_norms:
+            names = ("norm", "norm_gain", "norm_eps", "eps_placement")
+            self._refuse_set("placement", self.placement, names)
+        elif self.norm == "layer" and self.eps_placement != "inside":
+            raise InputError(
+                "eps_placement has no meaning for norm 'layer', whose eps is added to the "
+                "variance; leave it out, or choose norm 'rms'"
+            )
+
+    def _refuse_set(self, choice: str, value: str, names: tuple[str, ...]) -> None:
+        """Raise `InputError` for a setting that the chosen value leaves without a meaning."""
+        for name in names:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise InputError(f"{name} has no meaning for {choice} {value!r}; leave it out")
+
+    @property
+    def sublayers(self) -> int:
+        """The number of sub-layers, each with a residual of its own, in the whole stack."""
+        return self.layers if self.block == "gau" else 2 * self.layers
+
+    @property
+    def deepnorm(self) -> tuple[float, float]:
+        """DeepNorm's α and β of this stack."""
+        return deepnorm_factors(self.layers, self.sublayers // self.layers)
+
+    @property
+    def ends_in_norm(self) -> bool:
+        """Whether a block's output is normalised; the embedding then is too, the stack's not."""
+        return self.placement in ("PostLN", "DeepNorm")
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether there is any norm at all."""
+        return self.placement not in NORMLESS
+
+    @property
+    def score_head_dim(self) -> int:
+        """The number of features of one query or key."""
+        if self.block == "gau":
+            return self.key_size
+        return self.dim // self.heads if self.head_dim is None else self.head_dim
 
 
 class CausalLMConfig(StackConfig):
-    """Everything that decides a `CausalLM`'s shape.
+    """The shape of a `CausalLM`: a `StackConfig` and a vocabulary.
 
-    `vocab_size` tokens; the head is the embedding unless `tie_head` is off; the rest is as in
-    `StackConfig`. Raises `InputError` with one sentence per value out of range.
+    `vocab_size` tokens; the head is the embedding unless `tie_head` is off.
     """
 
     vocab_size: Size
     tie_head: bool = True
+
+
+class MaskedLMConfig(StackConfig):
+    """The shape of a `MaskedLM`: a `StackConfig` whose attention is not causal, and a vocabulary.
+
+    `vocab_size` counts the tokens that can be predicted, without the mask, whose id is `vocab_size`
+    itself. `tie_head`: the head is the embedding (without the mask's row). `exits`: every layer
+    below the last has an exit of its own.
+    """
+
+    causal: ClassVar[bool] = False
+
+    vocab_size: Size
+    tie_head: bool = True
+    exits: bool = False
+
+    @model_validator(mode="after")
+    def _check_exits(self) -> MaskedLMConfig:
+        if self.exits and self.layers < 2:
+            raise ValueError("exits stand below the last layer, and there is only one layer")
+        return self
+
+    @property
+    def mask_id(self) -> int:
+        """The id of the mask."""
+        return self.vocab_size
+
+
+class ClassifierConfig(StackConfig):
+    """The shape of a `Classifier`: an encoder of `vocab_size` tokens with `labels` outputs."""
+
+    causal: ClassVar[bool] = False
+
+    vocab_size: Size
+    labels: Size
+
+
+class VisionConfig(StackConfig):
+    """The shape of a `VisionTransformer`.
+
+    A `StackConfig` where norms are LayerNorms, feed-forward layers GELUs and the score
+    `Baseline-NoPE` unless said, as in ViT. Images are `height` × `width` with `channels` and cut
+    into squares of `patch`, which must divide both; there are `classes` of them. `pool`: the head
+    reads a "class" token put before the patches, or the "mean" of all patches. `positions`:
+    "learned" vectors are added to the embedding, or "none"; unless said they are learned where the
+    score has no position of its own (NoPE and no bias). `train_length` is the number of tokens,
+    and follows from the rest.
+    """
+
+    causal: ClassVar[bool] = False
+
+    height: Side
+    width: Side
+    channels: Annotated[int, Field(ge=1, le=1 << 10, strict=True)] = 1
+    patch: Annotated[int, Field(ge=1, le=1 << 10, strict=True)] = 4
+    classes: Annotated[int, Field(ge=2, strict=True)]
+    pool: Literal["class", "mean"] = "class"
+    positions: Literal["learned", "none"] | None = None
+    train_length: Annotated[int, Field(ge=1, le=MOST_TOKENS, strict=True)]
+    score: Annotated[ScoreSpec, Field(validate_default=True)] = "Baseline-NoPE"  # type: ignore[assignment]
+    norm: Literal["rms", "layer"] = "layer"
+    feed_forward: Literal["swiglu", "gelu"] = "gelu"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_tokens(cls, values: Any) -> Any:
+        """Fill in `train_length`; the other fields' own checks refuse sizes that are wrong."""
+        if not isinstance(values, Mapping) or "train_length" in values:
+            return values
+        height, width, patch = values.get("height"), values.get("width"), values.get("patch", 4)
+        tokens = 1
+        if all(type(side) is int and side > 0 for side in (height, width, patch)):
+            patches = (height // patch) * (width // patch)
+            tokens = max(1, patches + (values.get("pool", "class") == "class"))
+        return {**values, "train_length": tokens}
+
+    @model_validator(mode="after")
+    def _check_image(self) -> VisionConfig:
+        if self.height % self.patch or self.width % self.patch:
+            raise ValueError(
+                f"images of {self.height} × {self.width} cannot be cut into patches of "
+                f"{self.patch} × {self.patch}: patch must divide height and width"
+            )
+        if self.train_length != self.tokens:
+            raise ValueError(
+                f"train_length is {self.train_length}, but an image has {self.tokens} tokens; "
+                "leave it out"
+            )
+        if self.positions is None:
+            placed = isinstance(self.score.position, RotaryPosition) or self.score.bias is not None
+            self._complete(positions="none" if placed else "learned")
+        return self
+
+    @property
+    def patches(self) -> int:
+        """How many patches an image has."""
+        return (self.height // self.patch) * (self.width // self.patch)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the blocks read: patches, and the class token where there is one."""
+        return self.patches + (self.pool == "class")
+
+    @property
+    def patch_size(self) -> int:
+        """How many numbers a patch has."""
+        return self.channels * self.patch * self.patch
+
+
+class DecoderConfig(StackConfig):
+    """A translator's decoder: blocks of self-attention, cross attention and feed-forward."""
+
+    @property
+    def sublayers(self) -> int:
+        """Three for each block."""
+        return 3 * self.layers
+
+    @property
+    def deepnorm(self) -> tuple[float, float]:
+        """α = (3M)^¼ and β = (12M)^−¼ for M decoder blocks (arXiv 2203.00555, figure 2)."""
+        return (3 * self.layers) ** 0.25, (12 * self.layers) ** -0.25
+
+
+class TranslatorConfig(StackConfig):
+    """The shape of a `Translator`: a `StackConfig` for both stacks, whose blocks are "mha".
+
+    `layers` counts the encoder's blocks, `decoder_layers` the decoder's (None: as many). `score` is
+    the encoder's self-attention, `decoder_score` the decoder's (None: the same), `cross_score` the
+    cross attention's (None: what of `score` needs no position: variant, log-n, residual, cap and
+    sink, with NoPE). A score that reads statistics across the queries is refused where these are
+    the decoder's, which would see the future; such a `cross_score` may still take statistics over
+    the source's keys. `shared_vocabulary`: one embedding for both languages; `target_vocab`, None
+    for `source_vocab`, must then equal it. `pad_id`, `bos_id` and `eos_id` hold in both.
+    """
+
+    causal: ClassVar[bool] = False
+
+    source_vocab: Size
+    target_vocab: Size | None = None
+    shared_vocabulary: bool = True
+    decoder_layers: Layers | None = None
+    decoder_score: ScoreSpec | None = None
+    cross_score: ScoreSpec | None = None
+    pad_id: Id = 0
+    bos_id: Id = 1
+    eos_id: Id = 2
+    tie_head: bool = True
+
+    @model_validator(mode="after")
+    def _check_translator(self) -> TranslatorConfig:
+        if self.block != "mha":
+            raise InputError(f"block {self.block!r} has no cross attention; an encoder–decoder has")
+        if self.score.documents is not None:
+            raise InputError(f"{self.score.name} packs documents; a row is one sentence here")
+        self._complete(
+            target_vocab=self.target_vocab or self.source_vocab,
+            decoder_layers=self.decoder_layers or self.layers,
+        )
+        self._check_vocabulary()
+        self._complete(decoder_score=self._resolved_decoder_score())
+        self._complete(cross_score=self._resolved_cross_score())
+        return self
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """The decoder's stack."""
+        shared = {name: getattr(self, name) for name in StackConfig.model_fields}
+        return DecoderConfig(
+            **{**shared, "layers": self.decoder_layers, "score": self.decoder_score}
+        )
+
+    @property
+    def across(self) -> ScoreSpec:
+        """The cross attention's score."""
+        assert self.cross_score is not None
+        return self.cross_score
+
+    @property
+    def target_size(self) -> int:
+        """The number of target words."""
+        assert self.target_vocab is not None
+        return self.target_vocab
+
+    @property
+    def deepnorm(self) -> tuple[float, float]:
+        """The encoder's α = 0.81·(N⁴M)^(1/16) and β = 0.87·(N⁴M)^(−1/16).
+
+        N encoder and M decoder blocks (arXiv 2203.00555, figure 2).
+        """
+        assert self.decoder_layers is not None
+        depth = self.layers**4 * self.decoder_layers
+        return 0.81 * depth**0.0625, 0.87 * depth**-0.0625
+
+    def _check_vocabulary(self) -> None:
+        if self.shared_vocabulary and self.target_vocab != self.source_vocab:
+            raise InputError(
+                f"with shared_vocabulary both have source_vocab {self.source_vocab} words, but "
+                f"target_vocab is {self.target_vocab}: leave it out, or shared_vocabulary=False"
+            )
+        ids = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}
+        smallest = min(self.source_vocab, self.target_size)
+        for name, value in ids.items():
+            if value >= smallest:
+                raise InputError(f"{name} {value} is outside a vocabulary of {smallest} words")
+        if len(set(ids.values())) < len(ids):
+            raise InputError(f"pad_id, bos_id and eos_id must differ, but they are {ids}")
+
+    def _resolved_decoder_score(self) -> ScoreSpec:
+        score = self.score if self.decoder_score is None else self.decoder_score
+        if score.leaks_future:
+            raise InputError(
+                f"decoder_score: {score.name} reads statistics across the sequence, so the decoder "
+                "would see the future; name another decoder_score"
+            )
+        if score.documents is not None:
+            raise InputError(f"decoder_score: {score.name} packs documents; a row is one sentence")
+        self._complete(decoder_score=score)
+        return self.decoder.score
+
+    def _resolved_cross_score(self) -> ScoreSpec:
+        score = without_position(self.score) if self.cross_score is None else self.cross_score
+        norm = score.variant.query_norm()
+        if norm is not None and norm.leaks_future:
+            raise InputError(
+                f"cross_score: {score.name} reads statistics across the decoder's queries, which "
+                "would see the future; name another cross_score (statistics over keys may stay)"
+            )
+        refuse_across(score)
+        return self._checked_in_layers(score, self.decoder.layers)
+
+
+def without_position(score: ScoreSpec) -> ScoreSpec:
+    """The parts of a score that need no position, with NoPE: a cross attention's default score."""
+    kept = [part for part in score.parts if part.slot in _POSITION_FREE]
+    nope: Any = find("NoPE")()
+    return ScoreSpec((*kept, nope), score.train_length)
+
+
+def without_foreign(base: Mapping[str, Any], block: str | None) -> dict[str, Any]:
+    """The model's settings `base` without those of its kind of block, if `block` is another.
+
+    A preset's heads say nothing of a gated attention unit that is asked for instead: what that
+    needs comes from its defaults. None leaves `base` unchanged.
+    """
+    own = str(base.get("block", "mha"))
+    foreign = BLOCK_SETTINGS.get(own, ()) if block not in (None, own) else ()
+    return {name: value for name, value in base.items() if name not in foreign}
+
+
+@lru_cache(maxsize=1024)
+def _check_heads(score: ScoreSpec, heads: int, head_dim: int, kv_heads: int | None) -> None:
+    """Raise `InputError` where the score cannot have heads of this shape.
+
+    A sweep checks the same few shapes for thousands of runs: what passed is remembered.
+    """
+    # What the score draws at random is thrown away with it.
+    with torch.random.fork_rng(devices=[]):
+        Score(score, heads, head_dim, kv_heads)
+
+
+def explain(error: ValidationError) -> str:
+    """A validation error as one sentence: each field, what is wrong, and the value given."""
+    parts = []
+    for item in error.errors(include_url=False):
+        field = ".".join(str(key) for key in item["loc"])
+        if item["type"] == "value_error":
+            message = str(item["ctx"]["error"])
+            parts.append(f"{field}: {message}" if field else message)
+        elif item["type"] == "extra_forbidden":
+            parts.append(f"{field}: there is no such setting")
+        elif item["type"] == "missing":
+            parts.append(f"{field}: this setting is required")
+        else:
+            message = item["msg"][0].lower() + item["msg"][1:]
+            parts.append(f"{field}: {message}, but it is {item['input']!r}")
+    return f"{error.title}: " + "; ".join(parts)

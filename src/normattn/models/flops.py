@@ -16,12 +16,9 @@ from torch import nn
 from normattn.errors import InputError
 from normattn.layers.feed_forward import swiglu_hidden
 from normattn.models.causal_lm import CausalLM
-from normattn.models.config import CausalLMConfig
-from normattn.models.meta import on_meta
-from normattn.models.stack_config import StackConfig
+from normattn.models.config import CausalLMConfig, StackConfig, TranslatorConfig, VisionConfig
 from normattn.models.translator import Translator
-from normattn.models.translator_config import TranslatorConfig
-from normattn.models.vision_config import VisionConfig
+from normattn.models.utils import on_meta
 from normattn.score import ScoreSpec
 
 

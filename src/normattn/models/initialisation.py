@@ -11,7 +11,7 @@ from normattn.layers.attention import Attention
 from normattn.layers.cross_attention import CrossAttention
 from normattn.layers.feed_forward import GELU, SwiGLU
 from normattn.layers.gated_attention_unit import GatedAttentionUnit
-from normattn.models.stack_config import StackConfig
+from normattn.models.config import StackConfig
 
 # The standard deviation of a unit normal cut off at two, so that the result has the asked one.
 _TRUNCATED_STD = 0.8796256610342398

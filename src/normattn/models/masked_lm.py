@@ -15,12 +15,17 @@ from torch.nn import functional as F
 from normattn.errors import InputError
 from normattn.kernels.cross_entropy import linear_cross_entropy, token_scores
 from normattn.layers.norms import LayerNorm
-from normattn.models.dropout import without_dropout
-from normattn.models.ids import checked_ids
+from normattn.models.config import MaskedLMConfig
 from normattn.models.initialisation import initialise
-from normattn.models.masked_config import MaskedLMConfig
-from normattn.models.reading import Reading
-from normattn.models.stack import After, Blocks, first_norm, last_norm
+from normattn.models.transformer import (
+    AfterLayer,
+    AttentionContext,
+    Blocks,
+    first_norm,
+    last_norm,
+)
+from normattn.models.utils import checked_ids, embed, without_dropout
+from normattn.plain import plain_operations
 
 # Adam and Tiger do not see the scale of a loss; the norm that gradients are clipped by does, and
 # this keeps what the exits add to it out of the stack's own clipping.
@@ -105,28 +110,40 @@ class MaskedLM(nn.Module):
         return self.embedding.weight[: self.config.vocab_size]
 
     def forward(
-        self, ids: Int[Tensor, "b t"], key_padding: Bool[Tensor, "b t"] | None = None
+        self,
+        ids: Int[Tensor, "b t"],
+        key_padding: Bool[Tensor, "b t"] | None = None,
+        backend: str = "auto",
     ) -> Float[Tensor, "b t v"]:
-        """Logits for the token at each position."""
-        return F.linear(self.hidden(ids, key_padding), self.head_weight)
+        """Logits for the token at each position; `backend` as in `hidden`."""
+        hidden = self.hidden(ids, key_padding, backend=backend)
+        return F.linear(hidden, self.head_weight)
 
     def hidden(
         self,
         ids: Int[Tensor, "b t"],
         key_padding: Bool[Tensor, "b t"] | None = None,
-        after: After | None = None,
+        after: AfterLayer | None = None,
+        backend: str = "auto",
     ) -> Float[Tensor, "b t d"]:
         """The last layer's output after the final norm, which the head reads.
 
-        `key_padding` is True where a token is padding. `after(layer, x)` is told the output of
-        every layer, and as layer −1 what the first one reads.
+        `key_padding` is True where a token is padding. `after(layer, x)` is called with the output
+        of every layer, and as layer −1 what the first one reads. `backend` is the kernel of every
+        layer, as in `attention`; with "reference" the whole model is plain operations.
         """
-        x = self._embed(checked_ids(ids))
-        if after is not None:
-            after(-1, x)
-        x = self.blocks(x, Reading(key_padding, causal=False), after=after)
-        last: Tensor = x if self.final_norm is None else self.final_norm(x)
-        return last
+        with plain_operations(backend == "reference"):
+            vocabulary = (
+                f"this model's vocabulary is 0 to {self.config.vocab_size - 1}, and "
+                f"{self.config.mask_id} is the mask"
+            )
+            x = embed(self.embedding, self.embedding_norm, checked_ids(ids), vocabulary)
+            if after is not None:
+                after(-1, x)
+            context = AttentionContext(key_padding, causal=False, backend=backend)
+            x = self.blocks(x, context, after=after)
+            last: Tensor = x if self.final_norm is None else self.final_norm(x)
+            return last
 
     def loss(
         self,
@@ -134,26 +151,30 @@ class MaskedLM(nn.Module):
         places: Int[Tensor, "b m"],
         targets: Int[Tensor, "b m"],
         key_padding: Bool[Tensor, "b t"] | None = None,
+        *,
+        backend: str = "auto",
     ) -> MaskedLoss:
         """Mean cross-entropy of the `targets` that stood at `places`, in chunks; and hits.
 
         With `key_padding` a negative target is not counted, so that rows may have fewer than M.
-        The value is the last layer's alone; the gradient also teaches the exits.
+        The value is the last layer's alone; the gradient also teaches the exits. `backend` as in
+        `hidden`.
         """
         below: list[Tensor] = []
-        hidden = self._read(ids, places, key_padding, below, detach=True)
-        # Without padding every target counts, which is said without looking at them.
-        kept = None if key_padding is None else targets >= 0
-        wanted = _rows(targets, kept)
-        own = linear_cross_entropy(_rows(hidden, kept), self.head_weight, wanted)
-        head = self.head_weight.detach()
-        loss, hits = own.loss, []
-        for leave, x in zip(self.exits, below, strict=True):
-            scored = linear_cross_entropy(leave(_rows(x, kept)), head, wanted)
-            hits.append(scored.correct)
-            loss = loss + EXIT_WEIGHT * (scored.loss - scored.loss.detach())
-        counted = torch.full_like(own.correct, wanted.numel())
-        return MaskedLoss(loss, own.correct, counted, _stacked(hits, own.correct))
+        hidden = self._read(ids, places, key_padding, below, detach=True, backend=backend)
+        with plain_operations(backend == "reference"):
+            # Without padding every target counts, which needs no look at them.
+            kept = None if key_padding is None else targets >= 0
+            wanted = _rows(targets, kept)
+            own = linear_cross_entropy(_rows(hidden, kept), self.head_weight, wanted)
+            head = self.head_weight.detach()
+            loss, hits = own.loss, []
+            for leave, x in zip(self.exits, below, strict=True):
+                scored = linear_cross_entropy(leave(_rows(x, kept)), head, wanted)
+                hits.append(scored.correct)
+                loss = loss + EXIT_WEIGHT * (scored.loss - scored.loss.detach())
+            counted = torch.full_like(own.correct, wanted.numel())
+            return MaskedLoss(loss, own.correct, counted, _stacked(hits, own.correct))
 
     @torch.no_grad()
     def token_scores(
@@ -186,6 +207,7 @@ class MaskedLM(nn.Module):
         key_padding: Tensor | None,
         below: list[Tensor],
         detach: bool,
+        backend: str = "auto",
     ) -> Tensor:
         """The hidden vectors (B, M, D) at `places`; those below the last layer join `below`."""
         if places.shape[0] != ids.shape[0]:
@@ -196,21 +218,9 @@ class MaskedLM(nn.Module):
             if 0 <= layer < len(self.exits):
                 below.append(torch.take_along_dim(x.detach() if detach else x, index, 1))
 
-        hidden = self.hidden(ids, key_padding, after=keep if self.exits else None)
+        after = keep if self.exits else None
+        hidden = self.hidden(ids, key_padding, after, backend)
         return torch.take_along_dim(hidden, index, 1)
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        try:
-            x: Tensor = self.embedding(ids)
-        except IndexError as error:
-            raise InputError(
-                f"token ids run from {int(ids.min())} to {int(ids.max())}; this model's "
-                f"vocabulary is 0 to {self.config.vocab_size - 1}, and {self.config.mask_id} "
-                "is the mask"
-            ) from error
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
-        return x
 
 
 def _rows(values: Tensor, kept: Tensor | None) -> Tensor:

@@ -8,19 +8,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from pydantic import BaseModel
-from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import nn
+from torch import Tensor, nn
 
 from normattn import atomic
 from normattn.errors import InputError
-from normattn.files import open_file
-from normattn.lab.runs.directory import first_difference
 from normattn.models.causal_lm import CausalLM
-from normattn.models.meta import on_meta
-from normattn.structured import read_json
+from normattn.models.utils import on_meta
+from normattn.structured import first_difference, read_json
+from normattn.tensors import check_digest, read_tensors, write_tensors
 
 # A class is made from its `config` alone, which is of its `config_class`.
 FORMATS = {
@@ -39,11 +35,11 @@ WEIGHTS_FILE = "model.safetensors"
 def save_model(model: nn.Module, directory: Path | str) -> None:
     """Write the trained model, of one of `FORMATS`, to `directory`: its settings and its weights.
 
-    A post-hoc method that is switched on is not part of the trained model and is not saved.
-    config.json holds `format`, the settings under `config`, and the SHA-256 of both
-    the settings and the weights. A directory
-    that stands there is replaced as a whole if it holds a saved model or nothing. Raises
-    `InputError` when it holds anything else, when the disk is full or cannot be written.
+    A post-hoc method that is switched on is no part of the trained model and is not saved.
+    config.json holds `format`, the settings under `config`, and the SHA-256 of settings and
+    weights. A directory that stands there is replaced as a whole if it holds a saved model or
+    nothing. Raises `InputError` when it holds anything else, when the disk is full or cannot be
+    written.
     """
     path = Path(directory)
     kind, config = _format_of(model), model.config
@@ -51,18 +47,12 @@ def save_model(model: nn.Module, directory: Path | str) -> None:
     _check_replaceable(path)
 
     def fill(folder: Path) -> None:
-        tensors = {
-            name: value.detach().contiguous().cpu() for name, value in model.state_dict().items()
-        }
-        # By way of bytes, because a full disk is then an OSError that says so.
-        content = save(tensors)
-        (folder / WEIGHTS_FILE).write_bytes(content)
         settings = config.model_dump(mode="json")
         description = {
             "format": kind,
             "config": settings,
             "config_sha256": _digest(kind, settings),
-            "weights_sha256": hashlib.sha256(content).hexdigest(),
+            "weights_sha256": write_tensors(folder / WEIGHTS_FILE, model.state_dict()),
         }
         text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False)
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
@@ -91,41 +81,35 @@ def check_weights(directory: Path | str) -> None:
     Quick beside `load_any`: no model is made.
     """
     path = Path(directory)
-    description = _read_description(path / CONFIG_FILE)
-    digest = hashlib.sha256(_read_bytes(path / WEIGHTS_FILE)).hexdigest()
-    _compare(digest, path / WEIGHTS_FILE, description)
+    check_digest(path / WEIGHTS_FILE, _read_description(path / CONFIG_FILE)["weights_sha256"])
 
 
 def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Module:
     """Read a model that `save_model` wrote; the result is in training mode, on the CPU.
 
-    `expected` are the settings that the run says it was trained with. The global random state is
-    left as it was. Raises `InputError` for a missing or damaged file, an unknown format or setting,
-    settings that are not the expected ones or were changed since they were saved, and weights that
-    are not those of the configuration.
+    `expected` are the settings that the run says it was trained with. Nothing is drawn: the model
+    is made without memory and given the tensors of the file, in their types. Raises `InputError`
+    for a missing or damaged file, an unknown format or setting, settings that are not the expected
+    ones or were changed since they were saved, and weights that are not those of the configuration.
 
     Models saved before the settings had a digest are read without that check; where `expected` is
     given, as it is for every run, they are compared with it all the same.
     """
     path = Path(directory)
-    description = _read_description(path / CONFIG_FILE)
+    described, stored = path / CONFIG_FILE, path / WEIGHTS_FILE
+    description = _read_description(described)
+    tensors = read_tensors(stored, description["weights_sha256"])
     kind = _class_of(description["format"])
-    tensors = _read_weights(path / WEIGHTS_FILE, description)
-    _refuse_layers(description["config"], len(tensors), path / CONFIG_FILE)
-    # Made without memory first: sizes without end would otherwise take it before they are refused.
+    _refuse_layers(description["config"], len(tensors), described)
     with on_meta():
-        config = _read_config(kind, description, path / CONFIG_FILE)
+        config = _read_config(kind, description, described)
         try:
-            shell = kind(config)
+            model = kind(config)
         except (RuntimeError, TypeError) as error:  # a size that no tensor can have
-            raise InputError(f"{path / CONFIG_FILE} has sizes that no model can have") from error
-    _check_tensors(shell, tensors, path / WEIGHTS_FILE)
-    _check_settings(config, expected, description, path / CONFIG_FILE)
-    with torch.random.fork_rng(devices=[]):
-        model = kind(config)
-    for name, value in model.state_dict(keep_vars=True).items():
-        # A model saved in bfloat16 comes back in bfloat16.
-        value.data = tensors[name]
+            raise InputError(f"{described} has sizes that no model can have") from error
+    _check_tensors(model, tensors, stored)
+    _check_settings(config, expected, description, described)
+    model.load_state_dict(tensors, assign=True)
     return model
 
 
@@ -222,21 +206,7 @@ def _read_config(kind: type[nn.Module], description: dict[str, Any], path: Path)
         raise InputError(f"{path}: {error}") from error
 
 
-def _read_weights(path: Path, description: dict[str, Any]) -> dict[str, torch.Tensor]:
-    content = _read_bytes(path)
-    _compare(hashlib.sha256(content).hexdigest(), path, description)
-    try:
-        return load(content)
-    except SafetensorError as error:
-        raise InputError(f"{path} is damaged: {error}") from error
-
-
-def _compare(digest: str, path: Path, description: dict[str, Any]) -> None:
-    if digest != description["weights_sha256"]:
-        raise InputError(f"{path} is damaged: its SHA-256 is not the one in {CONFIG_FILE}")
-
-
-def _check_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> None:
+def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
     expected = model.state_dict()
     missing = sorted(set(expected) - set(tensors))
     unknown = sorted(set(tensors) - set(expected))
@@ -251,8 +221,3 @@ def _check_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], path: Pat
             )
         if value.is_floating_point() != tensors[name].is_floating_point():
             raise InputError(f"{path}: {name} is {tensors[name].dtype}, which it cannot be")
-
-
-def _read_bytes(path: Path) -> bytes:
-    with open_file(path) as file:
-        return file.read()

@@ -7,24 +7,52 @@ for each source.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.kernels.cross_entropy import TokenScores, linear_cross_entropy, token_scores
+from normattn.layers.cross_attention import Memory
 from normattn.models.beam_search import Hypothesis, beam_search
 from normattn.models.cache import ModelCache
-from normattn.models.decoder_stack import DecoderBlocks
-from normattn.models.dropout import without_dropout
-from normattn.models.encoded import Encoded
+from normattn.models.config import TranslatorConfig
 from normattn.models.initialisation import initialise
-from normattn.models.reading import Reading
-from normattn.models.stack import Blocks, first_norm, last_norm
-from normattn.models.translator_config import TranslatorConfig
+from normattn.models.transformer import (
+    AttentionContext,
+    Blocks,
+    DecoderBlocks,
+    first_norm,
+    last_norm,
+)
+from normattn.models.utils import checked_ids, embed, without_dropout
+from normattn.plain import plain_operations
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Sources as the decoder reads them.
+
+    `hidden` is the encoder's output, `padding` True where a token is padding (None: nowhere),
+    `memories` the keys and values of each decoder block's cross attention.
+    """
+
+    hidden: Float[Tensor, "b s d"]
+    padding: Bool[Tensor, "b s"] | None
+    memories: tuple[Memory, ...]
+
+    def choose(self, rows: Int[Tensor, " r"]) -> Encoded:
+        """Source i becomes the old source rows[i]; sources may repeat or lack."""
+        return replace(
+            self,
+            hidden=self.hidden[rows],
+            padding=None if self.padding is None else self.padding[rows],
+            memories=tuple(memory.choose(rows) for memory in self.memories),
+        )
 
 
 class TranslationLoss(NamedTuple):
@@ -80,50 +108,60 @@ class Translator(nn.Module):
         return self._targets.weight if self.head is None else self.head.weight
 
     def forward(
-        self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]
+        self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"], backend: str = "auto"
     ) -> Float[Tensor, "b t v"]:
-        """Logits for the token after each position of the target."""
-        return F.linear(self.decode(target, self.encode(source)), self.head_weight)
+        """Logits for the token after each position of the target; `backend` as in `encode`."""
+        hidden = self.decode(target, self.encode(source, backend), backend=backend)
+        return F.linear(hidden, self.head_weight)
 
-    def encode(self, source: Int[Tensor, "b s"]) -> Encoded:
-        """Read sources once, for any number of targets."""
-        padding = source == self.config.pad_id
+    def encode(self, source: Int[Tensor, "b s"], backend: str = "auto") -> Encoded:
+        """Read sources once, for any number of targets.
+
+        `backend` is the kernel of every layer, as in `attention`; with "reference" the whole
+        encoder is plain operations.
+        """
+        padding = checked_ids(source, "source") == self.config.pad_id
         if bool(padding.all(-1).any()):
             raise InputError("a source has no token: give each at least one, for example eos_id")
         known = padding if bool(padding.any()) else None
-        x = self._embed(self.source_embedding, self.source_norm, source)
-        x = self.encoder(x, Reading(known, causal=False))
-        if self.encoder_norm is not None:
-            x = self.encoder_norm(x)
-        if known is None:
-            places = torch.arange(source.shape[1], device=source.device)
-        else:
-            places = ((~known).cumsum(-1) - 1).clamp(min=0)
-        return Encoded(x, known, self.decoder.remember(x, known, places))
+        with plain_operations(backend == "reference"):
+            x = self._embed(self.source_embedding, self.source_norm, source)
+            x = self.encoder(x, AttentionContext(known, causal=False, backend=backend))
+            if self.encoder_norm is not None:
+                x = self.encoder_norm(x)
+            if known is None:
+                positions = torch.arange(source.shape[1], device=source.device)
+            else:
+                positions = ((~known).cumsum(-1) - 1).clamp(min=0)
+            return Encoded(x, known, self.decoder.remember(x, known, positions))
 
     def decode(
         self,
         target: Int[Tensor, "br t"],
         encoded: Encoded,
         cache: ModelCache | None = None,
+        backend: str = "auto",
     ) -> Float[Tensor, "br t d"]:
         """The last block's output after the final norm, which the head reads.
 
         There may be r rows of target for each source, one after another. With a `cache`
         (`new_cache`) the target goes on from what it holds, and joins it; that is for inference.
+        `backend` as in `encode`, of the decoder.
         """
         first = 0 if cache is None else cache.length
+        checked_ids(target, "target")
         if cache is not None:
             cache.read(target)
-        places = torch.arange(first, first + target.shape[1], device=target.device)
-        x = self._embed(self._targets, self.target_norm, target)
+        positions = torch.arange(first, first + target.shape[1], device=target.device)
         caches = None if cache is None else cache.layers
         padding = target == self.config.pad_id if cache is None else None
-        x = self.decoder(x, encoded.memories, places, padding, caches)
-        if cache is not None:
-            cache.done(target.shape[1])
-        last: Tensor = x if self.decoder_norm is None else self.decoder_norm(x)
-        return last
+        with plain_operations(backend == "reference"):
+            x = self._embed(self._targets, self.target_norm, target)
+            x = self.decoder(x, encoded.memories, positions, padding, caches, backend)
+            if cache is not None:
+                cache.done(target.shape[1])
+            last: Tensor = x if self.decoder_norm is None else self.decoder_norm(x)
+            return last
 
     def new_cache(self, max_length: int | None = None) -> ModelCache:
         """An empty cache of the decoder's self-attention; see `CausalLM.new_cache`."""
@@ -134,15 +172,19 @@ class Translator(nn.Module):
         source: Int[Tensor, "b s"],
         target: Int[Tensor, "b t1"],
         label_smoothing: float = 0.0,
+        *,
+        backend: str = "auto",
     ) -> TranslationLoss:
         """Mean cross-entropy of target[:, 1:] given target[:, :-1] and the source; and hits.
 
-        Padding is no target. The (tokens, V) logits are never held whole.
+        Padding is no target. The (tokens, V) logits are never held whole, but with `backend`
+        "reference" (see `encode`).
         """
-        hidden, wanted, kept = self._predictions(source, target)
-        scored = linear_cross_entropy(
-            hidden[kept], self.head_weight, wanted[kept], label_smoothing=label_smoothing
-        )
+        hidden, wanted, kept = self._predictions(source, target, backend)
+        with plain_operations(backend == "reference"):
+            scored = linear_cross_entropy(
+                hidden[kept], self.head_weight, wanted[kept], label_smoothing=label_smoothing
+            )
         return TranslationLoss(scored.loss, scored.nll, scored.correct, kept.sum())
 
     @torch.no_grad()
@@ -166,7 +208,9 @@ class Translator(nn.Module):
     def _targets(self) -> nn.Embedding:
         return self.source_embedding if self.target_embedding is None else self.target_embedding
 
-    def _predictions(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _predictions(
+        self, source: Tensor, target: Tensor, backend: str = "auto"
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden vectors (B, T, D), the tokens that they should predict, and which are real."""
         if target.shape[1] < 2:
             raise InputError(f"targets of {target.shape[1]} tokens predict nothing; give bos … eos")
@@ -174,16 +218,9 @@ class Translator(nn.Module):
         kept = wanted != self.config.pad_id
         if not bool(kept.any()):
             raise InputError("there is no target but padding")
-        return self.decode(target[:, :-1], self.encode(source)), wanted, kept
+        encoded = self.encode(source, backend)
+        return self.decode(target[:, :-1], encoded, backend=backend), wanted, kept
 
     def _embed(self, table: nn.Embedding, norm: nn.Module | None, ids: Tensor) -> Tensor:
-        try:
-            x: Tensor = table(ids)
-        except IndexError as error:
-            raise InputError(
-                f"token ids run from {int(ids.min())} to {int(ids.max())}; "
-                f"this vocabulary is 0 to {table.num_embeddings - 1}"
-            ) from error
-        if norm is not None:
-            x = norm(x)
+        x = embed(table, norm, ids, f"this vocabulary is 0 to {table.num_embeddings - 1}")
         return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x

@@ -13,11 +13,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.models.dropout import without_dropout
+from normattn.models.config import VisionConfig
 from normattn.models.initialisation import initialise
-from normattn.models.reading import Reading
-from normattn.models.stack import After, Blocks, first_norm, last_norm
-from normattn.models.vision_config import VisionConfig
+from normattn.models.transformer import (
+    AfterLayer,
+    AttentionContext,
+    Blocks,
+    first_norm,
+    last_norm,
+)
+from normattn.models.utils import without_dropout
+from normattn.plain import plain_operations
 
 # ViT's own (arXiv 2010.11929); the class token starts at zero.
 POSITION_STD = 0.02
@@ -72,22 +78,35 @@ class VisionTransformer(nn.Module):
             if self.position is not None:
                 self.position.weight.normal_(std=POSITION_STD)
 
-    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b k"]:
-        """The logits of the classes."""
-        logits: Tensor = self.head(self.features(images))
+    def forward(
+        self, images: Float[Tensor, "b c h w"], backend: str = "auto"
+    ) -> Float[Tensor, "b k"]:
+        """The logits of the classes; `backend` as in `features`."""
+        logits: Tensor = self.head(self.features(images, backend=backend))
         return logits
 
     def features(
-        self, images: Float[Tensor, "b c h w"], after: After | None = None
+        self,
+        images: Float[Tensor, "b c h w"],
+        after: AfterLayer | None = None,
+        backend: str = "auto",
     ) -> Float[Tensor, "b d"]:
-        """What the head reads; `after(layer, x)` is told every layer's output (B, T, D)."""
-        x: Tensor = self.blocks(self._embed(images), Reading(causal=False), after=after)
-        x = x if self.final_norm is None else self.final_norm(x)
-        return x[:, 0] if self.class_token is not None else x.mean(1)
+        """What the head reads; `after(layer, x)` is called with every layer's output (B, T, D).
 
-    def loss(self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, "b"]) -> ImageLoss:
+        `backend` is the kernel of every layer, as in `attention`; with "reference" the whole model
+        is plain operations.
+        """
+        with plain_operations(backend == "reference"):
+            context = AttentionContext(causal=False, backend=backend)
+            x: Tensor = self.blocks(self._embed(images), context, after=after)
+            x = x if self.final_norm is None else self.final_norm(x)
+            return x[:, 0] if self.class_token is not None else x.mean(1)
+
+    def loss(
+        self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, "b"], *, backend: str = "auto"
+    ) -> ImageLoss:
         """Mean cross-entropy of the `labels`, and hits."""
-        logits = self(images)
+        logits = self(images, backend)
         loss = F.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits, labels)
         return ImageLoss(loss, (logits.argmax(-1) == labels).sum())
 

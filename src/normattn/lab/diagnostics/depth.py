@@ -18,8 +18,8 @@ from normattn.kernels import Problem
 from normattn.kernels.observe import Observation, observing
 from normattn.lab.data.masking import MaskedSet
 from normattn.lab.diagnostics.alpha import Summed, Watcher, alpha
-from normattn.models.dropout import without_dropout
 from normattn.models.masked_lm import MaskedLM
+from normattn.models.utils import without_dropout
 
 Array = NDArray[np.float64]
 SAMPLED = 16

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
 from normattn.lab.diagnostics.collecting import Collector, collecting
-from normattn.models.dropout import without_dropout
+from normattn.models.utils import without_dropout
 
 Array = NDArray[np.float64]
 Collecting = Callable[..., AbstractContextManager[Collector]]

@@ -24,7 +24,7 @@ from normattn.lab.diagnostics.received import received_attention
 from normattn.lab.diagnostics.watching import Seen, watching
 from normattn.lab.stats import Identity, identified, joined, sums
 from normattn.models import CausalLM
-from normattn.models.dropout import without_dropout
+from normattn.models.utils import without_dropout
 
 DENSITY = (np.linspace(-1.5, 1.5, 42), np.linspace(-6.0, 6.0, 42))
 """Edges of `density`: log2 of ‖k‖ over its mean, and log2 of the attention received."""

@@ -18,7 +18,7 @@ from normattn.kernels import Problem
 from normattn.kernels.observe import Observation, observing
 from normattn.lab.diagnostics.alpha import Summed, Watcher, alpha
 from normattn.lab.diagnostics.collecting import layer_names
-from normattn.models.dropout import without_dropout
+from normattn.models.utils import without_dropout
 
 MOST_TOKENS = 512
 

@@ -19,8 +19,8 @@ from normattn.lab.evaluation.fingerprints import weights_digest
 from normattn.lab.evaluation.scorers import Precision, autocast
 from normattn.lab.stats import Identity, fact, identified, joined, sums
 from normattn.models.classifier import Classifier
-from normattn.models.dropout import without_dropout
 from normattn.models.flops import parameter_count
+from normattn.models.utils import without_dropout
 
 THRESHOLDS = np.linspace(0.01, 0.99, 99)
 """What is tried on the development set."""

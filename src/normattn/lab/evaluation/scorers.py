@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from normattn.kernels.cross_entropy import TokenScores
 from normattn.models.causal_lm import CausalLM
-from normattn.models.dropout import without_dropout
+from normattn.models.utils import without_dropout
 
 TokenScorer = Callable[[Tensor], TokenScores]
 """Maps ids (b, T + 1) to the loss (b, T) in nats and the correctness (b, T) of tokens 1 … T."""

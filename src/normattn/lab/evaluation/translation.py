@@ -18,8 +18,8 @@ from normattn.lab.data.relations import padded
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.evaluation.unigram import unigram_nats
 from normattn.models.beam_search import beam_search
-from normattn.models.dropout import without_dropout
 from normattn.models.translator import Translator
+from normattn.models.utils import without_dropout
 
 HOPELESS = 1e6
 Progress = Callable[[int, int], None]

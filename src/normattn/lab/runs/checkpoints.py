@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from normattn.atomic import explain_os_errors, put_in_place, replace_directory
 from normattn.errors import InputError
-from normattn.files import open_file
+from normattn.files import open_file, sha256_of
 from normattn.structured import read_object
+from normattn.tensors import read_tensors, write_tensors
 from normattn.terminal import warn
 
 KEPT = 2
+TENSORS = "tensors.safetensors"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -57,13 +57,9 @@ class Checkpoints:
         Tensors must not share memory. `InputError` when the disk is full; older ones then stay.
         """
         folder = self.path / f"step-{step:08d}"
-        content = safetensors.torch.save(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        )
-        digest = hashlib.sha256(content).hexdigest()
 
         def fill(temporary: Path) -> None:
-            (temporary / "tensors.safetensors").write_bytes(content)
+            digest = write_tensors(temporary / TENSORS, tensors)
             _describe(temporary, step, meta, digest)
 
         replace_directory(folder, fill)
@@ -148,12 +144,9 @@ def _describe(
 def _shards(folder: Path) -> dict[str, str]:
     """The digest of every part in `folder`, by name."""
     digests = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        digest = hashlib.sha256()
-        with open_file(file) as content:
-            while block := content.read(1 << 20):
-                digest.update(block)
-        digests[file.name] = digest.hexdigest()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open_file(path) as file:
+            digests[path.name] = sha256_of(file)
     return digests
 
 
@@ -174,16 +167,7 @@ def _read(folder: Path) -> Checkpoint:
             raise InputError(f"checkpoint {folder} is damaged: its parts do not match its checksum")
         return Checkpoint(folder, described["step"], {}, described["meta"], sharded=True)
     try:
-        with open_file(folder / "tensors.safetensors") as file:
-            content = file.read()
+        tensors = read_tensors(folder / TENSORS, described["sha256"])
     except InputError as error:
-        raise InputError(f"checkpoint {folder} is damaged: {error}") from error
-    if hashlib.sha256(content).hexdigest() != described["sha256"]:
-        raise InputError(
-            f"checkpoint {folder} is damaged: tensors.safetensors does not match its checksum"
-        )
-    try:
-        tensors = safetensors.torch.load(content)
-    except SafetensorError as error:
         raise InputError(f"checkpoint {folder} is damaged: {error}") from error
     return Checkpoint(folder, described["step"], tensors, described["meta"])

@@ -22,12 +22,11 @@ from normattn.lab.runs.checkpoints import Checkpoints
 from normattn.lab.runs.metrics import MetricsLog
 from normattn.lab.runs.status import RunStatus, State, digests_of_files, read_status
 from normattn.locks import InUseError, locked
-from normattn.structured import read_object
+from normattn.structured import first_difference, read_object
 
 FORMAT = 1
 _OURS_BEFORE_CONFIG = re.compile(r"\.lock|\.config\.json\..*")
 _LEFTOVER = re.compile(r"\.(config\.json|status\.json|environment\.json|step-\d+|model)\..+")
-_ABSENT = object()
 
 
 class RunDirectory:
@@ -194,27 +193,3 @@ def _check_same(stored: Any, wanted: Any, changeable: frozenset[str], path: Path
             f"the run in {path} has another configuration: {field} is {old} there and {new} here; "
             "choose another directory or the same configuration"
         )
-
-
-def first_difference(
-    stored: Any, wanted: Any, ignored: frozenset[str] = frozenset(), prefix: str = ""
-) -> tuple[str, str, str] | None:
-    """The first dotted field in which two JSON values differ, with both values as text."""
-    if isinstance(stored, dict) and isinstance(wanted, dict):
-        for key in [*wanted, *(key for key in stored if key not in wanted)]:
-            name = f"{prefix}.{key}" if prefix else key
-            if name in ignored:
-                continue
-            difference = first_difference(
-                stored.get(key, _ABSENT), wanted.get(key, _ABSENT), ignored, name
-            )
-            if difference is not None:
-                return difference
-        return None
-    # In Python, True == 1; in a configuration they differ.
-    same = stored == wanted and (type(stored) is bool) == (type(wanted) is bool)
-    return None if same else (prefix, _shown(stored), _shown(wanted))
-
-
-def _shown(value: Any) -> str:
-    return "absent" if value is _ABSENT else repr(value)

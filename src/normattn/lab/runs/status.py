@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from normattn.errors import InputError
+from normattn.files import open_file, sha256_of
 from normattn.structured import read_object
 
 State = Literal["running", "interrupted", "finished", "diverged"]
@@ -100,5 +100,6 @@ def unchanged(file: Path) -> Path:
     return file
 
 
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _digest(path: Path) -> str:
+    with open_file(path) as file:
+        return sha256_of(file)

@@ -28,7 +28,7 @@ from normattn.lab.training.task import Task
 from normattn.lab.training.vocabulary import check_batch
 from normattn.lab.training.workload import Workload, rows_per_share, train_workload
 from normattn.models.classifier import Classifier
-from normattn.models.classifier_config import ClassifierConfig
+from normattn.models.config import ClassifierConfig
 from normattn.models.flops import planned_parameters, stack_flops
 from normattn.score import ScoreSpec
 

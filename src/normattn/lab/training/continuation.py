@@ -13,7 +13,7 @@ from normattn.lab.data import TokenData
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.training.corpus_record import TOKENISER_FILE
 from normattn.models import CausalLM, CausalLMConfig
-from normattn.models.masked_config import MaskedLMConfig
+from normattn.models.config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import CONFIG_FILE, load_as
 from normattn.structured import Settings, read_object

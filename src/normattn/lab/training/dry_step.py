@@ -25,8 +25,8 @@ from normattn.lab.training.step import Stepper
 from normattn.lab.training.workload import rows_per_share
 from normattn.layers.attend import forget_positions
 from normattn.models import CausalLM
-from normattn.models.meta import Undrawn
-from normattn.models.stack import Blocks
+from normattn.models.transformer import Blocks
+from normattn.models.utils import WithoutDraws
 from normattn.score.fold import forget_tables
 
 
@@ -62,7 +62,7 @@ def dry_step(
     rows = rows_per_share(config.batch_size, processes * config.accumulate)
     alone = config.model_copy(update={"compile": False})
     fake = FakeTensorMode()
-    with _nothing_kept(), as_on_gpu(gpu), fake, Counting() as counting, Undrawn():
+    with _nothing_kept(), as_on_gpu(gpu), fake, Counting() as counting, WithoutDraws():
         task = DrawnTask(config, rows)
         if gathered:
             _let_go(task.model, config.precision == "bf16")

@@ -20,7 +20,16 @@ from normattn.structured import Settings, refuse_beyond
 
 # Settings that leave the loss curve as it is (threads and parallel: up to rounding), so that a run
 # may be resumed with others. `tensorboard` stands in the settings of runs from before `track`.
-CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "track", "tensorboard", "parallel"})
+CHANGEABLE = frozenset(
+    {
+        "threads",
+        "checkpoint_seconds",
+        "track",
+        "tensorboard",
+        "parallel",
+        "activation_checkpointing",
+    }
+)
 
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -40,6 +49,9 @@ class LoopConfig(Settings):
     (fsdp); the batch is divided either way, and one process alone holds everything. qk_clip: the
     largest logit that weights are left with (QK-Clip), None for no bound. track: where the
     curves go as well: tensorboard, trackio or wandb (`lab.training.trackers`).
+    activation_checkpointing: a block keeps its input alone for the backward pass and computes the
+    rest again: less memory for about a third more time (residual scores take another kernel, which
+    draws its dropout otherwise).
     """
 
     steps: int = Field(default=1000, ge=1, le=10**9)
@@ -62,6 +74,7 @@ class LoopConfig(Settings):
     qk_clip: Annotated[
         float | None, Field(gt=0.0, le=1e6, exclude_if=lambda threshold: threshold is None)
     ] = None
+    activation_checkpointing: Annotated[bool, Field(exclude_if=lambda on: not on)] = False
     optimiser: OptimiserConfig = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
 

@@ -32,8 +32,8 @@ from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.task import Task
 from normattn.lab.training.vocabulary import check_batch, check_vocabulary, fill_vocabulary
 from normattn.lab.training.workload import Workload, rows_per_share, train_workload
+from normattn.models.config import MaskedLMConfig
 from normattn.models.flops import planned_parameters, stack_flops
-from normattn.models.masked_config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.score import ScoreSpec
 from normattn.structured import Settings

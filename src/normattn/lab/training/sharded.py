@@ -22,7 +22,7 @@ from normattn.lab.training.distribution import World
 from normattn.lab.training.parallel import Parallel
 from normattn.lab.training.shards import ShardWriter, read_shards
 from normattn.lab.training.state import all_finite
-from normattn.models.stack import Blocks
+from normattn.models.transformer import Blocks
 
 
 class Sharded(Parallel):

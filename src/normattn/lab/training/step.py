@@ -26,6 +26,7 @@ from normattn.lab.training.schedules import multiplier
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.state import kept_buffers
 from normattn.lab.training.task import Task
+from normattn.models.transformer import set_activation_checkpointing
 from normattn.score import project_parameters
 
 LARGEST = "largest_logit"
@@ -95,6 +96,8 @@ class Stepper:
         self.config = config
         self.world = world
         self.parallel = _parallel_of(config, world)
+        if config.activation_checkpointing:
+            set_activation_checkpointing(task.model)
         # Wrapped first: to divide a parameter is to make a new one.
         objective = self.parallel.wrap(Objective(task))
         self.optimiser, self.names = make_optimiser(task.model, config.optimiser)

@@ -26,9 +26,9 @@ from normattn.lab.training.reports import TrainingResult
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.task import Task
 from normattn.lab.training.workload import Workload, train_workload
+from normattn.models.config import TranslatorConfig
 from normattn.models.flops import parameter_count, translator_flops
 from normattn.models.translator import Translator
-from normattn.models.translator_config import TranslatorConfig
 from normattn.score import ScoreSpec
 
 NOMINAL_LENGTH = 16

@@ -26,8 +26,8 @@ from normattn.lab.training.reports import TrainingResult
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.vocabulary import check_batch
 from normattn.lab.training.workload import Workload, rows_per_share, train_workload
+from normattn.models.config import VisionConfig
 from normattn.models.flops import flops_per_image, planned_parameters
-from normattn.models.vision_config import VisionConfig
 from normattn.models.vision_transformer import VisionTransformer
 from normattn.score import ScoreSpec
 

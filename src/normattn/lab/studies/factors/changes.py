@@ -8,7 +8,7 @@ from typing import Any
 
 from normattn.errors import unknown
 from normattn.lab.sweep.merging import merged
-from normattn.models.block_settings import without_foreign
+from normattn.models.config import without_foreign
 
 AS_PRESET, ENGLISH = "preset", "english"
 

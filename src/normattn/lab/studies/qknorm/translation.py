@@ -29,9 +29,9 @@ from normattn.lab.sweep.stages import MeasureStage, Note, Stage, TrainStage
 from normattn.lab.training.cost import Cost
 from normattn.lab.training.distribution import choose_device
 from normattn.lab.training.translation import TranslationConfig, TranslationWorkload
+from normattn.models.config import without_position
 from normattn.models.pretrained import load_as
 from normattn.models.translator import Translator
-from normattn.models.translator_config import placeless
 from normattn.score import ScoreSpec
 from normattn.score.part import Part
 from normattn.score.registry import find
@@ -86,7 +86,7 @@ def scores_of(variant: str) -> dict[str, str]:
     return {
         "model.score": variant,
         "model.decoder_score": _with_variant(spec, plain).text,
-        "model.cross_score": placeless(_with_variant(spec, keys)).text,
+        "model.cross_score": without_position(_with_variant(spec, keys)).text,
     }
 
 

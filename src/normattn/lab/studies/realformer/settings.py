@@ -11,7 +11,7 @@ from normattn.errors import InputError
 from normattn.lab.sweep.merging import merged
 from normattn.lab.sweep.settings import StudyPreset
 from normattn.lab.training.masked import MaskedConfig
-from normattn.models.stack_config import NORMLESS, Placement
+from normattn.models.config import NORMLESS, Placement
 from normattn.structured import Settings
 
 
