@@ -32,7 +32,7 @@ def names() -> list[str]:
 def _config(score: str) -> CausalLMConfig | MaskedLMConfig | None:
     for kind in (CausalLMConfig, MaskedLMConfig):
         try:
-            return kind(**SIZES, score=score)
+            return kind(**{**SIZES, "score": score})
         except InputError:
             continue
     return None
@@ -83,7 +83,7 @@ def test_every_kind_of_part_is_among_them() -> None:
 def test_other_stacks(changes: dict[str, Any]) -> None:
     torch.manual_seed(0)
     sizes = {**SIZES, "heads": 1} if "block" in changes else SIZES
-    model = CausalLM(CausalLMConfig(**{**sizes, **changes}, score="KNA-ResidualQK")).double()
+    model = CausalLM(CausalLMConfig(**{**sizes, **changes, "score": "KNA-ResidualQK"})).double()
     same_with_and_without(model, lambda: model.loss(IDS).loss)
 
 
@@ -91,7 +91,7 @@ def test_other_stacks(changes: dict[str, Any]) -> None:
 def test_a_translators_two_stacks(score: str) -> None:
     torch.manual_seed(0)
     sizes = {name: SIZES[name] for name in ("dim", "layers", "heads", "train_length")}
-    model = Translator(TranslatorConfig(**sizes, source_vocab=9, score=score)).double()
+    model = Translator(TranslatorConfig(**{**sizes, "source_vocab": 9, "score": score})).double()
     source = torch.tensor([[3, 4, 5, 2], [6, 7, 2, 0]])
     target = torch.tensor([[1, 8, 7, 2], [1, 5, 2, 0]])
     same_with_and_without(model, lambda: model.loss(source, target).loss)
@@ -99,7 +99,7 @@ def test_a_translators_two_stacks(score: str) -> None:
 
 def test_less_is_kept_for_the_backward_pass() -> None:
     torch.manual_seed(0)
-    model = CausalLM(CausalLMConfig(**{**SIZES, "layers": 8}, score="KNA-RealFormer"))
+    model = CausalLM(CausalLMConfig(**{**SIZES, "layers": 8, "score": "KNA-RealFormer"}))
 
     def kept() -> int:
         held: list[int] = []

@@ -16,9 +16,9 @@ from normattn.models.config import ClassifierConfig, TranslatorConfig, VisionCon
 from normattn.models.vision_transformer import VisionTransformer
 
 STACK: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 2}
-TEXT = {**STACK, "train_length": 8, "score": "KNA-logn", "vocab_size": 11}
+TEXT: dict[str, Any] = {**STACK, "train_length": 8, "score": "KNA-logn", "vocab_size": 11}
 IDS = torch.arange(12).view(2, 6) % 11
-SIDES = {"source_vocab": 11, "train_length": 8, "score": "KNA-logn"}
+SIDES: dict[str, Any] = {"source_vocab": 11, "train_length": 8, "score": "KNA-logn"}
 Loss = Callable[..., Tensor]
 
 

@@ -20,16 +20,7 @@ from normattn.structured import Settings, refuse_beyond
 
 # Settings that leave the loss curve as it is (threads and parallel: up to rounding), so that a run
 # may be resumed with others. `tensorboard` stands in the settings of runs from before `track`.
-CHANGEABLE = frozenset(
-    {
-        "threads",
-        "checkpoint_seconds",
-        "track",
-        "tensorboard",
-        "parallel",
-        "activation_checkpointing",
-    }
-)
+CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "track", "tensorboard", "parallel"})
 
 
 Config = TypeVar("Config", bound=BaseModel)
