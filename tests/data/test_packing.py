@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from normattn.errors import InputError
 from normattn.lab.data import Tiling, TokenSplit, TrainingBatches
-from normattn.lab.data.counter_random import below, uniforms
+from normattn.lab.data.batches import below, uniforms
 
 from .helpers import make_split
 
@@ -134,7 +134,7 @@ def test_impossible_batches_are_refused(
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
-    with pytest.raises(InputError, match="4 sequences cannot be shared by 3 processes"):
+    with pytest.raises(InputError, match="4 sequences does not divide into 3 shares"):
         TrainingBatches(SPLIT, 16, 4, 0).batch(0, 0, 3)
     with pytest.raises(InputError, match="rank 2"):
         TrainingBatches(SPLIT, 16, 4, 0).batch(0, 2, 2)

@@ -30,12 +30,10 @@ from normattn.lab.data import (
     TokenSplit,
     TrainingBatches,
     prepare_tokens,
-    token_build,
-    token_shards,
     tokens,
 )
-from normattn.lab.data.shard_writer import CannotResumeError, ShardWriter, shard_paths
-from normattn.lab.data.token_shards import TokenShards
+from normattn.lab.data import shards as shards_module
+from normattn.lab.data.shards import CannotResumeError, ShardWriter, TokenShards, shard_paths
 from normattn.lab.data.tokeniser import Tokeniser
 
 from .helpers import write_folder
@@ -82,7 +80,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="/proc/self/fd is Linux's")
 def test_few_shards_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_shards, "MOST_OPEN", 3)
+    monkeypatch.setattr(shards_module, "MOST_OPEN", 3)
     values = np.arange(50, dtype=U2)
     shards = written(tmp_path, values, 2)
     before = len(os.listdir("/proc/self/fd"))
@@ -131,8 +129,8 @@ def test_a_writer_goes_on_behind_what_is_kept(
 
 def test_the_windows_are_the_recorded_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Recorded before there were shards. 700 bytes make some thirty of them.
-    for size in (token_build.SHARD_BYTES, 700):
-        monkeypatch.setattr(token_build, "SHARD_BYTES", size)
+    for size in (tokens.SHARD_BYTES, 700):
+        monkeypatch.setattr(tokens, "SHARD_BYTES", size)
         drawn, record = windows(tmp_path / str(size)), recorded()
         if drawn["tokenizers"] != record["tokenizers"]:
             del drawn["fingerprint"], record["fingerprint"]
@@ -189,7 +187,7 @@ class Deadly(Corpus):
 
 
 def _prepare(corpus: Deadly, cache: Path, shard_bytes: int = 4000) -> None:
-    token_build.SHARD_BYTES = shard_bytes
+    tokens.SHARD_BYTES = shard_bytes
     setattr(tokens, "parse_corpus", lambda text: corpus)  # noqa: B010 — in a process of its own
     encode = Tokeniser.encode_arrays
 
@@ -265,22 +263,6 @@ def test_what_does_not_fit_together_is_said_and_made_anew(tmp_path: Path, harm: 
         assert files(cache / one.name) == files(one)
 
 
-def test_a_cache_of_an_older_format_is_said_and_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_folder(tmp_path / "text", 10)
-    decides = tokens._decides
-    with monkeypatch.context() as patch:
-        patch.setattr(tokens, "_decides", lambda c, corpus, _=0: decides(c, corpus, 2))
-        prepare_tokens(config(folder), tmp_path / "cache")
-    (older,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
-    (older / "train.tokens.00000").write_bytes(b"of another layout")
-    with pytest.warns(UserWarning, match=rf"{older.name} is of an older format; its tokens are"):
-        data = prepare_tokens(config(folder), tmp_path / "cache")
-    assert data.train.total > 100
-    assert (older / "train.tokens.00000").read_bytes() == b"of another layout"
-
-
 def _rows(split: TokenSplit, rank: int, world: int, answers: Any) -> None:
     batches = TrainingBatches(split, 16, 4, 3)
     rows = [batches.batch(step, rank, world).tolist() for step in range(6)]
@@ -290,7 +272,7 @@ def _rows(split: TokenSplit, rank: int, world: int, answers: Any) -> None:
 def test_two_processes_read_their_part_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_build, "SHARD_BYTES", 200)
+    monkeypatch.setattr(tokens, "SHARD_BYTES", 200)
     folder = write_folder(tmp_path / "text", 60)
     data: TokenData = prepare_tokens(config(folder), tmp_path / "cache")
     context = multiprocessing.get_context("fork")

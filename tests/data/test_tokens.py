@@ -27,12 +27,11 @@ from normattn.lab.data import (
     Document,
     TokenData,
     prepare_tokens,
-    token_build,
     tokens,
 )
 from normattn.lab.data import cache as cache_module
-from normattn.lab.data.token_build import build_tokens
-from normattn.lab.data.token_shards import TokenShards
+from normattn.lab.data.shards import TokenShards
+from normattn.lab.data.tokens import build_tokens
 
 from .helpers import write_folder
 
@@ -244,7 +243,7 @@ def test_a_build_that_fails_keeps_what_it_did(
     datasets.load_dataset = load  # type: ignore[attr-defined]
     monkeypatch.setattr(os, "fsync", full)
     monkeypatch.setitem(sys.modules, "datasets", datasets)
-    monkeypatch.setattr(token_build, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(tokens, "SHARD_BYTES", 4000)
     made = config(f"hf:me/data?revision={'a' * 40}")
     cache, first, second = tmp_path / "cache", list[int](), list[int]()
     with pytest.raises(InputError, match=r"reset by peer|no space left on the disk"):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from data.helpers import make_split
-from normattn.lab.data.masking import MaskedSet, Masking, masked_set
+from normattn.lab.data.batches import Masking
+from normattn.lab.data.windows import MaskedSet, masked_set
 from normattn.lab.diagnostics.depth import SAMPLED, layer_gradients, measure_depth
 from normattn.lab.evaluation.masked import documents_of, score_masked, unigram_loss
 from normattn.layers.attention import Attention

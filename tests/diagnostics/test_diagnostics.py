@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.lab.data.evaluation_sets import EvaluationSet
+from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.diagnostics import (
     BINS,
     Seen,

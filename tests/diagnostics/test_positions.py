@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from diagnostics.test_diagnostics import NAMES, brute_weights, ids_of, look, model_of, texts_of
-from normattn.lab.data.evaluation_sets import EvaluationSet
+from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.diagnostics import BINS, measure_mechanism
 from normattn.lab.diagnostics.key_norms import (
     FIRST,

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from normattn.kernels.cross_entropy import TokenScores
-from normattn.lab.data.evaluation_sets import EvaluationSet
+from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation import CellInfo, TokenScorer, from_logits
 
 VOCABULARY = 16

@@ -11,7 +11,7 @@ import torch
 from polars.testing import assert_frame_equal
 
 from normattn.kernels.cross_entropy import TokenScores
-from normattn.lab.data.evaluation_sets import EvaluationSet
+from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation import evaluate_cell, evaluate_run, from_causal_lm
 from normattn.lab.evaluation.recall import recalling
 from normattn.lab.stats import MeasurementStore

@@ -11,7 +11,7 @@ from polars.testing import assert_frame_equal
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.lab.data.evaluation_sets import EvaluationSet
+from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation import (
     TokenScorer,
     evaluate_run,

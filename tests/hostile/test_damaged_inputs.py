@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -57,34 +57,6 @@ def _refused(path: Path, read: Callable[[], object], same: Callable[[Any], bool]
 PIXELS = np.arange(2 * 64, dtype=np.uint8).reshape(2, 8, 8)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_npz_is_refused_by_name(damage: str, tmp_path: Path) -> None:
-    from normattn.lab.data.images.files import read_npz
-
-    path = tmp_path / "some.npz"
-    np.savez_compressed(path, images=PIXELS, labels=np.array([0, 1]))
-    path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    _refused(
-        path, lambda: read_npz(path), lambda found: (found["all"].pixels[..., 0] == PIXELS).all()
-    )
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_idx_file_is_refused_by_name(damage: str, tmp_path: Path) -> None:
-    from normattn.lab.data.images.files import read_idx
-
-    head = b"\0\0\x08\x03" + b"".join(size.to_bytes(4, "big") for size in PIXELS.shape)
-    path = tmp_path / "train-images-idx3-ubyte.gz"
-    path.write_bytes(DAMAGES[damage](gzip.compress(head + PIXELS.tobytes())))
-    labels = b"\0\0\x08\x01" + (2).to_bytes(4, "big") + b"\0\1"
-    (tmp_path / "train-labels-idx1-ubyte").write_bytes(labels)
-    _refused(
-        path,
-        lambda: read_idx(tmp_path),
-        lambda found: (found["train"].pixels[..., 0] == PIXELS).all(),
-    )
-
-
 def _chunk(kind: bytes, content: bytes) -> bytes:
     sealed = kind + content
     return len(content).to_bytes(4, "big") + sealed + zlib.crc32(sealed).to_bytes(4, "big")
@@ -94,7 +66,7 @@ def _chunk(kind: bytes, content: bytes) -> bytes:
 def test_a_damaged_picture_is_refused_by_name(damage: str, tmp_path: Path) -> None:
     from PIL import Image
 
-    from normattn.lab.data.images.files import read_classes
+    from normattn.lab.data.images import ImageDataConfig, image_shape
 
     path = tmp_path / "cats" / "one.png"
     path.parent.mkdir()
@@ -107,8 +79,10 @@ def test_a_damaged_picture_is_refused_by_name(damage: str, tmp_path: Path) -> No
         path.write_bytes(content[:33] + b"\0\0\0\4\0\0\0\0" + content[33:])
     else:
         path.write_bytes(DAMAGES[damage](content))
-    same = lambda found: found.parts["all"].pixels.size > 0  # noqa: E731
-    _refused(path, lambda: read_classes(tmp_path), same)
+    for number in range(2, 40):
+        shutil.copy(path, path.with_name(f"{number}.png"))
+    read = lambda: image_shape(ImageDataConfig(source=str(tmp_path)))  # noqa: E731
+    _refused(path.parent, read, lambda found: found.height == 8)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -145,7 +119,7 @@ def test_settings_beside_a_page_are_refused_by_name(content: str, tmp_path: Path
 
 
 def test_files_without_an_end_are_refused_at_once(tmp_path: Path) -> None:
-    from normattn.lab.data.images.files import read_classes, read_idx, read_npz
+    from normattn.lab.data.images import ImageDataConfig, image_shape
     from normattn.lab.data.tokeniser import Tokeniser
 
     def pipe(name: str) -> Path:
@@ -155,10 +129,7 @@ def test_files_without_an_end_are_refused_at_once(tmp_path: Path) -> None:
         return place
 
     reading: dict[Path, Callable[[], object]] = {
-        pipe("some.npz"): lambda: read_npz(tmp_path / "some.npz"),
-        pipe("idx/train-images"): lambda: read_idx(tmp_path / "idx"),
-        pipe("idx/train-labels"): lambda: read_idx(tmp_path / "idx"),
-        pipe("cats/one.png"): lambda: read_classes(tmp_path),
+        pipe("cats/one.png"): lambda: image_shape(ImageDataConfig(source=str(tmp_path))),
         pipe("tokeniser.json"): lambda: Tokeniser.load(tmp_path / "tokeniser.json"),
     }
     for path, read in reading.items():

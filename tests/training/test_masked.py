@@ -10,7 +10,7 @@ import torch
 
 from normattn.errors import InputError, Interrupted
 from normattn.lab.data import TrainingBatches, prepare_tokens
-from normattn.lab.data.masking import Masking
+from normattn.lab.data.batches import Masking
 from normattn.lab.runs import read_metrics
 from normattn.lab.training import StepReport
 from normattn.lab.training.masked import MaskedConfig, MaskedWorkload, train_masked

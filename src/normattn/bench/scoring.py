@@ -11,7 +11,7 @@ import torch
 from normattn.bench.case import Work
 from normattn.bench.training import BATCHES, MODELS, PresetName, PresetStep
 from normattn.lab.data import TokenSplit
-from normattn.lab.data.evaluation_sets import (
+from normattn.lab.data.windows import (
     EvaluationSet,
     last_segment_sets,
     non_repeated_set,

@@ -12,9 +12,9 @@ from jaxtyping import Int64
 
 from normattn.errors import InputError
 from normattn.lab.data.corpora import parse_corpus
-from normattn.lab.data.evaluation_sets import EvaluationSet
 from normattn.lab.data.retrieval import RetrievalSet
 from normattn.lab.data.tokeniser import cut_runs
+from normattn.lab.data.windows import EvaluationSet
 
 DEFAULT_TEXT = ("python-source",)
 _BYTES_PER_TOKEN = 16  # More than any text of a language has; the whole is read where it is not.

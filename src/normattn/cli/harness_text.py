@@ -17,13 +17,13 @@ import numpy as np
 
 from normattn.errors import InputError
 from normattn.files import expanded
-from normattn.lab.data.config import DataConfig
+from normattn.lab.data import DataConfig
 from normattn.lab.data.corpora import Document, parse_corpus
-from normattn.lab.data.evaluation_sets import last_segment_sets
 from normattn.lab.data.retrieval import DEPTHS, retrieval_set
 from normattn.lab.data.splits import split_of
 from normattn.lab.data.token_data import TokenData, TokenSplit
 from normattn.lab.data.tokeniser import SEPARATOR_ID, Tokeniser
+from normattn.lab.data.windows import last_segment_sets
 
 LENGTHS = (512, 1024, 2048)
 _BATCH = 64

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from normattn.lab.data.config import DataConfig
+from normattn.lab.data.batches import MaskedBatches, Masking, Tiling, TrainingBatches
 from normattn.lab.data.corpora import Corpus, Document, parse_corpus
-from normattn.lab.data.evaluation_sets import (
-    EvaluationSet,
-    by_position_set,
-    last_segment_sets,
-    non_repeated_set,
-    repeated_set,
-    train_length_set,
-)
-from normattn.lab.data.masking import MaskedBatches, MaskedSet, Masking, masked_set
-from normattn.lab.data.packing import Tiling, TrainingBatches
 from normattn.lab.data.retrieval import RetrievalSet, retrieval_set
 from normattn.lab.data.synthetic import CopyTask
 from normattn.lab.data.token_data import TokenData, TokenSplit
 from normattn.lab.data.tokeniser import Tokeniser, train_tokeniser
-from normattn.lab.data.tokens import look_for_tokens, prepare_tokens
+from normattn.lab.data.tokens import DataConfig, look_for_tokens, prepare_tokens
+from normattn.lab.data.windows import (
+    EvaluationSet,
+    MaskedSet,
+    by_position_set,
+    last_segment_sets,
+    masked_set,
+    non_repeated_set,
+    repeated_set,
+    train_length_set,
+)
 
 __all__ = [
     "CopyTask",

@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
 from normattn.errors import InputError, unknown
-from normattn.lab.data.evaluation_sets import choose_places, window_length
 from normattn.lab.data.retrieval_facts import FACTS, TASKS, Facts
 from normattn.lab.data.retrieval_statements import Ids, Statements, statements_for
 from normattn.lab.data.token_data import TokenData
+from normattn.lab.data.windows import choose_places, window_length
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _TRIES = 100

@@ -10,8 +10,8 @@ from typing import overload
 import numpy as np
 from jaxtyping import Int64, UInt16, UInt32
 
+from normattn.lab.data.shards import TokenShards
 from normattn.lab.data.splits import SplitName, Splits
-from normattn.lab.data.token_shards import TokenShards
 from normattn.lab.data.tokeniser import Tokeniser
 
 TokenArray = UInt16[np.ndarray, "tokens"] | UInt32[np.ndarray, "tokens"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from normattn.kernels import Problem
 from normattn.kernels.observe import Observation, observing
-from normattn.lab.data.masking import MaskedSet
+from normattn.lab.data.windows import MaskedSet
 from normattn.lab.diagnostics.alpha import Summed, Watcher, alpha
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.utils import without_dropout

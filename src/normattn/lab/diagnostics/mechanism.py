@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normattn.kernels.cosines import BINS
-from normattn.lab.data.evaluation_sets import EvaluationSet
+from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.diagnostics.clamping import ClampedReading
 from normattn.lab.diagnostics.cosines import count_cosines
 from normattn.lab.diagnostics.documents import Documents

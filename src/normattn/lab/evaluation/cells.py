@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from normattn.lab.data.evaluation_sets import EvaluationSet
 from normattn.lab.data.retrieval import RetrievalSet
+from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.stats import Identity
 from normattn.lab.stats.frame import Factor
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from normattn.lab.data.masking import MaskedSet
 from normattn.lab.data.token_data import TokenSplit
+from normattn.lab.data.windows import MaskedSet
 from normattn.lab.evaluation.unigram import unigram_nats
 from normattn.models.masked_lm import MaskedLM
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from normattn.errors import InputError, NormattnError
-from normattn.lab.data.evaluation_sets import EvaluationSet
+from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation.cells import CellInfo, batches, identity
 from normattn.lab.evaluation.scorers import TokenScorer, scores_from
 from normattn.lab.stats import MeasurementStore, digest, identified, sums

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from normattn.kernels.cross_entropy import TokenScores
-from normattn.lab.data.evaluation_sets import EvaluationSet
+from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation.cells import AnySet
 from normattn.lab.evaluation.scorers import TokenScorer
 

@@ -14,7 +14,7 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.lab.data import TokenData
-from normattn.lab.data.evaluation_sets import EvaluationSet, non_repeated_set, train_length_set
+from normattn.lab.data.windows import EvaluationSet, non_repeated_set, train_length_set
 from normattn.lab.report.claim import Claim, difference
 from normattn.lab.report.figure import Curves, Figure, Line, Panel
 from normattn.lab.report.page import Page

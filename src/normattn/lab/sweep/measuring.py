@@ -9,15 +9,15 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.lab.data import TokenData
-from normattn.lab.data.evaluation_sets import (
+from normattn.lab.data.retrieval import retrieval_set
+from normattn.lab.data.retrieval_facts import TASKS
+from normattn.lab.data.windows import (
     by_position_set,
     last_segment_sets,
     non_repeated_set,
     repeated_set,
     train_length_set,
 )
-from normattn.lab.data.retrieval import retrieval_set
-from normattn.lab.data.retrieval_facts import TASKS
 from normattn.lab.evaluation import AnySet, evaluate_run
 from normattn.lab.runs import require_finished
 from normattn.lab.stats import MeasurementStore, joined

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from normattn.lab.data import TokenData
-from normattn.lab.data.evaluation_sets import EvaluationSet
+from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation import evaluate_run
 from normattn.lab.stats import MeasurementStore, digest
 from normattn.lab.stats.frame import Factor

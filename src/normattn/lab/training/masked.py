@@ -18,7 +18,7 @@ from normattn.lab.data import (
     look_for_tokens,
     prepare_tokens,
 )
-from normattn.lab.data.masking import MaskedBatches, MaskedRows, Masking
+from normattn.lab.data.batches import MaskedBatches, MaskedRows, Masking
 from normattn.lab.training.continuation import (
     Continuation,
     new_masked_model,

@@ -18,6 +18,7 @@ from normattn.lab.data.images import (
     ImageData,
     ImageDataConfig,
     image_shape,
+    look_for_images,
     prepare_images,
 )
 from normattn.lab.training.cost import Cost
@@ -113,6 +114,11 @@ class VisionWorkload(Workload[VisionTrainingConfig, ImageData]):
     def prepare(self, config: VisionTrainingConfig) -> ImageData:
         """The images, split."""
         return prepare_images(config.data)
+
+    def look(self, config: VisionTrainingConfig) -> tuple[str, ...]:
+        """Whether the package or the folder is there."""
+        look_for_images(config.data)
+        return ()
 
     def check(self, config: VisionTrainingConfig, data: ImageData, shares: int) -> None:
         """The images must be of the model's shape, and every micro-batch have as many."""

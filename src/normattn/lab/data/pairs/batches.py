@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from normattn.errors import InputError
-from normattn.lab.data.counter_random import uniforms
+from normattn.lab.data.batches import uniforms
 from normattn.lab.data.pairs.config import BOS_ID, EOS_ID, PAD_ID
 from normattn.lab.data.pairs.pair_data import PairSplit, Side
 

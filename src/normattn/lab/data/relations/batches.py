@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int64
 
 from normattn.errors import InputError
-from normattn.lab.data.counter_random import uniforms
+from normattn.lab.data.batches import uniforms
 from normattn.lab.data.relations.prepared import RelationSplit, padded
 
 _POOL = 8

