@@ -18,6 +18,7 @@ from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.causal import CausalWorkload
 from normattn.lab.training.config_files import read_settings
 from normattn.lab.training.pages import keep_pages
+from normattn.lab.training.planning import describe_plan
 from normattn.models.config import without_foreign
 from normattn.models.flops import flops_per_token, parameter_count
 from normattn.terminal import Console
@@ -33,7 +34,8 @@ def train_or_plan(options: TrainOptions) -> None:
     if (gpu is None and counted != (1, 1)) or (gpu is not None and not options.plan):
         raise InputError("--nodes, --gpus-per-node and --gpu say what --plan with --gpu counts")
     if options.plan:
-        planned = None if gpu is None else plan_run(config, gpu, *counted)
+        cost = CausalWorkload().cost(config)
+        planned = None if gpu is None else describe_plan(config, cost, gpu, *counted)
         notes = CausalWorkload().look(config)
         print(*filter(None, (*notes, describe(config), planned)), sep="\n")
     else:
@@ -76,17 +78,6 @@ def describe(config: TrainingConfig) -> str:
         f"{config.steps:,} steps of {config.batch_size} sequences of {model.train_length} tokens: "
         f"{tokens:,} tokens, {tokens * flops.training:.2g} FLOPs"
     )
-
-
-def plan_run(config: TrainingConfig, gpu: str, nodes: int, per_node: int) -> str:
-    """What a step takes on so many devices; see `normattn.lab.training.plan`."""
-    # Tensors without numbers take torch a second to import.
-    from normattn.lab.training.plan import described, device_named, dry_share, plan
-
-    device = device_named(gpu, config.threads)
-    counted = dry_share(config, gpu, nodes * per_node)
-    planned = plan(config, CausalWorkload().cost(config), counted, device, nodes, per_node)
-    return described(planned, device, gpu, nodes, per_node)
 
 
 def training_config(fields: Mapping[str, Any]) -> TrainingConfig:

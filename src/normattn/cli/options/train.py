@@ -91,5 +91,5 @@ class TrainOptions:
     nodes: int = option(1, min=1, help="With --plan --gpu: machines.")
     gpus_per_node: int = option(1, min=1, help="With --plan --gpu: GPUs of each machine.")
     gpu: str | None = option(
-        None, help="With --plan: what a step takes on a100, h100, h200, or here."
+        None, help="With --plan: memory and FLOPs on each a100, h100, h200, or here."
     )

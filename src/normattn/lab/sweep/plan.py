@@ -9,7 +9,7 @@ from normattn.lab.report.table import span
 from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.stages import Stage, TrainStage
 from normattn.lab.sweep.study import Cell, Sweep
-from normattn.lab.training.cost import Cost
+from normattn.lab.training.planning import Cost
 
 BYTES = 4
 CHECKPOINTS = 2

@@ -17,8 +17,8 @@ from normattn.lab.sweep.measuring import EVALUATIONS
 from normattn.lab.sweep.probes import diagnostics_probes
 from normattn.lab.training import LoopConfig, StepReport, TrainingConfig
 from normattn.lab.training.continuation import Continuation
-from normattn.lab.training.cost import Cost
 from normattn.lab.training.masked import MaskedConfig
+from normattn.lab.training.planning import Cost
 from normattn.lab.training.reports import Probe
 from normattn.lab.training.workload import Workload, train_workload
 

@@ -13,8 +13,8 @@ from normattn.lab.data import TokenData, TrainingBatches, look_for_tokens, prepa
 from normattn.lab.training.config import TrainingConfig
 from normattn.lab.training.continuation import new_model, refuse_other_tokeniser
 from normattn.lab.training.corpus_record import leave_tokeniser
-from normattn.lab.training.cost import Cost
 from normattn.lab.training.loop_config import CHANGEABLE
+from normattn.lab.training.planning import Cost
 from normattn.lab.training.reports import TrainingResult
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.task import Task

@@ -20,8 +20,8 @@ from normattn.lab.data.relations import (
     look_for_relations,
     prepare_relations,
 )
-from normattn.lab.training.cost import Cost
 from normattn.lab.training.loop_config import LoopConfig
+from normattn.lab.training.planning import Cost
 from normattn.lab.training.reports import TrainingResult
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.task import Task

@@ -25,8 +25,8 @@ from normattn.lab.training.continuation import (
     refuse_other_tokeniser,
 )
 from normattn.lab.training.corpus_record import leave_tokeniser
-from normattn.lab.training.cost import Cost
 from normattn.lab.training.loop_config import CHANGEABLE, LoopConfig
+from normattn.lab.training.planning import Cost
 from normattn.lab.training.reports import TrainingResult
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.task import Task

@@ -20,8 +20,8 @@ from normattn.lab.data.pairs import (
     prepare_pairs,
 )
 from normattn.lab.data.pairs.config import EOS_ID, PAD_ID
-from normattn.lab.training.cost import Cost
 from normattn.lab.training.loop_config import LoopConfig
+from normattn.lab.training.planning import Cost
 from normattn.lab.training.reports import TrainingResult
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.task import Task

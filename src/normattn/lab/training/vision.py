@@ -21,8 +21,8 @@ from normattn.lab.data.images import (
     look_for_images,
     prepare_images,
 )
-from normattn.lab.training.cost import Cost
 from normattn.lab.training.loop_config import LoopConfig
+from normattn.lab.training.planning import Cost
 from normattn.lab.training.reports import TrainingResult
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.vocabulary import check_batch

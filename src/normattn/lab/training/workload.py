@@ -13,10 +13,10 @@ from normattn.errors import InputError
 from normattn.lab.runs import RunDirectory, read_metrics
 from normattn.lab.training.continuation import KEPT
 from normattn.lab.training.corpus_record import begin_corpus
-from normattn.lab.training.cost import Cost, check_memory
 from normattn.lab.training.distribution import World, world
 from normattn.lab.training.loop import OnStep, train
 from normattn.lab.training.loop_config import CHANGEABLE, LoopConfig
+from normattn.lab.training.planning import Cost, check_memory
 from normattn.lab.training.reports import Callback, Probe, TrainingResult
 from normattn.lab.training.task import Task
 from normattn.models.pretrained import check_weights, save_model

@@ -29,8 +29,8 @@ from normattn.lab.sweep.settings import EvaluationSettings, MechanismSettings
 from normattn.lab.sweep.stages import Note, Stage
 from normattn.lab.sweep.study import Request, Study, Sweep, cells_of, refuse_choices, seeds_of
 from normattn.lab.training import TrainingConfig
-from normattn.lab.training.cost import Cost
 from normattn.lab.training.distribution import choose_device
+from normattn.lab.training.planning import Cost
 from normattn.models.pretrained import load_model
 
 KIND = "mechanism"

@@ -22,9 +22,9 @@ from normattn.lab.sweep.measuring import MODEL
 from normattn.lab.sweep.stages import MeasureStage, Note, divergence, with_weights
 from normattn.lab.sweep.study import Cell, diverged
 from normattn.lab.training.continuation import new_masked_model
-from normattn.lab.training.cost import Cost
 from normattn.lab.training.distribution import choose_device
 from normattn.lab.training.masked import MaskedConfig
+from normattn.lab.training.planning import Cost
 from normattn.lab.training.seeds import derive_seed
 from normattn.models.flops import planned_parameters, stack_flops
 from normattn.models.masked_lm import MaskedLM

@@ -23,8 +23,8 @@ from normattn.lab.training.classification import (
     ClassificationConfig,
     ClassificationWorkload,
 )
-from normattn.lab.training.cost import Cost
 from normattn.lab.training.distribution import World, choose_device, world
+from normattn.lab.training.planning import Cost
 from normattn.lab.training.step import Stepper
 from normattn.lab.training.workload import MODEL
 from normattn.models.classifier import Classifier

@@ -14,8 +14,11 @@ import torch
 from normattn.errors import InputError
 from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.causal import CausalWorkload
-from normattn.lab.training.cost import least_bytes, memory_of
+from normattn.lab.training.planning import GPU_MEMORY, describe_plan, make_plan, memory_of
 from normattn.models import CausalLM
+
+from .group import CURVE, hold, together
+from .settings import small
 
 CPU = torch.device("cpu")
 
@@ -36,9 +39,38 @@ def test_the_estimate_is_what_weights_gradients_moments_and_inputs_of_blocks_tak
     config = _config()
     numbers = sum(each.numel() for each in CausalLM(config.model).parameters())
     cost = CausalWorkload().cost(config)
-    assert least_bytes(cost, config) == numbers * 4 * 4 + 4 * 8 * 16 * 2 * 4
+    assert make_plan(config, cost).memory == numbers * 4 * 4 + 4 * 8 * 16 * 2 * 4
     tiger = _config(optimiser={"name": "tiger"}, precision="bf16", accumulate=2)
-    assert least_bytes(cost, tiger) == numbers * 4 * 3 + 2 * 8 * 16 * 2 * 2
+    assert make_plan(tiger, cost).memory == numbers * 4 * 3 + 2 * 8 * 16 * 2 * 2
+
+
+@pytest.mark.parametrize(("parallel", "size"), [("ddp", 2), ("fsdp", 2), ("fsdp", 4)])
+def test_the_state_is_what_processes_hold(parallel: str, size: int) -> None:
+    settings = small(**CURVE, parallel=parallel)
+    plan = make_plan(settings, CausalWorkload().cost(settings), size)
+    held = [held for held, _ in together(size, hold, parallel)]
+    assert plan.state == pytest.approx(sum(held) / size, rel=0.03)
+    # The first process holds most where rows do not divide.
+    assert plan.state == pytest.approx(max(held), rel=0.15)
+
+
+def test_a_step_of_each_process_is_its_part_of_the_whole() -> None:
+    config = _config()
+    cost = CausalWorkload().cost(config)
+    assert make_plan(config, cost, 4).flops * 4 * config.steps == pytest.approx(cost.flops)
+    assert make_plan(config, cost, 2).checkpoint == cost.parameters * 4 * 3
+
+
+def test_a_plan_says_where_the_memory_is_too_small() -> None:
+    large = _config(model={"dim": 8192, "layers": 80})
+    cost = CausalWorkload().cost(large)
+    gpu = make_plan(large, cost, 8).memory
+    assert gpu > GPU_MEMORY["h100"]
+    assert "more than it has" in describe_plan(large, cost, "h100", 1, 8)
+    small_cost = CausalWorkload().cost(_config())
+    assert "more than it has" not in describe_plan(_config(), small_cost, "here")
+    with pytest.raises(InputError, match="h100"):
+        describe_plan(large, cost, "abacus")
 
 
 SIZES: dict[str, Callable[[], TrainingConfig]] = {
