@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from normattn.errors import InputError
+from normattn.hf.adapters import refuse_lost_method, save_with_adapter
 from normattn.hf.attention_fn import ATTRIBUTE, ExtendedLayer, ForwardMemory, attention_function
 from normattn.hf.checks import verify_extension
 from normattn.hf.masks import mask_function
@@ -57,7 +58,8 @@ def extend(
             model.generate(...)
 
     Args:
-        model: a causal language model of transformers with rotary positions.
+        model: a causal language model of transformers with rotary positions, also one that PEFT or
+            `torch.compile` has wrapped.
         method: the post-hoc parts of a score by name: PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN,
             ReRoPE, LeakyReRoPE, SelfExtend or DualChunk, with or without `-logn+`; also `logn+`
             alone.
@@ -198,6 +200,10 @@ class Extension:
             for module in _modules(parts):
                 if rotary_buffers(module):
                     self._hook(module.register_forward_pre_hook(refuse_images, with_kwargs=True))
+        if parts.adapted is None:
+            self._hook(refuse_lost_method(parts.model, spec.method_text))
+        else:
+            self._undo.append(save_with_adapter(parts.adapted, _record(spec)))
         self._hook(parts.decoder.register_forward_pre_hook(self._begin_forward))
         self._hook(parts.decoder.register_forward_hook(self._memory.clear, always_call=True))
         self._set(parts.decoder, HANDLE, self)
@@ -266,10 +272,7 @@ class Extension:
 
         In transformers' own words as well, where it has them; what they replace is kept beside.
         """
-        record: dict[str, Any] = {
-            "method": self.spec.method_text,
-            "train_length": self.spec.train_length,
-        }
+        record = _record(self.spec)
         fields = native(parts, layers, self.spec)
         if fields is not None:
             record[TRAINED] = trained(parts.config)
@@ -310,6 +313,11 @@ def _register_attention(before: str, pairs: bool) -> str:
     AttentionInterface.register(name, attention_function)
     AttentionMaskInterface.register(name, mask_function(over, pairs))
     return name
+
+
+def _record(spec: ScoreSpec) -> dict[str, Any]:
+    """What a saved model tells of a method."""
+    return {"method": spec.method_text, "train_length": spec.train_length}
 
 
 def _modules(parts: ModelParts) -> list[nn.Module]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from normattn.errors import InputError
+from normattn.hf.adapters import adapted_model, base_of, is_adapter, read_adapter_record
 from normattn.hf.extend import extend
 from normattn.hf.loading import _source, load_model, read_tokeniser
 from normattn.hf.record import FIELD, TRAINED, record_of, take_record
@@ -28,6 +29,11 @@ def from_pretrained(path: str, **options: Any) -> Any:
     `normattn.hf.extend_of(model).remove()` gives the model as trained. Raises `InputError` where
     the configuration tells of no extension, and as `normattn.hf.load` does.
     """
+    if is_adapter(path):
+        record = read_adapter_record(path)
+        model = adapted_model(as_trained(base_of(path), **options)[0], path)
+        extend(model, record["method"], train_length=record["train_length"])
+        return model
     model, record = as_trained(path, **options)
     if record is None:
         raise InputError(
