@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from normattn import hf as hf
     from normattn.errors import InputError, NormattnError
     from normattn.hf.extend import extend
-    from normattn.hf.pretrained import from_pretrained
+    from normattn.hf.saved import from_pretrained
     from normattn.hf.score_reading import score_of
     from normattn.hf.verify import verify
     from normattn.layers.attend import attention
@@ -58,7 +58,7 @@ _HOMES = {
     "attention": "layers.attend",
     "explain": "layers.explain",
     "extend": "hf.extend",
-    "from_pretrained": "hf.pretrained",
+    "from_pretrained": "hf.saved",
     "generate": "models.generation",
     "score_of": "hf.score_reading",
     "verify": "hf.verify",

@@ -15,8 +15,8 @@ import normattn
 from normattn import InputError
 from normattn.hf import extension_of, from_llama
 from normattn.hf.model_parts import model_parts
-from normattn.hf.pretrained import as_trained as without_method
 from normattn.hf.probe import probe_tokens
+from normattn.hf.saved import as_trained as without_method
 
 from . import tiny
 from .families import LENGTH, build, configuration, logits, model_of, tokens

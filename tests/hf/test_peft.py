@@ -39,7 +39,8 @@ def _adapted(base: Any) -> Any:
 @pytest.mark.parametrize("method", METHODS)
 def test_an_adapter_is_saved_with_its_method_and_comes_back(method: str, tmp_path: Path) -> None:
     build("Llama").save_pretrained(tmp_path / "base")
-    base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.eval()
     model, ids = _adapted(base), tokens()
     as_trained = logits(model, ids)
     with normattn.extend(model, method, **METHODS[method]) as extension:

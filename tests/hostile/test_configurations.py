@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 import normattn
 from normattn.errors import InputError
 from normattn.hf import load, token_scorer
-from normattn.hf.loading import read_tokeniser
+from normattn.hf.load import read_tokeniser
 from normattn.hf.small_model import in_float64, read_configuration, small_model
 
 from .foreign import Damage, configured, copy_of, write_model

@@ -23,7 +23,7 @@ from normattn.files import expanded
 from normattn.hf.emit import ENGINES, Wanted, emit, gguf_values
 from normattn.hf.extend import plan
 from normattn.hf.gguf_values import architecture_of, read_values, write_gguf
-from normattn.hf.record import refuse_applied
+from normattn.hf.native import refuse_applied
 from normattn.hf.small_model import read_configuration, small_model
 from normattn.terminal import show
 

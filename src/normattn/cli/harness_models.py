@@ -229,9 +229,9 @@ def open_pretrained(
 ) -> TransformersModel:
     """A model of transformers: extended by `method`, as it was saved (None), or as trained."""
     from normattn.hf import extend
-    from normattn.hf.loading import read_tokeniser
+    from normattn.hf.load import read_tokeniser
     from normattn.hf.model_parts import known_length, model_parts
-    from normattn.hf.pretrained import as_trained
+    from normattn.hf.saved import as_trained
     from normattn.lab.training.distribution import choose_device
 
     chosen_device = choose_device(device)

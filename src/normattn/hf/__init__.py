@@ -9,7 +9,7 @@ from typing import Any
 from normattn.errors import InputError
 from normattn.hf.extend import Extension, Resolved, extend, extension_of
 from normattn.hf.llama_weights import from_llama, to_llama
-from normattn.hf.pretrained import from_pretrained, load
+from normattn.hf.saved import from_pretrained, load
 from normattn.hf.scoring import token_scorer
 
 if find_spec("transformers") is not None:

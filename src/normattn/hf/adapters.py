@@ -49,7 +49,7 @@ def refuse_lost_method(model: nn.Module, method: str) -> Any:
                 "...), whose save_pretrained writes the method, or remove() the extension first"
             )
 
-    return model.register_state_dict_pre_hook(hook)
+    return model.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _is_adapter(module: nn.Module) -> bool:

@@ -26,10 +26,9 @@ from normattn.hf.attention_fn import ATTRIBUTE, ExtendedLayer, ForwardMemory, at
 from normattn.hf.checks import verify_extension
 from normattn.hf.masks import mask_function
 from normattn.hf.model_parts import ModelParts, known_length, model_parts, refuse_moving
-from normattn.hf.native import native, put_fields, trained
+from normattn.hf.native import FIELD, TRAINED, native, put_fields, refuse_applied, trained
 from normattn.hf.private_configs import PrivateConfigs
 from normattn.hf.probe import Probed, probe, rotary_buffers
-from normattn.hf.record import FIELD, TRAINED, refuse_applied
 from normattn.hf.rope_detection import Layer, detect_layers, refuse_absolute_positions
 from normattn.hf.rope_override import (
     KeepMask,

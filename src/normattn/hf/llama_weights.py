@@ -10,7 +10,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.hf.extend import extension_of
 from normattn.hf.llama_spectra import ROPE_KEYS, ROPE_TYPES, rope_parameters, spectrum_of
-from normattn.hf.record import refuse_applied
+from normattn.hf.native import refuse_applied
 from normattn.layers.feed_forward import swiglu_hidden
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig

@@ -1,4 +1,4 @@
-"""A method in transformers' own words, for a configuration that others read too.
+"""What a saved configuration tells of a method, also in transformers' own words.
 
 Every engine that reads `rope_parameters` (transformers itself, vLLM, SGLang, the converter of
 llama.cpp) then applies it without normattn. The words are kept only where the model's own rotary
@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from normattn.score.parts.pi import PI
 from normattn.score.parts.yarn import YaRN
 
 _FIELDS = ("rope_parameters", "max_position_embeddings")
+FIELD, TRAINED = "normattn", "trained"
+"""Where a saved configuration tells of its method, and there of the fields as they were."""
 
 
 def native(parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec) -> dict[str, Any] | None:
@@ -185,3 +188,50 @@ def _equal(made: Any, meant: Any) -> bool:
         one.shape == other.shape and bool((one - other).abs().max() < 1e-4)
         for one, other in zip(ones, others, strict=True)
     )
+
+
+def record_of(config: Any, path: str | Path) -> dict[str, Any] | None:
+    """The method that a configuration says its model was saved under; None where it says none.
+
+    Keys: method, train_length, and `trained`, the fields as they were, where the configuration
+    holds others. Raises `InputError` for a record that lacks something or has other types.
+    """
+    record = getattr(config, FIELD, None)
+    if record is None:
+        return None
+    types = {"method": str, "train_length": int, TRAINED: dict}
+    if (
+        not isinstance(record, dict)
+        or set(record) | {TRAINED} != set(types)
+        or any(type(value) is not types[name] for name, value in record.items())
+    ):
+        raise InputError(
+            f"the configuration of {path}: the field {FIELD!r} must hold a method, a name, and a "
+            f"train_length, a whole number; {TRAINED!r} beside them holds fields"
+        )
+    return record
+
+
+def take_record(config: Any, path: str | Path) -> dict[str, Any] | None:
+    """Make a configuration that of the model as it was trained; what told of the method, or None.
+
+    Raises as `record_of` does.
+    """
+    record = record_of(config, path)
+    if record is not None:
+        put_fields(config.get_text_config(), record.get(TRAINED, {}))
+        delattr(config, FIELD)
+    return record
+
+
+def refuse_applied(config: Any) -> None:
+    """Raise `InputError` where transformers has applied the method that a model was saved under.
+
+    Its configuration then says longer texts and other frequencies than those of the training.
+    """
+    record = record_of(config, getattr(config, "name_or_path", "") or "this model")
+    if record is not None and TRAINED in record:
+        raise InputError(
+            f"this model was saved under {record['method']}, and transformers has applied that: "
+            "load it by normattn.from_pretrained, and remove() the extension first"
+        )

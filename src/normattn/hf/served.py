@@ -19,7 +19,7 @@ from normattn.errors import InputError
 from normattn.files import expanded, read_bytes
 from normattn.hf.config_values import refuse_odd_rope
 from normattn.hf.gguf_values import read_values
-from normattn.hf.loading import _explained
+from normattn.hf.load import _explained
 from normattn.structured import parse_json, read_object
 
 _OVERRIDES = ("--hf-overrides", "--json-model-override-args")

@@ -12,7 +12,7 @@ import torch
 from normattn.errors import InputError
 from normattn.files import expanded
 from normattn.hf.config_values import refuse_odd_values
-from normattn.hf.loading import _explained, _options, _source, compare, refuse_kind
+from normattn.hf.load import _explained, _options, _source, refuse_kind, refuse_sizes
 
 _VOCABULARY = 64
 _RANK = 16
@@ -61,7 +61,7 @@ def read_configuration(model: str | Path) -> Any:
     with _explained(gguf or source):
         config = AutoConfig.from_pretrained(source, **_options(source, gguf))
     if gguf is not None or any(Path(source).glob("*.safetensors*")):
-        compare(source, gguf, config)
+        refuse_sizes(source, gguf, config)
     return config
 
 

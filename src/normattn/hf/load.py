@@ -1,29 +1,34 @@
 """A causal language model and its tokeniser from a folder, a GGUF file or a name on the hub.
 
-What is on this machine is compared with its own headers first: nothing is made, and no memory
-taken, for a model whose files do not hold what its configuration asks for.
+Nothing is made, and no memory taken, for a model on this machine whose configuration asks for more
+numbers than its files hold. No code of a model is run, and no pickle is read.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version as _version
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from normattn.errors import InputError, NormattnError
-from normattn.files import expanded
+from normattn.files import expanded, open_file
 from normattn.hf.gguf_values import refuse_scaled
-from normattn.hf.headers import Header, read_header, refuse_layers
 from normattn.models.utils import on_meta
 from normattn.structured import read_object
 
 _WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_TENSOR_BYTES, _VALUE_BYTES = 24, 13
+"""The least that the description of a tensor and of a value take in a GGUF file."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -55,7 +60,7 @@ def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> An
         given |= _unpacked()
     else:
         given["use_safetensors"] = True
-    compare(source, gguf)
+    refuse_sizes(source, gguf)
     if gguf is not None and not Path(source).is_dir():
         _refuse_scaled_there(source, gguf, options)
     with _explained(gguf or source):
@@ -124,29 +129,123 @@ def _explained(subject: str) -> Iterator[None]:
         raise InputError(f"{subject} cannot be loaded by transformers: {kind}{sentence}") from error
 
 
-def compare(source: str, gguf: str | None, config: Any = None) -> None:
-    """Refuse a local model that asks for more, or for something else, than its files hold.
+def refuse_sizes(source: str, gguf: str | None, config: Any = None) -> None:
+    """Refuse a local model whose configuration asks for more numbers than its files hold.
 
-    `config` is its configuration where that has been read already.
+    Nothing is made for it, and no weight is read. `config` is its configuration where that has been
+    read already.
     """
     import transformers
 
-    auto: Any = transformers.AutoModelForCausalLM
     folder = Path(source)
     if not folder.is_dir():
         return
-    header = read_header(folder, gguf)
+    _refuse_unreadable(folder)
     if gguf is not None:
+        tensors, numbers, named = _held_by_gguf(folder / gguf)
         refuse_scaled(folder / gguf)
     else:
-        refuse_layers(read_object(folder / "config.json"), header, folder / "config.json")
+        tensors, numbers = _held_by_safetensors(folder)
+        named = read_object(folder / "config.json")
+    for name, value in _layer_counts(named):
+        if value > max(tensors, 1):
+            raise InputError(
+                f"{folder / (gguf or 'config.json')}: {name} is {value:,}, but the weights are "
+                f"{tensors:,} tensors in all"
+            )
     # On torch's meta device nothing takes memory, not even what a configuration checks itself by.
     with _explained(gguf or source), on_meta():
         if config is None:
             config = transformers.AutoConfig.from_pretrained(source, **_options(source, gguf))
+        auto: Any = transformers.AutoModelForCausalLM
         shell = auto.from_config(config, trust_remote_code=False)
         shell.tie_weights()
-    _refuse_sizes(shell, header, quantised=hasattr(config, "quantization_config"))
+    wanted = sum(parameter.numel() for parameter in shell.parameters())
+    if wanted > numbers and not hasattr(config, "quantization_config"):
+        raise InputError(
+            f"the files of {gguf or source} hold {numbers:,} numbers, but its configuration "
+            f"describes a model of {wanted:,}"
+        )
+
+
+def _refuse_unreadable(folder: Path) -> None:
+    """Refuse a pipe or a device among what transformers would open: reading it never ends."""
+    for entry in sorted(folder.iterdir()):
+        if not entry.is_dir():
+            with open_file(entry):
+                pass
+
+
+def _layer_counts(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Every number of layers in a configuration, which may be nested, or in a GGUF header."""
+    for name, value in values.items():
+        counts = name.endswith(".block_count") or ("layer" in name and name != "max_window_layers")
+        if isinstance(value, Mapping):
+            yield from _layer_counts(value)
+        elif counts and type(value) is int:
+            yield name, value
+
+
+def _held_by_safetensors(folder: Path) -> tuple[int, int]:
+    """How many tensors the safetensors of a folder hold, and how many floating numbers."""
+    files, index = [folder / WEIGHTS], folder / INDEX
+    if not files[0].exists() and index.exists():
+        places = read_object(index).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise InputError(f"{index} is damaged: it has no weight_map of tensors and their files")
+        for name in places.values():
+            # Following it would read any file of this machine as part of the model.
+            if not isinstance(name, str) or Path(name).name != name or "\\" in name:
+                raise InputError(f"{index} points outside its folder: {str(name)[:200]!r}")
+        files = [folder / name for name in sorted(set(places.values()))]
+    tensors = numbers = 0
+    for file in files:
+        if not file.is_file():
+            raise InputError(
+                f"{file} is not there: a model is read from safetensors, {WEIGHTS} or {INDEX}, and "
+                "never from pickled weights, which can run code"
+            )
+        try:
+            with safe_open(str(file), framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # not a dictionary
+                    part = opened.get_slice(name)
+                    tensors += 1
+                    floating = str(part.get_dtype()).startswith(("F", "BF"))
+                    numbers += prod(part.get_shape()) if floating else 0
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{file} is no whole safetensors file: {error}") from error
+    return tensors, numbers
+
+
+def _held_by_gguf(path: Path) -> tuple[int, int, dict[str, Any]]:
+    """How many tensors and numbers a GGUF file holds, and how many blocks its header says.
+
+    Its counts are compared with its size before they are believed.
+    """
+    with open_file(path) as file:
+        start = file.read(24)
+        size = file.seek(0, 2)
+    if start[:4] != b"GGUF" or len(start) < 24:
+        raise InputError(f"{path} is not a GGUF file, or cut within its header")
+    _, tensors, values = struct.unpack("<IQQ", start[4:])
+    if tensors * _TENSOR_BYTES + values * _VALUE_BYTES > size:
+        raise InputError(
+            f"{path} is damaged: its header counts {tensors:,} tensors and {values:,} values, more "
+            f"than its {size:,} bytes can hold"
+        )
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(str(path))
+        shapes = [tuple(int(n) for n in tensor.shape) for tensor in reader.tensors]
+        named = {
+            name: field.contents()
+            for name, field in reader.fields.items()
+            if name.endswith(".block_count")
+        }
+    except Exception as error:  # the reader fails as its arrays do, in many ways
+        raise InputError(f"{path} is cut or damaged: {type(error).__name__}: {error}") from error
+    return len(shapes), sum(map(prod, shapes)), named
 
 
 def _refuse_scaled_there(source: str, gguf: str, options: Mapping[str, Any]) -> None:
@@ -157,54 +256,6 @@ def _refuse_scaled_there(source: str, gguf: str, options: Mapping[str, Any]) -> 
     with _explained(gguf):
         file = hub.cached_file(source, gguf, **where)
     refuse_scaled(Path(str(file)))
-
-
-def _refuse_sizes(shell: Any, header: Header, quantised: bool) -> None:
-    """Compare the model that the configuration describes with the tensors that there are."""
-    if quantised:
-        # Several numbers are packed into one: transformers' own reading must judge them.
-        return
-    for name, wanted in shell.state_dict().items():
-        stored = header.tensors.get(name)
-        if stored is None:
-            continue
-        if stored.shape != tuple(wanted.shape):
-            raise InputError(
-                f"{header.file}: {name} is {stored.shape}, but its configuration asks for "
-                f"{tuple(wanted.shape)}"
-            )
-        if wanted.is_floating_point() and not stored.floating:
-            raise InputError(f"{header.file}: {name} holds whole numbers, which are no weights")
-    _refuse_more_layers(shell, header)
-    wanted_numbers = sum(parameter.numel() for parameter in shell.parameters())
-    if wanted_numbers > header.numbers:
-        raise InputError(
-            f"{header.file} holds {header.numbers:,} numbers, but its configuration describes a "
-            f"model of {wanted_numbers:,}"
-        )
-
-
-def _refuse_more_layers(shell: Any, header: Header) -> None:
-    """Refuse tensors of layers behind the last one that the configuration describes.
-
-    Layers that transformers leaves out by design (those that predict further tokens) may be there.
-    """
-    ignored = [re.compile(pattern) for pattern in shell._keys_to_ignore_on_load_unexpected or ()]
-    last: dict[str, int] = {}
-    for name in shell.state_dict():
-        if (match := _LAYER.search(name)) is not None:
-            before = name[: match.start()]
-            last[before] = max(last.get(before, 0), int(match[1]))
-    for name in sorted(header.tensors):
-        match = _LAYER.search(name)
-        most = None if match is None else last.get(name[: match.start()])
-        if match is None or most is None or int(match[1]) <= most:
-            continue
-        if not any(pattern.search(name) for pattern in ignored):
-            layers = f"{most + 1} layer{'s' * (most > 0)}"
-            raise InputError(
-                f"{header.file} holds {name}, but its configuration describes {layers}"
-            )
 
 
 def _refuse_differences(model: Any, info: Any, source: str) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from normattn.errors import InputError
 from normattn.hf.adapters import adapted_model, base_of, is_adapter, read_adapter_record
 from normattn.hf.extend import extend
-from normattn.hf.loading import _source, load_model, read_tokeniser
-from normattn.hf.record import FIELD, TRAINED, record_of, take_record
+from normattn.hf.load import _source, load_model, read_tokeniser
+from normattn.hf.native import FIELD, TRAINED, record_of, take_record
 
 
 def from_pretrained(path: str, **options: Any) -> Any:
@@ -29,12 +30,12 @@ def from_pretrained(path: str, **options: Any) -> Any:
     `normattn.hf.extend_of(model).remove()` gives the model as trained. Raises `InputError` where
     the configuration tells of no extension, and as `normattn.hf.load` does.
     """
+    record: dict[str, Any] | None
     if is_adapter(path):
         record = read_adapter_record(path)
         model = adapted_model(as_trained(base_of(path), **options)[0], path)
-        extend(model, record["method"], train_length=record["train_length"])
-        return model
-    model, record = as_trained(path, **options)
+    else:
+        model, record = as_trained(path, **options)
     if record is None:
         raise InputError(
             f"the configuration of {path} tells of no extension (no field {FIELD!r} with a method "
@@ -45,7 +46,10 @@ def from_pretrained(path: str, **options: Any) -> Any:
 
 
 def load(
-    model: str | Path, gguf: str | None = None, dtype: torch.dtype = torch.float32
+    model: str | Path,
+    gguf: str | None = None,
+    dtype: torch.dtype | Literal["auto"] = torch.float32,
+    device_map: Any = None,
 ) -> tuple[Any, Any]:
     """(model, tokeniser) of transformers, the model as it was trained and in evaluation mode.
 
@@ -54,13 +58,19 @@ def load(
     Args:
         model: a folder, a GGUF file, or a name on the hub.
         gguf: the GGUF file of a folder or of a name on the hub.
-        dtype: the type of the weights.
+        dtype: the type of the weights; "auto" is the one in which they were saved.
+        device_map: where the weights lie, as transformers takes it, e.g. "auto".
 
     Raises `InputError` for a folder without a model, a file that is no GGUF, a GGUF of an
     architecture that transformers cannot read, files that are damaged or hold something else than
     the configuration says, and packages that are missing.
     """
-    made, _ = as_trained(model, gguf, dtype=dtype)
+    options: dict[str, Any] = {"dtype": dtype}
+    if device_map is not None:
+        if importlib.util.find_spec("accelerate") is None:
+            raise InputError("device_map needs the package accelerate: pip install normattn[hf]")
+        options["device_map"] = device_map
+    made, _ = as_trained(model, gguf, **options)
     return made, read_tokeniser(model, gguf)
 
 
