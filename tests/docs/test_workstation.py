@@ -55,7 +55,7 @@ def verdict(claim: Mapping[str, Any] | None) -> str:
     """A cell of the README's verdicts: bold what contradicts the source, – what was not tested."""
     if claim is None:
         return "–"
-    words = "**the opposite**" if claim["verdict"] == "the opposite" else claim["verdict"]
+    words = "**contradicted**" if claim["verdict"] == "contradicted" else claim["verdict"]
     return f"{words}, {interval(claim['difference'])}"
 
 

@@ -46,31 +46,31 @@ def claim(sign: int = 1, matters: float | None = None, margin: float = 0.0) -> C
 @pytest.mark.parametrize(
     ("measured", "tested", "verdict"),
     [
-        (made(5.0), claim(), "found"),
-        (made(-5.0), claim(), "the opposite"),
-        (made(-5.0), claim(sign=-1), "found"),
-        (made(0.0, noise=3.0), claim(), "not found"),
-        (made(0.0, noise=30.0), claim(matters=0.5), "too little data"),
-        (made(5.0, seeds=2), claim(), "too little data"),
-        (made(5.0, units=1), claim(), "too little data"),
+        (made(5.0), claim(), "confirmed"),
+        (made(-5.0), claim(), "contradicted"),
+        (made(-5.0), claim(sign=-1), "confirmed"),
+        (made(0.0, noise=3.0), claim(), "not confirmed"),
+        (made(0.0, noise=30.0), claim(matters=0.5), "inconclusive"),
+        (made(5.0, seeds=2), claim(), "inconclusive"),
+        (made(5.0, units=1), claim(), "inconclusive"),
         # "As good as", by a margin: a little worse holds, worse by more is the opposite.
-        (made(0.0), claim(margin=5.0), "found"),
-        (made(-1.0), claim(margin=5.0), "found"),
-        (made(-4.0), claim(margin=5.0), "found"),
-        (made(-4.9, noise=5.0), claim(margin=5.0), "a difference"),
-        (made(5.1, noise=5.0), claim(sign=-1, margin=5.0), "a difference"),
-        (made(-9.0), claim(margin=5.0), "the opposite"),
-        (made(1.0), claim(sign=-1, margin=5.0), "found"),
-        (made(9.0), claim(sign=-1, margin=5.0), "the opposite"),
-        (made(-2.0, noise=30.0), claim(margin=5.0), "not found"),
-        (made(-2.0, noise=30.0), claim(matters=1.0, margin=5.0), "too little data"),
-        (made(0.0, seeds=2), claim(margin=5.0), "too little data"),
+        (made(0.0), claim(margin=5.0), "confirmed"),
+        (made(-1.0), claim(margin=5.0), "confirmed"),
+        (made(-4.0), claim(margin=5.0), "confirmed"),
+        (made(-4.9, noise=5.0), claim(margin=5.0), "differs (size unclear)"),
+        (made(5.1, noise=5.0), claim(sign=-1, margin=5.0), "differs (size unclear)"),
+        (made(-9.0), claim(margin=5.0), "contradicted"),
+        (made(1.0), claim(sign=-1, margin=5.0), "confirmed"),
+        (made(9.0), claim(sign=-1, margin=5.0), "contradicted"),
+        (made(-2.0, noise=30.0), claim(margin=5.0), "not confirmed"),
+        (made(-2.0, noise=30.0), claim(matters=1.0, margin=5.0), "inconclusive"),
+        (made(0.0, seeds=2), claim(margin=5.0), "inconclusive"),
     ],
 )
 def test_the_verdicts(measured: pl.DataFrame, tested: Claim, verdict: str) -> None:
     found = decide([tested], View(measured, SMALL))
     assert [each.verdict for each in found] == [verdict]
-    if verdict == "too little data":
+    if verdict == "inconclusive":
         assert found[0].remark
 
 
@@ -82,10 +82,10 @@ def test_claims_of_a_page_are_corrected_together() -> None:
     assert alone.p <= 0.05
     many = decide([claim(), *[claim(sign=-1)] * 30], View(measured, SMALL))[0]
     assert many.p == pytest.approx(min(1.0, 31 * alone.p))
-    assert many.verdict == "not found"
+    assert many.verdict == "not confirmed"
     # Where smaller differences matter than the interval could show, that is too little data.
     undecided = decide([claim(matters=1e-6), *[claim(sign=-1)] * 30], View(measured, SMALL))[0]
-    assert undecided.verdict == "too little data"
+    assert undecided.verdict == "inconclusive"
     assert undecided.remark == "significant only before the correction"
 
 
@@ -110,7 +110,7 @@ def test_the_claims_say_how_they_are_meant() -> None:
     plain, margin = (explained(decide([claim(margin=m)], view)) for m in (0.0, 1.0))
     assert plain.startswith("1 claim, 1 of them tested. p is corrected")
     few = explained(decide([claim()], View(made(5.0, seeds=2), SMALL)))
-    assert few.startswith("1 claim, 0 of them tested. “Found”")
+    assert few.startswith("1 claim, 0 of them tested. “Confirmed”")
     assert "p ≤ 0.05" in plain
     assert "promises no loss" not in plain
     assert "promises no loss" in margin
@@ -124,11 +124,11 @@ def test_a_margin_moves_what_the_difference_is_held_against() -> None:
     assert moved.p_from(0.0) == moved.p
     near, far = (decide([claim(margin=m)], View(made(-2.0), SMALL))[0] for m in (2.1, 3.0))
     # Certainly below 0 by both; certainly by less than 3, not certainly by less than 2.1.
-    assert (near.verdict, far.verdict) == ("a difference", "found")
+    assert (near.verdict, far.verdict) == ("differs (size unclear)", "confirmed")
 
 
 def test_a_margin_errs_no_more_often_than_it_says() -> None:
-    # The truth lies at the margin itself: "found" is an error, on one side of the 5 %.
+    # The truth lies at the margin itself: "confirmed" is an error, on one side of the 5 %.
     generator = np.random.default_rng(5)
     wrong = 0
     for _ in range(200):
@@ -138,7 +138,7 @@ def test_a_margin_errs_no_more_often_than_it_says() -> None:
             shift = -5.0 + generator.standard_normal() + generator.standard_normal(20)
             rows.append(counted("A", seed, base, np.full(20, 100.0)))
             rows.append(counted("B", seed, base + shift, np.full(20, 100.0)))
-        wrong += decide([claim(margin=5.0)], View(joined(rows), SMALL))[0].verdict == "found"
+        wrong += decide([claim(margin=5.0)], View(joined(rows), SMALL))[0].verdict == "confirmed"
     assert wrong <= 12  # 5 of 200 expected; more than 12 by chance in 0.2 %
 
 
@@ -149,7 +149,7 @@ def test_a_claim_that_cannot_be_tested_is_left_out() -> None:
 
 def test_a_decision_of_its_own() -> None:
     exact = Claim("x", "y", "z", test=lambda view: Estimate(3.0, p=0.01), sign=1)
-    assert decide([exact], View(made(1.0), SMALL))[0].verdict == "found"
+    assert decide([exact], View(made(1.0), SMALL))[0].verdict == "confirmed"
 
 
 PAGE = Page(
@@ -194,10 +194,10 @@ def test_the_page_in_three_forms(tmp_path: Path) -> None:
     text = page_markdown(page)
     assert text.startswith("# A | page\n\nWhich?\n")
     assert "| B " in text
-    assert "**found**" in text
+    assert "**confirmed**" in text
     assert "- command: `normattn reproduce x`" in text
     facts = json.loads(page_json(page))
-    assert facts["claims"][0]["verdict"] == "found"
+    assert facts["claims"][0]["verdict"] == "confirmed"
     assert facts["tables"]["table"][0]["gap"] is None
     assert table_csv(page.tables[0]).splitlines()[0] == (
         "row,accuracy,accuracy_low,accuracy_high,gap,gap_low,gap_high"
@@ -274,7 +274,7 @@ def test_what_rounds_to_zero_has_no_minus(value: float, digits: int, signed: boo
 )
 def test_no_p_is_shown_as_zero(p: float | None, words: str) -> None:
     claim = Claim("A is above B", "a source", "A − B")
-    assert Finding(claim, Estimate(1.0), p, "found").probability == words
+    assert Finding(claim, Estimate(1.0), p, "confirmed").probability == words
 
 
 def test_a_markdown_table_escapes_its_bars() -> None:

@@ -45,7 +45,7 @@ def test_a_study_of_ones_own_is_run_and_reported_again(
     table = json.loads((out / "table.json").read_text())
     assert [row["row"] for row in table["tables"]["table"]] == ["Baseline", "KNA"]
     assert table["tables"]["table"][1]["gap"]["seeds"] == [0, 1, 2]
-    assert table["claims"][0]["verdict"] in ("found", "the opposite", "not found")
+    assert table["claims"][0]["verdict"] in ("confirmed", "contradicted", "not confirmed")
     made_by = "reproduce ./my_study.py --preset ./tiny.toml --set training.steps=5 --seeds 3`"
     assert made_by in (out / "table.md").read_text()
     assert (out / "report.html").is_file()

@@ -195,7 +195,7 @@ def test_one_sentence_gives_no_interval_and_no_verdict() -> None:
         assert (row[key]["low"], row[key]["high"]) == (None, None)
     assert row["change_loss"]["value"] < 0
     found = verdicts(parts)
-    assert set(found.values()) == {"too little data"}
+    assert set(found.values()) == {"inconclusive"}
     assert len(found) == 2
     made = context(PAGE, joined(parts), bootstrap=DRAWN)
     assert "[no interval]" in page_markdown(made)
@@ -210,10 +210,10 @@ def test_claims_are_found_opposite_or_undecided() -> None:
         f"QKLayerNorm {says} Baseline"
         for says in ("translates better than", "has a lower loss than")
     )
-    assert of(0.1, 0.1, 0.1) == {better: "found", lower: "found"}
-    assert of(-0.1, -0.1, -0.1) == {better: "the opposite", lower: "the opposite"}
-    assert of(0.02, -0.02, 0.0) == {better: "not found", lower: "not found"}
-    assert of(0.1, 0.1) == {better: "too little data", lower: "too little data"}
+    assert of(0.1, 0.1, 0.1) == {better: "confirmed", lower: "confirmed"}
+    assert of(-0.1, -0.1, -0.1) == {better: "contradicted", lower: "contradicted"}
+    assert of(0.02, -0.02, 0.0) == {better: "not confirmed", lower: "not confirmed"}
+    assert of(0.1, 0.1) == {better: "inconclusive", lower: "inconclusive"}
 
 
 def test_what_the_sweep_says() -> None:
@@ -280,10 +280,10 @@ def test_failing_less_is_an_exact_test_of_three_seeds() -> None:
         ]
         return verdicts(parts)[sentence]
 
-    assert of((0, 1, 2), None, 3.0) == "found"
-    assert of((0, 1, 2), 3.0, None) == "the opposite"
-    assert of((0, 1, 2), 3.0, 3.0) == "not found"
-    assert of((0, 1), None, 3.0) == "too little data"
+    assert of((0, 1, 2), None, 3.0) == "confirmed"
+    assert of((0, 1, 2), 3.0, None) == "contradicted"
+    assert of((0, 1, 2), 3.0, 3.0) == "not confirmed"
+    assert of((0, 1), None, 3.0) == "inconclusive"
 
 
 def test_clipping_beside_normalising() -> None:
@@ -316,8 +316,8 @@ def test_clipping_beside_normalising() -> None:
             )
         ]
 
-    assert of(5.45, 2.0, 0.2) == ["not found", "not found", "found", "found"]
-    assert of(5.45, None, 0.0) == ["not found", "not found", "", "the opposite"]
+    assert of(5.45, 2.0, 0.2) == ["not confirmed", "not confirmed", "confirmed", "confirmed"]
+    assert of(5.45, None, 0.0) == ["not confirmed", "not confirmed", "", "contradicted"]
 
 
 def test_a_row_is_compared_with_baseline_by_its_own_optimiser() -> None:

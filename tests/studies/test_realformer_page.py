@@ -195,28 +195,28 @@ def test_a_claim_counts_only_beyond_its_interval() -> None:
         return {m: each.verdict for (s, m), each in found.items() if s.startswith(sentence)}
 
     assert verdicts("RealFormer is better than PostLN and PreLN") == {
-        "small: RealFormer − PostLN, accuracy in points": "found",
-        "small: RealFormer − PreLN, accuracy in points": "not found",
-        "wide: RealFormer − PostLN, accuracy in points": "not found",
-        "wide: RealFormer − PreLN, accuracy in points": "not found",
+        "small: RealFormer − PostLN, accuracy in points": "confirmed",
+        "small: RealFormer − PreLN, accuracy in points": "not confirmed",
+        "wide: RealFormer − PostLN, accuracy in points": "not confirmed",
+        "wide: RealFormer − PreLN, accuracy in points": "not confirmed",
     }
     assert verdicts("PostLN is at least as good as PreLN") == {
-        "small: PostLN − PreLN, accuracy in points": "the opposite",
-        "wide: PostLN − PreLN, accuracy in points": "found",
+        "small: PostLN − PreLN, accuracy in points": "contradicted",
+        "wide: PostLN − PreLN, accuracy in points": "confirmed",
     }
     assert verdicts("RealFormer is better than ReZero") == {
-        "small: RealFormer − ReZero, accuracy in points": "the opposite"
+        "small: RealFormer − ReZero, accuracy in points": "contradicted"
     }
     # RealFormer loses 16 points by growing where PostLN loses 10 and PreLN 16.
     assert verdicts("a larger model pays off") == {
-        "small → wide: RealFormer's gain − PostLN's, accuracy in points": "the opposite",
-        "small → wide: RealFormer's gain − PreLN's, accuracy in points": "not found",
+        "small → wide: RealFormer's gain − PostLN's, accuracy in points": "contradicted",
+        "small → wide: RealFormer's gain − PreLN's, accuracy in points": "not confirmed",
     }
     (variance,) = (
         each for (_, m), each in found.items() if m == "small: PreLN, variance, last − first layer"
     )
     assert variance.difference.value == pytest.approx((4 - 1) / 2, abs=0.01)
-    assert variance.verdict == "found"
+    assert variance.verdict == "confirmed"
 
 
 def test_claims_about_layers() -> None:
@@ -249,7 +249,7 @@ def test_two_seeds_are_too_little_data() -> None:
         for each in page(parts).findings
         if each.claim.measured == "small: RealFormer − PostLN, accuracy in points"
     )
-    assert found.verdict == "too little data"
+    assert found.verdict == "inconclusive"
     assert found.remark == "2 seeds on both sides; 3 are needed"
 
 
@@ -260,10 +260,10 @@ def test_what_sharing_costs() -> None:
         each for each in page(parts).findings if each.claim.sentence.startswith("sharing one block")
     )
     assert found.difference.value == pytest.approx(6.0, abs=0.2)
-    assert found.verdict == "found"
+    assert found.verdict == "confirmed"
 
 
-@pytest.mark.parametrize(("failing", "verdict"), [(6, "found"), (5, "not found")])
+@pytest.mark.parametrize(("failing", "verdict"), [(6, "confirmed"), (5, "not confirmed")])
 def test_stability_is_decided_by_settings_that_one_alone_fails(failing: int, verdict: str) -> None:
     """Six settings that only PostLN fails are sure at 5 %, five are not: 2 / 2⁶ and 2 / 2⁵."""
     for bad, other in (("PostLN", "RealFormer"), ("RealFormer", "PostLN")):
@@ -277,7 +277,7 @@ def test_stability_is_decided_by_settings_that_one_alone_fails(failing: int, ver
         assert found.claim.sentence == "RealFormer stabilises training"
         assert f"RealFormer {counts[0]} − PostLN {counts[1]} of 8" in found.claim.measured
         assert found.difference.value == counts[0] - counts[1]
-        expected = "the opposite" if bad == "RealFormer" and verdict == "found" else verdict
+        expected = "contradicted" if bad == "RealFormer" and verdict == "confirmed" else verdict
         assert found.verdict == expected
 
 
@@ -305,13 +305,13 @@ def test_claims_about_warm_up() -> None:
     assert needs.difference.p == pytest.approx(2 / 64)
     assert less.difference.p == pytest.approx(2 / 64)
     # Corrected for four claims neither is sure.
-    assert (needs.verdict, less.verdict) == ("not found", "not found")
+    assert (needs.verdict, less.verdict) == ("not confirmed", "not confirmed")
     loss = found[
         "RealFormer needs warm-up less than PostLN",
         "grid: RealFormer − PostLN, loss without − with warm-up, mean over 6 settings, nats",
     ]
     assert loss.difference.value == pytest.approx((10 - 190) / 100, abs=0.01)
-    assert loss.verdict == "found"
+    assert loss.verdict == "confirmed"
 
 
 def states(parts: Iterable[pl.DataFrame]) -> Mapping[Setting, str]:

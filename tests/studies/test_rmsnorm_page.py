@@ -137,26 +137,26 @@ def models(wrong: int, seeds: Sequence[int] = (0, 1, 2)) -> list[pl.DataFrame]:
 
 def test_differences_are_paired_and_decided() -> None:
     made = page(*models(wrong=40))
-    assert finding(made, "micro F1").verdict == "found"
+    assert finding(made, "micro F1").verdict == "confirmed"
     assert finding(made, "micro F1").difference.value == pytest.approx(-100 * 25 / DOCUMENTS)
-    assert finding(made, "macro F1").verdict == "found"
-    assert finding(made, "test loss").verdict == "found"
+    assert finding(made, "macro F1").verdict == "confirmed"
+    assert finding(made, "test loss").verdict == "confirmed"
     assert finding(made, "test loss").difference.value == pytest.approx(
         1000 * 0.01 * 25 / 60, rel=1e-5
     )
     better = page(*models(wrong=0))
-    assert finding(better, "micro F1").verdict == "the opposite"
-    assert finding(better, "test loss").verdict == "the opposite"
+    assert finding(better, "micro F1").verdict == "contradicted"
+    assert finding(better, "test loss").verdict == "contradicted"
     same = page(*models(wrong=15))
     assert (same.findings[0].difference.low, same.findings[0].difference.high) == (0, 0)
     close = page(*models(wrong=17))
-    assert finding(close, "test loss").verdict == "not found"
+    assert finding(close, "test loss").verdict == "not confirmed"
     near = finding(close, "micro F1")
     # An interval wider than what the source found decides nothing.
-    assert near.verdict == "too little data"
-    assert near.remark.startswith("only beyond ±")
+    assert near.verdict == "inconclusive"
+    assert near.remark.startswith("smallest detectable effect ±")
     few = finding(page(*models(wrong=40, seeds=(0, 1))), "micro F1")
-    assert few.verdict == "too little data"
+    assert few.verdict == "inconclusive"
     assert few.remark == "2 seeds on both sides; 3 are needed"
 
 
@@ -178,20 +178,20 @@ def test_a_ratio_of_times_is_paired_by_round() -> None:
     # The rounds drift by a factor of five; their ratio does not.
     assert found.difference.half_width is not None
     assert found.difference.half_width < 2
-    assert found.verdict == "found"
+    assert found.verdict == "confirmed"
     assert found.size.startswith(f"{100 * (ratio - 1):+.1f} [")
 
 
 def test_a_step_saves_time_costs_time_does_neither_or_cannot_be_told() -> None:
     what = "median time of a step"
-    assert finding(page(*steps(0.93)), what).verdict == "found"
-    assert finding(page(*steps(1.07)), what).verdict == "the opposite"
-    assert finding(page(*steps(1.0)), what).verdict == "not found"
+    assert finding(page(*steps(0.93)), what).verdict == "confirmed"
+    assert finding(page(*steps(1.07)), what).verdict == "contradicted"
+    assert finding(page(*steps(1.0)), what).verdict == "not confirmed"
     wide = finding(page(*steps(1.0, spread=0.4)), what)
     assert wide.difference.half_width is not None
     assert wide.difference.half_width > 100 * (1 - 215 / 231)
-    assert wide.verdict == "too little data"
-    assert wide.remark.startswith("only beyond ±")
+    assert wide.verdict == "inconclusive"
+    assert wide.remark.startswith("smallest detectable effect ±")
 
 
 def test_whole_trainings_are_compared_without_an_interval() -> None:
@@ -204,7 +204,7 @@ def test_whole_trainings_are_compared_without_an_interval() -> None:
     )
     found = finding(page(parts[0], slower), "whole trainings")
     assert found.difference.value == pytest.approx(100)
-    assert (found.verdict, found.remark) == ("too little data", "no interval")
+    assert (found.verdict, found.remark) == ("inconclusive", "no interval")
 
 
 def early(*differences: float) -> Finding:
@@ -222,11 +222,11 @@ def test_the_loss_early_in_training_is_paired_over_seeds() -> None:
     assert found.difference.value == pytest.approx(110)
     # Student's t with two degrees of freedom: 4.3027 · 10/√3.
     assert found.difference.half_width == pytest.approx(4.30265 * 10 / 3**0.5, rel=1e-4)
-    assert found.verdict == "found"
-    assert early(-0.1, -0.11, -0.12).verdict == "the opposite"
-    assert early(0.1, -0.1, 0.02).verdict == "not found"
+    assert found.verdict == "confirmed"
+    assert early(-0.1, -0.11, -0.12).verdict == "contradicted"
+    assert early(0.1, -0.1, 0.02).verdict == "not confirmed"
     two = early(0.1, 0.11)
-    assert (two.verdict, two.remark) == ("too little data", "2 seeds on both sides; 3 are needed")
+    assert (two.verdict, two.remark) == ("inconclusive", "2 seeds on both sides; 3 are needed")
 
 
 def test_the_figure_shows_the_trainings_by_step() -> None:

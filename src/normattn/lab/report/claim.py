@@ -1,15 +1,16 @@
 """Claims: a sentence of a source, the contrast that tests it, and a verdict.
 
-Four verdicts are told apart, and a fifth of sentences with a margin. *found*: the difference has
-the claimed sign and its p, corrected for all claims of the page (Holm), is at most 1 − level. *the
-opposite*: the same with the other sign. *too little data*: fewer than three seeds on a side, no
-interval, or an interval so wide that the smallest effect which it would have shown exceeds
-`matters`, whether or not it would have been found as the page's only claim. *not found*: none.
+There are five verdicts. *confirmed*: the difference has the claimed sign and its p, corrected for
+all claims of the page (Holm), is at most 1 − level. *contradicted*: the same with the other sign.
+*inconclusive*: fewer than three seeds on a side, no interval, or an interval so wide that the
+smallest effect which it would have shown exceeds `matters`, whether or not it would have been
+shown as the page's only claim; the smallest detectable effect is given. *not confirmed*: none of
+these.
 
 A sentence that promises no loss ("as good as", "gains nothing") has a margin m, as a test of
-non-inferiority has: *found* where the difference is certainly less than m on the wrong side of 0,
-even if certainly on that side; *the opposite* where it is certainly more than m on that side; else
-*a difference* where it certainly is on that side.
+non-inferiority has: *confirmed* where the difference is certainly less than m on the wrong side of
+0, even if certainly on that side; *contradicted* where it is certainly more than m on that side;
+else *differs (size unclear)* where it certainly is on that side.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ SEEDS = 3
 LEAST_P = 0.001
 """Below this only that it is below is said."""
 
-Verdict = Literal["found", "the opposite", "a difference", "not found", "too little data"]
+Verdict = Literal[
+    "confirmed", "contradicted", "differs (size unclear)", "not confirmed", "inconclusive"
+]
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class Finding:
     @property
     def remark(self) -> str:
         """What limits the verdict."""
-        if self.verdict != "too little data":
+        if self.verdict != "inconclusive":
             return ""
         few = len(self.difference.seeds)
         if self.p is None and 0 < few < SEEDS:
@@ -139,7 +142,7 @@ class Finding:
             return "significant only before the correction"
         if self.p is None:
             return "no spread: all documents and seeds agree"
-        return f"only beyond ±{least:.3g} would it have shown; ±{self.claim.matters:g} would matter"
+        return f"smallest detectable effect ±{least:.3g}; ±{self.claim.matters:g} would matter"
 
 
 def explained(findings: Sequence[Finding]) -> str:
@@ -152,20 +155,20 @@ def explained(findings: Sequence[Finding]) -> str:
         sentences.append(
             "Each difference has its own 95 % interval in brackets; the simultaneous ones are "
             "meant to hold all of them together in 95 of 100 cases (Bonferroni). They are stricter "
-            "than the verdicts, which go by p, so one may reach over 0 beside “found”."
+            "than the verdicts, which go by p, so one may reach over 0 beside “confirmed”."
         )
     sentences.append(
-        "“Found” and “the opposite” need p ≤ "
+        "“Confirmed” and “contradicted” need p ≤ "
         f"{1 - Bootstrap.level:.2f}, of scores also three seeds on both sides. Else it is “not "
-        "found”, or, with fewer seeds or an interval too wide to show what would matter, “too "
-        "little data”."
+        "confirmed”, or, with fewer seeds or an interval too wide to show what would matter, "
+        "“inconclusive”, with the smallest effect that would have shown."
     )
     if any(finding.claim.margin for finding in findings):
         sentences.append(
             "A sentence that promises no loss, or nothing to gain, says in brackets how much it "
-            "allows: it is found where the difference is shown to be within that, the opposite "
-            "where it is shown to be beyond; “a difference” is shown not to be 0, and neither to "
-            "be within nor beyond."
+            "allows: it is confirmed where the difference is shown to be within that, contradicted "
+            "where it is shown to be beyond; “differs (size unclear)” is shown not to be 0, and "
+            "neither to be within nor beyond."
         )
     return " ".join(sentences)
 
@@ -213,12 +216,12 @@ def _hypotheses(claim: Claim, estimate: Estimate) -> list[tuple[Verdict, float]]
         return []
     signed = estimate.value * claim.sign
     if not claim.margin:
-        return [("found" if signed > 0 else "the opposite", estimate.p)]
+        return [("confirmed" if signed > 0 else "contradicted", estimate.p)]
     apart = estimate.p_from(-claim.margin * claim.sign)
     assert apart is not None, "a claim with a margin is tested by Student's t"
     return [
-        ("found" if signed > -claim.margin else "the opposite", apart),
-        ("a difference", estimate.p if signed < 0 else 1.0),
+        ("confirmed" if signed > -claim.margin else "contradicted", apart),
+        ("differs (size unclear)", estimate.p if signed < 0 else 1.0),
     ]
 
 
@@ -227,7 +230,7 @@ def _decided(
 ) -> Finding:
     """The first verdict whose denial is rejected; `sides` have its p, corrected and alone."""
     if not sides:
-        return Finding(claim, estimate, None, "too little data")
+        return Finding(claim, estimate, None, "inconclusive")
     for verdict, p, _ in sides:
         if p <= level and (estimate.value or claim.margin):
             return Finding(claim, estimate, p, verdict, alone=True)
@@ -239,5 +242,5 @@ def _decided(
 def _undecided(claim: Claim, estimate: Estimate) -> Verdict:
     least = estimate.half_width
     if claim.matters is not None and least is not None and least > claim.matters:
-        return "too little data"
-    return "not found"
+        return "inconclusive"
+    return "not confirmed"

@@ -39,7 +39,7 @@ COMMENTS = "asked in kexue 8027's comments"
 SHARED = "-shared"
 
 MATTERS = 1.0
-"""Points of accuracy that would matter: wider intervals are too little data to say "not found"."""
+"""Points of accuracy that would matter: wider intervals are inconclusive."""
 
 _BETTER = "RealFormer is better than PostLN and PreLN at equal steps"
 _REZERO = "RealFormer is better than ReZero"
