@@ -40,7 +40,6 @@ def test_list_tells_every_part(command: Command, listed: dict[str, dict[str, Any
         ("train",),
         ("evaluate",),
         ("generate",),
-        ("bench",),
         ("report",),
         ("extend",),
         ("verify",),

@@ -103,7 +103,6 @@ def test_commands_are_understood(
         "cli.reporting.report",
         "cli.score_reading.read_score",
         "lab.sweep.run.reproduce",
-        "bench.runner.run_bench",
     ):
         monkeypatch.setattr(f"normattn.{place}", work(place))
     with pytest.raises(SystemExit) as ended:

@@ -12,9 +12,6 @@ import pytest
 from pydantic import Field, ValidationError
 
 from normattn import structured
-from normattn.bench.record import Record
-from normattn.bench.settings import Settings
-from normattn.bench.suites import SUITES
 from normattn.cli import values
 from normattn.errors import InputError
 from normattn.lab.data import cache
@@ -53,10 +50,6 @@ def _pairs(path: Path) -> Any:
     return list(JsonPairs(path, Languages("en", "de")).pairs())
 
 
-def _bench(path: Path) -> Any:
-    return Record(path, next(iter(SUITES.values())), Settings()).rows()
-
-
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "object": ("meta.json", structured.read_object),
     "run": ("config.json", lambda path: RunDirectory.existing(path.parent)),
@@ -64,7 +57,6 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "metrics": ("metrics.jsonl", read_metrics),
     "diagnostics": ("diagnostics.jsonl", read_diagnostics),
     "cell": ("cell.json", lambda path: read_cell(path, find("keynorm"))),
-    "benchmark": ("latency.json", _bench),
     "measurements": (frame.FILE, frame.read),
     "settings": ("mine.json", read_settings),
     "model": ("config.json", lambda path: load_any(path.parent)),

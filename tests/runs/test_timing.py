@@ -1,4 +1,4 @@
-"""Interleaving, medians, ratios and goals against timings made by hand."""
+"""Interleaving, medians and ratios against timings made by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from normattn.bench.case import Goal
 from normattn.lab.runs.timing import Timing, interleave, ratio
 
 SECONDS = st.floats(1e-6, 1e3)
@@ -42,26 +41,6 @@ def test_interval_lies_within_the_extremes(pairs: list[tuple[float, float]]) -> 
     least, most = min(ours) / max(peer), max(ours) / min(peer)
     for value in (found.value, found.low, found.high):
         assert least * (1 - 1e-9) <= value <= most * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("goal", "measured", "met"),
-    [
-        (Goal("a", "b", at_most=1.0), 1.049, True),
-        (Goal("a", "b", at_most=1.0), 1.051, False),
-        (Goal("a", "b", at_least=12.0), 1 / 11.5, True),
-        (Goal("a", "b", at_least=12.0), 1 / 11.4, False),
-        (Goal("a", "b"), 7.0, None),
-    ],
-)
-def test_a_goal_is_met_within_five_percent(goal: Goal, measured: float, met: bool | None) -> None:
-    assert goal.met(measured) is met
-
-
-def test_goals_in_words() -> None:
-    assert str(Goal("a", "b", at_most=1.05)) == "≤ 1.05"
-    assert str(Goal("a", "b", at_least=5.5)) == "≥ 5.5 × faster"
-    assert str(Goal("a", "b", of="memory", at_least=25.0)) == "≥ 25 × less"
 
 
 def test_every_entry_runs_once_a_round_in_changing_order() -> None:

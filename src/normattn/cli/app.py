@@ -16,7 +16,6 @@ from normattn.cli.asking import told
 from normattn.cli.checked import Commands
 from normattn.cli.failures import exit_code_of
 from normattn.cli.options import (
-    bench,
     evaluate,
     export,
     extend,
@@ -55,8 +54,6 @@ EPILOG = """
 `normattn inspect runs/kna` – what its heads attend to: entropy, logits, sinks, figures
 
 `normattn report runs/kna runs/baseline --out runs/report` – compare runs in one table
-
-`normattn bench` – beside the peers, against goals
 """
 
 app = Commands(
@@ -175,26 +172,6 @@ def _report(options: report.ReportOptions) -> None:
     from normattn.cli.reporting import report
 
     report(options.runs, options.out or options.runs[0], options.study)
-
-
-@_command("bench", bench.EPILOG)
-def _bench(options: bench.BenchOptions) -> None:
-    from normattn.bench.settings import Settings
-
-    settings = Settings.of(
-        options.rounds, options.threads, options.lengths, options.device, options.quick
-    )
-    suites = options.suites or ()
-    if options.listed:
-        from normattn.bench.listing import show
-        from normattn.bench.suites import chosen
-
-        show(chosen(suites), settings)
-    else:
-        from normattn.bench.runner import run_bench
-
-        folder = options.out or Path("runs") / ("bench-quick" if options.quick else "bench")
-        run_bench(suites, settings, folder, options.profile)
 
 
 @_command(

@@ -84,7 +84,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("reference", reference),
 )
 BACKENDS: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
-# Query rows at which tiles beat the stock kernel on a CPU in float32 (`normattn bench tiles`).
+# Query rows at which tiles beat the stock kernel on a CPU in float32.
 _TILES_WIN = range(256, 1025)
 # Up to so many features of all layers, and from so many keys on, they are laid side by side.
 _FEW_FEATURES, _MANY_KEYS = 32, 2048

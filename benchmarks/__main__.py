@@ -1,0 +1,74 @@
+"""Measure normattn beside other libraries on this machine: `python -m benchmarks [NAME ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks import attention, decoding, extending, training
+from benchmarks.harness import DTYPES, Options, Result, measure, write_record
+
+BENCHMARKS = {
+    "plain": attention.plain,
+    "absorbed": attention.absorbed,
+    "two-regime": attention.two_regime,
+    "bias": attention.bias,
+    "decode": decoding.decode,
+    "train": training.train,
+    "extend": extending.extend,
+}
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; `--help` says what each name measures."""
+    about = "\n".join(f"  {name:<12}{function.__doc__}" for name, function in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=f"{__doc__}\n\n{about}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="all unless said")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default 9)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch on a CPU (default 1)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096], help="tokens")
+    parser.add_argument("--dtypes", nargs="+", choices=[*DTYPES], default=[*DTYPES])
+    parser.add_argument("--quick", action="store_true", help="small sizes, one round: try the path")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="of the record")
+    asked = parser.parse_args(arguments)
+    unknown = sorted(set(asked.names) - BENCHMARKS.keys())
+    if unknown:
+        parser.error(f"there is no benchmark {unknown[0]!r}: choose from {', '.join(BENCHMARKS)}")
+    if asked.device != "cpu" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU that torch can use")
+    if min(asked.rounds, asked.threads, *asked.lengths) < 1:
+        parser.error("--rounds, --threads and --lengths must be at least 1")
+    return asked
+
+
+def main(arguments: list[str]) -> None:
+    """Measure what is asked for, write the record after each case, and print the table."""
+    asked = parse(arguments)
+    options = Options(
+        asked.device,
+        asked.rounds,
+        asked.threads,
+        tuple(sorted(asked.lengths)),
+        tuple(asked.dtypes),
+        asked.quick,
+    )
+    results: list[Result] = []
+    table = ""
+    for name in asked.names or BENCHMARKS:
+        for case in BENCHMARKS[name](options):
+            print(case.name, file=sys.stderr, flush=True)
+            results.append(measure(case, options))
+            table = write_record(results, options, asked.out)
+    print(table)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,72 @@
+"""One new token over a filled cache, beside the plain way.
+
+Legend: H heads, T tokens in the cache, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch.nn import functional as F
+
+import normattn
+from benchmarks.attention import Rotation, Shape
+from benchmarks.harness import DTYPES, Case, Options
+from normattn.lab.runs.timing import Step
+from normattn.layers.attend_cached import attention_cached
+from normattn.layers.cache import StaticCache
+
+SCORES = (
+    *("Baseline", "KNA", "Baseline-logn@512", "Baseline-YaRN(factor=8)@512", "Baseline-ALiBi"),
+    *("Baseline-KERPLELog", "Baseline-ReRoPE(window=512)@2048"),
+)
+
+
+def cached(shape: Shape, score: str) -> Step:
+    """A token attends to itself and to the T before it, and is forgotten again."""
+    spec = normattn.ScoreSpec.parse(score)
+    module = normattn.Score(spec, shape.heads, shape.size).to(shape.device)
+    cache = StaticCache(shape.length + 1)
+    token = replace(shape, length=1).tensors()
+
+    @torch.inference_mode()
+    def step() -> object:
+        out = attention_cached(*token, module, cache)
+        cache.truncate(shape.length)
+        return out
+
+    with torch.inference_mode():
+        attention_cached(*shape.tensors(), module, cache)
+    return step
+
+
+def by_hand(shape: Shape) -> Step:
+    """RoPE of the new query and key, both copied into their place, torch's kernel."""
+    _, k, v = shape.tensors()
+    turned = Rotation(torch.arange(shape.length), shape)(k)
+    keys, values = (F.pad(x, (0, 0, 0, 1)) for x in (turned, v))
+    turn = Rotation(torch.tensor([shape.length]), shape)
+    q, k, v = replace(shape, length=1).tensors()
+
+    @torch.inference_mode()
+    def step() -> object:
+        keys[:, :, shape.length :] = turn(k)
+        values[:, :, shape.length :] = v
+        return F.scaled_dot_product_attention(turn(q), keys, values)
+
+    return step
+
+
+def decode(options: Options) -> list[Case]:
+    """Every score over the longest length."""
+    cases = []
+    length = 128 if options.quick else options.lengths[-1]
+    for precision in options.dtypes:
+        shape = Shape(length, DTYPES[precision], False, options.device)
+        entries: dict[str, Callable[[], Step]] = {"RoPE + SDPA": lambda s=shape: by_hand(s)}
+        for score in SCORES:
+            entries[score] = lambda s=shape, spec=score: cached(s, spec)
+        cases.append(Case(f"decode {precision}, T {length}", entries, "RoPE + SDPA"))
+    return cases

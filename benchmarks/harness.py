@@ -1,0 +1,124 @@
+"""Cases timed in interleaved rounds, a record with the machine and versions, one Markdown table."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import importlib.metadata
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from normattn.lab.runs.environment import describe_environment
+from normattn.lab.runs.timing import Step, Timing, interleave, ratio, threads
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PEERS = ("transformers", "x-transformers")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for; `quick` takes small sizes, to try the path itself."""
+
+    device: str = "cpu"
+    rounds: int = 9
+    threads: int = 1
+    lengths: tuple[int, ...] = (4096,)
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """Entries that are timed together; all ratios are to the entry named `peer`.
+
+    An entry makes its tensors or its model when it is built, and gives the step that is timed.
+    """
+
+    name: str
+    entries: Mapping[str, Callable[[], Step]]
+    peer: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """The seconds of every entry of a case, round by round."""
+
+    case: str
+    peer: str
+    seconds: Mapping[str, Timing]
+
+    def rows(self) -> Iterable[tuple[str, ...]]:
+        """A table row for each entry: milliseconds with their spread, and the ratio to the peer."""
+        for name, timing in self.seconds.items():
+            low, middle, high = (1e3 * s for s in (timing.low, timing.median, timing.high))
+            compared = "1"
+            if name != self.peer:
+                to = ratio(timing.rounds, self.seconds[self.peer].rounds)
+                compared = f"{to.value:.2f} [{to.low:.2f}, {to.high:.2f}]"
+            yield self.case, name, f"{middle:.3f} ({low:.3f} to {high:.3f})", compared
+
+
+def measure(case: Case, options: Options) -> Result:
+    """Time the entries of a case in turn, in `options.rounds` rounds."""
+    with threads(options.threads):
+        steps = {name: build() for name, build in case.entries.items()}
+        timings = interleave(
+            steps,
+            1 if options.quick else options.rounds,
+            warm=1 if options.quick else 2,
+            device=options.device,
+            **({"least_seconds": 0.0} if options.quick else {}),
+        )
+    del steps
+    gc.collect()
+    return Result(case.name, case.peer, timings)
+
+
+def machine(options: Options) -> dict[str, Any]:
+    """What the numbers depend on: processor or GPU, threads, versions, date."""
+    versions = {}
+    for package in PEERS:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    facts = {**describe_environment(), **versions, "threads": options.threads}
+    if options.device != "cpu":
+        facts["gpu"] = torch.cuda.get_device_name(options.device)
+    return {**facts, "date": datetime.date.today().isoformat()}
+
+
+def write_record(results: Iterable[Result], options: Options, out: Path) -> str:
+    """Write `out`/benchmarks.json and `out`/benchmarks.md; return the table."""
+    kept, facts = list(results), machine(options)
+    record = {
+        "machine": facts,
+        "results": [
+            {
+                "case": result.case,
+                "peer": result.peer,
+                "seconds": {name: timing.summary() for name, timing in result.seconds.items()},
+            }
+            for result in kept
+        ],
+    }
+    table = markdown(kept, facts)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "benchmarks.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (out / "benchmarks.md").write_text(table, encoding="utf-8")
+    return table
+
+
+def markdown(results: Iterable[Result], facts: Mapping[str, Any]) -> str:
+    """One table of all cases, after a line on the machine."""
+    named = ", ".join(f"{name} {value}" for name, value in facts.items())
+    head = ("case", "entry", "ms: median (least to most)", "ratio to peer [95 % interval]")
+    rows = [head, ("---", "---", "---:", "---:")]
+    rows += [row for result in results for row in result.rows()]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([f"Medians of interleaved rounds. {named}.", "", *lines]) + "\n"

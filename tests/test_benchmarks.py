@@ -1,0 +1,108 @@
+"""The benchmarks' own path: cases, records, and a table that says what was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.__main__ import BENCHMARKS, main, parse
+from benchmarks.harness import Case, Options, measure, write_record
+
+from benchmarks import attention, decoding, extending
+
+QUICK = Options(quick=True, dtypes=("fp32",))
+
+
+def test_a_record_names_the_machine_and_every_round(tmp_path: Path) -> None:
+    numbers = torch.randn(64, 64)
+    entries = {"once": lambda: lambda: numbers @ numbers, "twice": lambda: lambda: numbers.exp()}
+    options = Options(rounds=3)
+    result = measure(Case("products", entries, "once"), options)
+    table = write_record([result], options, tmp_path)
+    record = json.loads((tmp_path / "benchmarks.json").read_text())
+    assert {"torch", "cpu", "threads", "date"} <= record["machine"].keys()
+    seconds = record["results"][0]["seconds"]
+    assert {name: len(timing["rounds"]) for name, timing in seconds.items()} == {
+        "once": 3,
+        "twice": 3,
+    }
+    assert all(s > 0 for timing in seconds.values() for s in timing["rounds"])
+    assert table == (tmp_path / "benchmarks.md").read_text()
+    assert table.count("| products |") == 2
+
+
+def test_ratios_are_to_the_peer(tmp_path: Path) -> None:
+    """Twice the work takes about twice the time, in rounds that take turns."""
+    numbers = torch.randn(256, 256)
+
+    def products(count: int) -> object:
+        return lambda: [numbers @ numbers for _ in range(count)]
+
+    case = Case("work", {"one": lambda: products(4), "four": lambda: products(16)}, "one")  # type: ignore[dict-item, return-value]
+    result = measure(case, Options(rounds=5))
+    medians = {name: timing.median for name, timing in result.seconds.items()}
+    assert 2 < medians["four"] / medians["one"] < 8
+    (_, _, _, own), (_, _, _, compared) = result.rows()
+    assert own == "1"
+    assert float(compared.split(" ")[0]) == pytest.approx(
+        medians["four"] / medians["one"], abs=0.01
+    )
+
+
+def test_two_matrices_are_rerope() -> None:
+    """The peer that is written by hand computes what the score does."""
+    shape = attention.Shape(600, torch.float64, False, "cpu")
+    torch.testing.assert_close(
+        attention.two_matrices(shape)(),
+        attention.scored(shape, f"Baseline-ReRoPE(window={attention.WINDOW})@2048")(),
+    )
+
+
+def test_peers_compute_the_same_attention() -> None:
+    shape = attention.Shape(48, torch.float64, False, "cpu")
+    torch.testing.assert_close(attention.rope_sdpa(shape)(), attention.scored(shape, "Baseline")())
+    alibi = attention.masked_alibi(shape, learned=False)()
+    torch.testing.assert_close(alibi, attention.scored(shape, "Baseline-ALiBi")())
+    plain = attention.plain_sdpa(shape)()
+    torch.testing.assert_close(plain, attention.scored(shape, "Baseline-NoPE")())
+
+
+def test_the_decoding_step_is_the_plain_way() -> None:
+    shape = attention.Shape(32, torch.float64, False, "cpu")
+    torch.testing.assert_close(decoding.by_hand(shape)(), decoding.cached(shape, "Baseline")())
+
+
+def test_an_extended_layer_reads_and_decodes() -> None:
+    pytest.importorskip("transformers")
+    for decoding_one in (False, True):
+        step = extending.reading(64, "fp32", "cpu", "YaRN(factor=4)", decoding_one)
+        assert torch.isfinite(torch.as_tensor(step())).all()
+
+
+@pytest.mark.parametrize("name", ["plain", "decode", "bias"])
+def test_the_command_measures_what_is_named(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([name, "--quick", "--dtypes", "fp32", "--out", str(tmp_path)])
+    assert f"| {name} fp32" in capsys.readouterr().out
+
+
+def test_bad_names_and_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["roofline"], ["plain", "--rounds", "0"], ["--dtypes", "int8"]):
+        with pytest.raises(SystemExit) as ended:
+            parse(arguments)
+        assert ended.value.code == 2
+    assert "roofline" in capsys.readouterr().err
+
+
+def test_every_benchmark_has_cases_with_a_peer() -> None:
+    for function in BENCHMARKS.values():
+        for case in function(QUICK):
+            assert case.peer in case.entries
+            assert len(case.entries) > 1
