@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -176,8 +177,8 @@ def plain(options: Options) -> list[Case]:
         Case(
             f"plain {name}",
             {
-                "SDPA": lambda s=shape: plain_sdpa(s),
-                "NoPE": lambda s=shape: scored(s, "Baseline-NoPE"),
+                "SDPA": partial(plain_sdpa, shape),
+                "NoPE": partial(scored, shape, "Baseline-NoPE"),
             },
             "SDPA",
         )
@@ -189,9 +190,9 @@ def absorbed(options: Options) -> list[Case]:
     """Scores that change queries and keys alone, beside hand-written RoPE and torch's kernel."""
     cases = []
     for name, shape in _shapes(options):
-        entries: dict[str, Callable[[], Step]] = {"RoPE + SDPA": lambda s=shape: rope_sdpa(s)}
+        entries: dict[str, Callable[[], Step]] = {"RoPE + SDPA": partial(rope_sdpa, shape)}
         for score in ABSORBED:
-            entries[score] = lambda s=shape, spec=score: scored(s, spec)
+            entries[score] = partial(scored, shape, score)
         cases.append(Case(f"absorbed {name}", entries, "RoPE + SDPA"))
     return cases
 
@@ -202,9 +203,9 @@ def two_regime(options: Options) -> list[Case]:
     for name, shape in _shapes(options):
         score = f"Baseline-ReRoPE(window={WINDOW})@2048"
         entries: dict[str, Callable[[], Step]] = {
-            "RoPE + SDPA": lambda s=shape: rope_sdpa(s),
-            "ReRoPE": lambda s=shape, spec=score: scored(s, spec),
-            "two matrices": lambda s=shape: two_matrices(s),
+            "RoPE + SDPA": partial(rope_sdpa, shape),
+            "ReRoPE": partial(scored, shape, score),
+            "two matrices": partial(two_matrices, shape),
         }
         cases.append(Case(f"two-regime {name}", entries, "RoPE + SDPA"))
     return cases
@@ -215,12 +216,12 @@ def bias(options: Options) -> list[Case]:
     cases = []
     for name, shape in _shapes(options):
         entries: dict[str, Callable[[], Step]] = {
-            "SDPA with a mask": lambda s=shape: masked_alibi(s, learned=False),
-            "SDPA with a learned mask": lambda s=shape: masked_alibi(s, learned=True),
-            "ALiBi": lambda s=shape: scored(s, "Baseline-ALiBi"),
-            "KERPLE": lambda s=shape: scored(s, "Baseline-KERPLELog"),
+            "SDPA with a mask": partial(masked_alibi, shape, learned=False),
+            "SDPA with a learned mask": partial(masked_alibi, shape, learned=True),
+            "ALiBi": partial(scored, shape, "Baseline-ALiBi"),
+            "KERPLE": partial(scored, shape, "Baseline-KERPLELog"),
         }
         if options.device != "cpu":
-            entries["flex_attention"] = lambda s=shape: flex(s, alibi=True)
+            entries["flex_attention"] = partial(flex, shape, alibi=True)
         cases.append(Case(f"bias {name}", entries, "SDPA with a mask"))
     return cases

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -65,8 +66,8 @@ def decode(options: Options) -> list[Case]:
     length = 128 if options.quick else options.lengths[-1]
     for precision in options.dtypes:
         shape = Shape(length, DTYPES[precision], False, options.device)
-        entries: dict[str, Callable[[], Step]] = {"RoPE + SDPA": lambda s=shape: by_hand(s)}
+        entries: dict[str, Callable[[], Step]] = {"RoPE + SDPA": partial(by_hand, shape)}
         for score in SCORES:
-            entries[score] = lambda s=shape, spec=score: cached(s, spec)
+            entries[score] = partial(cached, shape, score)
         cases.append(Case(f"decode {precision}, T {length}", entries, "RoPE + SDPA"))
     return cases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,8 +69,8 @@ def extend(options: Options) -> list[Case]:
         for decoding in (False, True):
             entries: dict[str, Callable[[], Step]] = {}
             for method in (None, *METHODS):
-                entries[method or "as it is"] = lambda m=method, p=precision, d=decoding: reading(
-                    length, p, options.device, m, d
+                entries[method or "as it is"] = partial(
+                    reading, length, precision, options.device, method, decoding
                 )
             kind = "one token after" if decoding else "a text of"
             cases.append(Case(f"extend {precision}, {kind} T {length}", entries, "as it is"))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from normattn.lab.runs.environment import describe_environment
-from normattn.lab.runs.timing import Step, Timing, interleave, ratio, threads
+from normattn.lab.runs.timing import LEAST_SECONDS, Step, Timing, interleave, ratio, threads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PEERS = ("transformers", "x-transformers")
@@ -52,7 +52,7 @@ class Result:
     peer: str
     seconds: Mapping[str, Timing]
 
-    def rows(self) -> Iterable[tuple[str, ...]]:
+    def rows(self) -> Iterable[tuple[str, str, str, str]]:
         """A table row for each entry: milliseconds with their spread, and the ratio to the peer."""
         for name, timing in self.seconds.items():
             low, middle, high = (1e3 * s for s in (timing.low, timing.median, timing.high))
@@ -72,7 +72,7 @@ def measure(case: Case, options: Options) -> Result:
             1 if options.quick else options.rounds,
             warm=1 if options.quick else 2,
             device=options.device,
-            **({"least_seconds": 0.0} if options.quick else {}),
+            least_seconds=0.0 if options.quick else LEAST_SECONDS,
         )
     del steps
     gc.collect()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ def training_step(build: Callable[[], nn.Module], size: Size, precision: str, de
 
     def step() -> object:
         with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
-            loss = _loss(model, ids)
+            loss: Any = _loss(model, ids)
         loss.backward()
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
@@ -136,23 +137,24 @@ def _loss(model: nn.Module, ids: Tensor) -> Tensor:
 def train(options: Options) -> list[Case]:
     """Rotary positions at 512 tokens, ALiBi at 2,048; as many tokens in each batch."""
     rotary, long = (SMALL, SMALL) if options.quick else (Size(), Size(length=2048, batch=2))
+    builders: dict[str, Callable[[], nn.Module]] = {
+        "transformers": partial(llama, rotary),
+        "x-transformers": partial(x_transformers, rotary, alibi=False),
+        **{score: partial(ours, rotary, score) for score in SCORES},
+    }
+    with_bias: dict[str, Callable[[], nn.Module]] = {
+        "x-transformers": partial(x_transformers, long, alibi=True),
+        "ALiBi": partial(ours, long, "Baseline-ALiBi"),
+    }
     cases = []
     for precision in options.dtypes:
-
-        def step(build: Callable[[], nn.Module], size: Size, how: str = precision) -> Step:
-            return training_step(build, size, how, options.device)
-
-        entries: dict[str, Callable[[], Step]] = {
-            "transformers": lambda run=step: run(lambda: llama(rotary), rotary),
-            "x-transformers": lambda run=step: run(lambda: x_transformers(rotary, False), rotary),
-        }
-        for score in SCORES:
-            entries[score] = lambda run=step, spec=score: run(lambda: ours(rotary, spec), rotary)
-        name = f"training step {precision}"
-        cases.append(Case(f"{name}, T {rotary.length}", entries, "transformers"))
-        alibi: dict[str, Callable[[], Step]] = {
-            "x-transformers": lambda run=step: run(lambda: x_transformers(long, True), long),
-            "ALiBi": lambda run=step: run(lambda: ours(long, "Baseline-ALiBi"), long),
-        }
-        cases.append(Case(f"{name}, ALiBi, T {long.length}", alibi, "x-transformers"))
+        entries: dict[str, Callable[[], Step]] = {}
+        for name, build in builders.items():
+            entries[name] = partial(training_step, build, rotary, precision, options.device)
+        kind = f"training step {precision}"
+        cases.append(Case(f"{kind}, T {rotary.length}", entries, "transformers"))
+        alibi: dict[str, Callable[[], Step]] = {}
+        for name, build in with_bias.items():
+            alibi[name] = partial(training_step, build, long, precision, options.device)
+        cases.append(Case(f"{kind}, ALiBi, T {long.length}", alibi, "x-transformers"))
     return cases

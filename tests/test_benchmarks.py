@@ -11,10 +11,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import attention, decoding, extending
 from benchmarks.__main__ import BENCHMARKS, main, parse
 from benchmarks.harness import Case, Options, measure, write_record
-
-from benchmarks import attention, decoding, extending
 
 QUICK = Options(quick=True, dtypes=("fp32",))
 
