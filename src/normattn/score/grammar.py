@@ -10,12 +10,12 @@ import operator
 import re
 import types
 import typing
+from functools import cache
 from typing import Any, Literal
 
 from normattn.errors import InputError
-from normattn.score.part import Part
+from normattn.score.parts.base import Part, find
 from normattn.score.recipes import recipe
-from normattn.score.registry import find
 
 _PART = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*\+?)(?:\((?P<fields>[^()]*)\))?")
 _DIGITS = re.compile(r"[+-]?[0-9]{1,19}")
@@ -95,14 +95,8 @@ def _parse_part(match: re.Match[str], text: str) -> Given:
     return part, fields
 
 
-_HINTS: dict[type[Part], dict[str, Any]] = {}
-
-
-def _hints(part: type[Part]) -> dict[str, Any]:
-    """The types of a part's fields; evaluating annotations costs more than all else here."""
-    if part not in _HINTS:
-        _HINTS[part] = typing.get_type_hints(part)
-    return _HINTS[part]
+# Evaluating annotations costs more than all else here.
+_hints = cache(typing.get_type_hints)
 
 
 def make(part: type[Part], values: dict[str, Any], text: str) -> Part:

@@ -6,7 +6,7 @@ distances.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -18,20 +18,20 @@ from normattn.errors import InputError
 from normattn.kernels import Problem, Visibility
 from normattn.kernels.problem import PairBias
 from normattn.kernels.selection import Selection
-from normattn.score.fold import (
-    beside,
+from normattn.score.parts import PairBiasPart, RotaryPosition
+from normattn.score.positions import Positions
+from normattn.score.rotary import (
+    ChunkKeys,
+    ChunkQueries,
+    Rotation,
     by_head,
-    key_fold,
-    near_from_far,
-    query_fold,
+    far_to_near,
+    key_tables,
     query_scale,
+    query_tables,
+    scale_column,
     scaled,
 )
-from normattn.score.folded_parts import RotaryPosition
-from normattn.score.normalisation import refuse_future
-from normattn.score.outer_parts import PairBiasPart
-from normattn.score.positions import Positions
-from normattn.score.rotary import ByChunk, Rotation, SideBySide
 from normattn.score.spec import ScoreSpec, as_spec
 
 
@@ -54,23 +54,19 @@ class Score(nn.Module):
         self.kv_heads = heads if kv_heads is None else kv_heads
         if self.kv_heads < 1 or heads % self.kv_heads:
             raise InputError(f"{heads} query heads cannot share {self.kv_heads} key heads evenly")
-        _refuse_sizes(spec, heads, self.kv_heads, head_dim)
+        _refuse_sizes(spec, self.kv_heads, head_dim)
         self.built = self._spec = spec
         query, key = spec.variant.query_norm(), spec.variant.key_norm()
         self.query_norm = query.build(heads, head_dim) if query else None
         self.key_norm = key.build(self.kv_heads, head_dim) if key else None
-        learned = spec.variant.learned_base(spec.train_length)
-        self.scale = None if learned is None else nn.Parameter(torch.tensor(float(learned)))
+        base = spec.variant.learned_base(spec.train_length)
+        self.scale = None if base is None else nn.Parameter(torch.tensor(float(base)))
         rotary = spec.position if isinstance(spec.position, RotaryPosition) else None
-        angles = {} if rotary is None else rotary.learned(self.kv_heads, head_dim)
-        self.position = nn.ParameterDict(angles) if angles else None
-        grown = {} if spec.logn is None else spec.logn.learned(heads, spec.train_length)
-        self.logn = nn.ParameterDict(grown) if grown else None
-        bias = {} if spec.bias is None else spec.bias.learned(heads, head_dim)
-        self.bias = nn.ParameterDict(bias) if bias else None
+        self.position = _parameters(rotary and rotary.learned(self.kv_heads, head_dim))
+        self.logn = _parameters(spec.logn and spec.logn.learned(heads, spec.train_length))
+        self.bias = _parameters(spec.bias and spec.bias.learned(heads, head_dim))
         self.sink = None if spec.sink is None else nn.Parameter(torch.zeros(heads))
-        joins = {} if spec.difference is None else spec.difference.learned(head_dim)
-        self.difference = nn.ParameterDict(joins) if joins else None
+        self.difference = _parameters(spec.difference and spec.difference.learned(head_dim))
 
     @property
     def spec(self) -> ScoreSpec:
@@ -94,9 +90,8 @@ class Score(nn.Module):
         A training loop does so after each step of its optimiser (`project_parameters`). Outputs do
         not depend on it: what is out of range counts as the nearest value within.
         """
-        part = self._spec.bias
-        if part is not None and self.bias is not None:
-            part.project(dict(self.bias.items()))
+        if self._spec.bias is not None:
+            self._spec.bias.project(_values(self.bias))
 
     def extra_repr(self) -> str:
         """The specification."""
@@ -117,9 +112,9 @@ class Score(nn.Module):
 
         `seen` is who sees whom but for the score's own window. Statistics over tokens leave out
         the padded ones; without `query_padding` every query is real, also where the keys are padded
-        (cross attention). Where the score moves, the rows are those of `block`.
+        (cross attention). Where the score is blockwise, the rows are those of `block`.
         """
-        spec = self._spec.fixed(block) if self._spec.moves else self._spec
+        spec = self._spec.for_block(block) if self._spec.blockwise else self._spec
         self._refuse(positions)
         if spec.selection is not None and q.shape[2] != k.shape[2]:
             raise InputError(
@@ -128,16 +123,16 @@ class Score(nn.Module):
             )
         q_near, q_far, pairs = self._queries(spec, q, positions, query_padding, block)
         first = 0 if positions.regular else None
-        fold = key_fold(spec, self.head_dim, positions.key, k.dtype, first).read_by(block)
+        tables = key_tables(spec, self.head_dim, positions.key, k.dtype, first).for_block(block)
         norm = partial(self._normed_keys, padding=seen.padding)
-        k = k if spec.order else norm(k)
-        after = norm if spec.order else None
-        k_near = _turned(k, fold.near, after)
-        problem = self._problem(q_near, k_near, v, positions, seen, dropout, pairs)
-        if q_far is None or spec.regime is None:
+        k, after = (k, norm) if spec.order else (norm(k), None)
+        problem = self._problem(
+            q_near, _turned(k, tables.near, after), v, positions, seen, dropout, pairs
+        )
+        if q_far is None or spec.remapping is None:
             return problem
-        far_k = _turned(k, fold.far, after)
-        return replace(problem, far_q=q_far, far_k=far_k, window=spec.regime.window)
+        far_k = _turned(k, tables.far, after)
+        return replace(problem, far_q=q_far, far_k=far_k, window=spec.remapping.window)
 
     def store(
         self,
@@ -149,19 +144,19 @@ class Score(nn.Module):
         """What a cache keeps of keys at these positions (counted from `first` where it is given).
 
         Normalised and rotated keys; rotated at their far position where there are two regimes, not
-        at all where the spectrum moves. A normalisation that follows the rotation is left to
+        at all where the score is blockwise. A normalisation that follows the rotation is left to
         `recall` then. Statistics over tokens leave out the padded ones.
         """
         spec = self._spec
-        later = spec.moves or spec.regime is not None
         norm = partial(self._normed_keys, padding=padding)
         if spec.order is None:
             k = norm(k)
-        if spec.moves:
+        if spec.blockwise:
             return k
-        fold = key_fold(spec, self.head_dim, places, k.dtype, first)
-        after = norm if spec.order is not None and not later else None
-        return _turned(k, fold.near if spec.regime is None else fold.far, after)
+        tables = key_tables(spec, self.head_dim, places, k.dtype, first)
+        if spec.remapping is not None:
+            return _turned(k, tables.far)
+        return _turned(k, tables.near, None if spec.order is None else norm)
 
     def recall(
         self,
@@ -177,28 +172,29 @@ class Score(nn.Module):
     ) -> Problem:
         """`forward` for keys that `store` has made; if causal, the queries are the last of them.
 
-        `turned` is what `turn` has made of the keys where the spectrum moves, if that is at hand.
+        `turned` is what `turn` has made of the keys where the score is blockwise, if at hand.
         """
-        spec = self._spec.fixed(block) if self._spec.moves else self._spec
+        spec = self._spec.for_block(block) if self._spec.blockwise else self._spec
         self._refuse(positions)
         q_near, q_far, pairs = self._queries(spec, q, positions, query_padding, block)
-        if self._spec.moves:
+        given = v, positions, seen, dropout, pairs
+        if self._spec.blockwise:
             whole = 0 if positions.regular else None
             k = self.turn(stored, positions.key, block, whole) if turned is None else turned
-            return self._problem(q_near, k, v, positions, seen, dropout, pairs)
-        if q_far is None or spec.regime is None or spec.regime.window is None:
-            return self._problem(q_near, stored, v, positions, seen, dropout, pairs)
-        after = self._normed_keys_alone if spec.order is not None else None
-        start = _first_near(q.shape[2], stored.shape[2], spec.regime.window)
+            return self._problem(q_near, k, *given)
+        if q_far is None or spec.remapping is None or spec.remapping.window is None:
+            return self._problem(q_near, stored, *given)
+        after = self._normed_keys if spec.order is not None else None
+        # The first column that the first of these rows reads in the near regime.
+        start = max(0, stored.shape[2] - q.shape[2] - spec.remapping.window + 1)
         near = positions.key[..., start:]
         first = start if positions.regular else None
-        turn = near_from_far(spec, self.head_dim, near, stored.dtype, first)
-        k = _turned(stored[:, :, start:], turn, after)
+        turn = far_to_near(spec, self.head_dim, near, stored.dtype, first)
         return replace(
-            self._problem(q_near, k, v, positions, seen, dropout, pairs),
+            self._problem(q_near, _turned(stored[:, :, start:], turn, after), *given),
             far_q=q_far,
             far_k=stored if after is None else after(stored),
-            window=spec.regime.window,
+            window=spec.remapping.window,
             near_start=start,
         )
 
@@ -209,16 +205,18 @@ class Score(nn.Module):
         block: int,
         first: int | None = None,
     ) -> Float[Tensor, "b g s wide"]:
-        """Keys of `store` as rows of `block` read them, where the score moves."""
-        spec = self._spec.fixed(block)
-        fold = key_fold(spec, self.head_dim, places, stored.dtype, first).read_by(block)
-        after = self._normed_keys_alone if spec.order is not None else None
-        return _turned(stored, fold.near, after)
+        """Keys of `store` as rows of `block` read them, where the score is blockwise."""
+        spec = self._spec.for_block(block)
+        tables = key_tables(spec, self.head_dim, places, stored.dtype, first).for_block(block)
+        return _turned(stored, tables.near, None if spec.order is None else self._normed_keys)
 
     def _refuse(self, positions: Positions) -> None:
         spec = self._spec
         if positions.causal and spec.leaks_future:
-            refuse_future(True, True, spec.name)
+            raise InputError(
+                f"{spec.name} takes statistics across the sequence and so leaks the future: "
+                "it cannot be used with causal attention"
+            )
         if spec.needs_causal and not positions.causal:
             raise InputError(f"{spec.name} is defined for causal attention only")
 
@@ -231,7 +229,7 @@ class Score(nn.Module):
         block: int,
     ) -> tuple[Tensor, Tensor | None, PairBias | None]:
         """Queries of the near and the far regime, λ and what is learned folded in; their bias."""
-        fold = query_fold(spec, self.head_dim, positions, q.dtype).read_by(block)
+        tables = query_tables(spec, self.head_dim, positions, q.dtype).for_block(block)
 
         def norm(q: Tensor) -> Tensor:
             return q if self.query_norm is None else self.query_norm(q, padding)
@@ -244,31 +242,25 @@ class Score(nn.Module):
         q = norm(q) if spec.order is None else q
         pairs = self._pairs(spec, q, positions)
         q, after = (ready(q), None) if spec.order is None else (q, lambda x: ready(norm(x)))
-        near = _scaled(_turned(q, fold.near, after), fold.scale)
-        if fold.far is None:
+        near = scaled(_turned(q, tables.near, after), tables.scale)
+        if tables.far is None:
             return near, None, pairs
-        return near, _scaled(_turned(q, fold.far, after), fold.scale), pairs
+        return near, scaled(_turned(q, tables.far, after), tables.scale), pairs
 
     def _weighed(self, q: Tensor, n: Tensor) -> Tensor:
         """q times what is learned of λ."""
-        spec = self._spec
-        if self.logn is not None and spec.logn is not None:
+        if self.logn is not None and self._spec.logn is not None:
             n = by_head(n).to(_wide(q))
             n = n[None] if n.dim() == 1 else n
-            q = scaled(q, spec.logn.learned_factor(n, dict(self.logn.items()))[..., None])
-        return _scaled(q, self.scale)
+            q = scaled(q, self._spec.logn.learned_factor(n, _values(self.logn))[..., None])
+        return scaled(q, self.scale)
 
-    def _normed_keys(self, k: Tensor, padding: Tensor | None) -> Tensor:
+    def _normed_keys(self, k: Tensor, padding: Tensor | None = None) -> Tensor:
         k = k if self.key_norm is None else self.key_norm(k, padding)
         position = self._spec.position
         if not isinstance(position, RotaryPosition):
             return k
-        return position.key_features(
-            k, {} if self.position is None else dict(self.position.items())
-        )
-
-    def _normed_keys_alone(self, k: Tensor) -> Tensor:
-        return self._normed_keys(k, None)
+        return position.key_features(k, _values(self.position))
 
     def _problem(
         self,
@@ -280,8 +272,7 @@ class Score(nn.Module):
         dropout: float,
         pairs: PairBias | None,
     ) -> Problem:
-        """What is left to a kernel: the score's window, bias, cap and sink on folded q and k."""
-        window, kept = self._spec.visible
+        window, kept = self._spec.window
         selection = None
         if self._spec.selection is not None:
             own = None if seen.padding is None else seen.padding[:, v.shape[2] - q.shape[2] :]
@@ -311,22 +302,21 @@ class Score(nn.Module):
                 return self._pairs(spec, q, positions)
         query = None
         if part.reads_queries:
-            scale = beside(query_scale(spec, self.head_dim, positions.n))
-            query = _scaled(self._weighed(q, positions.n), scale)
-        return part.pairs(dict(self.bias.items()), _wide(q), query)
+            scale = scale_column(query_scale(spec, self.head_dim, positions.n))
+            query = scaled(self._weighed(q, positions.n), scale)
+        return part.pairs(_values(self.bias), _wide(q), query)
 
     def _bias(self, q: Tensor, positions: Positions) -> Tensor | None:
         """b(h, r) for every distance r that occurs between these positions."""
         part = self._spec.bias
         if part is None or isinstance(part, PairBiasPart):
             return None
-        learned = {} if self.bias is None else dict(self.bias.items())
         most = max(positions.key.shape[-1], positions.query.shape[-1])
         if not positions.regular:
             furthest = torch.stack((positions.query.max(), positions.key.max()))
             most = int(furthest.max()) + 1
         distance = torch.arange(most, device=q.device, dtype=_wide(q))
-        return part.values(distance, self.heads, learned)
+        return part.values(distance, self.heads, _values(self.bias))
 
 
 def project_parameters(model: nn.Module) -> None:
@@ -336,15 +326,26 @@ def project_parameters(model: nn.Module) -> None:
             module.project()
 
 
+def _parameters(initial: Mapping[str, Tensor] | None) -> nn.ParameterDict | None:
+    """What a part learns, by name; None where it learns nothing."""
+    return nn.ParameterDict(initial) if initial else None
+
+
+def _values(learned: nn.ParameterDict | None) -> dict[str, Tensor]:
+    return {} if learned is None else dict(learned.items())
+
+
 def _turned(
     x: Tensor,
-    rotation: Rotation | SideBySide | ByChunk | None,
+    rotation: Rotation | ChunkQueries | ChunkKeys | None,
     after: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    if isinstance(rotation, SideBySide | ByChunk):
-        return rotation.laid(lambda turn: _turned(x, turn, after))
-    x = x if rotation is None else rotation(x)
-    return x if after is None else after(x)
+    """x rotated, and what comes after the rotation done to it."""
+    if after is None:
+        return x if rotation is None else rotation(x)
+    if rotation is None:
+        return after(x)
+    return rotation.apply(lambda turn: after(turn(x)))
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -352,16 +353,7 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _scaled(x: Tensor, scale: Tensor | float | None) -> Tensor:
-    return x if scale is None else scaled(x, scale)
-
-
-def _first_near(queries: int, keys: int, window: int) -> int:
-    """The first column that the first of the last `queries` rows reads in the near regime."""
-    return max(0, keys - queries - window + 1)
-
-
-def _refuse_sizes(spec: ScoreSpec, heads: int, kv_heads: int, head_dim: int) -> None:
+def _refuse_sizes(spec: ScoreSpec, kv_heads: int, head_dim: int) -> None:
     if spec.difference is not None and kv_heads % 2:
         raise InputError(
             f"{spec.name} takes heads in pairs, each with two keys and values of its own, so the "

@@ -1,13 +1,16 @@
-"""Rotation of feature pairs by cos and sin tables, in both layouts, with λ folded in.
+"""Rotary tables: cos and sin of positions with λ folded in, kept where positions simply count.
 
-Legend: B batch, H heads, T tokens, D head dimension, P = D/2 pairs.
+Legend: B batch, H heads, T queries or tokens, S keys, D head dimension, P pairs of features that
+turn.
 """
 
 from __future__ import annotations
 
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +19,9 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.plain import plain
+from normattn.score.parts import RotaryPosition, rope_frequencies
+from normattn.score.positions import Positions
+from normattn.score.spec import ScoreSpec
 
 
 @dataclass(frozen=True)
@@ -45,40 +51,48 @@ class Rotation:
         cos, sin, rest = (x[..., rows, :] for x in (self.cos, self.sin, self.rest))
         return Rotation(cos, sin, rest, self.interleaved, self.start)
 
+    def for_block(self, block: int) -> Rotation:
+        """Itself: rows of all blocks read it alike."""
+        return self
+
+    def apply(self, turned: Callable[[Rotation], Tensor]) -> Tensor:
+        """What `turned` makes of this rotation."""
+        return turned(self)
+
 
 @dataclass(frozen=True)
-class SideBySide:
-    """Queries turned to the places of several rules, one behind the other, as `ByChunk` has them.
+class ChunkQueries:
+    """Queries turned to the places of several rules, one behind the other, as `ChunkKeys` has them.
 
     Rows of the first chunks have no keys of the last rules, and no features for them.
     """
 
     turns: tuple[Rotation, ...]
 
-    def read_by(self, block: int) -> SideBySide:
-        """For the rows of a chunk."""
-        return SideBySide(self.turns[: max(block, 0) + 1])
-
     def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t wide"]:
         """All of them."""
-        return self.laid(lambda turn: turn(x))
+        return self.apply(lambda turn: turn(x))
 
-    def laid(self, turned: Callable[[Rotation], Tensor]) -> Float[Tensor, "b h t wide"]:
-        """What `turned` makes of each."""
-        return torch.cat([turned(turn) for turn in self.turns], -1)
-
-    def rows(self, rows: slice) -> SideBySide:
+    def rows(self, rows: slice) -> ChunkQueries:
         """The rotations of some of the positions."""
-        return SideBySide(tuple(turn.rows(rows) for turn in self.turns))
+        return ChunkQueries(tuple(turn.rows(rows) for turn in self.turns))
+
+    def for_block(self, block: int) -> ChunkQueries:
+        """For the rows of a chunk."""
+        return ChunkQueries(self.turns[: max(block, 0) + 1])
+
+    def apply(self, turned: Callable[[Rotation], Tensor]) -> Float[Tensor, "b h t wide"]:
+        """What `turned` makes of each, side by side."""
+        return torch.cat([turned(turn) for turn in self.turns], -1)
 
 
 @dataclass(frozen=True)
-class ByChunk:
+class ChunkKeys:
     """Keys as the rows of chunk `block` read them: at the place of one of three rules, 0 elsewhere.
 
     `chunk` (S, 1) or (B, 1, S, 1) is that of each key. The rules are those of the rows' own chunk,
-    of the one before and of those further away; the product with `SideBySide` queries is that of
-    the rule.
+    of the one before and of those further away; the product with `ChunkQueries` is that of the
+    rule.
     """
 
     turn: Rotation
@@ -87,53 +101,334 @@ class ByChunk:
 
     def __call__(self, x: Float[Tensor, "b g s d"]) -> Float[Tensor, "b g s wide"]:
         """Turned and laid out."""
-        return self.laid(lambda turn: turn(x))
+        return self.apply(lambda turn: turn(x))
 
-    def laid(self, turned: Callable[[Rotation], Tensor]) -> Float[Tensor, "b g s wide"]:
-        """What `turned` makes of them, laid out."""
+    def rows(self, rows: slice) -> ChunkKeys:
+        """The tables of some of the positions."""
+        return ChunkKeys(self.turn.rows(rows), self.chunk[..., rows, :], self.block)
+
+    def for_block(self, block: int) -> ChunkKeys:
+        """For the rows of a chunk."""
+        return ChunkKeys(self.turn, self.chunk, block)
+
+    def apply(self, turned: Callable[[Rotation], Tensor]) -> Float[Tensor, "b g s wide"]:
+        """What `turned` makes of them, laid out by rule."""
         y = turned(self.turn)
         rules = min(max(self.block, 0) + 1, 3)
         rule = (self.block - self.chunk).clamp(0, rules - 1)
         return torch.cat([torch.where(rule == n, y, 0.0) for n in range(rules)], -1)
 
-    def read_by(self, block: int) -> ByChunk:
-        """For the rows of a chunk."""
-        return ByChunk(self.turn, self.chunk, block)
 
-    def rows(self, rows: slice) -> ByChunk:
-        """The tables of some of the positions."""
-        return ByChunk(self.turn.rows(rows), self.chunk[..., rows, :], self.block)
+@dataclass(frozen=True)
+class RotaryTables:
+    """What is done to queries or to keys: rotations to their near and their far positions.
 
-
-def rotation(
-    positions: Float[Tensor, "*b t"],
-    frequencies: Float[Tensor, "p"],
-    scale: Float[Tensor, "*c u"] | float,
-    interleaved: bool,
-    dtype: torch.dtype,
-    log_growth: Float[Tensor, "p"] | None = None,
-) -> Rotation:
-    """The rotation of these positions, times `scale` per position; angles in float64.
-
-    Pair m is multiplied by exp(position · log_growth_m) as well, where growth is given.
+    `far` is None where there is one regime, or nothing to do. λ is folded into the rotations of
+    queries, or stays outside as `scale`, a number or broadcastable to (B, H, T, 1): where nothing
+    turns, where the normalisation follows the rotation, and where heads have a λ each. Where rules
+    go by chunks `near` has all of them.
     """
-    positions = positions.double()
-    angle = positions[..., None] * frequencies.to(positions.device)
-    if isinstance(scale, Tensor):
-        scale = scale.double()[..., None]
-    cos, sin = angle.cos() * scale, angle.sin() * scale
-    if log_growth is not None:
-        exponent = positions[..., None] * log_growth.to(positions.device)
-        _refuse_overflow(exponent, log_growth, dtype)
-        cos, sin = cos * exponent.exp(), sin * exponent.exp()
-    rest = torch.ones_like(positions)[..., None] * scale
-    if cos.dim() == 3:
-        cos, sin, rest = cos[:, None], sin[:, None], rest[:, None]
-    table = torch.float64 if dtype == torch.float64 else torch.float32
-    return Rotation(cos.to(table), sin.to(table), rest.to(table), interleaved)
+
+    near: Rotation | ChunkQueries | ChunkKeys | None = None
+    far: Rotation | None = None
+    scale: Tensor | float | None = None
+
+    def rows(self, rows: slice) -> RotaryTables:
+        """The tables of some of the positions."""
+        near = None if self.near is None else self.near.rows(rows)
+        far = None if self.far is None else self.far.rows(rows)
+        scale = self.scale
+        if isinstance(scale, Tensor) and scale.shape[-2] > 1:
+            scale = scale[..., rows, :]
+        return RotaryTables(near, far, scale)
+
+    def for_block(self, block: int) -> RotaryTables:
+        """The tables as the rows of a block read them."""
+        if self.near is None or isinstance(self.near, Rotation):
+            return self
+        return replace(self, near=self.near.for_block(block))
 
 
-def last_position(log_growth: Float[Tensor, "p"], dtype: torch.dtype) -> int:
+@dataclass(frozen=True, eq=False)
+class Rotator:
+    """How pairs of features turn with the position.
+
+    Attributes:
+        theta: θ_m of the pairs (P,), in float64.
+        interleaved: whether features 2m and 2m + 1 are a pair, instead of m and m + P.
+        growth: the logarithm by which each pair grows from position to position (XPos).
+        amplitude: what cos and sin are multiplied with; features that do not turn keep their size.
+        start: the first of the 2·P features that turn.
+    """
+
+    theta: Float[Tensor, " p"]
+    interleaved: bool
+    growth: Float[Tensor, " p"] | None = None
+    amplitude: float = 1.0
+    start: int = 0
+
+    def at(
+        self,
+        positions: Float[Tensor, "*b t"],
+        dtype: torch.dtype,
+        scale: Tensor | float = 1.0,
+        sign: int = 1,
+    ) -> Rotation:
+        """The rotation to these positions, times `scale` at each; keys (sign −1) shrink what grows.
+
+        Angles are computed in float64.
+        """
+        positions = positions.double()
+        if isinstance(scale, Tensor):
+            scale = scale.double()[..., None]
+        angle = positions[..., None] * self.theta.to(positions.device)
+        size = scale * self.amplitude
+        if self.growth is not None:
+            exponent = positions[..., None] * (self.growth * sign).to(positions.device)
+            _refuse_overflow(exponent, self.growth, dtype)
+            size = exponent.exp() * size
+        tables = (
+            angle.cos() * size,
+            angle.sin() * size,
+            torch.ones_like(positions)[..., None] * scale,
+        )
+        table = torch.float64 if dtype == torch.float64 else torch.float32
+        cos, sin, rest = (by_head(x, 3).to(table) for x in tables)
+        return Rotation(cos, sin, rest, self.interleaved, self.start)
+
+    def queries(
+        self, spec: ScoreSpec, positions: Tensor, scale: Tensor | float, dtype: torch.dtype
+    ) -> RotaryTables:
+        """To the near and far positions of queries, or to those of all rules by chunks."""
+        at, rules, remapping = positions.double(), spec.chunk_remapping, spec.remapping
+        if rules is not None:
+            turns = (self.at(own, dtype, scale) for own in rules.query_positions(at))
+            return RotaryTables(ChunkQueries(tuple(turns)))
+        near = self.at(at, dtype, scale)
+        if remapping is None:
+            return RotaryTables(near)
+        return RotaryTables(near, self.at(remapping.far_positions(at, at)[0], dtype, scale))
+
+    def keys(self, spec: ScoreSpec, positions: Tensor, dtype: torch.dtype) -> RotaryTables:
+        """To the near and far positions of keys, or to those in their chunks."""
+        at, rules, remapping = positions.double(), spec.chunk_remapping, spec.remapping
+        if rules is not None:
+            chunk = by_head(
+                positions.div(rules.known("size"), rounding_mode="floor").long()[..., None], 3
+            )
+            return RotaryTables(ChunkKeys(self.at(rules.key_positions(at), dtype, sign=-1), chunk))
+        near = self.at(at, dtype, sign=-1)
+        if remapping is None:
+            return RotaryTables(near)
+        return RotaryTables(near, self.at(remapping.far_positions(at, at)[1], dtype, sign=-1))
+
+
+def by_head(x: Tensor, batched: int = 2) -> Tensor:
+    """x with an axis for heads behind that of the batch, which it has where it has `batched` axes.
+
+    λ or n of queries, (T,), (B, T) or (B, H, T), becomes broadcastable to (B, H, T).
+    """
+    return x[:, None] if x.dim() == batched else x
+
+
+def scale_column(scale: Tensor | float) -> Tensor | float:
+    """λ of the shape of n as a factor of (B, H, T, D)."""
+    return by_head(scale)[..., None] if isinstance(scale, Tensor) else scale
+
+
+def scaled(q: Float[Tensor, "b h t d"], scale: Tensor | float | None) -> Float[Tensor, "b h t d"]:
+    """q · scale, half precision rounded once: a rounded scale would be off for the whole row."""
+    if not isinstance(scale, Tensor):
+        return q if scale is None else q * scale
+    wide = q.dtype if q.dtype == torch.float64 else torch.float32
+    return (q.to(wide) * scale.to(wide)).to(q.dtype)
+
+
+def query_scale(spec: ScoreSpec, head_dim: int, n: Int[Tensor, "*bn u"]) -> Tensor | float:
+    """λ(i), in float64: a number, or a tensor of the shape of n, the number of visible keys."""
+    length, variant, logn = spec.train_length, spec.variant, spec.logn
+    gain = 1.0 if spec.rope_scaling is None else spec.rope_scaling.gain(length)
+    if logn is None:
+        return variant.base(head_dim, length) * gain
+    n = n.double()
+    if variant.logn_replaces_base and logn.replaces_base:
+        return variant.base_at(n) * gain
+    return logn.factor(n, length) * (variant.base(head_dim, length) * gain)
+
+
+def frequencies(spec: ScoreSpec, head_dim: int) -> Float[Tensor, " p"]:
+    """θ'_m of the pairs that turn, in float64; empty where nothing does."""
+    position = spec.position
+    if not isinstance(position, RotaryPosition):
+        return torch.empty(0, dtype=torch.float64)
+    size, scaling = position.rotated(head_dim), spec.rope_scaling
+    if scaling is None:
+        return position.turning(rope_frequencies(size, position.base))
+    return position.turning(scaling.inverse_frequencies(size, position.base, spec.train_length))
+
+
+def _rotator(spec: ScoreSpec, head_dim: int) -> Rotator | None:
+    """How things turn; None where nothing does. The gain is in λ."""
+    position = spec.position
+    if not isinstance(position, RotaryPosition):
+        return None
+    return Rotator(
+        frequencies(spec, head_dim),
+        interleaved=position.layout == "interleaved",
+        growth=position.log_growth(head_dim),
+        start=position.start(head_dim),
+    )
+
+
+def query_tables(
+    spec: ScoreSpec, head_dim: int, positions: Positions, dtype: torch.dtype
+) -> RotaryTables:
+    """The queries' tables at these positions."""
+
+    def make(query: Tensor, n: Tensor) -> RotaryTables:
+        scale, rotator = query_scale(spec, head_dim, n), _rotator(spec, head_dim)
+        if rotator is None:
+            return RotaryTables(scale=scale_column(scale))
+        # Rotations have no axis of heads, which n has where each head has a mask of its own.
+        if spec.order is None and n.dim() < 3:
+            return rotator.queries(spec, query, scale, dtype)
+        return replace(rotator.queries(spec, query, 1.0, dtype), scale=scale_column(scale))
+
+    if not positions.regular or positions.masked or torch.compiler.is_compiling():
+        return make(positions.query, positions.n)
+    queries, keys = positions.query.shape[-1], positions.key.shape[-1]
+    device, name = positions.query.device, ("queries", spec, head_dim, dtype)
+    if not positions.causal:
+        key = (*name, device, queries, keys)
+        return _CACHE.made(key, lambda: make(positions.query, positions.n))
+    room = _room(spec, head_dim, dtype, keys)
+    bounds = (keys - queries, keys)
+    return _CACHE.counted(name, bounds, room, device, lambda query: make(query, query + 1))
+
+
+def key_tables(
+    spec: ScoreSpec,
+    head_dim: int,
+    places: Int[Tensor, "*bk s"],
+    dtype: torch.dtype,
+    first: int | None = None,
+) -> RotaryTables:
+    """The keys' tables at these positions, which count from `first` on where it is given."""
+
+    def make(places: Tensor) -> RotaryTables:
+        rotator = _rotator(spec, head_dim)
+        return RotaryTables() if rotator is None else rotator.keys(spec, places, dtype)
+
+    return _counted_keys("keys", spec, head_dim, places, dtype, first, make)
+
+
+def far_to_near(
+    spec: ScoreSpec,
+    head_dim: int,
+    places: Int[Tensor, "*bk s"],
+    dtype: torch.dtype,
+    first: int | None = None,
+) -> Rotation | None:
+    """What takes keys from their far to their near positions, which are as for `key_tables`."""
+
+    def make(places: Tensor) -> RotaryTables:
+        rotator = _rotator(spec, head_dim)
+        if rotator is None or spec.remapping is None:
+            return RotaryTables()
+        at = places.double()
+        return RotaryTables(
+            rotator.at(at - spec.remapping.far_positions(at, at)[1], dtype, sign=-1)
+        )
+
+    near = _counted_keys("far to near", spec, head_dim, places, dtype, first, make).near
+    assert near is None or isinstance(near, Rotation)
+    return near
+
+
+def _counted_keys(
+    kind: str,
+    spec: ScoreSpec,
+    head_dim: int,
+    places: Tensor,
+    dtype: torch.dtype,
+    first: int | None,
+    make: Callable[[Tensor], RotaryTables],
+) -> RotaryTables:
+    if first is None or torch.compiler.is_compiling():
+        return make(places)
+    last = first + places.shape[-1]
+    room = _room(spec, head_dim, dtype, last)
+    return _CACHE.counted((kind, spec, head_dim, dtype), (first, last), room, places.device, make)
+
+
+def _room(spec: ScoreSpec, head_dim: int, dtype: torch.dtype, positions: int) -> int:
+    """How many positions a table has: the next power of two, so that growth seldom makes a new one.
+
+    Where features grow with the position, the tables end where the dtype does.
+    """
+    room, position = max(64, 1 << (positions - 1).bit_length()), spec.position
+    growth = position.log_growth(head_dim) if isinstance(position, RotaryPosition) else None
+    return room if growth is None else max(positions, min(room, _last_position(growth, dtype) + 1))
+
+
+class TableCache(OrderedDict[tuple[object, ...], RotaryTables]):
+    """The last `most` tables that were made, each under a name that holds all that decides it.
+
+    Threads share it: two that ask for the same table at once may both make it, and get equal ones.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[TableCache], tuple[int]]:
+        # A copy makes its tables again: it may stand on another device, or be changed.
+        return TableCache, (self.most,)
+
+    def made(self, name: tuple[object, ...], make: Callable[[], RotaryTables]) -> RotaryTables:
+        """What `make` made under this name."""
+        with self._lock:
+            if name in self:
+                self.move_to_end(name)
+                return self[name]
+        # Ordinary tensors even when first asked for in inference mode: training reuses them.
+        with torch.inference_mode(False):
+            tables = make()
+        with self._lock:
+            self[name] = tables
+            self.move_to_end(name)
+            while len(self) > self.most:
+                self.popitem(last=False)
+        return tables
+
+    def counted(
+        self,
+        name: tuple[object, ...],
+        bounds: tuple[int, int],
+        room: int,
+        device: torch.device,
+        make: Callable[[Tensor], RotaryTables],
+    ) -> RotaryTables:
+        """What `make` makes of positions within `bounds`, from a table of 0 … room − 1."""
+        whole = self.made((*name, device, room), lambda: make(torch.arange(room, device=device)))
+        return whole.rows(slice(*bounds))
+
+    def forget(self) -> None:
+        """Drop them all."""
+        with self._lock:
+            self.clear()
+
+
+_CACHE = TableCache(32)
+
+
+def clear_rotary_cache() -> None:
+    """Make all tables anew when they are next asked for."""
+    _CACHE.forget()
+
+
+def _last_position(log_growth: Float[Tensor, "p"], dtype: torch.dtype) -> int:
     """How far features that grow with the absolute position stay well inside the dtype's range."""
     room = math.log(torch.finfo(dtype).max) / 2
     fastest = float(log_growth.abs().max())
@@ -144,7 +439,7 @@ def _refuse_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -
     """Growth with the absolute position ends where the dtype does; unasked where no number is."""
     if torch.compiler.is_compiling() or exponent.is_meta:
         return
-    last = last_position(log_growth, dtype)
+    last = _last_position(log_growth, dtype)
     if float(exponent.abs().max()) > (last + 0.5) * float(log_growth.abs().max()):
         raise InputError(
             f"XPos in {dtype} reads up to position {last}: beyond it a query shrinks and a key "

@@ -19,63 +19,62 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from normattn.errors import InputError
-from normattn.score.arranging import arrange, spelled
-from normattn.score.folded_parts import (
-    ChunkRulesPart,
-    LogNPart,
-    OrderPart,
-    PositionPart,
-    RegimePart,
-    SpectrumPart,
+from normattn.score.grammar import give, make, print_part, read, training_length
+from normattn.score.parts import (
+    BiasPart,
+    Chunked,
+    ChunkRemapping,
+    Differential,
+    FoX,
+    Gate,
+    Layout,
+    LengthScaling,
+    NormaliserPart,
+    Packed,
+    Part,
+    Position,
+    PositionRemapping,
+    ResidualPart,
+    RopeScaling,
+    RotateFirst,
+    Selective,
+    Sink,
+    SlidingWindow,
+    Slot,
+    SoftCap,
     Variant,
 )
-from normattn.score.grammar import give, make, print_part, read, training_length
-from normattn.score.outer_parts import (
-    BiasPart,
-    CapPart,
-    CarryPart,
-    ChunkPart,
-    DifferencePart,
-    DocumentsPart,
-    ForgetPart,
-    GatePart,
-    LayoutPart,
-    NormaliserPart,
-    SelectionPart,
-    SinkPart,
-    VisiblePart,
-)
-from normattn.score.part import Part, Slot
+from normattn.score.parts.base import arrange, default_position
 
 P = typing.TypeVar("P", bound=Part)
 
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """An attention score: its parts, at most one per slot, and the training length L.
+    """The parts of a score, one per slot, and the training length that they were meant for.
 
-    Made by `ScoreSpec.parse`. A value that a part takes from the training length or from the
-    table's factor may still be open (None); `resolve` fills it and refuses what stays open.
-    `leaks_future`: a normalisation reads across the sequence (refused when causal). `moves`: how
-    keys are turned depends on the row that reads, by blocks of rows.
+    What a parameter takes from the training length or from the table's factor may still be open
+    (None); `resolve` fills it and refuses what stays open. `leaks_future`: a normalisation reads
+    across the sequence (refused when causal). `blockwise`: how keys are turned depends on the row
+    that reads, by blocks of rows.
     """
 
     parts: tuple[Part, ...]
     train_length: int | None = None
     leaks_future: bool = field(init=False, compare=False, repr=False, default=False)
-    moves: bool = field(init=False, compare=False, repr=False, default=False)
+    blockwise: bool = field(init=False, compare=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
         if self.train_length is not None:
             object.__setattr__(self, "train_length", training_length(self.train_length))
-        object.__setattr__(self, "parts", arrange(self.parts))
-        filled = tuple(part.resolved(self.train_length, None) for part in self.parts)
-        object.__setattr__(self, "parts", filled)
+        filled = (part.resolved(self.train_length, None) for part in arrange(self.parts))
+        object.__setattr__(self, "parts", tuple(filled))
         norms = (self.variant.query_norm(), self.variant.key_norm())
         leaks = any(norm is not None and norm.leaks_future for norm in norms)
         object.__setattr__(self, "leaks_future", leaks)
-        moves = self.spectrum is not None and self.spectrum.moving
-        object.__setattr__(self, "moves", moves or self.chunk_rules is not None)
+        scaling = self.rope_scaling
+        blockwise = self.chunk_remapping is not None or (scaling is not None and scaling.blockwise)
+        object.__setattr__(self, "blockwise", blockwise)
         _refuse_nonsense(self)
 
     @classmethod
@@ -99,7 +98,12 @@ class ScoreSpec:
     @property
     def name(self) -> str:
         """The label of the literature's tables, e.g. `CosA-logn-YaRN`."""
-        return "-".join(part.name for part in self._shown)
+        return "-".join(part.name for part in self._spelled)
+
+    @property
+    def text(self) -> str:
+        """The specification without its training length: `str(self)` up to the @."""
+        return "-".join(print_part(part) for part in self._spelled)
 
     def __str__(self) -> str:
         return self.text if self.train_length is None else f"{self.text}@{self.train_length}"
@@ -110,45 +114,44 @@ class ScoreSpec:
         return typing.cast(Variant, self._slot(Slot.VARIANT))
 
     @property
-    def logn(self) -> LogNPart | None:
+    def logn(self) -> LengthScaling | None:
         """Log-n scaling, trained or post-hoc."""
-        return self._part(Slot.LOGN, LogNPart)
+        return self._part(Slot.LOGN, LengthScaling)
 
     @property
-    def position(self) -> PositionPart:
+    def position(self) -> Position:
         """RoPE or NoPE."""
-        return typing.cast(PositionPart, self._slot(Slot.POSITION))
+        return typing.cast(Position, self._slot(Slot.POSITION))
 
     @property
-    def spectrum(self) -> SpectrumPart | None:
+    def rope_scaling(self) -> RopeScaling | None:
         """Other frequencies after training."""
-        return self._part(Slot.SPECTRUM, SpectrumPart)
+        return self._part(Slot.ROPE_SCALING, RopeScaling)
 
     @property
-    def regime(self) -> RegimePart | None:
+    def remapping(self) -> PositionRemapping | None:
         """Two regimes of relative position."""
-        return self._part(Slot.REGIME, RegimePart)
+        return self._part(Slot.REMAPPING, PositionRemapping)
 
     @property
-    def chunk_rules(self) -> ChunkRulesPart | None:
+    def chunk_remapping(self) -> ChunkRemapping | None:
         """Rules of relative position by chunks."""
-        return self._part(Slot.REGIME, ChunkRulesPart)
+        return self._part(Slot.REMAPPING, ChunkRemapping)
 
     @property
-    def moving(self) -> tuple[str, int]:
-        """The name of what `moves`, and how many rows a block has that reads keys alike."""
-        part = self.chunk_rules
+    def block(self) -> tuple[str, int]:
+        """Where the score is `blockwise`: the part that makes it so, and the rows of a block."""
+        part = self.chunk_remapping
         if part is not None:
-            assert part.size is not None
-            return part.name, part.size
-        assert self.spectrum is not None
+            return part.name, part.known("size")
+        assert self.rope_scaling is not None
         assert self.train_length is not None
-        return self.spectrum.name, self.train_length
+        return self.rope_scaling.name, self.train_length
 
     @property
-    def order(self) -> OrderPart | None:
+    def order(self) -> RotateFirst | None:
         """Normalisation after the rotation."""
-        return self._part(Slot.ORDER, OrderPart)
+        return self._part(Slot.ORDER, RotateFirst)
 
     @property
     def bias(self) -> BiasPart | None:
@@ -158,22 +161,22 @@ class ScoreSpec:
     @property
     def forgets(self) -> bool:
         """Whether a gate of the layer's input makes the bias."""
-        return isinstance(self._slot(Slot.BIAS), ForgetPart)
+        return isinstance(self._slot(Slot.BIAS), FoX)
 
     @property
-    def carry(self) -> CarryPart | None:
+    def residual(self) -> ResidualPart | None:
         """What is taken over from the layers below."""
-        return self._part(Slot.CARRY, CarryPart)
+        return self._part(Slot.RESIDUAL, ResidualPart)
 
     @property
-    def cap(self) -> CapPart | None:
+    def cap(self) -> SoftCap | None:
         """A bound on the score."""
-        return self._part(Slot.CAP, CapPart)
+        return self._part(Slot.CAP, SoftCap)
 
     @property
-    def sink(self) -> SinkPart | None:
+    def sink(self) -> Sink | None:
         """A learned logit in the denominator."""
-        return self._part(Slot.SINK, SinkPart)
+        return self._part(Slot.SINK, Sink)
 
     @property
     def normaliser(self) -> NormaliserPart | None:
@@ -181,43 +184,48 @@ class ScoreSpec:
         return self._part(Slot.NORMALISER, NormaliserPart)
 
     @property
-    def selection(self) -> SelectionPart | None:
+    def selection(self) -> Selective | None:
         """What queries take from the scores of later ones."""
-        return self._part(Slot.NORMALISER, SelectionPart)
+        return self._part(Slot.NORMALISER, Selective)
 
     @property
-    def difference(self) -> DifferencePart | None:
+    def difference(self) -> Differential | None:
         """What makes one output of two heads."""
-        return self._part(Slot.NORMALISER, DifferencePart)
+        return self._part(Slot.NORMALISER, Differential)
 
     @property
-    def gate(self) -> GatePart | None:
+    def gate(self) -> Gate | None:
         """What a layer multiplies its heads' outputs with."""
-        return self._part(Slot.GATE, GatePart)
+        return self._part(Slot.GATE, Gate)
 
     @property
-    def documents(self) -> DocumentsPart | None:
+    def documents(self) -> Packed | None:
         """Whether documents packed into one row see each other."""
-        return self._part(Slot.DOCUMENTS, DocumentsPart)
+        return self._part(Slot.DOCUMENTS, Packed)
 
     @property
-    def layout(self) -> LayoutPart | None:
+    def layout(self) -> Layout | None:
         """Different scores in different layers."""
-        return self._part(Slot.LAYOUT, LayoutPart)
+        return self._part(Slot.LAYOUT, Layout)
 
     @property
-    def visible(self) -> tuple[int | None, int]:
+    def window(self) -> tuple[int | None, int]:
         """(w, kept): keys with i − j ≥ w are hidden but for the first `kept`; w None hides none."""
-        part = self._slot(Slot.VISIBLE)
-        if isinstance(part, VisiblePart):
+        part = self._part(Slot.WINDOW, SlidingWindow)
+        if part is not None:
             return part.window, 0
-        return (None, 0) if self.regime is None else self.regime.visible()
+        return (None, 0) if self.remapping is None else self.remapping.visible()
 
     @property
     def chunk(self) -> int | None:
         """c: keys with ⌊i/c⌋ ≠ ⌊j/c⌋ are hidden; None hides none."""
-        part = self._slot(Slot.VISIBLE)
-        return part.size if isinstance(part, ChunkPart) else None
+        part = self._part(Slot.WINDOW, Chunked)
+        return None if part is None else part.size
+
+    @property
+    def needs_causal(self) -> bool:
+        """Whether the score is defined for causal attention only."""
+        return self.blockwise or any(part.needs_causal for part in self.parts)
 
     def layer(self, layer: int, layers: int) -> ScoreSpec:
         """The score of layer `layer` (0-based) of a model of `layers`.
@@ -233,22 +241,14 @@ class ScoreSpec:
         return self if layer_parts == self.parts else ScoreSpec(layer_parts, self.train_length)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 (specifications are small values)
-    def fixed(self, block: int) -> ScoreSpec:
-        """The score of the rows of a block, whose spectrum does not move."""
-        if self.spectrum is None or not self.spectrum.moving:
+    def for_block(self, block: int) -> ScoreSpec:
+        """The score of the rows of a block, whose frequencies are those of no other."""
+        if self.rope_scaling is None or not self.rope_scaling.blockwise:
             return self
         assert self.train_length is not None
-        still = self.spectrum.at(block, self.train_length)
-        parts = (still if part.slot is Slot.SPECTRUM else part for part in self.parts)
+        own = self.rope_scaling.for_block(block, self.train_length)
+        parts = (own if part.slot is Slot.ROPE_SCALING else part for part in self.parts)
         return ScoreSpec(tuple(parts), self.train_length)
-
-    @property
-    def needs_causal(self) -> bool:
-        """Whether the score is defined for causal attention only.
-
-        Two regimes, moving spectra, a bias of both positions, stick-breaking.
-        """
-        return self.moves or any(part.needs_causal for part in self.parts)
 
     @property
     def trained(self) -> ScoreSpec:
@@ -264,7 +264,7 @@ class ScoreSpec:
         """
         length, trained = self.train_length, self.trained
         return "-".join(
-            print_part(part, type(part)().resolved(length, None)) for part in trained._shown
+            print_part(part, type(part)().resolved(length, None)) for part in trained._spelled
         )
 
     @property
@@ -290,11 +290,6 @@ class ScoreSpec:
     def method_text(self) -> str:
         """The post-hoc parts with every parameter, as `with_method` takes them."""
         return "-".join(print_part(part) for part in self._added)
-
-    @property
-    def text(self) -> str:
-        """The specification without its training length: `str(self)` up to the @."""
-        return "-".join(print_part(part) for part in self._shown)
 
     def with_method(self, text: str, **parameters: Any) -> ScoreSpec:
         """This specification with the post-hoc parts that `text` names; "" or "as is" adds none.
@@ -342,14 +337,20 @@ class ScoreSpec:
         return spec
 
     @property
-    def _shown(self) -> tuple[Part, ...]:
-        """The parts that a name spells."""
-        return spelled(self.parts)
+    def _spelled(self) -> tuple[Part, ...]:
+        """The parts that a name spells, in its order: all but a position that stands there unasked.
+
+        Log-n of a method stands behind what it is added to: `ReRoPE-logn+`.
+        """
+        default = default_position(part.slot for part in self.parts)
+        shown = (part for part in self.parts if part != default)
+        late = Slot.LOGN
+        return tuple(sorted(shown, key=lambda part: part.slot is late and part.when == "post-hoc"))
 
     @property
     def _added(self) -> tuple[Part, ...]:
         """The post-hoc ones of them."""
-        return tuple(part for part in self._shown if part.when != "trained-in")
+        return tuple(part for part in self._spelled if part.when != "trained-in")
 
     def _slot(self, slot: Slot) -> Part | None:
         return next((part for part in self.parts if part.slot is slot), None)
@@ -396,17 +397,11 @@ def _refuse_nonsense(spec: ScoreSpec) -> None:
                 f"{part.name} on {spec.layout.name} makes no sense: all but its last layer read "
                 "within a window, and the last has no rotary position and log-n of its own"
             )
-    if Slot.REGIME in slots and spec.spectrum is not None:
-        regime = slots[Slot.REGIME].name
-        raise InputError(
-            f"{regime} and {spec.spectrum.name} cannot be combined: {regime} "
-            "keeps every relative position inside the trained range, so nothing is left to stretch"
-        )
     if spec.needs_causal and spec.leaks_future:
         causal = next(
             part
             for part in spec.parts
-            if part.needs_causal or (spec.moves and part.slot is Slot.SPECTRUM)
+            if part.needs_causal or (spec.blockwise and part.slot is Slot.ROPE_SCALING)
         )
         raise InputError(
             f"{spec.name} makes no sense: {spec.variant.name} takes statistics across the sequence "

@@ -1,1 +1,61 @@
-"""One file per part of a score: the file is named after the idea, and registers itself."""
+"""The parts that scores are made of, by topic, and the kinds of parts that a new one extends.
+
+A user's own part is a class in one file: `from normattn.score.parts import Variant, register`.
+"""
+
+from normattn.score.norms import Normalisation
+from normattn.score.parts.base import Part, Slot, by_length, find, number, one_of, parts, register
+from normattn.score.parts.bias import BiasPart, FoX, PairBiasPart
+from normattn.score.parts.long_context import ChunkRemapping, PositionRemapping
+from normattn.score.parts.masks_and_layouts import Chunked, Layout, Packed, SlidingWindow
+from normattn.score.parts.qk_norm import ScaledVariant, SidedNorm, Variant
+from normattn.score.parts.residual import ResidualPart
+from normattn.score.parts.rope import Position, RotaryPosition, RotateFirst, rope_frequencies
+from normattn.score.parts.rope_scaling import FactorScaling, RopeScaling
+from normattn.score.parts.scale import LengthScaling
+from normattn.score.parts.softmax import (
+    Differential,
+    Gate,
+    NormaliserPart,
+    Selective,
+    Sink,
+    SoftCap,
+)
+
+__all__ = [
+    "BiasPart",
+    "ChunkRemapping",
+    "Chunked",
+    "Differential",
+    "FactorScaling",
+    "FoX",
+    "Gate",
+    "Layout",
+    "LengthScaling",
+    "Normalisation",
+    "NormaliserPart",
+    "Packed",
+    "PairBiasPart",
+    "Part",
+    "Position",
+    "PositionRemapping",
+    "ResidualPart",
+    "RopeScaling",
+    "RotaryPosition",
+    "RotateFirst",
+    "ScaledVariant",
+    "Selective",
+    "SidedNorm",
+    "Sink",
+    "SlidingWindow",
+    "Slot",
+    "SoftCap",
+    "Variant",
+    "by_length",
+    "find",
+    "number",
+    "one_of",
+    "parts",
+    "register",
+    "rope_frequencies",
+]

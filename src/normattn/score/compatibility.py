@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from normattn.errors import InputError
-from normattn.score.part import Part
-from normattn.score.registry import parts
+from normattn.score.parts import Part, parts
 from normattn.score.spec import ScoreSpec
 
 TRAIN_LENGTH, FACTOR = 512, 8.0

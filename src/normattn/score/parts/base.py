@@ -1,0 +1,281 @@
+"""What a part of a score is: a frozen value with a name, a slot and parameters, declared once.
+
+The score of query i and key j (0-based) is
+
+    s(i, j) = cap( λ(i) · ⟨ P_i N_q(q_i), P_j N_k(k_j) ⟩ + r(i, j) ) + b(i, j)
+
+with r the residual scores of the layers below, and softmax, or another normaliser, runs over the
+keys that i may see, and over a sink where there is one. Every part fills one slot of it.
+
+A new method is one class with `@register`, in a file of its own in `score/parts` or anywhere that
+is imported. Its parameters are fields; `number` and `one_of` declare their ranges and what fills
+them where nobody gave them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import math
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cache
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
+
+from normattn.errors import InputError
+
+When = Literal["trained-in", "post-hoc", "either"]
+Fill = Callable[[Any, int | None, float | None], Any]
+"""What an open parameter of a part becomes, by the training length and a table's factor."""
+
+
+class Slot(StrEnum):
+    """The places of a specification, in the order in which a name prints them."""
+
+    VARIANT = "variant"
+    LOGN = "logn"
+    ORDER = "order"
+    POSITION = "position"
+    ROPE_SCALING = "rope scaling"
+    REMAPPING = "remapping"
+    RESIDUAL = "residual"
+    BIAS = "bias"
+    CAP = "cap"
+    SINK = "sink"
+    NORMALISER = "normaliser"
+    GATE = "gate"
+    WINDOW = "window"
+    DOCUMENTS = "documents"
+    LAYOUT = "layout"
+
+    @property
+    def says(self) -> str:
+        """What a part in this slot decides, in the words of `Part`'s equation."""
+        return _SAYS[self]
+
+
+_SAYS = {
+    Slot.VARIANT: "N_q, N_k and the constant part of λ",
+    Slot.LOGN: "how λ grows with n or the position",
+    Slot.ORDER: "normalise after the rotation, N(P x)",
+    Slot.POSITION: "P; RoPE, unnamed, unless it has parameters",
+    Slot.ROPE_SCALING: "other rotary frequencies, after training",
+    Slot.REMAPPING: "other relative positions far away, after training",
+    Slot.RESIDUAL: "r: what the layers below hand on",
+    Slot.BIAS: "b, by distance or by the tokens between",
+    Slot.CAP: "cap·tanh(s/cap)",
+    Slot.SINK: "one more logit per head in the denominator",
+    Slot.NORMALISER: "how a row of scores becomes weights; softmax where none is named",
+    Slot.GATE: "what the layer multiplies each head's output with",
+    Slot.WINDOW: "keys within a window or chunk only",
+    Slot.DOCUMENTS: "documents in one row do not see each other",
+    Slot.LAYOUT: "different scores in different layers",
+}
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a parameter may be; infinite and undefined ones never are in it."""
+
+    above: float = -math.inf
+    least: float = -math.inf
+    below: float = math.inf
+    most: float = math.inf
+
+    def __contains__(self, value: Any) -> bool:
+        inside = self.above < value < self.below and self.least <= value <= self.most
+        return inside and math.isfinite(value)
+
+    def __str__(self) -> str:
+        words = {"above": self.above, "of at least": self.least}
+        words |= {"below": self.below, "at most": self.most}
+        bounds = [f"{word} {bound:g}" for word, bound in words.items() if math.isfinite(bound)]
+        return " ".join(["a number", " and ".join(bounds)]).strip()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The values that a parameter may be."""
+
+    words: tuple[Any, ...]
+
+    def __contains__(self, value: Any) -> bool:
+        return value in self.words
+
+    def __str__(self) -> str:
+        return " or ".join(map(repr, self.words))
+
+
+def number(
+    *, default: Any, fill: Fill | None = None, optional: bool = False, **bounds: float
+) -> Any:
+    """A field that is a number within `bounds` (above, least, below, most: those of `Range`).
+
+    A default of None is open: `fill` gives the value (or None, as long as it cannot), and a score
+    is refused while it lacks one, unless the field is `optional`.
+    """
+    own = {"allowed": Range(**bounds), "fill": fill, "optional": optional}
+    return field(default=default, metadata=own)
+
+
+def one_of(*words: Any, default: Any) -> Any:
+    """A field that is one of some values."""
+    return field(default=default, metadata={"allowed": Choice(words)})
+
+
+def by_length(value: Callable[[int], int]) -> Fill:
+    """A `fill` by the training length alone."""
+    return lambda part, length, factor: None if length is None else value(length)
+
+
+A_QUARTER = by_length(lambda length: max(1, length // 4))
+"""The fill of a window: a quarter of the training length."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One named choice of a score specification; its fields are its parameters.
+
+    `excludes` says for each slot that a part leaves empty why; what is more involved, `conflict`
+    does. `needs_length`: the training length is used even where all parameters are given.
+    """
+
+    name: ClassVar[str]
+    slot: ClassVar[Slot]
+    summary: ClassVar[str]
+    equation: ClassVar[str]
+    source: ClassVar[str]
+    used_by: ClassVar[str] = ""
+    """Well-known models that have it, for the reader."""
+    when: ClassVar[When] = "trained-in"
+    needs_rotary: ClassVar[bool] = False
+    needs_causal: ClassVar[bool] = False
+    """Whether it is defined for causal attention only."""
+    needs_length: ClassVar[bool] = False
+    excludes: ClassVar[Mapping[Slot, str]] = MappingProxyType({})
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            allowed, value = item.metadata.get("allowed"), getattr(self, item.name)
+            if allowed is not None and value is not None:
+                self.require(value in allowed, item.name, str(allowed))
+
+    def require(self, condition: bool, field: str, expected: str) -> None:
+        """Raise `InputError` naming the part, the field, its value and what was expected."""
+        if not condition:
+            value = getattr(self, field)
+            raise InputError(f"{self.name}: {field} must be {expected}, but it is {value}")
+
+    def resolved(self, train_length: int | None, factor: float | None) -> Self:
+        """This part with its open fields filled, as far as their `fill` can."""
+        part = self
+        for item in dataclasses.fields(self):
+            fill = item.metadata.get("fill")
+            if fill is not None and getattr(part, item.name) is None:
+                value = fill(part, train_length, factor)
+                part = part if value is None else replace(part, **{item.name: value})
+        return part
+
+    def missing(self, train_length: int | None) -> str | None:
+        """The name of a value that this part needs and does not have, or None."""
+        for item in dataclasses.fields(self):
+            if getattr(self, item.name) is None and not item.metadata.get("optional"):
+                return item.name
+        return "train_length" if self.needs_length and train_length is None else None
+
+    def known(self, name: str) -> Any:
+        """The value of a field that must be filled by now; `InputError` where it is not."""
+        value = getattr(self, name)
+        if value is None:
+            raise InputError(f"{self.name} needs {name}=…, or a training length to take it from")
+        return value
+
+    def known_length(self, train_length: int | None) -> int:
+        """The training length, which must be known by now; `InputError` where it is not."""
+        if train_length is None:
+            raise InputError(f"{self.name} needs the training length: {self.equation}")
+        return train_length
+
+    def in_layer(self, layer: int) -> Self:
+        """This part in layer `layer` (0-based), with what it takes from its number filled in."""
+        return self
+
+    def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
+        """Why this part makes no sense beside the others of a score; None where it does."""
+        for slot, why in self.excludes.items():
+            if slot in parts:
+                return self.refusal(parts[slot], why)
+        return None
+
+    def refusal(self, other: Part, why: str) -> str:
+        """The sentence that this part and another exclude each other."""
+        return f"{other.name} and {self.name} cannot be combined: {why}"
+
+
+_PARTS: dict[str, type[Part]] = {}
+P = TypeVar("P", bound=type[Part])
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field, number, one_of))
+def register(part: P) -> P:
+    """Make a class a frozen dataclass and a part known under its name, which holds no hyphen."""
+    if "-" in part.name or part.name in _PARTS:
+        raise ValueError(f"part name {part.name!r} holds a hyphen or is taken")
+    made = part if "__dataclass_fields__" in part.__dict__ else dataclass(frozen=True)(part)
+    _PARTS[part.name] = made
+    return made
+
+
+@cache
+def _discover() -> None:
+    """Import every file of this folder: parts register themselves."""
+    package = importlib.import_module("normattn.score.parts")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def parts() -> Mapping[str, type[Part]]:
+    """All registered parts by name, in the order of slots and then of names."""
+    _discover()
+    slots = list(Slot)
+    ordered = sorted(_PARTS.items(), key=lambda item: (slots.index(item[1].slot), item[0].lower()))
+    return MappingProxyType(dict(ordered))
+
+
+def find(name: str) -> type[Part]:
+    """The part of that name; `InputError` names the nearest ones when there is none."""
+    _discover()
+    if name in _PARTS:
+        return _PARTS[name]
+    lowered = {key.lower(): key for key in parts()}
+    near = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(lowered[key] for key in near)}?" if near else ";"
+    raise InputError(f"unknown score part {name!r}{hint} `normattn list` shows all of them")
+
+
+def arrange(chosen: Iterable[Part]) -> tuple[Part, ...]:
+    """One part per slot, in the order of slots; a position that was not named is put in.
+
+    Raises `InputError` for two parts of one slot, and where no variant is named.
+    """
+    slots: dict[Slot, Part] = {}
+    for part in chosen:
+        if part.slot in slots:
+            first = slots[part.slot].name
+            raise InputError(
+                f"{first} and {part.name} cannot be combined: both choose the {part.slot}"
+            )
+        slots[part.slot] = part
+    if Slot.VARIANT not in slots:
+        raise InputError("a score needs a variant first, e.g. Baseline, KNA or CosA")
+    slots.setdefault(Slot.POSITION, default_position(slots))
+    return tuple(slots[slot] for slot in Slot if slot in slots)
+
+
+def default_position(slots: Iterable[Slot]) -> Part:
+    """RoPE where no position is named, NoPE beside a bias, which is a position of its own."""
+    return find("NoPE" if Slot.BIAS in slots else "RoPE")()

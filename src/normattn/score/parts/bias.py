@@ -1,0 +1,349 @@
+"""Biases: what is added to a score by the distance of a pair, or by the tokens between.
+
+Legend: B batch, H query heads, T queries, S keys, R distances, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.kernels import Visibility
+from normattn.kernels.problem import PairBias
+from normattn.plain import transformed
+from normattn.score.parts.base import A_QUARTER, Part, Slot, number, register
+
+
+@dataclass(frozen=True)
+class BiasPart(Part):
+    """A bias b(h, |i − j|) of head h, added to the score."""
+
+    slot = Slot.BIAS
+
+    def learned(self, heads: int, head_dim: int) -> dict[str, Tensor]:
+        """The initial values of what is learned, by name; empty where nothing is."""
+        return {}
+
+    def project(self, learned: Mapping[str, Tensor]) -> None:
+        """Put learned values back into their range, in place, after an optimiser's step.
+
+        `values` keeps to the range by itself: nothing else calls this than a training loop.
+        """
+
+    def values(
+        self, distance: Float[Tensor, " r"], heads: int, learned: Mapping[str, Tensor]
+    ) -> Float[Tensor, "h r"]:
+        """b(h, r) for every head and distance."""
+        raise InputError(f"{self.name} defines no values")
+
+
+@dataclass(frozen=True)
+class PairBiasPart(BiasPart):
+    """A bias b(h, i, j) that is no function of the distance alone; causal attention only.
+
+    `reads_queries`: it is made of λ(i)·N_q(q_i), not rotated.
+    """
+
+    needs_causal = True
+    reads_queries: ClassVar[bool] = False
+
+    def pairs(
+        self,
+        learned: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        query: Float[Tensor, "b h t d"] | None,
+    ) -> PairBias:
+        """The bias of all pairs, computed in `dtype`; `query` is None where none are read."""
+        raise InputError(f"{self.name} defines no pairs")
+
+
+@register
+class ALiBi(BiasPart):
+    """b(h, r) = −m_h·r, m_h = 2^(−8(h + 1)/H), h = 0 … H − 1 (arXiv 2108.12409).
+
+    Where H is no power of two, the slopes of the next lower one come first, then every second one
+    of twice that many heads, as in the paper's code.
+    """
+
+    name = "ALiBi"
+    summary = "a penalty that grows linearly with distance"
+    equation = "b = −m_h·|i−j|, m_h = 2^(−8h/H), h = 1 … H"
+    source = "arXiv 2108.12409"
+    used_by = "BLOOM, MPT"
+
+    def values(
+        self, distance: Float[Tensor, " r"], heads: int, learned: Mapping[str, Tensor]
+    ) -> Float[Tensor, "h r"]:
+        """−m_h·r."""
+        slopes = torch.tensor(alibi_slopes(heads), dtype=torch.float64)
+        return -slopes.to(distance)[:, None] * distance
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """m_h of every head."""
+    power = 1 << (heads.bit_length() - 1)
+    first = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]
+    between = [2.0 ** (-8 * h / (2 * power)) for h in range(1, 2 * power + 1, 2)]
+    return first + between[: heads - power]
+
+
+@dataclass(frozen=True)
+class KERPLE(BiasPart):
+    """A penalty with p and a learned per head, drawn from U(0, `drawn`), kept in a range."""
+
+    source = "arXiv 2205.09921"
+    least: ClassVar[float] = 0.01
+    most: ClassVar[Mapping[str, float]] = {"p": math.inf, "a": math.inf}
+    drawn: ClassVar[Mapping[str, float]]
+
+    def learned(self, heads: int, head_dim: int) -> dict[str, Float[Tensor, "h"]]:
+        """p and a, drawn from torch's global generator."""
+        first = {name: self.drawn[name] * torch.rand(heads) for name in ("p", "a")}
+        return {name: value.clamp(min=self.least) for name, value in first.items()}
+
+    def project(self, learned: Mapping[str, Tensor]) -> None:
+        """Clamp p and a in place."""
+        for name, value in learned.items():
+            value.clamp_(self.least, self.most[name])
+
+    def bounded(
+        self, name: str, learned: Mapping[str, Tensor], distance: Float[Tensor, " r"]
+    ) -> Float[Tensor, "h 1"]:
+        """p or a within its range, in the dtype of the distances."""
+        return bounded(learned[name].to(distance.dtype), self.least, self.most[name])[:, None]
+
+
+class _Bounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.low, ctx.high = low, high
+        return x.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        # A step goes against the gradient.
+        passes = ((x >= ctx.low) | (grad < 0)) & ((x <= ctx.high) | (grad > 0))
+        return torch.where(passes, grad, 0.0), None, None
+
+
+def bounded(x: Tensor, low: float, high: float) -> Tensor:
+    """x clamped to [low, high]; where x has left that range, a gradient that leads back passes.
+
+    The gradient of a plain clamp is 0 there, so that an optimiser's step beyond a bound would be
+    its last. (torch.func and forward-mode derivatives are those of the plain clamp.)
+    """
+    if transformed():
+        return x.clamp(low, high)
+    y: Tensor = _Bounded.apply(x, low, high)  # type: ignore[no-untyped-call]
+    return y
+
+
+@register
+class KERPLELog(KERPLE):
+    """b(h, r) = −p_h·ln(1 + a_h·r), p and a learned per head, at least 0.01 (arXiv 2205.09921).
+
+    p starts at U(0, 2), a at U(0, 1), as in the authors' code.
+    """
+
+    name = "KERPLELog"
+    summary = "a learned penalty that grows with the logarithm of distance"
+    equation = "b = −p_h·ln(1 + a_h·|i−j|)"
+    drawn: ClassVar[Mapping[str, float]] = {"p": 2.0, "a": 1.0}
+
+    def values(
+        self, distance: Float[Tensor, " r"], heads: int, learned: Mapping[str, Tensor]
+    ) -> Float[Tensor, "h r"]:
+        """−p_h·ln(1 + a_h·r)."""
+        p, a = (self.bounded(name, learned, distance) for name in ("p", "a"))
+        return -p * torch.log1p(a * distance)
+
+
+@register
+class KERPLEPower(KERPLE):
+    """b(h, r) = −p_h·r^(a_h), p ≥ 0.01 and 0.01 ≤ a ≤ 2 learned per head (arXiv 2205.09921).
+
+    The coefficient p starts at U(0, 1), the exponent a at U(0, 2), as in the authors' code.
+    """
+
+    name = "KERPLEPower"
+    summary = "a learned penalty that grows with a power of distance"
+    equation = "b = −p_h·|i−j|^(a_h)"
+    most: ClassVar[Mapping[str, float]] = {"p": math.inf, "a": 2.0}
+    drawn: ClassVar[Mapping[str, float]] = {"p": 1.0, "a": 2.0}
+
+    def values(
+        self, distance: Float[Tensor, " r"], heads: int, learned: Mapping[str, Tensor]
+    ) -> Float[Tensor, "h r"]:
+        """−p_h·r^(a_h)."""
+        p, a = (self.bounded(name, learned, distance) for name in ("p", "a"))
+        # At 0 the power's second derivative by a would be 0·∞.
+        return -p * torch.where(distance > 0, distance.clamp(min=1) ** a, 0.0)
+
+
+@register
+class FIRE(PairBiasPart):
+    """b(h, i, j) = f_h(ψ(i − j)/ψ(max(μ·T, i))), ψ(x) = ln(1 + c·x) (arXiv 2310.04418).
+
+    f is a network of one hidden layer, `width` ReLUs and an output for each head; c, at first 0.1,
+    and μ, at first 1, are learned, in their size. Up to position μ·T the share is one of μ·T, past
+    it one of i: no share is ever larger than in training. `threshold` T defaults to L // 4, as the
+    paper trains 2048 tokens with 512. Causal only.
+    """
+
+    name = "FIRE"
+    summary = "a learned function of the distance as a share of the position"
+    equation = "b = f_h(ψ(i−j) / ψ(max(μT, i))), ψ(x) = ln(1 + c·x)"
+    source = "arXiv 2310.04418"
+    threshold: int | None = number(default=None, least=1, fill=A_QUARTER)
+    width: int = number(default=32, least=1)
+
+    def learned(self, heads: int, head_dim: int) -> dict[str, Tensor]:
+        """c, μ, and weights drawn as torch draws a linear layer's, from its global generator."""
+        bound = 1 / math.sqrt(self.width)
+        return {
+            "c": torch.tensor(0.1),
+            "mu": torch.tensor(1.0),
+            "w_in": torch.empty(self.width).uniform_(-1, 1),
+            "b_in": torch.empty(self.width).uniform_(-1, 1),
+            "w_out": torch.empty(heads, self.width).uniform_(-bound, bound),
+            "b_out": torch.empty(heads).uniform_(-bound, bound),
+        }
+
+    def pairs(
+        self, learned: Mapping[str, Tensor], dtype: torch.dtype, query: Tensor | None
+    ) -> Shares:
+        """f of the share of each pair."""
+        return Shares(self.known("threshold"), {name: x.to(dtype) for name, x in learned.items()})
+
+
+@dataclass(frozen=True)
+class Shares:
+    """FIRE's bias with what it has learned."""
+
+    threshold: int
+    learned: Mapping[str, Tensor]
+
+    @property
+    def width(self) -> int:
+        """The hidden layer and the outputs of a pair."""
+        return sum(self.learned["w_out"].shape)
+
+    def part(self, rows: slice) -> Shares:
+        """All of it: positions decide."""
+        return self
+
+    def values(
+        self, score: Float[Tensor, "b h t s"], seen: Visibility
+    ) -> Float[Tensor, "*b h t s"]:
+        """b(h, i, j); 0 distance for keys after the query, which are hidden."""
+        c, mu, w_in, b_in, w_out, b_out = (
+            self.learned[name] for name in ("c", "mu", "w_in", "b_in", "w_out", "b_out")
+        )
+        every = slice(None)
+        distance = seen.distance(every, every).clamp(min=0).to(c)
+        position = seen.query.to(c)[..., None]
+        if distance.dim() == 4 and position.dim() == 3:
+            position = position[:, None]
+        whole = torch.maximum(position, (mu * self.threshold).abs())
+        # 1e-6 keeps the share finite where c reaches 0.
+        share = torch.log1p(c.abs() * distance) / (torch.log1p(c.abs() * whole) + 1e-6)
+        hidden = torch.relu(share[..., None] * w_in + b_in)
+        bias = (hidden @ w_out.t() + b_out).movedim(-1, -3)
+        # Where batch rows have positions of their own: (B, 1, H, T, S).
+        return bias.squeeze(1) if distance.dim() == 4 else bias
+
+
+@register
+class CoPE(PairBiasPart):
+    """b(i, j) = λ·⟨N_q(q_i), e[p(i, j)]⟩, p(i, j) = min(Σ_{j≤l≤i} σ(s(i, l)), P − 1). Causal only.
+
+    Contextual positions (arXiv 2405.18719): a position is a sum of gates, which are made of the
+    score itself, over the keys that the query sees from key j on; e between two whole positions is
+    interpolated. e has `positions` P vectors (0 … P − 1), shared by the heads, which start at 0.
+    With λ in front as for keys the score is λ·⟨q_i, k_j + e⟩, as the authors' code has it unless
+    told otherwise.
+    """
+
+    name = "CoPE"
+    summary = "positions are sums of gates made of the scores, each with an embedding"
+    equation = "b = λ·⟨q_i, e[p]⟩, p = Σ_{j≤l≤i} σ(s_il)"
+    source = "arXiv 2405.18719; github.com/facebookresearch/RAM"
+    reads_queries = True
+    excludes: ClassVar[Mapping[Slot, str]] = {
+        Slot.ORDER: "CoPE reads normalised queries that have no position yet"
+    }
+    positions: int = number(default=64, least=2)
+
+    def learned(self, heads: int, head_dim: int) -> dict[str, Tensor]:
+        """e = 0."""
+        return {"e": torch.zeros(self.positions, head_dim)}
+
+    def pairs(
+        self, learned: Mapping[str, Tensor], dtype: torch.dtype, query: Tensor | None
+    ) -> Counted:
+        """⟨q, e⟩ of each query and whole position, before any key is looked at."""
+        if query is None:
+            raise InputError("CoPE needs the queries, of which positions are counted")
+        return Counted(query.to(dtype) @ learned["e"].to(dtype).t())
+
+
+@dataclass(frozen=True)
+class Counted:
+    """CoPE's bias of some queries: `table` holds λ·⟨q, e⟩ of each at the whole positions."""
+
+    table: Float[Tensor, "b h t p"]
+
+    @property
+    def width(self) -> int:
+        """Gates, positions, two indices of eight bytes and what they pick, for each head."""
+        return 8 * self.table.shape[0] * self.table.shape[1]
+
+    def part(self, rows: slice) -> Counted:
+        """The bias of some of the queries."""
+        return replace(self, table=self.table[:, :, rows])
+
+    def values(self, score: Float[Tensor, "b h t s"], seen: Visibility) -> Float[Tensor, "b h t s"]:
+        """Gates are summed from the last key that is seen down to each; hidden ones are 0."""
+        order = seen.by_position(score)
+        gate = torch.sigmoid(score.to(self.table.dtype))
+        gate = gate if order is None else gate.gather(-1, order)
+        position = gate.flip(-1).cumsum(-1).flip(-1)
+        position = position if order is None else position.gather(-1, order.argsort(-1))
+        last = self.table.shape[-1] - 1
+        position = position.clamp(max=last)
+        whole = position.detach().floor()
+        # A position that is no number stays one by its share; as an index it would be none.
+        low = whole.nan_to_num(0.0).long()
+        below, above = (self.table.gather(-1, at) for at in (low, (low + 1).clamp(max=last)))
+        return torch.lerp(below, above, position - whole)
+
+
+@register
+class FoX(Part):
+    """b(i, j) = Σ_{j<l≤i} ln σ(w_h·x_l + c_h), x the layer's input (arXiv 2503.02130). Causal only.
+
+    It is a position of its own: NoPE unless RoPE is named. It folds into queries and keys as
+    features more: with C_j = Σ_{l≤j} ln σ(…) the score is ⟨(q, C_i, 1), (k, 1, −C_j)⟩. w and c
+    belong to the layers `Attention` and `GatedAttentionUnit`; `attention` takes w_h·x_l + c_h as
+    its argument `forget`.
+    """
+
+    slot = Slot.BIAS
+    name = "FoX"
+    summary = "a penalty by the tokens between, each with a gate of its input"
+    equation = "b = Σ_{j<l≤i} ln σ(w_h·x_l + c_h)"
+    source = "arXiv 2503.02130; github.com/zhixuan-lin/forgetting-transformer"
+    needs_causal = True
+    excludes: ClassVar[Mapping[Slot, str]] = {
+        Slot.CAP: "the bias would be capped with the product it is folded into",
+        Slot.RESIDUAL: "what is added up through the layers would hold the bias of those below",
+    }

@@ -1,0 +1,242 @@
+"""Position remapping: other relative positions for distant pairs, after training, causal only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.score.parts.base import A_QUARTER, Part, Slot, by_length, number, register
+from normattn.score.parts.rope_scaling import RopeScaling
+
+
+@dataclass(frozen=True)
+class Remapping(Part):
+    """What two kinds of remapping share: `PositionRemapping` and `ChunkRemapping`."""
+
+    slot = Slot.REMAPPING
+    when = "post-hoc"
+    needs_rotary = True
+    needs_causal = True
+    excludes: ClassVar[Mapping[Slot, str]] = {
+        Slot.ROPE_SCALING: "every relative position stays inside the trained range, so nothing is "
+        "left to stretch"
+    }
+
+
+@dataclass(frozen=True)
+class PositionRemapping(Remapping):
+    """Two regimes of relative position: ordinary inside a window, remapped beyond it."""
+
+    window: int | None = number(default=None, least=1, fill=A_QUARTER)
+
+    def far_positions(
+        self, query: Float[Tensor, "*bq t"], key: Float[Tensor, "*bk s"]
+    ) -> tuple[Float[Tensor, "*bq t"], Float[Tensor, "*bk s"]]:
+        """The positions at which queries and keys are rotated where i − j ≥ window.
+
+        A key's depends on its own position alone, so that a cache can keep the rotated key.
+        """
+        raise InputError(f"{self.name} defines no far positions")
+
+    def visible(self) -> tuple[int | None, int]:
+        """(w, kept): keys with i − j ≥ w are hidden but for the first `kept`; w None hides none."""
+        return None, 0
+
+
+@dataclass(frozen=True)
+class ChunkRemapping(Remapping):
+    """Rules of relative position by chunks of `size` tokens: the key's own, the next, further ones.
+
+    A key stands at one place of its own; each rule gives queries another one. Rows of a chunk read
+    together: `ScoreSpec.blockwise`.
+    """
+
+    size: int | None = number(default=None, least=1)
+
+    @property
+    def reach(self) -> int:
+        """No relative position is as large, and texts of so many tokens are read as they were."""
+        raise InputError(f"{self.name} defines no reach")
+
+    def key_positions(self, key: Float[Tensor, "*b s"]) -> Float[Tensor, "*b s"]:
+        """Where keys are rotated to."""
+        raise InputError(f"{self.name} defines no positions of keys")
+
+    def query_positions(self, query: Float[Tensor, "*b t"]) -> tuple[Float[Tensor, "*b t"], ...]:
+        """Where queries are rotated to for keys of their chunk, of the one before, and further."""
+        raise InputError(f"{self.name} defines no positions of queries")
+
+
+def blockwise(parts: Mapping[Slot, Part]) -> Part | None:
+    """The part by which rows read in blocks with keys of their own, or None."""
+    scaling, remapping = parts.get(Slot.ROPE_SCALING), parts.get(Slot.REMAPPING)
+    if isinstance(scaling, RopeScaling) and scaling.blockwise:
+        return scaling
+    return remapping if isinstance(remapping, ChunkRemapping) else None
+
+
+@register
+class ReRoPE(PositionRemapping):
+    """Relative position min(i − j, w): ordinary for i − j < w, R^w q · k beyond (kexue 9708).
+
+    `window` w defaults to L // 4. Causal only.
+    """
+
+    name = "ReRoPE"
+    summary = "relative positions clipped at a window"
+    equation = "s = ⟨R^(min(i−j, w)) q, k⟩"
+    source = "kexue.fm/archives/9708"
+
+    def far_positions(
+        self, query: Float[Tensor, "*bq t"], key: Float[Tensor, "*bk s"]
+    ) -> tuple[Float[Tensor, "*bq t"], Float[Tensor, "*bk s"]]:
+        """Queries at w, keys at 0."""
+        return torch.full_like(query, float(self.known("window"))), torch.zeros_like(key)
+
+
+def _fitting_slope(part: Any, length: int | None, factor: float | None) -> float | None:
+    """The s by which factor·L fits into L."""
+    if length is None or factor is None or part.window >= length:
+        return None
+    slope: float = (factor * length - part.window) / (length - part.window)
+    return slope
+
+
+@register
+class LeakyReRoPE(PositionRemapping):
+    """Relative position r = i − j for r < w and w + (r − w)/s beyond (kexue.fm/archives/9731).
+
+    Far queries stand at (i + w(s − 1))/s, far keys at j/s. `window` w defaults to L // 4, `s` to
+    (factor·L − w)/(L − w): the longest text then fits exactly into L. s = 1 is RoPE, s → ∞ ReRoPE.
+    Causal only.
+    """
+
+    name = "LeakyReRoPE"
+    summary = "relative positions that grow more slowly beyond a window"
+    equation = "s = ⟨R^ρ q, k⟩, ρ = i−j for i−j < w, else w + (i−j−w)/s"
+    source = "kexue.fm/archives/9731"
+    s: float | None = number(default=None, least=1, fill=_fitting_slope)
+
+    def far_positions(
+        self, query: Float[Tensor, "*bq t"], key: Float[Tensor, "*bk s"]
+    ) -> tuple[Float[Tensor, "*bq t"], Float[Tensor, "*bk s"]]:
+        """Queries at (i + w(s − 1))/s, keys at j/s."""
+        window, s = self.known("window"), self.known("s")
+        return (query + window * (s - 1)) / s, key / s
+
+
+def _smallest_group(part: Any, length: int | None, factor: float | None) -> int | None:
+    """The smallest G with ⌊(longest − 1)/G⌋ + w − ⌊w/G⌋ < L, where the longest text is factor·L."""
+    if length is None or factor is None or part.window >= length:
+        return None
+    window, group, last = part.window, 1, math.ceil(factor * length) - 1
+    while last // group + window - window // group >= length:
+        # Nothing changes before one of the two quotients does.
+        group = min(n // (n // group) + 1 for n in (last, window) if n // group)
+    return group
+
+
+@register
+class SelfExtend(PositionRemapping):
+    """Relative position i − j for i − j < w, ⌊i/G⌋ − ⌊j/G⌋ + w − ⌊w/G⌋ beyond (arXiv 2401.01325).
+
+    `window` w defaults to L // 4, `group` G to the smallest by which the longest text, factor·L
+    tokens, meets no position from L on. G = 1 is RoPE. Causal only.
+    """
+
+    name = "SelfExtend"
+    summary = "beyond a window positions are shared by groups of tokens"
+    equation = "s = ⟨R^ρ q, k⟩, ρ = i−j for i−j < w, else ⌊i/G⌋ − ⌊j/G⌋ + w − ⌊w/G⌋"
+    source = "arXiv 2401.01325"
+    group: int | None = number(default=None, least=1, fill=_smallest_group)
+
+    def far_positions(
+        self, query: Float[Tensor, "*bq t"], key: Float[Tensor, "*bk s"]
+    ) -> tuple[Float[Tensor, "*bq t"], Float[Tensor, "*bk s"]]:
+        """Queries at ⌊i/G⌋ + w − ⌊w/G⌋, keys at ⌊j/G⌋."""
+        window, group = self.known("window"), self.known("group")
+        far = torch.div(query, group, rounding_mode="floor") + window - window // group
+        return far, torch.div(key, group, rounding_mode="floor")
+
+
+@register
+class StreamingLLM(PositionRemapping):
+    """The first `sinks` keys and those with i − j < w are seen (arXiv 2309.17453).
+
+    Positions are those within the cache of sinks + w tokens: a sink that has left the window is
+    read by a query at min(i, sinks + w − 1). `window` w defaults to L − sinks (at least 1), so
+    that no position passes the trained ones. Nothing changes up to sinks + w tokens. Causal only.
+    """
+
+    name = "StreamingLLM"
+    summary = "only the first tokens and a window of recent ones are seen"
+    equation = (
+        "j < sinks or i−j < w; s = ⟨R^ρ q, k⟩, ρ = i−j for i−j < w, else min(i, sinks+w−1) − j"
+    )
+    source = "arXiv 2309.17453"
+    window: int | None = number(
+        default=None,
+        least=1,
+        fill=lambda part, length, factor: length and max(1, length - part.sinks),
+    )
+    sinks: int = number(default=4, least=0)
+
+    def far_positions(
+        self, query: Float[Tensor, "*bq t"], key: Float[Tensor, "*bk s"]
+    ) -> tuple[Float[Tensor, "*bq t"], Float[Tensor, "*bk s"]]:
+        """Queries at min(i, sinks + w − 1), keys where they are."""
+        return query.clamp(max=self.sinks + self.known("window") - 1), key
+
+    def visible(self) -> tuple[int | None, int]:
+        """The window, and the sinks beyond it."""
+        return self.window, self.sinks
+
+
+@register
+class DualChunk(ChunkRemapping):
+    """Keys at j mod s; queries at i mod s, min(i mod s + s, c − 1) or c − 1 (arXiv 2402.17463).
+
+    Which of the three is told by the chunks of s tokens: the key's is the query's own, the one
+    before, or further away. c = s + w: in the chunk before the distance of keys that are fewer than
+    w tokens away is what it was, so a text of c tokens is read as it was. `size` s defaults to
+    3·L // 4 and `local` w to L − s, so that c is the training length L. Causal only. (The authors'
+    code holds far queries at c. Where a gain follows the rotation, scores know more than distances,
+    and short texts change past their first chunk.)
+    """
+
+    name = "DualChunk"
+    summary = "relative positions by chunks: own, the one before, all further ones"
+    equation = "ρ = q(i) − j mod s, q = i mod s | min(i mod s + s, c − 1) | c − 1, c = s + w"
+    source = "arXiv 2402.17463; github.com/HKUNLP/ChunkLlama"
+    used_by = "Qwen2.5-1M (with YaRN)"
+    size: int | None = number(
+        default=None, least=1, fill=by_length(lambda length: max(1, 3 * length // 4))
+    )
+    local: int | None = number(
+        default=None,
+        least=1,
+        fill=lambda part, length, factor: length and max(1, length - part.size),
+    )
+
+    @property
+    def reach(self) -> int:
+        """c = s + w."""
+        reach: int = self.known("size") + self.known("local")
+        return reach
+
+    def key_positions(self, key: Float[Tensor, "*b s"]) -> Float[Tensor, "*b s"]:
+        """j mod s."""
+        return key.remainder(self.known("size"))
+
+    def query_positions(self, query: Float[Tensor, "*b t"]) -> tuple[Float[Tensor, "*b t"], ...]:
+        """i mod s, min(i mod s + s, c − 1), c − 1."""
+        size, last = self.known("size"), self.reach - 1
+        own = query.remainder(size)
+        return own, (own + size).clamp(max=last), torch.full_like(own, last)

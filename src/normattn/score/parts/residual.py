@@ -1,0 +1,99 @@
+"""Residual scores: what a layer adds of the scores, or the queries and keys, of those below it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from normattn.score.parts.base import Part, Slot, register
+from normattn.score.parts.long_context import blockwise
+from normattn.score.parts.masks_and_layouts import Layout
+
+
+@dataclass(frozen=True)
+class ResidualPart(Part):
+    """What a layer takes over from the layers below it: their scores, or their q and k.
+
+    `values`: with the features also their values. `mean`: what is added up counts as a mean over
+    the layers instead of a sum.
+    """
+
+    slot = Slot.RESIDUAL
+    carries: ClassVar[Literal["scores", "features"]]
+    values: ClassVar[bool] = False
+    excludes: ClassVar[Mapping[Slot, str]] = {
+        Slot.REMAPPING: "one score per pair goes up through the layers, not two regimes or a "
+        "window with a start"
+    }
+
+    @property
+    def mean(self) -> bool:
+        """Whether softmax reads the mean over the layers so far."""
+        return False
+
+    def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
+        """One product per pair, over the same pairs in every layer."""
+        layout, blocks = parts.get(Slot.LAYOUT), blockwise(parts)
+        if Slot.REMAPPING not in parts and blocks is not None:
+            return self.refusal(
+                blocks, "rows read in blocks with keys of their own, but those below had others"
+            )
+        if isinstance(layout, Layout) and (not layout.uniform or Slot.WINDOW in parts):
+            return self.refusal(
+                layout, "some layers would see keys that those below do not, whose scores then lack"
+            )
+        return super().conflict(parts)
+
+
+@register
+class RealFormer(ResidualPart):
+    """s_n = q_n k_nᵀ·λ + s_{n−1}, over all layers from the lowest on (arXiv 2012.11747).
+
+    What is added up are the products alone: masks, biases, caps and sinks come after, in every
+    layer anew. With `running_mean` softmax reads s_n / n, the mean over the layers so far.
+    """
+
+    name = "RealFormer"
+    summary = "scores are summed up from layer to layer"
+    equation = "s_n = λ·⟨q_n, k_n⟩ + s_{n−1} (running_mean: s_n/n)"
+    source = "arXiv 2012.11747"
+    carries = "scores"
+    running_mean: bool = False
+
+    @property
+    def mean(self) -> bool:
+        """As `running_mean` says."""
+        return self.running_mean
+
+
+@register
+class ResidualQK(ResidualPart):
+    """s_n = Q̃_n K̃_nᵀ, Q̃_n = Q_n + Q̃_{n−1}, K̃_n = K_n + K̃_{n−1} (kexue 8027, eq. 3).
+
+    Q_n and K_n are normalised, scaled and turned already. Unlike RealFormer's sum this one has the
+    products of a layer's queries with another layer's keys; it is one product of vectors, so any
+    kernel serves it.
+    """
+
+    name = "ResidualQK"
+    summary = "queries and keys are summed up from layer to layer"
+    equation = "s_n = ⟨Σ_m λ q_m, Σ_m k_m⟩, m ≤ n"
+    source = "kexue.fm/archives/8027 (eq. 3)"
+    carries = "features"
+
+
+@register
+class ResidualQKV(ResidualPart):
+    """o_n = softmax(Q̃_n K̃_nᵀ) Ṽ_n, X̃_n = X_n + X̃_{n−1} for each of Q, K and V.
+
+    `ResidualQK` with the values summed up too, as readers of kexue 8027 ask. Q_n and K_n are
+    normalised, scaled and turned already, V_n is as the layer made it.
+    """
+
+    name = "ResidualQKV"
+    summary = "queries, keys and values are summed up from layer to layer"
+    equation = "s_n = ⟨Σ_m λ q_m, Σ_m k_m⟩, read from Σ_m v_m, m ≤ n"
+    source = "kexue.fm/archives/8027 (comments)"
+    carries = "features"
+    values = True

@@ -1,0 +1,160 @@
+"""How λ grows with the number of visible keys, n, or with the position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.score.parts.base import Part, Slot, by_length, number, one_of, register
+
+
+@dataclass(frozen=True)
+class LengthScaling(Part):
+    """The factor of λ that grows with the number of visible keys, n.
+
+    `replaces_base`: it stands in place of a base that depends on n itself (CosA's).
+    """
+
+    slot = Slot.LOGN
+    needs_length = True
+    replaces_base: ClassVar[bool] = False
+
+    def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
+        """The multiplier of λ for n visible keys."""
+        raise InputError(f"{self.name} defines no factor")
+
+    def learned(self, heads: int, train_length: int | None) -> dict[str, Float[Tensor, "h"]]:
+        """The initial values of what is learned, by name; empty where nothing is."""
+        return {}
+
+    def learned_factor(
+        self, n: Float[Tensor, "*b one_or_h t"], learned: Mapping[str, Tensor]
+    ) -> Float[Tensor, "*b h t"]:
+        """The multiplier of λ beside `factor` for n visible keys, where something is learned.
+
+        n has an axis of heads, of size 1 where all heads see as many keys.
+        """
+        raise InputError(f"{self.name} learns nothing")
+
+    def log_ratio(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
+        """ln n / ln L."""
+        return n.log() / math.log(self.known_length(train_length))
+
+
+@register
+class LogN(LengthScaling):
+    """λ · ln n / ln L at every position (kexue.fm/archives/8823).
+
+    n is the number of visible keys: position + 1 when causal, the number of unpadded keys
+    otherwise. For CosA it replaces ln m and multiplies nothing.
+    """
+
+    name = "logn"
+    summary = "scale grows with the logarithm of the visible keys, trained in"
+    equation = "λ ← λ · ln n / ln L"
+    source = "kexue.fm/archives/8823"
+    replaces_base = True
+
+    def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
+        """ln n / ln L."""
+        return self.log_ratio(n, train_length)
+
+
+@register
+class LogNPostHoc(LengthScaling):
+    """λ · max(1, ln n / ln L), so nothing changes inside the training length (kexue 9708)."""
+
+    name = "logn+"
+    summary = "log-n scaling after training, beyond the training length only"
+    equation = "λ ← λ · max(1, ln n / ln L)"
+    source = "kexue.fm/archives/9708"
+    when = "post-hoc"
+
+    def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
+        """max(1, ln n / ln L)."""
+        # Chosen by n, not by the ratio: exactly 1 up to n = L whatever the logarithms' rounding.
+        ratio = self.log_ratio(n, train_length)
+        return torch.where(n > self.known_length(train_length), ratio, 1.0)
+
+
+@register
+class SqrtLogN(LengthScaling):
+    """λ · √(ln n / ln L) at every position, the slowest law in use (arXiv 2605.12697).
+
+    Logits of independent normal keys reach √(2 ln n) standard deviations, so that this is the
+    scale at which the largest of them neither fades nor takes all. As with `logn`, λ is unchanged
+    at n = L; CosA keeps its own base.
+    """
+
+    name = "SqrtLogN"
+    summary = "scale grows with the square root of the logarithm of the visible keys"
+    equation = "λ ← λ · √(ln n / ln L)"
+    source = "arXiv 2605.12697"
+
+    def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
+        """√(ln n / ln L)."""
+        return self.log_ratio(n, train_length).sqrt()
+
+
+@register
+class SSMax(LengthScaling):
+    """n^(s_h·z_j) / Σ n^(s_h·z) in place of softmax(z): λ · s_h·ln n, s_h learned per head.
+
+    With `bias` λ · (s_h·ln n + b_h), as in the paper's comparison (arXiv 2501.19399). s_h starts
+    where the mean of s·ln n over n = 1 … L is 1, ordinary softmax on average, and b_h at 0.
+    """
+
+    name = "SSMax"
+    summary = "scale grows with a learned multiple of ln n, per head"
+    equation = "λ ← λ · s_h·ln n (+ b_h), s_h learned"
+    source = "arXiv 2501.19399"
+    bias: bool = False
+
+    def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
+        """1: all of it is learned."""
+        return torch.ones_like(n)
+
+    def learned(self, heads: int, train_length: int | None) -> dict[str, Float[Tensor, "h"]]:
+        """s = L / Σ ln n over n = 1 … L, and b = 0."""
+        length = self.known_length(train_length)
+        first = {"s": torch.full((heads,), length / math.lgamma(length + 1))}
+        return first | {"b": torch.zeros(heads)} if self.bias else first
+
+    def learned_factor(
+        self, n: Float[Tensor, "*b one_or_h t"], learned: Mapping[str, Tensor]
+    ) -> Float[Tensor, "*b h t"]:
+        """s_h·ln n + b_h."""
+        grown = learned["s"].to(n.dtype)[:, None] * n.log()
+        return grown + learned["b"].to(n.dtype)[:, None] if self.bias else grown
+
+
+@register
+class Temperature(LengthScaling):
+    """λ · (1 + β·ln(1 + ⌊(i + shift)/L₀⌋)), `beta` β, `length` L₀, the training length by default.
+
+    Ministral 3 has shift = 0, Llama 4 shift = 1 and has it on its layers without positions alone
+    (`IRoPE(beta=…, length=…)`). i is n − 1, the keys that a causal query sees before its own; not
+    causal, all queries see n keys and have the scale of the last.
+    """
+
+    name = "Temperature"
+    summary = "logits sharpened by the logarithm of the position, in steps"
+    equation = "λ ← λ · (1 + β·ln(1 + ⌊(i + shift)/L₀⌋))"
+    source = "transformers: ministral3, llama4"
+    used_by = "Ministral 3, Llama 4"
+    needs_length = False
+    beta: float = number(default=0.1, least=0)
+    length: int | None = number(default=None, least=1, fill=by_length(lambda length: length))
+    shift: int = one_of(0, 1, default=0)
+
+    def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
+        """1 + β·ln(1 + ⌊(n − 1 + shift)/L₀⌋)."""
+        steps = ((n - 1 + self.shift) / self.known("length")).floor()
+        return 1 + self.beta * steps.log1p()

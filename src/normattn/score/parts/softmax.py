@@ -1,0 +1,216 @@
+"""Around the softmax: bounds and sinks, other normalisers of a row, pairs of heads, output gates.
+
+Legend: B batch, H heads, P pairs of heads, T queries, S keys, D head dimension, E value size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from normattn.errors import InputError
+from normattn.kernels import Visibility
+from normattn.score.parts.base import Part, Slot, by_length, number, one_of, register
+from normattn.score.parts.long_context import blockwise
+
+
+@register
+class SoftCap(Part):
+    """s ← cap·tanh(s/cap), before bias and mask (Gemma 2, arXiv 2408.00118)."""
+
+    slot = Slot.CAP
+    name = "SoftCap"
+    summary = "scores bounded smoothly"
+    equation = "s ← cap·tanh(s/cap)"
+    source = "arXiv 2408.00118"
+    used_by = "Gemma 2"
+    cap: float = number(default=50.0, above=0)
+
+
+@register
+class Sink(Part):
+    """o_i = Σ_j exp(s(i, j)) v_j / (exp(z_h) + Σ_j exp(s(i, j))), z_h learned per head, at first 0.
+
+    z_h = 0 is "softmax off by one" (arXiv 2309.17453, appendix; learned in gpt-oss).
+    """
+
+    slot = Slot.SINK
+    name = "Sink"
+    summary = "one more learned logit per head in the denominator of softmax"
+    equation = "o = Σ_j e^{s_j} v_j / (e^{z_h} + Σ_j e^{s_j})"
+    source = "arXiv 2309.17453, 2508.10925 (gpt-oss)"
+    used_by = "gpt-oss"
+
+
+@dataclass(frozen=True)
+class NormaliserPart(Part):
+    """How a row of scores becomes weights, in place of softmax."""
+
+    slot = Slot.NORMALISER
+    excludes: ClassVar[Mapping[Slot, str]] = {Slot.SINK: "a sink is a logit of softmax"}
+
+    def weights(
+        self, score: Float[Tensor, "b h t s"], seen: Visibility
+    ) -> Float[Tensor, "b h t s"]:
+        """The weights of whole rows; a score is −∞, and its weight 0, where a key is hidden."""
+        raise InputError(f"{self.name} defines no weights")
+
+
+@register
+class Sigmoid(NormaliserPart):
+    """o_i = Σ_j σ(s(i, j) − ln n) v_j (arXiv 2409.04431), n = `tokens`, by default L.
+
+    −ln n makes the weights of a row add up to about 1 at first, as softmax's do; without it large
+    outputs make training unstable. n is the length of the training sequences, the same in every
+    row, so that a cache and a longer text change nothing.
+    """
+
+    name = "Sigmoid"
+    summary = "a sigmoid of each score in place of softmax of the row"
+    equation = "o = Σ_j σ(s_j − ln n) v_j, n = L"
+    source = "arXiv 2409.04431"
+    tokens: int | None = number(default=None, least=1, fill=by_length(lambda length: length))
+
+    def weights(
+        self, score: Float[Tensor, "b h t s"], seen: Visibility
+    ) -> Float[Tensor, "b h t s"]:
+        """σ(s − ln n)."""
+        return torch.sigmoid(score - math.log(self.known("tokens")))
+
+
+@register
+class StickBreaking(NormaliserPart):
+    """A(i, j) = σ(s(i, j)) · Π_{j<l<i} (1 − σ(s(i, l))), j < i (arXiv 2410.17980). Causal only.
+
+    Each key breaks its share off what the keys between it and the query have left of a stick of
+    length 1. The query's own key gets none, so the first token's output is 0; with `current` it
+    breaks off first. What is left of the stick goes nowhere. Order is a position of its own: name
+    NoPE for the paper's score.
+    """
+
+    name = "StickBreaking"
+    summary = "each key takes a share of what nearer keys leave, instead of softmax"
+    equation = "A(i,j) = σ(s_ij) · Π_{j<l<i} (1 − σ(s_il)), j < i"
+    source = "arXiv 2410.17980"
+    needs_causal = True
+    current: bool = False
+
+    def weights(
+        self, score: Float[Tensor, "b h t s"], seen: Visibility
+    ) -> Float[Tensor, "b h t s"]:
+        """In logarithms, summed from each key up to the query."""
+        every = slice(None)
+        if not self.current:
+            score = score.masked_fill(seen.distance(every, every) == 0, -float("inf"))
+        # What is between two tokens is told by those of one text.
+        order = seen.by_position(score)
+        ranked = score if order is None else score.gather(-1, order)
+        wide = ranked.float() if ranked.element_size() == 2 else ranked
+        left = F.logsigmoid(-wide).flip(-1).cumsum(-1).flip(-1)
+        # From the last key down to each one, itself not counted.
+        between = F.pad(left[..., 1:], (0, 1))
+        weight = (F.logsigmoid(wide) + between).exp().to(score.dtype)
+        return weight if order is None else weight.gather(-1, order.argsort(-1))
+
+
+@register
+class Selective(Part):
+    """softmax(s − F), F(i, j) = Σ_{j<l<i} max(0, s_0(l, j)) (arXiv 2410.02703). Causal only.
+
+    s_0 is the score of head 0, which thus decides for all heads what later queries see less of;
+    nothing is learned. No query selects its own key, and none the first token of a text, position
+    0; what a query selects counts from the next query on. Every earlier query has its say, so
+    there are as many queries as keys, or a cache, which keeps F of each key (`kernels.Selection`).
+    """
+
+    slot = Slot.NORMALISER
+    name = "Selective"
+    summary = "tokens that earlier queries selected, by head 0, are seen less"
+    equation = "softmax(s − F), F(i,j) = Σ_{j<l<i} max(0, s₀(l,j))"
+    source = "arXiv 2410.02703; github.com/lucidrains/x-transformers"
+    needs_causal = True
+
+    def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
+        """One score per pair, of all rows in their order."""
+        blocks = blockwise(parts)
+        if blocks is None:
+            return None
+        return self.refusal(
+            blocks, f"{blocks.name} reads rows in blocks, and Selective hands on from row to row"
+        )
+
+
+def _usual_init(layer: int) -> float:
+    """λ_init of a layer, 0-based."""
+    return 0.8 - 0.6 * math.exp(-0.3 * layer)
+
+
+@register
+class Differential(Part):
+    """o = (1 − λ_init)·RMSNorm((softmax(s_1) − λ·softmax(s_2)) [v_1, v_2]) (arXiv 2410.05258).
+
+    λ = exp(⟨λ_q1, λ_k1⟩) − exp(⟨λ_q2, λ_k2⟩) + λ_init, one of each layer; the four vectors start
+    at N(0, 0.1²). λ_init, `init`, is 0.8 − 0.6·exp(−0.3·(l − 1)) in layer l = 1, 2, … of a model
+    unless it is given, and that of the first layer, 0.2, elsewhere. Heads go in pairs: a pair has
+    two queries and two keys, and both heads' values side by side, whose RMS norm has a gain and
+    `eps`. Where H query heads share G keys, heads (2·g)·H/G + r and (2·g + 1)·H/G + r are a pair.
+    """
+
+    slot = Slot.NORMALISER
+    name = "Differential"
+    summary = "heads in pairs: one softmax less λ times another, then normed"
+    equation = "o = (1 − λ₀)·RMSNorm((softmax(s₁) − λ·softmax(s₂))·[v₁, v₂])"
+    source = "arXiv 2410.05258; github.com/microsoft/unilm"
+    init: float | None = number(default=None, least=0, below=1, optional=True)
+    eps: float = number(default=1e-5, least=0)
+
+    def in_layer(self, layer: int) -> Differential:
+        """λ_init by the number of the layer where none was given."""
+        return self if self.init is not None else replace(self, init=_usual_init(layer))
+
+    def learned(self, head_dim: int) -> dict[str, Tensor]:
+        """λ_q1, λ_k1, λ_q2, λ_k2, drawn from torch's global generator, and the gain of the norm."""
+        first = {name: 0.1 * torch.randn(head_dim) for name in ("q1", "k1", "q2", "k2")}
+        return {**first, "gain": torch.ones(2 * head_dim)}
+
+    def joined(
+        self,
+        first: Float[Tensor, "b p t e"],
+        second: Float[Tensor, "b p t e"],
+        learned: Mapping[str, Tensor],
+    ) -> Float[Tensor, "b p t e"]:
+        """The norm of first − λ·second of P pairs of heads, in float32 or wider."""
+        wide = torch.promote_types(first.dtype, torch.float32)
+        q1, k1, q2, k2, gain = (learned[name].to(wide) for name in ("q1", "k1", "q2", "k2", "gain"))
+        init = _usual_init(0) if self.init is None else self.init
+        share = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + init
+        difference = first.to(wide) - share * second.to(wide)
+        normed = F.rms_norm(difference, gain.shape, (1 - init) * gain, self.eps)
+        return normed.to(first.dtype)
+
+
+@register
+class Gate(Part):
+    """o_h ← σ(W_g x) ⊙ o_h before the output projection, x the layer's input (arXiv 2505.06708).
+
+    `per` feature, W_g x having H·E features, or per head, H. Sigmoid after softmax·V is the form
+    that the paper recommends (its G1) and Qwen3-Next has; `act=softplus` takes ln(1 + eˣ) in place
+    of σ, as Laguna does, which may enlarge an output too. W_g belongs to the layers `Attention`
+    and `GatedAttentionUnit`; `attention` takes W_g x as its argument `gate`.
+    """
+
+    slot = Slot.GATE
+    name = "Gate"
+    summary = "each head's output is gated by the layer's input"
+    equation = "o_h ← σ(W_g x) ⊙ o_h"
+    source = "arXiv 2505.06708; act=softplus: transformers: laguna"
+    used_by = "Qwen3-Next; act=softplus: Laguna"
+    per: Literal["feature", "head"] = one_of("feature", "head", default="feature")
+    act: Literal["sigmoid", "softplus"] = one_of("sigmoid", "softplus", default="sigmoid")
