@@ -7,34 +7,22 @@ Run it: `python examples/own_score.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 
 import normattn
-from normattn.score.folded_parts import Variant
-from normattn.score.normalisation import Normalisation
-from normattn.score.registry import register
+from normattn.score.parts import Variant, number, register
 
 
 @register
-@dataclass(frozen=True)
 class KeysOfLength(Variant):
     """s(i, j) = c·⟨q_i, k_j / ‖k_j‖⟩; c = 1 is KeyNorm."""
 
-    name: ClassVar[str] = "KeysOfLength"
-    summary: ClassVar[str] = "keys of length c"
-    equation: ClassVar[str] = "s = c·⟨q, k/‖k‖⟩"
-    source: ClassVar[str] = "an example"
-    c: float = 2.0
-
-    def __post_init__(self) -> None:
-        self.require(self.c > 0, "c", "a number above 0")
-
-    def key_norm(self) -> Normalisation | None:
-        """L2."""
-        return Normalisation("l2")
+    name = "KeysOfLength"
+    summary = "keys of length c"
+    equation = "s = c·⟨q, k/‖k‖⟩"
+    source = "an example"
+    sides = "K"
+    c: float = number(default=2.0, above=0)
 
     def base(self, head_dim: int, train_length: int | None) -> float:
         """c, in place of 1/√d."""

@@ -1,6 +1,6 @@
 """A small figure for every part of a score, drawn by asking the part itself.
 
-A spectrum draws its frequencies, log-n its factor, and every other part the attention weights that
+RoPE scaling draws its frequencies, log-n its factor, and every other part the attention weights that
 it gives to the same queries and keys: with the identity as values, attention returns its weights.
 """
 
@@ -16,25 +16,25 @@ from torch import Tensor
 
 from normattn import Score, ScoreSpec, attention
 from normattn.layers import residual_layers
-from normattn.score.combining import example
-from normattn.score.folded_parts import LogNPart, SpectrumPart, rope_frequencies
-from normattn.score.part import Slot
+from normattn.score.compatibility import example
+from normattn.score.parts import LengthScaling, RopeScaling, Slot, rope_frequencies
 
 TOKENS, LENGTH, FACTOR, HEADS, HEAD_DIM, LAYERS = 64, 16, 4.0, 4, 32, 4
 # Where positions decide, queries and keys are nearly all alike, so that the pattern can be seen.
-_BY_POSITION = {Slot.POSITION, Slot.REGIME, Slot.BIAS, Slot.VISIBLE, Slot.LAYOUT, Slot.DOCUMENTS}
+_BY_POSITION = {Slot.POSITION, Slot.REMAPPING, Slot.BIAS, Slot.WINDOW, Slot.LAYOUT, Slot.DOCUMENTS}
 
 
 def figure(name: str) -> tuple[bytes, str]:
     """The PNG of a part and what it shows."""
     spec = _small(name)
     part = next(each for each in spec.parts if each.name == name)
-    if isinstance(part, SpectrumPart):
+    if isinstance(part, RopeScaling):
         return _png(1, lambda axes: _frequencies(axes[0], part, name)), (
             f"Radians per token of each feature pair, d = {HEAD_DIM}, L = {LENGTH}"
-            f"{', third block of rows' if part.moving else f', factor {FACTOR:g}'}. Dashed: RoPE."
+            f"{', third block of rows' if part.blockwise else f', factor {FACTOR:g}'}. "
+            "Dashed: RoPE."
         )
-    if isinstance(part, LogNPart):
+    if isinstance(part, LengthScaling):
         return _png(1, lambda axes: _factor(axes[0], part)), (
             f"What λ is multiplied with, by the number of visible keys n; L = {LENGTH}."
         )
@@ -51,7 +51,7 @@ def _small(name: str) -> ScoreSpec:
     return ScoreSpec.parse(text, train_length=LENGTH).resolve(factor=FACTOR)
 
 
-def _frequencies(axis: Axes, part: SpectrumPart, name: str) -> None:
+def _frequencies(axis: Axes, part: RopeScaling, name: str) -> None:
     still = part.at(2, LENGTH)
     axis.semilogy(rope_frequencies(HEAD_DIM, 10000.0), "--", color="#888888")
     axis.semilogy(still.inverse_frequencies(HEAD_DIM, 10000.0, LENGTH), color="#3949ab", label=name)
@@ -59,7 +59,7 @@ def _frequencies(axis: Axes, part: SpectrumPart, name: str) -> None:
     axis.set_ylabel("θ'")
 
 
-def _factor(axis: Axes, part: LogNPart) -> None:
+def _factor(axis: Axes, part: LengthScaling) -> None:
     n = torch.arange(1, 8 * LENGTH + 1, dtype=torch.float64)
     factor, learned = part.factor(n, LENGTH), part.learned(1, LENGTH)
     if learned:
@@ -85,7 +85,7 @@ def _weights(spec: ScoreSpec, noise: float) -> dict[str, Tensor]:
         # What heads of a pair attend to, before their outputs become one.
         alone = (part for part in spec.parts if part.slot is not Slot.NORMALISER)
         spec = ScoreSpec(tuple(alone), spec.train_length)
-    stacked = Slot.CARRY in {part.slot for part in spec.parts} or spec.layout is not None
+    stacked = Slot.RESIDUAL in {part.slot for part in spec.parts} or spec.layout is not None
     layers = LAYERS if stacked else 1
     residual, drawn = residual_layers(spec, layers), {}
     for layer in range(layers):

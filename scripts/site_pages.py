@@ -18,8 +18,7 @@ from normattn.cli.listing import described, excluded
 from normattn.lab.studies import OF_COMMANDS, find, names
 from normattn.lab.sweep import presets
 from normattn.lab.sweep.study import Study
-from normattn.score.part import Part, Slot
-from normattn.score.registry import parts
+from normattn.score.parts import Part, Slot, parts
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- slots: begin (scripts/site_pages.py) -->", "<!-- slots: end -->"

@@ -19,7 +19,7 @@ from cli.conftest import Command
 from normattn.cli import values
 from normattn.lab import studies
 from normattn.lab.sweep.merging import merged
-from normattn.score import registry
+from normattn.score.parts import base as registry
 from normattn.structured import typed
 
 

@@ -35,7 +35,7 @@ def test_help_waits_for_no_library() -> None:
 
 def test_list_imports_what_it_asks_and_no_more() -> None:
     held = imported(command("list"))
-    assert "normattn.score.registry" in held
+    assert "normattn.score.parts" in held
     assert not held & {"normattn.layers.explain", "normattn.models", "normattn.lab.training", *SLOW}
     # A name's entry says which kernels serve it: the real path, on torch's meta device, whose
     # shapes torch works out with its compiler.

@@ -11,8 +11,8 @@ import pytest
 from cli.conftest import Command
 from normattn import InputError, ScoreSpec
 from normattn.kernels import BACKENDS
-from normattn.score.combining import combinations, example, needs
-from normattn.score.registry import parts
+from normattn.score.compatibility import combinations, example, needs
+from normattn.score.parts import parts
 
 
 def test_the_json_of_every_part(listed: dict[str, dict[str, Any]]) -> None:

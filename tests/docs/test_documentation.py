@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from normattn.cli.app import main
-from normattn.score import registry
-from normattn.score.part import Slot
+from normattn.score.parts import Slot
+from normattn.score.parts import base as registry
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from normattn.score import registry
+from normattn.score.parts import base as registry
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -50,9 +50,9 @@ def _wanted(method: str, family: str = "llama") -> Wanted:
 def _meant(planned: Plan) -> tuple[torch.Tensor, float]:
     """The frequencies and the factor of cos and sin that the method's own formula gives."""
     spec = planned.spec
-    assert spec.spectrum is not None
-    theta = spec.spectrum.inverse_frequencies(16, 10000.0, LENGTH)
-    return theta, spec.spectrum.gain(LENGTH) ** 0.5
+    assert spec.rope_scaling is not None
+    theta = spec.rope_scaling.inverse_frequencies(16, 10000.0, LENGTH)
+    return theta, spec.rope_scaling.gain(LENGTH) ** 0.5
 
 
 def _ramp(size: int, base: float, length: float, fast: float, slow: float) -> torch.Tensor:

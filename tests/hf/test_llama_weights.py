@@ -137,7 +137,7 @@ def test_a_method_after_training_does_not_become_one_trained_in(method: str) -> 
         pytest.raises(InputError, match=rf"is extended, by {method}.*remove\(\) the extension"),
     ):
         from_llama(theirs)
-    assert from_llama(theirs).config.score.spectrum is None
+    assert from_llama(theirs).config.score.rope_scaling is None
 
 
 _SCALED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import normattn
 from normattn import InputError, ScoreSpec
-from normattn.score.folded_parts import rope_frequencies
+from normattn.score.parts import rope_frequencies
 
 from .families import LENGTH, build, logits, model_of, tokens
 from .matrix import METHODS
@@ -88,8 +88,11 @@ def test_two_regimes_by_hand(
 def test_spectra_by_hand(method: str, values: dict[str, Any]) -> None:
     model, ids = model_of("Llama"), tokens(1, COUNT)
     spec = ScoreSpec.parse(f"Baseline-{method}", train_length=LENGTH, **values)
-    assert spec.spectrum is not None
-    theta, gain = spec.spectrum.inverse_frequencies(8, 10000.0, LENGTH), spec.spectrum.gain(LENGTH)
+    assert spec.rope_scaling is not None
+    theta, gain = (
+        spec.rope_scaling.inverse_frequencies(8, 10000.0, LENGTH),
+        spec.rope_scaling.gain(LENGTH),
+    )
     with normattn.extend(model, method, **values):
         found = logits(model, ids)[0]
 

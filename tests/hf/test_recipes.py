@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from normattn import InputError, Score, ScoreSpec, attention
-from normattn.score.part import Slot
+from normattn.score.parts import Slot
 from normattn.score.recipes import RECIPES
 
 HEADS, GROUPS, D, TOKENS, VOCABULARY = 4, 2, 16, 40, 64
@@ -41,7 +41,7 @@ def _yarn(spec: ScoreSpec, **more: Any) -> dict[str, Any]:
     return _rope(
         spec,
         "yarn",
-        factor=spec.spectrum.factor,  # type: ignore[union-attr]
+        factor=spec.rope_scaling.factor,  # type: ignore[union-attr]
         original_max_position_embeddings=spec.train_length,
         **more,
     )
@@ -75,7 +75,7 @@ def _configuration(name: str, spec: ScoreSpec) -> tuple[str, dict[str, Any], int
     if name == "Command-R7B":
         more = {
             "rope_parameters": _rope(spec),
-            "sliding_window": spec.visible[0],
+            "sliding_window": spec.window[0],
             "hidden_size": 64,
         }
         return "Cohere2", more, 4
@@ -260,7 +260,7 @@ def test_every_recipe_reads_and_prints_and_takes_a_method() -> None:
     with pytest.raises(InputError, match="a training length of 512, but that of gpt-oss is 4096"):
         ScoreSpec.parse("gpt-oss@512")
     gpt = ScoreSpec.parse("gpt-oss")
-    assert gpt.spectrum is not None
+    assert gpt.rope_scaling is not None
     slots = {part.slot for part in gpt.layer(0, 2).parts}
-    assert {Slot.SPECTRUM, Slot.VISIBLE, Slot.SINK} <= slots
-    assert replace(gpt, train_length=512).layer(1, 2).visible == (None, 0)
+    assert {Slot.ROPE_SCALING, Slot.WINDOW, Slot.SINK} <= slots
+    assert replace(gpt, train_length=512).layer(1, 2).window == (None, 0)

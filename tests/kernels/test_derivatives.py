@@ -11,8 +11,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from normattn import InputError, attention
 from normattn.kernels import linear_cross_entropy, tiles
-from normattn.score.normalisation import L2Norm
-from normattn.score.rotary import rotation
+from normattn.score.norms import L2Norm
+from normattn.score.rotary import Rotator
 from score.cases import built, learned, tensors
 from score.oracle import Recipe
 
@@ -67,13 +67,10 @@ def test_l2_also_where_its_floor_is_reached() -> None:
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rotation(interleaved: bool) -> None:
     (x,) = tensors((2, 2, 3, 4))
-    turn = rotation(
-        torch.tensor([[0.0, 3.0, 7.0], [1.0, 2.0, 40.0]], dtype=torch.float64),
-        torch.tensor([1.0, 0.2], dtype=torch.float64),
-        torch.tensor([[0.5, 1.0, 2.0]], dtype=torch.float64),
-        interleaved,
-        torch.float64,
-    )
+    positions = torch.tensor([[0.0, 3.0, 7.0], [1.0, 2.0, 40.0]], dtype=torch.float64)
+    scale = torch.tensor([[0.5, 1.0, 2.0]], dtype=torch.float64)
+    rotator = Rotator(torch.tensor([1.0, 0.2], dtype=torch.float64), interleaved)
+    turn = rotator.at(positions, torch.float64, scale)
     assert gradcheck(turn, (x,))
     assert gradgradcheck(turn, (x,))
 

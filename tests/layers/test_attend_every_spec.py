@@ -17,7 +17,7 @@ from torch import Tensor
 from normattn import InputError, ScoreSpec, attention
 from normattn.kernels import BACKENDS, Problem, attend, strips, tiles
 from normattn.layers import attend as attend_module
-from normattn.score.registry import parts
+from normattn.score.parts import parts
 from score import naive, oracle
 from score.cases import (
     ALONE,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from normattn.layers.norms import LayerNorm, RMSNorm
-from normattn.score import row_norms as module
+from normattn.score import norms as module
 
 # In units of the last place: what rounding in another order may change.
 TOLERANCE = {

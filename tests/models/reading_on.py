@@ -17,8 +17,9 @@ from torch import Tensor
 from normattn.models.cache import ModelCache
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
-from normattn.score import ScoreSpec, registry
-from normattn.score.part import Slot
+from normattn.score import ScoreSpec
+from normattn.score.parts import Slot
+from normattn.score.parts import base as registry
 
 VOCABULARY, L, LENGTH = 13, 5, 15
 BLOCKS: dict[str, dict[str, Any]] = {

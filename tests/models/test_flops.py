@@ -101,7 +101,7 @@ def test_layers_of_different_scores_are_counted_apart() -> None:
 @pytest.mark.parametrize("length", [1, 6, 21])
 def test_pairs_are_those_of_the_mask(score: str, causal: bool, length: int) -> None:
     spec = ScoreSpec.parse(score, 16)
-    window, chunk = spec.visible[0] or length, spec.chunk or length
+    window, chunk = spec.window[0] or length, spec.chunk or length
     seen = sum(
         (j <= i or not causal) and abs(i - j) < window and i // chunk == j // chunk
         for i in range(length)

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 import apart
-from normattn.score.normalisation import BatchScoreNorm
+from normattn.score.norms import BatchScoreNorm
 
 from .cases import tensors
 
 PROGRAM = """
 import sys, torch
 import torch.distributed as dist
-from normattn.score.normalisation import BatchScoreNorm
+from normattn.score.norms import BatchScoreNorm
 folder, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
 x, padding = torch.load(f"{folder}/in{rank}")

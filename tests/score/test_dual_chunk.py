@@ -17,7 +17,7 @@ SHAPES = (2, H, 40, D), (2, 1, 40, D), (2, 1, 40, 5)
 
 def test_the_example_of_the_paper() -> None:
     """s = 6, c = 10, w = 4, twelve tokens: figure 2 of arXiv 2402.17463."""
-    rules = ScoreSpec.parse("Baseline-DualChunk(size=6,local=4)").chunk_rules
+    rules = ScoreSpec.parse("Baseline-DualChunk(size=6,local=4)").chunk_remapping
     assert rules is not None
     assert rules.reach == 10
     place = torch.arange(12).double()

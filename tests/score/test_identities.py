@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from normattn import Score, ScoreSpec, attention
-from normattn.score.folded_parts import rope_frequencies
+from normattn.score.parts import rope_frequencies
 
 from .cases import tensors
 

@@ -312,9 +312,9 @@ def test_streaming_uses_no_position_past_its_cache() -> None:
     """Shifting everything after the sinks changes nothing once the window has passed."""
     spec = ScoreSpec.parse("Baseline-StreamingLLM", train_length=L)
     assert str(spec) == "Baseline-StreamingLLM(window=4)@8"
-    assert spec.regime is not None
+    assert spec.remapping is not None
     place = torch.arange(50, dtype=torch.float64)
-    query, key = spec.regime.far_positions(place, place)
+    query, key = spec.remapping.far_positions(place, place)
     assert query.max() == L - 1
     assert torch.equal(key, place)
     q, k, v = qkv(30)
@@ -328,15 +328,15 @@ def test_what_the_table_fills_in_fits_into_the_training_length() -> None:
     for length, factor in ((8, 4), (512, 8), (512, 64), (100, 7.3), (5, 2)):
         longest = int(length * factor)
         for name in ("LeakyReRoPE", "SelfExtend"):
-            regime = ScoreSpec.parse(f"KNA-{name}").resolve(length, factor).regime
+            regime = ScoreSpec.parse(f"KNA-{name}").resolve(length, factor).remapping
             assert regime is not None
             at = torch.tensor([longest - 1.0], dtype=torch.float64)
             query, key = regime.far_positions(at, torch.zeros_like(at))
             assert query - key < length
             if name == "SelfExtend":
                 smaller = ScoreSpec.parse(f"KNA-{name}(group={regime.group - 1})@{length}")  # type: ignore[attr-defined]
-                assert smaller.regime is not None
-                query, key = smaller.regime.far_positions(at, torch.zeros_like(at))
+                assert smaller.remapping is not None
+                query, key = smaller.remapping.far_positions(at, torch.zeros_like(at))
                 assert query - key >= length
 
 

@@ -54,7 +54,7 @@ def test_adding_a_method(method: str, parameters: dict[str, float], result: str)
 
 
 def _open(spec: ScoreSpec) -> dict[str, float]:
-    stretched = spec.spectrum is not None
+    stretched = spec.rope_scaling is not None
     return {"factor": 8.0} if stretched else {}
 
 

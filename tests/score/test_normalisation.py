@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from normattn import InputError, Score, ScoreSpec
 from normattn.kernels import Visibility
-from normattn.score.normalisation import Normalisation, ScoreNorm
+from normattn.score.norms import Normalisation
 from normattn.score.positions import Positions
 
 from .cases import tensors
@@ -19,8 +19,8 @@ from .cases import tensors
 B, H, T, D = 2, 3, 5, 8
 
 
-def norm(kind: str, **options: object) -> ScoreNorm:
-    built: ScoreNorm = Normalisation(kind, **options).build(H, D)  # type: ignore[arg-type]
+def norm(kind: str, **options: object) -> nn.Module:
+    built: nn.Module = Normalisation(kind, **options).build(H, D)  # type: ignore[arg-type]
     return built
 
 

@@ -14,11 +14,8 @@ from torch import Tensor
 from normattn import InputError, Score, ScoreSpec, attention
 from normattn.layers.residual_scores import residual_layers
 from normattn.score import Positions
-from normattn.score.folded_parts import rope_frequencies
-from normattn.score.outer_parts import PairBiasPart
-from normattn.score.part import Part, Slot
-from normattn.score.registry import parts
-from normattn.score.rotary import rotation
+from normattn.score.parts import PairBiasPart, Part, Slot, parts, rope_frequencies
+from normattn.score.rotary import Rotator
 
 from .cases import tensors
 
@@ -168,8 +165,8 @@ def _attend(score: Score, q: Tensor, k: Tensor, v: Tensor, backend: str, **optio
     if backend == "chunked" and whole_rows:
         backend = "strips"
     if residual is not None:
-        assert spec.carry is not None
-        if spec.carry.carries == "scores" and backend in ("chunked", "strips"):
+        assert spec.residual is not None
+        if spec.residual.carries == "scores" and backend in ("chunked", "strips"):
             backend = "concatenated" if whole_rows else "carried"
         attention(q, k, v, score, backend=backend, residual=residual[0], **options)
         options["residual"] = residual[1]
@@ -230,9 +227,9 @@ def _is_relative(spec: ScoreSpec) -> bool:
     FIRE, log-n, blocks of a moving spectrum, groups, kept first tokens and those never selected
     count from the start; a gain or a mean over rotated features tells the angle itself.
     """
-    counted = spec.regime is not None and spec.regime.name in ("SelfExtend", "StreamingLLM")
+    counted = spec.remapping is not None and spec.remapping.name in ("SelfExtend", "StreamingLLM")
     counted = counted or isinstance(spec.bias, PairBiasPart) or spec.selection is not None
-    return spec.logn is None and spec.order is None and not spec.moves and not counted
+    return spec.logn is None and spec.order is None and not spec.blockwise and not counted
 
 
 @st.composite
@@ -240,7 +237,7 @@ def turns(draw: st.DrawFn) -> tuple[Tensor, bool]:
     """Frequencies of some specification, and its layout."""
     spec = draw(specs(resolved=True, layer=True).filter(lambda spec: spec.position.rotary))
     base, layout = spec.position.base, spec.position.layout  # type: ignore[attr-defined]
-    spectrum = spec.fixed(draw(st.integers(0, 9))).spectrum
+    spectrum = spec.for_block(draw(st.integers(0, 9))).rope_scaling
     if spectrum is None:
         return rope_frequencies(8, base), layout == "interleaved"
     theta = spectrum.inverse_frequencies(8, base, spec.train_length)
@@ -260,7 +257,7 @@ def test_rotary_scores_depend_on_the_distance_only(
 
     def score(i: int, j: int) -> Tensor:
         at = [torch.tensor([float(n)], dtype=torch.float64) for n in (i, j)]
-        left, right = (rotation(a, theta, 1.0, interleaved, torch.float64) for a in at)
+        left, right = (Rotator(theta, interleaved).at(a, torch.float64) for a in at)
         return (left(q) * right(k)).sum()
 
     torch.testing.assert_close(score(i, j), score(i + shift, j + shift), rtol=0, atol=1e-8)
@@ -272,8 +269,8 @@ def test_rotations_keep_norms_and_turn_back(turn: tuple[Tensor, bool], i: int) -
     theta, interleaved = turn
     (x,) = tensors((2, 2, 3, 8))
     at = torch.arange(i, i + 3, dtype=torch.float64)
-    forward = rotation(at, theta, 1.0, interleaved, torch.float64)
-    back = rotation(-at, theta, 1.0, interleaved, torch.float64)
+    forward = Rotator(theta, interleaved).at(at, torch.float64)
+    back = Rotator(theta, interleaved).at(-at, torch.float64)
     torch.testing.assert_close(forward(x).norm(dim=-1), x.norm(dim=-1))
     torch.testing.assert_close(back(forward(x)), x)
 

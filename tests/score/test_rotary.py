@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved_rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_rotary
 
-from normattn.score.folded_parts import rope_frequencies
-from normattn.score.rotary import rotation
+from normattn.score.parts import rope_frequencies
+from normattn.score.rotary import Rotator
 
 from .cases import tensors
 
@@ -18,7 +18,7 @@ D, T = 8, 11
 
 def turn(x: Tensor, positions: Tensor, layout: str, scale: float | Tensor = 1.0) -> Tensor:
     theta = rope_frequencies(D, 10000.0)
-    return rotation(positions.double(), theta, scale, layout == "interleaved", x.dtype)(x)
+    return Rotator(theta, layout == "interleaved").at(positions, x.dtype, scale)(x)
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normattn import InputError, Score, attention
-from normattn.score.normalisation import BatchScoreNorm, InstanceScoreNorm
+from normattn.score.norms import BatchScoreNorm, InstanceScoreNorm
 
 from .cases import tensors
 

@@ -12,9 +12,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from normattn import InputError, ScoreSpec, attention
-from normattn.score.fold import query_scale
-from normattn.score.folded_parts import rope_frequencies
+from normattn.score.parts import rope_frequencies
 from normattn.score.positions import Positions
+from normattn.score.rotary import query_scale
 
 from .cases import tensors
 from .recipe import Recipe, frequencies
@@ -24,8 +24,8 @@ SIZES = [(16, 64), (64, 512), (128, 2048), (64, 32), (8, 16)]
 
 def ours(text: str, d: int, base: float = 10000.0) -> Tensor:
     spec = ScoreSpec.parse(text).resolve()
-    assert spec.spectrum is not None
-    return spec.spectrum.inverse_frequencies(d, base, spec.train_length)
+    assert spec.rope_scaling is not None
+    return spec.rope_scaling.inverse_frequencies(d, base, spec.train_length)
 
 
 def theirs(
@@ -55,7 +55,7 @@ def test_yarn_is_that_of_transformers(d: int, length: int, factor: float, base: 
     theta, gain = theirs("yarn", d, length, base, **more)
     text = f"Baseline-YaRN(factor={factor})@{length}"
     _close(ours(text, d, base), theta)
-    spectrum = ScoreSpec.parse(text).spectrum
+    spectrum = ScoreSpec.parse(text).rope_scaling
     assert spectrum is not None
     assert spectrum.gain(length) == pytest.approx(gain**2, rel=1e-12)
 
@@ -106,12 +106,12 @@ def test_dynamic_ntk_is_that_of_transformers_at_prefill(d: int, length: int, fac
     spec = ScoreSpec.parse(f"Baseline-DynamicNTK(factor={factor})@{length}")
     for block in (0, 1, 3):
         theta, _ = theirs("dynamic", d, length, 10000.0, at=length * (block + 1), factor=factor)
-        spectrum = spec.fixed(block).spectrum
+        spectrum = spec.for_block(block).rope_scaling
         assert spectrum is not None
         _close(spectrum.inverse_frequencies(d, 10000.0, length), theta)
-    assert spec.spectrum is not None
-    with pytest.raises(InputError, match="a spectrum for each block of rows"):
-        spec.spectrum.inverse_frequencies(d, 10000.0, length)
+    assert spec.rope_scaling is not None
+    with pytest.raises(InputError, match="frequencies for each block of rows"):
+        spec.rope_scaling.inverse_frequencies(d, 10000.0, length)
 
 
 @pytest.mark.parametrize(("d", "length"), SIZES)
@@ -145,7 +145,7 @@ def test_long_rope_is_that_of_transformers(d: int, length: int, factor: float) -
     written = ":".join(map(repr, factors))
     text = f"Baseline-LongRoPE(factor={factor},factors={written})@{length}"
     _close(ours(text, d), theta)
-    spectrum = ScoreSpec.parse(text).spectrum
+    spectrum = ScoreSpec.parse(text).rope_scaling
     assert spectrum is not None
     assert spectrum.gain(length) == pytest.approx(gain**2, rel=1e-12)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from normattn import Score, attention
 from normattn.kernels import Visibility
 from normattn.layers import attend
-from normattn.score import fold
+from normattn.score import rotary
 
 from .cases import tensors
 
@@ -43,7 +43,7 @@ TEXTS = (
 
 
 def _forget() -> None:
-    fold._KEPT.clear()
+    rotary._CACHE.clear()
     attend._counted.cache_clear()
     attend._built.cache_clear()
 
@@ -90,7 +90,7 @@ def test_what_ran_before_does_not_matter() -> None:
     random.Random(0).shuffle(order)
     for n in order:
         assert torch.equal(calls[n](), fresh[n]), calls[n]
-    assert len(fold._KEPT) <= fold._KEPT.most
+    assert len(rotary._CACHE) <= rotary._CACHE.most
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -116,7 +116,7 @@ def test_tables_are_made_once_and_shared_by_layers() -> None:
     q, k, v = tensors((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4), dtype=torch.float32)
     for score in scores:
         attention(q, k, v, score)
-    assert len(fold._KEPT) == 2  # one for queries, one for keys
+    assert len(rotary._CACHE) == 2  # one for queries, one for keys
 
 
 def test_explicit_positions_are_never_kept() -> None:
@@ -128,7 +128,7 @@ def test_explicit_positions_are_never_kept() -> None:
     assert (first - second).abs().max() > 1e-6
     padding = torch.arange(6)[None] < 2
     attention(q, k, v, "KNA", key_padding=padding)
-    assert not fold._KEPT
+    assert not rotary._CACHE
 
 
 def test_another_device_has_tables_of_its_own() -> None:
@@ -140,7 +140,7 @@ def test_another_device_has_tables_of_its_own() -> None:
     at = attend.regular_positions(6, 6, torch.device("meta"))
     seen = Visibility(True, at.query, at.key, aligned=True)
     assert Score("KNA-logn@8", 2, 4)(*shapes, at, seen).q.device.type == "meta"
-    assert fold._KEPT
+    assert rotary._CACHE
     assert torch.equal(attention(q, k, v, "KNA-logn@8"), expected)
 
 
@@ -181,9 +181,9 @@ def test_threads_share_the_tables() -> None:
 
 
 def test_copied_tables_start_empty() -> None:
-    kept = fold.Kept(3)
+    kept = rotary.TableCache(3)
     kept[1,] = None  # type: ignore[assignment]
     for again in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
-        assert type(again) is fold.Kept
+        assert type(again) is rotary.TableCache
         assert (len(again), again.most) == (0, 3)
     assert len(kept) == 1

@@ -17,7 +17,8 @@ from normattn.lab.sweep.omissions import Omission, grouped
 from normattn.lab.sweep.plan import make_plan
 from normattn.lab.sweep.study import Cell, Request, SweepConfig
 from normattn.lab.training import TrainingConfig
-from normattn.score import ScoreSpec, registry
+from normattn.score import ScoreSpec
+from normattn.score.parts import base as registry
 
 
 def text(config: SweepConfig) -> TextConfig:

@@ -15,8 +15,8 @@ from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, su
 from normattn.lab.studies._premise import at_training_length, copying, premise
 from normattn.lab.studies._reading import position_figures
 from normattn.lab.studies.keynorm import STUDY
-from normattn.score.folded_parts import rope_frequencies
-from normattn.score.parts.yarn import YaRN
+from normattn.score.parts import rope_frequencies
+from normattn.score.parts.rope_scaling import YaRN
 
 L, LONGEST, DOCUMENTS = 4, 16, 40
 EDGES = [*range(0, LONGEST + 1, 2)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from normattn.lab.sweep.selections import left_out, post_hoc_methods, refusal
-from normattn.score import ScoreSpec, registry
+from normattn.score import ScoreSpec
+from normattn.score.parts import base as registry
 
 
 def test_every_post_hoc_part_stands_alone_and_some_with_logn() -> None:

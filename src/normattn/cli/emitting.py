@@ -71,7 +71,7 @@ def _wanted(asked: ExtendOptions, source: Path, method: str) -> Wanted:
         given["window"] = chosen_window(asked.window, length)
     planned = plan(small, method, length, **given)
     if asked.lengths is None:
-        longest = int(length * getattr(planned.spec.spectrum, "stretch", longest / length))
+        longest = int(length * getattr(planned.spec.rope_scaling, "stretch", longest / length))
     architecture = architecture_of(config.get_text_config().model_type)
     if source.suffix == ".gguf":
         architecture = str(read_values(source).get("general.architecture"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from normattn.score.part import Part
+    from normattn.score.parts import Part
 
 TOKENS, HEADS, HEAD_DIM, LAYERS = 2048, 4, 64, 4
 """The attention for which a kernel is named."""
@@ -16,9 +16,10 @@ PLACES = (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "bfloat16"))
 
 def show_parts(name: str | None, as_json: bool) -> None:
     """Print every part of a score, or all that is known of those of `name`."""
-    from normattn.score import grammar, registry
+    from normattn.score import grammar
+    from normattn.score.parts import parts
 
-    known = registry.parts()
+    known = parts()
     if name is not None:
         named = {part.name for part, _ in grammar.read(name)[0]}
         known = {key: part for key, part in known.items() if key in named}
@@ -33,7 +34,7 @@ def show_parts(name: str | None, as_json: bool) -> None:
 
 def described(name: str, part: type[Part]) -> dict[str, Any]:
     """Everything that is known of a part, for JSON."""
-    from normattn.score.combining import combinations, needs
+    from normattn.score.compatibility import combinations, needs
 
     together = combinations()[name]
     return {
@@ -57,7 +58,7 @@ def _parameters(name: str, part: type[Part]) -> list[dict[str, Any]]:
     """Fields with their defaults, and what an open one becomes at L = 512 and a factor of 8."""
     import dataclasses
 
-    from normattn.score.combining import example
+    from normattn.score.compatibility import example
 
     made = next(candidate for candidate in example(name).parts if candidate.slot is part.slot)
     return [
@@ -71,7 +72,7 @@ def _kernels(name: str) -> dict[str, str]:
     import torch
 
     from normattn.layers.explain import explain
-    from normattn.score.combining import example
+    from normattn.score.compatibility import example
 
     spec, shape, kernels = example(name), (1, HEADS, TOKENS, HEAD_DIM), {}
     layers = dict.fromkeys(spec.layer(layer, LAYERS) for layer in range(LAYERS))

@@ -18,8 +18,8 @@ from normattn.errors import InputError
 from normattn.hf.extend import Plan
 from normattn.hf.gguf_values import flags, values
 from normattn.hf.native import native_fields, said
-from normattn.score.folded_parts import SpectrumPart
-from normattn.score.parts.ntk_mixed import NTKMixed
+from normattn.score.parts import RopeScaling
+from normattn.score.parts.rope_scaling import NTKMixed
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def emit(wanted: Wanted, engine: str) -> str:
     """
     if engine not in ENGINES:
         raise InputError(f"no engine {engine!r} is known, of: {', '.join(ENGINES)}")
-    lacks = _lacks(wanted.plan.spec.spectrum, engine)
-    if wanted.plan.spec.chunk_rules is not None:
+    lacks = _lacks(wanted.plan.spec.rope_scaling, engine)
+    if wanted.plan.spec.chunk_remapping is not None:
         lacks = "its dual chunk attention, if it has one, holds far queries one position further"
-    elif wanted.plan.spec.regime is not None:
+    elif wanted.plan.spec.remapping is not None:
         lacks = "it attends in one regime of positions, by rotated keys"
     elif wanted.plan.spec.logn is not None:
         lacks = "it has no factor that grows with the logarithm of the position"
@@ -72,8 +72,8 @@ def emit(wanted: Wanted, engine: str) -> str:
     return ENGINES[engine](wanted)
 
 
-def _lacks(spectrum: SpectrumPart | None, engine: str) -> str | None:
-    if spectrum is not None and spectrum.moving:
+def _lacks(spectrum: RopeScaling | None, engine: str) -> str | None:
+    if spectrum is not None and spectrum.blockwise:
         return (
             "what is called dynamic NTK there gives one base to a whole text, by its length or for "
             "all lengths alike, and not to each position its own"
@@ -97,7 +97,7 @@ def _vllm(wanted: Wanted) -> str:
     times the trained length by themselves; the others for max_position_embeddings. `ntk` with
     mixed_b is NTK-mixed (ntk_scaling_rope.py).
     """
-    spectrum = wanted.plan.spec.spectrum
+    spectrum = wanted.plan.spec.rope_scaling
     if isinstance(spectrum, NTKMixed):
         more = {"rope_type": "ntk", "factor": spectrum.stretch, "mixed_b": spectrum.b}
         rope = said(wanted.plan.parts, wanted.plan.layers, wanted.plan.spec, more)

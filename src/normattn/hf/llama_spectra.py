@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.score.folded_parts import SpectrumPart
-from normattn.score.parts.llama3 import Llama3
-from normattn.score.parts.pi import PI
+from normattn.score.parts import RopeScaling
+from normattn.score.parts.rope_scaling import PI, Llama3
 
 ROPE_TYPES = ("default", "linear", "llama3")
 """Those of transformers that some spectrum here equals at every length."""
@@ -23,7 +22,7 @@ ROPE_KEYS = frozenset(
 """What these kinds are told. Others may do more than turn, such as Ministral 3's temperature."""
 
 
-def spectrum_of(rope: dict[str, Any], train_length: int) -> SpectrumPart | None:
+def spectrum_of(rope: dict[str, Any], train_length: int) -> RopeScaling | None:
     """What `rope_parameters` say, for a score whose training length is `train_length`.
 
     Llama3 counts turns within the training length, `llama3` within
@@ -41,9 +40,7 @@ def spectrum_of(rope: dict[str, Any], train_length: int) -> SpectrumPart | None:
     return Llama3(factor=factor, low=low, high=high)
 
 
-def rope_parameters(
-    spectrum: SpectrumPart | None, base: float, train_length: int
-) -> dict[str, Any]:
+def rope_parameters(spectrum: RopeScaling | None, base: float, train_length: int) -> dict[str, Any]:
     """The `rope_parameters` of a score's spectrum; `InputError` where they cannot say it."""
     theta = {"rope_theta": base}
     if spectrum is None:

@@ -264,7 +264,9 @@ def _their_config(config: CausalLMConfig) -> tuple[str, Any]:
         max_position_embeddings=config.train_length,
         rms_norm_eps=config.norm_eps,
         tie_word_embeddings=config.tie_head,
-        rope_parameters=rope_parameters(config.score.spectrum, position.base, config.train_length),
+        rope_parameters=rope_parameters(
+            config.score.rope_scaling, position.base, config.train_length
+        ),
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -291,7 +293,7 @@ def _refuse_ours(config: CausalLMConfig) -> None:
         "QKRMSNorm-RoPE", config.train_length, base=_base(spec), eps=config.norm_eps
     )
     bare = ScoreSpec(
-        tuple(part for part in spec.parts if part is not spec.spectrum), spec.train_length
+        tuple(part for part in spec.parts if part is not spec.rope_scaling), spec.train_length
     )
     if bare not in (plain, normed):
         raise InputError(

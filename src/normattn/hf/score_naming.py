@@ -16,8 +16,8 @@ from torch import Tensor
 
 from normattn.hf.score_fitting import CLOSE, Turned, plain_base
 from normattn.score import ScoreSpec
-from normattn.score.fold import frequencies
-from normattn.score.parts.partial_rope import PartialRoPE
+from normattn.score.parts.rope import PartialRoPE
+from normattn.score.rotary import frequencies
 
 _STILL = 1e-7
 

@@ -282,7 +282,9 @@ def _named(
 
 def _amplitude(position: str, length: int | None) -> float:
     """What the rotation multiplies queries and keys with."""
-    spectrum = ScoreSpec.parse(f"Baseline-{position}" if position else "Baseline", length).spectrum
+    spectrum = ScoreSpec.parse(
+        f"Baseline-{position}" if position else "Baseline", length
+    ).rope_scaling
     return 1.0 if spectrum is None else float(spectrum.gain(length) ** 0.5)
 
 
@@ -332,7 +334,9 @@ def _gains(heard: Heard, fit: _Fit) -> tuple[float, ...]:
 def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, gate: Gating, mask: Masking) -> float:
     """How far `attention` is from the layer's own, as a share of its largest output."""
     score = Score(spec, heard.q.shape[1], heard.q.shape[-1], heard.k.shape[1]).double()
-    amplitude = 1.0 if spec.spectrum is None else spec.spectrum.gain(spec.train_length) ** 0.5
+    amplitude = (
+        1.0 if spec.rope_scaling is None else spec.rope_scaling.gain(spec.train_length) ** 0.5
+    )
     for module, norm in ((score.query_norm, fit.q), (score.key_norm, fit.k)):
         for name, value in (("weight", norm.gain), ("bias", norm.bias)):
             own = getattr(module, name, None)

@@ -126,7 +126,7 @@ def _meant(config: Any, method: str | None, length: int | None) -> tuple[Meant, 
         return Meant(name, None, known, longest, _bases(parts)), _turned(parts)
     planned = plan(small, method, length if length is not None else _known(small))
     spec = planned.spec
-    if spec.regime is not None or spec.logn is not None or spec.moves:
+    if spec.remapping is not None or spec.logn is not None or spec.blockwise:
         raise InputError(
             f"no configuration of rotary positions says {spec.method}: an engine without normattn "
             "reads the model as it was trained"
@@ -140,7 +140,7 @@ def _meant(config: Any, method: str | None, length: int | None) -> tuple[Meant, 
         if layer.rotation is not None
     }
     assert spec.train_length is not None
-    longest = int(spec.train_length * getattr(spec.spectrum, "stretch", 1.0))
+    longest = int(spec.train_length * getattr(spec.rope_scaling, "stretch", 1.0))
     turned = _Turned(turns, _within(planned.parts, planned.layers))
     return Meant(spec.method, spec, spec.train_length, longest, _bases(planned.parts)), turned
 

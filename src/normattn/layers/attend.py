@@ -201,16 +201,16 @@ def in_blocks(
     them. Rows of a batch may reach a block at different times: a row keeps what is its own.
     """
     queries, keys = positions.query.shape[-1], positions.key.shape[-1]
-    if not spec.moves or queries == 0:
+    if not spec.blockwise or queries == 0:
         return part(slice(0, queries), keys, 0)
     if torch.compiler.is_compiling():
         raise InputError(
-            f"{spec.moving[0]} reads rows in blocks that depend on their positions, which a "
+            f"{spec.block[0]} reads rows in blocks that depend on their positions, which a "
             "compiler does not know: run it uncompiled, or take a spectrum that does not move"
         )
     pieces: list[Tensor] = []
     out: Tensor | None = None
-    for number, span, own in _blocks(positions, spec.moving[1]):
+    for number, span, own in _blocks(positions, spec.block[1]):
         confine(span, own)
         piece = part(span, keys - queries + span.stop if positions.ordered else keys, number)
         if own is None:

@@ -128,7 +128,7 @@ def attention_cached(
     def part(rows: slice, upto: int, block: int) -> Tensor:
         block_positions = at.part(rows, upto)
         turned = None
-        if score.spec.moves:
+        if score.spec.blockwise:
             turned = _turned(score, cache, keys, at, block, upto, live)
         tensors = q[:, :, rows], keys[:, :, :upto], values[:, :, :upto]
         problem = score.recall(
@@ -166,8 +166,8 @@ def _made(
         return ready
     if (
         foldable(score, q)
-        and spec.regime is not None
-        and spec.visible[0] is None
+        and spec.remapping is not None
+        and spec.window[0] is None
         and spec.bias is None
     ):
         cache.one_token = far = made_far(score, cache.length, q, k, v)
@@ -221,9 +221,9 @@ def _taken(cache: KeyValueCache, keys: Tensor, first: int) -> Float[Tensor, "b s
 
 def _live_blocks(score: Score, at: Positions) -> set[int]:
     """The blocks that the last rows are in, whose turned keys the next tokens will want."""
-    if not score.spec.moves:
+    if not score.spec.blockwise:
         return set()
-    last = at.query[..., -1] // score.spec.moving[1]
+    last = at.query[..., -1] // score.spec.block[1]
     return set(last.reshape(-1).tolist())
 
 

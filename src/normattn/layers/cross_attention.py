@@ -220,7 +220,7 @@ def refuse_across(spec: ScoreSpec) -> None:
 
 def _placed(spec: ScoreSpec) -> bool:
     """Whether the score depends on where tokens stand."""
-    visible = spec.visible[0] is not None or spec.chunk is not None
+    visible = spec.window[0] is not None or spec.chunk is not None
     return spec.position.rotary or spec.bias is not None or visible
 
 

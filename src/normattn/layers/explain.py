@@ -22,7 +22,7 @@ from normattn.layers.forgetting import log_gates, summed
 from normattn.layers.head_pairs import paired_values
 from normattn.layers.residual_scores import residual_layers
 from normattn.score import Score, ScoreSpec
-from normattn.score.part import Part
+from normattn.score.parts import Part
 from normattn.score.spec import as_spec
 
 
@@ -161,13 +161,13 @@ def _told(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
     def told(*parts: Part | None) -> list[str]:
         return [f"{part.name}: {part.summary}" for part in parts if part is not None]
 
-    scores = spec.carry is not None and spec.carry.carries == "scores"
-    features = None if scores else spec.carry
-    folded = told(spec.variant, spec.logn, spec.order, spec.position, spec.spectrum, features)
-    carried = spec.carry if scores else None
+    scores = spec.residual is not None and spec.residual.carries == "scores"
+    features = None if scores else spec.residual
+    folded = told(spec.variant, spec.logn, spec.order, spec.position, spec.rope_scaling, features)
+    carried = spec.residual if scores else None
     left = told(
-        spec.regime,
-        spec.chunk_rules,
+        spec.remapping,
+        spec.chunk_remapping,
         carried,
         spec.bias,
         spec.cap,
@@ -179,8 +179,8 @@ def _told(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
         spec.documents,
         spec.gate,
     )
-    if spec.moves:
-        name, rows = spec.moving
+    if spec.blockwise:
+        name, rows = spec.block
         left.append(f"query rows in blocks of {rows}: {name} turns keys for each anew")
     return tuple(folded), tuple(left)
 

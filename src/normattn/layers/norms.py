@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.kernels.place import on_cpu
-from normattn.plain import plain
-from normattn.score.rms_norm import rms_norm
-from normattn.score.row_norms import norm_rows, wide
+from normattn.score.norms import rms_norm, wide
 
 EpsPlacement = Literal["inside", "outside"]
 
@@ -39,8 +36,6 @@ class LayerNorm(nn.Module):
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Normalise the last axis of `x`."""
         dtype = wide(x.dtype)
-        if on_cpu(x) and dtype != x.dtype and not plain():
-            return norm_rows(x.contiguous(), self.gain, self.bias, self.eps, centred=True)
         rows = x.to(dtype)
         gain = None if self.gain is None else self.gain.to(dtype)
         bias = None if self.bias is None else self.bias.to(dtype)

@@ -22,11 +22,9 @@ from normattn.kernels.infinities import nan_for_infinite, readable
 from normattn.layers.attend import regular_positions
 from normattn.layers.cache import KeyValueCache
 from normattn.score import Score, ScoreSpec
-from normattn.score.fold import key_fold, query_scale
-from normattn.score.folded_parts import RotaryPosition
-from normattn.score.normalisation import L2Norm
-from normattn.score.outer_parts import PairBiasPart
-from normattn.score.rotary import ByChunk, Rotation, SideBySide
+from normattn.score.norms import L2Norm
+from normattn.score.parts import PairBiasPart, RotaryPosition
+from normattn.score.rotary import ChunkKeys, ChunkQueries, Rotation, key_tables, query_scale
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ def _by_hand(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Te
 
 def serves(score: Score, q: Tensor) -> bool:
     """Whether the folded query, key and one bias are all that the score asks."""
-    return foldable(score, q) and score.spec.regime is None
+    return foldable(score, q) and score.spec.remapping is None
 
 
 def foldable(score: Score, q: Tensor) -> bool:
@@ -188,7 +186,7 @@ def foldable(score: Score, q: Tensor) -> bool:
     plain = plain and spec.normaliser is None and spec.selection is None
     wide = q.dtype in (torch.float32, torch.float64)
     wide = wide and not torch.is_autocast_enabled(q.device.type)
-    return plain and wide and not spec.moves and not growing
+    return plain and wide and not spec.blockwise and not growing
 
 
 def made(score: Score, length: int, q: Tensor, k: Tensor, v: Tensor) -> OneToken:
@@ -197,7 +195,7 @@ def made(score: Score, length: int, q: Tensor, k: Tensor, v: Tensor) -> OneToken
     with torch.inference_mode(False):
         at = regular_positions(step.capacity, step.capacity, q.device)
         scale = query_scale(spec, score.head_dim, at.n)
-        rotation = key_fold(spec, score.head_dim, at.key, q.dtype, 0).near
+        rotation = key_tables(spec, score.head_dim, at.key, q.dtype, 0).near
         bias = None
         if spec.bias is not None:
             learned = {} if score.bias is None else dict(score.bias.items())
@@ -205,7 +203,7 @@ def made(score: Score, length: int, q: Tensor, k: Tensor, v: Tensor) -> OneToken
             bias = bias.detach().flip(-1).to(q.dtype)
         turn = None if rotation is None else spread(laid_out(rotation, q), q, k)
     scales: list[float] | float = scale.tolist() if isinstance(scale, Tensor) else float(scale)
-    return OneToken(step, scales, turn, bias, window=spec.visible[0])
+    return OneToken(step, scales, turn, bias, window=spec.window[0])
 
 
 def spread(turn: Turn, q: Tensor, k: Tensor) -> Turn:
@@ -214,7 +212,7 @@ def spread(turn: Turn, q: Tensor, k: Tensor) -> Turn:
     return replace(turn, partner=turn.partner.expand(q.shape[0], heads, 1, -1))
 
 
-def laid_out(rotation: Rotation | SideBySide | ByChunk, q: Tensor) -> Turn:
+def laid_out(rotation: Rotation | ChunkQueries | ChunkKeys, q: Tensor) -> Turn:
     """A rotation's tables, a number for each feature."""
     # Rules by chunks move, and what moves is not foldable.
     assert isinstance(rotation, Rotation)

@@ -19,7 +19,7 @@ from normattn.layers.attend import regular_positions
 from normattn.layers.cache import KeyValueCache, Room
 from normattn.layers.one_token import Step, Turn, laid_out, spread
 from normattn.score import Score
-from normattn.score.fold import Fold, key_fold, near_from_far, query_fold
+from normattn.score.rotary import RotaryTables, far_to_near, key_tables, query_tables
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class OneTokenFar:
         if cache.near_end != end - 1 or end - 1 - room.used > start:
             # The cache was filled or cut by other calls: turn the window once.
             places = torch.arange(start, end)
-            turn = near_from_far(self.step.spec, score.head_dim, places, keys.dtype, start)
+            turn = far_to_near(self.step.spec, score.head_dim, places, keys.dtype, start)
             assert turn is not None
             cache.near = room = Room(2)
             room.append(turn(keys[:, :, start:]))
@@ -90,17 +90,17 @@ class OneTokenFar:
 def made_far(score: Score, length: int, q: Tensor, k: Tensor, v: Tensor) -> OneTokenFar:
     """The turns for a cache that is `length` tokens long now."""
     spec, step = score.spec, Step.of(score, length, q, k, v)
-    assert spec.regime is not None
-    assert spec.regime.window is not None
+    assert spec.remapping is not None
+    assert spec.remapping.window is not None
     with torch.inference_mode(False):
         at = regular_positions(step.capacity, step.capacity, q.device)
-        query = query_fold(spec, score.head_dim, at, q.dtype)
-        key = key_fold(spec, score.head_dim, at.key, q.dtype, 0)
+        query = query_tables(spec, score.head_dim, at, q.dtype)
+        key = key_tables(spec, score.head_dim, at.key, q.dtype, 0)
         query_turn, key_turn = (_pair(fold, q, k) for fold in (query, key))
-    return OneTokenFar(step, query_turn, key_turn, spec.regime.window)
+    return OneTokenFar(step, query_turn, key_turn, spec.remapping.window)
 
 
-def _pair(fold: Fold, q: Tensor, k: Tensor) -> Turn:
+def _pair(fold: RotaryTables, q: Tensor, k: Tensor) -> Turn:
     """Near and far turns side by side; their partners are the same."""
     assert fold.near is not None
     assert fold.far is not None

@@ -116,24 +116,24 @@ def residual_layers(spec: ScoreSpec, layers: int) -> tuple[ResidualLayer, ...] |
     Residual scores are held in one buffer, or, where all layers together have few features, as
     queries and keys (`kernels.dispatch`).
     """
-    if spec.carry is None:
+    if spec.residual is None:
         return None
-    if spec.carry.carries == "scores":
-        scores = CarriedScores(spec.carry.mean, layers)
+    if spec.residual.carries == "scores":
+        scores = CarriedScores(spec.residual.mean, layers)
         return tuple(ScoreResidual(scores, layer) for layer in range(layers))
     made: list[FeatureResidual] = []
     for layer in range(layers):
-        made.append(FeatureResidual(spec.carry.values, made[layer - 1] if layer else None))
+        made.append(FeatureResidual(spec.residual.values, made[layer - 1] if layer else None))
     return tuple(made)
 
 
 def check_residual(spec: ScoreSpec, residual: object) -> None:
     """Raise `InputError` where score and residual do not belong together."""
-    if spec.carry is None and residual is not None:
+    if spec.residual is None and residual is not None:
         raise InputError(
             f"a residual is given, but {spec.name} takes nothing from the layers below"
         )
-    if spec.carry is not None and not isinstance(residual, ResidualLayer):
+    if spec.residual is not None and not isinstance(residual, ResidualLayer):
         raise InputError(
             f"{spec.name} adds to what the layers below hand on: pass residual=residual[n] to "
             "layer n, with residual = layers.residual_layers(spec, layers=…)"

@@ -164,7 +164,7 @@ def _places(own: Tensor, positions: Room, first: int) -> Tensor:
 
 
 def _layer(spec: ScoreSpec, max_length: int | None) -> KeyValueCache:
-    window, kept = spec.visible
+    window, kept = spec.window
     made: KeyValueCache
     if window is not None and not kept:
         made = WindowCache(window)

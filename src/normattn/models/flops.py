@@ -145,7 +145,7 @@ def visible_pairs(score: ScoreSpec, length: int, causal: bool = True) -> int:
 
     Key j is seen by query i where j ≤ i (causal), |i − j| < window or j < kept, ⌊i/c⌋ = ⌊j/c⌋.
     """
-    window, kept = score.visible
+    window, kept = score.window
     chunk = length if score.chunk is None else score.chunk
     pairs = 0
     for start in range(0, length, chunk):

@@ -10,7 +10,6 @@ import operator
 import re
 import types
 import typing
-from functools import cache
 from typing import Any, Literal
 
 from normattn.errors import InputError
@@ -95,8 +94,14 @@ def _parse_part(match: re.Match[str], text: str) -> Given:
     return part, fields
 
 
-# Evaluating annotations costs more than all else here.
-_hints = cache(typing.get_type_hints)
+_HINTS: dict[type[Part], dict[str, Any]] = {}
+
+
+def _hints(part: type[Part]) -> dict[str, Any]:
+    """The types of a part's fields; evaluating annotations costs more than all else here."""
+    if part not in _HINTS:
+        _HINTS[part] = typing.get_type_hints(part)
+    return _HINTS[part]
 
 
 def make(part: type[Part], values: dict[str, Any], text: str) -> Part:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,7 +19,7 @@ from normattn.errors import InputError
 from normattn.kernels import Problem, Visibility
 from normattn.kernels.problem import PairBias
 from normattn.kernels.selection import Selection
-from normattn.score.parts import PairBiasPart, RotaryPosition
+from normattn.score.parts import PairBiasPart, Part, RotaryPosition
 from normattn.score.positions import Positions
 from normattn.score.rotary import (
     ChunkKeys,
@@ -33,6 +34,8 @@ from normattn.score.rotary import (
     scaled,
 )
 from normattn.score.spec import ScoreSpec, as_spec
+
+P = TypeVar("P", bound=Part)
 
 
 class Score(nn.Module):
@@ -61,12 +64,13 @@ class Score(nn.Module):
         self.key_norm = key.build(self.kv_heads, head_dim) if key else None
         base = spec.variant.learned_base(spec.train_length)
         self.scale = None if base is None else nn.Parameter(torch.tensor(float(base)))
-        rotary = spec.position if isinstance(spec.position, RotaryPosition) else None
-        self.position = _parameters(rotary and rotary.learned(self.kv_heads, head_dim))
-        self.logn = _parameters(spec.logn and spec.logn.learned(heads, spec.train_length))
-        self.bias = _parameters(spec.bias and spec.bias.learned(heads, head_dim))
+        position, logn, bias = spec.position, spec.logn, spec.bias
+        rotary = position if isinstance(position, RotaryPosition) else None
+        self.position = _parameters(rotary, lambda part: part.learned(self.kv_heads, head_dim))
+        self.logn = _parameters(logn, lambda part: part.learned(heads, spec.train_length))
+        self.bias = _parameters(bias, lambda part: part.learned(heads, head_dim))
         self.sink = None if spec.sink is None else nn.Parameter(torch.zeros(heads))
-        self.difference = _parameters(spec.difference and spec.difference.learned(head_dim))
+        self.difference = _parameters(spec.difference, lambda part: part.learned(head_dim))
 
     @property
     def spec(self) -> ScoreSpec:
@@ -326,8 +330,11 @@ def project_parameters(model: nn.Module) -> None:
             module.project()
 
 
-def _parameters(initial: Mapping[str, Tensor] | None) -> nn.ParameterDict | None:
+def _parameters(
+    part: P | None, learned: Callable[[P], Mapping[str, Tensor]]
+) -> nn.ParameterDict | None:
     """What a part learns, by name; None where it learns nothing."""
+    initial = {} if part is None else learned(part)
     return nn.ParameterDict(initial) if initial else None
 
 

@@ -220,12 +220,13 @@ class BatchScoreNorm(_SequenceNorm):
         mean, variance, count = _moments(rows, padding, (0, 2), sync)
         recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
         if not recomputed:
-            self._move(mean, variance * (count / (count - 1).clamp(min=1)))
+            self._move(mean, variance, count)
         return self._scale(rows, mean, variance).to(x.dtype)
 
     @torch.no_grad()
-    def _move(self, mean: Tensor, unbiased: Tensor) -> None:
+    def _move(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         """Take a batch into the running statistics."""
+        unbiased = variance * (count / (count - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
 
@@ -279,7 +280,7 @@ def _normed(x: Tensor, gain: Tensor | None, eps: float) -> tuple[Tensor, Tensor]
             torch.empty_like(x),
             x.new_empty(x.numel() // x.shape[-1], 1, dtype=wide(x.dtype)),
         )
-        for part, out, r in zip(pieces, _pieces(y, rows), inverse.split(rows), strict=True):
+        for part, out, r in zip(pieces, _pieces(y, rows), torch.split(inverse, rows), strict=True):
             own, own_r = _normed(part, gain, eps)
             out.copy_(own)
             r.copy_(own_r)
@@ -311,9 +312,8 @@ class _RMSNorm(torch.autograd.Function):
         rows = max(1, CHUNK_BYTES // (4 * x.shape[-1]))
         by_x, by_gain = torch.empty_like(x), None if gain is None else torch.zeros_like(gain)
         tensors = (x, grad.contiguous(), inverse, by_x)
-        for part, above, r, out in zip(
-            *(tensor.view(-1, tensor.shape[-1]).split(rows) for tensor in tensors), strict=True
-        ):
+        split = (torch.split(tensor.view(-1, tensor.shape[-1]), rows) for tensor in tensors)
+        for part, above, r, out in zip(*split, strict=True):
             own, own_gain = _gradients(part, above, r, gain)
             out.copy_(own)
             if by_gain is not None and own_gain is not None:

@@ -169,14 +169,14 @@ class Rotator:
 
     def at(
         self,
-        positions: Float[Tensor, "*b t"],
+        positions: Tensor,
         dtype: torch.dtype,
         scale: Tensor | float = 1.0,
         sign: int = 1,
     ) -> Rotation:
-        """The rotation to these positions, times `scale` at each; keys (sign −1) shrink what grows.
+        """The rotation to positions (T,) or (B, T), times `scale` at each; angles are in float64.
 
-        Angles are computed in float64.
+        Keys (sign −1) shrink what grows.
         """
         positions = positions.double()
         if isinstance(scale, Tensor):

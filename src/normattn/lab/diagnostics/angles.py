@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 
 from normattn.score import ScoreSpec
-from normattn.score.folded_parts import RotaryPosition, rope_frequencies
+from normattn.score.parts import RotaryPosition, rope_frequencies
 
 
 def beyond(train_length: int, distances: int) -> Float[torch.Tensor, " r"]:
@@ -61,7 +61,7 @@ def _seen(stages: Sequence[Stage], head_dim: int) -> Iterator[Float[torch.Tensor
     """The largest turn of each pair of features, a tensor for each stage and block of its rows."""
     for stage in stages:
         if isinstance(stage.spec.position, RotaryPosition):
-            size = stage.spec.train_length if stage.spec.moves else stage.length
+            size = stage.spec.train_length if stage.spec.blockwise else stage.length
             assert size is not None
             for block, first in enumerate(range(0, stage.length, size)):
                 distances = min(stage.length, first + size)
@@ -76,17 +76,17 @@ def _turns(
     assert isinstance(position, RotaryPosition)
     size = position.rotated(head_dim)
     theta = rope_frequencies(size, position.base)
-    fixed = spec.fixed(block) if spec.moves else spec
-    if fixed.spectrum is not None:
+    fixed = spec.for_block(block) if spec.blockwise else spec
+    if fixed.rope_scaling is not None:
         assert spec.train_length is not None
-        theta = fixed.spectrum.inverse_frequencies(size, position.base, spec.train_length)
+        theta = fixed.rope_scaling.inverse_frequencies(size, position.base, spec.train_length)
     return _relative(fixed, distances)[:, None] * position.turning(theta).abs()
 
 
 def _relative(spec: ScoreSpec, distances: int) -> Float[torch.Tensor, " r"]:
     """ρ(r): r itself, and what a second regime makes of it beyond its window."""
     distance = torch.arange(distances, dtype=torch.float64)
-    regime, rules = spec.regime, spec.chunk_rules
+    regime, rules = spec.remapping, spec.chunk_remapping
     if rules is not None:
         return distance.clamp(max=rules.reach - 1)
     if regime is None or regime.window is None:

@@ -51,7 +51,7 @@ def _hook(
         assert isinstance(module, Score)
         assert isinstance(problem, Problem)
         spec = module.spec
-        if problem.two_regimes or spec.moves or spec.documents is not None:
+        if problem.two_regimes or spec.blockwise or spec.documents is not None:
             raise InputError(
                 f"{spec.name} scores a pair by more than one prepared query and key; switch the "
                 "method off to look at the score"

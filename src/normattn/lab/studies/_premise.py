@@ -29,7 +29,7 @@ from normattn.lab.studies._reading import (
     ranked,
 )
 from normattn.lab.sweep import presets
-from normattn.score.parts.yarn import YaRN
+from normattn.score.parts.rope_scaling import YaRN
 
 EQUAL = 1.0
 """Points at L within which two scores count as equally good."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from normattn.score.part import Part
-from normattn.score.registry import parts
+from normattn.score.parts import Part, parts
 
 BASES = ("Baseline", "Baseline-logn", "KNA", "KNA-logn", "CosA", "CosA-logn")
 WITHOUT_ROWS = ("variant",)

@@ -88,7 +88,9 @@ def collect(out: Path) -> pl.DataFrame:
         {
             "score": [text for text, _ in specs],
             FORM: [_form(spec) for _, spec in specs],
-            WINDOW: [None if spec.regime is None else spec.regime.window for _, spec in specs],
+            WINDOW: [
+                None if spec.remapping is None else spec.remapping.window for _, spec in specs
+            ],
         },
         schema={"score": pl.String, FORM: pl.String, WINDOW: pl.Int64},
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from normattn.errors import InputError
-from normattn.score.registry import parts
+from normattn.score.parts import parts
 from normattn.score.spec import ScoreSpec
 
 ALL = "all"

@@ -137,7 +137,7 @@ def refuse_score(spec: ScoreSpec) -> None:
         (spec.bias is not None, "its bias is part of the logits"),
         (spec.forgets, "its forgetting is part of the logits"),
         (spec.selection is not None, "what its first head selects is taken off the logits"),
-        (spec.carry is not None, "its logits are also those of the layers below"),
+        (spec.residual is not None, "its logits are also those of the layers below"),
         (getattr(spec.position, "widens", False), "it bends queries and keys"),
     ):
         if there:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from normattn.errors import InputError
 
@@ -81,10 +81,10 @@ _SAYS = {
 class Range:
     """The numbers that a parameter may be; infinite and undefined ones never are in it."""
 
-    above: float = -math.inf
-    least: float = -math.inf
-    below: float = math.inf
-    most: float = math.inf
+    above: float | int = -math.inf
+    least: float | int = -math.inf
+    below: float | int = math.inf
+    most: float | int = math.inf
 
     def __contains__(self, value: Any) -> bool:
         inside = self.above < value < self.below and self.least <= value <= self.most
@@ -111,7 +111,7 @@ class Choice:
 
 
 def number(
-    *, default: Any, fill: Fill | None = None, optional: bool = False, **bounds: float
+    *, default: Any, fill: Fill | None = None, optional: bool = False, **bounds: float | int
 ) -> Any:
     """A field that is a number within `bounds` (above, least, below, most: those of `Range`).
 
@@ -170,9 +170,9 @@ class Part:
             value = getattr(self, field)
             raise InputError(f"{self.name}: {field} must be {expected}, but it is {value}")
 
-    def resolved(self, train_length: int | None, factor: float | None) -> Self:
+    def resolved(self, train_length: int | None, factor: float | None) -> Part:
         """This part with its open fields filled, as far as their `fill` can."""
-        part = self
+        part: Part = self
         for item in dataclasses.fields(self):
             fill = item.metadata.get("fill")
             if fill is not None and getattr(part, item.name) is None:
@@ -200,7 +200,7 @@ class Part:
             raise InputError(f"{self.name} needs the training length: {self.equation}")
         return train_length
 
-    def in_layer(self, layer: int) -> Self:
+    def in_layer(self, layer: int) -> Part:
         """This part in layer `layer` (0-based), with what it takes from its number filled in."""
         return self
 
@@ -213,7 +213,7 @@ class Part:
 
     def refusal(self, other: Part, why: str) -> str:
         """The sentence that this part and another exclude each other."""
-        return f"{other.name} and {self.name} cannot be combined: {why}"
+        return f"{self.name} and {other.name} cannot be combined: {why}"
 
 
 _PARTS: dict[str, type[Part]] = {}
@@ -225,9 +225,11 @@ def register(part: P) -> P:
     """Make a class a frozen dataclass and a part known under its name, which holds no hyphen."""
     if "-" in part.name or part.name in _PARTS:
         raise ValueError(f"part name {part.name!r} holds a hyphen or is taken")
-    made = part if "__dataclass_fields__" in part.__dict__ else dataclass(frozen=True)(part)
-    _PARTS[part.name] = made
-    return made
+    if "__dataclass_fields__" not in part.__dict__:
+        # Done in place: the class stays the same object.
+        dataclass(frozen=True)(part)
+    _PARTS[part.name] = part
+    return part
 
 
 @cache

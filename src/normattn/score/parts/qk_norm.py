@@ -190,7 +190,7 @@ class FeatureNorm(SidedNorm):
 
     source = "arXiv 2010.04245, 2302.05442"
     gain: bool = True
-    across: Across = one_of("head", "all", "each", default="head")
+    across: Across = one_of("head", "all", "each", default="head")  # noqa: RUF009
     eps: float = number(default=1e-6, least=0)
 
     def normalisation(self) -> Normalisation:

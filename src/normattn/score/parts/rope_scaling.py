@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -281,7 +281,7 @@ class LongRoPE(FactorScaling):
     source = "arXiv 2402.13753"
     used_by = "Phi-3 and Phi-4-mini, long-context releases"
     needs_length = True
-    factors: tuple[float, ...] | None = number(default=None, optional=True)
+    factors: tuple[float, ...] | None = field(default=None, metadata={"optional": True})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -156,5 +156,5 @@ class Temperature(LengthScaling):
 
     def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
         """1 + β·ln(1 + ⌊(n − 1 + shift)/L₀⌋)."""
-        steps = ((n - 1 + self.shift) / self.known("length")).floor()
-        return 1 + self.beta * steps.log1p()
+        length: int = self.known("length")
+        return 1 + self.beta * ((n - 1 + self.shift) / length).floor().log1p()

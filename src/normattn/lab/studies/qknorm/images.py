@@ -26,9 +26,8 @@ from normattn.models.flops import flops_per_image, parameter_count
 from normattn.models.pretrained import load_as
 from normattn.models.vision_transformer import VisionTransformer
 from normattn.score import ScoreSpec
-from normattn.score.folded_parts import RotaryPosition
 from normattn.score.grammar import read
-from normattn.score.part import Slot
+from normattn.score.parts import RotaryPosition, Slot
 
 IMAGES = "images"
 """The experiment with Vision Transformers, and its protocol."""

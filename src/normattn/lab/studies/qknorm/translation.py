@@ -33,9 +33,7 @@ from normattn.models.config import without_position
 from normattn.models.pretrained import load_as
 from normattn.models.translator import Translator
 from normattn.score import ScoreSpec
-from normattn.score.part import Part
-from normattn.score.registry import find
-from normattn.score.sided import SidedNorm
+from normattn.score.parts import Part, SidedNorm, find
 from normattn.structured import Settings
 
 TRANSLATION, RATES = "translation", "rates"
