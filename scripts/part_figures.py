@@ -1,7 +1,8 @@
 """A small figure for every part of a score, drawn by asking the part itself.
 
-RoPE scaling draws its frequencies, log-n its factor, and every other part the attention weights that
-it gives to the same queries and keys: with the identity as values, attention returns its weights.
+RoPE scaling draws its frequencies, log-n its factor, and every other part the attention weights
+that it gives to the same queries and keys: with the identity as values, attention returns its
+weights.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def attention_cached(
         quick and residual is None and forget is None and backend == "auto" and observer() is None
     )
     # Tables laid out for tokens to come would tie a compiled graph to their number.
-    quick = quick and (score.spec.regime is not None or not torch.compiler.is_compiling())
+    quick = quick and (score.spec.remapping is not None or not torch.compiler.is_compiling())
     ready = _kept(score, cache, q, k, v) if quick and gate is None else None
     if ready is not None and ready.step.bare:
         cache.claim(score.spec)
