@@ -24,8 +24,8 @@ from normattn import InputError
 from normattn.models import CausalLM, CausalLMConfig, MaskedLM, MaskedLMConfig
 from normattn.models.classifier import Classifier
 from normattn.models.config import ClassifierConfig
-from normattn.score import registry
-from normattn.score.part import Slot
+from normattn.score.parts import Slot
+from normattn.score.parts import base as registry
 
 SIZES: dict[str, Any] = {"vocab_size": 40, "dim": 16, "layers": 2, "heads": 2, "train_length": 12}
 IDS = torch.randint(1, 40, (3, 9), generator=torch.Generator().manual_seed(1))

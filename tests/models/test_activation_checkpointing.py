@@ -13,8 +13,7 @@ from normattn.errors import InputError
 from normattn.models import CausalLM, CausalLMConfig, MaskedLM, MaskedLMConfig, Translator
 from normattn.models.config import TranslatorConfig
 from normattn.models.transformer import set_activation_checkpointing
-from normattn.score.part import Slot
-from normattn.score.registry import parts
+from normattn.score.parts import Slot, parts
 
 SIZES: dict[str, Any] = {"dim": 16, "layers": 3, "heads": 4, "train_length": 12, "vocab_size": 9}
 IDS = torch.arange(26).view(2, 13) * 5 % 9

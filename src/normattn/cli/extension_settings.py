@@ -11,8 +11,8 @@ from pydantic import Field
 
 from normattn.errors import InputError
 from normattn.hf.model_parts import known_length, model_parts
-from normattn.score.folded_parts import SpectrumPart
 from normattn.score.grammar import read
+from normattn.score.parts import RopeScaling
 from normattn.structured import Settings
 
 ALL, AS_IS = "all", "as is"
@@ -109,7 +109,7 @@ def open_parameters(method: str) -> set[str]:
         if "window" in names - given.keys():
             parameters.add("window")
         # A moving spectrum is not told how far it will read.
-        told = not (issubclass(part, SpectrumPart) and part.moving)
+        told = not (issubclass(part, RopeScaling) and part.blockwise)
         if told and names & _STRETCHED and not given.keys() & _STRETCHED:
             parameters.add("factor")
     return parameters

@@ -20,8 +20,14 @@ from normattn.hf.rotation_tables import HeadRotation, MethodTables, query_factor
 from normattn.kernels import Problem, attend, unrounded
 from normattn.layers.attend import in_blocks
 from normattn.score import Positions, ScoreSpec
-from normattn.score.fold import Fold, beside, scaled
-from normattn.score.rotary import ByChunk, Rotation, SideBySide
+from normattn.score.rotary import (
+    ChunkKeys,
+    ChunkQueries,
+    RotaryTables,
+    Rotation,
+    scale_column,
+    scaled,
+)
 
 ATTRIBUTE = "normattn_layer"
 MASK_BEFORE, OWN_TABLES = "mask before", "own tables"
@@ -78,7 +84,7 @@ class ExtendedLayer:
     @property
     def by_blocks(self) -> bool:
         """Whether the rows of a text are read in blocks that depend on its length."""
-        return self.spec.moves or self.spec.chunk_rules is not None
+        return self.spec.blockwise or self.spec.chunk_remapping is not None
 
     def __call__(
         self,
@@ -117,7 +123,7 @@ class ExtendedLayer:
             own, k_own = q[:, :, rows], k[:, :, :keys]
             if self.tables is None:
                 scale = query_factor(self.spec, asked.scaling, placement.positions.n[..., rows])
-                problem = Problem(scaled(own, beside(scale)), k_own, v[:, :, :keys], seen)
+                problem = Problem(scaled(own, scale_column(scale)), k_own, v[:, :, :keys], seen)
             else:
                 problem = self._rotated(own, k_own, v[:, :, :keys], placement, rows, block, asked)
                 problem = replace(problem, visibility=seen)
@@ -144,13 +150,13 @@ class ExtendedLayer:
         """The problem of some rows: queries and keys at their near and far positions."""
         assert self.tables is not None
         at = placement.positions.part(rows, k.shape[2])
-        regime = self.spec.regime
+        regime = self.spec.remapping
         start = 0
         if regime is not None and at.regular and regime.window is not None:
             start = max(0, k.shape[2] - q.shape[2] - regime.window + 1)
         name = f"{rows} {k.shape[2]} {block} {asked.scaling} {q.dtype}"
         given = (placement, self.tables)
-        folds: tuple[Fold, Fold, Fold] | None = self.memory.get(name, given)
+        folds: tuple[RotaryTables, RotaryTables, RotaryTables] | None = self.memory.get(name, given)
         if folds is None:
             far = self.tables.keys(at, 0, block, q.dtype)
             folds = (
@@ -176,7 +182,7 @@ class ExtendedLayer:
     def _keys(
         self,
         k: Tensor,
-        whole: Rotation | SideBySide | ByChunk,
+        whole: Rotation | ChunkQueries | ChunkKeys,
         at: Positions,
         block: int,
         side: Literal["near", "far"],

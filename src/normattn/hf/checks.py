@@ -41,7 +41,7 @@ def verify_extension(
             f"({type(error).__name__}: {sentence})"
         ) from error
     by_module = {layer.module: layer for layer in layers}
-    own_attention = spec.regime is not None or spec.moves or spec.logn is not None
+    own_attention = spec.remapping is not None or spec.blockwise or spec.logn is not None
     for layer in layers:
         call = calls.get(layer.module, [None])[0]
         if call is None or not _is_meant(call, layer, spec, by_module):
@@ -67,14 +67,14 @@ def verify_extension(
 
 def unchanged_rows(spec: ScoreSpec) -> int:
     """How many of the probe's tokens a method promises to leave alone; 0 where it promises none."""
-    near = spec.regime is None or (spec.regime.window or 2) >= 2
-    if not near or (spec.spectrum is not None and not spec.moves):
+    near = spec.remapping is None or (spec.remapping.window or 2) >= 2
+    if not near or (spec.rope_scaling is not None and not spec.blockwise):
         return 0
     bounds = [COUNT]
-    if spec.regime is not None and spec.regime.window is not None:
-        bounds.append(spec.regime.window)
-    if spec.chunk_rules is not None:
-        bounds.append(spec.chunk_rules.reach)
+    if spec.remapping is not None and spec.remapping.window is not None:
+        bounds.append(spec.remapping.window)
+    if spec.chunk_remapping is not None:
+        bounds.append(spec.chunk_remapping.reach)
     if spec.train_length is not None:
         bounds.append(spec.train_length)
     return max(2, min(bounds))
@@ -85,7 +85,7 @@ def _is_meant(
 ) -> bool:
     """Whether a layer hands to its attention the queries and keys that it should."""
     own = layer.probed.call
-    if layer.rotation is None or not (spec.regime or spec.spectrum or spec.moves):
+    if layer.rotation is None or not (spec.remapping or spec.rope_scaling or spec.blockwise):
         meant: tuple[Tensor, Tensor] | None = own.query, own.key
     else:
         meant = _meant(layer, spec, layer if layer.keys_of is None else layers[layer.keys_of])
@@ -104,10 +104,10 @@ def _meant(layer: Layer, spec: ScoreSpec, source: Layer) -> tuple[Tensor, Tensor
     one, keys = layer.probed.unrotated, source.probed.unrotated
     if one is None or keys is None or layer.rotation is None or layer.tables is None:
         return None
-    if spec.regime is not None or spec.moves:
+    if spec.remapping is not None or spec.blockwise:
         return one.query, keys.key
-    assert spec.spectrum is not None
-    gain = spec.spectrum.gain(spec.train_length) ** 0.5
+    assert spec.rope_scaling is not None
+    gain = spec.rope_scaling.gain(spec.train_length) ** 0.5
     other = replace(
         layer.rotation,
         frequencies=method_frequencies(spec, layer.rotation),

@@ -42,7 +42,7 @@ from normattn.hf.rotated_key_cache import RotatedKeyCache
 from normattn.hf.rotation_tables import HeadRotation, MethodTables
 from normattn.score import ScoreSpec
 from normattn.score.grammar import read as read_method
-from normattn.score.parts.pi import PI
+from normattn.score.parts.rope_scaling import PI
 
 HANDLE = "normattn_extension"
 INDICES = "indices"
@@ -93,7 +93,7 @@ def _verified(planned: Plan, by_hooks: bool) -> Extension:
 
 def _has_positions(planned: Plan) -> bool:
     """Whether every layer can be given tables of its own: it is told where its tokens stand."""
-    inside = planned.spec.regime is not None or planned.spec.moves
+    inside = planned.spec.remapping is not None or planned.spec.blockwise
     turned = [layer for layer in planned.layers if layer.rotation is not None]
     return inside or all(layer.probed.has_ids for layer in turned)
 
@@ -182,7 +182,7 @@ class Extension:
 
     def _switch_on(self, planned: Plan, by_hooks: bool) -> None:
         parts, layers, spec = planned.parts, planned.layers, planned.spec
-        inside = spec.regime is not None or spec.moves
+        inside = spec.remapping is not None or spec.blockwise
         served = [layer for layer in layers if layer.sliding is None]
         choosing = [layer for layer in served if _chooses(layer)]
         name = None
@@ -362,12 +362,12 @@ def _specified(
     spec = asked.resolve(length, factor)
     if factor is not None and ScoreSpec(asked.parts, length) == spec:
         raise InputError(f"{spec.method} takes no factor, or has what it would give already")
-    if spec.visible[0] is not None:
+    if spec.window[0] is not None:
         raise InputError(
             f"{spec.method} hides keys, and a cache of transformers keeps them all: use a cache "
             "that drops them instead"
         )
-    window = None if spec.regime is None else spec.regime.window
+    window = None if spec.remapping is None else spec.remapping.window
     if window is not None and window > length:
         raise InputError(
             f"{spec.method}: window={window} is larger than the training length of {length}: "
@@ -399,7 +399,7 @@ def _refuse_twice(parts: ModelParts) -> None:
 def _check(spec: ScoreSpec, layers: tuple[Layer, ...], parts: ModelParts) -> None:
     served = [layer for layer in layers if layer.sliding is None]
     turned = [layer for layer in served if layer.rotation is not None]
-    positions = spec.spectrum is not None or spec.regime is not None or spec.moves
+    positions = spec.rope_scaling is not None or spec.remapping is not None or spec.blockwise
     if not served or (positions and not turned):
         why = (
             f"all its layers attend within a window of {layers[0].sliding} tokens"
@@ -413,21 +413,21 @@ def _check(spec: ScoreSpec, layers: tuple[Layer, ...], parts: ModelParts) -> Non
     gained = any(
         layer.rotation is not None and layer.rotation.gains is not None for layer in turned
     )
-    if spec.chunk_rules is not None and gained:
+    if spec.chunk_remapping is not None and gained:
         raise InputError(
             f"{parts.name} gives rotated features gains of their own, so its scores depend on where"
-            f" a query and a key stand, not on their distance alone: {spec.chunk_rules.name} would "
-            "change short texts too"
+            " a query and a key stand, not on their distance alone: "
+            f"{spec.chunk_remapping.name} would change short texts too"
         )
-    if spec.regime is not None or spec.moves or spec.logn is not None:
+    if spec.remapping is not None or spec.blockwise or spec.logn is not None:
         _check_attention(served, parts)
-    if spec.spectrum is None or isinstance(spec.spectrum, PI):
+    if spec.rope_scaling is None or isinstance(spec.rope_scaling, PI):
         return
     for layer in turned:
         if layer.rotation is not None and layer.rotation.base is None:
             raise InputError(
                 f"{parts.name} has rotary frequencies that are already scaled, and "
-                f"{spec.spectrum.name} is defined on plain ones: PI, ReRoPE, LeakyReRoPE and "
+                f"{spec.rope_scaling.name} is defined on plain ones: PI, ReRoPE, LeakyReRoPE and "
                 "SelfExtend take any"
             )
 
@@ -515,7 +515,7 @@ def _numbers(values: tuple[int, ...]) -> str:
 def _resolved(spec: ScoreSpec, source: str, layers: tuple[Layer, ...]) -> Resolved:
     served = [layer for layer in layers if layer.sliding is None]
     rotation = next((layer.rotation for layer in served if layer.rotation is not None), None)
-    inside = spec.regime is not None or spec.moves
+    inside = spec.remapping is not None or spec.blockwise
     parts = [part for part in spec.parts if part.when != "trained-in"]
     own = inside or spec.logn is not None
     assert spec.train_length is not None

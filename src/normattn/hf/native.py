@@ -22,10 +22,7 @@ from normattn.hf.model_parts import ModelParts
 from normattn.hf.rope_detection import Layer
 from normattn.hf.rotation_tables import HeadRotation, method_frequencies
 from normattn.score import ScoreSpec
-from normattn.score.parts.abf import ABF
-from normattn.score.parts.ntk import NTK
-from normattn.score.parts.pi import PI
-from normattn.score.parts.yarn import YaRN
+from normattn.score.parts.rope_scaling import ABF, NTK, PI, YaRN
 
 _FIELDS = ("rope_parameters", "max_position_embeddings")
 FIELD, TRAINED = "normattn", "trained"
@@ -51,7 +48,7 @@ def native_fields(
     turned = [layer for layer in layers if layer.rotation is not None]
     more = words(spec, turned[0].rotation if turned else None)
     assert spec.train_length is not None
-    stretch = getattr(spec.spectrum, "stretch", 1.0)
+    stretch = getattr(spec.rope_scaling, "stretch", 1.0)
     longer = int(spec.train_length * stretch) if longest is None else longest
     rope = said(parts, layers, spec, more)
     fields = {"rope_parameters": rope, "max_position_embeddings": longer}
@@ -97,8 +94,8 @@ def said(
 
 def words(spec: ScoreSpec, turning: HeadRotation | None) -> dict[str, Any]:
     """The rope parameters that say a method; `InputError` where transformers has none."""
-    spectrum = spec.spectrum
-    still = spec.regime is None and not spec.moves
+    spectrum = spec.rope_scaling
+    still = spec.remapping is None and not spec.blockwise
     if still and spec.logn is None and turning is not None:
         if isinstance(spectrum, PI):
             return {"rope_type": "linear", "factor": spectrum.stretch}
@@ -143,12 +140,12 @@ def put_fields(config: Any, fields: Mapping[str, Any]) -> None:
 def _same(parts: ModelParts, layer: Layer, spec: ScoreSpec, fields: Mapping[str, Any]) -> bool:
     """Whether some rotary module of the model, made by these fields, makes what is meant."""
     tables, turning, given = layer.tables, layer.rotation, layer.probed.tables
-    if tables is None or turning is None or spec.spectrum is None:
+    if tables is None or turning is None or spec.rope_scaling is None:
         return False
     config = copy.deepcopy(parts.config)
     put_fields(config, fields)
     ids = torch.arange(layer.probed.call.query.shape[2])[None]
-    gain = spec.spectrum.gain(spec.train_length) ** 0.5
+    gain = spec.rope_scaling.gain(spec.train_length) ** 0.5
     theta = method_frequencies(spec, turning).abs()
     like = given.cpu() if isinstance(given, Tensor) else tuple(table.cpu() for table in given)
     meant = tables.make(ids, theta, tables.amplitude * gain, like)

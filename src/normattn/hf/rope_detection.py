@@ -15,7 +15,7 @@ from normattn.hf.probe import KNOWN, AttentionCall, ProbedLayer
 from normattn.hf.rope_tables import EmbeddingTables, read_tables, spectra_of
 from normattn.hf.rotation_fit import fit_rotation
 from normattn.hf.rotation_tables import HeadRotation
-from normattn.score.folded_parts import rope_frequencies
+from normattn.score.parts import rope_frequencies
 
 _ABSOLUTE = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}
 _DIVISIBLE = ("linear", "llama3")

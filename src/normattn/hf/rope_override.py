@@ -43,11 +43,11 @@ def frequencies_of(layer: Layer, spec: ScoreSpec) -> Frequencies | None:
     """
     assert layer.rotation is not None
     assert layer.tables is not None
-    if spec.regime is not None or spec.moves:
+    if spec.remapping is not None or spec.blockwise:
         return Frequencies(torch.zeros_like(layer.rotation.frequencies), 1.0)
-    if spec.spectrum is None:
+    if spec.rope_scaling is None:
         return None
-    gain = spec.spectrum.gain(spec.train_length) ** 0.5
+    gain = spec.rope_scaling.gain(spec.train_length) ** 0.5
     return Frequencies(
         method_frequencies(spec, layer.rotation).abs(), gain * layer.tables.amplitude
     )

@@ -12,13 +12,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.hf.rotation_tables import HeadRotation
-from normattn.score.rotary import rotation
+from normattn.score.rotary import Rotator
 
 
 def rotated_by(head: HeadRotation, x: Float[Tensor, "b h t d"], gain: Tensor | None) -> Tensor:
     """x as it stands at positions 0 … T − 1: its features arranged, rotated, and put back."""
     places = torch.arange(x.shape[2], dtype=torch.float64, device=x.device)
-    turn = rotation(places, head.frequencies, 1.0, head.interleaved, torch.float64)
+    turn = Rotator(head.frequencies, head.interleaved).at(places, torch.float64)
     size = head.amplitude
     first = head.arranged(x.double())
     if gain is not None:

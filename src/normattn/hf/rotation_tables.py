@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.score import Positions, ScoreSpec
-from normattn.score.fold import Fold, Kept, Turner
-from normattn.score.folded_parts import rope_frequencies
-from normattn.score.parts.pi import PI
+from normattn.score.parts import rope_frequencies
+from normattn.score.parts.rope_scaling import PI
+from normattn.score.rotary import RotaryTables, Rotator, TableCache
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,19 @@ def method_frequencies(spec: ScoreSpec, rotation: HeadRotation) -> Float[Tensor,
     The method's θ'_m/θ_m, of plain frequencies, times those that are there: scaled ones are scaled
     once more, and those that are 0 stay 0.
     """
-    if spec.spectrum is None:
+    if spec.rope_scaling is None:
         return rotation.frequencies
-    if isinstance(spec.spectrum, PI):
-        return rotation.frequencies / spec.spectrum.stretch
+    if isinstance(spec.rope_scaling, PI):
+        return rotation.frequencies / spec.rope_scaling.stretch
     assert rotation.base is not None
     size = 2 * rotation.frequencies.numel()
-    meant = spec.spectrum.inverse_frequencies(size, rotation.base, spec.train_length)
+    meant = spec.rope_scaling.inverse_frequencies(size, rotation.base, spec.train_length)
     return rotation.frequencies * (meant / rope_frequencies(size, rotation.base))
 
 
 def method_amplitude(spec: ScoreSpec, rotation: HeadRotation) -> float:
     """What cos and sin are multiplied with: the square root of what the logit shall be."""
-    gain = 1.0 if spec.spectrum is None else spec.spectrum.gain(spec.train_length)
+    gain = 1.0 if spec.rope_scaling is None else spec.rope_scaling.gain(spec.train_length)
     return float(rotation.amplitude * gain**0.5)
 
 
@@ -106,48 +106,50 @@ class MethodTables:
 
     def __post_init__(self) -> None:
         # The rows of one block of a moving spectrum are few: only its keys are worth keeping.
-        self._kept = Kept(32 if self.spec.moves else 8)
+        self._kept = TableCache(32 if self.spec.blockwise else 8)
         # Far keys that all stand at 0 need no rotation (ReRoPE).
         self._still = False
-        if self.spec.regime is not None and method_amplitude(self.spec, self.rotation) == 1:
+        if self.spec.remapping is not None and method_amplitude(self.spec, self.rotation) == 1:
             some = torch.tensor([1.0, 2.0**20])
-            self._still = not bool(self.spec.regime.far_positions(some, some)[1].any())
+            self._still = not bool(self.spec.remapping.far_positions(some, some)[1].any())
 
-    def queries(self, at: Positions, block: int, scaling: float, dtype: torch.dtype) -> Fold:
+    def queries(
+        self, at: Positions, block: int, scaling: float, dtype: torch.dtype
+    ) -> RotaryTables:
         """The tables of queries at these positions, as the rows of `block` read them.
 
         `scaling` is the model's own λ.
         """
 
-        def make(places: Tensor) -> Fold:
+        def make(places: Tensor) -> RotaryTables:
             spec, turner = self._turner(block)
             scale = query_factor(spec, scaling, places.clamp(min=0) + 1)
             return turner.queries(spec, places, scale, dtype)
 
-        if self.spec.moves:
-            return make(at.query).read_by(block)
+        if self.spec.blockwise:
+            return make(at.query).for_block(block)
         last = at.key.shape[-1]
         bounds = (last - at.query.shape[-1], last)
         return self._counted(at, at.query, bounds, ("queries", scaling, dtype), make)
 
-    def keys(self, at: Positions, start: int, block: int, dtype: torch.dtype) -> Fold:
+    def keys(self, at: Positions, start: int, block: int, dtype: torch.dtype) -> RotaryTables:
         """The tables of keys from column `start` on, as the rows of `block` read them."""
 
-        def make(places: Tensor) -> Fold:
+        def make(places: Tensor) -> RotaryTables:
             spec, turner = self._turner(block)
             made = turner.keys(spec, places, dtype)
             return replace(made, far=None) if self._still else made
 
         bounds = (start, at.key.shape[-1])
         # Rules by chunks turn keys alike for every block, and lay them out for each.
-        name = ("keys", 0 if self.spec.chunk_rules is not None else block, dtype)
-        return self._counted(at, at.key[..., start:], bounds, name, make).read_by(block)
+        name = ("keys", 0 if self.spec.chunk_remapping is not None else block, dtype)
+        return self._counted(at, at.key[..., start:], bounds, name, make).for_block(block)
 
-    def _turner(self, block: int) -> tuple[ScoreSpec, Turner]:
+    def _turner(self, block: int) -> tuple[ScoreSpec, Rotator]:
         """The method as the rows of `block` read it, and how it turns."""
-        spec, rotation = self.spec.fixed(block), self.rotation
+        spec, rotation = self.spec.for_block(block), self.rotation
         theta, size = method_frequencies(spec, rotation), method_amplitude(spec, rotation)
-        return spec, Turner(theta, rotation.interleaved, amplitude=size)
+        return spec, Rotator(theta, rotation.interleaved, amplitude=size)
 
     def _counted(
         self,
@@ -155,8 +157,8 @@ class MethodTables:
         places: Tensor,
         bounds: tuple[int, int],
         name: tuple[object, ...],
-        make: Callable[[Tensor], Fold],
-    ) -> Fold:
+        make: Callable[[Tensor], RotaryTables],
+    ) -> RotaryTables:
         if not at.regular or torch.compiler.is_compiling():
             return make(places)
         room = max(64, 1 << (bounds[1] - 1).bit_length())

@@ -13,9 +13,7 @@ from normattn.errors import InputError
 from normattn.layers.cross_attention import refuse_across
 from normattn.layers.placement import deepnorm_factors
 from normattn.score import Score, ScoreSpec
-from normattn.score.folded_parts import RotaryPosition
-from normattn.score.part import Slot
-from normattn.score.registry import find
+from normattn.score.parts import RotaryPosition, Slot, find
 from normattn.structured import Settings
 
 # Bounds below which no product of two sizes exceeds what a tensor can have.
@@ -40,7 +38,7 @@ BLOCK_SETTINGS: Mapping[str, tuple[str, ...]] = {
 """The settings that only this kind of block has."""
 
 # What a default cross attention takes over from the encoder's score: all that needs no position.
-_POSITION_FREE = (Slot.VARIANT, Slot.LOGN, Slot.CARRY, Slot.CAP, Slot.SINK)
+_POSITION_FREE = (Slot.VARIANT, Slot.LOGN, Slot.RESIDUAL, Slot.CAP, Slot.SINK)
 
 
 class StackConfig(Settings):

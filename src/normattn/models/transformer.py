@@ -98,8 +98,8 @@ class BlockList(nn.ModuleList):
         residual = residual_layers(score, self.layers)
         if residual is None:
             return [context] * self.layers
-        assert score.carry is not None
-        if self.recomputes and score.carry.carries == "scores" and context.backend == "auto":
+        assert score.residual is not None
+        if self.recomputes and score.residual.carries == "scores" and context.backend == "auto":
             # A buffer of summed scores cannot be filled once more in a backward pass; the queries
             # and keys of all layers, side by side, can.
             context = replace(context, backend="concatenated")
