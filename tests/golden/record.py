@@ -1,0 +1,325 @@
+"""Make the golden record: what must stay equal while the source is rewritten.
+
+    python tests/golden/record.py                    everything, about ten minutes of one core
+    python tests/golden/record.py scores families    these parts alone
+
+Four parts, one file each in this folder:
+
+- `scores.json`: logits of a two-layer model in float64, for every score of the vocabulary;
+- `families.json`: logits of a tiny model of transformers under YaRN and ReRoPE-logn+;
+- `losses.json`: digest of the tokens and the first 100 losses, for the presets of each study;
+- `studies.json`: the numbers of each study's smoke preset.
+
+The record speaks of public names, the command line and files of results, and of nothing else, so
+that it survives a rewriting.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars
+import torch
+from torch import Tensor, nn
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[1] / "tests")]
+
+VOCABULARY, LENGTH, TRAIN_LENGTH, SHOWN = 11, 20, 8, 3
+
+VARIANTS = (
+    *("Baseline", "QNA", "KNA", "CosA", "QKNorm2020", "QKLayerNorm", "QLayerNorm", "KLayerNorm"),
+    *("QKRMSNorm", "QRMSNorm", "KRMSNorm", "QKLayerNorm(gain=true,across=all)"),
+)
+GROWTHS = ("logn", "logn+", "SqrtLogN", "SSMax", "SSMax(bias=true)", "Temperature")
+POSITIONS = ("NoPE", "PartialRoPE(fraction=0.5)", "PRoPE(fraction=0.5)", "PoPE", "XPos")
+SCALINGS = (
+    *("PI(factor=4)", "ABF(base=1e6)", "NTK(factor=4)", "NTKOld(factor=4)"),
+    *("NTKMixed(factor=4)", "YaRN(factor=4)", "Llama3(factor=4)", "DynamicNTK", "ClippedRoPE"),
+    *(
+        "DroPE",
+        "ReRoPE",
+        "LeakyReRoPE(s=2)",
+        "SelfExtend(group=2)",
+        "DualChunk",
+        "StreamingLLM(sinks=2)",
+    ),
+)
+BIASES = ("ALiBi", "KERPLELog", "KERPLEPower", "FIRE", "CoPE(positions=4)", "FoX")
+OTHERS = (
+    *("SoftCap(cap=1.5)", "Sink", "SlidingWindow(window=5)", "Chunked(size=6)"),
+    *("Gate", "Differential", "Sigmoid", "StickBreaking", "Selective"),
+    *("RealFormer", "ResidualQK", "ResidualQKV", "HWFA(window=4)", "NoPEEvery", "FullEvery"),
+    "IRoPE",
+)
+COMPOSED = (
+    *("CosA-logn-YaRN(factor=4)", "KNA-logn-ReRoPE(window=3)", "KNA-logn-ALiBi-Sink"),
+    *("QKRMSNorm-SSMax-SlidingWindow(window=6)", "QNA-YaRN(factor=2)-logn+-SoftCap(cap=2.0)"),
+    *("KNA-logn-RealFormer", "QKLayerNorm-RealFormer-ALiBi", "CosA-logn-ResidualQK"),
+    *(
+        "QKRMSNorm-RotateFirst-DynamicNTK",
+        "QKLayerNorm-RotateFirst",
+        "KNA-SelfExtend(group=3)-logn+-Sink",
+        "QKRMSNorm-IRoPE",
+    ),
+    *("QKNorm2020-KERPLELog", "KNA-logn-Selective", "QKRMSNorm-Sigmoid", "KNA-logn-Gate"),
+)
+NOT_CAUSAL = ("QKBatchNorm", "QBatchNorm", "KBatchNorm", "QKInstanceNorm", "KNA-logn", "CosA")
+
+
+def score_names() -> Iterator[str]:
+    """The scores of the record, each once."""
+    yield from VARIANTS
+    for variant in ("Baseline", "KNA", "CosA"):
+        yield from (f"{variant}-{growth}" for growth in GROWTHS)
+    for variant in ("Baseline", "KNA"):
+        yield from (f"{variant}-{part}" for part in (*POSITIONS, *SCALINGS, *BIASES, *OTHERS))
+    yield from COMPOSED
+
+
+def scored_model(score: str) -> Any:
+    """A causal model of two layers in float64 whose weights depend on their names alone."""
+    from normattn import CausalLM, CausalLMConfig
+
+    config = CausalLMConfig(
+        vocab_size=VOCABULARY,
+        dim=16,
+        layers=2,
+        heads=2,
+        train_length=TRAIN_LENGTH,
+        score=score,  # type: ignore[arg-type]
+    )
+    return with_weights(CausalLM(config))
+
+
+def with_weights(model: nn.Module) -> nn.Module:
+    """The model in float64 and evaluation, each parameter made of its own name alone."""
+    model = model.double().eval()
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            noise = random.Random(name)  # the same on every machine and version
+            values = [noise.uniform(-1, 1) for _ in range(weight.numel())]
+            moved = torch.tensor(values, dtype=torch.float64).view_as(weight)
+            if weight.dim() >= 2:
+                weight.copy_(0.4 * moved)
+            else:
+                weight.copy_(0.5 + 0.1 * moved.abs())
+    return model
+
+
+def token_ids() -> Tensor:
+    """One row of tokens, longer than the training length."""
+    noise = random.Random("tokens")
+    return torch.tensor([[noise.randrange(VOCABULARY) for _ in range(LENGTH)]])
+
+
+@torch.no_grad()
+def full_logits(model: Any) -> Tensor:
+    """(LENGTH, SHOWN) logits of one forward."""
+    logits: Tensor = model(token_ids())[0, :, :SHOWN]
+    return logits
+
+
+@torch.no_grad()
+def decoded_logits(model: Any) -> Tensor:
+    """The same from a prefill of five tokens, a step of four and single tokens."""
+    ids, rows = token_ids(), []
+    cache = model.new_cache()
+    for start, end in ((0, 5), (5, 9), *((at, at + 1) for at in range(9, LENGTH))):
+        rows.append(model(ids[:, start:end], cache=cache)[0, :, :SHOWN])
+    return torch.cat(rows)
+
+
+@torch.no_grad()
+def encoder_logits(score: str) -> Tensor:
+    """(LENGTH, SHOWN) outputs of an attention layer that is not causal, padding at the end."""
+    from normattn import Attention
+
+    layer = with_weights(Attention(8, 2, score=f"{score}@{TRAIN_LENGTH}"))
+    noise = random.Random("features")
+    values = [noise.uniform(-1, 1) for _ in range(2 * LENGTH * 8)]
+    x = torch.tensor(values, dtype=torch.float64).view(2, LENGTH, 8)
+    padding = torch.zeros(2, LENGTH, dtype=torch.bool)
+    padding[0, -6:] = True
+    out: Tensor = layer(x, causal=False, key_padding=padding, query_padding=padding)
+    return out[0, :-6, :SHOWN]
+
+
+def record_scores() -> dict[str, Any]:
+    """Every score's logits."""
+    causal = {name: rounded(full_logits(scored_model(name)), 12) for name in score_names()}
+    encoder = {name: rounded(encoder_logits(name), 12) for name in NOT_CAUSAL}
+    return {"causal": causal, "encoder": encoder}
+
+
+def rounded(values: Tensor, digits: int) -> list[list[float]]:
+    """The rows as numbers of so many digits after the point."""
+    return [[round(value, digits) for value in row] for row in values.tolist()]
+
+
+FAMILY_METHODS = {"YaRN": {"factor": 4}, "ReRoPE-logn+": {"window": 4}}
+
+
+def family_logits(family: str, method: str) -> list[list[float]] | None:
+    """(8, SHOWN) last logits of the family's tiny model under a method; None where refused."""
+    from tests.hf.matrix import logits, tokens
+    from tests.hf.tiny import LENGTH as trained
+    from tests.hf.tiny import build
+
+    import normattn
+
+    model = build(family)
+    length: dict[str, Any] = {"train_length": trained}
+    try:
+        with normattn.extend(model, method, **length, **FAMILY_METHODS[method]):
+            return rounded(logits(model, tokens())[0, -8:, :SHOWN], 6)
+    except normattn.InputError:
+        return None
+
+
+def record_families() -> dict[str, Any]:
+    """Every family with rotary positions."""
+    from tests.hf.tiny import rotary_families
+
+    return {
+        family: {method: family_logits(family, method) for method in FAMILY_METHODS}
+        for family in rotary_families()
+    }
+
+
+TRAININGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "keynorm/quick": ("keynorm", "quick", ("--variants", "KNA-logn")),
+    "keynorm/laptop": ("keynorm", "laptop", ("--variants", "CosA")),
+    "keynorm/workstation": ("keynorm", "workstation", ("--variants", "KNA")),
+    "keynorm/workstation-mha": ("keynorm", "workstation-mha", ("--variants", "KNA")),
+    "realformer/laptop": ("realformer", "laptop", ("--variants", "RealFormer")),
+}
+
+
+def corpus(folder: Path) -> Path:
+    """A folder of texts made of a counter: the same bytes everywhere, in any version."""
+    folder.mkdir()
+    noise = random.Random("corpus")
+    words = ["".join(noise.choices("etaoinshrdlu", k=noise.randint(2, 8))) for _ in range(400)]
+    for number in range(60):
+        lines = (" ".join(noise.choices(words, k=12)) for _ in range(60))
+        (folder / f"text{number:02}.txt").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def first_losses(name: str, folder: Path) -> dict[str, Any]:
+    """The digest of the tokens and the losses of 100 steps of a preset, in float32."""
+    study, preset, options = TRAININGS[name]
+    out = folder / name.replace("/", "-")
+    settings = (
+        *(f"training.data.corpus={folder / 'corpus'}", "training.data.vocab_size=300"),
+        *("training.steps=100", "training.batch_size=4", "training.log_every=1"),
+        *("training.precision=fp32", "training.schedule.warmup_steps=5"),
+    )
+    run(
+        *("reproduce", study, "--preset", preset, "--seeds", "1", "--jobs", "1", "--out", out),
+        *options,
+        *(word for each in settings for word in ("--set", each)),
+    )
+    metrics = next(out.rglob("metrics.jsonl")).read_text("utf-8").splitlines()
+    measured = polars.read_parquet(out / "measurements.parquet")
+    return {
+        "losses": [round(json.loads(line)["loss"], 6) for line in metrics],
+        "tokens": sorted(set(measured["data"].drop_nulls()) - {""}),
+    }
+
+
+def run(*words: object) -> str:
+    """A command of the command line, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "normattn", *map(str, words)], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{words} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
+
+
+def record_losses() -> dict[str, Any]:
+    """Every preset's."""
+    with tempfile.TemporaryDirectory() as folder:
+        corpus(Path(folder) / "corpus")
+        return {name: first_losses(name, Path(folder)) for name in TRAININGS}
+
+
+STUDIES: dict[str, tuple[str, ...]] = {
+    "keynorm": ("--variants", "Baseline,KNA,CosA-logn"),
+    "window": (),
+    "reading": (),
+    "continue": (),
+    "retrofit": (),
+    "mechanism": (),
+    "factors": (),
+    "questions": (),
+    "realformer": (),
+    "qknorm": (),
+    "rmsnorm": (),
+}
+
+
+def study_numbers(study: str, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """The numbers of the tables of a study's smoke preset: table, row, column."""
+    out = folder / study
+    options = ("--preset", "smoke", "--seeds", "1", "--jobs", "2", "--out", out)
+    run("reproduce", study, *options, *STUDIES[study])
+    return {path.stem: numbers(path) for path in sorted(out.glob("*.csv"))}
+
+
+def numbers(path: Path) -> dict[str, dict[str, float]]:
+    """A table's numbers by row and column; cells without a number are left out."""
+    with path.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return {
+        "|".join(value for value in row.values() if not is_number(value)): {
+            name: float(value) for name, value in row.items() if is_number(value)
+        }
+        for row in rows
+    }
+
+
+def is_number(value: str) -> bool:
+    """Whether a cell holds a number."""
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def record_studies() -> dict[str, Any]:
+    """Every study's; Python's version beside them, whose library is the text."""
+    with tempfile.TemporaryDirectory() as folder:
+        tables = {study: study_numbers(study, Path(folder)) for study in STUDIES}
+    return {"python": sys.version.split()[0], "tables": tables}
+
+
+PARTS = {
+    "scores": record_scores,
+    "families": record_families,
+    "losses": record_losses,
+    "studies": record_studies,
+}
+
+
+def main(asked: list[str]) -> None:
+    """Write the parts that are asked for, or all."""
+    torch.set_num_threads(1)
+    for name in asked or PARTS:
+        text = json.dumps(PARTS[name](), separators=(",", ":"))
+        (HERE / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

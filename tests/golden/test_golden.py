@@ -1,0 +1,82 @@
+"""What the record holds, the product still gives (`record.py` made it, and says how).
+
+A faster operation may round otherwise; a changed meaning fails.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from golden import record
+
+FLOAT64 = {"rtol": 0.0, "atol": 1e-9}
+LOSS = 1e-4
+"""Losses of 100 steps in float32: relative."""
+LOGITS = 1e-4
+"""Logits of transformers' models in float32."""
+
+
+def recorded(name: str) -> Any:
+    """A part of the record."""
+    return json.loads((Path(record.HERE) / f"{name}.json").read_text("utf-8"))
+
+
+SCORES: dict[str, dict[str, list[list[float]]]] = recorded("scores")
+FAMILIES: dict[str, dict[str, list[list[float]] | None]] = recorded("families")
+LOSSES: dict[str, dict[str, Any]] = recorded("losses")
+
+
+@pytest.mark.parametrize("score", SCORES["causal"])
+def test_a_score_reads_and_decodes_as_recorded(score: str) -> None:
+    model = record.scored_model(score)
+    expected = torch.tensor(SCORES["causal"][score], dtype=torch.float64)
+    assert float(expected.std()) > 1e-3
+    torch.testing.assert_close(record.full_logits(model), expected, **FLOAT64)
+    torch.testing.assert_close(record.decoded_logits(model), expected, **FLOAT64)
+
+
+@pytest.mark.parametrize("score", SCORES["encoder"])
+def test_a_score_of_an_encoder_is_as_recorded(score: str) -> None:
+    expected = torch.tensor(SCORES["encoder"][score], dtype=torch.float64)
+    torch.testing.assert_close(record.encoder_logits(score), expected, **FLOAT64)
+
+
+def test_the_record_holds_every_score() -> None:
+    """And each has numbers of its own, but for the pairs that agree within this text."""
+    assert set(SCORES["causal"]) == set(record.score_names())
+    assert set(SCORES["encoder"]) == set(record.NOT_CAUSAL)
+    assert set(LOSSES) == set(record.TRAININGS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_extended_family_gives_the_recorded_logits(family: str) -> None:
+    for method, expected in FAMILIES[family].items():
+        logits = record.family_logits(family, method)
+        assert (logits is None) == (expected is None), method
+        if expected is not None:
+            torch.testing.assert_close(
+                torch.tensor(logits), torch.tensor(expected), rtol=LOGITS, atol=LOGITS
+            )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the corpus of the trainings."""
+    made = tmp_path_factory.mktemp("golden")
+    record.corpus(made / "corpus")
+    return made
+
+
+@pytest.mark.parametrize("preset", LOSSES)
+def test_a_preset_trains_as_recorded(preset: str, folder: Path) -> None:
+    ours, recorded = record.first_losses(preset, folder), LOSSES[preset]
+    assert ours["tokens"] == recorded["tokens"]
+    assert len(ours["losses"]) == len(recorded["losses"]) >= 100
+    for step, (loss, expected) in enumerate(zip(ours["losses"], recorded["losses"], strict=True)):
+        assert math.isclose(loss, expected, rel_tol=LOSS), f"step {step}: {loss}, not {expected}"
