@@ -170,11 +170,10 @@ FAMILY_METHODS = {"YaRN": {"factor": 4}, "ReRoPE-logn+": {"window": 4}}
 
 def family_logits(family: str, method: str) -> list[list[float]] | None:
     """(8, SHOWN) last logits of the family's tiny model under a method; None where refused."""
-    from tests.hf.matrix import logits, tokens
-    from tests.hf.tiny import LENGTH as trained
-    from tests.hf.tiny import build
-
     import normattn
+    from hf.matrix import logits, tokens
+    from hf.tiny import LENGTH as trained
+    from hf.tiny import build
 
     model = build(family)
     length: dict[str, Any] = {"train_length": trained}
@@ -187,7 +186,7 @@ def family_logits(family: str, method: str) -> list[list[float]] | None:
 
 def record_families() -> dict[str, Any]:
     """Every family with rotary positions."""
-    from tests.hf.tiny import rotary_families
+    from hf.tiny import rotary_families
 
     return {
         family: {method: family_logits(family, method) for method in FAMILY_METHODS}
