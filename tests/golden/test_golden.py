@@ -15,7 +15,7 @@ import torch
 
 from golden import record
 
-FLOAT64 = {"rtol": 0.0, "atol": 1e-9}
+FLOAT64 = 1e-9
 LOSS = 1e-4
 """Losses of 100 steps in float32: relative."""
 LOGITS = 1e-4
@@ -37,14 +37,14 @@ def test_a_score_reads_and_decodes_as_recorded(score: str) -> None:
     model = record.scored_model(score)
     expected = torch.tensor(SCORES["causal"][score], dtype=torch.float64)
     assert float(expected.std()) > 1e-3
-    torch.testing.assert_close(record.full_logits(model), expected, **FLOAT64)
-    torch.testing.assert_close(record.decoded_logits(model), expected, **FLOAT64)
+    torch.testing.assert_close(record.full_logits(model), expected, rtol=0, atol=FLOAT64)
+    torch.testing.assert_close(record.decoded_logits(model), expected, rtol=0, atol=FLOAT64)
 
 
 @pytest.mark.parametrize("score", SCORES["encoder"])
 def test_a_score_of_an_encoder_is_as_recorded(score: str) -> None:
     expected = torch.tensor(SCORES["encoder"][score], dtype=torch.float64)
-    torch.testing.assert_close(record.encoder_logits(score), expected, **FLOAT64)
+    torch.testing.assert_close(record.encoder_logits(score), expected, rtol=0, atol=FLOAT64)
 
 
 def test_the_record_holds_every_score() -> None:
