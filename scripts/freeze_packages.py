@@ -18,9 +18,9 @@ import zipfile
 from pathlib import Path
 
 from normattn.lab.data import DataConfig, prepare_tokens
+from normattn.lab.data import frozen_packages as frozen
 from normattn.lab.data.cache import sha256_of
-from normattn.lab.data.corpora import frozen_packages as frozen
-from normattn.lab.data.corpora.near_duplicates import NearDuplicates
+from normattn.lab.data.packages import NearDuplicates
 
 RECORD = Path(__file__).parents[1] / "tests" / "data" / "frozen_tokens.json"
 

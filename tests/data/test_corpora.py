@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -13,17 +13,15 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from normattn.errors import InputError
-from normattn.lab.data import parse_corpus
-from normattn.lab.data.corpora import parquet as parquet_corpus
-from normattn.lab.data.corpora import path as path_corpus
-from normattn.lab.data.corpora.budget import shares, spread
-from normattn.lab.data.corpora.reading import pieces
-from normattn.lab.data.corpora.text_file import PIECE_CHARACTERS
+from normattn.lab.data import corpora, parse_corpus
+from normattn.lab.data.sources import shares, spread
+from normattn.lab.data.text_files import PIECE_CHARACTERS, pieces
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -78,7 +76,7 @@ def test_a_folder_is_read_recursively_by_name(tmp_path: Path) -> None:
 
 
 def test_a_large_file_in_a_folder_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(path_corpus, "WHOLE_BYTES", 50_000)
+    monkeypatch.setattr(corpora, "WHOLE_BYTES", 50_000)
     (tmp_path / "big.txt").write_text("word\n" * 12_000, encoding="utf-8")
     (tmp_path / "small.txt").write_text("word\n" * 9_000, encoding="utf-8")
     assert [n for n, _ in names_and_texts(tmp_path)] == [
@@ -126,67 +124,58 @@ def test_json_lines_take_another_field(tmp_path: Path) -> None:
     assert str(parse_corpus(f"{file}?field=body")) == f"{file}?field=body"
 
 
-def test_parquet_streams_a_column(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    file = tmp_path / "rows.parquet"
-    rows = [f"row {i}" for i in range(700)]
-    table = pyarrow.table({"body": rows, "n": list(range(700))})
-    parquet.write_table(table, file, row_group_size=100)
+@pytest.mark.parametrize("form", ["parquet", "csv", "tsv"])
+def test_a_column_of_a_table_is_streamed(tmp_path: Path, form: str) -> None:
+    file = tmp_path / f"rows.{form}"
+    rows = [f'row {i}, of\nü "{i}"' for i in range(700)]
+    table = pl.DataFrame({"body": rows, "n": list(range(700))})
+    if form == "parquet":
+        table.write_parquet(file, row_group_size=100)
+    else:
+        table.write_csv(file, separator="," if form == "csv" else "\t")
     found = names_and_texts(f"{file}?field=body")
     assert [text for _, text in found] == rows
-    assert found[699][0] == "rows.parquet:699"
+    assert found[699][0] == f"rows.{form}:699"
+    assert len(names_and_texts(f"{file}?field=body", limit=1000)) < 100
     with pytest.raises(InputError, match=r"no column 'text' \(its columns: 'body', 'n'\)"):
         names_and_texts(file)
+    assert [text for _, text in names_and_texts(f"{tmp_path}?field=body")] == rows
+
+
+def test_tables_that_cannot_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    pl.DataFrame({"text": ["a", None], "n": [1, 2]}).write_parquet(file)
     with pytest.raises(InputError, match="'n' is not text but int64"):
         names_and_texts(f"{file}?field=n")
-    file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(InputError, match=r"rows\.parquet is not a whole Parquet file"):
-        names_and_texts(f"{file}?field=body")
-
-
-def test_parquet_that_is_no_single_column_of_utf8(tmp_path: Path) -> None:
-    pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
-    file = tmp_path / "rows.parquet"
-    latin = pyarrow.array([b"plain", b"caf\xe9"]).view(pyarrow.string())
-    parquet.write_table(pyarrow.table({"text": latin}), file)
-    with pytest.raises(InputError, match="row 1: column 'text' is not UTF-8: byte 0xe9 at offset"):
+    with pytest.raises(InputError, match="row 1: column 'text' has no value"):
         names_and_texts(file)
-    rows = pyarrow.array(["one"])
-    parquet.write_table(pyarrow.table([rows, rows], names=["text", "text"]), file)
-    with pytest.raises(InputError, match=r"rows\.parquet has several columns 'text'"):
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(InputError, match=r"rows\.parquet cannot be read as parquet, from row 0"):
         names_and_texts(file)
+    latin = tmp_path / "latin.csv"
+    latin.write_bytes(b"text\ncaf\xe9\n")
+    with pytest.raises(InputError, match=r"latin\.csv cannot be read as csv"):
+        names_and_texts(latin)
 
 
-def test_a_row_group_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in kB on Linux")
+def test_a_table_is_held_in_part(tmp_path: Path) -> None:
+    """Of 128 MB of text in row groups of 1 MB, a part is held at a time."""
     file = tmp_path / "rows.parquet"
-    texts = [os.urandom(512).hex() for _ in range(6000)]
-    options = {"row_group_size": 1 << 20, "use_dictionary": False, "compression": "none"}
-    parquet.write_table(pyarrow.table({"text": texts}), file, **options)
-    assert parquet.ParquetFile(file).num_row_groups == 1
-    reads: list[int] = []
-
-    class Noting(io.FileIO):
-        def read(self, size: int | None = -1) -> bytes:
-            content = super().read(size)
-            reads.append(len(content))
-            return content
-
-    monkeypatch.setattr(parquet_corpus, "open_bytes", Noting)
-    assert [text for _, text in names_and_texts(file)] == texts
-    assert sum(reads) > 6_000_000
-    assert max(reads) <= 2 << 20
-
-
-def test_parquet_without_pyarrow_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(InputError, match=r"pip install 'normattn\[data\]'"):
-        names_and_texts(tmp_path / "rows.parquet")
+    rows = pl.DataFrame({"text": [os.urandom(1 << 9).hex() for _ in range(1 << 12)] * 32})
+    rows.write_parquet(file, row_group_size=1 << 10, compression="uncompressed")
+    code = """
+import resource, sys
+from normattn.lab.data import parse_corpus
+documents = parse_corpus(sys.argv[1]).documents()
+next(documents)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert sum(len(document.text) for document in documents) > 100 << 20
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    command = [sys.executable, "-c", code, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) < 64 << 10
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -424,5 +413,5 @@ def test_the_fingerprint_sees_how_files_are_cut(
 ) -> None:
     (tmp_path / "x.txt").write_text("text", encoding="utf-8")
     before = parse_corpus(str(tmp_path)).fingerprint()
-    monkeypatch.setattr(path_corpus, "WHOLE_BYTES", 5)
+    monkeypatch.setattr(corpora, "WHOLE_BYTES", 5)
     assert parse_corpus(str(tmp_path)).fingerprint() != before

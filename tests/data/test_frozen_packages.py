@@ -20,8 +20,8 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.lab.data import DataConfig, parse_corpus
-from normattn.lab.data.corpora import frozen_packages as frozen
-from normattn.lab.data.corpora.frozen_packages import FrozenPackages, PackageList
+from normattn.lab.data import frozen_packages as frozen
+from normattn.lab.data.frozen_packages import FrozenPackages, PackageList
 from normattn.lab.data.splits import split_of
 
 from .test_python_packages import source
@@ -57,7 +57,7 @@ MAKE = """
 import sys
 from pathlib import Path
 from normattn.lab.data import DataConfig, prepare_tokens, tokens
-from normattn.lab.data.corpora.frozen_packages import FrozenPackages
+from normattn.lab.data.frozen_packages import FrozenPackages
 
 corpus = FrozenPackages(Path(sys.argv[1]))
 tokens.parse_corpus = lambda address: corpus

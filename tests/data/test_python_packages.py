@@ -14,10 +14,8 @@ from string import ascii_lowercase
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.data import DataConfig, parse_corpus, prepare_tokens
-from normattn.lab.data.corpora import package_files
-from normattn.lab.data.corpora.near_duplicates import NearDuplicates
-from normattn.lab.data.corpora.package_files import is_generated, is_wanted
+from normattn.lab.data import DataConfig, packages, parse_corpus, prepare_tokens
+from normattn.lab.data.packages import NearDuplicates, is_generated, is_wanted
 
 Install = Callable[..., None]
 
@@ -197,7 +195,7 @@ def test_no_package_gives_more_than_its_share(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("large", {f"large/m{i}.py": source(f"large{i}") for i in range(20)})
-    monkeypatch.setattr(package_files, "PACKAGE_BYTES", 5 * len(source("large10")))
+    monkeypatch.setattr(packages, "PACKAGE_BYTES", 5 * len(source("large10")))
     assert 4 <= len(documents()) <= 5
 
 

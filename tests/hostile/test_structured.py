@@ -15,11 +15,11 @@ from normattn import structured
 from normattn.cli import values
 from normattn.errors import InputError
 from normattn.lab.data import cache
-from normattn.lab.data.corpora.json_lines import read_json_lines
 from normattn.lab.data.pairs.json_pairs import JsonPairs
 from normattn.lab.data.pairs.source import Languages
 from normattn.lab.data.relations.folder import _numbered
 from normattn.lab.data.relations.reading import read_relations
+from normattn.lab.data.text_files import read_json_lines
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.runs import RunDirectory, read_metrics, read_status
 from normattn.lab.stats import frame

@@ -10,7 +10,7 @@ import torch
 
 from normattn.cli.options.generate import GenerateOptions
 from normattn.errors import InputError
-from normattn.lab.data.corpora.reading import read_text
+from normattn.lab.data.text_files import read_text
 from normattn.lab.data.tokeniser import SEPARATOR_ID, Tokeniser
 from normattn.lab.runs import RunDirectory, require_finished, unchanged
 from normattn.lab.training import TrainingConfig

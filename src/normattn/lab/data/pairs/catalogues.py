@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from normattn.errors import InputError
 from normattn.files import open_file
-from normattn.lab.data.installed import files_of
+from normattn.lab.data.packages import files_of
 from normattn.lab.data.pairs.cleaning import cleaned, is_sentence_pair
 from normattn.lab.data.pairs.source import PAIRS, Languages, Pair, PairSource
 from normattn.lab.data.sources import take_options

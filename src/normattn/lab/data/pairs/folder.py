@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from normattn.errors import InputError
 from normattn.files import expanded
-from normattn.lab.data.corpora.reading import is_packed
 from normattn.lab.data.pairs.lines import aligned_lines, stamp
 from normattn.lab.data.pairs.source import PAIRS, Languages, Pair, PairSource
 from normattn.lab.data.sources import take_options
 from normattn.lab.data.splits import SPLITS, SplitName
+from normattn.lab.data.text_files import is_packed
 
 _STARTS: tuple[tuple[SplitName, tuple[str, ...]], ...] = (
     ("train", ("train",)),

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 from normattn.errors import InputError
 from normattn.files import expanded
-from normattn.lab.data.corpora.reading import text_lines, without_surrogates
 from normattn.lab.data.pairs.lines import stamp
 from normattn.lab.data.pairs.source import PAIRS, Languages, Pair, PairSource
 from normattn.lab.data.sources import take_options
 from normattn.lab.data.splits import SPLITS, SplitName
+from normattn.lab.data.text_files import text_lines, without_surrogates
 from normattn.structured import parse_json
 
 _ENDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")

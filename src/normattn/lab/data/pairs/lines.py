@@ -9,7 +9,7 @@ from pathlib import Path
 
 from normattn.errors import InputError
 from normattn.files import identity, stat_of
-from normattn.lab.data.corpora.reading import not_utf8, open_bytes
+from normattn.lab.data.text_files import not_utf8, open_bytes
 
 
 def aligned_lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 from normattn.errors import InputError
 from normattn.files import expanded, open_file
-from normattn.lab.data.corpora.reading import read_text
 from normattn.lab.data.relations.config import PYTHON_IMPORTS, RelationConfig
 from normattn.lab.data.relations.documents import RELATIONS, RelationCorpus, RelationSource
 from normattn.lab.data.relations.reading import read_relations
 from normattn.lab.data.splits import SPLITS, SplitName
+from normattn.lab.data.text_files import read_text
 from normattn.structured import parse_json
 
 STEMS: Mapping[SplitName, tuple[str, ...]] = {

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from normattn.errors import InputError
-from normattn.lab.data.corpora.python_source import PythonSource
+from normattn.lab.data.corpora import PythonSource
 from normattn.lab.data.relations.config import PYTHON_IMPORTS, RelationConfig
 from normattn.lab.data.relations.documents import (
     RELATIONS,

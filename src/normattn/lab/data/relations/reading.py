@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.lab.data.corpora.reading import read_text, text_lines, without_surrogates
 from normattn.lab.data.relations.documents import RelationDocument
+from normattn.lab.data.text_files import read_text, text_lines, without_surrogates
 from normattn.structured import parse_json
 
 _FORM = '{"text": "…", "triple_list": [["subject", "relation", "object"], …]}'

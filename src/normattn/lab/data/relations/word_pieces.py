@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from normattn import atomic
 from normattn.errors import InputError
-from normattn.lab.data.corpora.reading import read_text
+from normattn.lab.data.text_files import read_text
 from normattn.lab.data.tokeniser import one_thread
 
 PAD, UNKNOWN = "[PAD]", "[UNK]"

@@ -20,10 +20,8 @@ from typing import Any, ClassVar
 from normattn.errors import InputError
 from normattn.files import open_file
 from normattn.lab.data.cache import prepared, sha256_of
-from normattn.lab.data.corpora.budget import capped, evenly
-from normattn.lab.data.corpora.corpus import CORPORA, Corpus, Document
-from normattn.lab.data.corpora.package_files import README, decoded, is_generated, is_wanted
-from normattn.lab.data.sources import take_options
+from normattn.lab.data.packages import README, decoded, is_generated, is_wanted
+from normattn.lab.data.sources import Corpus, Document, capped, evenly, take_options
 from normattn.structured import read_object
 
 PACKAGE_BYTES = 1_000_000
@@ -71,7 +69,6 @@ class PackageList:
             raise InputError(f"{path} is no list of pinned packages: {error}") from error
 
 
-@CORPORA.register
 @dataclass(frozen=True)
 class FrozenPackages(Corpus):
     """The source and documentation of pinned distributions, split by distribution.
@@ -85,7 +82,6 @@ class FrozenPackages(Corpus):
     list: Path = LIST
 
     kind: ClassVar[str] = "python-packages-2026"
-    summary: ClassVar[str] = "source and documentation of 127 pinned packages, fetched once"
 
     @classmethod
     def claims(cls, body: str) -> bool:
