@@ -50,6 +50,18 @@ P = typing.TypeVar("P", bound=Part)
 
 
 @dataclass(frozen=True)
+class InSlot(typing.Generic[P]):
+    """An attribute of a `ScoreSpec`: what fills a slot, if it is of that kind, or None."""
+
+    slot: Slot
+    kind: type[P]
+
+    def __get__(self, spec: ScoreSpec, owner: type[ScoreSpec]) -> P | None:
+        part = next((part for part in spec.parts if part.slot is self.slot), None)
+        return part if isinstance(part, self.kind) else None
+
+
+@dataclass(frozen=True)
 class ScoreSpec:
     """The parts of a score, one per slot, and the training length that they were meant for.
 
@@ -63,6 +75,42 @@ class ScoreSpec:
     train_length: int | None = None
     leaks_future: bool = field(init=False, compare=False, repr=False, default=False)
     blockwise: bool = field(init=False, compare=False, repr=False, default=False)
+
+    logn = InSlot(Slot.LOGN, LengthScaling)
+    """Log-n scaling, trained or post-hoc."""
+    rope_scaling = InSlot(Slot.ROPE_SCALING, RopeScaling)
+    """Other frequencies after training."""
+    remapping = InSlot(Slot.REMAPPING, PositionRemapping)
+    """Two regimes of relative position."""
+    chunk_remapping = InSlot(Slot.REMAPPING, ChunkRemapping)
+    """Rules of relative position by chunks."""
+    order = InSlot(Slot.ORDER, RotateFirst)
+    """Normalisation after the rotation."""
+    bias = InSlot(Slot.BIAS, BiasPart)
+    """A bias by distance."""
+    residual = InSlot(Slot.RESIDUAL, ResidualPart)
+    """What is taken over from the layers below."""
+    cap = InSlot(Slot.CAP, SoftCap)
+    """A bound on the score."""
+    sink = InSlot(Slot.SINK, Sink)
+    """A learned logit in the denominator."""
+    normaliser = InSlot(Slot.NORMALISER, NormaliserPart)
+    """What makes weights of a row in place of softmax."""
+    selection = InSlot(Slot.NORMALISER, Selective)
+    """What queries take from the scores of later ones."""
+    difference = InSlot(Slot.NORMALISER, Differential)
+    """What makes one output of two heads."""
+    gate = InSlot(Slot.GATE, Gate)
+    """What a layer multiplies its heads' outputs with."""
+    documents = InSlot(Slot.DOCUMENTS, Packed)
+    """Whether documents packed into one row see each other."""
+    layout = InSlot(Slot.LAYOUT, Layout)
+    """Different scores in different layers."""
+    _variant = InSlot(Slot.VARIANT, Variant)
+    _position = InSlot(Slot.POSITION, Position)
+    _forgetting = InSlot(Slot.BIAS, FoX)
+    _sliding = InSlot(Slot.WINDOW, SlidingWindow)
+    _chunked = InSlot(Slot.WINDOW, Chunked)
 
     def __post_init__(self) -> None:
         if self.train_length is not None:
@@ -111,32 +159,14 @@ class ScoreSpec:
     @property
     def variant(self) -> Variant:
         """What is done to queries and keys, and the base of λ."""
-        return typing.cast(Variant, self._slot(Slot.VARIANT))
-
-    @property
-    def logn(self) -> LengthScaling | None:
-        """Log-n scaling, trained or post-hoc."""
-        return self._part(Slot.LOGN, LengthScaling)
+        assert self._variant is not None
+        return self._variant
 
     @property
     def position(self) -> Position:
         """RoPE or NoPE."""
-        return typing.cast(Position, self._slot(Slot.POSITION))
-
-    @property
-    def rope_scaling(self) -> RopeScaling | None:
-        """Other frequencies after training."""
-        return self._part(Slot.ROPE_SCALING, RopeScaling)
-
-    @property
-    def remapping(self) -> PositionRemapping | None:
-        """Two regimes of relative position."""
-        return self._part(Slot.REMAPPING, PositionRemapping)
-
-    @property
-    def chunk_remapping(self) -> ChunkRemapping | None:
-        """Rules of relative position by chunks."""
-        return self._part(Slot.REMAPPING, ChunkRemapping)
+        assert self._position is not None
+        return self._position
 
     @property
     def block(self) -> tuple[str, int]:
@@ -149,78 +179,21 @@ class ScoreSpec:
         return self.rope_scaling.name, self.train_length
 
     @property
-    def order(self) -> RotateFirst | None:
-        """Normalisation after the rotation."""
-        return self._part(Slot.ORDER, RotateFirst)
-
-    @property
-    def bias(self) -> BiasPart | None:
-        """A bias by distance."""
-        return self._part(Slot.BIAS, BiasPart)
-
-    @property
     def forgets(self) -> bool:
         """Whether a gate of the layer's input makes the bias."""
-        return isinstance(self._slot(Slot.BIAS), FoX)
-
-    @property
-    def residual(self) -> ResidualPart | None:
-        """What is taken over from the layers below."""
-        return self._part(Slot.RESIDUAL, ResidualPart)
-
-    @property
-    def cap(self) -> SoftCap | None:
-        """A bound on the score."""
-        return self._part(Slot.CAP, SoftCap)
-
-    @property
-    def sink(self) -> Sink | None:
-        """A learned logit in the denominator."""
-        return self._part(Slot.SINK, Sink)
-
-    @property
-    def normaliser(self) -> NormaliserPart | None:
-        """What makes weights of a row in place of softmax."""
-        return self._part(Slot.NORMALISER, NormaliserPart)
-
-    @property
-    def selection(self) -> Selective | None:
-        """What queries take from the scores of later ones."""
-        return self._part(Slot.NORMALISER, Selective)
-
-    @property
-    def difference(self) -> Differential | None:
-        """What makes one output of two heads."""
-        return self._part(Slot.NORMALISER, Differential)
-
-    @property
-    def gate(self) -> Gate | None:
-        """What a layer multiplies its heads' outputs with."""
-        return self._part(Slot.GATE, Gate)
-
-    @property
-    def documents(self) -> Packed | None:
-        """Whether documents packed into one row see each other."""
-        return self._part(Slot.DOCUMENTS, Packed)
-
-    @property
-    def layout(self) -> Layout | None:
-        """Different scores in different layers."""
-        return self._part(Slot.LAYOUT, Layout)
+        return self._forgetting is not None
 
     @property
     def window(self) -> tuple[int | None, int]:
         """(w, kept): keys with i − j ≥ w are hidden but for the first `kept`; w None hides none."""
-        part = self._part(Slot.WINDOW, SlidingWindow)
-        if part is not None:
-            return part.window, 0
+        if self._sliding is not None:
+            return self._sliding.window, 0
         return (None, 0) if self.remapping is None else self.remapping.visible()
 
     @property
     def chunk(self) -> int | None:
         """c: keys with ⌊i/c⌋ ≠ ⌊j/c⌋ are hidden; None hides none."""
-        part = self._part(Slot.WINDOW, Chunked)
-        return None if part is None else part.size
+        return None if self._chunked is None else self._chunked.size
 
     @property
     def needs_causal(self) -> bool:
@@ -351,14 +324,6 @@ class ScoreSpec:
     def _added(self) -> tuple[Part, ...]:
         """The post-hoc ones of them."""
         return tuple(part for part in self._spelled if part.when != "trained-in")
-
-    def _slot(self, slot: Slot) -> Part | None:
-        return next((part for part in self.parts if part.slot is slot), None)
-
-    def _part(self, slot: Slot, kind: type[P]) -> P | None:
-        """What fills the slot, if it is of that kind."""
-        part = self._slot(slot)
-        return part if isinstance(part, kind) else None
 
     @classmethod
     def __get_pydantic_core_schema__(

@@ -204,7 +204,7 @@ class Part:
         """This part in layer `layer` (0-based), with what it takes from its number filled in."""
         return self
 
-    def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
+    def conflict(self, parts: Parts) -> str | None:
         """Why this part makes no sense beside the others of a score; None where it does."""
         for slot, why in self.excludes.items():
             if slot in parts:
@@ -216,6 +216,8 @@ class Part:
         return f"{self.name} and {other.name} cannot be combined: {why}"
 
 
+Parts = Mapping[Slot, Part]
+"""The parts of a score by slot."""
 _PARTS: dict[str, type[Part]] = {}
 P = TypeVar("P", bound=type[Part])
 

@@ -20,6 +20,10 @@ from normattn.kernels.problem import PairBias
 from normattn.plain import transformed
 from normattn.score.parts.base import A_QUARTER, Part, Slot, number, register
 
+Learned = Mapping[str, Tensor]
+Distances = Float[Tensor, " r"]
+Biases = Float[Tensor, "h r"]
+
 
 @dataclass(frozen=True)
 class BiasPart(Part):
@@ -31,15 +35,13 @@ class BiasPart(Part):
         """The initial values of what is learned, by name; empty where nothing is."""
         return {}
 
-    def project(self, learned: Mapping[str, Tensor]) -> None:
+    def project(self, learned: Learned) -> None:
         """Put learned values back into their range, in place, after an optimiser's step.
 
         `values` keeps to the range by itself: nothing else calls this than a training loop.
         """
 
-    def values(
-        self, distance: Float[Tensor, " r"], heads: int, learned: Mapping[str, Tensor]
-    ) -> Float[Tensor, "h r"]:
+    def values(self, distance: Distances, heads: int, learned: Learned) -> Biases:
         """b(h, r) for every head and distance."""
         raise InputError(f"{self.name} defines no values")
 
@@ -54,13 +56,8 @@ class PairBiasPart(BiasPart):
     needs_causal = True
     reads_queries: ClassVar[bool] = False
 
-    def pairs(
-        self,
-        learned: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        query: Float[Tensor, "b h t d"] | None,
-    ) -> PairBias:
-        """The bias of all pairs, computed in `dtype`; `query` is None where none are read."""
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Tensor | None) -> PairBias:
+        """The bias of all pairs, computed in `dtype`; `query` (B, H, T, D) where it is read."""
         raise InputError(f"{self.name} defines no pairs")
 
 
@@ -78,9 +75,7 @@ class ALiBi(BiasPart):
     source = "arXiv 2108.12409"
     used_by = "BLOOM, MPT"
 
-    def values(
-        self, distance: Float[Tensor, " r"], heads: int, learned: Mapping[str, Tensor]
-    ) -> Float[Tensor, "h r"]:
+    def values(self, distance: Distances, heads: int, learned: Learned) -> Biases:
         """−m_h·r."""
         slopes = torch.tensor(alibi_slopes(heads), dtype=torch.float64)
         return -slopes.to(distance)[:, None] * distance
@@ -108,14 +103,12 @@ class KERPLE(BiasPart):
         first = {name: self.drawn[name] * torch.rand(heads) for name in ("p", "a")}
         return {name: value.clamp(min=self.least) for name, value in first.items()}
 
-    def project(self, learned: Mapping[str, Tensor]) -> None:
+    def project(self, learned: Learned) -> None:
         """Clamp p and a in place."""
         for name, value in learned.items():
             value.clamp_(self.least, self.most[name])
 
-    def bounded(
-        self, name: str, learned: Mapping[str, Tensor], distance: Float[Tensor, " r"]
-    ) -> Float[Tensor, "h 1"]:
+    def bounded(self, name: str, learned: Learned, distance: Distances) -> Biases:
         """p or a within its range, in the dtype of the distances."""
         return bounded(learned[name].to(distance.dtype), self.least, self.most[name])[:, None]
 
@@ -159,9 +152,7 @@ class KERPLELog(KERPLE):
     equation = "b = −p_h·ln(1 + a_h·|i−j|)"
     drawn: ClassVar[Mapping[str, float]] = {"p": 2.0, "a": 1.0}
 
-    def values(
-        self, distance: Float[Tensor, " r"], heads: int, learned: Mapping[str, Tensor]
-    ) -> Float[Tensor, "h r"]:
+    def values(self, distance: Distances, heads: int, learned: Learned) -> Biases:
         """−p_h·ln(1 + a_h·r)."""
         p, a = (self.bounded(name, learned, distance) for name in ("p", "a"))
         return -p * torch.log1p(a * distance)
@@ -180,9 +171,7 @@ class KERPLEPower(KERPLE):
     most: ClassVar[Mapping[str, float]] = {"p": math.inf, "a": 2.0}
     drawn: ClassVar[Mapping[str, float]] = {"p": 1.0, "a": 2.0}
 
-    def values(
-        self, distance: Float[Tensor, " r"], heads: int, learned: Mapping[str, Tensor]
-    ) -> Float[Tensor, "h r"]:
+    def values(self, distance: Distances, heads: int, learned: Learned) -> Biases:
         """−p_h·r^(a_h)."""
         p, a = (self.bounded(name, learned, distance) for name in ("p", "a"))
         # At 0 the power's second derivative by a would be 0·∞.
@@ -218,9 +207,7 @@ class FIRE(PairBiasPart):
             "b_out": torch.empty(heads).uniform_(-bound, bound),
         }
 
-    def pairs(
-        self, learned: Mapping[str, Tensor], dtype: torch.dtype, query: Tensor | None
-    ) -> Shares:
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Tensor | None) -> Shares:
         """f of the share of each pair."""
         return Shares(self.known("threshold"), {name: x.to(dtype) for name, x in learned.items()})
 
@@ -287,9 +274,7 @@ class CoPE(PairBiasPart):
         """e = 0."""
         return {"e": torch.zeros(self.positions, head_dim)}
 
-    def pairs(
-        self, learned: Mapping[str, Tensor], dtype: torch.dtype, query: Tensor | None
-    ) -> Counted:
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Tensor | None) -> Counted:
         """⟨q, e⟩ of each query and whole position, before any key is looked at."""
         if query is None:
             raise InputError("CoPE needs the queries, of which positions are counted")

@@ -12,8 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.score.parts.base import A_QUARTER, Part, Slot, by_length, number, register
+from normattn.score.parts.base import A_QUARTER, Part, Parts, Slot, by_length, number, register
 from normattn.score.parts.rope_scaling import RopeScaling
+
+QueryPlaces = Float[Tensor, "*bq t"]
+KeyPlaces = Float[Tensor, "*bk s"]
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,7 @@ class PositionRemapping(Remapping):
 
     window: int | None = number(default=None, least=1, fill=A_QUARTER)
 
-    def far_positions(
-        self, query: Float[Tensor, "*bq t"], key: Float[Tensor, "*bk s"]
-    ) -> tuple[Float[Tensor, "*bq t"], Float[Tensor, "*bk s"]]:
+    def far_positions(self, query: QueryPlaces, key: KeyPlaces) -> tuple[QueryPlaces, KeyPlaces]:
         """The positions at which queries and keys are rotated where i − j ≥ window.
 
         A key's depends on its own position alone, so that a cache can keep the rotated key.
@@ -65,16 +66,16 @@ class ChunkRemapping(Remapping):
         """No relative position is as large, and texts of so many tokens are read as they were."""
         raise InputError(f"{self.name} defines no reach")
 
-    def key_positions(self, key: Float[Tensor, "*b s"]) -> Float[Tensor, "*b s"]:
+    def key_positions(self, key: KeyPlaces) -> KeyPlaces:
         """Where keys are rotated to."""
         raise InputError(f"{self.name} defines no positions of keys")
 
-    def query_positions(self, query: Float[Tensor, "*b t"]) -> tuple[Float[Tensor, "*b t"], ...]:
+    def query_positions(self, query: QueryPlaces) -> tuple[QueryPlaces, ...]:
         """Where queries are rotated to for keys of their chunk, of the one before, and further."""
         raise InputError(f"{self.name} defines no positions of queries")
 
 
-def blockwise(parts: Mapping[Slot, Part]) -> Part | None:
+def blockwise(parts: Parts) -> Part | None:
     """The part by which rows read in blocks with keys of their own, or None."""
     scaling, remapping = parts.get(Slot.ROPE_SCALING), parts.get(Slot.REMAPPING)
     if isinstance(scaling, RopeScaling) and scaling.blockwise:
@@ -94,9 +95,7 @@ class ReRoPE(PositionRemapping):
     equation = "s = ⟨R^(min(i−j, w)) q, k⟩"
     source = "kexue.fm/archives/9708"
 
-    def far_positions(
-        self, query: Float[Tensor, "*bq t"], key: Float[Tensor, "*bk s"]
-    ) -> tuple[Float[Tensor, "*bq t"], Float[Tensor, "*bk s"]]:
+    def far_positions(self, query: QueryPlaces, key: KeyPlaces) -> tuple[QueryPlaces, KeyPlaces]:
         """Queries at w, keys at 0."""
         return torch.full_like(query, float(self.known("window"))), torch.zeros_like(key)
 
@@ -124,9 +123,7 @@ class LeakyReRoPE(PositionRemapping):
     source = "kexue.fm/archives/9731"
     s: float | None = number(default=None, least=1, fill=_fitting_slope)
 
-    def far_positions(
-        self, query: Float[Tensor, "*bq t"], key: Float[Tensor, "*bk s"]
-    ) -> tuple[Float[Tensor, "*bq t"], Float[Tensor, "*bk s"]]:
+    def far_positions(self, query: QueryPlaces, key: KeyPlaces) -> tuple[QueryPlaces, KeyPlaces]:
         """Queries at (i + w(s − 1))/s, keys at j/s."""
         window, s = self.known("window"), self.known("s")
         return (query + window * (s - 1)) / s, key / s
@@ -157,9 +154,7 @@ class SelfExtend(PositionRemapping):
     source = "arXiv 2401.01325"
     group: int | None = number(default=None, least=1, fill=_smallest_group)
 
-    def far_positions(
-        self, query: Float[Tensor, "*bq t"], key: Float[Tensor, "*bk s"]
-    ) -> tuple[Float[Tensor, "*bq t"], Float[Tensor, "*bk s"]]:
+    def far_positions(self, query: QueryPlaces, key: KeyPlaces) -> tuple[QueryPlaces, KeyPlaces]:
         """Queries at ⌊i/G⌋ + w − ⌊w/G⌋, keys at ⌊j/G⌋."""
         window, group = self.known("window"), self.known("group")
         far = torch.div(query, group, rounding_mode="floor") + window - window // group
@@ -188,9 +183,7 @@ class StreamingLLM(PositionRemapping):
     )
     sinks: int = number(default=4, least=0)
 
-    def far_positions(
-        self, query: Float[Tensor, "*bq t"], key: Float[Tensor, "*bk s"]
-    ) -> tuple[Float[Tensor, "*bq t"], Float[Tensor, "*bk s"]]:
+    def far_positions(self, query: QueryPlaces, key: KeyPlaces) -> tuple[QueryPlaces, KeyPlaces]:
         """Queries at min(i, sinks + w − 1), keys where they are."""
         return query.clamp(max=self.sinks + self.known("window") - 1), key
 
@@ -231,11 +224,11 @@ class DualChunk(ChunkRemapping):
         reach: int = self.known("size") + self.known("local")
         return reach
 
-    def key_positions(self, key: Float[Tensor, "*b s"]) -> Float[Tensor, "*b s"]:
+    def key_positions(self, key: KeyPlaces) -> KeyPlaces:
         """j mod s."""
         return key.remainder(self.known("size"))
 
-    def query_positions(self, query: Float[Tensor, "*b t"]) -> tuple[Float[Tensor, "*b t"], ...]:
+    def query_positions(self, query: QueryPlaces) -> tuple[QueryPlaces, ...]:
         """i mod s, min(i mod s + s, c − 1), c − 1."""
         size, last = self.known("size"), self.reach - 1
         own = query.remainder(size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from normattn.errors import InputError
-from normattn.score.parts.base import A_QUARTER, Part, Slot, number, register
+from normattn.score.parts.base import A_QUARTER, Part, Parts, Slot, number, register
 from normattn.score.parts.qk_norm import Baseline, ScaledVariant
 from normattn.score.parts.rope import NoPE, RotaryPosition
 from normattn.score.parts.rope_scaling import PI
@@ -33,7 +33,7 @@ class SlidingWindow(Part):
     window: int | None = number(default=None, least=1, fill=A_QUARTER)
     stretched: bool = False
 
-    def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
+    def conflict(self, parts: Parts) -> str | None:
         """Nothing is to be stretched, and nothing lies beyond."""
         for slot in (Slot.ROPE_SCALING, Slot.REMAPPING):
             if slot in parts and not (self.stretched and slot is Slot.ROPE_SCALING):
@@ -90,21 +90,19 @@ class Layout(Part):
     uniform: ClassVar[bool] = True
     placeless: ClassVar[bool] = False
 
-    def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
+    def conflict(self, parts: Parts) -> str | None:
         """A layer without position takes no bias, which is one."""
         if self.placeless and Slot.BIAS in parts:
             why = f"some layers of {self.name} have no position, and a bias is one"
             return self.refusal(parts[Slot.BIAS], why)
         return super().conflict(parts)
 
-    def layer(
-        self, parts: Mapping[Slot, Part], layer: int, layers: int, train_length: int | None
-    ) -> Iterable[Part]:
+    def layer(self, parts: Parts, layer: int, layers: int, length: int | None) -> Iterable[Part]:
         """The parts of layer `layer` (0-based) of `layers`, from those of the whole, less this."""
         raise InputError(f"{self.name} defines no layers")
 
 
-def without_position(parts: Mapping[Slot, Part]) -> dict[Slot, Part]:
+def without_position(parts: Parts) -> dict[Slot, Part]:
     """The parts of a full layer with NoPE: without a window and what needs a rotary position."""
     kept: dict[Slot, Part] = {
         slot: part
@@ -136,11 +134,9 @@ class HWFA(Layout):
     excludes: ClassVar[Mapping[Slot, str]] = {Slot.WINDOW: "HWFA has its own window"}
     window: int | None = number(default=None, least=1, optional=True)
 
-    def layer(
-        self, parts: Mapping[Slot, Part], layer: int, layers: int, train_length: int | None
-    ) -> Iterable[Part]:
+    def layer(self, parts: Parts, layer: int, layers: int, length: int | None) -> Iterable[Part]:
         """A window in all layers but the last."""
-        window = self._window(layers, train_length)
+        window = self._window(layers, length)
         if layer < layers - 1:
             return (*parts.values(), SlidingWindow(window))
         return {**without_position(parts), Slot.LOGN: LogN()}.values()
@@ -177,9 +173,7 @@ class NoPEEvery(Layout):
     placeless = True
     every: int = number(default=4, least=2)
 
-    def layer(
-        self, parts: Mapping[Slot, Part], layer: int, layers: int, train_length: int | None
-    ) -> Iterable[Part]:
+    def layer(self, parts: Parts, layer: int, layers: int, length: int | None) -> Iterable[Part]:
         """NoPE where the layer's number, from 1, is a multiple of `every`."""
         return (without_position(parts) if (layer + 1) % self.every == 0 else parts).values()
 
@@ -204,9 +198,7 @@ class IRoPE(Layout):
     beta: float = number(default=0.1, least=0)
     length: int = number(default=8192, least=1)
 
-    def layer(
-        self, parts: Mapping[Slot, Part], layer: int, layers: int, train_length: int | None
-    ) -> Iterable[Part]:
+    def layer(self, parts: Parts, layer: int, layers: int, length: int | None) -> Iterable[Part]:
         """Baseline-NoPE with its temperature where the layer's number is a multiple of `every`."""
         if (layer + 1) % self.every:
             return parts.values()
@@ -242,7 +234,7 @@ class FullEvery(Layout):
     stretch: float = number(default=1.0, least=1)
     stretched: bool = False
 
-    def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
+    def conflict(self, parts: Parts) -> str | None:
         """Its base and stretch are those of rotary positions."""
         if self.stretch != 1 and Slot.ROPE_SCALING in parts:
             return self.refusal(
@@ -256,9 +248,7 @@ class FullEvery(Layout):
             )
         return super().conflict(parts)
 
-    def layer(
-        self, parts: Mapping[Slot, Part], layer: int, layers: int, train_length: int | None
-    ) -> Iterable[Part]:
+    def layer(self, parts: Parts, layer: int, layers: int, length: int | None) -> Iterable[Part]:
         """A window in all layers but those whose number, from 1, is a multiple of `every`."""
         own = dict(parts)
         if (layer + 1) % self.every:

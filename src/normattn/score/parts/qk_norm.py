@@ -163,8 +163,8 @@ _WHO = {"QK": "queries and keys", "Q": "queries", "K": "keys"}
 class SidedNorm(ScaledVariant):
     """A normalisation on the sides that the name begins with; keeps 1/√d, or `scale`.
 
-    A subclass with `sides` gets its name, summary and equation from the sides and from what its
-    base says of the norm: `title`, `meaning` and `note`.
+    A subclass whose name is QK, Q or K and its `title` has those sides, and gets its summary and
+    equation from them and from what its base says of the norm: `title`, `meaning` and `note`.
     """
 
     kind: ClassVar[Kind]
@@ -173,10 +173,11 @@ class SidedNorm(ScaledVariant):
     note: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
-        if "sides" in cls.__dict__:
-            left, right = (f"N({x.lower()})" if x in cls.sides else x.lower() for x in "QK")
-            cls.name = f"{cls.sides}{cls.title}"
-            cls.summary = f"{cls.title} on {_WHO[cls.sides]}, scale 1/√d{cls.note}"
+        sides = cls.__name__.removesuffix(getattr(cls, "title", ""))
+        if sides in _WHO:
+            cls.sides, cls.name = sides, cls.__name__
+            left, right = (f"N({x.lower()})" if x in sides else x.lower() for x in "QK")
+            cls.summary = f"{cls.title} on {_WHO[sides]}, scale 1/√d{cls.note}"
             cls.equation = f"s = ⟨{left}, {right}⟩ / √d, {cls.meaning}"
 
 
@@ -210,21 +211,15 @@ class LayerNormVariant(FeatureNorm):
 class QKLayerNorm(LayerNormVariant):
     """LayerNorm on queries and keys."""
 
-    sides = "QK"
-
 
 @register
 class QLayerNorm(LayerNormVariant):
     """LayerNorm on queries."""
 
-    sides = "Q"
-
 
 @register
 class KLayerNorm(LayerNormVariant):
     """LayerNorm on keys."""
-
-    sides = "K"
 
 
 @dataclass(frozen=True)
@@ -239,21 +234,15 @@ class RMSNormVariant(FeatureNorm):
 class QKRMSNorm(RMSNormVariant):
     """RMSNorm on queries and keys."""
 
-    sides = "QK"
-
 
 @register
 class QRMSNorm(RMSNormVariant):
     """RMSNorm on queries."""
 
-    sides = "Q"
-
 
 @register
 class KRMSNorm(RMSNormVariant):
     """RMSNorm on keys."""
-
-    sides = "K"
 
 
 @dataclass(frozen=True)
@@ -281,21 +270,15 @@ class BatchNormVariant(SequenceNorm):
 class QKBatchNorm(BatchNormVariant):
     """BatchNorm on queries and keys."""
 
-    sides = "QK"
-
 
 @register
 class QBatchNorm(BatchNormVariant):
     """BatchNorm on queries."""
 
-    sides = "Q"
-
 
 @register
 class KBatchNorm(BatchNormVariant):
     """BatchNorm on keys."""
-
-    sides = "K"
 
 
 @dataclass(frozen=True)
@@ -309,18 +292,12 @@ class InstanceNormVariant(SequenceNorm):
 class QKInstanceNorm(InstanceNormVariant):
     """InstanceNorm on queries and keys."""
 
-    sides = "QK"
-
 
 @register
 class QInstanceNorm(InstanceNormVariant):
     """InstanceNorm on queries."""
 
-    sides = "Q"
-
 
 @register
 class KInstanceNorm(InstanceNormVariant):
     """InstanceNorm on keys."""
-
-    sides = "K"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from normattn.score.parts.base import Part, Slot, register
+from normattn.score.parts.base import Part, Parts, Slot, register
 from normattn.score.parts.long_context import blockwise
 from normattn.score.parts.masks_and_layouts import Layout
 
@@ -32,7 +32,7 @@ class ResidualPart(Part):
         """Whether softmax reads the mean over the layers so far."""
         return False
 
-    def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
+    def conflict(self, parts: Parts) -> str | None:
         """One product per pair, over the same pairs in every layer."""
         layout, blocks = parts.get(Slot.LAYOUT), blockwise(parts)
         if Slot.REMAPPING not in parts and blocks is not None:

@@ -12,11 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.score.parts.base import Part, Slot, number, one_of, register
+from normattn.score.parts.base import Part, Parts, Slot, number, one_of, register
 from normattn.score.parts.qk_norm import Variant
 
+Half = Float[Tensor, "half"]
+"""A number for each pair of features that turns."""
 
-def rope_frequencies(head_dim: int, base: float) -> Float[Tensor, "half"]:
+
+def rope_frequencies(head_dim: int, base: float) -> Half:
     """θ_m = base^(−2m/d) in float64, m = 0 … d/2 − 1 (kexue.fm/archives/8265).
 
     `head_dim` must be even.
@@ -67,7 +70,7 @@ class RotaryPosition(Position):
         """The first feature that turns."""
         return 0
 
-    def turning(self, theta: Float[Tensor, "half"]) -> Float[Tensor, "half"]:
+    def turning(self, theta: Half) -> Half:
         """The frequencies as this position has them, whatever scaling made them."""
         return theta
 
@@ -85,7 +88,7 @@ class RotaryPosition(Position):
         """What turns of a key."""
         return k
 
-    def log_growth(self, head_dim: int) -> Float[Tensor, "half"] | None:
+    def log_growth(self, head_dim: int) -> Half | None:
         """ln of the factor by which pair m of a query grows, and of a key shrinks, per token."""
         return None
 
@@ -105,7 +108,7 @@ class RoPE(RotaryPosition):
     used_by = "Llama, Mistral, Qwen and most open decoders since 2021"
     direction: Literal["forward", "backward"] = one_of("forward", "backward", default="forward")
 
-    def turning(self, theta: Float[Tensor, "half"]) -> Float[Tensor, "half"]:
+    def turning(self, theta: Half) -> Half:
         """θ_m, or −θ_m backward."""
         return theta if self.direction == "forward" else -theta
 
@@ -153,7 +156,7 @@ class PRoPE(RotaryPosition):
     used_by = "Gemma 4"
     fraction: float = number(default=0.75, above=0, most=1)
 
-    def turning(self, theta: Float[Tensor, "half"]) -> Float[Tensor, "half"]:
+    def turning(self, theta: Half) -> Half:
         """θ_m for the first ⌊p·d/2⌋ pairs, 0 for the others."""
         kept = int(self.fraction * 2 * theta.numel() // 2)
         return torch.where(torch.arange(theta.numel(), device=theta.device) < kept, theta, 0.0)
@@ -175,7 +178,7 @@ class XPos(RotaryPosition):
     gamma: float = number(default=0.4, above=0)
     scale: float = number(default=512.0, above=0)
 
-    def log_growth(self, head_dim: int) -> Float[Tensor, "half"] | None:
+    def log_growth(self, head_dim: int) -> Half | None:
         """ln ζ_m / B."""
         share = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
         return ((share + self.gamma) / (1 + self.gamma)).log() / self.scale
@@ -241,7 +244,7 @@ class RotateFirst(Part):
     source = "the order of Llama 4 and Hunyuan"
     needs_rotary = True
 
-    def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
+    def conflict(self, parts: Parts) -> str | None:
         """It needs a normalisation, and a rotation that keeps lengths."""
         variant, position = parts[Slot.VARIANT], parts[Slot.POSITION]
         assert isinstance(variant, Variant)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.score.parts.base import Part, Slot, number, register
-from normattn.score.parts.rope import RotaryPosition, rope_frequencies
+from normattn.score.parts.base import Part, Parts, Slot, number, register
+from normattn.score.parts.rope import Half, RotaryPosition, rope_frequencies
 
 
 @dataclass(frozen=True)
@@ -32,9 +29,7 @@ class RopeScaling(Part):
         """The scaling of query rows block·L … block·L + L − 1; itself unless `blockwise`."""
         return self
 
-    def inverse_frequencies(
-        self, head_dim: int, base: float, train_length: int | None
-    ) -> Float[Tensor, "half"]:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
         """θ'_m in float64, m = 0 … d/2 − 1, in radians per token."""
         raise InputError(f"{self.name} defines no frequencies")
 
@@ -66,9 +61,7 @@ class PI(FactorScaling):
     equation = "θ'_m = θ_m / s"
     source = "arXiv 2306.15595, kexue.fm/archives/9675"
 
-    def inverse_frequencies(
-        self, head_dim: int, base: float, train_length: int | None
-    ) -> Float[Tensor, "half"]:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
         """θ_m / s."""
         return rope_frequencies(head_dim, base) / self.stretch
 
@@ -83,9 +76,7 @@ class ABF(RopeScaling):
     source = "arXiv 2309.16039"
     base: float = number(default=500000.0, above=1)
 
-    def inverse_frequencies(
-        self, head_dim: int, base: float, train_length: int | None
-    ) -> Float[Tensor, "half"]:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
         """base'^(−2m/d)."""
         return rope_frequencies(head_dim, self.base)
 
@@ -102,9 +93,7 @@ class NTK(FactorScaling):
     equation = "θ'_m = (base·s^(d/(d−2)))^(−2m/d)"
     source = "kexue.fm/archives/9675, 9706"
 
-    def inverse_frequencies(
-        self, head_dim: int, base: float, train_length: int | None
-    ) -> Float[Tensor, "half"]:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
         """(base·s^(d/(d−2)))^(−2m/d); needs d ≥ 4."""
         if head_dim < 4:
             raise InputError(f"NTK needs a head dimension of at least 4, but it is {head_dim}")
@@ -123,9 +112,7 @@ class NTKOld(FactorScaling):
     equation = "θ'_m = (base·s)^(−2m/d)"
     source = "kexue.fm/archives/9675, 9708"
 
-    def inverse_frequencies(
-        self, head_dim: int, base: float, train_length: int | None
-    ) -> Float[Tensor, "half"]:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
         """(base·s)^(−2m/d)."""
         return rope_frequencies(head_dim, base * self.stretch)
 
@@ -143,9 +130,7 @@ class NTKMixed(FactorScaling):
     source = "kexue.fm/archives/9706"
     b: float = number(default=0.625, above=0)
 
-    def inverse_frequencies(
-        self, head_dim: int, base: float, train_length: int | None
-    ) -> Float[Tensor, "half"]:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
         """θ_m·exp(−a·(m+1)^b)."""
         # a·(m+1)^b as ln s · ((m+1)/(d/2))^b, which no b can overflow.
         half = head_dim // 2
@@ -176,9 +161,7 @@ class DynamicNTK(RopeScaling):
         """NTK with the factor 1 + s·block."""
         return NTK(1 + self.factor * block)
 
-    def inverse_frequencies(
-        self, head_dim: int, base: float, train_length: int | None
-    ) -> Float[Tensor, "half"]:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
         """Refused: there are frequencies for each block, those of `for_block`."""
         raise InputError("DynamicNTK has frequencies for each block of rows: take for_block(…)")
 
@@ -209,9 +192,7 @@ class YaRN(FactorScaling):
         super().__post_init__()
         self.require(self.beta_fast >= self.beta_slow, "beta_fast", "at least beta_slow")
 
-    def inverse_frequencies(
-        self, head_dim: int, base: float, train_length: int | None
-    ) -> Float[Tensor, "half"]:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
         """The blend of θ_m/s and θ_m by the ramp."""
         length = self.known_length(train_length)
 
@@ -255,9 +236,7 @@ class Llama3(FactorScaling):
         super().__post_init__()
         self.require(self.high > self.low, "high", "a number above low")
 
-    def inverse_frequencies(
-        self, head_dim: int, base: float, train_length: int | None
-    ) -> Float[Tensor, "half"]:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
         """The blend of θ_m/s and θ_m by the number of turns."""
         theta = rope_frequencies(head_dim, base)
         turns = theta * (self.known_length(train_length) / (2 * math.pi))
@@ -289,9 +268,7 @@ class LongRoPE(FactorScaling):
             good = all(math.isfinite(factor) and factor > 0 for factor in self.factors)
             self.require(good and bool(self.factors), "factors", "numbers above 0, like 1:1.2:4")
 
-    def inverse_frequencies(
-        self, head_dim: int, base: float, train_length: int | None
-    ) -> Float[Tensor, "half"]:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
         """θ_m/λ_m; needs d/2 factors, or d ≥ 4 without them."""
         theta = rope_frequencies(head_dim, base)
         half = head_dim // 2
@@ -334,9 +311,7 @@ class ClippedRoPE(RopeScaling):
         """The number of pairs, or the training length that gives it."""
         return "clip" if self.clip is None and train_length is None else None
 
-    def inverse_frequencies(
-        self, head_dim: int, base: float, train_length: int | None
-    ) -> Float[Tensor, "half"]:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
         """θ_m, the last c of them tapered."""
         theta = rope_frequencies(head_dim, base)
         clip = self.clip
@@ -361,15 +336,13 @@ class DroPE(RopeScaling):
     equation = "θ'_m = 0, so P = 1"
     source = "arXiv 2512.12167"
 
-    def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
+    def conflict(self, parts: Parts) -> str | None:
         """A decay by distance would stay."""
         position = parts.get(Slot.POSITION)
         if isinstance(position, RotaryPosition) and position.log_growth(2) is not None:
             return self.refusal(position, f"{position.name} is still a position, by its decay")
         return None
 
-    def inverse_frequencies(
-        self, head_dim: int, base: float, train_length: int | None
-    ) -> Float[Tensor, "half"]:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
         """All 0."""
         return torch.zeros(head_dim // 2, dtype=torch.float64)

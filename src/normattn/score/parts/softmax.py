@@ -17,8 +17,10 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.kernels import Visibility
-from normattn.score.parts.base import Part, Slot, by_length, number, one_of, register
+from normattn.score.parts.base import Part, Parts, Slot, by_length, number, one_of, register
 from normattn.score.parts.long_context import blockwise
+
+Scores = Float[Tensor, "b h t s"]
 
 
 @register
@@ -56,9 +58,7 @@ class NormaliserPart(Part):
     slot = Slot.NORMALISER
     excludes: ClassVar[Mapping[Slot, str]] = {Slot.SINK: "a sink is a logit of softmax"}
 
-    def weights(
-        self, score: Float[Tensor, "b h t s"], seen: Visibility
-    ) -> Float[Tensor, "b h t s"]:
+    def weights(self, score: Scores, seen: Visibility) -> Scores:
         """The weights of whole rows; a score is −∞, and its weight 0, where a key is hidden."""
         raise InputError(f"{self.name} defines no weights")
 
@@ -78,9 +78,7 @@ class Sigmoid(NormaliserPart):
     source = "arXiv 2409.04431"
     tokens: int | None = number(default=None, least=1, fill=by_length(lambda length: length))
 
-    def weights(
-        self, score: Float[Tensor, "b h t s"], seen: Visibility
-    ) -> Float[Tensor, "b h t s"]:
+    def weights(self, score: Scores, seen: Visibility) -> Scores:
         """σ(s − ln n)."""
         return torch.sigmoid(score - math.log(self.known("tokens")))
 
@@ -102,9 +100,7 @@ class StickBreaking(NormaliserPart):
     needs_causal = True
     current: bool = False
 
-    def weights(
-        self, score: Float[Tensor, "b h t s"], seen: Visibility
-    ) -> Float[Tensor, "b h t s"]:
+    def weights(self, score: Scores, seen: Visibility) -> Scores:
         """In logarithms, summed from each key up to the query."""
         every = slice(None)
         if not self.current:
@@ -137,7 +133,7 @@ class Selective(Part):
     source = "arXiv 2410.02703; github.com/lucidrains/x-transformers"
     needs_causal = True
 
-    def conflict(self, parts: Mapping[Slot, Part]) -> str | None:
+    def conflict(self, parts: Parts) -> str | None:
         """One score per pair, of all rows in their order."""
         blocks = blockwise(parts)
         if blocks is None:
