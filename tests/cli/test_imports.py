@@ -48,5 +48,5 @@ def test_protocols_and_training_draw_nothing_and_compile_nothing() -> None:
     held = imported(
         "import normattn.lab.evaluation, normattn.lab.training, normattn.lab.sweep.cell"
     )
-    assert {"normattn.lab.evaluation.protocols", "normattn.lab.training.step"} <= held
+    assert {"normattn.lab.evaluation.language_model", "normattn.lab.training.step"} <= held
     assert not held & {*SLOW, "scipy"}

@@ -11,7 +11,7 @@ import pytest
 from cli.conftest import Command
 from normattn.lab.diagnostics.inspection import by_position
 from normattn.lab.diagnostics.lines import read_diagnostics
-from normattn.lab.stats import frame
+from normattn.lab.stats import measurements
 from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.continuation import Continuation
 
@@ -46,7 +46,7 @@ def test_a_run_is_looked_into(command: Command, probed: Path) -> None:
     stems = ("layers_entropy_share", "layers_largest", "layers_first_mass", "positions")
     figures = {f"{stem}.png" for stem in (*stems, "training", "attention")}
     assert {path.name for path in (folder / "figures").iterdir()} == figures
-    measured = frame.read(folder / frame.FILE)
+    measured = measurements.read(folder / measurements.FILE)
     assert measured["row"].unique().to_list() == ["QKRMSNorm-logn"]
     assert {"q_normed", "cosine", "attention"} <= set(measured["statistic"])
     assert measured.filter(protocol="training")["bin"].unique().sort().to_list() == [1, 2, 4]
@@ -80,7 +80,7 @@ def test_a_text_of_ones_own_beyond_the_training_length(
         folder = tmp_path / method
         assert json.loads(said.out) == json.loads((folder / "table.json").read_text())
         assert (folder / "figures" / "attention_0_1.png").exists()
-        measured = frame.read(folder / frame.FILE)
+        measured = measurements.read(folder / measurements.FILE)
         looks.append({name: by_position(measured, name, 0) for name in SHARES})
         settings = json.loads((folder / "config.json").read_text())["config"]
         # The text holds fewer than the sixteen that are read at most.
@@ -115,7 +115,9 @@ def test_angles_that_a_run_saw_when_it_continued(
             options = ("--text", text, "--length", 32, "--method", method, "--out", out)
             said = command("inspect", run, *options)
             assert said.code == 0, said.err
-            known = by_position(frame.read(out / frame.FILE), "angle_share", 0)[0] == 0
+            known = (
+                by_position(measurements.read(out / measurements.FILE), "angle_share", 0)[0] == 0
+            )
             own[method] = known.tolist().index(False) if not known.all() else 16
     # Of sixteen bins of two positions those before the first new angle.
     plain = {"as is": 4, "PI(factor=4)": 14, "PI(factor=2)": 7}

@@ -10,8 +10,8 @@ import torch
 
 from diagnostics.test_diagnostics import model_of, texts_of
 from normattn.lab.diagnostics import measure_mechanism
-from normattn.lab.diagnostics.clamping import READINGS, ClampedReading
-from normattn.lab.diagnostics.documents import Documents
+from normattn.lab.diagnostics.key_norms import Documents
+from normattn.lab.diagnostics.ranges import READINGS, ClampedReading
 from normattn.models import CausalLM
 
 

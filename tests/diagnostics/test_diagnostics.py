@@ -25,7 +25,7 @@ from normattn.lab.diagnostics import (
     watching,
 )
 from normattn.lab.report.view import View
-from normattn.lab.stats import Bootstrap, frame
+from normattn.lab.stats import Bootstrap, measurements
 from normattn.lab.studies.mechanism.measured import rows
 from normattn.lab.studies.mechanism.page import columns
 from normattn.models import CausalLM, CausalLMConfig
@@ -195,7 +195,7 @@ def test_a_record_is_the_sum_of_its_texts(score: str) -> None:
     record = measure_mechanism(model, texts, seed=0, weights="w")
     assert [module.training for module in model.modules()] == modes
     small = measure_mechanism(model, texts, seed=0, weights="w", tokens_per_batch=1)
-    assert frame.sorted_rows(small).equals(frame.sorted_rows(record))
+    assert measurements.sorted_rows(small).equals(measurements.sorted_rows(record))
 
     def of(statistic: str, length: int, document: str, layer: int, head: int) -> pl.DataFrame:
         chosen = record.filter(statistic=statistic, length=length, unit=document)

@@ -12,11 +12,11 @@ import pytest
 from normattn.lab.report.context import PageContext
 from normattn.lab.report.markdown import page_json, page_markdown
 from normattn.lab.report.page import context
-from normattn.lab.stats import frame
+from normattn.lab.stats import measurements
 from normattn.lab.studies import find
 
 RESULTS = Path(__file__).parents[2] / "results"
-FOLDERS = sorted(path.parent for path in RESULTS.glob(f"*/{frame.FILE}"))
+FOLDERS = sorted(path.parent for path in RESULTS.glob(f"*/{measurements.FILE}"))
 
 
 def test_there_is_a_published_frame() -> None:
@@ -32,7 +32,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def made(folder: Path) -> PageContext:
-    measured = frame.read(folder / frame.FILE)
+    measured = measurements.read(folder / measurements.FILE)
     study = find(measured["study"][0])
     config = json.loads((folder / "config.json").read_text())["config"]
     return context(study.page, measured, command=study.command(config))

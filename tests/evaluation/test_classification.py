@@ -23,7 +23,7 @@ from normattn.lab.evaluation.classification import (
     tune_threshold,
 )
 from normattn.lab.stats import Bootstrap, Identity, estimate, gathered, identified
-from normattn.lab.stats.statistic import MACRO_F1, MICRO_F1, Statistic
+from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, Statistic
 from normattn.lab.training.reports import Probe
 from normattn.models.classifier import Classifier
 from normattn.models.config import ClassifierConfig
@@ -151,10 +151,12 @@ def test_every_document_is_measured_and_the_facts_are_torchmetrics_own() -> None
     found = predict(classifier(), data().split("test"), 0)
     predicted = found.probabilities >= known(measured, "threshold")
     order = [int(name.removeprefix("test:")) for name in counts.units]
-    np.testing.assert_array_equal(counts.sum[0], 2 * (predicted & found.true)[order])
-    np.testing.assert_array_equal(counts.of[0], (predicted.astype(int) + found.true)[order])
-    np.testing.assert_array_equal(losses.sum[0, :, 0], found.loss[order])
-    assert losses.of.sum() == 12
+    np.testing.assert_array_equal(counts.numerator[0], 2 * (predicted & found.true)[order])
+    np.testing.assert_array_equal(
+        counts.denominator[0], (predicted.astype(int) + found.true)[order]
+    )
+    np.testing.assert_array_equal(losses.numerator[0, :, 0], found.loss[order])
+    assert losses.denominator.sum() == 12
     assert known(measured, "parameters") == sum(p.numel() for p in classifier().parameters())
     reached = tune_threshold(predict(classifier(), data().split("validation"), 0))[1]
     assert known(measured, "development_micro_f1") == reached

@@ -13,9 +13,9 @@ from polars.testing import assert_frame_equal
 from normattn.kernels.cross_entropy import TokenScores
 from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation import evaluate_cell, evaluate_run, from_causal_lm
-from normattn.lab.evaluation.recall import recalling
+from normattn.lab.evaluation.scorer import recalling
 from normattn.lab.stats import MeasurementStore
-from normattn.lab.stats.frame import sorted_rows
+from normattn.lab.stats.measurements import sorted_rows
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 

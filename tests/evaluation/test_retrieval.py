@@ -17,8 +17,7 @@ from normattn.lab.data import CopyTask, RetrievalSet, TokenData, retrieval_set
 from normattn.lab.data.retrieval import DEPTHS
 from normattn.lab.data.retrieval_facts import PASSAGE, TASKS
 from normattn.lab.evaluation import evaluate_retrieval, evaluate_run
-from normattn.lab.stats import MeasurementStore
-from normattn.lab.stats import frame as frames
+from normattn.lab.stats import MeasurementStore, measurements
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.score import ScoreSpec
 
@@ -139,8 +138,8 @@ def test_what_was_measured_comes_back_and_nothing_is_asked_twice(
     first = evaluate_retrieval(scorer, make(), info(), store=store)
     [path] = tmp_path.iterdir()
     again = evaluate_retrieval(scorer, make(), info(), store=MeasurementStore(tmp_path))
-    assert_frame_equal(again, frames.sorted_rows(first), check_exact=True)
-    assert_frame_equal(again, frames.read(path), check_exact=True)
+    assert_frame_equal(again, measurements.sorted_rows(first), check_exact=True)
+    assert_frame_equal(again, measurements.read(path), check_exact=True)
     assert len(scorer.shapes) == 1
     for other in (make(seed=1), make("multi_key"), make(multiple=3), make(windows=15)):
         evaluate_retrieval(scorer, other, info(), store=store)
@@ -168,7 +167,7 @@ def test_a_run_is_asked_under_every_method(tmp_path: Path) -> None:
     assert {one(each, "protocol") for each in found} == {"retrieval"}
     assert len(store) == len(found)
     assert_frame_equal(
-        frames.sorted_rows(store.frame()),
-        frames.sorted_rows(frames.joined(found)),
+        measurements.sorted_rows(store.frame()),
+        measurements.sorted_rows(measurements.joined(found)),
         check_exact=True,
     )

@@ -19,8 +19,7 @@ from normattn.lab.evaluation import (
     from_logits,
     weights_digest,
 )
-from normattn.lab.stats import MeasurementStore
-from normattn.lab.stats import frame as frames
+from normattn.lab.stats import MeasurementStore, measurements
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 from normattn.score.spec import ScoreSpec
@@ -63,7 +62,7 @@ def _assert_equal(found: list[pl.DataFrame], expected: list[pl.DataFrame]) -> No
     """The same sums of the same cells in the same order; the order of a frame's rows is free."""
     for one_frame, other in zip(found, expected, strict=True):
         assert_frame_equal(
-            frames.sorted_rows(one_frame), frames.sorted_rows(other), check_exact=True
+            measurements.sorted_rows(one_frame), measurements.sorted_rows(other), check_exact=True
         )
 
 
@@ -132,7 +131,7 @@ def test_every_method_is_evaluated_and_undone(model: CausalLM) -> None:
         for method in ("", "YaRN", "ReRoPE", "logn+")
         for protocol in ("train_length", "non_repeated")
     ]
-    whole = frames.joined(found)
+    whole = measurements.joined(found)
     told = {"row": "KNA", "weights": weights, "seed": 3, "train_length": L, "settings": "fp32"}
     assert {column: one(whole, column) for column in told} == told
     assert one(found[2], "score") == "KNA-YaRN(factor=4)@8"

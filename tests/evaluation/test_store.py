@@ -8,8 +8,7 @@ from polars.testing import assert_frame_equal
 
 from normattn.errors import InputError
 from normattn.lab.evaluation import evaluate_cell
-from normattn.lab.stats import MeasurementStore
-from normattn.lab.stats import frame as frames
+from normattn.lab.stats import MeasurementStore, measurements
 
 from .make import Counter, counting, info, make_set
 
@@ -21,7 +20,7 @@ def test_an_evaluation_is_done_once(tmp_path: Path) -> None:
     assert len(scorer.shapes) == 1
     again = evaluate_cell(scorer, chosen, info(), store=MeasurementStore(store.folder))
     assert len(scorer.shapes) == 1
-    assert_frame_equal(again, frames.sorted_rows(first), check_exact=True)
+    assert_frame_equal(again, measurements.sorted_rows(first), check_exact=True)
     assert_frame_equal(store.frame(), again, check_exact=True)
     assert len(store) == 1
 
@@ -100,7 +99,7 @@ def test_a_foreign_file_is_named_and_not_used(
     assert path.read_bytes() == whole
     assert f"{path} is damaged: it holds the evaluation {foreign.stem}" in capsys.readouterr().err
     # A frame that no evaluation left there, as a page's measurements, is none of the store's.
-    frames.write(path, first)
+    measurements.write(path, first)
     assert store.get(path.stem) is None
 
 

@@ -18,7 +18,7 @@ from normattn.lab.evaluation.translation import (
     translate,
     unigram_loss,
 )
-from normattn.lab.stats.counts import bleu, chrf
+from normattn.lab.stats.metrics import bleu, chrf
 from normattn.models.config import TranslatorConfig
 from normattn.models.translator import Translator
 

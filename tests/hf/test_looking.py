@@ -21,7 +21,7 @@ from normattn import InputError
 from normattn.cli.app import main
 from normattn.cli.inspection_foreign import looking
 from normattn.lab.diagnostics.lines import read_diagnostics
-from normattn.lab.stats import frame
+from normattn.lab.stats import measurements
 
 from . import tiny
 from .families import build as build_family
@@ -292,7 +292,7 @@ def test_the_command_looks_into_a_folder(tmp_path: Path, capfd: pytest.CaptureFi
     code, said, error = _run(capfd, *asked, "--attention", "1,2")
     assert code == 0, error
     assert "model, as is: 2 windows of 96 tokens of" in said
-    measured = frame.read(out / frame.FILE)
+    measured = measurements.read(out / measurements.FILE)
     assert measured.filter(protocol="drawn")["head"].unique().to_list() == [2]
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(folder)
@@ -301,7 +301,7 @@ def test_the_command_looks_into_a_folder(tmp_path: Path, capfd: pytest.CaptureFi
     code, said, error = _run(capfd, *asked, "--json", "--method", "YaRN(factor=2)")
     assert code == 0, error
     assert json.loads(said)
-    stretched = frame.read(out / frame.FILE)
+    stretched = measurements.read(out / measurements.FILE)
     assert stretched["method"].unique().to_list() == ["YaRN(factor=2)"]
     assert stretched["sum"].to_list() != measured["sum"].to_list()
     refusals = {

@@ -22,7 +22,7 @@ from normattn.lab.data.relations.reading import read_relations
 from normattn.lab.data.text_files import read_json_lines
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.runs import RunDirectory, read_metrics, read_status
-from normattn.lab.stats import frame
+from normattn.lab.stats import measurements
 from normattn.lab.studies import find
 from normattn.lab.sweep import presets
 from normattn.lab.sweep.cell import read_cell
@@ -57,7 +57,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "metrics": ("metrics.jsonl", read_metrics),
     "diagnostics": ("diagnostics.jsonl", read_diagnostics),
     "cell": ("cell.json", lambda path: read_cell(path, find("keynorm"))),
-    "measurements": (frame.FILE, frame.read),
+    "measurements": (measurements.FILE, measurements.read),
     "settings": ("mine.json", read_settings),
     "model": ("config.json", lambda path: load_any(path.parent)),
     "corpus": ("text.jsonl", _first_document),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.lab.stats.counts import bleu, chrf
+from normattn.lab.stats.metrics import bleu, chrf
 
 metrics = pytest.importorskip("sacrebleu.metrics", reason="needs sacrebleu")
 

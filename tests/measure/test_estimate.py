@@ -27,9 +27,9 @@ from normattn.lab.stats import (
     sign_test,
     sums,
 )
+from normattn.lab.stats.arrays import left_out, on_common_sets
 from normattn.lab.stats.bootstrap import DRAWN_AT_ONCE
-from normattn.lab.stats.gather import left_out, on_common_sets
-from normattn.lab.stats.statistic import Statistic, accuracy, loss, median, quantile
+from normattn.lab.stats.metrics import Statistic, accuracy, loss, median, quantile
 
 ACCURACY = accuracy()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from normattn.lab.stats.counts import macro_f1
-from normattn.lab.stats.statistic import MICRO_F1
+from normattn.lab.stats.metrics import MICRO_F1, macro_f1
 
 
 def test_f1_of_counts_by_hand() -> None:

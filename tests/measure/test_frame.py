@@ -10,8 +10,15 @@ import pytest
 
 from measure.make import counted, identity
 from normattn.errors import InputError
-from normattn.lab.stats import MeasurementStore, digest, fact, identified, joined, sums
-from normattn.lab.stats import frame as frames
+from normattn.lab.stats import (
+    MeasurementStore,
+    digest,
+    fact,
+    identified,
+    joined,
+    measurements,
+    sums,
+)
 
 
 def test_windows_of_one_document_are_added_up() -> None:
@@ -47,27 +54,27 @@ def test_a_bin_is_half_open_and_has_both_ends() -> None:
 def test_what_is_refused(change: object, message: str) -> None:
     whole = counted("A", 0, [1, 2])
     with pytest.raises(InputError, match=message):
-        frames.checked(change(whole), "it")  # type: ignore[operator]
+        measurements.checked(change(whole), "it")  # type: ignore[operator]
 
 
 def test_equal_frames_are_equal_bytes_whatever_their_order(tmp_path: Path) -> None:
     whole = joined([counted("A", 0, [1, 2, 3]), counted("B", 1, [4, 5, 6], method="YaRN")])
-    frames.write(tmp_path / "a.parquet", whole)
-    frames.write(tmp_path / "b.parquet", whole.reverse())
+    measurements.write(tmp_path / "a.parquet", whole)
+    measurements.write(tmp_path / "b.parquet", whole.reverse())
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
-    assert frames.read(tmp_path / "a.parquet").equals(frames.sorted_rows(whole))
+    assert measurements.read(tmp_path / "a.parquet").equals(measurements.sorted_rows(whole))
 
 
 def test_every_flipped_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     whole = counted("A", 0, [1, 2, 3])
-    frames.write(path, whole)
+    measurements.write(path, whole)
     good = path.read_bytes()
     refused = 0
     for place in range(0, len(good), 7):
         path.write_bytes(good[:place] + bytes([good[place] ^ 0x10]) + good[place + 1 :])
         try:
-            assert frames.read(path).equals(frames.sorted_rows(whole))
+            assert measurements.read(path).equals(measurements.sorted_rows(whole))
         except InputError as error:
             named = "a.parquet" in str(error)
             refused += named
@@ -77,13 +84,13 @@ def test_every_flipped_byte_is_refused_or_changes_nothing(tmp_path: Path) -> Non
 def test_cut_empty_and_foreign_files_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "m.parquet"
     with pytest.raises(InputError, match=r"m\.parquet is not there"):
-        frames.read(path)
-    frames.write(path, counted("A", 0, [1, 2]))
+        measurements.read(path)
+    measurements.write(path, counted("A", 0, [1, 2]))
     good = path.read_bytes()
     for content in (b"", good[:-20], good[: len(good) // 2], b"PAR1" + b"x" * 50):
         path.write_bytes(content)
         with pytest.raises(InputError, match=r"m\.parquet is (no frame|damaged)"):
-            frames.read(path)
+            measurements.read(path)
 
 
 def test_factors_are_null_where_they_do_not_apply() -> None:
@@ -128,4 +135,4 @@ def test_numbers_that_cannot_be_reckoned_with_are_refused(
     whole = counted("A", 0, [1, 2, 3])
     bad = pl.when(pl.int_range(pl.len()) == 1).then(pl.lit(value)).otherwise(pl.col(column))
     with pytest.raises(InputError, match=column if value != -1 else "negative"):
-        frames.write(tmp_path / "a.parquet", whole.with_columns(bad.alias(column)))
+        measurements.write(tmp_path / "a.parquet", whole.with_columns(bad.alias(column)))

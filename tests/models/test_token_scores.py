@@ -9,7 +9,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.kernels.cross_entropy import TokenScores, token_scores
 from normattn.lab.evaluation import from_causal_lm, from_logits
-from normattn.lab.evaluation.scorers import scores_from
+from normattn.lab.evaluation.scorer import scores_from
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 

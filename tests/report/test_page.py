@@ -19,8 +19,8 @@ from normattn.lab.report.page import Page, context, write_page
 from normattn.lab.report.seeds import seeds_line
 from normattn.lab.report.table import NOTHING, Column, Row, Table, shown
 from normattn.lab.report.view import Term, View
-from normattn.lab.stats import Bootstrap, Estimate, frame, joined
-from normattn.lab.stats.statistic import accuracy
+from normattn.lab.stats import Bootstrap, Estimate, joined, measurements
+from normattn.lab.stats.metrics import accuracy
 
 ACCURACY = accuracy()
 SMALL = Bootstrap(200)
@@ -203,7 +203,7 @@ def test_the_page_in_three_forms(tmp_path: Path) -> None:
         "row,accuracy,accuracy_low,accuracy_high,gap,gap_low,gap_high"
     )
     write_page(page, measured, tmp_path / "a")
-    write_page(page, frame.read(tmp_path / "a" / frame.FILE), tmp_path / "b")
+    write_page(page, measurements.read(tmp_path / "a" / measurements.FILE), tmp_path / "b")
     first, second = (
         {path.name: path.read_bytes() for path in sorted((tmp_path / name).rglob("*.*"))}
         for name in "ab"
@@ -246,7 +246,7 @@ def test_seeds_are_told_of_the_trainings_that_a_row_varies_in() -> None:
 
 def test_nothing_measured_is_nothing_to_report() -> None:
     with pytest.raises(InputError, match="nothing was measured"):
-        context(PAGE, frame.empty())
+        context(PAGE, measurements.empty())
 
 
 def test_numbers_as_they_are_shown() -> None:

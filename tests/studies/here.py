@@ -16,8 +16,8 @@ import pytest
 
 from normattn import __main__
 from normattn.cli import app
+from normattn.lab.sweep.launch.base import FINISHED, Job, Needs, Outcome, Session
 from normattn.lab.sweep.launch.local import Local
-from normattn.lab.sweep.launch.seam import FINISHED, Job, Needs, Outcome, Session
 
 
 class OneByOne(Session):

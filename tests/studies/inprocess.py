@@ -9,7 +9,7 @@ import pytest
 
 from normattn.lab.report.markdown import page_json, page_markdown, table_csv
 from normattn.lab.report.page import context
-from normattn.lab.stats import frame
+from normattn.lab.stats import measurements
 from normattn.lab.sweep import cell as cell_module
 from normattn.lab.sweep import layout
 from normattn.lab.sweep.cell import run_cell
@@ -43,7 +43,7 @@ def write(study: Study, out: Path) -> None:
     made = context(study.page, measured)
     page = out / PAGE
     page.mkdir(exist_ok=True)
-    frame.write(page / frame.FILE, measured)
+    measurements.write(page / measurements.FILE, measured)
     (page / "table.md").write_text(page_markdown(made))
     (page / "table.json").write_text(page_json(made))
     (page / "figures.txt").write_text("\n".join(map(repr, made.figures)))

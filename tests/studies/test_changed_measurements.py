@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from normattn.cli.app import main
-from normattn.lab.stats import frame
+from normattn.lab.stats import measurements
 
 RESULTS = Path(__file__).parents[2] / "results"
 OTHER = "§ another"
@@ -24,7 +24,7 @@ def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def _copy(name: str, folder: Path) -> pl.DataFrame:
     folder.mkdir()
     shutil.copy(RESULTS / name / "config.json", folder)
-    return frame.read(RESULTS / name / frame.FILE)
+    return measurements.read(RESULTS / name / measurements.FILE)
 
 
 def _report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +60,9 @@ def test_changed_measurements(
     folder = tmp_path / name
     measured = _copy(name, folder).with_columns(CHANGES[change])
     names = [column for column in measured.columns if column not in ("sum", "of")]
-    frame.write(folder / frame.FILE, measured.unique(names, keep="first", maintain_order=True))
+    measurements.write(
+        folder / measurements.FILE, measured.unique(names, keep="first", maintain_order=True)
+    )
     _report(folder, capsys)
 
 
@@ -73,7 +75,7 @@ def test_changed_settings(
 ) -> None:
     folder = tmp_path / "window-laptop"
     measured = _copy("window-laptop", folder)
-    frame.write(folder / frame.FILE, measured)
+    measurements.write(folder / measurements.FILE, measured)
     stored = json.loads((folder / "config.json").read_text())
     stored["config"][setting] = value
     (folder / "config.json").write_text(json.dumps(stored))

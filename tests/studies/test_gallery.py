@@ -12,7 +12,7 @@ from normattn.cli.app import main
 from normattn.errors import InputError
 from normattn.lab.report.page import context
 from normattn.lab.runs.directory import FORMAT
-from normattn.lab.stats import frame
+from normattn.lab.stats import measurements
 from normattn.lab.studies import extend, gallery
 from studies.test_extend import _frame, _lines
 
@@ -31,7 +31,7 @@ def _folder(place: Path, text: str, model: str = "model") -> Path:
     stored = {"format": FORMAT, "kind": extend.KIND, "config": config}
     (place / "config.json").write_text(json.dumps(stored))
     measured = _frame(LOSSES[text]).with_columns(pl.lit(model).alias("row"))
-    frame.write(place / frame.FILE, measured)
+    measurements.write(place / measurements.FILE, measured)
     return place
 
 
@@ -43,7 +43,10 @@ def test_every_row_is_that_of_its_own_page(tmp_path: Path) -> None:
     rows = {line[0].text: dict(zip(keys, line, strict=True)) for line in made.cells}
     alone = {}
     for place, text, model in zip(places, "aba", ("model", "model", "other"), strict=True):
-        tables = {t.key: t for t in context(extend.PAGE, frame.read(place / frame.FILE)).tables}
+        tables = {
+            t.key: t
+            for t in context(extend.PAGE, measurements.read(place / measurements.FILE)).tables
+        }
         for key, column, here in (
             ("table", "loss_8", "loss_1"),
             ("table", "loss_16", "loss_2"),
@@ -83,12 +86,12 @@ def test_the_command_and_its_frame(
     stored = json.loads((tmp_path / "all" / "config.json").read_text())
     assert stored["kind"] == gallery.KIND
     assert stored["config"]["model, a.txt"] == {"windows": 3, "train_length": 8}
-    before = Path(places[0], frame.FILE).read_bytes()
+    before = Path(places[0], measurements.FILE).read_bytes()
     with pytest.raises(SystemExit) as ended:
         main(["report", *places])
     assert ended.value.code == 2
     assert "give the page of all its own --out" in capsys.readouterr().err
-    assert Path(places[0], frame.FILE).read_bytes() == before
+    assert Path(places[0], measurements.FILE).read_bytes() == before
     (tmp_path / "all" / "config.json").write_text('{"format": 1, "kind": "keynorm", "config": {}}')
     with pytest.raises(SystemExit) as ended:
         main(["report", *places, "--out", str(tmp_path / "all")])

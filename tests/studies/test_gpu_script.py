@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from normattn.lab.sweep.merging import merged
 from normattn.lab.sweep.presets import load
+from normattn.lab.sweep.settings import merged
 from normattn.lab.training.config import TrainingConfig
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu"

@@ -19,7 +19,7 @@ from normattn.errors import InputError
 from normattn.lab.data.relations import prepare_relations
 from normattn.lab.diagnostics.inspection import by_head, totals
 from normattn.lab.diagnostics.weights import attention_weights
-from normattn.lab.stats import frame
+from normattn.lab.stats import measurements
 from normattn.lab.training.classification import ClassificationConfig, train_classifier
 from normattn.lab.training.translation import TranslationConfig, train_translation
 from normattn.lab.training.vision import VisionTrainingConfig, train_vision
@@ -61,7 +61,7 @@ def look(run: Path, out: Path, **choices: Any) -> pl.DataFrame:
     names = {path.name for path in (out / "figures").iterdir()}
     assert "layers_entropy_share.png" in names
     assert any(name.startswith("attention") for name in names)
-    return frame.read(out / frame.FILE).filter(protocol="inspect")
+    return measurements.read(out / measurements.FILE).filter(protocol="inspect")
 
 
 def layers(measured: pl.DataFrame) -> list[str]:

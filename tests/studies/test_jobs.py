@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import Interrupted
-from normattn.lab.sweep.launch import local, running
+from normattn.lab.sweep.launch import base, local
+from normattn.lab.sweep.launch.base import Job, Needs, Observe, Outcome
 from normattn.lab.sweep.launch.local import Local
-from normattn.lab.sweep.launch.running import Observe
-from normattn.lab.sweep.launch.seam import Job, Needs, Outcome
 
 
 def job(folder: Path, name: str, script: str) -> Job:
@@ -30,7 +29,7 @@ def run_jobs(
     launcher: Local | None = None,
     device: str = "cpu",
 ) -> list[Outcome]:
-    return running.run_jobs(jobs, launcher or Local(), at_once, Needs(1, device), observe)
+    return base.run_jobs(jobs, launcher or Local(), at_once, Needs(1, device), observe)
 
 
 def by_name(outcomes: list[Outcome]) -> dict[str, Outcome]:

@@ -16,7 +16,7 @@ import pytest
 from normattn.cli.app import main
 from normattn.cli.reporting import report
 from normattn.errors import InputError
-from normattn.lab.stats import frame
+from normattn.lab.stats import measurements
 from normattn.lab.sweep.corpora import canonical_json, refuse_changed_text
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -27,12 +27,12 @@ Part = Callable[[Path, pl.Expr], Path]
 @pytest.fixture(scope="module")
 def part() -> Part:
     """Makes a folder of those rows of the published frame that an expression keeps."""
-    measured = frame.read(WHOLE / frame.FILE)
+    measured = measurements.read(WHOLE / measurements.FILE)
 
     def make(folder: Path, kept: pl.Expr) -> Path:
         folder.mkdir()
         shutil.copy(WHOLE / "config.json", folder)
-        frame.write(folder / frame.FILE, measured.filter(kept))
+        measurements.write(folder / measurements.FILE, measured.filter(kept))
         return folder
 
     return make
@@ -65,7 +65,7 @@ def test_seeds_apart_give_the_page_of_all(
     with pytest.raises(SystemExit) as ended:
         main(["report", *map(str, places), "--out", str(out)])
     assert ended.value.code == 0, capsys.readouterr()
-    for name in ("table.md", frame.FILE, "config.json"):
+    for name in ("table.md", measurements.FILE, "config.json"):
         assert (out / name).read_bytes() == (WHOLE / name).read_bytes(), name
     before = (out / "table.md").read_bytes()
     report([out], out)
@@ -113,16 +113,16 @@ def test_one_text_under_two_addresses_is_one_corpus(part: Part, tmp_path: Path) 
 def test_trainings_of_one_row_and_seed_are_told_by_what_they_vary_in(tmp_path: Path) -> None:
     """A learning-rate sweep trains KNA with seed 0 six times: rates may be joined."""
     whole = RESULTS / "qknorm-laptop"
-    measured = frame.read(whole / frame.FILE).filter(row="KNA", seed=0)
+    measured = measurements.read(whole / measurements.FILE).filter(row="KNA", seed=0)
     places = []
     for name, kept in (("low", pl.col("factor.rate") < 4), ("high", pl.col("factor.rate") >= 4)):
         folder = tmp_path / name
         folder.mkdir()
         shutil.copy(whole / "config.json", folder)
-        frame.write(folder / frame.FILE, measured.filter(kept))
+        measurements.write(folder / measurements.FILE, measured.filter(kept))
         places.append(folder)
     report(places, tmp_path / "out")
-    rows = frame.read(tmp_path / "out" / frame.FILE)
+    rows = measurements.read(tmp_path / "out" / measurements.FILE)
     assert rows["factor.rate"].n_unique() == measured["factor.rate"].n_unique() > 3
     shutil.copytree(places[1], tmp_path / "again")
     _refused([*places, tmp_path / "again"], tmp_path / "no", r"KNA seed 0 \(images, 0.016, 4.0\)")
@@ -153,9 +153,11 @@ def test_other_settings_are_named(part: Part, tmp_path: Path) -> None:
 
 def test_other_documents_are_refused(part: Part, tmp_path: Path) -> None:
     places = [part(tmp_path / "a", pl.col("seed") > 0), part(tmp_path / "b", pl.col("seed") < 1)]
-    measured = frame.read(places[1] / frame.FILE)
+    measured = measurements.read(places[1] / measurements.FILE)
     elsewhere = pl.when(pl.col("data") == "").then(pl.lit("")).otherwise(pl.lit("elsewhere"))
-    frame.write(places[1] / frame.FILE, measured.with_columns(elsewhere.alias("data")))
+    measurements.write(
+        places[1] / measurements.FILE, measured.with_columns(elsewhere.alias("data"))
+    )
     _refused(places, tmp_path / "out", "b were measured on different documents")
 
 

@@ -13,7 +13,7 @@ from normattn.lab.studies._variants import trained_in_variants
 from normattn.lab.studies.keynorm import METHODS, VARIANTS, resolve
 from normattn.lab.sweep import presets
 from normattn.lab.sweep.language import ReadCell, TextConfig
-from normattn.lab.sweep.omissions import Omission, grouped
+from normattn.lab.sweep.methods import Omission, grouped
 from normattn.lab.sweep.plan import make_plan
 from normattn.lab.sweep.study import Cell, Request, SweepConfig
 from normattn.lab.training import TrainingConfig

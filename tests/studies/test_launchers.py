@@ -19,11 +19,9 @@ import pytest
 from normattn.errors import InputError, Interrupted
 from normattn.lab.studies import find
 from normattn.lab.sweep import launch
-from normattn.lab.sweep.launch.child import Errand
-from normattn.lab.sweep.launch.local import Local
-from normattn.lab.sweep.launch.ray_tasks import Ray
-from normattn.lab.sweep.launch.running import run_jobs
-from normattn.lab.sweep.launch.seam import Job, Launcher, Needs
+from normattn.lab.sweep.launch.base import Job, Launcher, Needs, run_jobs
+from normattn.lab.sweep.launch.local import Errand, Local
+from normattn.lab.sweep.launch.ray_cluster import Ray
 from normattn.lab.sweep.launch.slurm import Slurm
 from normattn.lab.sweep.run import reproduce
 from normattn.lab.sweep.study import Request
@@ -75,8 +73,8 @@ def elsewhere(request: pytest.FixtureRequest) -> Launcher:
 INTERRUPTED = """
 import _thread, sys, threading, time
 from pathlib import Path
-from normattn.lab.sweep.launch.child import Errand
-from normattn.lab.sweep.launch.seam import Job
+from normattn.lab.sweep.launch.local import Errand
+from normattn.lab.sweep.launch.base import Job
 place = Path(sys.argv[1])
 job = Job("one", ("-c", sys.argv[2]), place / "log.txt")
 

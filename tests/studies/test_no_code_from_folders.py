@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from normattn.cli.app import main
-from normattn.lab.stats import frame
+from normattn.lab.stats import measurements
 from normattn.lab.sweep.launch.local import Local
 from studies import here
 
@@ -63,8 +63,10 @@ def _kind(folder: Path, named: str) -> None:
 def _frame(folder: Path, named: str) -> None:
     for name in ("jobs", "cells"):
         shutil.rmtree(folder / name)
-    measured = frame.read(folder / frame.FILE)
-    frame.write(folder / frame.FILE, measured.with_columns(pl.lit(named).alias("study")))
+    measured = measurements.read(folder / measurements.FILE)
+    measurements.write(
+        folder / measurements.FILE, measured.with_columns(pl.lit(named).alias("study"))
+    )
 
 
 @pytest.mark.parametrize("spelled", ["{}/helper.py", "helper.py", "../out/helper"])
@@ -142,7 +144,7 @@ def test_a_study_file_that_fails_is_named_with_its_line(
         "report": ("report", tmp_path / "results", "--study", path),
     }
     if command == "report":
-        frame.write(tmp_path / "results" / frame.FILE, frame.empty())
+        measurements.write(tmp_path / "results" / measurements.FILE, measurements.empty())
     assert _run(*words[command]) == 2
     said = capsys.readouterr().err
     sentence = said.strip().splitlines()[-1]

@@ -131,7 +131,7 @@ def test_copying_counts_the_documents_that_were_read_in_one_way_only() -> None:
     assert known.count == 100 * 22
     assert known.value == pytest.approx(12.0 + NOISE[:22].mean() - NOISE[18:].mean())
     # As for two independent means of 22 documents, of which four are the same.
-    assert known.error == pytest.approx(NOISE.std() * (2 / 22) ** 0.5, rel=0.3)
+    assert known.stderr == pytest.approx(NOISE.std() * (2 / 22) ** 0.5, rel=0.3)
 
 
 def test_copying_that_some_have_learned_is_said_by_name() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from data.pairs_helpers import multi_layout
 from normattn.errors import InputError
-from normattn.lab.stats import frame
+from normattn.lab.stats import measurements
 from normattn.lab.studies.qknorm import STUDY, collect, resolve
 from normattn.lab.studies.qknorm.rows import parts
 from normattn.lab.studies.qknorm.settings import MULTIPLES, SCORES, SWEPT
@@ -229,8 +229,8 @@ def test_stopped_anywhere_it_is_the_same(
 def _damaged(out: Path) -> None:
     """What cannot be read is named, and two test sets are not mixed."""
     (place,) = (out / "cells" / "KNA").glob("*/evaluations/translation.parquet")
-    other = frame.read(place).with_columns(pl.lit("other").alias("data"))
-    frame.write(place, other)
+    other = measurements.read(place).with_columns(pl.lit("other").alias("data"))
+    measurements.write(place, other)
     with pytest.raises(InputError, match="translation was measured on 2 data sets"):
         collect(out)
     place.write_text("nothing")

@@ -16,7 +16,7 @@ from normattn.lab.report.markdown import page_json, page_markdown, table_csv
 from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
-from normattn.lab.stats.counts import bleu
+from normattn.lab.stats.metrics import bleu
 from normattn.lab.studies.qknorm.measured import (
     base_of,
     failures,

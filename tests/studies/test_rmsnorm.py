@@ -11,7 +11,7 @@ import pytest
 
 from data.relation_files import write_relations
 from normattn.errors import InputError
-from normattn.lab.stats import collected, frame
+from normattn.lab.stats import collected, measurements
 from normattn.lab.studies.rmsnorm import NORMS, STUDY, TIMED, NormCell, TimeCell, collect, resolve
 from normattn.lab.studies.rmsnorm.measuring import whole_time
 from normattn.lab.sweep import presets
@@ -141,7 +141,7 @@ def test_stopped_anywhere_it_is_the_same(
 
 
 def _timeless(out: Path) -> pl.DataFrame:
-    measured = frame.sorted_rows(STUDY.measurements(out))
+    measured = measurements.sorted_rows(STUDY.measurements(out))
     assert set(measured["protocol"]) == {
         *("classification", "training", "development", "step time")
     }
@@ -151,7 +151,7 @@ def _timeless(out: Path) -> pl.DataFrame:
 def _of_other_data(out: Path) -> None:
     """Give one model another test set."""
     path = out / "cells" / "RMSNorm" / "seed1" / "evaluations" / "classification.parquet"
-    frame.write(path, frame.read(path).with_columns(pl.lit("other").alias("data")))
+    measurements.write(path, measurements.read(path).with_columns(pl.lit("other").alias("data")))
     assert collected(out).height
     collect(out)
 

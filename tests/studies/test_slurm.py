@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.sweep.launch.running import run_jobs
-from normattn.lab.sweep.launch.seam import Job, Needs
+from normattn.lab.sweep.launch.base import Job, Needs, run_jobs
 from normattn.lab.sweep.launch.slurm import Slurm
 
 pytest.importorskip("submitit")
@@ -84,8 +83,8 @@ time.sleep(100)
 FIRST = """
 import sys
 from pathlib import Path
-from normattn.lab.sweep.launch.running import run_jobs
-from normattn.lab.sweep.launch.seam import Job, Needs
+from normattn.lab.sweep.launch.base import run_jobs
+from normattn.lab.sweep.launch.base import Job, Needs
 from normattn.lab.sweep.launch.slurm import Slurm
 cluster, log, script = sys.argv[1:]
 run_jobs([Job("one", ("-c", script), Path(log))], Slurm(cluster=cluster), 1, Needs())

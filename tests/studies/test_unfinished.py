@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.stats import frame
+from normattn.lab.stats import measurements
 from normattn.lab.studies import OF_COMMANDS, find
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -18,7 +18,7 @@ TRAINING = pl.col("protocol") == "training"
 
 def _trained() -> list[Path]:
     """Published folders of studies that train."""
-    folders = sorted(file.parent for file in RESULTS.glob("*/" + frame.FILE))
+    folders = sorted(file.parent for file in RESULTS.glob("*/" + measurements.FILE))
     kinds = {f: json.loads((f / "config.json").read_text())["kind"] for f in folders}
     return [folder for folder in folders if kinds[folder] not in OF_COMMANDS]
 
@@ -30,7 +30,7 @@ def test_what_is_training_still_stands_in_no_way(
 ) -> None:
     """Loss curves are there before anything is measured, of one row or of all."""
     monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"drawn elsewhere")
-    measured = frame.read(folder / frame.FILE)
+    measured = measurements.read(folder / measurements.FILE)
     config = json.loads((folder / "config.json").read_text())["config"]
     second = measured["row"].unique(maintain_order=True)[1:2]
     kept = TRAINING if still == "all" else TRAINING | pl.col("row").is_in(second)

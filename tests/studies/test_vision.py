@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.stats import frame, select
+from normattn.lab.stats import measurements, select
 from normattn.lab.studies.qknorm import STUDY, collect
 from normattn.lab.studies.qknorm.images import SCORES, VisionCell, vision_cells, vision_score
 from normattn.lab.studies.qknorm.rows import Trained, rows_of
@@ -100,7 +100,7 @@ def test_stopped_anywhere_it_is_the_same(
     assert files(tmp_path / "broken") == found
     assert {"vision.csv", "measurements.parquet"} <= found.keys()
     assert b"vision_by_learning_rate" in found["figures.txt"]
-    measured = frame.read(tmp_path / "whole" / PAGE / frame.FILE)
+    measured = measurements.read(tmp_path / "whole" / PAGE / measurements.FILE)
     assert not select(measured, {"statistic": "diverged"}).height
     tested = select(measured, {"protocol": "images", "statistic": "accuracy"})
     assert set(tested.select("row", "factor.rate", "score").rows()) == {

@@ -15,7 +15,7 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.lab.stats import joined
-from normattn.lab.stats.gather import on_common_sets
+from normattn.lab.stats.arrays import on_common_sets
 from normattn.lab.studies.reading import OWN_TABLES
 from normattn.lab.sweep.measuring import EVALUATIONS, asked_alone
 from normattn.terminal import warn

@@ -27,7 +27,7 @@ from normattn.lab.sweep.measuring import (
     count_evaluations,
     evaluate_trained,
 )
-from normattn.lab.sweep.selections import ALL, left_out, post_hoc_methods
+from normattn.lab.sweep.methods import ALL, left_out, post_hoc_methods
 from normattn.lab.sweep.settings import PROTOCOLS, EvaluationSettings, Protocol, validated
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.causal import CausalWorkload

@@ -19,7 +19,7 @@ from normattn.errors import NormattnError
 from normattn.hf.model_parts import model_parts
 from normattn.lab.data.retrieval import RetrievalSet
 from normattn.lab.evaluation import CellInfo, TokenScorer, evaluate_cell, evaluate_retrieval
-from normattn.lab.evaluation.cells import identity
+from normattn.lab.evaluation.scorer import identity
 from normattn.lab.runs.memory import peak, resident
 from normattn.lab.stats import digest, fact, identified, joined
 from normattn.lab.studies.extend import KIND, PEAK, PREFILL, SECONDS

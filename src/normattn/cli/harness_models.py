@@ -19,7 +19,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.kernels import TokenScores
 from normattn.lab.data.tokeniser import SEPARATOR_ID, Tokeniser
-from normattn.lab.evaluation.scorers import TokenScorer, from_causal_lm
+from normattn.lab.evaluation.scorer import TokenScorer, from_causal_lm
 from normattn.models import CausalLM, Sampling, generate
 from normattn.models.generation import left_padded
 from normattn.score import ScoreSpec

@@ -25,7 +25,7 @@ from normattn.lab.diagnostics.angles import Stage
 from normattn.lab.diagnostics.inspection import Collecting, by_head
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.diagnostics.weights import MOST_TOKENS, attention_weights
-from normattn.lab.evaluation.fingerprints import weights_digest
+from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.report.terminal import print_table
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory, require_finished

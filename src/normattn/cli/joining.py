@@ -14,8 +14,8 @@ from typing import Any
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.lab.stats import frame
-from normattn.lab.stats.frame import FACTOR
+from normattn.lab.stats import measurements
+from normattn.lab.stats.measurements import FACTOR
 from normattn.lab.sweep.corpora import Corpora
 from normattn.lab.sweep.study import free_settings
 from normattn.structured import first_difference
@@ -44,7 +44,7 @@ def joined_cells(
         _refuse_other_settings(two, configurations[first], configurations[second], same_text)
         _refuse_shared_cells(two, frames[first], frames[second])
         _refuse_other_documents(two, frames[first], frames[second])
-    return frame.joined(frames)
+    return measurements.joined(frames)
 
 
 def _refuse_other_settings(

@@ -18,8 +18,8 @@ from normattn.errors import InputError, NormattnError
 from normattn.lab.report.terminal import say
 from normattn.lab.runs import read_status
 from normattn.lab.runs.directory import FORMAT
-from normattn.lab.stats import collected, frame, joined
-from normattn.lab.stats.frame import FACTOR
+from normattn.lab.stats import collected, joined, measurements
+from normattn.lab.stats.measurements import FACTOR
 from normattn.lab.studies import OF_COMMANDS, errors_in, find, find_typed, gallery
 from normattn.lab.studies.extend import KIND as EXTEND
 from normattn.lab.sweep.cell import study_named
@@ -119,9 +119,9 @@ def _measured(folder: Path, named: str | None) -> Measured | None:
             measured = study.measurements(folder)
         return Measured(study, config, measured, Corpora.below(folder))
     # A page made of runs lies among them by default: they may have been measured again since.
-    if (folder / frame.FILE).is_file() and (kind in OF_COMMANDS or not _runs([folder])):
-        measured = frame.read(folder / frame.FILE)
-        study = find_typed(named) if named else _study_of(measured, folder / frame.FILE)
+    if (folder / measurements.FILE).is_file() and (kind in OF_COMMANDS or not _runs([folder])):
+        measured = measurements.read(folder / measurements.FILE)
+        study = find_typed(named) if named else _study_of(measured, folder / measurements.FILE)
         return Measured(study, config, measured, Corpora.below(folder))
     return None
 
@@ -205,7 +205,7 @@ def of_runs(places: Sequence[Path]) -> pl.DataFrame:
         whole = joined([measured, *_training(run, factors)])
         runs.append(GatheredRun.of(run, whole, factors))
     told = dict(zip((run.path for run in runs), told_apart(runs), strict=True))
-    measured = on_one_text(told) if told else frame.empty()
+    measured = on_one_text(told) if told else measurements.empty()
     if not measured.filter(pl.col("protocol") != "training").height and not any(
         measured["statistic"] == "diverged"
     ):
@@ -223,7 +223,7 @@ def _at_the_end(measured: pl.DataFrame) -> pl.DataFrame:
     return measured.filter(pl.col(step) == pl.col(step).max()) if step in measured else measured
 
 
-def _factors(measured: pl.DataFrame) -> dict[str, frame.Factor]:
+def _factors(measured: pl.DataFrame) -> dict[str, measurements.Factor]:
     """What one run's measurements have in common, which its training has as well."""
     names = [name for name in measured.columns if name.startswith(FACTOR)]
     values = {name.removeprefix(FACTOR): measured[name].unique().to_list() for name in names}
@@ -239,7 +239,7 @@ def _runs(places: Sequence[Path]) -> list[Path]:
     return list(runs)
 
 
-def _training(run: Path, factors: Mapping[str, frame.Factor]) -> list[pl.DataFrame]:
+def _training(run: Path, factors: Mapping[str, measurements.Factor]) -> list[pl.DataFrame]:
     """The loss curve of a run of a language model, and where it diverged, if it did."""
     config = language_model(run)
     if config is None:
@@ -248,12 +248,14 @@ def _training(run: Path, factors: Mapping[str, frame.Factor]) -> list[pl.DataFra
     frames = [history(run, name, config.seed, factors)]
     status = read_status(run)
     if status is not None and status.state == "diverged":
-        whose = frame.Identity(
+        whose = measurements.Identity(
             "", name, str(config.model.score), config.seed, "training", factors=factors
         )
         edges = [float(status.step)]
-        rows = frame.sums("diverged", [status.where], [[1.0]], [[1.0]], axis="step", edges=edges)
-        frames.append(frame.identified(whose, [rows]))
+        rows = measurements.sums(
+            "diverged", [status.where], [[1.0]], [[1.0]], axis="step", edges=edges
+        )
+        frames.append(measurements.identified(whose, [rows]))
     return frames
 
 

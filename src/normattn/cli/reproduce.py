@@ -140,7 +140,7 @@ def _command(study: Study) -> Any:
 
 def _refuse_both(given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     """`InputError` for a setting that an option gives and `--set` as well, alone or in a group."""
-    from normattn.lab.sweep.merging import merged, value_at
+    from normattn.lab.sweep.settings import merged, value_at
 
     assigned = merged({}, changes)
     both = [

@@ -16,7 +16,7 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.lab.runs import RunDirectory
-from normattn.lab.stats.frame import Factor
+from normattn.lab.stats.measurements import Factor
 from normattn.lab.sweep.corpora import Corpora
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.corpus_record import CORPUS_FILE

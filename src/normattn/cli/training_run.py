@@ -12,8 +12,8 @@ from normattn.cli.options.train import TrainOptions
 from normattn.errors import InputError
 from normattn.lab.report.terminal import tell
 from normattn.lab.sweep import presets
-from normattn.lab.sweep.merging import merged, value_at
-from normattn.lab.sweep.probes import diagnostics_probes
+from normattn.lab.sweep.settings import merged, value_at
+from normattn.lab.sweep.stages import diagnostics_probes
 from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.causal import CausalWorkload
 from normattn.lab.training.config_files import read_settings

@@ -81,7 +81,7 @@ def _tokenising(corpus: Path) -> Callable[[], int]:
 def _scoring(score: str, tokens: int) -> Callable[[], int]:
     import torch
 
-    from normattn.lab.evaluation.scorers import from_causal_lm
+    from normattn.lab.evaluation.scorer import from_causal_lm
     from normattn.models import CausalLM, CausalLMConfig
     from normattn.score import ScoreSpec
 

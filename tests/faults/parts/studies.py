@@ -16,7 +16,7 @@ import polars as pl
 import psutil
 
 from faults.campaign import Campaign, Count
-from normattn.lab.stats import frame
+from normattn.lab.stats import measurements
 from normattn.lab.studies import names
 
 FULL_ONLY = True
@@ -70,7 +70,7 @@ def _killed_and_again(study: str, out: Path, moment: float, every: bool) -> tupl
 
 def _measured(out: Path) -> str:
     """A digest of the page's frame, of which every number of its tables is made."""
-    found = frame.read(out / frame.FILE).filter(~pl.col("statistic").is_in(CLOCKS))
+    found = measurements.read(out / measurements.FILE).filter(~pl.col("statistic").is_in(CLOCKS))
     return hashlib.sha256(repr(found.rows()).encode()).hexdigest()
 
 

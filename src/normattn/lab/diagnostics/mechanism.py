@@ -13,14 +13,17 @@ from torch import Tensor
 
 from normattn.kernels.cosines import BINS
 from normattn.lab.data.windows import EvaluationSet
-from normattn.lab.diagnostics.clamping import ClampedReading
 from normattn.lab.diagnostics.cosines import count_cosines
-from normattn.lab.diagnostics.documents import Documents
-from normattn.lab.diagnostics.key_norms import key_norms, spread, varied
-from normattn.lab.diagnostics.positions import NormPositions
-from normattn.lab.diagnostics.ranges import RangeCounts
-from normattn.lab.diagnostics.ranks import rank_correlation
-from normattn.lab.diagnostics.received import received_attention
+from normattn.lab.diagnostics.key_norms import (
+    Documents,
+    NormPositions,
+    key_norms,
+    rank_correlation,
+    received_attention,
+    spread,
+    varied,
+)
+from normattn.lab.diagnostics.ranges import ClampedReading, RangeCounts
 from normattn.lab.diagnostics.watching import Seen, watching
 from normattn.lab.stats import Identity, identified, joined, sums
 from normattn.models import CausalLM

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from normattn.lab.evaluation.cells import AnySet, CellInfo
-from normattn.lab.evaluation.fingerprints import weights_digest
-from normattn.lab.evaluation.protocols import bin_edges, evaluate_cell, rising_edges
+from normattn.lab.evaluation.language_model import (
+    bin_edges,
+    evaluate_cell,
+    evaluate_run,
+    rising_edges,
+)
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
-from normattn.lab.evaluation.runner import evaluate_run
-from normattn.lab.evaluation.scorers import TokenScorer, from_causal_lm, from_logits
+from normattn.lab.evaluation.scorer import (
+    AnySet,
+    CellInfo,
+    TokenScorer,
+    from_causal_lm,
+    from_logits,
+    weights_digest,
+)
 
 __all__ = [
     "AnySet",

@@ -1,4 +1,4 @@
-"""A classifier on documents: probabilities, a threshold tuned on the development set, F1."""
+"""Classifiers of documents and of images on a held-out set: loss and correctness of each."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from jaxtyping import Bool, Float32
 from torch.nn import functional as F
 
 from normattn.errors import library
+from normattn.lab.data.images import ImageSplit
 from normattn.lab.data.relations import RelationData, RelationSplit, one_hot, padded
-from normattn.lab.evaluation.fingerprints import weights_digest
-from normattn.lab.evaluation.scorers import Precision, autocast
+from normattn.lab.evaluation.scorer import Precision, autocast, weights_digest
 from normattn.lab.stats import Identity, fact, identified, joined, sums
 from normattn.models.classifier import Classifier
 from normattn.models.flops import parameter_count
 from normattn.models.utils import without_dropout
+from normattn.models.vision_transformer import VisionTransformer
 
 THRESHOLDS = np.linspace(0.01, 0.99, 99)
 """What is tried on the development set."""
@@ -215,3 +216,34 @@ def _torchmetrics() -> Any:
         "torchmetrics, which computes F1, is not installed; "
         "`pip install 'normattn[eval]'` brings it",
     )
+
+
+@dataclass(frozen=True)
+class ImageResults:
+    """Loss in nats and correctness (0 or 1) of every image of a split, in its order."""
+
+    loss: tuple[float, ...]
+    correct: tuple[int, ...]
+
+
+def score_images(
+    model: VisionTransformer,
+    split: ImageSplit,
+    rows: int = 256,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ImageResults:
+    """Loss and correctness of every image, `rows` at a time; the model's mode does not matter.
+
+    `progress` is told how many images are done, of how many.
+    """
+    device = next(model.parameters()).device
+    loss: list[float] = []
+    correct: list[int] = []
+    for first in range(0, len(split), rows):
+        part = slice(first, first + rows)
+        images = torch.from_numpy(split.images(part)).to(device)
+        scores = model.scores(images, torch.from_numpy(split.labels[part]).to(device))
+        loss += scores.loss.tolist()
+        correct += scores.correct.int().tolist()
+        progress(len(loss), len(split))
+    return ImageResults(tuple(loss), tuple(correct))

@@ -16,7 +16,7 @@ from normattn.lab.data.pairs import PairSplit
 from normattn.lab.data.pairs.config import EOS_ID, PAD_ID
 from normattn.lab.data.relations import padded
 from normattn.lab.data.tokeniser import Tokeniser
-from normattn.lab.evaluation.unigram import unigram_nats
+from normattn.lab.evaluation.masked import unigram_nats
 from normattn.models.beam_search import beam_search
 from normattn.models.translator import Translator
 from normattn.models.utils import without_dropout

@@ -23,7 +23,7 @@ from typing import Literal, get_args
 from normattn.lab.report.table import shown
 from normattn.lab.report.view import Term, View
 from normattn.lab.stats import Bootstrap, Estimate, Statistic, holm
-from normattn.lab.stats.gather import Where
+from normattn.lab.stats.arrays import Where
 
 SEEDS = 3
 """Trainings on each side below which a claim about a score is not decided."""

@@ -18,7 +18,7 @@ from normattn.lab.report.markdown import page_json, page_markdown, table_csv
 from normattn.lab.report.seeds import seeds_line
 from normattn.lab.report.table import Filled, Table, span
 from normattn.lab.report.view import View
-from normattn.lab.stats import Bootstrap, frame
+from normattn.lab.stats import Bootstrap, measurements
 
 FEW_UNITS = 20
 
@@ -83,7 +83,7 @@ def write_page(made: PageContext, measured: pl.DataFrame, out: Path) -> Written:
 
     The same table gives the same numbers: no date, time or path.
     """
-    frame.write(out / frame.FILE, measured)
+    measurements.write(out / measurements.FILE, measured)
     return write_files(made, out)
 
 
@@ -140,8 +140,8 @@ def _diverged(view: View) -> list[str]:
 def _training(row: Mapping[str, Any]) -> str:
     """Which training a row of the frame is about: its row, what else was varied, its seed."""
     varied = (
-        f"{name.removeprefix(frame.FACTOR).replace('_', ' ')} {value}"
+        f"{name.removeprefix(measurements.FACTOR).replace('_', ' ')} {value}"
         for name, value in row.items()
-        if name.startswith(frame.FACTOR) and value is not None
+        if name.startswith(measurements.FACTOR) and value is not None
     )
     return ", ".join((row["row"], *varied, f"seed {row['seed']}"))

@@ -9,7 +9,7 @@ from typing import Any
 from normattn.lab.report.figure import Point
 from normattn.lab.report.view import View
 from normattn.lab.stats import Statistic, by_bin, select
-from normattn.lab.stats.gather import Where
+from normattn.lab.stats.arrays import Where
 
 Bin = tuple[Any, ...]
 

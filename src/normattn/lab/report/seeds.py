@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from normattn.lab.stats.frame import FACTOR
+from normattn.lab.stats.measurements import FACTOR
 
 FEW = 3
 

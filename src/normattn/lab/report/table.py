@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from normattn.lab.report.view import Bins, Term, View
 from normattn.lab.stats import Estimate, Statistic
-from normattn.lab.stats.gather import Where
+from normattn.lab.stats.arrays import Where
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 
 from normattn.lab.stats import Bootstrap, Estimate, Statistic, Sums, contrast, gathered, select
-from normattn.lab.stats.gather import Where
+from normattn.lab.stats.arrays import Where
 
 Bins = slice | list[int] | tuple[float, float]
 

@@ -1,11 +1,18 @@
 """Measurements and what they say: the frame, its store, statistics, estimates and contrasts."""
 
+from normattn.lab.stats.arrays import Sums, gathered, select
 from normattn.lab.stats.bootstrap import Bootstrap
-from normattn.lab.stats.decisions import holm, sign_test
-from normattn.lab.stats.estimate import Estimate, by_bin, contrast, estimate, of_seeds
-from normattn.lab.stats.frame import Identity, fact, identified, joined, sums
-from normattn.lab.stats.gather import Sums, gathered, select
-from normattn.lab.stats.statistic import Statistic
+from normattn.lab.stats.estimate import (
+    Estimate,
+    by_bin,
+    contrast,
+    estimate,
+    holm,
+    of_seeds,
+    sign_test,
+)
+from normattn.lab.stats.measurements import Identity, fact, identified, joined, sums
+from normattn.lab.stats.metrics import Statistic
 from normattn.lab.stats.store import MeasurementStore, collected, digest
 
 __all__ = [

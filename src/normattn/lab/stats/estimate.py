@@ -19,6 +19,7 @@ let the mean vary, in about 93.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,9 +27,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from normattn.errors import InputError
+from normattn.lab.stats.arrays import Sums
 from normattn.lab.stats.bootstrap import Bootstrap
-from normattn.lab.stats.gather import Sums
-from normattn.lab.stats.statistic import Statistic
+from normattn.lab.stats.metrics import Statistic
+
+
+def holm(p_values: Sequence[float], groups: Sequence[int] | None = None) -> list[float]:
+    """Adjusted p values (Holm 1979): p̃_(k) = max_{j ≤ k} min(1, t_j·p_(j)), t_j = m − j + 1.
+
+    Rejecting where p̃ ≤ α keeps the probability of any false rejection in the family below α. The
+    answer is in the order of the input. `groups` numbers hypotheses of which at most one can be
+    true, as "just −m" and "0 or above": then t_j is the number of groups that still have a
+    hypothesis (Shaffer 1986), as no more can be true together.
+    """
+    if groups is None:
+        groups = range(len(p_values))
+    left = Counter(groups)
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    adjusted = [0.0] * len(p_values)
+    highest = 0.0
+    for index in order:
+        highest = max(highest, min(1.0, len(left) * p_values[index]))
+        adjusted[index] = highest
+        left[groups[index]] -= 1
+        if not left[groups[index]]:
+            del left[groups[index]]
+    return adjusted
+
+
+def sign_test(only_first: int, only_second: int) -> float:
+    """Two-sided exact p of a split at least as uneven, either side being as likely; 1 for 0, 0."""
+    # Slow to import, and rarely asked for.
+    from scipy import stats
+
+    total = only_first + only_second
+    return float(stats.binomtest(only_first, total).pvalue) if total else 1.0
+
 
 Array = NDArray[np.float64]
 Term = tuple[float, Sums]
@@ -45,9 +79,9 @@ class Estimate:
     """A value, its interval, and what stands behind it.
 
     `low` and `high` are None where no interval can be made (one unit). `p` is the two-sided
-    probability of a value this far from 0, None without an interval. `count` is Σ of of one seed;
-    `per_seed` are the values of the seeds alone; `error` is √V and `freedom` df, None where the
-    interval is not Student's.
+    probability of a value this far from 0, None without an interval. `count` is the denominator of
+    one seed; `per_seed` are the values of the seeds alone. `stderr` is √V, the standard error, and
+    `df` its degrees of freedom; both are None where the interval is not Student's.
     """
 
     value: float
@@ -58,22 +92,22 @@ class Estimate:
     count: int = 0
     seeds: tuple[int, ...] = ()
     per_seed: tuple[float, ...] = field(default=(), repr=False)
-    error: float | None = field(default=None, repr=False)
-    freedom: float | None = field(default=None, repr=False)
+    stderr: float | None = field(default=None, repr=False)
+    df: float | None = field(default=None, repr=False)
 
     def p_from(self, bound: float) -> float | None:
         """The two-sided probability of a value this far from `bound`; None without an error."""
         if not bound:
             return self.p
-        if self.error is None or self.freedom is None:
+        if self.stderr is None or self.df is None:
             return None
-        return _two_sided(self.freedom, self.value - bound, self.error)
+        return _two_sided(self.df, self.value - bound, self.stderr)
 
     def interval(self, level: float) -> tuple[float, float] | None:
         """Student's interval at another level; None without an error."""
-        if self.error is None or self.freedom is None:
+        if self.stderr is None or self.df is None:
             return None
-        half = _half_width(self.freedom, self.error, level)
+        half = _half_width(self.df, self.stderr, level)
         return _clean(self.value - half), _clean(self.value + half)
 
     @property
@@ -167,14 +201,15 @@ def pair(terms: Sequence[Term]) -> list[Term]:
 
 def _values(sums: Sums, statistic: Statistic) -> Array:
     """The mean of the seeds' values, then each seed's: (1 + seeds,)."""
-    above, below = sums.sum.sum(1), sums.of.sum(1)
-    return _with_mean(statistic.value(above, below, above, below))
+    numerator, denominator = sums.numerator.sum(1), sums.denominator.sum(1)
+    return _with_mean(statistic.value(numerator, denominator, numerator, denominator))
 
 
 def _resampled(sums: Sums, statistic: Statistic, bootstrap: Bootstrap) -> Array:
     """The same under every resample of the units: (resamples, 1 + seeds)."""
-    above, below = bootstrap.sums(sums.sum), bootstrap.sums(sums.of)
-    return _with_mean(statistic.value(above, below, sums.sum.sum(1), sums.of.sum(1)))
+    drawn = bootstrap.sums(sums.numerator), bootstrap.sums(sums.denominator)
+    whole = sums.numerator.sum(1), sums.denominator.sum(1)
+    return _with_mean(statistic.value(*drawn, *whole))
 
 
 def _with_mean(values: Array) -> Array:
@@ -189,7 +224,7 @@ def _estimate(
     known = {
         "value": _clean(values[0]),
         "units": units,
-        "count": round(float(sums.of[0].sum())),
+        "count": round(float(sums.denominator[0].sum())),
         "seeds": sums.seeds,
         "per_seed": tuple(_clean(value) for value in values[1:]),
     }
@@ -215,7 +250,7 @@ def _student(freedom: float, value: float, error: float, level: float) -> dict[s
     half = _half_width(freedom, error, level)
     ends = {"low": _clean(value - half), "high": _clean(value + half)}
     p = _two_sided(freedom, value, error)
-    return {**ends, "p": p, "error": error, "freedom": freedom}
+    return {**ends, "p": p, "stderr": error, "df": freedom}
 
 
 def _half_width(freedom: float, error: float, level: float) -> float:

@@ -11,7 +11,7 @@ import polars as pl
 
 from normattn.atomic import write_json
 from normattn.errors import InputError
-from normattn.lab.stats import frame
+from normattn.lab.stats import measurements
 from normattn.structured import read_object
 from normattn.terminal import warn
 
@@ -51,14 +51,14 @@ class MeasurementStore:
         if not path.is_file():
             raise InputError(f"{path} is no file, and no record can be kept there: remove it")
         try:
-            return frame.read(path, key)
+            return measurements.read(path, key)
         except InputError as error:
             warn(f"normattn: {error}; the evaluation is done again")
             return None
 
     def put(self, key: str, measured: pl.DataFrame) -> None:
         """Keep a frame under its key, whole or not at all."""
-        frame.write(self.path(key), measured, key)
+        measurements.write(self.path(key), measured, key)
 
     def once(self, key: str, measure: Callable[[], pl.DataFrame]) -> pl.DataFrame:
         """The frame of an evaluation, made by `measure` and kept unless it was done already."""
@@ -97,7 +97,7 @@ class MeasurementStore:
 
     def frame(self) -> pl.DataFrame:
         """Every frame of the folder as one; `InputError` names a damaged file."""
-        return frame.joined(frame.read(path) for path in self._paths())
+        return measurements.joined(measurements.read(path) for path in self._paths())
 
     def _paths(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("*.parquet") if path.name[0] != ".")
@@ -111,6 +111,6 @@ def collected(out: Path) -> pl.DataFrame:
     paths = sorted(
         path
         for path in out.rglob("*.parquet")
-        if path.name != frame.FILE and path.parent != out and path.parent.name != BESIDE
+        if path.name != measurements.FILE and path.parent != out and path.parent.name != BESIDE
     )
-    return frame.joined(frame.read(path) for path in paths if path.name[0] != ".")
+    return measurements.joined(measurements.read(path) for path in paths if path.name[0] != ".")

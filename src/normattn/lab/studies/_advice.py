@@ -10,7 +10,7 @@ import polars as pl
 from normattn.lab.report.table import shown
 from normattn.lab.report.view import Term, View
 from normattn.lab.stats import Estimate
-from normattn.lab.stats.statistic import loss
+from normattn.lab.stats.metrics import loss
 from normattn.lab.studies._reading import ranked
 
 LEAST_GAIN = 0.01

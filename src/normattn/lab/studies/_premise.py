@@ -159,7 +159,7 @@ def _copied(view: View, row: str) -> Estimate | None:
     if tiled is None or natural is None:
         return None
     ends = [end for _, _, _, end in tiled.bins]
-    counted = tiled.of.sum((0, 1)) > 0
+    counted = tiled.denominator.sum((0, 1)) > 0
     bins = [number for number, end in enumerate(ends) if end <= within and counted[number]]
     # From half of L on: the shortest segment is half as long as L.
     if not bins or [natural.bins[number] for number in bins] != [tiled.bins[n] for n in bins]:

@@ -19,8 +19,8 @@ from normattn.lab.report.points import bin_points, points
 from normattn.lab.report.table import NOTHING, Cell, Column, Row
 from normattn.lab.report.view import Term, View
 from normattn.lab.stats import select
-from normattn.lab.stats.gather import Where
-from normattn.lab.stats.statistic import Statistic, accuracy, loss
+from normattn.lab.stats.arrays import Where
+from normattn.lab.stats.metrics import Statistic, accuracy, loss
 
 VARIANT_ORDER = (
     *("Baseline", "Baseline-logn", "QNA", "QNA-logn"),

@@ -32,9 +32,8 @@ from normattn.lab.sweep.language import (
     text_sweep,
 )
 from normattn.lab.sweep.layout import CellPaths
-from normattn.lab.sweep.merging import merged
 from normattn.lab.sweep.reading import KeptStage
-from normattn.lab.sweep.settings import ContinueSettings, EvaluationSettings
+from normattn.lab.sweep.settings import ContinueSettings, EvaluationSettings, merged
 from normattn.lab.sweep.stages import UNKNOWN, Stage, TrainStage
 from normattn.lab.sweep.study import Request, Study, Sweep, cells_of, refuse_choices, seeds_of
 from normattn.lab.training import TrainingConfig

@@ -29,8 +29,8 @@ from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table, shown
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import Estimate, MeasurementStore, Statistic
-from normattn.lab.stats.gather import Array, Where
-from normattn.lab.stats.statistic import accuracy, loss
+from normattn.lab.stats.arrays import Array, Where
+from normattn.lab.stats.metrics import accuracy, loss
 from normattn.lab.studies._advice import (
     LAST,
     LOSS,
@@ -156,7 +156,7 @@ def _of_windows(
         sums = view.sums(statistic, {**row.where, **at})
         if sums is None:
             return NOTHING
-        value = float(combined(sums.sum))
+        value = float(combined(sums.numerator))
         text = f"{value:.1f}" if statistic == SECONDS else f"{value / 2**20:,.0f}"
         return Cell(text, Estimate(value, units=len(sums.units)))
 
@@ -170,7 +170,7 @@ def _keys(length: int) -> Callable[[View, Row], Cell]:
         sums = view.sums(EXACT.name, where)
         if estimate is None or sums is None:
             return NOTHING
-        return Cell(f"{sums.sum.sum():.0f} of {sums.of.sum():.0f}", estimate)
+        return Cell(f"{sums.numerator.sum():.0f} of {sums.denominator.sum():.0f}", estimate)
 
     return cell
 
@@ -186,7 +186,9 @@ def _advice(view: View) -> list[str]:
     trained = int(view.frame["train_length"][0])
     start = f"Trained to read {trained:,} tokens, not trained further."
     if scored is not None:
-        start += f" The last {scored.of[0, 0].sum():,.0f} tokens of every window are scored."
+        start += (
+            f" The last {scored.denominator[0, 0].sum():,.0f} tokens of every window are scored."
+        )
     return [*said, start]
 
 

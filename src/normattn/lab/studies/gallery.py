@@ -18,8 +18,8 @@ from normattn.lab.report.page import Page
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table, shown
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
-from normattn.lab.stats import frame
-from normattn.lab.stats.gather import Where
+from normattn.lab.stats import measurements
+from normattn.lab.stats.arrays import Where
 from normattn.lab.studies._advice import (
     LAST,
     LOSS,
@@ -48,7 +48,9 @@ def gathered(places: Sequence[Path]) -> pl.DataFrame:
     for folder in places:
         text = _text(folder)
         measured = (
-            collect(folder) if (folder / OF_WINDOWS).is_dir() else frame.read(folder / frame.FILE)
+            collect(folder)
+            if (folder / OF_WINDOWS).is_dir()
+            else measurements.read(folder / measurements.FILE)
         )
         for model in measured["row"].unique(maintain_order=True):
             if (model, text) in folders:
@@ -61,7 +63,7 @@ def gathered(places: Sequence[Path]) -> pl.DataFrame:
                 (pl.col("length") / pl.col("train_length")).alias(MULTIPLE),
             )
         )
-    return frame.joined(parts).with_columns(pl.lit(KIND).alias("study"))
+    return measurements.joined(parts).with_columns(pl.lit(KIND).alias("study"))
 
 
 def settings(places: Sequence[Path]) -> dict[str, dict[str, Any]]:

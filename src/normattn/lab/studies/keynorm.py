@@ -40,9 +40,8 @@ from normattn.lab.sweep.language import (
     read_sweep,
     usable,
 )
-from normattn.lab.sweep.omissions import Omission
+from normattn.lab.sweep.methods import ALL, Omission, candidates
 from normattn.lab.sweep.reading import AS_IS
-from normattn.lab.sweep.selections import ALL, candidates
 from normattn.lab.sweep.study import Request, Study, Sweep
 
 KIND = "keynorm"

@@ -19,7 +19,7 @@ from normattn.lab.report.figure import Figure, IntervalColumn, Intervals
 from normattn.lab.report.page import Page
 from normattn.lab.report.table import Cell, Column, Row, Table
 from normattn.lab.report.view import Term, View
-from normattn.lab.stats.gather import Where
+from normattn.lab.stats.arrays import Where
 from normattn.lab.studies._premise import EQUAL, premise
 from normattn.lab.studies._reading import (
     ACCURACY,

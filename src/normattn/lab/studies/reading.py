@@ -17,7 +17,7 @@ from normattn.lab.report.page import Page
 from normattn.lab.report.points import bin_points, octaves
 from normattn.lab.report.table import Column, Row, Table
 from normattn.lab.report.view import View
-from normattn.lab.stats.statistic import Statistic, accuracy
+from normattn.lab.stats.metrics import Statistic, accuracy
 from normattn.lab.studies._reading import (
     ACCURACY,
     LEGEND,
@@ -44,8 +44,8 @@ from normattn.lab.sweep.language import (
     read_sweep,
     usable,
 )
+from normattn.lab.sweep.methods import ALL, candidates
 from normattn.lab.sweep.reading import AS_IS
-from normattn.lab.sweep.selections import ALL, candidates
 from normattn.lab.sweep.settings import EvaluationSettings, validated
 from normattn.lab.sweep.study import Request, Study, Sweep
 
@@ -179,7 +179,7 @@ def _by_depth(view: View) -> list[Figure]:
                 values.append(())
                 continue
             depths = [f"{bin_:.2f}" for _, _, bin_, _ in sums.bins]
-            shares = 100 * sums.sum.sum((0, 1)) / sums.of.sum((0, 1))
+            shares = 100 * sums.numerator.sum((0, 1)) / sums.denominator.sum((0, 1))
             values.append(tuple(float(v) for v in shares))
         kept = [(row, line) for row, line in zip(rows, values, strict=True) if line]
         grids.append(

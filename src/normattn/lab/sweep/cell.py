@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from normattn.errors import DivergedError, InputError
-from normattn.lab.stats import frame
-from normattn.lab.sweep.launch.seam import DIVERGED, FINISHED
+from normattn.lab.stats import measurements
+from normattn.lab.sweep.launch.base import DIVERGED, FINISHED
 from normattn.lab.sweep.layout import CellPaths, note_progress, write_if_changed
 from normattn.lab.sweep.stages import Note
 from normattn.lab.sweep.study import Cell, Study, diverged
@@ -41,7 +41,7 @@ def run_cell(job: Path, study: Study, parent: int = 0) -> int:
             try:
                 stage.run(data, _noting(paths.progress, number, stage.phase))
             except DivergedError as error:
-                frame.write(paths.diverged, diverged(cell, error.step, error.where))
+                measurements.write(paths.diverged, diverged(cell, error.step, error.where))
                 warn(f"normattn: {error}")
                 return DIVERGED
         write_if_changed(paths.done, cell.model_dump(mode="json"))

@@ -13,8 +13,8 @@ import polars as pl
 from normattn.errors import InputError
 from normattn.lab.runs import read_metrics
 from normattn.lab.stats import Identity, collected, fact, identified, joined, sums
-from normattn.lab.stats.frame import FACTOR, Factor, empty
-from normattn.lab.stats.gather import left_out, on_common_sets
+from normattn.lab.stats.arrays import left_out, on_common_sets
+from normattn.lab.stats.measurements import FACTOR, Factor, empty
 from normattn.lab.sweep.corpora import refuse_changed_text
 from normattn.lab.sweep.layout import CellPaths
 from normattn.structured import read_object

@@ -12,11 +12,9 @@ from normattn.lab.evaluation import AnySet
 from normattn.lab.sweep import presets
 from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.measuring import evaluation_sets
-from normattn.lab.sweep.merging import merged
-from normattn.lab.sweep.omissions import Omission
+from normattn.lab.sweep.methods import Omission, refusal
 from normattn.lab.sweep.reading import AS_IS, ReadStage
-from normattn.lab.sweep.selections import refusal
-from normattn.lab.sweep.settings import EvaluationSettings, Preset, validated
+from normattn.lab.sweep.settings import EvaluationSettings, Preset, merged, validated
 from normattn.lab.sweep.stages import Stage, TrainStage
 from normattn.lab.sweep.study import (
     Cell,

@@ -21,7 +21,7 @@ from normattn.lab.data.windows import (
 from normattn.lab.evaluation import AnySet, evaluate_run
 from normattn.lab.runs import require_finished
 from normattn.lab.stats import MeasurementStore, joined
-from normattn.lab.stats.frame import Factor
+from normattn.lab.stats.measurements import Factor
 from normattn.lab.stats.store import BESIDE
 from normattn.lab.sweep.settings import EvaluationSettings
 from normattn.lab.training import TrainingConfig

@@ -10,7 +10,7 @@ from normattn.lab.data import TokenData
 from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation import evaluate_run
 from normattn.lab.stats import MeasurementStore, digest
-from normattn.lab.stats.frame import Factor
+from normattn.lab.stats.measurements import Factor
 from normattn.lab.sweep.measuring import (
     EVALUATIONS,
     count_evaluations,

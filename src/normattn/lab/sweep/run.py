@@ -15,12 +15,11 @@ from normattn.lab.report.terminal import say, tell
 from normattn.lab.runs import RunDirectory
 from normattn.lab.sweep.cell import child_arguments, write_cell
 from normattn.lab.sweep.corpora import refuse_changed_text
-from normattn.lab.sweep.headlines import headlines
-from normattn.lab.sweep.launch.running import run_jobs
-from normattn.lab.sweep.launch.seam import Job, Launcher, Needs, Outcome
+from normattn.lab.sweep.launch.base import Job, Launcher, Needs, Outcome, run_jobs
 from normattn.lab.sweep.layout import CellPaths, peek
-from normattn.lab.sweep.omissions import grouped
+from normattn.lab.sweep.methods import grouped
 from normattn.lab.sweep.plan import make_plan, stage_shares, time_range
+from normattn.lab.sweep.progress import SweepProgress, headlines
 from normattn.lab.sweep.study import (
     CHANGEABLE,
     Cell,
@@ -30,7 +29,6 @@ from normattn.lab.sweep.study import (
     free_settings,
     with_added,
 )
-from normattn.lab.sweep.watch import SweepProgress
 from normattn.lab.training.corpus_record import HasFingerprint
 from normattn.lab.training.distribution import choose_device
 from normattn.terminal import Console, warn

@@ -1,4 +1,4 @@
-"""The steps of a cell: train a run, measure it, … each done once, in a directory of its own."""
+"""The steps of a cell: train a run, measure it; each is done once, in a directory of its own."""
 
 from __future__ import annotations
 
@@ -11,16 +11,24 @@ from typing import Any, ClassVar, TypeVar
 import polars as pl
 
 from normattn.errors import DivergedError
+from normattn.lab.diagnostics import DiagnosticsProbe
 from normattn.lab.runs import read_status
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.sweep.measuring import EVALUATIONS
-from normattn.lab.sweep.probes import diagnostics_probes
 from normattn.lab.training import LoopConfig, StepReport, TrainingConfig
 from normattn.lab.training.continuation import Continuation
 from normattn.lab.training.masked import MaskedConfig
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.reports import Probe
 from normattn.lab.training.workload import Workload, train_workload
+
+
+def diagnostics_probes(config: LoopConfig, run: Path) -> tuple[Probe, ...]:
+    """A probe of the run in `run`, at every layer, where `inspect_every` asks for one."""
+    if not config.inspect_every:
+        return ()
+    return (DiagnosticsProbe(config.inspect_every, run=run),)
+
 
 UNKNOWN = "0" * 64
 """The digest of weights that are not trained yet."""

@@ -15,15 +15,14 @@ from pydantic import Field
 from normattn.errors import InputError
 from normattn.lab.report.page import Page, Written, context, write_page
 from normattn.lab.stats import Identity, collected, identified, sums
-from normattn.lab.stats.frame import Factor
+from normattn.lab.stats.measurements import Factor
 from normattn.lab.sweep import presets
 from normattn.lab.sweep.corpora import canonical_json
+from normattn.lab.sweep.launch.base import Launcher
 from normattn.lab.sweep.launch.local import Local
-from normattn.lab.sweep.launch.seam import Launcher
 from normattn.lab.sweep.layout import CellPaths
-from normattn.lab.sweep.merging import merged
-from normattn.lab.sweep.omissions import Omission
-from normattn.lab.sweep.settings import StudyPreset, validated
+from normattn.lab.sweep.methods import Omission
+from normattn.lab.sweep.settings import StudyPreset, merged, validated
 from normattn.lab.sweep.stages import Stage
 from normattn.lab.training import LoopConfig
 from normattn.lab.training.workload import Workload

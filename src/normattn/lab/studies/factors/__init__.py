@@ -23,9 +23,9 @@ from normattn.lab.sweep.collect import measured_below
 from normattn.lab.sweep.language import CausalCell, TextConfig, described, opened
 from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.measuring import evaluation_sets
-from normattn.lab.sweep.merging import merged
-from normattn.lab.sweep.omissions import Omission
+from normattn.lab.sweep.methods import Omission
 from normattn.lab.sweep.reading import AS_IS, ReadStage
+from normattn.lab.sweep.settings import merged
 from normattn.lab.sweep.stages import Stage
 from normattn.lab.sweep.study import Cell as AnyCell
 from normattn.lab.sweep.study import Request, Study, Sweep, refuse_choices, seeds_of, sweep_of

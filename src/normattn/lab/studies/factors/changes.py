@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from normattn.errors import unknown
-from normattn.lab.sweep.merging import merged
+from normattn.lab.sweep.settings import merged
 from normattn.models.config import without_foreign
 
 AS_PRESET, ENGLISH = "preset", "english"

@@ -10,7 +10,7 @@ import polars as pl
 
 from normattn.lab.diagnostics.inspection import Array, by_head, by_position, cosine_counts
 from normattn.lab.report.view import View
-from normattn.lab.stats.statistic import crossing
+from normattn.lab.stats.metrics import crossing
 
 KIND = "inspect"
 TRAINING, DRAWN = "training", "drawn"

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from normattn.lab.data import TokenData
 from normattn.lab.data.windows import EvaluationSet, non_repeated_set
 from normattn.lab.diagnostics import measure_mechanism
-from normattn.lab.evaluation.fingerprints import weights_digest
-from normattn.lab.stats import frame
+from normattn.lab.evaluation.scorer import weights_digest
+from normattn.lab.stats import measurements
 from normattn.lab.studies.mechanism.page import PAGE
 from normattn.lab.sweep.collect import measured_below
 from normattn.lab.sweep.language import CausalCell, TextConfig, canonical, opened, text_sweep
@@ -100,7 +100,7 @@ class LookStage(Stage):
             tokens_per_batch=self.settings.max_tokens,
             progress=lambda done, total: note(done, total, ""),
         )
-        frame.write(self.folder / EVALUATIONS / RECORD, measured)
+        measurements.write(self.folder / EVALUATIONS / RECORD, measured)
 
 
 def resolve(request: Request) -> Sweep:

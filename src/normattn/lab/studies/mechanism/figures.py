@@ -46,7 +46,7 @@ def figures(view: View) -> list[Figure]:
         for length in (near, far):
             sums = view.sums("cosine", {**row.where, **where(view, length=length)})
             if sums is not None:
-                counts = sums.sum.sum((0, 1)).reshape(-1, BINS).sum(0)
+                counts = sums.numerator.sum((0, 1)).reshape(-1, BINS).sum(0)
                 heights.append(tuple(float(v) for v in counts / counts.sum()))
         lines.append(DensityRow(row.label, -1.0, 1.0, tuple(heights), (f"{near:,}", f"{far:,}")))
     title = f"Cosines at {near:,} and at {far:,} tokens, all heads"

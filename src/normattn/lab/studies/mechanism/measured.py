@@ -12,7 +12,7 @@ from normattn.lab.diagnostics.ranges import TAIL, trained_range
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, shown
 from normattn.lab.report.view import View
 from normattn.lab.stats import Sums
-from normattn.lab.stats.statistic import Array, Statistic, crossing, mean
+from normattn.lab.stats.metrics import Array, Statistic, crossing, mean
 from normattn.lab.studies._reading import VARIANT_ORDER, ranked
 
 SOURCE_OPEN = "kexue 9859, left open"
@@ -100,7 +100,7 @@ def outside(near: Sums) -> Statistic:
 
     Each seed is a model with a range of its own.
     """
-    counts = near.sum.sum(1)
+    counts = near.numerator.sum(1)
     allowed = np.stack([trained_range(seed.reshape(-1, BINS)).reshape(-1) for seed in counts])
 
     def value(above: Array, below: Array, *whole: Array) -> Array:

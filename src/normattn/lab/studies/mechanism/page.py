@@ -48,7 +48,7 @@ def _correlation(view: View, row: Row) -> Cell:
     sums = view.sums(CORRELATION.name, at)
     if sums is None:
         return NOTHING
-    if not sums.of.any():
+    if not sums.denominator.any():
         return Cell("one norm")
     correlation = view.estimate(CORRELATION, at)
     return Cell(shown(correlation, 2), correlation)
@@ -58,7 +58,7 @@ def _heads(view: View, row: Row) -> Cell:
     """Heads whose own interval lies above 0, below 0, and how many there are."""
     at = {**row.where, **where(view)}
     sums = view.sums(CORRELATION.name, at)
-    if sums is None or not sums.of.any():
+    if sums is None or not sums.denominator.any():
         return NOTHING
     estimates = [
         view.estimate(CORRELATION, {**at, "layer": layer, "head": head})

@@ -10,7 +10,7 @@ from normattn.lab.diagnostics.key_norms import FIRST
 from normattn.lab.report.claim import Claim
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table
 from normattn.lab.report.view import Term, View
-from normattn.lab.stats.statistic import Array, Statistic, Value, mean
+from normattn.lab.stats.metrics import Array, Statistic, Value, mean
 from normattn.lab.studies.mechanism.measured import (
     SOURCE_OPEN,
     column,
@@ -74,7 +74,7 @@ def heads(view: View, row: str, statistic: str) -> str | None:
     """Heads of every trained model whose own interval lies above 0, below 0, and all of them."""
     at = {"row": row, **where(view)}
     sums = view.sums(statistic, at)
-    if sums is None or not sums.of.any():
+    if sums is None or not sums.denominator.any():
         return None
     only = mean(statistic, "")
     own = [

@@ -7,13 +7,12 @@ from itertools import product
 
 import numpy as np
 
-from normattn.lab.diagnostics.clamping import READINGS
-from normattn.lab.diagnostics.ranges import REGIONS, TAIL
+from normattn.lab.diagnostics.ranges import READINGS, REGIONS, TAIL
 from normattn.lab.report.claim import Claim
 from normattn.lab.report.figure import Figure, IntervalColumn, Intervals
 from normattn.lab.report.table import Column, Table
 from normattn.lab.report.view import Term, View
-from normattn.lab.stats.statistic import Array, Statistic
+from normattn.lab.stats.metrics import Array, Statistic
 from normattn.lab.studies.mechanism.measured import (
     SOURCE_OPEN,
     column,

@@ -33,7 +33,7 @@ from normattn.lab.studies.qknorm.translation import (
 from normattn.lab.sweep.cell import read_cell
 from normattn.lab.sweep.collect import history
 from normattn.lab.sweep.layout import CellPaths
-from normattn.lab.sweep.merging import merged
+from normattn.lab.sweep.settings import merged
 from normattn.lab.sweep.study import (
     Cell,
     Request,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from normattn.lab.report.claim import SEEDS, Claim, difference
 from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate, sign_test
-from normattn.lab.stats.statistic import BLEU, Statistic
+from normattn.lab.stats.metrics import BLEU, Statistic
 from normattn.lab.studies.qknorm.images import IMAGES
 from normattn.lab.studies.qknorm.measured import (
     BASE,

@@ -6,7 +6,7 @@ from normattn.lab.report.figure import Curves, Figure, IntervalColumn, Intervals
 from normattn.lab.report.points import points
 from normattn.lab.report.view import View
 from normattn.lab.stats import Statistic
-from normattn.lab.stats.statistic import BLEU
+from normattn.lab.stats.metrics import BLEU
 from normattn.lab.studies._reading import loss_points, step_points
 from normattn.lab.studies.qknorm.images import IMAGES
 from normattn.lab.studies.qknorm.measured import (

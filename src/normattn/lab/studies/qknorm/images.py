@@ -11,8 +11,8 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.lab.data.images import ImageData
-from normattn.lab.evaluation.fingerprints import weights_digest
-from normattn.lab.evaluation.images import score_images
+from normattn.lab.evaluation.classification import score_images
+from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.stats import Identity, fact, identified, joined, sums
 from normattn.lab.studies.qknorm.rated import RatedCell
 from normattn.lab.studies.qknorm.rows import Trained

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from normattn.lab.evaluation.unigram import learnt_nothing
+from normattn.lab.evaluation.masked import learnt_nothing
 from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate, select
-from normattn.lab.stats.gather import Where
-from normattn.lab.stats.statistic import Statistic, accuracy, loss
+from normattn.lab.stats.arrays import Where
+from normattn.lab.stats.metrics import Statistic, accuracy, loss
 from normattn.lab.studies._reading import ranked
 from normattn.lab.studies.qknorm.rows import CLIP, parts
 from normattn.lab.studies.qknorm.settings import SCORES
@@ -118,7 +118,7 @@ def _steps(view: View, statistic: str, where: Where) -> dict[int, NDArray[np.flo
     for seed in sorted(view.values("seed", {**training(where), "statistic": statistic})):
         sums = view.sums(statistic, {**training(where), "seed": seed})
         assert sums is not None
-        recorded[seed] = (sums.sum / sums.of)[0, 0]
+        recorded[seed] = (sums.numerator / sums.denominator)[0, 0]
     return recorded
 
 

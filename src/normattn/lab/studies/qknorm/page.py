@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from normattn.lab.evaluation.unigram import MARGIN
+from normattn.lab.evaluation.masked import MARGIN
 from normattn.lab.report.page import Page
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table
 from normattn.lab.report.view import View
 from normattn.lab.stats import Statistic
-from normattn.lab.stats.gather import Where
-from normattn.lab.stats.statistic import BLEU, CHRF
+from normattn.lab.stats.arrays import Where
+from normattn.lab.stats.metrics import BLEU, CHRF
 from normattn.lab.studies._reading import ranked
 from normattn.lab.studies.qknorm.claims import claims
 from normattn.lab.studies.qknorm.figures import figures

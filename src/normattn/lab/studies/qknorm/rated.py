@@ -9,9 +9,9 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import Field
 
 from normattn.lab.stats import Identity
-from normattn.lab.stats.frame import Factor
+from normattn.lab.stats.measurements import Factor
 from normattn.lab.studies.qknorm.rows import parts
-from normattn.lab.sweep.merging import merged
+from normattn.lab.sweep.settings import merged
 from normattn.lab.sweep.study import Cell
 from normattn.lab.training import LoopConfig
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from normattn.errors import InputError, unknown
-from normattn.lab.sweep.merging import merged
+from normattn.lab.sweep.settings import merged
 from normattn.score import ScoreSpec
 
 Layer = Mapping[str, Any]

@@ -9,8 +9,7 @@ from pydantic import Field, field_validator
 from normattn.lab.studies.qknorm.images import SCORES as IMAGE_SCORES
 from normattn.lab.studies.qknorm.rows import TRAINED_WITH
 from normattn.lab.studies.qknorm.translation import TranslationSettings
-from normattn.lab.sweep.merging import merged
-from normattn.lab.sweep.settings import StudyPreset
+from normattn.lab.sweep.settings import StudyPreset, merged
 from normattn.structured import Settings
 
 SCORES = (

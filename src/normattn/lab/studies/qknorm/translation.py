@@ -12,7 +12,7 @@ from pydantic import Field
 
 from normattn.atomic import write_json
 from normattn.lab.data.pairs import PairData, PairSplit
-from normattn.lab.evaluation.fingerprints import weights_digest
+from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.evaluation.translation import (
     Search,
     corpus_counts,

@@ -18,7 +18,7 @@ from pydantic import Field
 from normattn.errors import InputError
 from normattn.lab.data import TokenData
 from normattn.lab.stats import Identity
-from normattn.lab.stats.frame import Factor
+from normattn.lab.stats.measurements import Factor
 from normattn.lab.studies.realformer.page import PAGE
 from normattn.lab.studies.realformer.scoring import ScoreStage, held_out
 from normattn.lab.studies.realformer.settings import (
@@ -33,7 +33,7 @@ from normattn.lab.studies.realformer.settings import (
 )
 from normattn.lab.sweep.collect import measured_below
 from normattn.lab.sweep.layout import CellPaths
-from normattn.lab.sweep.merging import merged
+from normattn.lab.sweep.settings import merged
 from normattn.lab.sweep.stages import UNKNOWN, Stage, TrainStage
 from normattn.lab.sweep.study import (
     Cell,

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from normattn.lab.report.claim import Claim, difference
 from normattn.lab.report.view import Term, View
 from normattn.lab.stats import Estimate, sign_test
-from normattn.lab.stats.statistic import mean_of_bins
+from normattn.lab.stats.metrics import mean_of_bins
 from normattn.lab.studies.realformer.reading import (
     BY_LAYER,
     LOSS,

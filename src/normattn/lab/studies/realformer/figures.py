@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from normattn.lab.report.figure import Curves, Figure, Grid, Line, Panel, Point
 from normattn.lab.report.points import bin_points
 from normattn.lab.report.view import View
-from normattn.lab.stats.statistic import Statistic
+from normattn.lab.stats.metrics import Statistic
 from normattn.lab.studies._reading import loss_points
 from normattn.lab.studies.realformer.reading import BY_LAYER, SIZE, depth, grid, names, sizes
 from normattn.lab.studies.realformer.settings import ROWS

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from normattn.lab.evaluation.unigram import MARGIN
+from normattn.lab.evaluation.masked import MARGIN
 from normattn.lab.report.page import Page
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table
 from normattn.lab.report.view import View
-from normattn.lab.stats.frame import FACTOR
-from normattn.lab.stats.statistic import mean
+from normattn.lab.stats.measurements import FACTOR
+from normattn.lab.stats.metrics import mean
 from normattn.lab.studies.realformer.claims import claims
 from normattn.lab.studies.realformer.figures import figures
 from normattn.lab.studies.realformer.reading import (

@@ -13,11 +13,11 @@ from typing import Any, Literal, NamedTuple
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.lab.evaluation.unigram import learnt_nothing
+from normattn.lab.evaluation.masked import learnt_nothing
 from normattn.lab.report.view import View
-from normattn.lab.stats.frame import FACTOR
-from normattn.lab.stats.gather import Where
-from normattn.lab.stats.statistic import Statistic, accuracy, loss, mean, ratio
+from normattn.lab.stats.arrays import Where
+from normattn.lab.stats.measurements import FACTOR
+from normattn.lab.stats.metrics import Statistic, accuracy, loss, mean, ratio
 from normattn.lab.studies._reading import ranked
 from normattn.lab.studies.realformer.settings import ROWS
 
@@ -150,11 +150,13 @@ def outcome(view: View, where: Where) -> Outcome:
     lost = {**where, "protocol": "training", "statistic": "diverged"}
     if loss is None or unigram is None:
         return Outcome(None, "diverged")
-    value = float(loss.sum.sum() / loss.of.sum())
+    value = float(loss.numerator.sum() / loss.denominator.sum())
     if view.values("seed", lost):
         return Outcome(value, "diverged")
     # Each seed for itself: the mean over seeds hides one that learned nothing.
-    ends, guesses = (part.sum.sum((1, 2)) / part.of.sum((1, 2)) for part in (loss, unigram))
+    ends, guesses = (
+        part.numerator.sum((1, 2)) / part.denominator.sum((1, 2)) for part in (loss, unigram)
+    )
     stuck = any(learnt_nothing(*pair) for pair in zip(ends.tolist(), guesses.tolist(), strict=True))
     return Outcome(value, "stuck" if stuck else "learned")
 

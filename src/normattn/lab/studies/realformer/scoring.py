@@ -13,10 +13,10 @@ from numpy.typing import ArrayLike
 from normattn.lab.data import TokenData
 from normattn.lab.data.windows import MaskedSet, masked_set
 from normattn.lab.diagnostics.depth import layer_gradients, measure_depth
-from normattn.lab.evaluation.fingerprints import weights_digest
 from normattn.lab.evaluation.masked import documents_of, score_masked, unigram_loss
+from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.stats import Identity, fact, identified, joined, sums
-from normattn.lab.stats.frame import Factor
+from normattn.lab.stats.measurements import Factor
 from normattn.lab.studies.realformer.settings import LookSettings
 from normattn.lab.sweep.measuring import MODEL
 from normattn.lab.sweep.stages import MeasureStage, Note, divergence, with_weights

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from normattn.errors import InputError
-from normattn.lab.sweep.merging import merged
-from normattn.lab.sweep.settings import StudyPreset
+from normattn.lab.sweep.settings import StudyPreset, merged
 from normattn.lab.training.masked import MaskedConfig
 from normattn.models.config import NORMLESS, Placement
 from normattn.structured import Settings

@@ -32,8 +32,7 @@ from normattn.lab.studies.rmsnorm.measuring import (
 from normattn.lab.studies.rmsnorm.page import LAYER, PAGE, RMS
 from normattn.lab.sweep.cell import read_cell
 from normattn.lab.sweep.layout import CellPaths
-from normattn.lab.sweep.merging import merged
-from normattn.lab.sweep.settings import StudyPreset, validated
+from normattn.lab.sweep.settings import StudyPreset, merged, validated
 from normattn.lab.sweep.stages import Stage, TrainStage
 from normattn.lab.sweep.study import (
     Cell,

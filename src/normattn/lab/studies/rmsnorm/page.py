@@ -16,7 +16,7 @@ from normattn.lab.report.page import Page
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table, shown
 from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate, Statistic, contrast, estimate, of_seeds, select
-from normattn.lab.stats.statistic import MACRO_F1, MICRO_F1, mean, median, ratio
+from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, mean, median, ratio
 from normattn.lab.studies._reading import ranked, step_points
 from normattn.lab.studies.rmsnorm.measuring import CLASSIFIED, DEVELOPMENT, STEP_TIME
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from normattn.errors import unknown
+from normattn.lab.sweep.launch.base import Launcher
 from normattn.lab.sweep.launch.local import Local
-from normattn.lab.sweep.launch.ray_tasks import Ray
-from normattn.lab.sweep.launch.seam import Launcher
+from normattn.lab.sweep.launch.ray_cluster import Ray
 from normattn.lab.sweep.launch.slurm import Slurm
 from normattn.lab.sweep.settings import validated
 

@@ -24,9 +24,9 @@ from typing import Any, ClassVar, Literal, NoReturn
 from pydantic import Field
 
 from normattn.errors import InputError
-from normattn.lab.sweep.launch.child import Errand
-from normattn.lab.sweep.launch.remote import Elsewhere, Remote, library
-from normattn.lab.sweep.launch.seam import Job, Needs, Outcome, Session
+from normattn.lab.sweep.launch.base import Job, Needs, Outcome, Session
+from normattn.lab.sweep.launch.local import Errand
+from normattn.lab.sweep.launch.ray_cluster import Elsewhere, Remote, library
 
 LEAVING_SECONDS = 180.0
 """How long cancelled jobs of an earlier command may take to save their state and leave."""

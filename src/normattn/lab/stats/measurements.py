@@ -1,4 +1,4 @@
-"""The frame of measurements: one row per measured sum, the one format under every page.
+"""The measurements table: one row per measured sum, the one format under every page.
 
 A row says what was measured (its identity), on which unit (document, sentence, image, batch),
 where (layer, head, an axis and a bin of it) and which statistic, with two numbers: `sum` and `of`.

@@ -1,4 +1,4 @@
-"""From rows of the frame to arrays: the sums of some rows over seeds × units × bins."""
+"""From rows of the measurements to arrays: sums over seeds × units × bins."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Sums:
     seeds: tuple[int, ...]
     units: tuple[str, ...]
     bins: tuple[tuple[Any, ...], ...]
-    sum: Array
-    of: Array
+    numerator: Array
+    denominator: Array
 
     def only(
         self, seeds: tuple[int, ...] | None = None, units: tuple[str, ...] | None = None
@@ -39,22 +39,33 @@ class Sums:
         """The sums of some of the seeds and units."""
         chosen, names = seeds or self.seeds, units or self.units
         rows = np.ix_([self.seeds.index(s) for s in chosen], self._places(names))
-        return replace(self, seeds=chosen, units=names, sum=self.sum[rows], of=self.of[rows])
+        return replace(
+            self,
+            seeds=chosen,
+            units=names,
+            numerator=self.numerator[rows],
+            denominator=self.denominator[rows],
+        )
 
     def over(self, units: tuple[str, ...]) -> Sums:
         """The sums over these units, all of its own among them; of the others nothing counts."""
         shape = (len(self.seeds), len(units), len(self.bins))
         places = [units.index(name) for name in self.units]
-        above, below = np.zeros(shape), np.zeros(shape)
-        above[:, places], below[:, places] = self.sum, self.of
-        return replace(self, units=units, sum=above, of=below)
+        numerator, denominator = np.zeros(shape), np.zeros(shape)
+        numerator[:, places], denominator[:, places] = self.numerator, self.denominator
+        return replace(self, units=units, numerator=numerator, denominator=denominator)
 
     def at(self, chosen: slice | list[int]) -> Sums:
         """The sums of some of the bins."""
         places = range(len(self.bins))[chosen] if isinstance(chosen, slice) else chosen
         kept = list(places)
         bins = tuple(self.bins[index] for index in kept)
-        return replace(self, bins=bins, sum=self.sum[..., kept], of=self.of[..., kept])
+        return replace(
+            self,
+            bins=bins,
+            numerator=self.numerator[..., kept],
+            denominator=self.denominator[..., kept],
+        )
 
     def between(self, low: float, high: float) -> Sums | None:
         """The sums of the bins of an axis from `low` to `high`; None where they end elsewhere."""
@@ -64,9 +75,11 @@ class Sums:
     def by_unit(self) -> Sums:
         """Every unit as a bin of its own too, for what is no function of sums, as a median."""
         alone = np.eye(len(self.units))
-        above, below = (part.sum(-1)[..., None] * alone for part in (self.sum, self.of))
+        numerator, denominator = (
+            part.sum(-1)[..., None] * alone for part in (self.numerator, self.denominator)
+        )
         bins = tuple((None, None, float(n), float(n + 1)) for n in range(len(self.units)))
-        return replace(self, bins=bins, sum=above, of=below)
+        return replace(self, bins=bins, numerator=numerator, denominator=denominator)
 
     def _places(self, names: tuple[str, ...]) -> list[int]:
         if names == self.units:
@@ -113,9 +126,9 @@ def gathered(frame: pl.DataFrame, statistic: str, where: Where | None = None) ->
     ordered = rows.join(
         places, on=["layer", "head", "bin", "bin_end"], how="left", nulls_equal=True
     ).sort("seed", "unit", "place")
-    above, below = (ordered[name].to_numpy().reshape(shape) for name in ("sum", "of"))
+    numerator, denominator = (ordered[name].to_numpy().reshape(shape) for name in ("sum", "of"))
     bins = tuple(places.drop("place").rows())
-    return Sums(label, str(data[0]), seeds, units, bins, above, below)
+    return Sums(label, str(data[0]), seeds, units, bins, numerator, denominator)
 
 
 def _label(rows: pl.DataFrame) -> str:

@@ -1,17 +1,44 @@
-"""How far a sweep is, as its children note it: a bar on a terminal, a line per cell elsewhere."""
+"""How far a sweep is: a bar on a terminal, a line and the finished rows as each cell ends."""
 
 from __future__ import annotations
 
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from rich.progress import TaskID, TextColumn, TimeRemainingColumn
 
+from normattn.lab.report.table import NOTHING
 from normattn.lab.report.terminal import Bar
-from normattn.lab.sweep.launch.seam import DIVERGED, Job, Outcome
-from normattn.lab.sweep.layout import peek
+from normattn.lab.report.view import View
+from normattn.lab.stats import collected
+from normattn.lab.stats.arrays import on_common_sets
+from normattn.lab.sweep.launch.base import DIVERGED, Job, Outcome
+from normattn.lab.sweep.layout import CellPaths, peek
 from normattn.lab.sweep.plan import duration
+from normattn.lab.sweep.study import Cell, Study, Sweep
+
+
+def headlines(study: Study, sweep: Sweep, cell: Cell) -> list[str]:
+    """What the study's `headline` columns say of one cell: a line for each of its rows.
+
+    "  KNA-YaRN: train length 31.2, change −2.1". These are values of this cell's seed alone,
+    without intervals; the page at the end has those.
+    """
+    if not study.headline:
+        return []
+    run = CellPaths.of(sweep.out, cell.variant, cell.seed).run
+    view = View(on_common_sets(collected(run), ()))
+    table = study.page.tables[0]
+    columns = table.columns(view) if callable(table.columns) else table.columns
+    shown = [replace(column, interval=False) for column in columns if column.key in study.headline]
+    lines = []
+    for row in table.rows(view):
+        cells = [(column.title, column.cell(view, row)) for column in shown]
+        said = [f"{title} {made.text}" for title, made in cells if made is not NOTHING]
+        lines.append(f"  {row.label}: {', '.join(said)}")
+    return lines
 
 
 class SweepProgress(Bar):

@@ -1,0 +1,190 @@
+"""Metrics as functions of summed numerators and denominators: what a column shows.
+
+A metric names the rows of the measurements that it reads and how their sums become a value. What
+the bootstrap draws is added up first and becomes a value then, as the score of a corpus is defined:
+a ratio, BLEU, chrF, F1 and a quantile are all made so. Of several seeds, which are several models,
+it is the mean of their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+ORDERS = 4
+CHARACTERS = 6
+_BETA = 2.0
+
+
+def bleu(sums: Array) -> Array:
+    """BLEU (Papineni et al. 2002) as sacrebleu computes it, with exponential smoothing.
+
+    `sums`: length of the translations, of the references, matching n-grams and n-grams of the
+    translations for n = 1 … 4. BLEU = 100·min(1, exp(1 − r/c))·(Π_n p_n)^¼; a p_n without any match
+    is 1/(2^k·n-grams), k counting such n from below. 0 where nothing matches.
+    """
+    length, reference = sums[..., 0], sums[..., 1]
+    matches, grams = sums[..., 2 : 2 + ORDERS], sums[..., 2 + ORDERS :]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        smoothing = 2.0 ** np.cumsum(matches == 0, axis=-1)
+        precision = np.where(matches > 0, matches / grams, 1 / (smoothing * grams))
+        # Without n-grams of an order the translation has no score of that order: none at all.
+        precision = np.where(grams > 0, precision, 0.0)
+        penalty = np.minimum(1.0, np.exp(1 - reference / length))
+        score = 100 * penalty * np.exp(np.log(precision).mean(-1))
+    return np.where((matches.sum(-1) > 0) & (length > 0), score, 0.0)
+
+
+def chrf(sums: Array) -> Array:
+    """chrF2 (Popović 2015) as sacrebleu computes it.
+
+    `sums`: for n = 1 … 6 the characters' n-grams of the translations, of the references, and those
+    in both. Precision and recall are averaged over the orders that both have; F with β = 2.
+    """
+    counts = sums.reshape(*sums.shape[:-1], CHARACTERS, 3)
+    ours, theirs, both = counts[..., 0], counts[..., 1], counts[..., 2]
+    used = (ours > 0) & (theirs > 0)
+    orders = np.maximum(1, used.sum(-1))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        precision = np.where(used, both / ours, 0.0).sum(-1) / orders
+        recall = np.where(used, both / theirs, 0.0).sum(-1) / orders
+        factor = _BETA**2
+        score = 100 * (1 + factor) * precision * recall / (factor * precision + recall)
+    return np.where(precision + recall > 0, score, 0.0)
+
+
+def macro_f1(
+    numerator: Array, denominator: Array, whole_numerator: Array, whole_denominator: Array
+) -> Array:
+    """The mean F1, in %, of the classes that are true or predicted anywhere.
+
+    A bin is a class, `numerator` 2 · rightly predicted and `denominator` predicted + true. Of a
+    resample, `whole` are the sums of all units: they say which classes count, and a class that no
+    drawn unit has keeps its F1 there. Left out, rare classes, whose F1 is low, would make every
+    resample look better than the whole.
+    """
+    known = _f1(whole_numerator, whole_denominator)
+    counted = whole_denominator > 0
+    scores = np.where(counted, np.where(denominator > 0, _f1(numerator, denominator), known), 0.0)
+    return np.asarray(100 * scores.sum(-1) / np.maximum(1, counted.sum(-1)))
+
+
+def _f1(numerator: Array, denominator: Array) -> Array:
+    """F1 (0 … 1), 0 where there is nothing to divide by."""
+    return np.asarray(numerator / np.maximum(denominator, 1e-300) * (denominator > 0))
+
+
+Value = Callable[[Array, Array, Array, Array], Array]
+"""(sum, of, whole sum, whole of), each (…, bins) → (…): `whole` are the sums of all units."""
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One column's number.
+
+    `name` is the frame's statistic, `unit` what follows the number ("%", "nats"), `digits` those
+    after the point.
+    """
+
+    name: str
+    title: str
+    value: Value
+    unit: str = ""
+    digits: int = 1
+
+    def titled(self, title: str) -> Statistic:
+        """The same under another title."""
+        return replace(self, title=title)
+
+
+def ratio(scale: float = 1.0) -> Value:
+    """scale · Σ sum / Σ of over all bins; NaN where nothing was counted."""
+
+    def value(numerator: Array, denominator: Array, *whole: Array) -> Array:
+        return _divided(scale * numerator.sum(-1), denominator.sum(-1))
+
+    return value
+
+
+def mean_of_bins(numerator: Array, denominator: Array, *whole: Array) -> Array:
+    """The mean over bins (layers, heads) of sum/of."""
+    return np.asarray(_divided(numerator, denominator).mean(-1))
+
+
+def quantile(share: float, edges: tuple[float, float]) -> Value:
+    """The `share` quantile of a histogram over the bins, which cut `edges` evenly.
+
+    Linear within a bin.
+    """
+
+    def value(numerator: Array, denominator: Array, *whole: Array) -> Array:
+        return crossing(numerator, share, edges)
+
+    return value
+
+
+def crossing(counts: Array, share: float, edges: tuple[float, float]) -> Array:
+    """Where the cumulative counts (…, bins) over `edges` reach `share`, linear within a bin."""
+    bins = counts.shape[-1]
+    shares = _divided(counts.cumsum(-1), counts.sum(-1, keepdims=True))
+    index = np.minimum((shares < share).sum(-1), bins - 1)
+    upper = np.take_along_axis(shares, index[..., None], -1)[..., 0]
+    before = np.take_along_axis(shares, np.maximum(index - 1, 0)[..., None], -1)[..., 0]
+    lower = np.where(index > 0, before, 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        inside = np.where(upper > lower, (share - lower) / (upper - lower), 0.5)
+    low, high = edges
+    return np.asarray(low + (high - low) * (index + np.clip(inside, 0, 1)) / bins)
+
+
+def median(scale: float = 1.0) -> Value:
+    """scale · the median of the bins' own sum/of, a bin counting as often as it was drawn.
+
+    For units that are bins too (`Sums.by_unit`): a median is no function of summed counts.
+    """
+
+    def value(
+        numerator: Array, denominator: Array, whole_numerator: Array, whole_denominator: Array
+    ) -> Array:
+        ratios = np.broadcast_to(scale * whole_numerator / whole_denominator, denominator.shape)
+        order = np.argsort(ratios, -1, kind="stable")
+        ordered, drawn = (np.take_along_axis(part, order, -1) for part in (ratios, denominator))
+        reached, count = drawn.cumsum(-1), drawn.sum(-1, keepdims=True)
+        middle = [
+            np.take_along_axis(ordered, (reached < rank).sum(-1, keepdims=True), -1)[..., 0]
+            for rank in (np.floor((count + 1) / 2), np.floor(count / 2) + 1)
+        ]
+        return np.asarray((middle[0] + middle[1]) / 2)
+
+    return value
+
+
+def _divided(numerator: Array, denominator: Array) -> Array:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(denominator > 0, numerator / denominator, np.nan)
+
+
+def accuracy(title: str = "accuracy", name: str = "accuracy") -> Statistic:
+    """Correct predictions of all, in %."""
+    return Statistic(name, title, ratio(100.0), "%", 1)
+
+
+def loss(title: str = "loss", name: str = "loss", digits: int = 3) -> Statistic:
+    """Nats per prediction."""
+    return Statistic(name, title, ratio(), "nats", digits)
+
+
+def mean(name: str, title: str, digits: int = 2) -> Statistic:
+    """A plain mean: Σ sum / Σ of."""
+    return Statistic(name, title, ratio(), "", digits)
+
+
+BLEU = Statistic("bleu", "BLEU", lambda numerator, denominator, *whole: bleu(numerator), "", 1)
+CHRF = Statistic("chrf", "chrF", lambda numerator, denominator, *whole: chrf(numerator), "", 1)
+MICRO_F1 = Statistic("f1", "micro F1", ratio(100.0), "%", 2)
+"""Over bins of classes, sum = 2 · rightly predicted, of = predicted + true."""
+MACRO_F1 = Statistic("f1", "macro F1", macro_f1, "%", 2)
