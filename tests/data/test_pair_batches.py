@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from normattn.errors import InputError
-from normattn.lab.data.pairs import PairBatches, PairSplit
-from normattn.lab.data.pairs.pair_data import Side
+from normattn.lab.data.pairs import PairBatches, PairSplit, Side
 
 
 def split(lengths: list[tuple[int, int]]) -> PairSplit:

@@ -12,16 +12,15 @@ import pytest
 
 from data.pairs_helpers import install, multi_layout, sentences, write_lines
 from normattn.errors import InputError
-from normattn.lab.data.pairs import Languages, PairsConfig, parse_pairs, prepare_pairs
-from normattn.lab.data.pairs.catalogues import PACKAGES
-from normattn.lab.data.pairs.cleaning import cleaned, is_sentence_pair
+from normattn.lab.data.pair_sources import PACKAGES, cleaned, is_sentence_pair, parse_pairs
+from normattn.lab.data.pairs import PairsConfig, prepare_pairs
 
-EN_DE = Languages("en", "de")
+EN_DE = ("en", "de")
 PAIRS = sentences(40)
 
 
 def read(address: object) -> list[tuple[str, str]]:
-    return [(pair.source, pair.target) for pair in parse_pairs(str(address), EN_DE).pairs()]
+    return [(pair.source, pair.target) for pair in parse_pairs(str(address), *EN_DE).read()]
 
 
 def test_two_aligned_files_plain_and_packed(tmp_path: Path) -> None:
@@ -41,7 +40,7 @@ def test_json_lines_flat_nested_and_with_splits(tmp_path: Path) -> None:
     flat = [{"en": a, "de": b, "split": "test"} for a, b in PAIRS[20:]]
     path.write_text("\n\n".join(json.dumps(each) for each in (*nested, *flat)), encoding="utf-8")
     assert read(path) == PAIRS
-    splits = [pair.split for pair in parse_pairs(str(path), EN_DE).pairs()]
+    splits = [pair.split for pair in parse_pairs(str(path), *EN_DE).read()]
     assert splits == [None] * 20 + ["test"] * 20
 
 
@@ -63,14 +62,14 @@ def test_bad_json_lines_name_the_line(tmp_path: Path, line: str, said: str) -> N
 
 
 def test_a_folder_by_split_and_language(tmp_path: Path) -> None:
-    source = parse_pairs(str(multi_layout(tmp_path)), EN_DE)
-    found = list(source.pairs())
+    source = parse_pairs(str(multi_layout(tmp_path)), *EN_DE)
+    found = list(source.read())
     assert [pair[:2] for pair in found[:60]] == sentences(60, seed=1)
     assert [pair.split for pair in found] == [None] * 60 + ["validation"] * 8 + ["test"] * 8
-    assert source.given() == {"validation", "test"}
+    assert source.given == {"validation", "test"}
     write_lines(tmp_path, PAIRS, "test_other")
     with pytest.raises(InputError, match=r"several test sets: test_other, test_small; choose"):
-        list(source.pairs())
+        read(tmp_path)
     assert read(f"{tmp_path}?test=test_other")[-40:] == PAIRS
     with pytest.raises(InputError, match="no test set 'test_none': it has test_other, test_small"):
         read(f"{tmp_path}?test=test_none")
@@ -108,7 +107,7 @@ def test_catalogues_of_an_installed_package(
     with pytest.raises(InputError, match="silent is not installed: pip install"):
         read("catalogues?packages=talkative,silent")
     with pytest.raises(InputError, match="talkative has no translations into 'fr'"):
-        list(parse_pairs("catalogues?packages=talkative", Languages("en", "fr")).pairs())
+        parse_pairs("catalogues?packages=talkative", "en", "fr")
 
 
 def test_the_default_catalogues() -> None:
@@ -155,9 +154,9 @@ def test_bad_addresses(address: str, said: str) -> None:
 
 def test_one_language_twice_and_catalogues_from_german() -> None:
     with pytest.raises(InputError, match="name two languages"):
-        Languages("de", "de")
+        parse_pairs("catalogues", "de", "de")
     with pytest.raises(InputError, match="translate from 'en'"):
-        parse_pairs("catalogues", Languages("de", "en"))
+        parse_pairs("catalogues", "de", "en")
 
 
 def test_prepared_once_with_splits_of_its_own(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_counts_are_sacrebleus(data: PairData) -> None:
 
 
 def test_the_unigram_model_guesses_by_frequency(data: PairData) -> None:
-    tokens = [*data.train.target.tokens.tolist(), *[2] * len(data.train)]
+    tokens = [*np.asarray(data.train.target.tokens).tolist(), *[2] * len(data.train)]
     vocab_size = data.target_tokeniser.vocab_size
     expected = [
         -sum(

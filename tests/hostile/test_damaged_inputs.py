@@ -87,14 +87,14 @@ def test_a_damaged_picture_is_refused_by_name(damage: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_catalogue_is_refused_by_name(damage: str, tmp_path: Path) -> None:
-    from normattn.lab.data.pairs.catalogues import _messages
+    from normattn.lab.data.pair_sources import messages
 
     path = tmp_path / "some.mo"
     whole = machine_object({"hour": "Stände"})
     path.write_bytes(whole)
-    assert dict(_messages(path)) == {"hour": "Stände"}
+    assert dict(messages(path)) == {"hour": "Stände"}
     path.write_bytes(DAMAGES[damage](whole))
-    _refused(path, lambda: dict(_messages(path)), lambda found: True)
+    _refused(path, lambda: dict(messages(path)), lambda found: True)
 
 
 @pytest.mark.parametrize(

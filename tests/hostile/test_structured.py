@@ -15,8 +15,7 @@ from normattn import structured
 from normattn.cli import values
 from normattn.errors import InputError
 from normattn.lab.data import cache
-from normattn.lab.data.pairs.json_pairs import JsonPairs
-from normattn.lab.data.pairs.source import Languages
+from normattn.lab.data.pair_sources import read_json_pairs
 from normattn.lab.data.relations.folder import _numbered
 from normattn.lab.data.relations.reading import read_relations
 from normattn.lab.data.text_files import read_json_lines
@@ -47,7 +46,7 @@ def _first_document(path: Path) -> Any:
 
 
 def _pairs(path: Path) -> Any:
-    return list(JsonPairs(path, Languages("en", "de")).pairs())
+    return list(read_json_pairs(path, "en", "de"))
 
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {

@@ -16,8 +16,7 @@ from normattn.cli.options.inspect import InspectOptions
 from normattn.errors import InputError
 from normattn.lab.data.batches import uniforms
 from normattn.lab.data.images import prepare_images
-from normattn.lab.data.pairs import prepare_pairs
-from normattn.lab.data.pairs.config import BOS_ID, EOS_ID, PAD_ID
+from normattn.lab.data.pairs import BOS_ID, EOS_ID, PAD_ID, prepare_pairs
 from normattn.lab.data.relations import padded, prepare_relations
 from normattn.lab.data.text_files import read_text
 from normattn.lab.data.tokeniser import Tokeniser

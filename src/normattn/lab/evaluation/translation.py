@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normattn.errors import InputError, library
-from normattn.lab.data.pairs import PairSplit
-from normattn.lab.data.pairs.config import EOS_ID, PAD_ID
+from normattn.lab.data.pairs import EOS_ID, PAD_ID, PairSplit
 from normattn.lab.data.relations import padded
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.evaluation.masked import unigram_nats

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.lab.data.pairs import (
+    EOS_ID,
+    PAD_ID,
     PairBatches,
     PairData,
     PairsConfig,
     look_for_pairs,
     prepare_pairs,
 )
-from normattn.lab.data.pairs.config import EOS_ID, PAD_ID
 from normattn.lab.training.loop_config import LoopConfig
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.reports import TrainingResult
@@ -83,7 +84,7 @@ def _decided_by(data: PairsConfig) -> dict[str, Any]:
     return {
         "source_vocab": data.vocab_size,
         "target_vocab": data.target_vocab_size or data.vocab_size,
-        "shared_vocabulary": data.shared_vocabulary,
+        "shared_vocabulary": data.target_vocab_size is None,
     }
 
 
