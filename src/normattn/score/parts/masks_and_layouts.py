@@ -240,11 +240,11 @@ class FullEvery(Layout):
             return self.refusal(
                 parts[Slot.ROPE_SCALING], f"stretch={self.stretch:g} stretches the full layers too"
             )
-        turning = isinstance(parts.get(Slot.POSITION), RotaryPosition)
-        if (self.base is not None or self.stretch != 1) and not turning:
+        position, chosen = parts[Slot.POSITION], self.base is not None or self.stretch != 1
+        if chosen and not isinstance(position, RotaryPosition):
             return (
-                "FullEvery(base=…, stretch=…) without rotary positions makes no sense: both change "
-                "them"
+                f"FullEvery(base=…, stretch=…) on {position.name} makes no sense: both change "
+                "rotary positions"
             )
         return super().conflict(parts)
 
