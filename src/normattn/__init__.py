@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from normattn.errors import InputError, NormattnError
     from normattn.hf.extend import extend
     from normattn.hf.saved import from_pretrained
-    from normattn.hf.score_reading import score_of
+    from normattn.hf.score_of import score_of
     from normattn.hf.verify import verify
     from normattn.layers.attend import attention
     from normattn.layers.attention import Attention
@@ -60,7 +60,7 @@ _HOMES = {
     "extend": "hf.extend",
     "from_pretrained": "hf.saved",
     "generate": "models.generation",
-    "score_of": "hf.score_reading",
+    "score_of": "hf.score_of",
     "verify": "hf.verify",
 }
 

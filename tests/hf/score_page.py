@@ -9,7 +9,7 @@ from pathlib import Path
 import transformers
 
 from normattn import InputError, score_of
-from normattn.hf.score_reading import AGREES, LayerScore
+from normattn.hf.score_of import AGREES, LayerScore
 
 from .tiny import build
 
@@ -22,9 +22,9 @@ projections give and what reaches its attention tell the normalisation, the rota
 and `attention` with that score is within 1e-5 of the layer's own. Sizes (windows, trained lengths)
 are the tiny model's. Of {families} families, {read} are read in every layer; for the others the row
 says what is missing, and the score that the layer has but for that. What stands in brackets behind
-a score is no part of it: what the layer does before or after its attention, or, where it says
-attn_mask, which keys its own mask shows to a query or what it adds to their scores, by the text;
-that mask is then the `attn_mask` of `attention`, which is held against the layer with it.
+a score is no part of it: which keys the layer's own mask shows to a query or what it adds to their
+scores, by the text. That mask is then the `attn_mask` of `attention`, which is held against the
+layer with it.
 
 A real model of the family may have another configuration: `normattn score MODEL` reads its own.
 `python scripts/family_scores.py` makes this page, and a test makes it again.

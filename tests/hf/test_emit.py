@@ -16,7 +16,7 @@ from normattn import InputError
 from normattn.cli.app import main
 from normattn.hf.emit import ENGINES, Wanted, emit
 from normattn.hf.extend import Plan, plan
-from normattn.hf.gguf_values import architecture_of, read_values
+from normattn.hf.gguf import architecture_of, read_values
 from normattn.hf.native import native_fields
 
 from . import tiny

@@ -13,8 +13,8 @@ import transformers
 import normattn
 from normattn import InputError
 from normattn.hf import load
-from normattn.hf.gguf_values import write_gguf
-from normattn.hf.small_model import read_configuration
+from normattn.hf.gguf import write_gguf
+from normattn.hf.tiny_model import read_configuration
 
 from .families import logits, tokens
 

@@ -13,7 +13,7 @@ from .tiny import build, rotary_families
 def test_the_page_is_what_the_models_say() -> None:
     rows = {family: row(family) for family in rotary_families()}
     assert page(rows) == PAGE.read_text(encoding="utf-8")
-    assert sum(is_read(said) for said in rows.values()) >= 122
+    assert sum(is_read(said) for said in rows.values()) >= 115
 
 
 @pytest.mark.parametrize("family", ["afmoe", "doge"])

@@ -14,7 +14,7 @@ from normattn import InputError
 from normattn.cli.app import main
 from normattn.hf.emit import ENGINES, Wanted, emit
 from normattn.hf.extend import plan
-from normattn.hf.gguf_values import values, write_gguf
+from normattn.hf.gguf import values, write_gguf
 
 from .families import build, configuration
 from .test_gguf import _write

@@ -24,7 +24,7 @@ import normattn
 from normattn.errors import InputError
 from normattn.hf import load, token_scorer
 from normattn.hf.load import read_tokeniser
-from normattn.hf.small_model import in_float64, read_configuration, small_model
+from normattn.hf.tiny_model import in_float64, read_configuration, small_model
 
 from .foreign import Damage, configured, copy_of, write_model
 

@@ -22,9 +22,9 @@ from normattn.errors import InputError
 from normattn.files import expanded
 from normattn.hf.emit import ENGINES, Wanted, emit, gguf_values
 from normattn.hf.extend import plan
-from normattn.hf.gguf_values import architecture_of, read_values, write_gguf
+from normattn.hf.gguf import architecture_of, read_values, write_gguf
 from normattn.hf.native import refuse_applied
-from normattn.hf.small_model import read_configuration, small_model
+from normattn.hf.tiny_model import read_configuration, small_model
 from normattn.terminal import show
 
 

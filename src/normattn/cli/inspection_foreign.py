@@ -25,7 +25,7 @@ from normattn.files import expanded
 from normattn.hf import extend, load
 from normattn.hf.model_parts import known_length, model_parts
 from normattn.hf.observe import observable, observe_layers, paths
-from normattn.hf.scoring import refuse_foreign_tokens
+from normattn.hf.token_scorer import refuse_foreign_tokens
 from normattn.lab.diagnostics import Collector
 from normattn.lab.diagnostics.weights import attention_weights
 from normattn.lab.training.distribution import choose_device

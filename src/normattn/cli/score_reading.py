@@ -16,8 +16,8 @@ def read_score(model: str, tokens: int, as_json: bool) -> int:
     Raises `InputError` for what holds no configuration, a kind that transformers does not know, and
     layers that cannot be listened to.
     """
-    from normattn.hf.score_reading import ModelScore, score_of
-    from normattn.hf.small_model import in_float64, read_configuration, small_model
+    from normattn.hf.score_of import ModelScore, score_of
+    from normattn.hf.tiny_model import in_float64, read_configuration, small_model
 
     config = read_configuration(model)
     score: ModelScore = score_of(in_float64(small_model(config)), tokens)

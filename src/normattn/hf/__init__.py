@@ -8,12 +8,12 @@ from typing import Any
 
 from normattn.errors import InputError
 from normattn.hf.extend import Extension, Resolved, extend, extension_of
-from normattn.hf.llama_weights import from_llama, to_llama
+from normattn.hf.llama import from_llama, to_llama
 from normattn.hf.saved import from_pretrained, load
-from normattn.hf.scoring import token_scorer
+from normattn.hf.token_scorer import token_scorer
 
 if find_spec("transformers") is not None:
-    from normattn.hf.registration import register, wrap
+    from normattn.hf.modeling_normattn import register, wrap
 
     register()
 

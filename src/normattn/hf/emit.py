@@ -16,7 +16,7 @@ from typing import Any
 
 from normattn.errors import InputError
 from normattn.hf.extend import Plan
-from normattn.hf.gguf_values import flags, values
+from normattn.hf.gguf import flags, values
 from normattn.hf.native import native_fields, said
 from normattn.score.parts import RopeScaling
 from normattn.score.parts.rope_scaling import NTKMixed

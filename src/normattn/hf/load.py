@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from normattn.errors import InputError, NormattnError
 from normattn.files import expanded, open_file
-from normattn.hf.gguf_values import refuse_scaled
+from normattn.hf.gguf import refuse_scaled
 from normattn.models.utils import on_meta
 from normattn.structured import read_object
 

@@ -18,7 +18,7 @@ from typing import Any
 from normattn.errors import InputError
 from normattn.files import expanded, read_bytes
 from normattn.hf.config_values import refuse_odd_rope
-from normattn.hf.gguf_values import read_values
+from normattn.hf.gguf import read_values
 from normattn.hf.load import _explained
 from normattn.structured import parse_json, read_object
 

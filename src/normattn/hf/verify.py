@@ -25,7 +25,7 @@ from normattn.hf.rope_detection import Layer, detect_layers
 from normattn.hf.rope_tables import read_tables, spectra_of
 from normattn.hf.rotation_tables import method_amplitude, method_frequencies
 from normattn.hf.served import Told, raw_of, told
-from normattn.hf.small_model import read_configuration, small_model
+from normattn.hf.tiny_model import read_configuration, small_model
 
 _CLOSE = 1e-4
 """How far frequencies and factors may differ, as a share: configurations are read in float32."""

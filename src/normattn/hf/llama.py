@@ -9,13 +9,14 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.hf.extend import extension_of
-from normattn.hf.llama_spectra import ROPE_KEYS, ROPE_TYPES, rope_parameters, spectrum_of
 from normattn.hf.native import refuse_applied
 from normattn.layers.feed_forward import swiglu_hidden
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 from normattn.models.utils import on_meta
 from normattn.score import ScoreSpec
+from normattn.score.parts import RopeScaling
+from normattn.score.parts.rope_scaling import PI, Llama3
 
 # Their part of a layer, and ours.
 _LAYER = {
@@ -314,3 +315,48 @@ def _fill_rotation(model: Any, device: torch.device) -> None:
     """The frequencies, which are no part of the weights, on the meta device until now."""
     with device:
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+
+
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Those of transformers that some spectrum here equals at every length."""
+ROPE_KEYS = frozenset(
+    {
+        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
+        *("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    }
+)
+"""What these kinds are told. Others may do more than turn, such as Ministral 3's temperature."""
+
+
+def spectrum_of(rope: dict[str, Any], train_length: int) -> RopeScaling | None:
+    """What `rope_parameters` say, for a score whose training length is `train_length`.
+
+    Llama3 counts turns within the training length, `llama3` within
+    `original_max_position_embeddings`: the ends of its blend are scaled by their ratio. The kind
+    must be one of `ROPE_TYPES`.
+    """
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return None
+    factor = float(rope["factor"])
+    if kind == "linear":
+        return PI(factor=factor)
+    longer = train_length / rope["original_max_position_embeddings"]
+    low, high = (longer * rope[f"{end}_freq_factor"] for end in ("low", "high"))
+    return Llama3(factor=factor, low=low, high=high)
+
+
+def rope_parameters(
+    spectrum: RopeScaling | None, base: float, train_length: int
+) -> dict[str, Any]:
+    """The `rope_parameters` of a score's spectrum; `InputError` where they cannot say it."""
+    theta = {"rope_theta": base}
+    if spectrum is None:
+        return {"rope_type": "default", **theta}
+    if isinstance(spectrum, PI):
+        return {"rope_type": "linear", "factor": spectrum.stretch, **theta}
+    if isinstance(spectrum, Llama3):
+        ends = {"low_freq_factor": spectrum.low, "high_freq_factor": spectrum.high}
+        known = {"factor": spectrum.stretch, "original_max_position_embeddings": train_length}
+        return {"rope_type": "llama3", **known, **ends, **theta}
+    raise InputError(f"the spectrum {spectrum.name} has no counterpart in Llama, Qwen2 or Qwen3")

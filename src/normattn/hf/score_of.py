@@ -18,20 +18,16 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.hf.config_values import refuse_odd_values
-from normattn.hf.score_fitting import Norm, Shape, Turned, bare, norms, turned
-from normattn.hf.score_gating import Gating, gating
-from normattn.hf.score_masking import Masking, masking
-from normattn.hf.score_naming import position_words, rope_of, temperature_words
-from normattn.hf.score_pairing import beside_partners
-from normattn.hf.score_projections import Raw, candidates
-from normattn.hf.score_recording import Heard, listen
+from normattn.hf.score_fit import Norm, Raw, Shape, Turned, bare, candidates, norms, turned
+from normattn.hf.score_names import position_words, rope_of, temperature_words
+from normattn.hf.score_output import Gating, Masking, gating, masking
+from normattn.hf.score_recorder import Heard, listen
 from normattn.layers.attend import attention
 from normattn.layers.output_gate import gated
 from normattn.score import Score, ScoreSpec
 
 AGREES = 1e-5
 """How far our attention may be from the layer's, as a share of its largest output, in float32."""
-_HALF = 3e-2
 
 
 @dataclass(frozen=True)
@@ -40,8 +36,7 @@ class LayerScore:
 
     `difference` is how far `attention` with this score was from the layer's own, as a share of the
     largest output; `lacks` says what the vocabulary has no word for, None where it has all;
-    `beside` what the layer does that is no part of a score: to what its projections make, to the
-    output, or to its mask, which `attention` takes as `attn_mask`.
+    `beside` what its mask does that is no part of a score, which `attention` takes as `attn_mask`.
     """
 
     layer: int
@@ -98,9 +93,9 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
     attention function tell the normalisation, the rotation and the scale; the mask tells the
     window; numbers that so few tokens cannot show (a long window, a step of temperature) are the
     configuration's. Then `attention` with that score, on the same projections, is compared with
-    what the layer's own attention gave: 1e-5 of its largest output in float32. Where which keys are
-    seen, or what is added to their scores, depends on the text, `attention` is given the layer's
-    own mask, and `beside` says so.
+    what the layer's own attention gave: 1e-5 of its largest output. Layers in half precision
+    compute in float32 for it, one at a time. Where which keys are seen, or what is added to their
+    scores, depends on the text, `attention` is given the layer's own mask, and `beside` says so.
 
     Raises `InputError` for a model that cannot be listened to at all; a layer that cannot be read
     says so in its `lacks`.
@@ -151,19 +146,17 @@ def _read(heard: Heard, config: Any) -> LayerScore:
     fit = next(_fits(heard, config), None)
     if fit is None:
         return LayerScore(heard.index, None, None, f"{heard.name}: {_unread(heard, config)}")
-    gate = gating(heard, _eps(heard, config))
+    gate = gating(heard)
     mask = masking(heard, config)
     text, length, lacks = _named(heard, config, fit, gate, mask)
     if text is None:
         return LayerScore(heard.index, None, None, f"{heard.name}: {lacks}")
     spec = ScoreSpec.parse(text, train_length=length)
-    beside = "; ".join(filter(None, (fit.raw.beside, mask.beside, gate.beside))) or None
     off = _difference(spec, heard, fit, gate, mask)
-    wide = heard.q.dtype in (torch.float32, torch.float64)
-    if off > (AGREES if wide else _HALF):
+    if off > AGREES:
         lacks = f"its attention differs from that of {spec} by {off:.1e} of its largest output"
     lacks = None if lacks is None else f"{heard.name}: {lacks}"
-    return LayerScore(heard.index, spec, off, lacks, beside)
+    return LayerScore(heard.index, spec, off, lacks, mask.beside)
 
 
 def _fits(heard: Heard, config: Any) -> Iterator[_Fit]:
@@ -350,9 +343,5 @@ def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, gate: Gating, mask: Ma
     if logits is not None:
         logits = logits.double().cpu()
         theirs = gated(spec, theirs.transpose(1, 2), logits).transpose(1, 2)
-    if gate.pairs is not None:
-        q, k = (beside_partners(x, k.shape[1]) for x in (q, k))
-        v, theirs = gate.pairs.v.double().cpu(), gate.pairs.out.double().cpu()
-        gate.pairs.fill(score)
     ours = attention(q, k, v, score.cpu(), mask.causal, mask.operand, gate=logits)
     return float((ours.transpose(1, 2) - theirs).abs().max() / theirs.abs().max())

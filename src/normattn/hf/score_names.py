@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.hf.score_fitting import CLOSE, Turned, plain_base
+from normattn.hf.score_fit import CLOSE, Turned, plain_base
 from normattn.score import ScoreSpec
 from normattn.score.parts.rope import PartialRoPE
 from normattn.score.rotary import frequencies

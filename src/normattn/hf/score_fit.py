@@ -1,20 +1,23 @@
-"""Which normalisation and which rotation lead from a projection to what attention is given.
+"""Fit what leads from a layer's projections to the queries and keys that attention is given.
 
 The first token stands at position 0, where nothing turns: there the normalisation and its gain are
 read off. Each later token then tells by which angle its pairs of features were turned.
 
-Legend: B batch, H heads, T tokens, D head dimension, P pairs that turn.
+Legend: B batch, H query heads, G key heads, T tokens, D head dimension, E value size, W width,
+P pairs that turn.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from normattn.hf.score_recorder import Heard
 
 CLOSE = 2e-4
 """How far a fit may miss, as a share of the largest number, in float32."""
@@ -164,3 +167,92 @@ def plain_base(theta: Float[Tensor, " p"]) -> float | None:
     base = math.exp(-math.log(float(theta[half])) * pairs / half)
     close = (theta - base ** -(torch.arange(pairs, dtype=torch.float64) / pairs)).abs().max()
     return base if base > 1 and float(close) < CLOSE / 10 else None
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Queries and keys that projections made; the `last` features of a key are those of all heads.
+
+    `last` is None where keys are of one projection.
+    """
+
+    q: Float[Tensor, "b h t d"]
+    k: Float[Tensor, "b g t d"]
+    last: int | None = None
+
+
+def candidates(heard: Heard) -> Iterator[Raw]:
+    """Queries and keys apart, joined, side by side, with a gate, or of latent vectors."""
+    own = [projection.made for projection in heard.projections]
+    lent = [projection.made for projection in heard.lent]
+    yield from _apart(own, own + lent, heard)
+    yield from _joined(own, heard)
+    yield from _latent(own, heard)
+
+
+def heads_of(x: Float[Tensor, "b t w"], size: int) -> Float[Tensor, "b h t d"]:
+    """Heads of this size, side by side in x."""
+    return x.reshape(*x.shape[:2], -1, size).transpose(1, 2)
+
+
+def _queries(made: Sequence[Tensor], heard: Heard) -> Iterator[tuple[Tensor, Tensor]]:
+    """Projections that may hold queries, alone or each before the gate of its head, and these."""
+    (_, heads, _, d), e = heard.q.shape, heard.v.shape[-1]
+    for one in made:
+        if one.shape[-1] == heads * d:
+            yield one, heads_of(one, d)
+        elif one.shape[-1] == heads * (d + e):
+            yield one, heads_of(one, d + e)[..., :d]
+
+
+def _apart(own: Sequence[Tensor], keys: Sequence[Tensor], heard: Heard) -> Iterator[Raw]:
+    """Keys of a projection of their own, or before the values in one."""
+    (_, groups, _, d), e = heard.k.shape, heard.v.shape[-1]
+    for one, q in _queries(own, heard):
+        for other in keys:
+            if one is not other and other.shape[-1] == groups * d:
+                yield Raw(q, heads_of(other, d))
+        for other in keys:
+            if one is not other and other.shape[-1] == groups * (d + e):
+                yield Raw(q, heads_of(other[..., : groups * d], d))
+
+
+def _joined(made: Sequence[Tensor], heard: Heard) -> Iterator[Raw]:
+    """Queries, keys and values in one projection: all heads of each, or each head with its own."""
+    heads, groups, d = heard.q.shape[1], heard.k.shape[1], heard.q.shape[-1]
+    for one in made:
+        if one.shape[-1] == (heads + 2 * groups) * d:
+            parts = heads_of(one, d)
+            yield Raw(parts[:, :heads], parts[:, heads : heads + groups])
+            if heads == groups:
+                joined = heads_of(one, 3 * d)
+                yield Raw(joined[..., :d], joined[..., d : 2 * d])
+
+
+def _latent(own: Sequence[Tensor], heard: Heard) -> Iterator[Raw]:
+    """Keys as multi-head latent attention has them (arXiv 2405.04434).
+
+    Each head's first features stand before its values in one projection; the last ones, the same
+    for all heads, are the last of another.
+    """
+    (_, groups, _, d), e = heard.k.shape, heard.v.shape[-1]
+    for other in own:
+        size, rest = divmod(other.shape[-1], groups)
+        last = d + e - size
+        if rest or not 0 < last < d:
+            continue
+        kept = heads_of(other, size)
+        if not _close(kept[..., size - e :], heard.v):
+            continue
+        for shared in own:
+            if shared is other or shared.shape[-1] < last:
+                continue
+            turning = heads_of(shared[..., -last:], last).expand(-1, groups, -1, -1)
+            k = torch.cat((kept[..., : size - e], turning), -1)
+            for one, q in _queries(own, heard):
+                if one is not other:
+                    yield Raw(q, k, last)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-3, atol=1e-5)

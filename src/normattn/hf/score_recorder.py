@@ -20,33 +20,19 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from normattn.errors import InputError
+from normattn.hf.probe import rotary_buffers
 
 LISTENING = "normattn_listening"
 _BATCH = 4
+_HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass
 class Projection:
-    """A linear map inside an attention layer, with what went in and came out, (B, T, W).
-
-    `mixture`: the name of the module in the layer where each token has linear maps of its own.
-    """
+    """A linear map inside an attention layer, with what went in and came out, (B, T, W)."""
 
     given: Float[Tensor, "b t w"]
     made: Float[Tensor, "b t w2"]
-    mixture: str | None = None
-
-
-@dataclass
-class Inside:
-    """What another module inside an attention layer made, (B, T, W), and its name in the layer.
-
-    `projects`: it has linear maps of its own.
-    """
-
-    name: str
-    projects: bool
-    made: Float[Tensor, "b t w"]
 
 
 @dataclass
@@ -56,8 +42,7 @@ class Heard:
     q and k are normalised and turned already; `visible` (B, T, S) says who sees whom; `more` are
     the function's other arguments (scaling, softcap, s_aux, …). `added` is the largest finite
     number that the mask adds, `mask` what it is. `lent` are the projections of the layer whose keys
-    this one reads too, `twin` a second call with the same queries and keys, for other values.
-    `selects`: an indexer chooses the keys of each query.
+    this one reads too. `selects`: an indexer chooses the keys of each query.
     """
 
     index: int
@@ -72,8 +57,6 @@ class Heard:
     mask: Tensor | None = None
     projections: list[Projection] = field(default_factory=list)
     lent: list[Projection] = field(default_factory=list)
-    twin: Heard | None = None
-    inside: list[Inside] = field(default_factory=list)
     selects: bool = False
 
     @property
@@ -106,42 +89,15 @@ def listen(model: Any, tokens: int = 48) -> list[Heard]:
         first = _read(model, ids, LISTENING)
         selecting = {call.module for call in first if call.more.get("indices") is not None}
         layers = dict.fromkeys(call.module for call in first)
-        with _made(layers, tokens) as ran:
+        with _made(layers, tokens) as ran, in_float32(model, layers):
             # With `eager` alone a layer's own mask hides the keys that its indexer leaves out.
             heard = _read(model, ids, "eager" if selecting else LISTENING)
     finally:
         model.train(mode)
     for call in heard:
         call.selects = call.module in selecting
-    _refuse_infinite(heard)
     _hand_out(heard, ran)
-    return _with_twins(heard)
-
-
-def _refuse_infinite(heard: list[Heard]) -> None:
-    """Raise `InputError` for a layer whose queries, keys or outputs are no numbers.
-
-    Values of a configuration that are finite may still overflow: a base of 1e-300 does.
-    """
-    for call in heard:
-        for what, x in (("queries", call.q), ("keys", call.k), ("outputs", call.out)):
-            if not bool(torch.isfinite(x).all()):
-                raise InputError(
-                    f"the {what} of {call.name} are not finite: a value of its configuration is "
-                    "too large or too small to compute with"
-                )
-
-
-def _with_twins(heard: list[Heard]) -> list[Heard]:
-    """The calls without those that a layer makes a second time with the same queries and keys."""
-    kept: list[Heard] = []
-    for call in heard:
-        last = kept[-1] if kept else None
-        if last is not None and last.module is call.module and last.q is call.q:
-            last.twin = call
-        else:
-            kept.append(call)
-    return kept
+    return heard
 
 
 def _read(model: Any, ids: Tensor, name: str) -> list[Heard]:
@@ -165,25 +121,17 @@ def _read(model: Any, ids: Tensor, name: str) -> list[Heard]:
 
 
 def _hand_out(heard: list[Heard], ran: _Ran) -> None:
-    """To each call of a layer what its modules made in the same run, and the maker of its keys.
+    """To each call of a layer what its linear maps made in the same run, and the maker of its keys.
 
     A layer may run several times, and call its attention several times a run.
     """
     for number, call in enumerate(heard):
         calls = [other for other in heard if other.module is call.module]
         turn = next(at for at, other in enumerate(calls) if other is call)
-        for name, part in call.module.named_modules():
+        for part in call.module.modules():
             runs = ran.get(part)
-            if not runs or part is call.module:
-                continue
-            run, named = runs[turn * len(runs) // len(calls)], f"{name} ({type(part).__name__})"
-            if isinstance(part, nn.Linear) or run.mixed:
-                if run.given is not None:
-                    mixture = named if run.mixed else None
-                    call.projections += [Projection(run.given, x, mixture) for x in run.made]
-            else:
-                projects = any(isinstance(inner, nn.Linear) for inner in part.modules())
-                call.inside += [Inside(named, projects, x) for x in run.made]
+            if runs:
+                call.projections.append(runs[turn * len(runs) // len(calls)])
         for earlier in heard[:number]:
             if earlier.k.data_ptr() == call.k.data_ptr():
                 call.lent = earlier.projections
@@ -276,38 +224,22 @@ def hidden(mask: Tensor) -> Tensor:
     return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
-@dataclass
-class _Run:
-    """What went into a module and came out; `mixed`: in the order of a mixture of experts."""
-
-    given: Tensor | None
-    made: list[Tensor]
-    mixed: bool = False
-
-
-_Ran = dict[nn.Module, list[_Run]]
+_Ran = dict[nn.Module, list[Projection]]
 
 
 @contextmanager
 def _made(layers: Iterable[nn.Module], tokens: int) -> Iterator[_Ran]:
-    """What goes into every module of these layers and what comes out, (B, T, W), call by call."""
+    """What goes into every linear map of these layers and comes out, (B, T, W), call by call."""
     ran: _Ran = {}
-    orders: list[Tensor] = []
 
     def keep(module: nn.Module, given: Any, made: Any) -> None:
-        outputs = made if isinstance(made, tuple) else (made,)
-        orders.extend(x for x in outputs if _is_order(x, _BATCH * tokens))
-        kept = [row for x in outputs if (row := _row(x, tokens)) is not None]
-        if kept:
-            run = _Run(_row(given[0], tokens) if given else None, kept)
-            ran.setdefault(module, []).append(run)
-        elif given and orders:
-            both = [_put_back(x, orders[-1], tokens) for x in (given[0], outputs[0])]
-            if both[0] is not None and both[1] is not None:
-                ran.setdefault(module, []).append(_Run(both[0], [both[1]], mixed=True))
+        both = [_row(x, tokens) for x in (given[0], made)] if given else [None]
+        if both[0] is not None and both[1] is not None:
+            ran.setdefault(module, []).append(Projection(both[0], both[1]))
 
     parts = dict.fromkeys(part for layer in layers for part in layer.modules())
-    handles = [part.register_forward_hook(keep) for part in parts]
+    linear = [part for part in parts if isinstance(part, nn.Linear)]
+    handles = [part.register_forward_hook(keep) for part in linear]
     try:
         yield ran
     finally:
@@ -315,24 +247,64 @@ def _made(layers: Iterable[nn.Module], tokens: int) -> Iterator[_Ran]:
             handle.remove()
 
 
-def _is_order(x: Any, tokens: int) -> bool:
-    """Whether a router says by x in which order the tokens, once or n times, go to experts."""
-    if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.dim() != 1:
-        return False
-    whole = torch.arange(x.numel(), device=x.device)
-    return x.numel() > 0 and x.numel() % tokens == 0 and torch.equal(x.sort().values, whole)
+@contextmanager
+def in_float32(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Let these layers, and the tables of their positions, compute in float32, one at a time.
 
-
-def _put_back(x: Any, order: Tensor, tokens: int) -> Float[Tensor, "b t w"] | None:
-    """The rows of x in the order of tokens, those of one token side by side; None for what is not.
-
-    The inverse of what a mixture of experts does to its input.
+    What half precision rounds would tell no normalisation from another. Weights are given back.
     """
-    if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[0] != order.numel():
-        return None
-    back = torch.empty_like(x)
-    back[order] = x
-    return back.reshape(_BATCH, tokens, -1)
+    kept: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def widen(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        kept[module] = [(x, x.data) for x in module.parameters() if x.dtype in _HALF]
+        for parameter, own in kept[module]:
+            parameter.data = own.float()
+        return _widened(args), _widened(kwargs)
+
+    def narrow(module: nn.Module, args: Any, kwargs: Any, made: Any) -> Any:
+        half = kept[module][0][1].dtype if kept[module] else None
+        for parameter, own in kept.pop(module):
+            parameter.data = own
+        return made if half is None else _narrowed(made, half)
+
+    def widen_tables(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _widened(args), _widened(kwargs)
+
+    rotary = [module for module in model.modules() if rotary_buffers(module)]
+    handles = [x.register_forward_pre_hook(widen_tables, with_kwargs=True) for x in rotary]
+    for layer in layers:
+        handles.append(layer.register_forward_pre_hook(widen, with_kwargs=True))
+        handles.append(layer.register_forward_hook(narrow, with_kwargs=True, prepend=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for pairs in kept.values():
+            for parameter, own in pairs:
+                parameter.data = own
+
+
+def _widened(value: Any) -> Any:
+    """Half precision in what a module is given, as float32."""
+    if isinstance(value, Tensor):
+        if value.dtype not in _HALF:
+            return value
+        # The least number of its type says in a mask that a key is hidden.
+        least = value == torch.finfo(value.dtype).min
+        return value.float().masked_fill(least, torch.finfo(torch.float32).min)
+    if isinstance(value, dict):
+        return {name: _widened(inner) for name, inner in value.items()}
+    return type(value)(map(_widened, value)) if type(value) in (tuple, list) else value
+
+
+def _narrowed(value: Any, half: torch.dtype) -> Any:
+    """float32 in what a module made, in half precision again."""
+    if isinstance(value, Tensor):
+        return value.to(half) if value.dtype == torch.float32 else value
+    if type(value) in (tuple, list):
+        return type(value)(_narrowed(inner, half) for inner in value)
+    return value
 
 
 def _row(x: Any, tokens: int) -> Tensor | None:

@@ -1,22 +1,93 @@
-"""What the mask of a layer does: the part that says it, or that it is an operand of `attention`.
+"""What a layer does beside its scores: its mask, and what happens to the output of attention.
 
-Which keys a query may see, and what is added to their scores, may depend on the text: no part of a
-score says that, but `attention` takes such a mask as its `attn_mask`.
-
-Legend: B batch, H query heads, T queries, S keys.
+Legend: B batch, H query heads, T tokens, S keys, E value size, W width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
+from torch.nn import functional as F
 
-from normattn.hf.score_naming import window_words
-from normattn.hf.score_recording import Heard, hidden
+from normattn.hf.score_fit import CLOSE
+from normattn.hf.score_names import window_words
+from normattn.hf.score_recorder import Heard, hidden
+
+_CHANGED = "its output is changed before the last projection in a way that no part says"
+
+
+@dataclass(frozen=True)
+class Gating:
+    """The output gate's part and its logits (B, T, …), and what else happens to the output.
+
+    `lacks` is what is not understood.
+    """
+
+    part: str = ""
+    logits: Tensor | None = None
+    lacks: str | None = None
+
+
+def gating(heard: Heard) -> Gating:
+    """What stands between attention's output and the last projection."""
+    out = heard.out.flatten(2)
+    given = [
+        projection.given for projection in heard.projections if projection.given.shape == out.shape
+    ]
+    if any(torch.equal(candidate, out) for candidate in given):
+        return Gating()
+    for candidate in given:
+        for logits in _logits(heard):
+            gate = _gate(heard.out, candidate, logits)
+            if gate is not None:
+                return gate
+    return Gating(lacks=_CHANGED)
+
+
+def _gate(out: Tensor, given: Tensor, logits: Tensor) -> Gating | None:
+    """The gate that makes `given` (B, T, H·E) of the output (B, T, H, E) by these logits.
+
+    A number for each head may be added to them first.
+    """
+    heads, size = out.shape[2:]
+    wide = logits.shape[-1] // heads
+    per = [] if wide > 1 or size == 1 else ["per=head"]
+    gate = logits.double().reshape(*logits.shape[:2], heads, wide)
+    wanted = given.double().view_as(out)
+    tried = [(gate, []), (gate, ["act=softplus"]), (gate + _shift(out, wanted, gate), [])]
+    for logits, act in tried:
+        opened = F.softplus(logits) if act else logits.sigmoid()
+        if _same(opened * out, wanted):
+            fields = ",".join([*per, *act])
+            return Gating(f"Gate({fields})" if fields else "Gate", logits.flatten(2))
+    return None
+
+
+def _shift(out: Tensor, wanted: Tensor, gate: Tensor) -> Tensor:
+    """What is added to a head's logits besides (H, 1), by the middle of what the output tells."""
+    share = (wanted / out).clamp(1e-6, 1 - 1e-6)
+    return (share.logit() - gate).movedim(2, 0).flatten(1).median(-1).values[:, None]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).abs().max()) <= CLOSE * float(other.abs().max())
+
+
+def _logits(heard: Heard) -> Iterator[Tensor]:
+    """What may gate the output: a projection of its own, or behind the queries of each head."""
+    heads, size = heard.out.shape[2:]
+    d = heard.q.shape[-1]
+    for made in (projection.made for projection in heard.projections):
+        if made.shape[-1] in (heads * size, heads):
+            yield made
+        elif made.shape[-1] == heads * (d + size):
+            yield made.reshape(*made.shape[:2], heads, d + size)[..., d:].flatten(2)
+
 
 _ROUNDED = 1e-4
 """How far numbers of two texts may be apart by rounding alone, as a share of the largest."""
