@@ -346,9 +346,7 @@ def spectrum_of(rope: dict[str, Any], train_length: int) -> RopeScaling | None:
     return Llama3(factor=factor, low=low, high=high)
 
 
-def rope_parameters(
-    spectrum: RopeScaling | None, base: float, train_length: int
-) -> dict[str, Any]:
+def rope_parameters(spectrum: RopeScaling | None, base: float, train_length: int) -> dict[str, Any]:
     """The `rope_parameters` of a score's spectrum; `InputError` where they cannot say it."""
     theta = {"rope_theta": base}
     if spectrum is None:
