@@ -160,7 +160,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("", {}, "needs a method by name"),
     ("StreamingLLM", {}, "hides keys"),
     ("ReRoPE", {"window": LENGTH + 1}, "window=9 is larger than the training length of 8"),
-    ("ReRoPE", {"window": 0}, "window must be at least 1"),
+    ("ReRoPE", {"window": 0}, "window must be a number of at least 1"),
     ("YaRN", {"factor": 0.5}, "factor must be a number of at least 1"),
     ("YaRN", {}, "needs factor=…"),
     ("LeakyReRoPE", {}, "needs s=…"),

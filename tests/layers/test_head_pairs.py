@@ -231,7 +231,9 @@ def test_each_layer_of_a_model_starts_at_its_own_share() -> None:
 def test_what_makes_no_sense_and_what_explain_says() -> None:
     with pytest.raises(InputError, match="both choose the normaliser"):
         ScoreSpec.parse("Baseline-Sigmoid-Differential@8")
-    with pytest.raises(InputError, match="init must be at least 0 and below 1, but it is 1"):
+    with pytest.raises(
+        InputError, match="init must be a number of at least 0 and below 1, but it is 1"
+    ):
         ScoreSpec.parse("Baseline-Differential(init=1)")
     with pytest.raises(InputError, match="key heads must be an even number, but there are 1"):
         Score("Baseline-Differential", 4, D, 1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.memory import largest
-from normattn import InputError, Score, ScoreSpec, attention, explain
+from normattn import InputError, Score, attention, explain
 from normattn.kernels import strips
 from score.cases import tensors
 
@@ -131,17 +131,7 @@ def test_bfloat16_autocast_counts_in_float32() -> None:
         assert torch.equal(attention(q, k, v, score), plain)
 
 
-def test_what_makes_no_sense_and_what_explain_says() -> None:
-    with pytest.raises(InputError, match="RotateFirst and CoPE cannot be combined: CoPE reads"):
-        ScoreSpec.parse("QKRMSNorm-RotateFirst-RoPE-CoPE")
-    with pytest.raises(InputError, match="both choose the bias"):
-        ScoreSpec.parse("Baseline-ALiBi-CoPE")
-    with pytest.raises(InputError, match="CoPE: positions must be at least 2, but it is 1"):
-        ScoreSpec.parse("Baseline-CoPE(positions=1)")
-    with pytest.raises(InputError, match="not causal, and CoPE is defined for causal"):
-        ScoreSpec.parse("KBatchNorm-CoPE")
-    with pytest.raises(InputError, match="YaRN on CoPE makes no sense: YaRN changes rotary"):
-        ScoreSpec.parse("Baseline-CoPE-YaRN(factor=2)@8")
+def test_what_cannot_be_asked_and_what_explain_says() -> None:
     q, k, v = tensors(*SHAPES)
     with pytest.raises(InputError, match="CoPE is defined for causal attention only"):
         attention(q, k, v, _score(), causal=False)

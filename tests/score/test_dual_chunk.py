@@ -68,28 +68,9 @@ def test_a_method_of_chunks_is_switched_on_and_off() -> None:
     assert ScoreSpec.parse("KNA-DualChunk(size=4)@16").method_name == "DualChunk(size=4,local=12)"
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("KNA-NoPE-DualChunk@8", "DualChunk on NoPE makes no sense: DualChunk changes rotary"),
-        ("KNA-YaRN-DualChunk@8", "DualChunk and YaRN cannot be combined: DualChunk keeps every"),
-        ("KNA-ReRoPE-DualChunk@8", "ReRoPE and DualChunk cannot be combined: both choose the reg"),
-        ("KNA-RealFormer-DualChunk@8", "RealFormer and DualChunk cannot be combined"),
-        ("KNA-SlidingWindow-DualChunk@8", "DualChunk cannot be combined with SlidingWindow"),
-        ("KNA-Chunked-DualChunk@8", "DualChunk cannot be combined with Chunked"),
-        ("KBatchNorm-DualChunk@8", "not causal, and DualChunk is defined for causal"),
-        ("KNA-DualChunk(size=0)", "DualChunk: size must be at least 1, but it is 0"),
-        ("KNA-DualChunk(local=0)", "DualChunk: local must be at least 1, but it is 0"),
-    ],
-)
-def test_what_makes_no_sense(text: str, sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
-        ScoreSpec.parse(text)
-
-
 def test_what_attention_refuses_and_explain_says() -> None:
     q, k, v = tensors(*SHAPES)
-    with pytest.raises(InputError, match="needs size=…, and nothing gives it"):
+    with pytest.raises(InputError, match="needs size="):
         attention(q, k, v, "KNA-DualChunk")
     with pytest.raises(InputError, match="DualChunk is defined for causal attention only"):
         attention(q, k, v, "KNA-DualChunk@8", causal=False)

@@ -109,18 +109,10 @@ def test_an_observer_is_told_the_largest_logit_and_the_entropy_of_shares(
     torch.testing.assert_close(told.entropy, torch.special.entr(share).sum(-1))
 
 
-def test_what_makes_no_sense_and_what_explain_says() -> None:
-    with pytest.raises(InputError, match="Sink and Sigmoid cannot be combined: a sink is a logit"):
-        ScoreSpec.parse("Baseline-Sink-Sigmoid@8")
-    with pytest.raises(InputError, match="both choose the normaliser"):
-        ScoreSpec.parse("Baseline-Sigmoid-StickBreaking@8")
-    with pytest.raises(InputError, match="Sigmoid: tokens must be at least 1, but it is 0"):
-        ScoreSpec.parse("Baseline-Sigmoid(tokens=0)")
+def test_what_cannot_be_asked_and_what_explain_says() -> None:
     q, k, v = tensors(*SHAPES)
-    with pytest.raises(InputError, match="needs tokens=…, and nothing gives it"):
+    with pytest.raises(InputError, match="needs tokens="):
         attention(q, k, v, "Baseline-Sigmoid")
-    with pytest.raises(InputError, match="not causal, and StickBreaking is defined for causal"):
-        ScoreSpec.parse("KBatchNorm-StickBreaking")
     with pytest.raises(InputError, match="StickBreaking is defined for causal attention only"):
         attention(q, k, v, "Baseline-StickBreaking", causal=False)
     with pytest.raises(InputError, match="fused kernel cannot serve this: its weights are those"):

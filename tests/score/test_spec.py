@@ -155,6 +155,8 @@ SENSELESS = (
     "KNA-NoPE-ClippedRoPE KNA-Chunked-Packed KNA-Chunked-ReRoPE KNA-FoX-SoftCap "
     "KNA-FoX-RealFormer KNA-RealFormer-ReRoPE KNA-ResidualQK-DynamicNTK "
     "KNA-RealFormer-FullEvery KNA-Sigmoid-Sink KNA-Selective-DualChunk "
+    "KNA-RealFormer-DualChunk KNA-SlidingWindow-DualChunk KNA-Chunked-DualChunk "
+    "KBatchNorm-CoPE Baseline-CoPE-YaRN KNA-NoPE-DualChunk KBatchNorm-DualChunk "
     "CoPE-QKRMSNorm-RotateFirst"
 )
 
