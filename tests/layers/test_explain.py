@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import normattn.kernels.dispatch as dispatch
+import normattn.layers.prepare as prepare
 from normattn import InputError, Score, attention, explain
 from normattn.kernels import Problem
+from normattn.kernels.fused import sdpa
 
 SPECS = [
     "KNA",
@@ -38,17 +41,22 @@ def test_it_names_the_kernel_that_runs(
 
     def spy(problem: Problem, backend: str = "auto") -> dispatch.Kernel:
         kernel = choose(problem, backend)
-        taken.append(kernel)
+        taken.append(kernel.name)
         return kernel
 
+    def direct(*given: Any) -> Tensor:
+        taken.append("fused")
+        return sdpa(*given)
+
     monkeypatch.setattr(dispatch, "choose", spy)
+    monkeypatch.setattr(prepare, "sdpa", direct)
     shapes = (1, 4, queries, 8), (1, 2, 9, 8), (1, 2, 9, 8)
     q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
     documents = torch.zeros(1, 9, dtype=torch.int64) if "Packed" in spec else None
     forget = torch.zeros(1, 9, 4) if "FoX" in spec else None
     attention(q, k, v, Score(spec, 4, 8, 2).to(dtype), documents=documents, forget=forget)
     found = explain(spec, *shapes, dtype=dtype)
-    assert [kernel.name for kernel in taken] == [found.kernel]
+    assert taken == [found.kernel]
     assert set(found.refused) == {k.name for k in dispatch.KERNELS} - {found.kernel}
 
 

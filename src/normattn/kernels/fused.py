@@ -12,26 +12,38 @@ from normattn.kernels.problem import Problem
 
 
 def fused(problem: Problem) -> Float[Tensor, "b h t e"]:
-    """`scaled_dot_product_attention` with scale 1.
+    """`scaled_dot_product_attention` with scale 1."""
+    causal = problem.visibility.causal
+    out = sdpa(problem.q, problem.k, problem.v, causal, 1.0, problem.dropout)
+    spoil = torch.compiler.is_compiling() and out.device.type == "cpu"
+    return out + _poison(problem) if spoil else out
+
+
+def sdpa(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s e"],
+    causal: bool,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+) -> Float[Tensor, "b h t e"]:
+    """softmax(scale · q kᵀ) · v by torch's kernel, which has no second derivative.
 
     Causal with one query, the last, means that every key is seen.
     """
-    causal = problem.visibility.causal
     # Not by `and`: of a symbolic length that would be no plain bool.
-    if problem.q.shape[2] == 1:
+    if q.shape[2] == 1:
         causal = False
     out = scaled_dot_product_attention(
-        problem.q,
-        problem.k,
-        problem.v,
+        q,
+        k,
+        v,
         is_causal=causal,
-        scale=1.0,
-        dropout_p=problem.dropout,
-        enable_gqa=problem.q.shape[1] != problem.k.shape[1],
+        scale=scale,
+        dropout_p=dropout,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
-    if torch.compiler.is_compiling():
-        return out + _poison(problem) if out.device.type == "cpu" else out
-    if out.requires_grad:
+    if out.requires_grad and not torch.compiler.is_compiling():
         out.register_hook(_refuse)  # type: ignore[no-untyped-call]
     return out
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,11 +19,18 @@ from normattn.kernels.problem import DTYPES, check_dense, check_shapes
 from normattn.layers.forgetting import check_forget, forgetting, log_gates, summed
 from normattn.layers.head_pairs import joined_pairs, paired_values
 from normattn.layers.output_gate import check_gate, gated
+from normattn.layers.prepare import (
+    check_score,
+    planned,
+    positions_of,
+    without_parameters,
+)
+from normattn.layers.prepare import forget_positions as forget_positions
+from normattn.layers.prepare import regular_positions as regular_positions
 from normattn.layers.residual_scores import ResidualLayer, check_residual
 from normattn.plain import plain_operations
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import numbered
-from normattn.score.spec import as_spec
 
 
 def attention(
@@ -83,8 +88,14 @@ def attention(
     A query that sees no key gets 0. Raises `InputError` for shapes that do not fit, scores that
     cannot be used so, and backends that cannot serve the request.
     """
+    counted = q_positions is None and k_positions is None and documents is None
+    whole = attn_mask is None and key_padding is None and query_padding is None and counted
+    if whole and residual is None and gate is None and forget is None and dropout_p == 0:
+        out = planned(score, q, k, v, causal, backend)
+        if out is not None:
+            return out
     check_shapes(q, k, v)
-    module = score if isinstance(score, Score) else _without_parameters(score, q, k)
+    module = score if isinstance(score, Score) else without_parameters(score, q, k)
     _check(module, q, k, attn_mask, dropout_p)
     _check_padding("key_padding", "keys", key_padding, k)
     _check_padding("query_padding", "queries", query_padding, q)
@@ -99,6 +110,7 @@ def attention(
     given = (key_padding, q_positions, k_positions, documents)
     if causal and k_positions is not None and documents is None:
         check_restarts("k_positions", k_positions, key_padding)
+    given = (key_padding, q_positions, k_positions, documents)
     positions, seen = standing(module.spec, q, k, causal, attn_mask, *given)
     if q_positions is not None or k_positions is not None:
         _check_order(module.spec, positions, documents)
@@ -133,7 +145,7 @@ def standing(
     """Where queries and keys stand, and who sees whom; the arguments are those of `attention`."""
     given = (key_padding, q_positions, k_positions, documents)
     if causal and all(argument is None for argument in given):
-        positions = regular_positions(q.shape[2], k.shape[2], q.device)
+        positions = positions_of(q, k, causal)
     else:
         positions = Positions.of(q.shape[2], k.shape[2], causal, q.device, *given)
     seen = Visibility(causal, positions.query, positions.key, positions.regular, key_padding, mask)
@@ -249,52 +261,6 @@ def _blocks(positions: Positions, length: int) -> Iterator[tuple[int, slice, Ten
             yield number, span, None if alone else mine[..., span]
 
 
-def regular_positions(queries: int, keys: int, device: torch.device) -> Positions:
-    """Causal positions of the last `queries` of `keys` tokens."""
-    if queries > keys or torch.compiler.is_compiling():
-        return Positions.of(queries, keys, True, device)
-    capacity = max(64, 1 << (keys - 1).bit_length())
-    return _counted(capacity, device).part(slice(keys - queries, keys), keys)
-
-
-@lru_cache(maxsize=64)
-def _counted(capacity: int, device: torch.device) -> Positions:
-    with torch.inference_mode(False):
-        return Positions.of(capacity, capacity, True, device)
-
-
-def forget_positions() -> None:
-    """Make them anew when they are next asked for."""
-    _counted.cache_clear()
-
-
-@lru_cache(maxsize=64)
-def _built(spec: ScoreSpec, heads: int, head_dim: int, kv_heads: int) -> Score:
-    module = Score(spec, heads, head_dim, kv_heads)
-    learned = [name for name, _ in module.named_parameters()]
-    if learned or any(True for _ in module.buffers()):
-        raise InputError(
-            f"{spec.name} learns {', '.join(learned) or 'running statistics'}: make a "
-            "Score(spec, heads=…, head_dim=…) and pass that"
-        )
-    return module
-
-
-def _without_parameters(score: ScoreSpec | str, q: Tensor, k: Tensor) -> Score:
-    sizes = q.shape[1], q.shape[-1], k.shape[1]
-    if not torch.compiler.is_compiling():
-        return _made(score, *sizes)
-    # Modules are made outside of the graph; `disable` loads the compiler, so only where one runs.
-    # What fullgraph=True cannot do, torch says with the line, the hint at its end included.
-    outside: Any = torch.compiler.disable(_made)  # type: ignore[no-untyped-call] # pass a Score
-    made: Score = outside(score, *sizes)
-    return made
-
-
-def _made(score: ScoreSpec | str, heads: int, head_dim: int, kv_heads: int) -> Score:
-    return _built(as_spec(score), heads, head_dim, kv_heads)
-
-
 def _check(
     score: Score,
     q: Tensor,
@@ -302,12 +268,7 @@ def _check(
     mask: Tensor | None,
     dropout: float,
 ) -> None:
-    expected = (score.heads, score.kv_heads, score.head_dim)
-    if (q.shape[1], k.shape[1], q.shape[-1]) != expected:
-        raise InputError(
-            f"the score was built for {expected[0]} query heads, {expected[1]} key heads and "
-            f"dimension {expected[2]}, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
-        )
+    check_score(score, q, k)
     if mask is not None:
         check_dense("attn_mask", mask)
         full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])

@@ -140,8 +140,14 @@ class Attention(SelfAttention):
 
     def operands(self, x: Float[Tensor, "b t dim"]) -> Operands:
         """q, k and v; nothing beside them."""
-        heads_BHTD = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = torch.split(heads_BHTD, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        heads_BTHD = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)
+        heads_BHTD = heads_BTHD.transpose(1, 2)
+        keys = self.heads + self.kv_heads
+        q, k, v = (
+            heads_BHTD[:, : self.heads],
+            heads_BHTD[:, self.heads : keys],
+            heads_BHTD[:, keys:],
+        )
         return q, k, v, None
 
     def output(

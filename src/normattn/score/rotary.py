@@ -46,6 +46,16 @@ class Rotation:
         y: Tensor = _Rotate.apply(x, *tables, self.interleaved, self.start, False)  # type: ignore[no-untyped-call]
         return y
 
+    def turn(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
+        """The same where neither a compiler nor torch.func looks into the operations."""
+        tables = self.cos, self.sin, self.rest
+        if x.requires_grad and torch.is_grad_enabled():
+            # Past what `apply` does for torch.func, which takes as long as a small rotation.
+            apply: Any = super(torch.autograd.Function, _Rotate).apply
+            y: Tensor = apply(x, *tables, self.interleaved, self.start, False)
+            return y
+        return _turn(x, *tables, self.interleaved, self.start, False)
+
     def rows(self, rows: slice) -> Rotation:
         """The rotation of some of the positions."""
         cos, sin, rest = (x[..., rows, :] for x in (self.cos, self.sin, self.rest))
@@ -447,11 +457,12 @@ def _refuse_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -
         )
 
 
-def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _pairs(start: int, count: int, interleaved: bool) -> tuple[slice, slice]:
+    """The first and the second features of the pairs that turn."""
+    end = start + 2 * count
     if interleaved:
-        return x[..., 0::2], x[..., 1::2]
-    half = x.shape[-1] // 2
-    return x[..., :half], x[..., half:]
+        return slice(start, end, 2), slice(start + 1, end, 2)
+    return slice(start, start + count), slice(start + count, end)
 
 
 def _turn(
@@ -460,8 +471,8 @@ def _turn(
     wide = x if x.dtype == cos.dtype else x.to(cos.dtype)
     y = torch.empty_like(wide, memory_format=torch.contiguous_format)
     end = start + 2 * cos.shape[-1]
-    a, b = _pairs(wide[..., start:end], interleaved)
-    left, right = _pairs(y[..., start:end], interleaved)
+    first, second = _pairs(start, cos.shape[-1], interleaved)
+    a, b, left, right = wide[..., first], wide[..., second], y[..., first], y[..., second]
     for still in (slice(start), slice(end, None)):
         if y[..., still].shape[-1]:
             torch.mul(wide[..., still], rest, out=y[..., still])
@@ -479,7 +490,8 @@ def _turn_plainly(
     """The same rotation in operations that a compiler can fuse."""
     wide, turned = x.to(cos.dtype), 2 * cos.shape[-1]
     end = start + turned
-    a, b = _pairs(wide[..., start:end], interleaved)
+    first, second = _pairs(start, cos.shape[-1], interleaved)
+    a, b = wide[..., first], wide[..., second]
     left, right = a * cos - b * sin, b * cos + a * sin
     y = torch.stack((left, right), -1).flatten(-2) if interleaved else torch.cat((left, right), -1)
     if turned < x.shape[-1]:

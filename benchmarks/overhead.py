@@ -1,0 +1,117 @@
+"""What `normattn.attention` costs beside its arithmetic, on tensors too small to hide it.
+
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py
+
+Times B1 H4 T64 D32 in float32, one thread, causal, without gradients: rotary positions and
+`scaled_dot_product_attention` written out, and the same by `attention` with a `Score`, a
+`ScoreSpec` and a name. All take turns in each round, so that what else the machine does meets them
+alike; a time is the median over rounds. Counts the Python calls between `SelfAttention.forward` and
+`scaled_dot_product_attention`, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from normattn import Attention, Score, ScoreSpec, attention
+
+BATCH, HEADS, TOKENS, SIZE = 1, 4, 64, 32
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions as models usually write them."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def by_hand() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Rotation and softmax attention, the tables made beforehand."""
+    theta = 10000.0 ** (-torch.arange(SIZE // 2, dtype=torch.float64) / (SIZE // 2))
+    angle = torch.arange(TOKENS, dtype=torch.float64)[:, None] * theta
+    cos, sin = (torch.cat((x, x), -1).float() for x in (angle.cos(), angle.sin()))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return run
+
+
+@torch.no_grad()
+def times(rounds: int, calls: int) -> dict[str, float]:
+    """Microseconds of a call by each way."""
+    shape = (BATCH, HEADS, TOKENS, SIZE)
+    q, k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    module, spec = Score("Baseline", HEADS, SIZE), ScoreSpec.parse("Baseline")
+    hand = by_hand()
+    ways: dict[str, Callable[[], Tensor]] = {
+        "RoPE + SDPA by hand": lambda: hand(q, k, v),
+        "attention, Score": lambda: attention(q, k, v, module),
+        "attention, ScoreSpec": lambda: attention(q, k, v, spec),
+        "attention, name": lambda: attention(q, k, v, "Baseline"),
+    }
+    for way in ways.values():
+        torch.testing.assert_close(way(), hand(q, k, v), rtol=1e-5, atol=1e-5)
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                way()
+            found[name].append((time.perf_counter() - start) / calls * 1e6)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def python_calls(learning: bool) -> int:
+    """Calls of Python functions between `SelfAttention.forward` and torch's kernel."""
+    layer, x = Attention(HEADS * SIZE, HEADS), torch.randn(BATCH, TOKENS, HEADS * SIZE)
+    count, there = 0, False
+
+    def watch(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count, there
+        name = getattr(argument, "__name__", "")
+        there = there or (event == "c_call" and name == "scaled_dot_product_attention")
+        count += event == "call" and not there
+
+    with torch.set_grad_enabled(learning):
+        layer(x)
+        sys.setprofile(watch)
+        try:
+            layer.forward(x)
+        finally:
+            sys.setprofile(None)
+    return count - 1  # `forward` itself
+
+
+def main() -> None:
+    """Print times, ratios and counts, or write them as JSON."""
+    parser = argparse.ArgumentParser(description="the overhead of normattn.attention")
+    parser.add_argument("--rounds", type=int, default=101)
+    parser.add_argument("--calls", type=int, default=20, help="calls of each way in a round")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    found = times(asked.rounds, asked.calls)
+    first = next(iter(found.values()))
+    calls = {"without gradients": python_calls(False), "with gradients": python_calls(True)}
+    if asked.json:
+        print(json.dumps({"microseconds": found, "python_calls": calls}))
+        return
+    for name, each in found.items():
+        print(f"{name:24}{each:8.1f} µs{each / first:8.2f} ×")
+    for name, each in calls.items():
+        print(f"Python calls {name:20}{each:4}")
+
+
+if __name__ == "__main__":
+    main()

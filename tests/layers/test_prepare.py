@@ -1,0 +1,142 @@
+"""Plans: what is prepared once for a score and its shapes serves those, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from layers.written_out import of_program
+from normattn import InputError, Score, ScoreSpec, attention
+from score.cases import tensors
+
+SCORES = [
+    "Baseline",
+    "KNA-logn@8",
+    "QKNorm2020@8",
+    "QKRMSNorm-RoPE(layout=interleaved)",
+    "CosA-YaRN(factor=4)-logn+@8",
+    "Baseline-NoPE",
+    "KNA-NoPE-logn@8",
+    "Baseline-PartialRoPE(fraction=0.5)",
+    "QKLayerNorm-XPos",
+]
+
+
+def _qkv(queries: int, keys: int, seed: int = 0, groups: int = 2) -> list[Tensor]:
+    return tensors((2, 4, queries, 8), (2, groups, keys, 8), (2, groups, keys, 8), seed=seed)
+
+
+def _score(text: str) -> Score:
+    torch.manual_seed(1)
+    score = Score(text, 4, 8, 2).double()
+    for parameter in score.parameters():
+        torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return score
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("text", SCORES)
+def test_what_is_prepared_is_the_definition(text: str, causal: bool) -> None:
+    """Values and gradients, of the first call and of those after it, one query and many."""
+    score = _score(text)
+    for queries, keys in ((9, 9), (1, 9), (9, 9), (9, 7) if not causal else (1, 5)):
+        qkv = _qkv(queries, keys, seed=queries)
+        inputs = [*qkv, *score.parameters()]
+        outs = [attention(*qkv, score, causal, backend=way) for way in ("auto", "reference")]
+        torch.testing.assert_close(*outs, rtol=1e-9, atol=1e-9)
+        grads = [torch.autograd.grad(out.sin().sum(), inputs, allow_unused=True) for out in outs]
+        for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
+        with torch.no_grad():
+            again = attention(*qkv, score, causal)
+        torch.testing.assert_close(again, outs[1], rtol=1e-9, atol=1e-9)
+
+
+def test_another_type_and_another_score_have_plans_of_their_own() -> None:
+    q, k, v = _qkv(6, 6, groups=4)
+    for text in ("Baseline", "KNA", "KNA-logn@4"):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            given = [x.detach().to(dtype) for x in (q, k, v)]
+            expected = attention(*(x.double() for x in given), text, backend="reference")
+            for score in (text, ScoreSpec.parse(text), Score(text, 4, 8)):
+                out = attention(*given, score)
+                assert out.dtype == dtype
+                near = 1e-9 if dtype == torch.float64 else 2e-2
+                torch.testing.assert_close(out.double(), expected, rtol=near, atol=near)
+
+
+def test_a_method_that_is_switched_on_is_used() -> None:
+    q, k, v = _qkv(9, 9)
+    score = Score("Baseline@8", 4, 8, 2).double()
+    plain = attention(q, k, v, score)
+    score.use(score.built.with_method("YaRN(factor=4)"))
+    stretched = attention(q, k, v, score)
+    expected = attention(q, k, v, score, backend="reference")
+    torch.testing.assert_close(stretched, expected, rtol=1e-9, atol=1e-9)
+    assert (stretched - plain).abs().max() > 1e-3
+    score.use(score.built)
+    torch.testing.assert_close(attention(q, k, v, score), plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_is_not_finite_comes_out(bad: float, which: int) -> None:
+    """After a call that was finite. A query that sees it gets NaN, the others do not."""
+    qkv = [x.detach() for x in _qkv(6, 6)]
+    score = Score("Baseline", 4, 8, 2).double()
+    plain = attention(*qkv, score)
+    qkv[which][:, :, 3, 0] = bad
+    out = attention(*qkv, score)
+    torch.testing.assert_close(out[:, :, :3], plain[:, :, :3], rtol=1e-9, atol=1e-9)
+    assert out[:, :, 3].isnan().all()
+
+
+def test_half_precision_numbers_whose_sum_is_out_of_range() -> None:
+    q, k, v = (torch.full((1, 4, 64, 32), 60.0, dtype=torch.float16) for _ in range(3))
+    torch.testing.assert_close(attention(q, k, v, "KNA"), v, rtol=1e-3, atol=1e-3)
+
+
+def test_refusals_are_those_of_the_first_call() -> None:
+    q, k, v = _qkv(6, 6)
+    score = Score("Baseline", 4, 8, 2).double()
+    attention(q, k, v, score)
+    with pytest.raises(InputError, match="built for 4 query heads"):
+        attention(q[:, :2], k, v, score)
+    with pytest.raises(InputError, match="share a dtype"):
+        attention(q, k.float(), v, score)
+    with pytest.raises(InputError, match="unknown backend"):
+        attention(q, k, v, score, backend="quick")
+    with pytest.raises(InputError, match="second"):
+        torch.autograd.grad(attention(q, k, v, score).sum(), q, create_graph=True)
+
+
+CALLS = """
+import json, sys, torch
+from normattn import Attention
+
+def calls(score, learning):
+    layer, x = Attention(128, 4, score=score), torch.randn(1, 64, 128)
+    count, there = [0], [False]
+    def watch(frame, event, argument):
+        name = getattr(argument, "__name__", "")
+        there[0] |= event == "c_call" and name == "scaled_dot_product_attention"
+        count[0] += event == "call" and not there[0]
+    with torch.set_grad_enabled(learning):
+        layer(x)
+        sys.setprofile(watch)
+        try:
+            layer.forward(x)
+        finally:
+            sys.setprofile(None)
+    assert there[0]
+    return count[0] - 1
+
+json.dump({text: [calls(text, on) for on in (False, True)] for text in json.load(sys.stdin)},
+          sys.stdout)
+"""
+
+
+def test_few_python_calls_between_a_layer_and_the_kernel() -> None:
+    for text, counts in of_program(CALLS, ["Baseline", "Baseline-logn-YaRN(factor=2)@64"]).items():
+        assert max(counts) <= 30, (text, counts)
