@@ -20,6 +20,8 @@ SCORES = [
     "KNA-NoPE-logn@8",
     "Baseline-PartialRoPE(fraction=0.5)",
     "QKLayerNorm-XPos",
+    "KNA-Chunked(size=4)",
+    "KNA-SlidingWindow(window=4)",
 ]
 
 

@@ -152,7 +152,8 @@ def _straight(score: Score) -> bool:
     spec, position = score.spec, score.spec.position
     once = spec.regime is None and spec.order is None and not spec.moves and spec.carry is None
     features = score.position is not None or getattr(position, "widens", False) or spec.forgets
-    beside = spec.gate is not None or spec.documents is not None or spec.difference is not None
+    beside = spec.gate is not None or spec.documents is not None or spec.chunk is not None
+    beside = beside or spec.difference is not None
     return once and not features and not beside and score.logn is None
 
 
