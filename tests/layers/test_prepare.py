@@ -25,8 +25,9 @@ SCORES = [
 ]
 
 
-def _qkv(queries: int, keys: int, seed: int = 0, groups: int = 2) -> list[Tensor]:
-    return tensors((2, 4, queries, 8), (2, groups, keys, 8), (2, groups, keys, 8), seed=seed)
+def _qkv(queries: int, keys: int, seed: int = 0, groups: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = tensors((2, 4, queries, 8), (2, groups, keys, 8), (2, groups, keys, 8), seed=seed)
+    return q, k, v
 
 
 def _score(text: str) -> Score:
@@ -43,15 +44,15 @@ def test_what_is_prepared_is_the_definition(text: str, causal: bool) -> None:
     """Values and gradients, of the first call and of those after it, one query and many."""
     score = _score(text)
     for queries, keys in ((9, 9), (1, 9), (9, 9), (9, 7) if not causal else (1, 5)):
-        qkv = _qkv(queries, keys, seed=queries)
-        inputs = [*qkv, *score.parameters()]
-        outs = [attention(*qkv, score, causal, backend=way) for way in ("auto", "reference")]
+        q, k, v = _qkv(queries, keys, seed=queries)
+        inputs = [q, k, v, *score.parameters()]
+        outs = [attention(q, k, v, score, causal, backend=way) for way in ("auto", "reference")]
         torch.testing.assert_close(*outs, rtol=1e-9, atol=1e-9)
         grads = [torch.autograd.grad(out.sin().sum(), inputs, allow_unused=True) for out in outs]
         for one, other in zip(*grads, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
         with torch.no_grad():
-            again = attention(*qkv, score, causal)
+            again = attention(q, k, v, score, causal)
         torch.testing.assert_close(again, outs[1], rtol=1e-9, atol=1e-9)
 
 
@@ -59,10 +60,11 @@ def test_another_type_and_another_score_have_plans_of_their_own() -> None:
     q, k, v = _qkv(6, 6, groups=4)
     for text in ("Baseline", "KNA", "KNA-logn@4"):
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            given = [x.detach().to(dtype) for x in (q, k, v)]
-            expected = attention(*(x.double() for x in given), text, backend="reference")
+            a, b, c = (x.detach().to(dtype) for x in (q, k, v))
+            wide = a.double(), b.double(), c.double()
+            expected = attention(*wide, text, backend="reference")
             for score in (text, ScoreSpec.parse(text), Score(text, 4, 8)):
-                out = attention(*given, score)
+                out = attention(a, b, c, score)
                 assert out.dtype == dtype
                 near = 1e-9 if dtype == torch.float64 else 2e-2
                 torch.testing.assert_close(out.double(), expected, rtol=near, atol=near)
@@ -85,11 +87,11 @@ def test_a_method_that_is_switched_on_is_used() -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_what_is_not_finite_comes_out(bad: float, which: int) -> None:
     """After a call that was finite. A query that sees it gets NaN, the others do not."""
-    qkv = [x.detach() for x in _qkv(6, 6)]
+    q, k, v = (x.detach() for x in _qkv(6, 6))
     score = Score("Baseline", 4, 8, 2).double()
-    plain = attention(*qkv, score)
-    qkv[which][:, :, 3, 0] = bad
-    out = attention(*qkv, score)
+    plain = attention(q, k, v, score)
+    (q, k)[which][:, :, 3, 0] = bad
+    out = attention(q, k, v, score)
     torch.testing.assert_close(out[:, :, :3], plain[:, :, :3], rtol=1e-9, atol=1e-9)
     assert out[:, :, 3].isnan().all()
 

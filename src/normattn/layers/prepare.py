@@ -26,8 +26,7 @@ from normattn.kernels.observe import observer
 from normattn.kernels.place import on_cpu
 from normattn.kernels.problem import check_shapes
 from normattn.score import Positions, Score, ScoreSpec
-from normattn.score.fold import key_fold, query_fold, scaled
-from normattn.score.rotary import Rotation
+from normattn.score.rotary import Rotation, key_tables, query_tables, scaled
 from normattn.score.spec import as_spec
 
 # Plans are forgotten, all at once, when there are so many: lengths may vary without end.
@@ -139,8 +138,8 @@ def prepare(
     problem = module(q, k, v, positions, seen)
     if choose(problem, backend).name != "fused" or not problem.visibility.plain:
         return None
-    query = query_fold(spec, module.head_dim, positions, q.dtype)
-    key = key_fold(spec, module.head_dim, positions.key, k.dtype, 0)
+    query = query_tables(spec, module.head_dim, positions, q.dtype)
+    key = key_tables(spec, module.head_dim, positions.key, k.dtype, 0)
     assert isinstance(query.near, Rotation | None)
     assert isinstance(key.near, Rotation | None)
     own = None if isinstance(score, Score) else module
@@ -150,7 +149,12 @@ def prepare(
 def _straight(score: Score) -> bool:
     """Whether nothing but a norm, a rotation and λ is done to queries and keys."""
     spec, position = score.spec, score.spec.position
-    once = spec.regime is None and spec.order is None and not spec.moves and spec.carry is None
+    once = (
+        spec.remapping is None
+        and spec.order is None
+        and not spec.blockwise
+        and spec.residual is None
+    )
     features = score.position is not None or getattr(position, "widens", False) or spec.forgets
     beside = spec.gate is not None or spec.documents is not None or spec.chunk is not None
     beside = beside or spec.difference is not None
