@@ -17,7 +17,7 @@ from torch import Tensor
 
 from normattn import Score, attention
 from normattn.kernels import Visibility
-from normattn.layers import attend
+from normattn.layers import prepare
 from normattn.score import rotary
 
 from .cases import tensors
@@ -44,8 +44,8 @@ TEXTS = (
 
 def _forget() -> None:
     rotary._CACHE.clear()
-    attend._counted.cache_clear()
-    attend._built.cache_clear()
+    prepare.forget_positions()
+    prepare._built.cache_clear()
 
 
 @dataclass(frozen=True)
