@@ -85,7 +85,7 @@ def test_without_an_address_the_page_points_nowhere(
     assert urls == {}
     assert "![" not in text
     assert all(each.startswith("https://") for each in targets(text))
-    assert "| question | answer so far |" in text
+    assert "# normattn" in text
 
 
 def test_with_an_address_every_target_is_a_file_of_this_version(

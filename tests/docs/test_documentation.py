@@ -87,9 +87,7 @@ def test_commands_are_understood(
 
     for place in (
         "cli.training_run.train_run",
-        "cli.training_run.training_config",
-        "cli.training_run.describe",
-        "cli.training_run.plan_run",
+        "cli.training_run.describe_plan",
         "cli.evaluation_run.evaluate_run",
         "cli.generation.generate_run",
         "cli.exporting.export_run",

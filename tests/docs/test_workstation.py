@@ -1,4 +1,4 @@
-"""The tables of the workstation's models in README and findings are what was published."""
+"""The tables of the workstation's models in the documentation are what was published."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from normattn.lab.studies.keynorm import METHODS, VARIANTS
 from normattn.lab.sweep.reading import AS_IS
 
-from .test_quick import README, ROOT, interval, name, points, published, rows
+from .test_quick import RESULTS, ROOT, interval, name, points, published, rows
 
 CONTROLS = ("Baseline-SlidingWindow", "Baseline-StreamingLLM", "KNA-NoPE")
 WHOLE_CONTROLS = (*CONTROLS, "Baseline-ALiBi", "Baseline-HWFA")
@@ -38,12 +38,12 @@ def line(row: str, known: Mapping[str, Mapping[str, Mapping[str, float]]]) -> st
 
 def test_the_texts_have_every_row_of_the_workstation() -> None:
     header = "| trained as | at L | tiled, seen, 8 L | natural, 8 L | change, as it is |"
-    (one_head, unit), (four_heads,) = (text.split(header)[1:] for text in (README, FINDINGS))
+    (one_head, unit), (four_heads,) = (text.split(header)[1:] for text in (RESULTS, FINDINGS))
     tables = (one_head, four_heads, unit)
     for text, (folder, shown) in zip(tables, TABLES.items(), strict=True):
         known = rows(folder)
         assert text.splitlines()[2:][: len(shown)] == [line(row, known) for row in shown]
-    assert "normattn report results/keynorm-workstation --out again" in README
+    assert "normattn report results/keynorm-workstation --out again" in RESULTS
 
 
 def claims(folder: str) -> dict[str, dict[str, Any]]:
@@ -52,7 +52,7 @@ def claims(folder: str) -> dict[str, dict[str, Any]]:
 
 
 def verdict(claim: Mapping[str, Any] | None) -> str:
-    """A cell of the README's verdicts: bold what contradicts the source, – what was not tested."""
+    """A cell of the table of verdicts: bold what contradicts the source, – what was not tested."""
     if claim is None:
         return "–"
     words = "**contradicted**" if claim["verdict"] == "contradicted" else claim["verdict"]
@@ -68,5 +68,5 @@ def test_the_readme_has_a_verdict_for_every_sentence_about_kna() -> None:
         f"{' | '.join(verdict(own.get(sentence)) for own in decided)} |"
         for sentence in sentences
     ]
-    table = README.split("| the source, or a control | one head of 128 | four heads of 32 |")[1]
+    table = RESULTS.split("| the source, or a control | one head of 128 | four heads of 32 |")[1]
     assert table.splitlines()[2:][: len(expected)] == expected
