@@ -11,17 +11,13 @@ import pytest
 
 from data.relation_files import item, write_json, write_relations
 from normattn.errors import InputError
-from normattn.lab.data.relations import (
-    RelationConfig,
-    prepare_relations,
-    read_folder,
-    read_relations,
-)
-from normattn.lab.data.relations.python_imports import (
+from normattn.lab.data.python_imports import (
     PIECE_CHARACTERS,
     pieces_of,
     read_python_imports,
 )
+from normattn.lab.data.relation_files import read_folder, read_relations
+from normattn.lab.data.relations import RelationConfig, prepare_relations
 
 SOURCE = '''
 import os, sys

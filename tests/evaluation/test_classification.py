@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normattn.lab.data.relations import RelationData, RelationSplit, WordPieces
+from normattn.lab.data.relations import RelationData, RelationSplit
 from normattn.lab.data.splits import SPLITS
+from normattn.lab.data.word_pieces import WordPieces
 from normattn.lab.evaluation.classification import (
     DevelopmentProbe,
     Predictions,

@@ -16,8 +16,7 @@ from normattn.cli import values
 from normattn.errors import InputError
 from normattn.lab.data import cache
 from normattn.lab.data.pair_sources import read_json_pairs
-from normattn.lab.data.relations.folder import _numbered
-from normattn.lab.data.relations.reading import read_relations
+from normattn.lab.data.relation_files import read_labels, read_relations
 from normattn.lab.data.text_files import read_json_lines
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.runs import RunDirectory, read_metrics, read_status
@@ -63,7 +62,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "pairs": ("pairs.jsonl", _pairs),
     "relation lines": ("train.jsonl", read_relations),
     "relation array": ("train.json", read_relations),
-    "labels": ("rel2id.json", _numbered),
+    "labels": ("rel2id.json", read_labels),
 }
 
 

@@ -9,8 +9,8 @@ import transformers
 from tokenizers import Tokenizer
 
 from normattn.errors import InputError
-from normattn.lab.data.relations.word_pieces import PAD, UNKNOWN, WordPieces
 from normattn.lab.data.tokeniser import SEPARATOR, Tokeniser
+from normattn.lab.data.word_pieces import PAD, UNKNOWN, WordPieces
 
 MASK = "<|mask|>"
 

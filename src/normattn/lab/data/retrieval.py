@@ -17,8 +17,14 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
 from normattn.errors import InputError, unknown
-from normattn.lab.data.retrieval_facts import FACTS, TASKS, Facts
-from normattn.lab.data.retrieval_statements import Ids, Statements, statements_for
+from normattn.lab.data.retrieval_facts import (
+    FACTS,
+    TASKS,
+    Facts,
+    Ids,
+    Statements,
+    statements_for,
+)
 from normattn.lab.data.token_data import TokenData
 from normattn.lab.data.windows import choose_places, window_length
 

@@ -15,18 +15,10 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
 
 from normattn.errors import InputError
 from normattn.lab.data.corpora import PythonSource
-from normattn.lab.data.relations.config import PYTHON_IMPORTS, RelationConfig
-from normattn.lab.data.relations.documents import (
-    RELATIONS,
-    RelationCorpus,
-    RelationDocument,
-    RelationSource,
-)
+from normattn.lab.data.relation_files import RelationCorpus, RelationDocument
 from normattn.lab.data.splits import SPLITS, SplitName, split_of
 
 FORMAT = 1
@@ -43,38 +35,10 @@ _Import = ast.Import | ast.ImportFrom
 _PUBLIC = frozenset(name for name in sys.stdlib_module_names if not name.startswith("_"))
 
 
-@RELATIONS.register
-@dataclass(frozen=True)
-class PythonImports(RelationSource):
-    """The standard library's own code, as `read_python_imports` cuts it."""
-
-    kind: ClassVar[str] = PYTHON_IMPORTS
-    summary: ClassVar[str] = "pieces of the standard library, labelled by the modules they use"
-
-    @classmethod
-    def claims(cls, body: str) -> bool:
-        """Exactly `python-imports`."""
-        return body == cls.kind
-
-    @classmethod
-    def parse(cls, body: str) -> PythonImports:
-        """There is one."""
-        return cls()
-
-    def read(self, config: RelationConfig) -> RelationCorpus:
-        """Cut and label the library."""
-        return read_python_imports(
-            config.modules,
-            config.seed,
-            config.test_fraction,
-            config.validation_fraction,
-            config.max_bytes,
-        )
-
-    def fingerprint(self) -> str:
-        """Hash of the library's text and of how it is cut."""
-        rules = (FORMAT, PIECE_CHARACTERS, PythonSource().fingerprint())
-        return hashlib.sha256(repr(rules).encode()).hexdigest()
+def imports_fingerprint() -> str:
+    """Hash of the library's text and of how it is cut."""
+    rules = (FORMAT, PIECE_CHARACTERS, PythonSource().fingerprint())
+    return hashlib.sha256(repr(rules).encode()).hexdigest()
 
 
 def read_python_imports(
