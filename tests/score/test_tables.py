@@ -137,7 +137,7 @@ def test_another_device_has_tables_of_its_own() -> None:
     expected = attention(q, k, v, "KNA-logn@8")
     shapes = [x.detach().to("meta") for x in (q, k, v)]
     _forget()
-    at = attend.regular_positions(6, 6, torch.device("meta"))
+    at = prepare.regular_positions(6, 6, torch.device("meta"))
     seen = Visibility(True, at.query, at.key, aligned=True)
     assert Score("KNA-logn@8", 2, 4)(*shapes, at, seen).q.device.type == "meta"
     assert rotary._CACHE
