@@ -53,7 +53,7 @@ def _small(name: str) -> ScoreSpec:
 
 
 def _frequencies(axis: Axes, part: RopeScaling, name: str) -> None:
-    still = part.at(2, LENGTH)
+    still = part.for_block(2, LENGTH)
     axis.semilogy(rope_frequencies(HEAD_DIM, 10000.0), "--", color="#888888")
     axis.semilogy(still.inverse_frequencies(HEAD_DIM, 10000.0, LENGTH), color="#3949ab", label=name)
     axis.set_xlabel("feature pair m")
