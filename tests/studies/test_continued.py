@@ -82,16 +82,20 @@ def test_stopped_anywhere_it_is_the_same(
 
 def check_gathered(runs: Path, out: Path, facts: list[dict[str, Any]]) -> None:
     """The runs' own page has each branch at its end, under a name of its own."""
-    report([runs], out)
+    branches = {
+        run.parent: f"{run.parents[2].name}, {run.parent.name}"
+        for run in runs.glob("*/*/*/status.json")
+    }
+    report([f"{label}={run}" for run, label in branches.items()], out)
     page = json.loads((out / "table.json").read_text())
     assert "reproduce reading" not in (out / "table.md").read_text()
     found = {row["row"]: row for row in page["tables"]["table"]}
     last = {fact["row"]: fact for fact in facts if fact["step"] == "4"}
     assert len(found) == len(last) == 6
     for name, branch in (
-        ("KNA", "KNA (continued as it is)"),
-        ("Baseline", "Baseline (continued as it is)"),
-        ("Baseline-PI", "Baseline (continued PI(factor=4))-PI"),
+        ("KNA", "KNA, as it is"),
+        ("Baseline", "Baseline, as it is"),
+        ("Baseline-PI", "Baseline, PI(factor=4)-PI"),
     ):
         assert found[branch]["non_repeated"]["value"] == last[name]["accuracy_64"]["value"]
 

@@ -171,7 +171,7 @@ def _inspect(options: inspect.InspectOptions) -> None:
 def _report(options: report.ReportOptions) -> None:
     from normattn.cli.reporting import report
 
-    report(options.runs, options.out or options.runs[0], options.study)
+    report(options.runs, options.out, options.study)
 
 
 @_command(

@@ -12,7 +12,7 @@ from torch import nn
 from normattn import atomic
 from normattn.atomic import write_bytes
 from normattn.cli.model_card import Card
-from normattn.cli.reporting import of_runs
+from normattn.cli.report_runs import of_runs
 from normattn.errors import InputError
 from normattn.lab.report.charts import png
 from normattn.lab.report.terminal import tell
@@ -165,7 +165,7 @@ def _write_evaluation(run: Path, config: LoopConfig, folder: Path) -> str | None
     if not isinstance(config, TrainingConfig) or not any(map(len, stores)):
         return None
     try:
-        measured = of_runs([run])
+        measured = of_runs([(None, run)])
     except InputError as error:
         warn(f"normattn: the model card has no evaluation: {error}")
         return None

@@ -11,27 +11,21 @@ from typing import Any
 import polars as pl
 
 from normattn.atomic import write_json
-from normattn.cli.common_sets import on_one_text
 from normattn.cli.joining import joined_cells
-from normattn.cli.telling_apart import GatheredRun, language_model, told_apart
+from normattn.cli.report_runs import of_runs, runs_below, split_label
 from normattn.errors import InputError, NormattnError
 from normattn.lab.report.terminal import say
-from normattn.lab.runs import read_status
 from normattn.lab.runs.directory import FORMAT
-from normattn.lab.stats import collected, joined, measurements
-from normattn.lab.stats.measurements import FACTOR
+from normattn.lab.stats import measurements
 from normattn.lab.studies import OF_COMMANDS, errors_in, find, find_typed, gallery
 from normattn.lab.studies.extend import KIND as EXTEND
+from normattn.lab.studies.reading import KIND as READING
 from normattn.lab.sweep.cell import study_named
-from normattn.lab.sweep.collect import history
 from normattn.lab.sweep.corpora import Corpora
 from normattn.lab.sweep.layout import CellPaths
-from normattn.lab.sweep.measuring import asked_alone
 from normattn.lab.sweep.study import Study, with_added
 from normattn.structured import read_object
 from normattn.terminal import warn
-
-READING = "reading"
 
 
 @dataclass(frozen=True)
@@ -44,48 +38,53 @@ class Measured:
     corpora: Corpora = field(default_factory=Corpora)
 
 
-def report(places: Sequence[Path], out: Path, named: str | None = None) -> None:
-    """Write the page of `places` into `out`.
+def report(given: Sequence[str | Path], out: Path | None, named: str | None = None) -> None:
+    """Write the page of folders, each PATH or LABEL=PATH, into `out` (else into the first).
 
     A sweep's directory is collected again; a folder without cells that holds measurements.parquet
     is recomputed from it alone, by the study that the frame names, or the one `named`. Several
-    folders of one study are joined, those of `extend` put side by side, and whatever else holds
-    runs is gathered into one page. Raises `InputError` where there is nothing to report.
+    folders of one study are joined, those of `extend` put side by side; of runs each label is a
+    row. Raises `InputError` where there is nothing to report.
     """
+    labelled = [split_label(str(text)) for text in given]
+    places = [folder for _, folder in labelled]
     for folder in places:
         if not str(folder).strip() or not folder.is_dir():
             raise InputError(f"{str(folder)!r} is no directory of runs or results")
+    out = out or places[0]
+    by_label = any(label is not None for label, _ in labelled)
+    whole = None if by_label else _of_one_study(places, out, named)
+    if whole is None:
+        study = find_typed(named or READING)
+        whole = Measured(study, {}, of_runs(labelled))
+    with errors_in(whole.study), _unusable(places, whole.study):
+        written = whole.study.report(whole.frame, out, whole.config)
+    for folder in places:
+        _tell_unfinished(folder)
+    say(out, written)
+
+
+def _of_one_study(places: Sequence[Path], out: Path, named: str | None) -> Measured | None:
+    """What the folders of one study hold together; None for folders of runs."""
     several = len(places) > 1
     if several and all(_configuration(folder)[1] == EXTEND for folder in places):
         _refuse_own_place(out, places, "one model on one text")
-        whole = _gallery(places, out)
-        with _unusable(places, whole.study):
-            written = whole.study.report(whole.frame, out, whole.config)
-        say(out, written)
-        return
+        return _gallery(places, out)
     known = [_measured(folder, named) for folder in places]
     of_studies = [part for part in known if part is not None]
     if len(of_studies) == len(places) and len({part.study.name for part in of_studies}) == 1:
         whole = _joined(places, of_studies, out) if several else of_studies[0]
         _leave_settings(whole, places[0], out)
-        with errors_in(whole.study), _unusable(places, whole.study):
-            written = whole.study.report(whole.frame, out, whole.config)
-        for folder in places:
-            _tell_unfinished(folder)
-        say(out, written)
-        return
+        return whole
     kinds = ["runs" if part is None else f"the study {part.study.name}" for part in known]
     for folder, part, kind in zip(places, known, kinds, strict=True):
-        if part is not None and not _runs([folder]):
+        if part is not None and not runs_below(folder):
             other = next(n for n, name in enumerate(kinds) if name != kind)
             raise InputError(
                 f"{folder} holds {kind} and {places[other]} {kinds[other]}, which have no table in "
                 "common; one page is made of folders of one study, or of runs"
             )
-    study = find_typed(named or READING)
-    with errors_in(study), _unusable(places, study):
-        written = study.report(of_runs(places), out, {})
-    say(out, written)
+    return None
 
 
 @contextmanager
@@ -119,7 +118,7 @@ def _measured(folder: Path, named: str | None) -> Measured | None:
             measured = study.measurements(folder)
         return Measured(study, config, measured, Corpora.below(folder))
     # A page made of runs lies among them by default: they may have been measured again since.
-    if (folder / measurements.FILE).is_file() and (kind in OF_COMMANDS or not _runs([folder])):
+    if (folder / measurements.FILE).is_file() and (kind in OF_COMMANDS or not runs_below(folder)):
         measured = measurements.read(folder / measurements.FILE)
         study = find_typed(named) if named else _study_of(measured, folder / measurements.FILE)
         return Measured(study, config, measured, Corpora.below(folder))
@@ -192,71 +191,6 @@ def _tell_unfinished(folder: Path) -> None:
             f"normattn: of {folder} not finished, and on the page as far as measured: "
             f"{', '.join(names)}"
         )
-
-
-def of_runs(places: Sequence[Path]) -> pl.DataFrame:
-    """What was measured in every run at or below `places`, divergences and loss curves included."""
-    runs = []
-    for run in _runs(places):
-        # Of a study's run what was asked of it alone; the study's own has rows of its own there.
-        alone = asked_alone(run)
-        measured = _at_the_end(alone.frame() if len(alone) else collected(run))
-        factors = _factors(measured)
-        whole = joined([measured, *_training(run, factors)])
-        runs.append(GatheredRun.of(run, whole, factors))
-    told = dict(zip((run.path for run in runs), told_apart(runs), strict=True))
-    measured = on_one_text(told) if told else measurements.empty()
-    if not measured.filter(pl.col("protocol") != "training").height and not any(
-        measured["statistic"] == "diverged"
-    ):
-        named = ", ".join(map(str, places))
-        raise InputError(
-            f"nothing was measured in {named}: no run there was evaluated; use normattn evaluate "
-            "first"
-        )
-    return measured.with_columns(pl.lit(READING).alias("study"))
-
-
-def _at_the_end(measured: pl.DataFrame) -> pl.DataFrame:
-    """Of a run that was measured at several steps its last: the model that it holds."""
-    step = f"{FACTOR}step"
-    return measured.filter(pl.col(step) == pl.col(step).max()) if step in measured else measured
-
-
-def _factors(measured: pl.DataFrame) -> dict[str, measurements.Factor]:
-    """What one run's measurements have in common, which its training has as well."""
-    names = [name for name in measured.columns if name.startswith(FACTOR)]
-    values = {name.removeprefix(FACTOR): measured[name].unique().to_list() for name in names}
-    return {name: shared[0] for name, shared in values.items() if len(shared) == 1}
-
-
-def _runs(places: Sequence[Path]) -> list[Path]:
-    """Every directory of a run, in a fixed order."""
-    runs: dict[Path, None] = {}
-    for folder in places:
-        folders = sorted(path.parent for path in folder.rglob("status.json"))
-        runs.update(dict.fromkeys(path.resolve() for path in folders))
-    return list(runs)
-
-
-def _training(run: Path, factors: Mapping[str, measurements.Factor]) -> list[pl.DataFrame]:
-    """The loss curve of a run of a language model, and where it diverged, if it did."""
-    config = language_model(run)
-    if config is None:
-        return []
-    name = config.model.score.variant_name
-    frames = [history(run, name, config.seed, factors)]
-    status = read_status(run)
-    if status is not None and status.state == "diverged":
-        whose = measurements.Identity(
-            "", name, str(config.model.score), config.seed, "training", factors=factors
-        )
-        edges = [float(status.step)]
-        rows = measurements.sums(
-            "diverged", [status.where], [[1.0]], [[1.0]], axis="step", edges=edges
-        )
-        frames.append(measurements.identified(whose, [rows]))
-    return frames
 
 
 def _configuration(folder: Path) -> tuple[Mapping[str, Any], str | None]:

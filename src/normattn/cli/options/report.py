@@ -12,6 +12,8 @@ EPILOG = """
 
 `normattn report runs/kna runs/baseline --out runs/report`
 
+`normattn report wide=runs/a narrow=runs/b --out runs/widths` – two trainings of one score
+
 `normattn report runs/keynorm-laptop` – tabulate a sweep again, into its own directory
 
 `normattn report results/keynorm-workstation --out again` – every page again, from its frame alone
@@ -29,10 +31,13 @@ class ReportOptions:
     Rows that share documents and seeds are compared in pairs, with confidence intervals. A folder
     that holds measurements.parquet needs nothing else: every number is computed from it again.
     Folders of one study that hold other rows or seeds are joined; their settings must be the same.
+    Runs of one row are its seeds; name runs that were trained differently, as LABEL=RUN.
     """
 
-    runs: list[Path] = argument(
-        help="Runs, directories with runs below them, or a folder with measurements.parquet."
+    runs: list[str] = argument(
+        metavar="[LABEL=]RUN...",
+        help="Runs, directories with runs below them, or a folder with measurements.parquet. "
+        "LABEL names the row of a run.",
     )
     out: Path | None = option(
         None, help="Where table.md, .csv, .json and figures/ go. [default: the first RUN]"
