@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from faults.campaign import Campaign, Count
-from faults.commands import COMMANDS, Command, Setting, judged_files, make_setting, work_of
-from faults.processes import Ended, in_groups, race
+from fault_campaign.campaign import Campaign, Count
+from fault_campaign.commands import COMMANDS, Command, Setting, judged_files, make_setting, work_of
+from fault_campaign.processes import Ended, in_groups, race
 
-TESTS = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parents[2]
 TRIALS_OF_A_SHARE = 12
 _FULL = "a command that finds the disk full ends with 2 and one sentence, or is done"
 _FELT = "where nothing at all can be written, a command does not pretend to be done"
@@ -97,20 +97,20 @@ def _limited(size: int, work: Callable[[], int]) -> Callable[[], int]:
 def _by_preload(campaign: Campaign, setting: Setting, said: Count, whole: Count) -> None:
     """In a process of its own, because a library is preloaded at a program's start."""
     library = campaign.folder / "full_disk.so"
-    source = TESTS / "faults" / "full_disk.c"
+    source = SCRIPTS / "fault_campaign" / "full_disk.c"
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True
     )
     record, left = campaign.folder / "preloaded.json", campaign.until - time.monotonic()
-    program = [sys.executable, "-m", "faults.parts.disk"]
+    program = [sys.executable, "-m", "fault_campaign.parts.disk"]
     subprocess.run(
         [*program, str(setting.folder), str(library), str(record), str(left)],
         check=True,
-        cwd=TESTS,
+        cwd=SCRIPTS,
         env={
             **os.environ,
             "LD_PRELOAD": str(library),
-            "PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)]),
+            "PYTHONPATH": os.pathsep.join([str(SCRIPTS.parent / "src"), str(SCRIPTS)]),
         },
     )
     for name, trials, failures in json.loads(record.read_text()):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from faults.campaign import Campaign, Count
-from faults.commands import Setting, make_setting, work_of
-from faults.processes import in_groups
+from fault_campaign.campaign import Campaign, Count
+from fault_campaign.commands import Setting, make_setting, work_of
+from fault_campaign.processes import in_groups
 
 FILL_AT = ("tempfile.mkdtemp", "os.rename")
 

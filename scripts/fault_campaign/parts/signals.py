@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from faults.campaign import Campaign, Count
-from faults.commands import COMMANDS, make_setting
-from faults.disturbed import draw, goes_on, measure
-from faults.processes import Ended, in_groups
+from fault_campaign.campaign import Campaign, Count
+from fault_campaign.commands import COMMANDS, make_setting
+from fault_campaign.disturbed import draw, goes_on, measure
+from fault_campaign.processes import Ended, in_groups
 
 STOPPED = 130
 IMPORTS = (

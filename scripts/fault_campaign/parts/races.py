@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from faults.campaign import Campaign, Count
-from faults.commands import COMMANDS, judged_files, make_setting, work_of
-from faults.processes import Ended, race
+from fault_campaign.campaign import Campaign, Count
+from fault_campaign.commands import COMMANDS, judged_files, make_setting, work_of
+from fault_campaign.processes import Ended, race
 from normattn.errors import InputError
 from normattn.lab.runs import RunDirectory
 

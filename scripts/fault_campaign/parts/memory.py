@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from faults.campaign import Campaign, Count
-from faults.limits import within_memory
-from faults.processes import race
+from fault_campaign.campaign import Campaign, Count
+from fault_campaign.limits import within_memory
+from fault_campaign.processes import race
 
 MB = 1_000_000
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -87,24 +87,25 @@ class Result:
 
 
 def part_names(full: bool = True) -> list[str]:
-    """The modules of `faults.parts`, in order; without those of a whole campaign alone.
+    """The modules of `fault_campaign.parts`, in order; without those of a whole campaign alone.
 
     Such a part says `FULL_ONLY = True`: its smallest trial takes too long for the tests.
     """
-    package = importlib.import_module("faults.parts")
+    package = importlib.import_module("fault_campaign.parts")
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     return [name for name in names if full or not _is_full_only(name)]
 
 
 def _is_full_only(name: str) -> bool:
-    return bool(getattr(importlib.import_module(f"faults.parts.{name}"), "FULL_ONLY", False))
+    module = importlib.import_module(f"fault_campaign.parts.{name}")
+    return bool(getattr(module, "FULL_ONLY", False))
 
 
 def run_part(name: str, folder: Path, seed: int, full: bool, seconds: float = math.inf) -> Result:
-    """Run `faults.parts.NAME.run` in an empty folder and take its counts, made in `seconds`."""
+    """Run the part in an empty folder and take its counts, made in `seconds`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    module: Any = importlib.import_module(f"faults.parts.{name}")
+    module: Any = importlib.import_module(f"fault_campaign.parts.{name}")
     most = seconds if math.isfinite(seconds) else None
     made = {"seed": seed, "full": full, "within": most, "date": _today(), "commit": _commit()}
     before = time.monotonic()

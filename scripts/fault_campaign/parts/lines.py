@@ -8,10 +8,10 @@ from contextlib import chdir
 from itertools import pairwise
 from pathlib import Path
 
-from faults.campaign import Campaign, Count
-from faults.commands import Setting, make_setting, work_of
-from faults.limits import limited
-from faults.processes import in_groups
+from fault_campaign.campaign import Campaign, Count
+from fault_campaign.commands import Setting, make_setting, work_of
+from fault_campaign.limits import limited
+from fault_campaign.processes import in_groups
 
 VALUES = (
     *("", "0", "-1", "1", "2", "1.5", "nan", "inf", "-inf", "1e999", "9" * 25, "9" * 5000, "x"),

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from faults.campaign import Campaign, Count
-from faults.limits import SECONDS
+from fault_campaign.campaign import Campaign, Count
+from fault_campaign.limits import SECONDS
 
 MOST_CHARACTERS = 2500
 WORDS = (

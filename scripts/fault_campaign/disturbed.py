@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from faults.commands import Command, Setting, judged_files, work_of
-from faults.processes import after_seconds, before_event, counting, race
+from fault_campaign.commands import Command, Setting, judged_files, work_of
+from fault_campaign.processes import after_seconds, before_event, counting, race
 
 
 @dataclass(frozen=True)

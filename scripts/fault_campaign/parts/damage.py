@@ -14,11 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from faults.campaign import Campaign, Count
-from faults.commands import Setting, judged_files, make_setting
-from faults.limits import limited
-from faults.processes import AT_ONCE, race
-from faults.readings import READINGS, Reading, Work
+from fault_campaign.campaign import Campaign, Count
+from fault_campaign.commands import Setting, judged_files, make_setting
+from fault_campaign.limits import limited
+from fault_campaign.processes import AT_ONCE, race
+from fault_campaign.readings import READINGS, Reading, Work
 
 Damage = Callable[[Path, random.Random], object]
 

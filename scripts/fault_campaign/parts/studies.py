@@ -15,7 +15,7 @@ from pathlib import Path
 import polars as pl
 import psutil
 
-from faults.campaign import Campaign, Count
+from fault_campaign.campaign import Campaign, Count
 from normattn.lab.stats import measurements
 from normattn.lab.studies import names
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from faults.campaign import Campaign, Count
-from faults.limits import SECONDS
+from fault_campaign.campaign import Campaign, Count
+from fault_campaign.limits import SECONDS
 
 MOST_CHARACTERS = 2500
 

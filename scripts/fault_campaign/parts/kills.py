@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
-from faults.campaign import Campaign, Count
-from faults.commands import COMMANDS, make_setting
-from faults.disturbed import draw, goes_on, measure
-from faults.processes import in_groups
+from fault_campaign.campaign import Campaign, Count
+from fault_campaign.commands import COMMANDS, make_setting
+from fault_campaign.disturbed import draw, goes_on, measure
+from fault_campaign.processes import in_groups
 
 
 def run(campaign: Campaign) -> Iterator[Count]:

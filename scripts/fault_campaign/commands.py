@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from faults.processes import race
+from fault_campaign.processes import race
 from normattn.stopping import run_stoppable
 
 PRESET = """

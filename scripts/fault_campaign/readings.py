@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from faults.commands import Setting, work_of
-from faults.kinds import CORPORA, KINDS, Kind
-from faults.processes import race
+from fault_campaign.commands import Setting, work_of
+from fault_campaign.kinds import CORPORA, KINDS, Kind
+from fault_campaign.processes import race
 
 Work = Callable[[], int]
 

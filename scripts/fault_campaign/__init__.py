@@ -1,0 +1,1 @@
+"""Trials of every promise about faults, run by `scripts/faults`."""
