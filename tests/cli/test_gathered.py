@@ -82,6 +82,7 @@ def test_a_label_stands_before_a_run(command: Command, trained: Path, tmp_path: 
     assert {line["row"] for line in lines} == {"loose", "clip"}
     assert split_label(str(other)) == (None, other)
     assert split_label(f"clip={other}") == ("clip", other)
+    assert split_label(f"PI(factor=4)={one}") == ("PI(factor=4)", one)
     assert "empty label" in command("report", f"={one}").sentence
     assert "no directory" in command("report", "label=nowhere").sentence
 

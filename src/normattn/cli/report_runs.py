@@ -51,10 +51,15 @@ class LabelledRun:
 
 
 def split_label(text: str) -> tuple[str | None, Path]:
-    """(label, folder) of `LABEL=RUN`, or (None, folder)."""
-    label, equals, place = text.partition("=")
-    if not equals or Path(text).exists():
+    """(label, folder) of `LABEL=RUN`, or (None, folder).
+
+    Labels and folders may have an = of their own: what is before the first folder is the label.
+    """
+    if "=" not in text or Path(text).exists():
         return None, Path(text)
+    places = [n for n, letter in enumerate(text) if letter == "="]
+    at = next((n for n in places if Path(text[n + 1 :]).is_dir()), places[0])
+    label, place = text[:at], text[at + 1 :]
     if not label.strip():
         raise InputError(f"{text!r} begins with an empty label; expected LABEL=RUN or RUN")
     return label.strip(), Path(place)
