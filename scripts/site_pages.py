@@ -23,13 +23,11 @@ from normattn.score.parts import Part, Slot, parts
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- slots: begin (scripts/site_pages.py) -->", "<!-- slots: end -->"
 PACKAGES = (
-    *("score", "kernels", "layers", "models", "training", "evaluation", "diagnostics", "hf"),
-    *("data", "runs", "measure", "report", "sweep"),
+    *("score", "kernels", "layers", "models", "hf"),
+    *("lab.training", "lab.runs", "lab.data", "lab.evaluation", "lab.diagnostics"),
+    *("lab.stats", "lab.report", "lab.sweep"),
 )
-MODULES = (
-    *("score.part", "score.folded_parts", "score.outer_parts", "score.registry"),
-    *("score.normalisation", "layers.explain"),
-)
+MODULES = ("score.parts", "layers.explain")
 GUIDES = ("studies.md", "realformer.md", "qknorm.md", "rmsnorm.md")
 
 
@@ -45,7 +43,6 @@ def on_config(config: Any) -> Any:
         {"Score parts": ["parts/index.md", *by_slot]},
         {"Studies": [*kept, *(f"study/{name}.md" for name in studies())]},
         {"Reference": [f"reference/{name}.md" for name in interface()]},
-        {"Log": "LOG.md"},
         {"Changelog": "CHANGELOG.md"},
     ]
     return config
@@ -66,7 +63,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Guides point out of docs/ at the results, which stand beside them here."""
     return (
-        re.sub(r"\]\(\.\./(results/|LOG\.md|CHANGELOG\.md)", r"](\1", markdown)
+        re.sub(r"\]\(\.\./(results/|development/|CHANGELOG\.md)", r"](\1", markdown)
         if ("/" not in page.file.src_uri)
         else markdown
     )
@@ -74,12 +71,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def kept_pages() -> Iterator[tuple[str, str]]:
     """Pages of the repository outside docs/, links to docs/ taken from there."""
-    for path in (ROOT / "README.md", ROOT / "LOG.md", ROOT / "CHANGELOG.md"):
+    for path in (ROOT / "README.md", ROOT / "development" / "log.md", ROOT / "CHANGELOG.md"):
         text = path.read_text("utf-8").replace("](docs/", "](")
         text = re.sub(
             r"\[([^]]*)\]\(((?:results/)?[\w.-]+\.(?:json|cff)|CONTRIBUTING\.md)\)", r"\1", text
         )
-        yield ("index.md" if path.name == "README.md" else path.name), text
+        name = path.relative_to(ROOT).as_posix()
+        yield ("index.md" if name == "README.md" else name), text
     for path in sorted((ROOT / "results").rglob("*.md")):
         text = re.sub(
             r"\[([^]]*)\]\([^)]*\.(?:csv|json|svg|txt|html|parquet)\)",

@@ -86,7 +86,7 @@ def test_the_hook_makes_every_page_that_it_adds_to_the_navigation(
     assert added <= made | kept
     assert {f"study/{name}.md" for name in (*names(), *OF_COMMANDS)} <= added & made
     assert {f"parts/{name}.md" for name in known} <= added
-    assert {"index.md", "LOG.md", "results/README.md"} <= made
+    assert {"index.md", "development/log.md", "results/README.md"} <= made
     assert "results/window-laptop/figures/accuracy_by_window.png" in made
 
 
@@ -100,10 +100,12 @@ def _pages(entry: Any) -> Iterator[str]:
 
 
 def test_links_of_guides_are_bent_to_the_site(site: dict[str, Any]) -> None:
+    text = "[a](../results/x.md) [b](../development/log.md)"
+
     def bent(place: str) -> str:
         page = SimpleNamespace(file=SimpleNamespace(src_uri=place))
-        said: str = site["on_page_markdown"]("[a](../results/x.md) [b](../LOG.md)", page)
+        said: str = site["on_page_markdown"](text, page)
         return said
 
-    assert bent("studies.md") == "[a](results/x.md) [b](LOG.md)"
-    assert bent("study/window.md") == "[a](../results/x.md) [b](../LOG.md)"
+    assert bent("studies.md") == "[a](results/x.md) [b](development/log.md)"
+    assert bent("study/window.md") == "[a](../results/x.md) [b](../development/log.md)"

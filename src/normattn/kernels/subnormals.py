@@ -2,7 +2,7 @@
 
 A weight of exp(−90) is such a number in float32, and a bias that falls with the distance makes very
 many of them. Products of them are slow on an Intel core: ALiBi took three to four times as long
-(LOG.md, 2026-11-23). What is lost is below 2^−126 (float32) of a value.
+(development/log.md, 2026-11-23). What is lost is below 2^−126 (float32) of a value.
 """
 
 from __future__ import annotations
