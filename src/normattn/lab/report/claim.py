@@ -15,6 +15,7 @@ else *differs (size unclear)* where it certainly is on that side.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -61,7 +62,8 @@ class Claim:
         if self.test is not None:
             return self.test(view)
         assert self.statistic is not None
-        return view.contrast(self.statistic, self.terms) if self.terms else None
+        found = view.contrast(self.statistic, self.terms) if self.terms else None
+        return found if found is not None and math.isfinite(found.value) else None
 
 
 def difference(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -61,8 +62,8 @@ class Column:
         if len(terms) > 1 and all(term.where == terms[0].where for term in terms[1:]):
             return NOTHING  # a row's difference to itself
         estimate = view.contrast(self.statistic, terms)
-        if estimate is None:
-            return NOTHING
+        if estimate is None or not math.isfinite(estimate.value):
+            return NOTHING  # not measured, or nothing was counted
         return Cell(shown(estimate, self.statistic.digits, self.signed, self.interval), estimate)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +71,7 @@ class View:
         return self._parts.get((statistic,), self.frame.clear())
 
     def contrast(self, statistic: Statistic, terms: Sequence[Term]) -> Estimate | None:
-        """Σ factor · statistic over the terms; None where one was not measured or is empty."""
+        """Σ factor · statistic over the terms; None where one was not measured."""
         key = (statistic, *(term.key for term in terms))
         if key not in self._contrasts:
             self._contrasts[key] = self._contrast(statistic, terms)
@@ -87,8 +86,7 @@ class View:
             weighted.append((term.factor, sums))
         if not shares_seeds(weighted):
             return None
-        found = contrast(weighted, statistic, self.bootstrap)
-        return found if math.isfinite(found.value) else None
+        return contrast(weighted, statistic, self.bootstrap)
 
     def estimate(self, statistic: Statistic, where: Where) -> Estimate | None:
         """The statistic in some rows; None where nothing was measured."""

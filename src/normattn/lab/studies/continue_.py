@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import polars as pl
+from pydantic import Field, field_validator, model_validator
 
 from normattn.errors import InputError
 from normattn.lab.data import TokenData
@@ -33,14 +34,14 @@ from normattn.lab.sweep.language import (
 )
 from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.reading import KeptStage
-from normattn.lab.sweep.settings import ContinueSettings, EvaluationSettings, merged
+from normattn.lab.sweep.settings import EvaluationSettings, Preset, merged
 from normattn.lab.sweep.stages import UNKNOWN, Stage, TrainStage
 from normattn.lab.sweep.study import Request, Study, Sweep, cells_of, refuse_choices, seeds_of
 from normattn.lab.training import TrainingConfig
 from normattn.score import ScoreSpec
+from normattn.structured import Settings
 
 KIND = "continue"
-GROUP = "continued"
 VARIANTS = ("Baseline", "KNA", "KNA-logn", "CosA")
 REMEDIES = ("PI", "ABF", "NTK", "YaRN")
 UNCHANGED = "as it is"
@@ -49,6 +50,44 @@ MATTERS = 0.05
 little data."""
 
 INSTEAD = {"multiples": "continued.read", "protocols": "the protocols of its question"}
+
+
+class ContinueSettings(Settings):
+    """`reproduce continue` and `retrofit`: how training goes on at `multiple` training lengths.
+
+    `batch_size` None takes as many tokens a step as before. The learning rate rises to `lr` over
+    `warmup_steps` and follows the schedule of the preset to the last of `steps`. The models of the
+    steps in `keep` are read at the lengths in `read`, in units of L.
+    """
+
+    multiple: int = Field(default=4, ge=2)
+    steps: int = Field(default=200, ge=1)
+    batch_size: int | None = Field(default=None, ge=1)
+    warmup_steps: int = Field(default=20, ge=0)
+    lr: float = Field(default=1e-3, gt=0)
+    keep: tuple[int, ...] = (25, 50, 100, 200)
+    read: tuple[int, ...] = (1, 4, 16)
+
+    @field_validator("read")
+    @classmethod
+    def _rising(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if not value or list(value) != sorted(set(value)) or value[0] != 1:
+            raise ValueError(f"read must rise from 1 (what is forgotten), got {list(value)}")
+        return value
+
+    @model_validator(mode="after")
+    def _ends_at_the_last_step(self) -> ContinueSettings:
+        if not self.keep or self.keep[-1] != self.steps:
+            raise ValueError(
+                f"keep must end with the last step {self.steps}, got {list(self.keep)}"
+            )
+        return self
+
+
+class ContinuePreset(Preset):
+    """A preset with the way in which training goes on."""
+
+    continued: ContinueSettings = ContinueSettings()
 
 
 class ContinueConfig(TextConfig):
@@ -109,7 +148,7 @@ class ContinueCell(CausalCell):
 
 def resolve(request: Request) -> Sweep:
     """The study that a request asks for; raises `InputError` as `keynorm.resolve` does."""
-    preset = opened(request, KIND, group=GROUP, instead=INSTEAD)
+    preset = opened(request, KIND, ContinuePreset, INSTEAD)
     refuse_choices(request, KIND, variants=False)
     continued = _with_batch_size(preset.continued, shared_training(preset)["batch_size"])
     read = {"multiples": continued.read, "protocols": ("train_length", "non_repeated")}

@@ -42,6 +42,7 @@ from normattn.lab.sweep.language import (
 )
 from normattn.lab.sweep.methods import ALL, Omission, candidates
 from normattn.lab.sweep.reading import AS_IS
+from normattn.lab.sweep.settings import Preset
 from normattn.lab.sweep.study import Request, Study, Sweep
 
 KIND = "keynorm"
@@ -58,7 +59,7 @@ def resolve(request: Request) -> Sweep:
     range. A method that makes no sense for one of several scores leaves out that row, and says so;
     so does a part that a row of the extended table cannot have.
     """
-    preset = opened(request, KIND)
+    preset = opened(request, KIND, Preset)
     config = TextConfig.of_text(preset)
     variants, untrained = _variants(request, config)
     asked = None if request.methods == (ALL,) else _methods(request, config)

@@ -39,6 +39,7 @@ from normattn.lab.studies._sentences import MATTERS
 from normattn.lab.sweep.collect import measured_below
 from normattn.lab.sweep.language import ReadCell, TextConfig, canonical, opened, read_sweep
 from normattn.lab.sweep.reading import AS_IS
+from normattn.lab.sweep.settings import Preset
 from normattn.lab.sweep.study import Request, Study, Sweep, refuse_choices
 from normattn.score import ScoreSpec
 
@@ -121,7 +122,7 @@ QUESTIONS: Mapping[str, Question] = {
 def resolve(request: Request) -> Sweep:
     """The rows of the questions that `--variants` names; raises `InputError` as keynorm's does."""
     refuse_choices(request, NAME)
-    preset = opened(request, NAME)
+    preset = opened(request, NAME, Preset)
     config = TextConfig.of_text(preset)
     asked = request.variants or tuple(QUESTIONS)
     for name in asked:

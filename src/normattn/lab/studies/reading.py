@@ -46,8 +46,9 @@ from normattn.lab.sweep.language import (
 )
 from normattn.lab.sweep.methods import ALL, candidates
 from normattn.lab.sweep.reading import AS_IS
-from normattn.lab.sweep.settings import EvaluationSettings, validated
+from normattn.lab.sweep.settings import EvaluationSettings, Preset, validated
 from normattn.lab.sweep.study import Request, Study, Sweep
+from normattn.structured import Settings
 
 KIND = "reading"
 VARIANTS = ("Baseline", "KNA", "CosA-logn")
@@ -67,9 +68,21 @@ EXACT = accuracy("answers right", "exact")
 INSTEAD = {"multiples": "reading.multiples", "protocols": "the protocols of its question"}
 
 
+class ReadingSettings(Settings):
+    """`reproduce reading`: the lengths in units of L; each must have room for the facts asked."""
+
+    multiples: tuple[int, ...] = (1, 4, 16, 64)
+
+
+class ReadingPreset(Preset):
+    """A preset with the lengths that are read."""
+
+    reading: ReadingSettings = ReadingSettings()
+
+
 def resolve(request: Request) -> Sweep:
     """Every choice made and checked, as `keynorm.resolve` does."""
-    preset = opened(request, KIND, group=KIND, instead=INSTEAD)
+    preset = opened(request, KIND, ReadingPreset, INSTEAD)
     read = {"multiples": preset.reading.multiples, "protocols": (POSITION, RETRIEVAL)}
     settings = validated(
         EvaluationSettings, {**preset.evaluation.model_dump(), **read}, "reading.multiples"

@@ -22,11 +22,12 @@ from normattn.lab.report.points import points
 from normattn.lab.report.table import Cell, Column, Row, Table
 from normattn.lab.report.view import View
 from normattn.lab.studies._reading import ACCURACY, LOSS, POINTS, change_terms, minus
+from normattn.lab.studies.continue_ import ContinuePreset, ContinueSettings
 from normattn.lab.sweep.collect import measured_below
 from normattn.lab.sweep.language import CausalCell, TextConfig, opened, text_sweep
 from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.reading import KeptStage
-from normattn.lab.sweep.settings import ContinueSettings, EvaluationSettings, merged
+from normattn.lab.sweep.settings import EvaluationSettings, merged
 from normattn.lab.sweep.stages import UNKNOWN, Stage, TrainStage
 from normattn.lab.sweep.study import Request, Study, Sweep, cells_of, refuse_choices, seeds_of
 from normattn.lab.training import TrainingConfig
@@ -96,7 +97,7 @@ def resolve(request: Request) -> Sweep:
     Raises `InputError` for an unknown score and for one whose weights have no place for Baseline's.
     """
     refuse_choices(request, NAME)
-    preset = opened(request, NAME, "continued", {"protocols": "the protocols of its question"})
+    preset = opened(request, NAME, ContinuePreset, {"protocols": "the protocols of its question"})
     ends = preset.evaluation.multiples[:: max(1, len(preset.evaluation.multiples) - 1)]
     config = RetrofitConfig.of_text(preset, {"multiples": ends})
     scores = tuple(dict.fromkeys((BASE, *(request.variants or SCORES))))

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Annotated
 
 import polars as pl
+from pydantic import Field, field_validator
 
 from normattn.errors import InputError
 from normattn.lab.report.claim import Claim, difference
@@ -31,13 +33,33 @@ from normattn.lab.sweep.language import (
     read_sweep,
 )
 from normattn.lab.sweep.reading import AS_IS
-from normattn.lab.sweep.settings import WindowSettings
+from normattn.lab.sweep.settings import Preset
 from normattn.lab.sweep.study import Request, Study, Sweep, refuse_choices
 from normattn.score import ScoreSpec
+from normattn.structured import Settings
 
 KIND = "window"
 VARIANTS = ("Baseline", "Baseline-logn")
 PLAIN, POST_HOC, TRAINED = "no log-n", "logn+", "logn"
+
+
+class WindowSettings(Settings):
+    """`reproduce window`: the windows of ReRoPE, as shares of the training length."""
+
+    shares: tuple[Annotated[float, Field(gt=0)], ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
+
+    @field_validator("shares")
+    @classmethod
+    def _rising(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not value or list(value) != sorted(set(value)):
+            raise ValueError(f"shares must rise, got {list(value)}")
+        return value
+
+
+class WindowPreset(Preset):
+    """A preset with the windows."""
+
+    window: WindowSettings = WindowSettings()
 
 
 class WindowConfig(TextConfig):
@@ -51,7 +73,7 @@ def resolve(request: Request) -> Sweep:
 
     Only the longest of the tested lengths is read.
     """
-    preset = opened(request, KIND, group=KIND)
+    preset = opened(request, KIND, WindowPreset)
     refuse_choices(request, KIND, variants=False)
     config = WindowConfig.of_text(preset, {"multiples": preset.evaluation.multiples[-1:]})
     methods = {variant: _methods(variant, config) for variant in canonical(VARIANTS, config)}

@@ -14,7 +14,13 @@ from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.measuring import evaluation_sets
 from normattn.lab.sweep.methods import Omission, refusal
 from normattn.lab.sweep.reading import AS_IS, ReadStage
-from normattn.lab.sweep.settings import EvaluationSettings, Preset, merged, validated
+from normattn.lab.sweep.settings import (
+    STUDY_GROUPS,
+    EvaluationSettings,
+    Preset,
+    merged,
+    validated,
+)
 from normattn.lab.sweep.stages import Stage, TrainStage
 from normattn.lab.sweep.study import (
     Cell,
@@ -30,6 +36,7 @@ from normattn.lab.training.causal import CausalWorkload
 from normattn.score import ScoreSpec
 
 Own = TypeVar("Own", bound="TextConfig")
+OwnPreset = TypeVar("OwnPreset", bound=Preset)
 
 
 class TextConfig(SweepConfig):
@@ -166,23 +173,26 @@ def described(
 
 
 def opened(
-    request: Request, study: str, group: str | None = None, instead: Mapping[str, str] | None = None
-) -> Preset:
-    """The preset with the request's changes; `group` is what this study alone reads of it.
+    request: Request,
+    study: str,
+    kind: type[OwnPreset],
+    instead: Mapping[str, str] | None = None,
+) -> OwnPreset:
+    """The preset with the request's changes; `kind` holds what this study reads of it.
 
     `instead` are settings of `evaluation` that it does not read, and what decides in their place.
     Raises `InputError` for a change of a setting that this study does not read.
     """
-    preset = presets.load(request.preset)
-    read = {"training", "evaluation", "seeds", "summary", group}
+    preset = presets.load_as(kind, request.preset)
+    unread = {"name", *STUDY_GROUPS} - (kind.model_fields.keys() - {"name"})
     for name in request.changes:
         top = name.partition(".")[0]
-        if top in Preset.model_fields and top not in read:
+        if top in unread:
             raise InputError(f"--set {name}: reproduce {study} reads no {top} settings")
         own = (instead or {}).get(name.removeprefix("evaluation."))
         if top == "evaluation" and own:
             raise InputError(f"--set {name}: reproduce {study} reads {own} instead")
-    return validated(Preset, merged(preset.model_dump(), request.changes), f"preset {preset.name}")
+    return validated(kind, merged(preset.model_dump(), request.changes), f"preset {preset.name}")
 
 
 def shared_training(preset: Preset) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from normattn.errors import InputError
 from normattn.structured import Settings, refuse_beyond
@@ -67,63 +67,8 @@ class EvaluationSettings(Settings):
         return float(max(self.multiples))
 
 
-class WindowSettings(Settings):
-    """`reproduce window`: the windows of ReRoPE, as shares of the training length."""
-
-    shares: tuple[Annotated[float, Field(gt=0)], ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
-
-    @field_validator("shares")
-    @classmethod
-    def _rising(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if not value or list(value) != sorted(set(value)):
-            raise ValueError(f"shares must rise, got {list(value)}")
-        return value
-
-
-class ContinueSettings(Settings):
-    """`reproduce continue` and `retrofit`: how training goes on at `multiple` training lengths.
-
-    `batch_size` None takes as many tokens a step as before. The learning rate rises to `lr` over
-    `warmup_steps` and follows the schedule of the preset to the last of `steps`. The models of the
-    steps in `keep` are read at the lengths in `read`, in units of L.
-    """
-
-    multiple: int = Field(default=4, ge=2)
-    steps: int = Field(default=200, ge=1)
-    batch_size: int | None = Field(default=None, ge=1)
-    warmup_steps: int = Field(default=20, ge=0)
-    lr: float = Field(default=1e-3, gt=0)
-    keep: tuple[int, ...] = (25, 50, 100, 200)
-    read: tuple[int, ...] = (1, 4, 16)
-
-    @field_validator("read")
-    @classmethod
-    def _rising(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if not value or list(value) != sorted(set(value)) or value[0] != 1:
-            raise ValueError(f"read must rise from 1 (what is forgotten), got {list(value)}")
-        return value
-
-    @model_validator(mode="after")
-    def _ends_at_the_last_step(self) -> ContinueSettings:
-        if not self.keep or self.keep[-1] != self.steps:
-            raise ValueError(
-                f"keep must end with the last step {self.steps}, got {list(self.keep)}"
-            )
-        return self
-
-
-class ReadingSettings(Settings):
-    """`reproduce reading`: the lengths in units of L; each must have room for the facts asked."""
-
-    multiples: tuple[int, ...] = (1, 4, 16, 64)
-
-
-class MechanismSettings(Settings):
-    """`reproduce mechanism`: at most `max_windows` texts, read at L and at `multiple` times L."""
-
-    multiple: int = Field(default=8, ge=2)
-    max_windows: int = Field(default=64, ge=1)
-    max_tokens: int = Field(default=4096, ge=1)
+STUDY_GROUPS = ("window", "continued", "mechanism", "reading")
+"""Groups of a preset's file that one study alone reads; the others pass over them."""
 
 
 class StudyPreset(Settings):
@@ -137,17 +82,12 @@ class StudyPreset(Settings):
 class Preset(StudyPreset):
     """One whole setting of a study of language models; `training` holds fields of `TrainingConfig`.
 
-    The score and the seed are no part of it: they are what a table varies. `window`,
-    `mechanism` and `reading` are what one study alone reads, `continued` what `continue` and
-    `retrofit` do.
+    The score and the seed are no part of it: they are what a table varies. A study with settings
+    of its own adds them as a group in a subclass.
     """
 
     training: dict[str, Any]
     evaluation: EvaluationSettings = EvaluationSettings()
-    window: WindowSettings = WindowSettings()
-    continued: ContinueSettings = ContinueSettings()
-    mechanism: MechanismSettings = MechanismSettings()
-    reading: ReadingSettings = ReadingSettings()
 
     @field_validator("training")
     @classmethod

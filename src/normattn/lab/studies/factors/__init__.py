@@ -25,7 +25,7 @@ from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.measuring import evaluation_sets
 from normattn.lab.sweep.methods import Omission
 from normattn.lab.sweep.reading import AS_IS, ReadStage
-from normattn.lab.sweep.settings import merged
+from normattn.lab.sweep.settings import Preset, merged
 from normattn.lab.sweep.stages import Stage
 from normattn.lab.sweep.study import Cell as AnyCell
 from normattn.lab.sweep.study import Request, Study, Sweep, refuse_choices, seeds_of, sweep_of
@@ -73,7 +73,7 @@ def resolve(request: Request) -> Sweep:
     english = str(request.changes.get("factors.english", ""))
     own = {k: v for k, v in request.changes.items() if k != "factors.english"}
     plain = Request(**{**vars(request), "changes": own})
-    preset = opened(plain, NAME)
+    preset = opened(plain, NAME, Preset)
     ends = preset.evaluation.multiples[:: max(1, len(preset.evaluation.multiples) - 1)]
     config = FactorsConfig.of_text(preset, {"multiples": ends}, english=english)
     changes, skipped = _changes(request, config)

@@ -11,39 +11,54 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
+
+import polars as pl
+from pydantic import Field
 
 from normattn.lab.data import TokenData
 from normattn.lab.data.windows import EvaluationSet, non_repeated_set
 from normattn.lab.diagnostics import measure_mechanism
 from normattn.lab.evaluation.scorer import weights_digest
-from normattn.lab.stats import measurements
 from normattn.lab.studies.mechanism.page import PAGE
 from normattn.lab.sweep.collect import measured_below
 from normattn.lab.sweep.language import CausalCell, TextConfig, canonical, opened, text_sweep
 from normattn.lab.sweep.layout import CellPaths
-from normattn.lab.sweep.measuring import EVALUATIONS, MODEL
+from normattn.lab.sweep.measuring import MODEL
 from normattn.lab.sweep.reading import cost_of
-from normattn.lab.sweep.settings import EvaluationSettings, MechanismSettings
-from normattn.lab.sweep.stages import Note, Stage
+from normattn.lab.sweep.settings import EvaluationSettings, Preset
+from normattn.lab.sweep.stages import MeasureStage, Note, Stage
 from normattn.lab.sweep.study import Request, Study, Sweep, cells_of, refuse_choices, seeds_of
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.distribution import choose_device
 from normattn.lab.training.planning import Cost
 from normattn.models.pretrained import load_model
+from normattn.structured import Settings
 
 KIND = "mechanism"
 VARIANTS = (
     *("Baseline", "KNA", "KNA-NoPE"),
     *("QKLayerNorm", "QKLayerNorm(gain=false)", "QKRMSNorm", "QKRMSNorm(gain=false)"),
 )
-RECORD = "mechanism.parquet"
 # Scores are computed twice more, in blocks and in float64, beside the model's own, and texts read
 # thrice: 7 to 12 times what reading takes.
 WEIGHT = 11
 
 INSTEAD = {"multiples": "mechanism.multiple", "protocols": "the protocols of its question"}
+
+
+class MechanismSettings(Settings):
+    """`reproduce mechanism`: at most `max_windows` texts, read at L and at `multiple` times L."""
+
+    multiple: int = Field(default=8, ge=2)
+    max_windows: int = Field(default=64, ge=1)
+    max_tokens: int = Field(default=4096, ge=1)
+
+
+class MechanismPreset(Preset):
+    """A preset with what is looked at."""
+
+    mechanism: MechanismSettings = MechanismSettings()
 
 
 class MechanismConfig(TextConfig):
@@ -61,16 +76,16 @@ class MechanismCell(CausalCell):
     def after(self, paths: CellPaths) -> list[Stage]:
         """Look into the trained model."""
         config = self.training_config
-        return [LookStage(config, paths.run, self.mechanism, self.evaluation)]
+        return [LookStage(paths.run, config, self.mechanism, self.evaluation)]
 
 
 @dataclass(frozen=True)
-class LookStage(Stage):
+class LookStage(MeasureStage):
     """Count what the scores of the model in `folder` do."""
 
     phase = "diagnostics"
+    frame = KIND
     config: TrainingConfig
-    folder: Path
     settings: MechanismSettings
     evaluation: EvaluationSettings
 
@@ -80,19 +95,13 @@ class LookStage(Stage):
         length = self.config.model.train_length * self.settings.multiple
         return cost_of(self.config, (length,), WEIGHT * self.settings.max_windows)
 
-    def is_done(self) -> bool:
-        """Whether it was measured."""
-        return (self.folder / EVALUATIONS / RECORD).is_file()
-
-    def run(self, data: TokenData, note: Note) -> None:
-        """Measure, unless it was."""
-        if self.is_done():
-            return
+    def measured(self, data: TokenData, note: Note) -> pl.DataFrame:
+        """What the scores do on held-out texts."""
         model = load_model(self.folder / MODEL, self.config.model).to(
             choose_device(self.config.device)
         )
         texts = evaluation_set(data, self.config.model.train_length, self.settings, self.evaluation)
-        measured = measure_mechanism(
+        return measure_mechanism(
             model,
             texts,
             seed=self.config.seed,
@@ -100,12 +109,11 @@ class LookStage(Stage):
             tokens_per_batch=self.settings.max_tokens,
             progress=lambda done, total: note(done, total, ""),
         )
-        measurements.write(self.folder / EVALUATIONS / RECORD, measured)
 
 
 def resolve(request: Request) -> Sweep:
     """The study that a request asks for; raises `InputError` as `keynorm.resolve` does."""
-    preset = opened(request, KIND, group=KIND, instead=INSTEAD)
+    preset = opened(request, KIND, MechanismPreset, INSTEAD)
     refuse_choices(request, KIND)
     looked = preset.mechanism
     config = MechanismConfig.of_text(preset, {"multiples": (1, looked.multiple)})

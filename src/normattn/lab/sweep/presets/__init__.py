@@ -6,11 +6,13 @@ import tomllib
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from normattn.errors import InputError, unknown
-from normattn.lab.sweep.settings import Preset, validated
+from normattn.lab.sweep.settings import STUDY_GROUPS, Preset, validated
 from normattn.structured import read_toml
+
+OwnPreset = TypeVar("OwnPreset", bound=Preset)
 
 
 def names(study: str | None = None) -> list[str]:
@@ -24,8 +26,15 @@ def names(study: str | None = None) -> list[str]:
 
 def load(name: str) -> Preset:
     """The preset of the studies of language models called `name`, as `fields` finds it."""
+    return load_as(Preset, name)
+
+
+def load_as(kind: type[OwnPreset], name: str) -> OwnPreset:
+    """The same with the settings of the study that `kind` belongs to, without those of others."""
     name, settings = fields(name)
-    return validated(Preset, {"name": name, **settings}, f"preset {name}")
+    others = set(STUDY_GROUPS) - kind.model_fields.keys()
+    own = {group: value for group, value in settings.items() if group not in others}
+    return validated(kind, {"name": name, **own}, f"preset {name}")
 
 
 def fields(name: str, study: str | None = None) -> tuple[str, dict[str, Any]]:
