@@ -6,9 +6,9 @@ frame and stand below the table as sentences, whichever way they come out.
 
 *Equally good*: the 95 % interval of every score's accuracy at L minus Baseline's lies within ±1
 point. *Copying is learned*: tokens within L whose answer stands in the context (tiled text) are
-predicted at least ten points better than natural text of the same positions. development/log.md has that rule
-from before the trainings of the preset `workstation`. Rows beside the source's scores are controls:
-they differ from Baseline by design, at L too.
+predicted at least ten points better than natural text of the same positions. development/log.md
+has that rule from before the trainings of the preset `workstation`. Rows beside the source's scores
+are controls: they differ from Baseline by design, at L too.
 """
 
 from __future__ import annotations
