@@ -186,4 +186,4 @@ def _told(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _visible(spec: ScoreSpec) -> tuple[Part, ...]:
-    return tuple(part for part in spec.parts if part.slot.value == "visible")
+    return tuple(part for part in spec.parts if part.slot.value == "window")

@@ -108,7 +108,7 @@ class KERPLE(BiasPart):
         for name, value in learned.items():
             value.clamp_(self.least, self.most[name])
 
-    def bounded(self, name: str, learned: Learned, distance: Distances) -> Biases:
+    def bounded(self, name: str, learned: Learned, distance: Distances) -> Float[Tensor, "h 1"]:
         """p or a within its range, in the dtype of the distances."""
         return bounded(learned[name].to(distance.dtype), self.least, self.most[name])[:, None]
 
