@@ -12,8 +12,7 @@ from transformers import StaticCache
 
 import normattn
 from normattn.hf import attention_fn
-from normattn.kernels import Problem
-from normattn.kernels.capabilities import why_not
+from normattn.kernels import AttentionInputs, attend
 
 from .families import (
     FAMILIES,
@@ -151,7 +150,7 @@ def test_half_precision_keeps_large_scores(method: str) -> None:
     assert found < 1.2 * as_trained
 
 
-@pytest.mark.parametrize("kernel", ["precise", "two-regime", "two-regime-flash"])
+@pytest.mark.parametrize("kernel", ["auto", "chunked", "two-regime"])
 def test_half_precision_of_two_regimes_by_each_kernel(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,12 +164,12 @@ def test_half_precision_of_two_regimes_by_each_kernel(
     as_trained = (logits(rough, ids).float() - logits(exact, ids)).abs().mean()
     taken = []
 
-    def only(problem: Problem) -> str:
-        taken.append(kernel if why_not(kernel, problem) is None else "precise")
-        return taken[-1]
+    def only(inputs: AttentionInputs) -> Tensor:
+        taken.append(inputs.window)
+        return attend(inputs, kernel)
 
-    monkeypatch.setattr(attention_fn, "unrounded", only)
+    monkeypatch.setattr(attention_fn, "attend", only)
     with normattn.extend(rough, "ReRoPE", **values), normattn.extend(exact, "ReRoPE", **values):
         found = (logits(rough, ids).float() - logits(exact, ids)).abs().mean()
-    assert kernel in taken
+    assert set(taken) == {40}
     assert found < 1.2 * as_trained

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import normattn
 from normattn import InputError
-from normattn.kernels.observe import observing
+from normattn.kernels.stats import observing
 
 from .families import build as build_llama
 from .families import logits as logits_of

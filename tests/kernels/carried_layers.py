@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normattn.kernels import Problem, Visibility, attend
-from normattn.kernels.carry import CarriedScores
+from normattn.kernels import AttentionInputs, AttentionMask, attend
+from normattn.kernels.residual import CarriedScores
 
 WAYS = ("carried", "concatenated", "reference")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one layer's problem; `alike` are Problem fields, `drawn` shapes of learned ones."""
+    """Of one layer; `alike` are fields of its inputs, `drawn` shapes of learned ones."""
 
     batch: int = 2
     groups: int = 2
@@ -35,12 +35,12 @@ class Shape:
         return self.groups * self.repeat
 
 
-Seen = Callable[[Shape], Visibility]
+Seen = Callable[[Shape], AttentionMask]
 
 
-def seen_by(shape: Shape, causal: bool = True, **changes: Any) -> Visibility:
+def seen_by(shape: Shape, causal: bool = True, **changes: Any) -> AttentionMask:
     key = torch.arange(shape.keys)
-    return replace(Visibility(causal, key[shape.keys - shape.rows :], key, True), **changes)
+    return replace(AttentionMask(causal, key[shape.keys - shape.rows :], key, True), **changes)
 
 
 def padding_of(shape: Shape) -> Tensor:
@@ -79,13 +79,13 @@ CASES: dict[str, tuple[Shape, Seen, dict[str, Any], dict[str, tuple[int, ...]]]]
 
 def make_layers(
     shape: Shape,
-    seen: Visibility,
+    seen: AttentionMask,
     fields: dict[str, Any],
     learned: dict[str, tuple[int, ...]],
     count: int = 4,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
-) -> list[Problem]:
+) -> list[AttentionInputs]:
     generator = torch.Generator().manual_seed(seed)
 
     def leaf(*size: int) -> Tensor:
@@ -94,7 +94,7 @@ def make_layers(
 
     s = shape
     return [
-        Problem(
+        AttentionInputs(
             leaf(s.batch, s.heads, s.rows, s.size),
             leaf(s.batch, s.groups, s.keys, s.size),
             leaf(s.batch, s.groups, s.keys, s.values),
@@ -110,16 +110,16 @@ def leaves_of(learned: dict[str, tuple[int, ...]], leaf: Callable[..., Tensor]) 
     return {name: leaf(*size) for name, size in learned.items()}
 
 
-def inputs_of(layers: list[Problem]) -> list[Tensor]:
+def inputs_of(layers: list[AttentionInputs]) -> list[Tensor]:
     return [x for layer in layers for x in layer.tensors if x is not None]
 
 
-def run_layers(layers: list[Problem], way: str, mean: bool = False) -> list[Tensor]:
+def run_layers(layers: list[AttentionInputs], way: str, mean: bool = False) -> list[Tensor]:
     carry = CarriedScores(mean)
     return [attend(replace(layer, carry=carry), way) for layer in layers]
 
 
-def by_hand(layers: list[Problem], mean: bool = False) -> list[Tensor]:
+def by_hand(layers: list[AttentionInputs], mean: bool = False) -> list[Tensor]:
     """The sum of whole matrices, then cap, bias, masks, sink and softmax."""
     outs, total = [], torch.zeros((), dtype=torch.float64)
     for number, p in enumerate(layers, 1):
@@ -144,7 +144,7 @@ def by_hand(layers: list[Problem], mean: bool = False) -> list[Tensor]:
     return outs
 
 
-def hidden_by(p: Problem, distance: Tensor) -> Tensor:
+def hidden_by(p: AttentionInputs, distance: Tensor) -> Tensor:
     seen = p.visibility
     hidden = torch.zeros(p.q.shape[0], 1, *distance.shape, dtype=torch.bool)
     if seen.causal:
@@ -169,7 +169,7 @@ def weighted(outs: list[Tensor]) -> Tensor:
     return total
 
 
-def agree(layers: list[Problem], way: str, mean: bool, tolerance: float = 1e-10) -> None:
+def agree(layers: list[AttentionInputs], way: str, mean: bool, tolerance: float = 1e-10) -> None:
     ours, expected = run_layers(layers, way, mean), by_hand(layers, mean)
     for one, two in zip(ours, expected, strict=True):
         torch.testing.assert_close(one, two, atol=tolerance, rtol=tolerance)
@@ -180,7 +180,7 @@ def agree(layers: list[Problem], way: str, mean: bool, tolerance: float = 1e-10)
         torch.testing.assert_close(one, two, atol=tolerance, rtol=tolerance)
 
 
-def causal_layers(count: int = 3) -> list[Problem]:
+def causal_layers(count: int = 3) -> list[AttentionInputs]:
     shape = Shape()
     return make_layers(shape, seen_by(shape), {}, {}, count)
 

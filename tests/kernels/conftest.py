@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from normattn.kernels import tiles
+from normattn.kernels import tiled
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "ROWS", 8)
-    monkeypatch.setattr(tiles, "TILE_BYTES", 20000)
+    monkeypatch.setattr(tiled, "ROWS", 8)
+    monkeypatch.setattr(tiled, "TILE_BYTES", 20000)

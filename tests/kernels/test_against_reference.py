@@ -12,14 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from normattn.kernels import Problem, Visibility
-from normattn.kernels import two_regime_flash as sliding
-from normattn.kernels.capabilities import TABLE, why_not
-from normattn.kernels.chunked import chunked
-from normattn.kernels.dispatch import KERNELS
+from normattn.kernels import AttentionInputs, AttentionMask
+from normattn.kernels import two_regime as sliding
+from normattn.kernels.dispatch import KERNELS, TABLE, why_not
 from normattn.kernels.reference import reference
+from normattn.kernels.tiled_backward import tiled
 from normattn.kernels.two_regime import two_regime
-from normattn.kernels.two_regime_flash import two_regime_flash
 
 from .memory import largest
 
@@ -29,7 +27,7 @@ few = settings(max_examples=25, deadline=None)
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-def _agree(run: Any, problem: Problem, tolerance: float = 1e-11) -> None:
+def _agree(run: Any, problem: AttentionInputs, tolerance: float = 1e-11) -> None:
     inputs = [x for x in problem.tensors if x is not None]
     ours, expected = run(problem), reference(problem)
     torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
@@ -53,7 +51,7 @@ def _mask(draw: random.Random, shape: tuple[int, int, int, int], seed: Any) -> T
     return torch.randn(size, generator=seed, dtype=torch.float64)
 
 
-def _drawn(draw: random.Random, plain: bool, whole: bool = False) -> Problem:
+def _drawn(draw: random.Random, plain: bool, whole: bool = False) -> AttentionInputs:
     """A problem of any kind; `plain` ones are causal two-regime problems without masks.
 
     `whole` ones have as many queries as keys.
@@ -80,7 +78,7 @@ def _drawn(draw: random.Random, plain: bool, whole: bool = False) -> Problem:
     documents = torch.randint(0, 3, (batch, keys), generator=seed).sort(-1).values
     documents = sometimes(documents)
     sliding = sometimes(draw.choice([1, 3, 5, 30]), 0.5)
-    seen = Visibility(
+    seen = AttentionMask(
         causal,
         key[..., keys - rows :],
         key,
@@ -95,7 +93,7 @@ def _drawn(draw: random.Random, plain: bool, whole: bool = False) -> Problem:
     skipped = 0
     if window is not None and aligned and not whole and draw.random() < 0.3:
         skipped = draw.randint(0, max(0, keys - rows - window + 1))
-    return Problem(
+    return AttentionInputs(
         leaf(batch, heads, rows, 4),
         leaf(batch, groups, keys - skipped, 4),
         leaf(batch, groups, keys, 4 if plain else draw.choice([4, 6])),
@@ -113,44 +111,36 @@ def _drawn(draw: random.Random, plain: bool, whole: bool = False) -> Problem:
 @few
 @given(st.randoms(use_true_random=False))
 def test_chunked_serves_everything_together(draw: random.Random) -> None:
-    _agree(chunked, _drawn(draw, plain=False))
-
-
-@few
-@given(st.randoms(use_true_random=False))
-def test_two_regime(draw: random.Random) -> None:
-    problem = _drawn(draw, plain=True)
-    assert why_not("two-regime", problem) is None
-    _agree(two_regime, problem)
+    _agree(tiled, _drawn(draw, plain=False))
 
 
 @few
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 2, 5, 192]))
-def test_two_regime_flash(draw: random.Random, rows: int) -> None:
+def test_two_regime(draw: random.Random, rows: int) -> None:
     problem = _drawn(draw, plain=True, whole=True)
-    assert why_not("two-regime-flash", problem) is None
+    assert why_not("two-regime", problem) is None
     with mock.patch.object(sliding, "ROWS", rows):
-        _agree(two_regime_flash, problem)
+        _agree(two_regime, problem)
 
 
 @pytest.mark.parametrize("rows", [191, 192, 193, 384, 389, 400])
 @pytest.mark.parametrize("window", [1, 5, 150, 191, 192, 193, 384])
 def test_chunks_of_their_own_size(rows: int, window: int) -> None:
-    _agree(two_regime_flash, _regular(rows, window, torch.float64))
+    _agree(two_regime, _regular(rows, window, torch.float64))
 
 
 def test_chunks_hold_no_matrix() -> None:
     """Of T × S numbers nothing is stored, forward or backward: only one chunk's mask."""
     problem = _regular(4096, 64, torch.float32)
     with largest() as record:
-        out = two_regime_flash(problem)
+        out = two_regime(problem)
         torch.autograd.grad(out.sum(), [x for x in problem.tensors if x is not None])
     assert record.numel <= 3 * problem.q.numel()
 
 
 def _regular(
     rows: int, window: int, dtype: torch.dtype, keys: int | None = None, scale: float = 1.0
-) -> Problem:
+) -> AttentionInputs:
     keys = keys or rows
     seed = torch.Generator().manual_seed(rows)
     key = torch.arange(keys)
@@ -159,17 +149,16 @@ def _regular(
         made = torch.randn((2, 2, count, 8), generator=seed) * size
         return made.to(dtype).requires_grad_()
 
-    seen = Visibility(True, key[keys - rows :], key, True)
+    seen = AttentionMask(True, key[keys - rows :], key, True)
     q, k, v, far_q, far_k = leaf(rows, scale), leaf(keys), leaf(keys), leaf(rows), leaf(keys)
-    return Problem(q, k, v, seen, far_q, far_k, window)
+    return AttentionInputs(q, k, v, seen, far_q, far_k, window)
 
 
-@pytest.mark.parametrize("kernel", ["two-regime", "chunked"])
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 11, 12, 13, 25])
-def test_lengths_about_the_window_and_the_tile(kernel: str, rows: int) -> None:
-    run = next(k.run for k in KERNELS if k.name == kernel)
-    _agree(run, _regular(rows, 12, torch.float64))
-    _agree(run, _regular(rows, 12, torch.float64, keys=rows + 15))
+def test_lengths_about_the_window_and_the_tile(rows: int) -> None:
+    for run in (tiled, two_regime):
+        _agree(run, _regular(rows, 12, torch.float64))
+    _agree(tiled, _regular(rows, 12, torch.float64, keys=rows + 15))
 
 
 @pytest.mark.parametrize(("near", "far"), [(200.0, 1.0), (1.0, 200.0)])
@@ -178,11 +167,11 @@ def test_one_regime_that_outweighs_the_other(near: float, far: float) -> None:
     problem = _regular(30, 4, torch.float64, scale=near)
     assert problem.far_q is not None
     problem.far_q.data *= far
-    for run in (two_regime, two_regime_flash, chunked):
+    for run in (two_regime, tiled):
         _agree(run, problem, 1e-9)
 
 
-@pytest.mark.parametrize("kernel", ["two-regime", "two-regime-flash", "chunked"])
+@pytest.mark.parametrize("kernel", ["two-regime", "chunked"])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float32, 2e-5), (torch.bfloat16, 4e-2), (torch.float16, 6e-3)],
@@ -191,7 +180,7 @@ def test_lower_precision(kernel: str, dtype: torch.dtype, tolerance: float) -> N
     """Against float64 on the same rounded inputs."""
     problem = _regular(40, 12, dtype)
     wide = [None if x is None else x.detach().double().requires_grad_() for x in problem.tensors]
-    expected = reference(Problem.of(problem.settings, wide))
+    expected = reference(AttentionInputs.of(problem.settings, wide))
     out = next(k.run for k in KERNELS if k.name == kernel)(problem)
     assert out.dtype == dtype
     grads = torch.autograd.grad(out.sum(), [x for x in problem.tensors if x is not None])
@@ -208,8 +197,11 @@ def test_one_key_head_of_128_and_wide_values() -> None:
         key = torch.arange(37)
         q, k = (torch.randn((2, 1, 37, 128), generator=seed).double() / 8 for _ in range(2))
         v = torch.randn((2, 1, 37, 192), generator=seed).double()
-        seen = Visibility(causal, key, key, True)
-        _agree(chunked, Problem(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), seen))
+        seen = AttentionMask(causal, key, key, True)
+        _agree(
+            tiled,
+            AttentionInputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), seen),
+        )
 
 
 def test_operands_of_any_layout() -> None:
@@ -218,9 +210,9 @@ def test_operands_of_any_layout() -> None:
     heads = qkv.view(2, 21, 6, 8).transpose(1, 2)
     q, k, v = heads[:, :2], heads[:, 2:4], heads[:, 4:]
     key = torch.arange(21)
-    seen = Visibility(True, key, key, True)
-    for problem in (Problem(q, k, v, seen), Problem(q, k, v, seen, k, q, 5)):
-        for run in (chunked, two_regime, two_regime_flash) if problem.two_regimes else (chunked,):
+    seen = AttentionMask(True, key, key, True)
+    for problem in (AttentionInputs(q, k, v, seen), AttentionInputs(q, k, v, seen, k, q, 5)):
+        for run in (tiled, two_regime) if problem.two_regimes else (tiled,):
             (mine,) = torch.autograd.grad(run(problem).sum(), qkv, retain_graph=True)
             (hand,) = torch.autograd.grad(reference(problem).sum(), qkv, retain_graph=True)
             torch.testing.assert_close(mine, hand)
@@ -232,15 +224,15 @@ def test_a_decoding_step_over_keys_cut_from_a_cache(dtype: torch.dtype) -> None:
     made = [torch.randn(2, 2, count, 8).to(dtype) for count in (1, 1, 50, 50, 6)]
     q, far_q, values, far_k, near = made
     key = torch.arange(40)
-    seen = Visibility(True, key[-1:], key, True)
+    seen = AttentionMask(True, key[-1:], key, True)
     v, cut = values[:, :, :40], far_k[:, :, :40]
-    two = Problem(q, near, v, seen, far_q, cut, 6, near_start=34)
-    for problem in (two, Problem(q, cut, v, seen)):
+    two = AttentionInputs(q, near, v, seen, far_q, cut, 6, near_start=34)
+    for problem in (two, AttentionInputs(q, cut, v, seen)):
         wide = [None if x is None else x.double() for x in problem.tensors]
-        expected = reference(Problem.of(problem.settings, wide))
+        expected = reference(AttentionInputs.of(problem.settings, wide))
         tolerance = 1e-5 if dtype == torch.float32 else 3e-2
         torch.testing.assert_close(
-            chunked(problem).double(), expected, atol=tolerance, rtol=tolerance
+            tiled(problem).double(), expected, atol=tolerance, rtol=tolerance
         )
 
 

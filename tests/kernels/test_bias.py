@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from normattn import InputError
-from normattn.kernels import Problem, Visibility, bias
+from normattn.kernels import AttentionInputs, AttentionMask, bias
 from normattn.kernels.bias import bias_attention
-from normattn.kernels.capabilities import why_not
+from normattn.kernels.dispatch import why_not
 from normattn.kernels.reference import reference
 from score.cases import tensors
 
@@ -34,7 +34,7 @@ def problem(
     size: int = 4,
     dtype: torch.dtype = torch.float64,
     slope: float = 0.0,
-) -> Problem:
+) -> AttentionInputs:
     """A learned bias, falling by `slope` for each token of distance beside the noise."""
     keys = queries if keys is None else keys
     groups = groups or heads
@@ -48,21 +48,21 @@ def problem(
     fall = torch.arange(1, heads + 1)[:, None] * slope * torch.arange(keys + 1)
     b = (b.detach() - fall).requires_grad_()
     key = torch.arange(keys)
-    visibility = Visibility(causal, key[keys - queries :], key, aligned=True)
-    return Problem(q, k, v, visibility, bias=b)
+    visibility = AttentionMask(causal, key[keys - queries :], key, aligned=True)
+    return AttentionInputs(q, k, v, visibility, bias=b)
 
 
-def _all(given: Problem) -> list[Tensor]:
+def _all(given: AttentionInputs) -> list[Tensor]:
     assert given.bias is not None
     return [given.q, given.k, given.v, given.bias]
 
 
-def _double(given: Problem) -> Problem:
+def _double(given: AttentionInputs) -> AttentionInputs:
     q, k, v, b = (x.detach().double().requires_grad_() for x in _all(given))
     return replace(given, q=q, k=k, v=v, bias=b)
 
 
-def agrees(given: Problem) -> None:
+def agrees(given: AttentionInputs) -> None:
     """Output and all four gradients, by the norm of the difference."""
     assert why_not("bias", given) is None
     exact = _double(given)
@@ -129,7 +129,7 @@ def test_keys_beyond_a_heads_reach_are_left_out(
     assert few < 0.7 * _flops(given)
 
 
-def _flops(given: Problem) -> int:
+def _flops(given: AttentionInputs) -> int:
     with FlopCounterMode(display=False) as counter:
         torch.autograd.grad(bias_attention(given).sum(), _all(given))
     return int(counter.get_total_flops())
@@ -142,7 +142,9 @@ def test_no_weight_beyond_the_reach(seed: int, slope: float, spread: float) -> N
     q, k = (torch.randn(1, 2, 600, 4, generator=draw) * spread for _ in range(2))
     b = -slope * torch.arange(600.0) + torch.randn(2, 600, generator=draw)
     key = torch.arange(600)
-    given = Problem(q, k, torch.eye(600).expand(1, 2, -1, -1), Visibility(True, key, key, True))
+    given = AttentionInputs(
+        q, k, torch.eye(600).expand(1, 2, -1, -1), AttentionMask(True, key, key, True)
+    )
     weight = reference(replace(given, bias=b))
     distance = key[:, None] - key
     for head, reach in enumerate(bias._reach(q, k, b)):

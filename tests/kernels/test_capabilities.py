@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from normattn import InputError
-from normattn.kernels import Problem, Visibility, attend, reasons
-from normattn.kernels.capabilities import FEATURES, TABLE, capability_table, shown, why_not
-from normattn.kernels.dispatch import KERNELS
+from normattn.kernels import AttentionInputs, AttentionMask, attend, reasons
+from normattn.kernels.dispatch import FEATURES, KERNELS, TABLE, capability_table, shown, why_not
+from normattn.kernels.inputs import Selection
 from normattn.kernels.reference import reference
-from normattn.kernels.selection import Selection
 
 
 class _Places:
@@ -25,14 +24,14 @@ class _Places:
     def part(self, rows: slice) -> _Places:
         return self
 
-    def values(self, score: torch.Tensor, seen: Visibility) -> torch.Tensor:
+    def values(self, score: torch.Tensor, seen: AttentionMask) -> torch.Tensor:
         return (seen.query[:, None] + 1) * seen.key.float().sin()
 
 
 class _Share:
     """Each score by itself."""
 
-    def weights(self, score: torch.Tensor, seen: Visibility) -> torch.Tensor:
+    def weights(self, score: torch.Tensor, seen: AttentionMask) -> torch.Tensor:
         return score.sigmoid()
 
 
@@ -65,7 +64,7 @@ SHAPES = {"": (7, 4), "values": (7, 6), "last rows": (3, 4), "one row": (1, 4)}
 
 def _problem(
     change: str, shape: str, two: bool, causal: bool, dtype: torch.dtype = torch.float32
-) -> Problem:
+) -> AttentionInputs:
     rows, size = SHAPES[shape]
     seed = torch.Generator().manual_seed(0)
 
@@ -80,15 +79,15 @@ def _problem(
             if name in seen:
                 seen[name] = seen[name][..., 7 - rows :] if name != "mask" else seen[name][:rows]
     far = (leaf(2, 4, rows, 4), leaf(2, 2, 7, 4), 3) if two else (None, None, None)
-    visibility = replace(Visibility(causal, key[7 - rows :], key, True), **seen)
+    visibility = replace(AttentionMask(causal, key[7 - rows :], key, True), **seen)
     q, k, v = leaf(2, 4, rows, 4), leaf(2, 2, 7, 4), leaf(2, 2, 7, size)
-    return replace(Problem(q, k, v, visibility, *far), **changes)
+    return replace(AttentionInputs(q, k, v, visibility, *far), **changes)
 
 
 GRID = list(itertools.product(CHANGES, SHAPES, (False, True), (False, True)))
 
 
-def _served_by(kernel: str, problem: Problem) -> bool:
+def _served_by(kernel: str, problem: AttentionInputs) -> bool:
     return shown(problem) <= TABLE[kernel].serves
 
 
@@ -151,7 +150,7 @@ def test_a_second_derivative_is_given_or_refused_in_words() -> None:
 def test_every_feature_is_in_the_grid_or_tested_elsewhere() -> None:
     met = set().union(*(shown(_problem(*case)) for case in GRID))
     assert set(FEATURES) - met == {
-        *("more rows than keys", "no rows", "float64", "half precision", "CUDA", "carry"),
+        *("more rows than keys", "no rows", "float64", "CUDA", "carry"),
         "torch.func",
     }
 
@@ -177,4 +176,4 @@ def test_an_unknown_kernel() -> None:
 def test_the_table_in_markdown() -> None:
     lines = capability_table().splitlines()
     assert len(lines) == len(FEATURES) + 3
-    assert lines[0] == f"| a problem with | {' | '.join(TABLE)} |"
+    assert lines[0] == f"| inputs with | {' | '.join(TABLE)} |"

@@ -26,7 +26,7 @@ from kernels.carried_layers import (
     weighted,
 )
 from normattn.kernels import attend
-from normattn.kernels.score_buffer import ScoreBuffer
+from normattn.kernels.residual import ScoreBuffer
 
 few = settings(max_examples=15, deadline=None)
 every_way = pytest.mark.parametrize("way", WAYS)

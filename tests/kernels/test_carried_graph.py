@@ -24,8 +24,8 @@ from kernels.carried_layers import (
     weighted,
 )
 from normattn import InputError
-from normattn.kernels import Problem, attend, reasons, tiles
-from normattn.kernels.carry import CarriedScores
+from normattn.kernels import AttentionInputs, attend, reasons, tiled
+from normattn.kernels.residual import CarriedScores
 
 every_way = pytest.mark.parametrize("way", WAYS)
 
@@ -109,7 +109,7 @@ def test_a_checkpointed_layer_is_refused_by_name(reentrant: bool, way: str) -> N
     outs = []
     for p in causal_layers():
 
-        def layer(q: Tensor, k: Tensor, v: Tensor, p: Problem = p) -> Tensor:
+        def layer(q: Tensor, k: Tensor, v: Tensor, p: AttentionInputs = p) -> Tensor:
             return attend(replace(p, q=q, k=k, v=v, carry=carry), way)
 
         outs.append(checkpoint(layer, p.q, p.k, p.v, use_reentrant=reentrant))
@@ -196,7 +196,7 @@ def test_a_causal_buffer_holds_half_of_the_pairs_and_goes_with_the_backward() ->
     assert ledger is not None
     assert ledger.sums is not None
     held = sum(x.numel() for x in ledger.sums.tiles.values())
-    assert held == 4 * 64 * (64 + tiles.ROWS // 2) / 2
+    assert held == 4 * 64 * (64 + tiled.ROWS // 2) / 2
     gone = weakref.ref(ledger.sums)
     torch.autograd.backward([weighted(outs)])
     assert ledger.sums is None

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from normattn import InputError, attention
-from normattn.kernels import linear_cross_entropy, tiles
+from normattn.kernels import linear_cross_entropy, tiled
 from normattn.score.norms import L2Norm
 from normattn.score.rotary import Rotator
 from score.cases import built, learned, tensors
@@ -47,7 +47,7 @@ def _problem(recipe: Recipe, backend: str) -> tuple[Function, list[Tensor]]:
 @every_recipe
 @pytest.mark.parametrize("chunk", [2, 256])
 def test_the_chunked_kernel(recipe: Recipe, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "ROWS", chunk)
+    monkeypatch.setattr(tiled, "ROWS", chunk)
     assert gradcheck(*_problem(recipe, "chunked"), fast_mode=True)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.carried_layers import CASES, WAYS, make_layers, run_layers
 from normattn import Score
-from normattn.kernels import Problem, Visibility, attend, infinities, tiles
+from normattn.kernels import AttentionInputs, AttentionMask, attend, numerics, tiled
 from normattn.kernels.dispatch import KERNELS
 from normattn.layers import one_token
 from normattn.layers.attend_cached import attention_cached
@@ -23,7 +23,7 @@ B, H, G, S, D = 1, 4, 2, 40, 8
 KINDS = ("plain", "far", "bias", "sink", "padding")
 
 
-def _problem(kind: str, rows: int, causal: bool, dtype: torch.dtype) -> Problem:
+def _problem(kind: str, rows: int, causal: bool, dtype: torch.dtype) -> AttentionInputs:
     seed = torch.Generator().manual_seed(rows)
 
     def drawn(heads: int, count: int) -> Tensor:
@@ -31,7 +31,7 @@ def _problem(kind: str, rows: int, causal: bool, dtype: torch.dtype) -> Problem:
 
     key = torch.arange(S)
     padding = torch.zeros(B, S, dtype=torch.bool) if kind == "padding" else None
-    seen = Visibility(causal, key[S - rows :], key, True, padding)
+    seen = AttentionMask(causal, key[S - rows :], key, True, padding)
     q, k, v = drawn(H, rows), drawn(G, S), drawn(G, S)
     far: dict[str, Any] = {}
     if kind == "far":
@@ -40,10 +40,10 @@ def _problem(kind: str, rows: int, causal: bool, dtype: torch.dtype) -> Problem:
         )
     bias = -torch.rand(H, S, generator=seed) if kind == "bias" else None
     sink = torch.zeros(H) if kind == "sink" else None
-    return Problem(q, k, v, seen, bias=bias, sink=sink, **far)
+    return AttentionInputs(q, k, v, seen, bias=bias, sink=sink, **far)
 
 
-def _spoilt(problem: Problem, side: str, place: int, value: float) -> Tensor:
+def _spoilt(problem: AttentionInputs, side: str, place: int, value: float) -> Tensor:
     """Spoil one query or key of every head; the rows that then are NaN."""
     near, far = (problem.q, problem.far_q) if side == "q" else (problem.k, problem.far_k)
     for x in (near, far):
@@ -112,7 +112,7 @@ def test_no_infinite_key_is_kept_where_the_host_cannot_look(
     score: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA: every new key goes through x + 0·x, and later tokens read a NaN."""
-    for module in (infinities, one_token):
+    for module in (numerics, one_token):
         monkeypatch.setattr(module, "readable", lambda x: False)
     layer, cache = Score(score, 2, D, 1).eval(), GrowingCache()
     for step in range(3):
@@ -135,7 +135,7 @@ def test_carried_scores_keep_it_from_earlier_rows(
     case: str, value: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key that is spoilt in one layer is seen, there and above, by the rows that see it."""
-    monkeypatch.setattr(tiles, "ROWS", 8)
+    monkeypatch.setattr(tiled, "ROWS", 8)
     shape, seen, fields, drawn = CASES[case]
     place = 11
     for spoilt in range(3):

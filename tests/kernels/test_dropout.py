@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from normattn import attention
-from normattn.kernels import tiles
+from normattn.kernels import tiled
 from score import naive
 from score.cases import tensors
 from score.oracle import Recipe
@@ -35,7 +35,7 @@ def _weights(
 def test_forward_and_backward_drop_the_same(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "ROWS", 4)
+    monkeypatch.setattr(tiled, "ROWS", 4)
     q, k, v = tensors((2, 2, 10, 4), (2, 2, 10, 4), (2, 2, 10, 4))
     whole = _weights(recipe, q, k, 0.0, 0, "chunked").detach()
     dropped = _weights(recipe, q, k, 0.3, 7, "chunked").detach()
@@ -87,8 +87,8 @@ def test_tiles_heads_and_rows_are_dropped_independently(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No two blocks of the mask may repeat: a seed reused by every tile would make them."""
-    monkeypatch.setattr(tiles, "ROWS", 8)
-    monkeypatch.setattr(tiles, "TILE_BYTES", budget)
+    monkeypatch.setattr(tiled, "ROWS", 8)
+    monkeypatch.setattr(tiled, "TILE_BYTES", budget)
     q, k, _ = tensors((2, 2, 32, 4), (2, 2, 32, 4), (2, 2, 32, 4))
     kept = _weights(Recipe("KNA", position="none"), q, k, 0.5, 0, "chunked", causal=False) != 0
     blocks = [kept[b, h, i : i + 8, :8] for b in (0, 1) for h in (0, 1) for i in (0, 8, 16, 24)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from normattn.kernels import Problem, Visibility, attend
+from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels.dispatch import KERNELS
 from score.layouts import EVERY, Layout
 
@@ -21,7 +21,7 @@ NAMES = ("q", "k", "v", "far_q", "far_k")
 Change = Callable[[str, Tensor], Tensor]
 
 
-def _problem(rows: int, kind: str, dtype: torch.dtype, change: Change) -> Problem:
+def _problem(rows: int, kind: str, dtype: torch.dtype, change: Change) -> AttentionInputs:
     """A causal problem whose operands `change` has laid out."""
     seed = torch.Generator().manual_seed(rows)
     key = torch.arange(S)
@@ -31,14 +31,14 @@ def _problem(rows: int, kind: str, dtype: torch.dtype, change: Change) -> Proble
         for name, shape in shapes.items()
     }
     q, k, v, far_q, far_k = (change(name, x).requires_grad_() for name, x in made.items())
-    seen = Visibility(True, key[S - rows :], key, True)
+    seen = AttentionMask(True, key[S - rows :], key, True)
     if kind == "far":
-        return Problem(q, k, v, seen, far_q, far_k, WINDOW)
+        return AttentionInputs(q, k, v, seen, far_q, far_k, WINDOW)
     bias = -torch.rand(H, S, generator=seed).to(torch.promote_types(dtype, torch.float32))
-    return Problem(q, k, v, seen, bias=bias if kind == "bias" else None)
+    return AttentionInputs(q, k, v, seen, bias=bias if kind == "bias" else None)
 
 
-def _results(problem: Problem, backend: str, by_out: Tensor) -> list[Tensor]:
+def _results(problem: AttentionInputs, backend: str, by_out: Tensor) -> list[Tensor]:
     out = attend(problem, backend)
     wanted = [x for x in problem.tensors if x is not None and x.requires_grad]
     return [out, *torch.autograd.grad(out, wanted, by_out)]

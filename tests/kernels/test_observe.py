@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from normattn import InputError, Score, attention
-from normattn.kernels import Problem, Visibility, attend, tiles
-from normattn.kernels.carry import CarriedScores
-from normattn.kernels.observe import Observation, observing
+from normattn.kernels import AttentionInputs, AttentionMask, attend, tiled
+from normattn.kernels.residual import CarriedScores
+from normattn.kernels.stats import Observation, observing
 from score import naive
 from score.cases import (
     METHODS,
@@ -41,7 +41,7 @@ class Notes:
     """Observations put together to whole rows; functions of distance, if any, are asked for."""
 
     asked: Tensor | None = None
-    seen: list[tuple[Problem, Observation]] = field(default_factory=list)
+    seen: list[tuple[AttentionInputs, Observation]] = field(default_factory=list)
     rows: list[tuple[slice, Tensor | None]] = field(default_factory=list)
     owners: list[object] = field(default_factory=list)
 
@@ -53,10 +53,10 @@ class Notes:
     def confine(self, rows: slice, own: Tensor | None) -> None:
         self.rows.append((rows, own))
 
-    def functions(self, problem: Problem) -> Tensor | None:
+    def functions(self, problem: AttentionInputs) -> Tensor | None:
         return self.asked
 
-    def see(self, problem: Problem, observation: Observation) -> None:
+    def see(self, problem: AttentionInputs, observation: Observation) -> None:
         self.seen.append((problem, observation))
 
     def whole(self, name: str) -> Tensor:
@@ -184,7 +184,7 @@ both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirect
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "ROWS", 4)
+    monkeypatch.setattr(tiled, "ROWS", 4)
 
 
 @both
@@ -221,7 +221,7 @@ def test_documents_and_padding(causal: bool, padded: bool) -> None:
                 check(recipe, causal, key_padding=padding)
 
 
-def scores_by_hand(p: Problem, b: int, h: int, i: int) -> list[float]:
+def scores_by_hand(p: AttentionInputs, b: int, h: int, i: int) -> list[float]:
     """The logits of the keys that a query sees, one at a time."""
     seen, group = p.visibility, h // (p.q.shape[1] // p.k.shape[1])
     found = []
@@ -242,13 +242,15 @@ def scores_by_hand(p: Problem, b: int, h: int, i: int) -> list[float]:
     return found
 
 
-def problem_of(kind: str, dtype: torch.dtype = torch.float64, causal: bool = True) -> Problem:
+def problem_of(
+    kind: str, dtype: torch.dtype = torch.float64, causal: bool = True
+) -> AttentionInputs:
     q, k, v, far_q, far_k = (
         x.detach().to(dtype)
         for x in tensors((B, 4, 7, 4), (B, 2, 9, 4), (B, 2, 9, 3), (B, 4, 7, 4), (B, 2, 9, 4))
     )
     at = torch.arange(9)
-    problem = Problem(3 * q, k, v, Visibility(causal, at[2:], at, aligned=True))
+    problem = AttentionInputs(3 * q, k, v, AttentionMask(causal, at[2:], at, aligned=True))
     if kind == "two regimes":
         return replace(problem, far_q=far_q, far_k=far_k, window=3)
     if kind == "bias":
@@ -303,7 +305,7 @@ def test_narrow_types(kind: str, dtype: torch.dtype) -> None:
     if seen.mask is not None:
         seen = replace(seen, mask=seen.mask.double())
     with observing(exact):
-        attend(replace(Problem.of(problem.settings, wide), visibility=seen))
+        attend(replace(AttentionInputs.of(problem.settings, wide), visibility=seen))
     found, expected = notes.seen[0][1], exact.seen[0][1]
     error = 1e-5 if dtype == torch.float32 else 0.05
     for name in ("entropy", "largest", "lse", "first"):
@@ -338,7 +340,7 @@ def test_gradients_and_dropout_are_those_of_the_unobserved_kernel(kind: str) -> 
 
 def test_looking_draws_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strips after the first, and what is drawn afterwards, are as they are unobserved."""
-    monkeypatch.setattr("normattn.kernels.strips.STRIP_BYTES", 1)
+    monkeypatch.setattr("normattn.kernels.reference.STRIP_BYTES", 1)
     q, k, v = tensors((1, 2, T, 8), (1, 2, T, 8), (1, 2, T, 8))
     drawn, score = [], Score("Baseline-CoPE", 2, 8).double()
     for on in (False, True):
@@ -361,7 +363,7 @@ def test_scores_that_layers_carry(backend: str, mean: bool, causal: bool) -> Non
         shapes = ((B, 4, 7, 4), (B, 2, 7, 4), (B, 2, 7, 3))
         q, k, v = (x.detach() for x in tensors(*shapes, seed=layer))
         sums = sums + q @ k.repeat_interleave(2, 1).transpose(-1, -2)
-        problem = Problem(q, k, v, Visibility(causal, at, at, aligned=True))
+        problem = AttentionInputs(q, k, v, AttentionMask(causal, at, at, aligned=True))
         score = (sums / (layer + 1 if mean else 1)).masked_fill(hidden, -torch.inf)
         plain = torch.softmax(score, -1)
         with observing(notes):
@@ -380,7 +382,9 @@ def test_a_single_key_and_no_keys_at_all() -> None:
         k = torch.ones(1, 1, keys, 2, dtype=torch.float64)
         notes = Notes()
         with observing(notes):
-            attend(Problem(q, k, k, Visibility(False, torch.arange(1), at, aligned=True)))
+            attend(
+                AttentionInputs(q, k, k, AttentionMask(False, torch.arange(1), at, aligned=True))
+            )
         found = notes.seen[0][1]
         assert int(found.visible) == keys
         assert float(found.entropy) == 0

@@ -7,7 +7,7 @@ import torch
 
 from kernels.memory import largest
 from normattn import Score, attention, explain
-from normattn.kernels import strips
+from normattn.kernels import reference
 from normattn.layers.attend_cached import attention_cached
 from normattn.layers.cache import GrowingCache
 from score.cases import tensors
@@ -18,7 +18,7 @@ SHAPES = (B, H, T, D), (B, G, T, D), (B, G, T, D)
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strips, "STRIP_BYTES", 8 * T * (B * H + 36) * 4)
+    monkeypatch.setattr(reference, "STRIP_BYTES", 8 * T * (B * H + 36) * 4)
 
 
 def _score() -> Score:
@@ -67,15 +67,13 @@ def test_a_cache_past_the_threshold(small: None) -> None:
     torch.testing.assert_close(torch.cat(pieces, 2), attention(q, k, v, score))
 
 
-def test_half_precision_rounds_scores_and_no_more(small: None) -> None:
+def test_half_precision_rounds_operands_and_result(small: None) -> None:
     q, k, v = (x.detach().bfloat16() for x in tensors(*SHAPES))
     score = _score()
     exact = attention(q.double(), k.double(), v.double(), score)
-    for backend in ("auto", "precise"):
-        half = attention(q, k, v, score.float(), backend=backend)
-        assert half.dtype == torch.bfloat16
-        assert (half.double() - exact).abs().max() < 0.03
-        score.double()
+    half = attention(q, k, v, score.float())
+    assert half.dtype == torch.bfloat16
+    assert (half.double() - exact).abs().max() < 0.03
 
 
 def test_the_bias_of_fire_depends_on_the_share_alone() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from normattn import attention
 from normattn.errors import InputError
-from normattn.kernels.subnormals import flushes, flushing
+from normattn.kernels.numerics import flushes, flushing
 
 
 @pytest.fixture(autouse=True)

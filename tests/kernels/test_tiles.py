@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from normattn import attention
-from normattn.kernels import Problem, Visibility, tiles
-from normattn.kernels.tiles import Plan
+from normattn.kernels import AttentionInputs, AttentionMask, tiled
+from normattn.kernels.tiled import Plan
 from score.cases import tensors
 
 
@@ -21,12 +21,12 @@ def _problem(
     aligned: bool = True,
     window: int | None = None,
     heads: int | None = None,
-) -> Problem:
+) -> AttentionInputs:
     key = torch.arange(keys)
     k = q.new_zeros(q.shape[0], heads or q.shape[1], keys, q.shape[3])
     far = None if window is None else k
-    seen = Visibility(causal, key[keys - q.shape[2] :], key, aligned)
-    return Problem(q, k, k, seen, None if window is None else q, far, window)
+    seen = AttentionMask(causal, key[keys - q.shape[2] :], key, aligned)
+    return AttentionInputs(q, k, k, seen, None if window is None else q, far, window)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4])
@@ -41,7 +41,7 @@ def test_every_pair_is_in_one_span(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A visible pair is in exactly one span of its regime within the span's bounds."""
-    monkeypatch.setattr(tiles, "ROWS", 3)
+    monkeypatch.setattr(tiled, "ROWS", 3)
     for queries, more in itertools.product((1, 3, 7), (0, 2, 9)):
         keys = queries + more
         problem = _problem(torch.zeros(1, 1, queries, 2), keys, causal, aligned, window)
@@ -73,8 +73,8 @@ def test_every_pair_is_in_one_span(
 def test_groups_hold_every_head_once_within_the_budget(
     budget: int, repeat: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "ROWS", 4)
-    monkeypatch.setattr(tiles, "TILE_BYTES", budget)
+    monkeypatch.setattr(tiled, "ROWS", 4)
+    monkeypatch.setattr(tiled, "TILE_BYTES", budget)
     for batch, heads, queries, more in itertools.product((1, 3), (1, 4), (1, 3, 7), (0, 2)):
         q = torch.zeros(batch, heads * repeat, queries, 2)
         plan = Plan.of(_problem(q, queries + more, heads=heads))
@@ -95,29 +95,19 @@ def test_a_sliding_window_costs_its_width() -> None:
     problem = _problem(q, 4096)
     seen = replace(problem.visibility, window=100, kept=4)
     plan = Plan.of(replace(problem, visibility=seen))
-    assert all(tile.width <= 4 + 100 + tiles.ROWS for tile in plan.tiles)
+    assert all(tile.width <= 4 + 100 + tiled.ROWS for tile in plan.tiles)
 
 
 def test_a_decoding_step_touches_each_key_once() -> None:
     q, k, v = tensors((1, 2, 1, 4), (1, 2, 8, 4), (1, 2, 100, 4))
     key = torch.arange(100)
-    seen = Visibility(True, key[99:], key, aligned=True)
+    seen = AttentionMask(True, key[99:], key, aligned=True)
     far_q, far_k = tensors((1, 2, 1, 4), (1, 2, 100, 4))
-    (tile,) = Plan.of(Problem(q, k, v, seen, far_q, far_k, 8, near_start=92)).tiles
+    (tile,) = Plan.of(AttentionInputs(q, k, v, seen, far_q, far_k, 8, near_start=92)).tiles
     assert {(span.far, span.start, span.stop) for span in tile.spans} == {
         (True, 0, 92),
         (False, 92, 100),
     }
-
-
-def test_a_device_is_filled_and_half_precision_gets_more_rows() -> None:
-    def rows(q: torch.Tensor) -> set[int]:
-        plan = Plan.of(_problem(q, 1024))
-        return {tile.rows.stop - tile.rows.start for tile in plan.tiles}
-
-    assert rows(torch.zeros(1, 1, 1024, 2)) == {tiles.ROWS}
-    assert rows(torch.zeros(1, 1, 1024, 2, dtype=torch.bfloat16)) == {tiles.HALF_ROWS}
-    assert rows(torch.zeros(1, 1, 1024, 2, device="meta")) == {tiles.DEVICE_ROWS}
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])

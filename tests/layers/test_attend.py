@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from normattn import InputError, Score, ScoreSpec, attention
-from normattn.kernels import tiles
+from normattn.kernels import tiled
 from score import naive, oracle
 from score.cases import array, built, learned, tensors
 from score.oracle import Recipe
@@ -29,8 +29,8 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
 @pytest.fixture(params=[(3, 1), (3, 1500), (256, 2**20)], ids=["small", "middle", "one tile"])
 def backends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Tiles of 3 rows of one head, of 3 rows of some heads or batch rows, and of everything."""
-    monkeypatch.setattr(tiles, "ROWS", request.param[0])
-    monkeypatch.setattr(tiles, "TILE_BYTES", request.param[1])
+    monkeypatch.setattr(tiled, "ROWS", request.param[0])
+    monkeypatch.setattr(tiled, "TILE_BYTES", request.param[1])
     return ("reference", "chunked", "auto")
 
 
@@ -91,7 +91,7 @@ def test_bidirectional_over_any_lengths(
 def test_two_regimes_at_every_ragged_length(
     window: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "ROWS", chunk)
+    monkeypatch.setattr(tiled, "ROWS", chunk)
     lengths = {1, window - 1, window, window + 1, chunk - 1, chunk, chunk + 1, 2 * chunk + 1, 9}
     recipe = Recipe("KNA", "", method="ReRoPE", window=window)
     for length in sorted(length for length in lengths if 0 < length < 12):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from normattn import InputError, ScoreSpec, attention
-from normattn.kernels import BACKENDS, Problem, attend, strips, tiles
+from normattn.kernels import BACKENDS, AttentionInputs, attend, reference, tiled
 from normattn.layers import attend as attend_module
 from normattn.score.parts import parts
 from score import naive, oracle
@@ -106,7 +106,7 @@ def _check(
         )
         torch.testing.assert_close(expected.detach(), torch.from_numpy(by_loop))
     by_hand = _gradients(expected, wanted)
-    posed: list[Problem] = []
+    posed: list[AttentionInputs] = []
     for backend in BACKENDS:
         # A kernel may be made for less than all, but these are not.
         must = backend in WHOLE
@@ -133,10 +133,10 @@ WHOLE = ("auto", "strips", "reference")
 
 
 @contextmanager
-def _noting(posed: list[Problem]) -> Iterator[None]:
+def _noting(posed: list[AttentionInputs]) -> Iterator[None]:
     """Keep the problems that a call of `attention` hands to the kernels."""
 
-    def noting(problem: Problem, backend: str) -> Tensor:
+    def noting(problem: AttentionInputs, backend: str) -> Tensor:
         posed.append(problem)
         return attend(problem, backend)
 
@@ -151,8 +151,8 @@ both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirect
 @both
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_outputs_and_gradients(variant: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "ROWS", 4)
-    monkeypatch.setattr(strips, "STRIP_BYTES", 2048)
+    monkeypatch.setattr(tiled, "ROWS", 4)
+    monkeypatch.setattr(reference, "STRIP_BYTES", 2048)
     for turn, recipe in enumerate(recipes(variant)):
         _check(recipe, causal, turn % 3 == 0 or not recipe.logn)
 
@@ -160,23 +160,23 @@ def test_outputs_and_gradients(variant: str, causal: bool, monkeypatch: pytest.M
 @both
 @pytest.mark.parametrize("method", METHODS)
 def test_methods(method: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "ROWS", 4)
-    monkeypatch.setattr(strips, "STRIP_BYTES", 2048)
+    monkeypatch.setattr(tiled, "ROWS", 4)
+    monkeypatch.setattr(reference, "STRIP_BYTES", 2048)
     for recipe in methods(method):
         _check(recipe, causal, True, d=8)
 
 
 @both
 def test_additions(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "ROWS", 4)
-    monkeypatch.setattr(strips, "STRIP_BYTES", 2048)
+    monkeypatch.setattr(tiled, "ROWS", 4)
+    monkeypatch.setattr(reference, "STRIP_BYTES", 2048)
     for turn, recipe in enumerate(additions()):
         _check(recipe, causal, True, kv=1 + turn % 2, d=8)
 
 
 @both
 def test_normalisers(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strips, "STRIP_BYTES", 2048)
+    monkeypatch.setattr(reference, "STRIP_BYTES", 2048)
     for turn, recipe in enumerate(normalised()):
         kv = 1 + turn % 2
         _check(recipe, causal, True, kv, d=8)
@@ -192,8 +192,8 @@ def test_normalisers(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_documents(causal: bool, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents apart, with every method and addition, left padding and fewer queries as well."""
-    monkeypatch.setattr(tiles, "ROWS", 4)
-    monkeypatch.setattr(strips, "STRIP_BYTES", 2048)
+    monkeypatch.setattr(tiled, "ROWS", 4)
+    monkeypatch.setattr(reference, "STRIP_BYTES", 2048)
     every = [recipe for method in METHODS for recipe in methods(method)][::3]
     for turn, recipe in enumerate([*recipes("KNA"), *every, *additions()]):
         if turn % 4 and recipe.method not in REGIMES:

@@ -14,8 +14,8 @@ from jaxtyping import config
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels import Problem
-from normattn.kernels.observe import Observation, observing
+from normattn.kernels import AttentionInputs
+from normattn.kernels.stats import Observation, observing
 from normattn.layers.attend import attention
 from normattn.layers.cross_attention import CrossAttention
 from normattn.layers.residual_scores import residual_layers
@@ -229,9 +229,9 @@ def test_an_observer_is_told_which_queries_and_keys_are_real() -> None:
 
         def confine(self, rows: slice, own: Tensor | None) -> None: ...
 
-        def functions(self, problem: Problem) -> None: ...
+        def functions(self, problem: AttentionInputs) -> None: ...
 
-        def see(self, problem: Problem, seen: Observation) -> None:
+        def see(self, problem: AttentionInputs, seen: Observation) -> None:
             told.append(seen.visible)
 
     x, source = _tensors((2, 3, DIM), (2, 6, SOURCE_DIM))

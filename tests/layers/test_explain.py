@@ -11,8 +11,8 @@ from torch import Tensor
 import normattn.kernels.dispatch as dispatch
 import normattn.layers.prepare as prepare
 from normattn import InputError, Score, attention, explain
-from normattn.kernels import Problem
-from normattn.kernels.fused import sdpa
+from normattn.kernels import AttentionInputs
+from normattn.kernels.sdpa import sdpa
 
 SPECS = [
     "KNA",
@@ -39,7 +39,7 @@ def test_it_names_the_kernel_that_runs(
     taken: list[Any] = []
     choose = dispatch.choose
 
-    def spy(problem: Problem, backend: str = "auto") -> dispatch.Kernel:
+    def spy(problem: AttentionInputs, backend: str = "auto") -> dispatch.Kernel:
         kernel = choose(problem, backend)
         taken.append(kernel.name)
         return kernel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from normattn import Attention, InputError, Score, ScoreSpec, attention, explain
-from normattn.kernels import BACKENDS, strips, tiles
+from normattn.kernels import BACKENDS, reference, tiled
 from normattn.layers.attend_cached import attention_cached
 from normattn.layers.cache import GrowingCache
 from normattn.layers.cross_attention import refuse_across
@@ -103,8 +103,8 @@ def _beside(v: Any, joined: Any) -> Any:
 def test_outputs_and_gradients_of_every_kernel(
     recipe: Recipe, paired: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "ROWS", 4)
-    monkeypatch.setattr(strips, "STRIP_BYTES", 2048)
+    monkeypatch.setattr(tiled, "ROWS", 4)
+    monkeypatch.setattr(reference, "STRIP_BYTES", 2048)
     q, k, v = tensors(*SHAPES)
     score = _score(recipe, paired)
     heads, pairs = _learned(score)
@@ -135,7 +135,7 @@ def test_outputs_and_gradients_of_every_kernel(
         torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
         for ours, hand in zip(torch.autograd.grad(out, wanted, weights), by_hand, strict=True):
             torch.testing.assert_close(ours, hand, rtol=1e-9, atol=1e-10)
-    assert {"auto", "strips", "reference", "precise"} <= set(served)
+    assert {"auto", "strips", "reference"} <= set(served)
 
 
 def test_where_no_keys_are_shared_neighbours_are_a_pair_as_in_the_authors_code() -> None:

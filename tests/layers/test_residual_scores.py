@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from normattn import Attention, CausalLM, CausalLMConfig, InputError, Score, ScoreSpec, attention
-from normattn.kernels import tiles
+from normattn.kernels import tiled
 from normattn.layers.attend_cached import attention_cached
 from normattn.layers.cache import GrowingCache
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
@@ -67,7 +67,7 @@ def test_every_layer_reads_the_running_sum(
     recipe: Recipe, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against a double loop in numpy, by every kernel; their gradients agree."""
-    monkeypatch.setattr(tiles, "ROWS", 4)
+    monkeypatch.setattr(tiled, "ROWS", 4)
     turn = RECIPES.index(recipe)
     heads, groups, mean = 2, 1 + turn % 2, turn % 3 == 1
     padding = torch.arange(T) < torch.tensor([[0], [2]]) if turn % 2 else None

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from normattn import Attention, InputError, Score, ScoreSpec, attention, explain
-from normattn.kernels import strips
-from normattn.kernels.observe import observing
+from normattn.kernels import reference
+from normattn.kernels.stats import observing
 from normattn.lab.diagnostics.alpha import alpha
 from normattn.layers.attend import standing
 from normattn.layers.attend_cached import attention_cached
@@ -52,7 +52,7 @@ def test_strips_hand_on_what_was_taken_with_its_gradient(monkeypatch: pytest.Mon
     q, k, v = tensors((1, H, 70, D), (1, 1, 70, D), (1, 1, 70, D))
     found = []
     for size in (2**22, 2**12):
-        monkeypatch.setattr(strips, "STRIP_BYTES", size)
+        monkeypatch.setattr(reference, "STRIP_BYTES", size)
         out = attention(q, k, v, "KNA-Selective", backend="strips")
         found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     for one, other in zip(*found, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.memory import largest
 from normattn.errors import InputError
-from normattn.kernels.tiles import TILE_BYTES
+from normattn.kernels.tiled import TILE_BYTES
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import normattn
-from normattn.kernels import fused
+from normattn.kernels import sdpa
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.score import rotary
 
@@ -38,11 +38,11 @@ def test_a_query_passes_ten_files(monkeypatch: pytest.MonkeyPatch) -> None:
         met.extend(_files())
         return turn(self, x)
 
-    monkeypatch.setattr(fused, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
     monkeypatch.setattr(rotary.Rotation, "__call__", spied)
     config = CausalLMConfig(vocab_size=7, dim=8, layers=1, heads=2, train_length=8)
     CausalLM(config)(torch.zeros(1, 5, dtype=torch.int64))
     # Tables and the problem itself are made on the way, and not called through.
     named = re.findall(r"^\| `(\w+/\w+\.py)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(named) == 10
-    assert set(met) == set(named) - {"score/fold.py", "kernels/problem.py"}
+    assert set(met) == set(named) - {"score/fold.py", "kernels/inputs.py"}

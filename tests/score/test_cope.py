@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.memory import largest
 from normattn import InputError, Score, attention, explain
-from normattn.kernels import strips
+from normattn.kernels import reference
 from score.cases import tensors
 
 B, H, T, D, P = 2, 2, 11, 8, 6
@@ -95,7 +95,7 @@ def test_a_key_that_is_no_number_spoils_the_rows_that_see_it() -> None:
 def test_no_tensor_holds_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a forward nor a backward; the reference shows that one would be noticed."""
     tokens = 96
-    monkeypatch.setattr(strips, "STRIP_BYTES", 8 * tokens * B * H * 9 * 4)
+    monkeypatch.setattr(reference, "STRIP_BYTES", 8 * tokens * B * H * 9 * 4)
     q, k, v = tensors((B, H, tokens, D), (B, 1, tokens, D), (B, 1, tokens, D))
     score = _score()
     for backend in ("auto", "reference"):

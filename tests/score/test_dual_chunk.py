@@ -7,7 +7,7 @@ import torch
 
 from kernels.memory import largest
 from normattn import InputError, Score, ScoreSpec, attention, explain
-from normattn.kernels import tiles
+from normattn.kernels import tiled
 from normattn.lab.diagnostics.angles import unseen_angles
 from score.cases import tensors
 
@@ -51,7 +51,7 @@ def test_no_angle_is_new_that_was_not_trained() -> None:
 
 def test_no_tensor_holds_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a forward nor a backward; the reference shows that one would be noticed."""
-    monkeypatch.setattr(tiles, "ROWS", 16)
+    monkeypatch.setattr(tiled, "ROWS", 16)
     tokens, size = 512, 192
     q, k, v = tensors((2, H, tokens, D), (2, 1, tokens, D), (2, 1, tokens, D))
     for backend in ("auto", "reference"):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normattn import InputError, Score, ScoreSpec
-from normattn.kernels import Visibility
+from normattn.kernels import AttentionMask
 from normattn.score.norms import Normalisation
 from normattn.score.positions import Positions
 
@@ -29,7 +29,7 @@ def prepared(text: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     score = Score(ScoreSpec.parse(text), q.shape[1], q.shape[-1], k.shape[1]).to(q.dtype)
     where = torch.zeros(q.shape[2], dtype=torch.int64)
     positions = Positions.of(q.shape[2], k.shape[2], True, q.device, None, where, where)
-    seen = Visibility(True, where, where, aligned=False)
+    seen = AttentionMask(True, where, where, aligned=False)
     ready = score(q, k, k, positions, seen)
     return ready.q, ready.k
 
@@ -149,7 +149,7 @@ def test_a_scale_is_not_rounded_to_half_precision(text: str) -> None:
         with torch.no_grad():
             score.scale.fill_(1.7069)
     where = Positions.of(30, 30, True, q.device)
-    seen = Visibility(True, where.query, where.key, aligned=True)
+    seen = AttentionMask(True, where.query, where.key, aligned=True)
     low, wide = (score(x, x, x, where, seen).q for x in (q, q.double()))
     ratio = (low.double() * wide).sum(-1) / wide.square().sum(-1)
     assert (ratio[:, :, 1:] - 1).abs().mean() < 5e-4

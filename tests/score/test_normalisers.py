@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from normattn import InputError, Score, ScoreSpec, attention, explain
-from normattn.kernels.observe import Observation, observing
+from normattn.kernels.stats import Observation, observing
 from normattn.layers.attend_cached import attention_cached
 from normattn.layers.cache import GrowingCache
 from score.cases import NORMALISERS, built, normalised, tensors

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from normattn import Score, attention
-from normattn.kernels import Visibility
+from normattn.kernels import AttentionMask
 from normattn.layers import prepare
 from normattn.score import rotary
 
@@ -138,7 +138,7 @@ def test_another_device_has_tables_of_its_own() -> None:
     shapes = [x.detach().to("meta") for x in (q, k, v)]
     _forget()
     at = prepare.regular_positions(6, 6, torch.device("meta"))
-    seen = Visibility(True, at.query, at.key, aligned=True)
+    seen = AttentionMask(True, at.query, at.key, aligned=True)
     assert Score("KNA-logn@8", 2, 4)(*shapes, at, seen).q.device.type == "meta"
     assert rotary._CACHE
     assert torch.equal(attention(q, k, v, "KNA-logn@8"), expected)

@@ -17,7 +17,7 @@ from normattn.hf.masks import Placing, placing
 from normattn.hf.probe import KNOWN
 from normattn.hf.rotated_key_cache import RotatedKeyCache
 from normattn.hf.rotation_tables import HeadRotation, MethodTables, query_factor
-from normattn.kernels import Problem, attend, unrounded
+from normattn.kernels import AttentionInputs, attend
 from normattn.layers.attend import in_blocks
 from normattn.score import Positions, ScoreSpec
 from normattn.score.rotary import (
@@ -123,14 +123,15 @@ class ExtendedLayer:
             own, k_own = q[:, :, rows], k[:, :, :keys]
             if self.tables is None:
                 scale = query_factor(self.spec, asked.scaling, placement.positions.n[..., rows])
-                problem = Problem(scaled(own, scale_column(scale)), k_own, v[:, :, :keys], seen)
+                problem = AttentionInputs(
+                    scaled(own, scale_column(scale)), k_own, v[:, :, :keys], seen
+                )
             else:
                 problem = self._rotated(own, k_own, v[:, :, :keys], placement, rows, block, asked)
                 problem = replace(problem, visibility=seen)
             problem = replace(problem, dropout=asked.dropout, cap=asked.softcap, sink=asked.sink)
             problem = one_type(problem)
-            # As the attention that the model was trained with keeps its scores.
-            return attend(problem, unrounded(problem))
+            return attend(problem)
 
         if self.tables is None:
             return part(slice(0, q.shape[2]), placement.keys, 0)
@@ -146,7 +147,7 @@ class ExtendedLayer:
         rows: slice,
         block: int,
         asked: CallOptions,
-    ) -> Problem:
+    ) -> AttentionInputs:
         """The problem of some rows: queries and keys at their near and far positions."""
         assert self.tables is not None
         at = placement.positions.part(rows, k.shape[2])
@@ -171,11 +172,11 @@ class ExtendedLayer:
         near_q = _evened(self.tables.rotation, queries.near(q))
         if regime is None or queries.far is None:
             near_k = self._keys(k, near.near, at, block, "near")
-            return Problem(near_q, near_k, v, placement.seen)
+            return AttentionInputs(near_q, near_k, v, placement.seen)
         near_k = near.near(k[:, :, start:])
         far_q = _evened(self.tables.rotation, queries.far(q))
         far_k = k if far.far is None else self._keys(k, far.far, at, block, "far")
-        return Problem(
+        return AttentionInputs(
             *(near_q, near_k, v, placement.seen, far_q, far_k, regime.window), near_start=start
         )
 
@@ -214,7 +215,7 @@ class ExtendedLayer:
         return placement
 
 
-def one_type(problem: Problem) -> Problem:
+def one_type(problem: AttentionInputs) -> AttentionInputs:
     """The problem in autocast's type where that is on, as the stock attention computes it.
 
     A model's rotation makes float32 of queries and keys there, while values stay as they are.

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels import Visibility
+from normattn.kernels import AttentionMask
 from normattn.layers.attend import regular_positions
 from normattn.score import Positions
 
@@ -39,7 +39,7 @@ class Placing:
 
     keys: int
     positions: Positions
-    seen: Visibility
+    seen: AttentionMask
     runs: tuple[Run, ...] | None = None
 
 
@@ -161,13 +161,13 @@ def placing(
     # What a padded query reads is nobody's; it stands where a real one could.
     query = query.clamp(min=0)
     at = Positions(query, key, query + 1, True, False, ordered=False)
-    return Placing(used, at, Visibility(True, query, key, False, padding=key < 0), runs)
+    return Placing(used, at, AttentionMask(True, query, key, False, padding=key < 0), runs)
 
 
 def _counted(queries: int, keys: int, device: torch.device) -> Placing:
     """The queries are the last of keys that are simply counted."""
     at = regular_positions(queries, keys, device)
-    return Placing(keys, at, Visibility(True, at.query, at.key, at.regular))
+    return Placing(keys, at, AttentionMask(True, at.query, at.key, at.regular))
 
 
 def _runs(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[Run, ...] | None:
@@ -228,7 +228,7 @@ def _of_matrix(
         key, query = places
         at = Positions(query, key, query + 1, True, False, ordered=False)
         own = mask[..., :keys] if chosen else None
-        return Placing(keys, at, Visibility(True, query, key, False, padding=key < 0, mask=own))
+        return Placing(keys, at, AttentionMask(True, query, key, False, padding=key < 0, mask=own))
     if position_ids is None or (counted and queries != keys):
         raise InputError(
             "a mask of every pair does not say where cached keys stand: give a padding mask "
@@ -238,7 +238,7 @@ def _of_matrix(
     if queries != keys:
         blank = torch.zeros(1, keys, dtype=torch.int64, device=mask.device)
         at = Positions(position_ids, blank, position_ids + 1, True, False, ordered=False)
-    return Placing(keys, at, Visibility(False, at.query, at.key, False, mask=mask))
+    return Placing(keys, at, AttentionMask(False, at.query, at.key, False, mask=mask))
 
 
 def _places(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None:

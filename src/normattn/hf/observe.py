@@ -1,7 +1,7 @@
 """Observe the attention layers of a transformers model while it reads or trains.
 
 Each layer's own attention computes as ever. Beside it the same queries and keys go through our
-kernel, without gradients and tile by tile, for an observer (`kernels.observe`). The model's outputs
+kernel, without gradients and tile by tile, for an observer (`kernels.stats`). The model's outputs
 stay what they are unobserved, and no N × N matrix is made. An extended model attends by our kernel
 anyway and is observed there.
 
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.hf.attention_fn import one_type
 from normattn.hf.private_configs import renamed_attention
-from normattn.kernels import Problem, Visibility, attend
-from normattn.kernels.observe import Observation, Observer, announce, observer, observing
+from normattn.kernels import AttentionInputs, AttentionMask, attend
+from normattn.kernels.stats import Observation, Observer, announce, observer, observing
 from normattn.layers.attend import regular_positions
 
 _OURS = "normattn_"
@@ -72,11 +72,11 @@ class LayerStatistics:
         """The next problem is that of some rows."""
         self._rows = rows, own
 
-    def functions(self, problem: Problem) -> Tensor | None:
+    def functions(self, problem: AttentionInputs) -> Tensor | None:
         """No means of functions of distance are wanted."""
         return None
 
-    def see(self, problem: Problem, observation: Observation) -> None:
+    def see(self, problem: AttentionInputs, observation: Observation) -> None:
         """Add the rows of a problem."""
         if self._name is None:
             return
@@ -219,7 +219,7 @@ def _show(
     cap, sink = given.get("softcap"), given.get("s_aux")
     scaled = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     sink = None if sink is None else sink.detach()
-    output: Tensor = attend(one_type(Problem(scaled, k, v, seen, cap=cap, sink=sink)))
+    output: Tensor = attend(one_type(AttentionInputs(scaled, k, v, seen, cap=cap, sink=sink)))
     return output
 
 
@@ -244,7 +244,7 @@ def _confirm(
 
 def _visibility(
     module: nn.Module, q: Tensor, keys: int, mask: Tensor | None, given: Mapping[str, Any]
-) -> tuple[Visibility, Bool[Tensor, "b s"] | None]:
+) -> tuple[AttentionMask, Bool[Tensor, "b s"] | None]:
     """Who sees whom by a mask of transformers (None, of tokens, of pairs), and which keys pad."""
     queries = q.shape[2]
     if mask is not None and mask.dim() == 4:
@@ -256,14 +256,14 @@ def _visibility(
         at = regular_positions(queries, keys, q.device)
         regular = at.regular and padding is None
         window = given.get("sliding_window")
-        return Visibility(True, at.query, at.key, regular, padding, window=window), padding
+        return AttentionMask(True, at.query, at.key, regular, padding, window=window), padding
     where = torch.arange(keys, device=q.device)
-    return Visibility(False, where[keys - queries :], where, False, padding), padding
+    return AttentionMask(False, where[keys - queries :], where, False, padding), padding
 
 
 def _of_pairs(
     mask: Tensor, queries: int, keys: int
-) -> tuple[Visibility, Bool[Tensor, "b s"] | None]:
+) -> tuple[AttentionMask, Bool[Tensor, "b s"] | None]:
     """A mask that the model made itself: keys that no query sees are padding."""
     if mask.dtype != torch.bool:
         hidden = mask <= torch.finfo(mask.dtype).min / 2
@@ -273,5 +273,5 @@ def _of_pairs(
     open_ = mask if mask.dtype == torch.bool else mask > -torch.inf
     padding = ~open_.any(1).any(1)
     where = torch.arange(keys, device=mask.device)
-    seen = Visibility(False, where[keys - queries :], where, False, mask=mask)
+    seen = AttentionMask(False, where[keys - queries :], where, False, mask=mask)
     return seen, padding if bool(padding.any()) and queries == keys else None

@@ -6,8 +6,7 @@ Seen from the last query to the first, the bias of a tile is a Hankel matrix: en
 on u + j alone, so it is a strided view of one line of b, both strides positive. The gradient of b
 is the sums of the score gradient's antidiagonals: with a zero margin to its right, a view whose
 rows start one entry earlier each puts every antidiagonal into a column. Backward computes a tile's
-weights once more instead of keeping them. In half precision scores and bias are rounded to it
-before softmax, which runs in float32.
+weights once more instead of keeping them. Half-precision inputs are widened to float32.
 
 Where the bias falls so far that no score can make up for it, a weight is below the normal numbers
 of the tensors' type, which count as 0 here: by Cauchy and Schwarz it is at most
@@ -29,19 +28,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.kernels.derivatives import refuse_second_derivative
-from normattn.kernels.observe import Eye, Looked
-from normattn.kernels.place import on_cpu
-from normattn.kernels.problem import Problem
-from normattn.kernels.subnormals import flushing
-from normattn.kernels.visibility import Visibility
+from normattn.kernels.inputs import AttentionInputs, AttentionMask
+from normattn.kernels.numerics import flushing, readable, refuse_second_derivative
+from normattn.kernels.stats import Eye, Looked
 
 # Query rows of a tile, and the bytes of its scores: about what a core's second cache holds.
 ROWS, TILE_BYTES = 128, 2**20
 # Keys from which on it is asked how far a head reaches.
 REACH_FROM = 512
-# On a GPU a tile must fill the device instead.
-DEVICE_ROWS, DEVICE_TILE_BYTES = 256, 2**28
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a problem falls into tiles."""
+    """How some inputs fall into tiles."""
 
     batch: int
     heads: int
@@ -102,16 +96,14 @@ class _Layout:
         """By the shapes, and on a CPU by how far each head's weights are not 0."""
         keys = k.shape[2]
         batch, heads, queries, _ = q.shape
-        near = on_cpu(q)
-        rows, size = (ROWS, TILE_BYTES) if near else (DEVICE_ROWS, DEVICE_TILE_BYTES)
         return _Layout(
             batch,
             heads,
             queries,
             keys,
             causal,
-            max(1, min(rows, queries)),
-            size,
+            max(1, min(ROWS, queries)),
+            TILE_BYTES,
             _reach(q, k, bias),
         )
 
@@ -170,14 +162,13 @@ def _reach(q: Tensor, k: Tensor, bias: Tensor) -> tuple[int, ...]:
     keys = k.shape[2]
     everything = (keys,) * q.shape[1]
     # Elsewhere the host would have to wait for the answer; a few rows are not worth the question.
-    if not on_cpu(q) or torch.compiler.is_compiling() or keys < REACH_FROM:
+    if not readable(q) or keys < REACH_FROM:
         return everything
     least = math.log(torch.finfo(q.dtype).smallest_normal)
     fall = bias.detach()[:, :keys] - bias.detach()[:, :1]
     if fall.amin() >= least:
         return everything
-    wide = torch.float32 if q.element_size() == 2 else q.dtype
-    longest = [torch.linalg.vector_norm(x, dim=-1, dtype=wide).amax((0, 2)) for x in (q, k)]
+    longest = [torch.linalg.vector_norm(x, dim=-1).amax((0, 2)) for x in (q, k)]
     most = fall + 2 * (longest[0] * longest[1])[:, None]
     unseen = (most < least).flip(-1).to(torch.uint8)
     # How many distances at the end are all below.
@@ -207,7 +198,7 @@ def _weights(
     return torch.softmax(weight, -1, out=weight if into is None else into)
 
 
-def _show(eye: Eye, score: Tensor, weight: Tensor, seen: Visibility, tile: _Tile) -> None:
+def _show(eye: Eye, score: Tensor, weight: Tensor, seen: AttentionMask, tile: _Tile) -> None:
     """Let an eye read a tile, whose queries stand the last first."""
 
     def put(rooms: Tensor, values: Tensor) -> None:
@@ -227,8 +218,7 @@ def _antidiagonals(by_score: Tensor, tile: _Tile) -> Tensor:
     """Sums over u + j of (n, r, w + r), 0 from w on, for each head: (n of one row, w + r − 1)."""
     heads, rows, columns = by_score.shape
     shape, strides = (heads, rows, tile.width + rows - 1), (rows * columns, columns - 1, 1)
-    wide = torch.float32 if by_score.element_size() == 2 else by_score.dtype
-    sums = by_score.as_strided(shape, strides).sum(1, dtype=wide)
+    sums = by_score.as_strided(shape, strides).sum(1)
     return sums.view(tile.copies, heads // tile.copies, -1).sum(0)
 
 
@@ -240,7 +230,13 @@ class _Bias(torch.autograd.Function):
     @staticmethod
     @flushing
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Visibility, eye: Eye | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor,
+        seen: AttentionMask,
+        eye: Eye | None,
     ) -> Tensor:
         layout = _Layout.of(q, k, bias, seen.causal)
         out = q.new_empty(*q.shape[:3], v.shape[-1])
@@ -266,9 +262,10 @@ class _Bias(torch.autograd.Function):
         q, k, v, bias = ctx.saved_tensors
         layout: _Layout = ctx.layout
         learned = ctx.needs_input_grad[3]
-        sums = _Gradients.like(q, k, v)
+        by_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+        by_k, by_v = q.new_zeros(k.shape), q.new_zeros(v.shape)
         line = layout.line(bias, q.dtype)
-        by_line = torch.zeros_like(line, dtype=sums.k.dtype)
+        by_line = torch.zeros_like(line)
         one, other = (layout.scratch(q, layout.rows if learned else 0) for _ in range(2))
         flat_q, flat_k, flat_v, grad = _flat(q), _flat(k), _flat(v), _flat(grads[0])
         for tile in layout.tiles(q.element_size()):
@@ -283,49 +280,19 @@ class _Bias(torch.autograd.Function):
                 part = _antidiagonals(by_score, tile)
                 by_line[tile.heads, tile.offset : tile.offset + part.shape[-1]] += part
             weight, by_score = weight[..., : tile.width], by_score[..., : tile.width]
-            sums.q[tile.queries] = (by_score @ flat_k[tile.keys]).flip(1)
-            _accumulate(sums.k[tile.keys], by_score, queries)
-            _accumulate(sums.v[tile.keys], weight, by_out)
+            _flat(by_q)[tile.queries] = (by_score @ flat_k[tile.keys]).flip(1)
+            _flat(by_k)[tile.keys].baddbmm_(by_score.transpose(1, 2), queries)
+            _flat(by_v)[tile.keys].baddbmm_(weight.transpose(1, 2), by_out)
         by_bias = layout.unlined(by_line, bias.shape[1]).to(bias.dtype) if learned else None
-        return *sums.of(q, k, v), by_bias, None, None
+        return by_q, by_k, by_v, by_bias, None, None
 
 
-@dataclass(frozen=True)
-class _Gradients:
-    """Gradients under construction, (B·H, …); keys and values gather over tiles in wide type."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-    @staticmethod
-    def like(q: Tensor, k: Tensor, v: Tensor) -> _Gradients:
-        """Zeros, and for the queries, each of which is in one tile, room."""
-        wide = torch.float32 if q.element_size() == 2 else q.dtype
-        shapes = [(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (q, k, v)]
-        by_k, by_v = (q.new_zeros(shape, dtype=wide) for shape in shapes[1:])
-        return _Gradients(q.new_empty(shapes[0]), by_k, by_v)
-
-    def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """In the inputs' shapes and type."""
-        by_k, by_v = self.k.to(k.dtype), self.v.to(v.dtype)
-        return self.q.view(q.shape), by_k.view(k.shape), by_v.view(v.shape)
-
-
-def _accumulate(total: Tensor, weight: Tensor, rows: Tensor) -> None:
-    """total += weightᵀ · rows, in the type of `total`."""
-    if total.dtype == rows.dtype:
-        total.baddbmm_(weight.transpose(1, 2), rows)
-    else:
-        total += weight.transpose(1, 2) @ rows
-
-
-def bias_attention(problem: Problem, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
+def bias_attention(inputs: AttentionInputs, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
     """softmax(⟨q_i, k_j⟩ + b(h, |i − j|)) · v by tiles of about 1 MiB of scores.
 
     Gradients reach the bias where it wants them. b must be finite at distance 0. `eye` looks on,
     and changes nothing.
     """
-    p = problem.expanded()
+    p = inputs.widened().expanded()
     out: Tensor = _Bias.apply(p.q, p.k, p.v, p.bias, p.visibility, eye)  # type: ignore[no-untyped-call]
-    return out
+    return out.to(inputs.v.dtype)

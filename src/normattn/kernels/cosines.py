@@ -11,10 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from normattn.kernels.operands import grouped
-from normattn.kernels.problem import Problem
-from normattn.kernels.scores import Scores
-from normattn.kernels.tiles import Plan
+from normattn.kernels.inputs import AttentionInputs
+from normattn.kernels.tiled import Plan, TileScores, grouped
 
 BINS = 200
 """Bins of equal width over −1 … 1."""
@@ -31,7 +29,7 @@ class CosineCounts:
 
 @torch.no_grad()
 def cosine_counts(
-    problem: Problem,
+    inputs: AttentionInputs,
     valid: Bool[Tensor, "b h t"] | None = None,
     group_of: Int[Tensor, "b h t"] | None = None,
     groups: int = 1,
@@ -42,16 +40,15 @@ def cosine_counts(
     that are `valid`. `group_of` says to which of P = `groups` each query belongs; without it all
     are one. Where no pair is visible the extremes are ±∞.
     """
-    bare = _directions(problem)
+    bare = _directions(inputs)
     plan = Plan.of(bare)
-    batch, heads = problem.q.shape[:2]
-    device, dtype = problem.q.device, bare.q.dtype
+    batch, heads = inputs.q.shape[:2]
+    device, dtype = inputs.q.device, bare.q.dtype
     counts = torch.zeros(batch, heads, groups, BINS, dtype=torch.int64, device=device)
     least = torch.full((batch, heads, groups), torch.inf, dtype=dtype, device=device)
     most = -least
     for group in plan.groups(bare.q):
-        scores = Scores(bare, plan, group)
-        rows = scores.operands
+        scores = TileScores(bare, plan, group)
         at = group.batch, slice(group.heads.start * plan.repeat, group.heads.stop * plan.repeat)
         for tile in plan.tiles:
             if not tile.width:
@@ -59,14 +56,14 @@ def cosine_counts(
             scores.weights(tile, kept=True)
             assert scores.pair is not None
             # (b, g, c, r, W) as (b, h, c, W).
-            cosine = rows.apart(scores.pair[0]).transpose(2, 3).flatten(1, 2)
+            cosine = scores.apart(scores.pair[0]).transpose(2, 3).flatten(1, 2)
             hidden = cosine == -torch.inf
             if valid is not None:
-                own = rows.at(grouped(valid, plan.repeat), tile)
+                own = scores.rows_of(grouped(valid, plan.repeat), tile)
                 hidden = hidden | ~own.transpose(2, 3).flatten(1, 2)[..., None]
             number = torch.zeros_like(hidden[..., 0], dtype=torch.int64)
             if group_of is not None:
-                row_group = rows.at(grouped(group_of, plan.repeat), tile)
+                row_group = scores.rows_of(grouped(group_of, plan.repeat), tile)
                 number = row_group.transpose(2, 3).flatten(1, 2)
             cosine = cosine.clamp(-1.0, 1.0)
             counts[at] += _histogram(cosine, hidden, number, groups)
@@ -76,7 +73,7 @@ def cosine_counts(
     return CosineCounts(counts, least, most)
 
 
-def _directions(problem: Problem) -> Problem:
+def _directions(inputs: AttentionInputs) -> AttentionInputs:
     """The same pairs of vectors of length 1, and nothing but their product."""
 
     def one(x: Tensor | None) -> Tensor | None:
@@ -85,15 +82,15 @@ def _directions(problem: Problem) -> Problem:
         wide = x.detach() if x.dtype == torch.float64 else x.detach().float()
         return torch.nn.functional.normalize(wide, dim=-1)
 
-    q, k, v = one(problem.q), one(problem.k), problem.v.detach()
+    q, k, v = one(inputs.q), one(inputs.k), inputs.v.detach()
     assert q is not None
     assert k is not None
-    far_q, far_k = one(problem.far_q), one(problem.far_k)
-    seen = problem.visibility
+    far_q, far_k = one(inputs.far_q), one(inputs.far_k)
+    seen = inputs.visibility
     if seen.mask is not None and seen.mask.dtype != torch.bool:
         seen = replace(seen, mask=seen.mask > -torch.inf)
-    return Problem(
-        *(q, k, v.to(q), seen, far_q, far_k, problem.window), near_start=problem.near_start
+    return AttentionInputs(
+        *(q, k, v.to(q), seen, far_q, far_k, inputs.window), near_start=inputs.near_start
     )
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.kernels.derivatives import refuse_second_derivative
-from normattn.kernels.place import on_cpu
+from normattn.kernels.numerics import refuse_second_derivative
 from normattn.plain import plain
 
 CHUNK = 256
@@ -80,7 +79,7 @@ def _accumulate(total: Tensor, p: Tensor, rows: Tensor) -> None:
     if total.dtype == p.dtype:
         total.addmm_(p.T, rows)
         return
-    part = max(1, PART // rows.shape[1]) if on_cpu(p) else len(total)
+    part = max(1, PART // rows.shape[1]) if p.device.type == "cpu" else len(total)
     for start in range(0, len(total), part):
         words = slice(start, start + part)
         total[words] += p[:, words].T @ rows
@@ -91,7 +90,7 @@ def _hits(logits: Tensor, targets: Tensor, highest: Tensor) -> Tensor:
 
     `highest` says where none is higher; only there on a CPU is the (slow) argmax taken.
     """
-    if not on_cpu(logits) or torch.compiler.is_compiling():
+    if logits.device.type != "cpu" or torch.compiler.is_compiling():
         return logits.argmax(-1) == targets
     rows = highest.nonzero().squeeze(-1)
     return highest.index_copy(0, rows, logits[rows].argmax(-1) == targets[rows])

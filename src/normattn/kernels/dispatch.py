@@ -1,9 +1,14 @@
-"""Which kernel serves a problem: the fastest that can; a request none can serve is refused."""
+"""Which kernel serves some inputs: one table of capabilities, and a fixed rule of choice.
+
+Inputs show some features; a kernel serves them when all are in its row of `TABLE`. Among the
+kernels that can, the choice depends on the device, the number type, the shapes and the processor's
+features alone, so that it is the same in every process. A request that none can serve is refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -11,253 +16,439 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels.bias import bias_attention
-from normattn.kernels.capabilities import why_not
-from normattn.kernels.carried import carried
-from normattn.kernels.chunked import chunked
-from normattn.kernels.compiled import chunked_node
-from normattn.kernels.concatenated import concatenated
-from normattn.kernels.fused import fused
-from normattn.kernels.infinities import showing_divergence
-from normattn.kernels.observe import Eye, observer
-from normattn.kernels.observe_tiles import look_over
-from normattn.kernels.place import on_cpu
-from normattn.kernels.problem import Problem
-from normattn.kernels.reference import reference
-from normattn.kernels.strips import strips
+from normattn.kernels.flex import flex
+from normattn.kernels.inputs import AttentionInputs
+from normattn.kernels.numerics import showing_divergence
+from normattn.kernels.reference import reference, strip_rows, strips
+from normattn.kernels.residual import carried, concatenated
+from normattn.kernels.sdpa import fused, processor_features
+from normattn.kernels.stats import Eye, look_over, observer
+from normattn.kernels.tiled import Plan
+from normattn.kernels.tiled_backward import tiled
 from normattn.kernels.two_regime import two_regime
-from normattn.kernels.two_regime_flash import two_regime_flash
+from normattn.plain import transformed
+
+Run = Callable[[AttentionInputs], Tensor]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that inputs may show, and what a kernel without it says."""
+
+    shown: Callable[[AttentionInputs], bool]
+    refusal: str
+
+
+def _learns(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad
+
+
+def _irregular(p: AttentionInputs) -> bool:
+    seen = p.visibility
+    matter = seen.causal or seen.window is not None or p.two_regimes or p.bias is not None
+    return matter and not seen.aligned
+
+
+def _learns_on_cpu(p: AttentionInputs) -> bool:
+    # flex_attention looks at the tensors, and not whether gradients are wanted now.
+    return p.q.device.type == "cpu" and any(map(_learns, p.tensors))
+
+
+FEATURES: Mapping[str, Feature] = {
+    "one regime": Feature(
+        lambda p: not p.two_regimes, "it is for two regimes, and there is only one"
+    ),
+    "two regimes": Feature(lambda p: p.two_regimes, "it has one score per pair, not two regimes"),
+    "no bias": Feature(lambda p: p.bias is None, "it is for a bias by distance, and there is none"),
+    "bias": Feature(lambda p: p.bias is not None, "it adds no bias to the score"),
+    "short bias": Feature(
+        lambda p: p.bias is not None and p.bias.shape[1] < p.v.shape[2],
+        "its bias must have as many distances as there are keys",
+    ),
+    "pairs": Feature(
+        lambda p: p.pairs is not None, "it takes no bias that depends on both positions of a pair"
+    ),
+    "normaliser": Feature(
+        lambda p: p.normaliser is not None, "its weights are those of softmax, and of no other"
+    ),
+    "selection": Feature(
+        lambda p: p.selection is not None, "it hands nothing on from a query to the next"
+    ),
+    "no carry": Feature(
+        lambda p: p.carry is None, "it is for scores carried up through layers, and there are none"
+    ),
+    "carry": Feature(lambda p: p.carry is not None, "it takes no scores of the layers below"),
+    "sink": Feature(lambda p: p.sink is not None, "it has no sink"),
+    "cap": Feature(lambda p: p.cap is not None, "it has no cap"),
+    "sliding window": Feature(
+        lambda p: p.visibility.window is not None, "it takes no window beside plain causality"
+    ),
+    "documents": Feature(
+        lambda p: p.visibility.query_documents is not None,
+        "it takes no documents beside plain causality",
+    ),
+    "mask": Feature(
+        lambda p: p.visibility.mask is not None, "it takes no mask beside plain causality"
+    ),
+    "mask gradient": Feature(
+        lambda p: _learns(p.visibility.mask), "it gives no gradient to a mask"
+    ),
+    "padding": Feature(
+        lambda p: p.visibility.padding is not None, "it takes no padding, which is a mask"
+    ),
+    "irregular positions": Feature(
+        _irregular, "it needs consecutive positions: any others take a mask, and it takes no mask"
+    ),
+    "no causality": Feature(lambda p: not p.visibility.causal, "it is for causal attention"),
+    "other rows than keys": Feature(
+        lambda p: p.visibility.causal and p.q.shape[2] not in (1, p.v.shape[2]),
+        "its causal mask needs as many queries as keys",
+    ),
+    "more rows than keys": Feature(
+        lambda p: p.q.shape[2] > p.v.shape[2], "it needs a key at every query's position"
+    ),
+    "earlier keys": Feature(
+        lambda p: p.q.shape[2] < p.v.shape[2], "it needs a query at every key's position"
+    ),
+    "no rows": Feature(lambda p: p.q.shape[2] == 0, "it needs a query"),
+    "other value size": Feature(
+        lambda p: p.v.shape[-1] != p.q.shape[-1], "its values must have the size of the keys"
+    ),
+    "dropout": Feature(lambda p: p.dropout > 0, "it drops no weights"),
+    "float64": Feature(
+        lambda p: p.q.dtype == torch.float64, "it computes in float32, float16 or bfloat16"
+    ),
+    "torch.func": Feature(
+        lambda p: transformed(),
+        "torch.func and forward-mode derivatives see through plain operations only",
+    ),
+    "gradients on a CPU": Feature(_learns_on_cpu, "flex_attention has no backward on a CPU"),
+    "CUDA": Feature(
+        lambda p: p.q.device.type == "cuda",
+        "it stands on operations that only a CPU has",
+    ),
+}
+# Keys are counted by v: with two regimes there may be fewer near keys than far ones.
+_ALL = frozenset(FEATURES)
+_PLAIN = _ALL - {
+    *("bias", "short bias", "pairs", "normaliser", "selection", "carry", "torch.func"),
+    *("sink", "cap", "sliding window", "documents"),
+    *("mask", "mask gradient", "padding", "irregular positions"),
+}
+_TILED = _ALL - {"pairs", "normaliser", "selection", "mask gradient", "carry", "torch.func"}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute attention; `capabilities` say what it serves."""
+    """A way to compute attention: what it serves, whether it differentiates twice, and a remark."""
 
     name: str
-    run: Callable[[Problem], Tensor]
+    run: Run
+    serves: frozenset[str]
+    second_derivative: bool
+    note: str
 
-    def why_not(self, problem: Problem) -> str | None:
-        """The reason why it cannot serve the problem, or None."""
-        return why_not(self.name, problem)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The kernel of a problem, why it, and why not each of the others."""
-
-    kernel: str
-    why: str
-    refused: Mapping[str, str]
-
-
-def _tiles(problem: Problem) -> Tensor:
-    return chunked_node(problem) if torch.compiler.is_compiling() else chunked(problem)
-
-
-def _side_by_side(problem: Problem) -> Tensor:
-    return attend(concatenated(problem))
-
-
-def _in_float32(problem: Problem) -> Tensor:
-    """Half-precision tensors widened, so that no score is ever rounded; by the fastest kernel."""
-    if problem.q.element_size() != 2:
-        return attend(problem)
-    q, k, v, far_q, far_k = (
-        None if x is None else x.float()
-        for x in (problem.q, problem.k, problem.v, problem.far_q, problem.far_k)
-    )
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    return attend(replace(problem, q=q, k=k, v=v, far_q=far_q, far_k=far_k)).to(problem.v.dtype)
+    def why_not(self, inputs: AttentionInputs) -> str | None:
+        """The reason why it cannot serve the inputs, or None."""
+        return why_not(self.name, inputs)
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("fused", fused),
-    Kernel("two-regime", two_regime),
-    Kernel("two-regime-flash", two_regime_flash),
-    Kernel("bias", bias_attention),
-    Kernel("carried", carried),
-    Kernel("concatenated", _side_by_side),
-    Kernel("chunked", _tiles),
-    Kernel("strips", strips),
-    Kernel("precise", _in_float32),
-    Kernel("reference", reference),
+    Kernel(
+        "fused",
+        fused,
+        _PLAIN - {"two regimes", "other rows than keys", "other value size"},
+        False,
+        "scaled_dot_product_attention; on CUDA it reaches the stock flash operators",
+    ),
+    Kernel(
+        "two-regime",
+        two_regime,
+        _PLAIN
+        - {
+            *("one regime", "no causality", "more rows than keys", "earlier keys", "no rows"),
+            *("other value size", "dropout", "CUDA"),
+        },
+        False,
+        "both parts by a CPU's flash operator, the near one in sliding chunks",
+    ),
+    Kernel(
+        "flex",
+        flex,
+        _TILED - {"dropout", "no rows", "float64", "gradients on a CPU"},
+        False,
+        "flex_attention, compiled: nearly anything on CUDA, two regimes in two calls",
+    ),
+    Kernel(
+        "bias",
+        bias_attention,
+        (_PLAIN | {"bias"}) - {"no bias", "two regimes", "more rows than keys", "dropout"},
+        False,
+        "a bias by distance as a strided view of one line; its gradient by diagonal sums",
+    ),
+    Kernel(
+        "carried",
+        carried,
+        (_TILED | {"carry"}) - {"no carry", "two regimes"},
+        False,
+        "scores of all layers in one buffer, undone in the backward; one number per pair",
+    ),
+    Kernel(
+        "concatenated",
+        lambda inputs: attend(concatenated(inputs)),
+        _ALL - {"no carry", "two regimes", "mask gradient", "torch.func"},
+        False,
+        "the features of all layers side by side, by any kernel that serves the rest",
+    ),
+    Kernel("chunked", tiled, _TILED, False, "tiles of nearly any inputs; no T × S matrix"),
+    Kernel(
+        "strips",
+        strips,
+        _ALL - {"carry", "torch.func"},
+        True,
+        "the definition by strips of whole rows, each computed once more in the backward",
+    ),
+    Kernel("reference", reference, _ALL, True, "the definition; holds the whole T × S matrix"),
 )
-BACKENDS: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
-# Query rows at which tiles beat the stock kernel on a CPU in float32.
+TABLE: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
+BACKENDS: tuple[str, ...] = ("auto", *TABLE)
+
+
+def shown(inputs: AttentionInputs) -> frozenset[str]:
+    """The features of some inputs."""
+    return frozenset(name for name, feature in FEATURES.items() if feature.shown(inputs))
+
+
+def why_not(kernel: str, inputs: AttentionInputs) -> str | None:
+    """The reason why a kernel cannot serve the inputs, or None.
+
+    Its row of the table says it, and where scores are carried the layers below, which one kernel
+    sums. Raises `InputError` for an unknown name.
+    """
+    if kernel not in TABLE:
+        raise InputError(f"unknown kernel {kernel!r}; expected one of {', '.join(TABLE)}")
+    serves = TABLE[kernel].serves
+    for name, feature in FEATURES.items():
+        if name not in serves and feature.shown(inputs):
+            return feature.refusal
+    return None if inputs.carry is None else inputs.carry.elsewhere(kernel)
+
+
+def capability_table() -> str:
+    """The table in Markdown: a line per feature, a column per kernel."""
+    lines = ["| inputs with | " + " | ".join(TABLE) + " |", "| --- |" + " --- |" * len(TABLE)]
+    for name in FEATURES:
+        marks = ("yes" if name in row.serves else "no" for row in TABLE.values())
+        lines.append(f"| {name} | " + " | ".join(marks) + " |")
+    twice = ("yes" if row.second_derivative else "no" for row in TABLE.values())
+    return "\n".join([*lines, "| a second derivative | " + " | ".join(twice) + " |"])
+
+
+# Query rows at which tiles beat torch's kernel in float32 on cores that have AVX-512 but not its
+# float16 part (AMD's Zen 4 and 5); on Intel's they do not.
 _TILES_WIN = range(256, 1025)
 # Up to so many features of all layers, and from so many keys on, they are laid side by side.
 _FEW_FEATURES, _MANY_KEYS = 32, 2048
 
 
-def _in_order(problem: Problem) -> Iterator[tuple[str, str]]:
-    """The order that is the same on every machine, and why each stands where it does.
-
-    It is the fastest on one kind of AMD core: there tiles beat the stock kernel in half precision,
-    and at middle lengths in float32; for two regimes in float32 the stock kernel takes the far
-    part. It comes first for a single query of few keys and on a GPU. Hand-written loops are
-    unrolled by a compiler, but for the tiles, which are one node of its graph.
-    """
-    if problem.carry is not None:
-        yield from _carrying(problem)
-        return
-    rows, cpu = problem.q.shape[2], on_cpu(problem.q)
-    half = problem.q.element_size() == 2
-    if cpu and rows > 1 and not torch.compiler.is_compiling():
-        if problem.bias is not None:
-            yield "bias", "the bias is a strided view of one line, added tile by tile"
-        if problem.window is not None and problem.v.shape[2] > problem.window and not half:
-            yield "two-regime", "the far part goes to the stock flash kernel, the band by tiles"
-    if cpu and rows == 1 and _step_by_tiles(problem):
-        yield "chunked", "for one query over many keys on a CPU plain products stand first"
-    if cpu and rows > 1 and half:
-        yield "chunked", "in half precision on a CPU tiles stand before the stock kernel"
-    if cpu and not torch.compiler.is_compiling() and rows in _TILES_WIN:
-        yield "chunked", "at these lengths on a CPU tiles stand before the stock kernel"
-    yield "fused", "everything is folded into queries and keys: the stock kernel does the rest"
-    if not cpu and not torch.compiler.is_compiling():
-        yield "bias", "the bias is a strided view of one line, added tile by tile"
-    yield "chunked", "it serves nearly any problem without a T × S matrix"
-    yield "strips", "it serves any problem without a T × S matrix, whole rows at a time"
+def _order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
+    """Names of kernels, the best first, and why each stands where it does."""
+    if inputs.carry is not None:
+        yield from _residual_order(inputs)
+    elif inputs.q.device.type == "cpu":
+        yield from _cpu_order(inputs)
+    else:
+        yield "fused", "everything is absorbed into queries and keys: torch's kernel does the rest"
+        if inputs.q.device.type in ("cpu", "cuda"):
+            yield "flex", "flex_attention takes masks, biases, sinks and two regimes on CUDA"
+    yield "strips", "it serves any inputs without a T × S matrix, whole rows at a time"
     yield "reference", "no other kernel serves it; it holds the whole T × S matrix"
 
 
-def _carrying(problem: Problem) -> Iterator[tuple[str, str]]:
+def _cpu_order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
+    """The same on a CPU. A compiler unrolls hand-written loops, but tiles are one node for it."""
+    rows, eager = inputs.q.shape[2], not torch.compiler.is_compiling()
+    if eager and rows > 1:
+        yield "bias", "the bias is a strided view of one line, added tile by tile"
+        yield "two-regime", "both parts go to torch's flash kernel, merged by log-sum-exp"
+    if rows == 1 and _step_by_tiles(inputs):
+        yield "chunked", "for one query over many keys on a CPU plain products stand first"
+    if eager and rows in _TILES_WIN and inputs.q.dtype != torch.float64 and _tiles_win():
+        yield "chunked", "at these lengths on such a processor tiles beat torch's kernel"
+    yield "fused", "everything is absorbed into queries and keys: torch's kernel does the rest"
+    yield "chunked", "it serves nearly any inputs without a T × S matrix"
+
+
+def _tiles_win() -> bool:
+    features = processor_features()
+    return bool(features.get("avx512_f")) and not features.get("avx512_fp16")
+
+
+def _residual_order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
     """The ways to sum scores up, which layers above the lowest have no choice of."""
-    assert problem.carry is not None
-    if problem.carry.way is not None:
-        yield problem.carry.way, "the layers below were summed by it"
+    assert inputs.carry is not None
+    if inputs.carry.way is not None:
+        yield inputs.carry.way, "the layers below were summed by it"
     if torch.compiler.is_compiling():
         yield "concatenated", "a compiler takes no buffer that is undone in the backward"
-    if _few_features(problem):
+    if inputs.q.device.type != "cpu":
+        yield "concatenated", "one product of the features of all layers suits a GPU"
+    if _few_features(inputs):
         yield "concatenated", "so few features of all layers cost less than a buffer of all pairs"
     yield "carried", "one buffer for all layers, and no more products than without a carry"
     yield "concatenated", "it leaves what the buffer cannot serve to another kernel"
-    yield "reference", "no other kernel serves it; it holds the whole T × S matrix"
 
 
-def _few_features(problem: Problem) -> bool:
+def _few_features(inputs: AttentionInputs) -> bool:
     """Whether the features of all layers, side by side, beat a buffer.
 
     Measured on a CPU core in float32: 2 layers of D = 16 take 0.97 of the buffer's time at 2048
     tokens and 0.94 at 4096, 1.11 at 1024 and 1.20 at 512; 3 layers 1.27, 6 layers 1.68, and D = 64
     1.26 at 1024.
     """
-    assert problem.carry is not None
-    layers, keys = problem.carry.layers, problem.v.shape[2]
-    few = layers is not None and layers * problem.q.shape[3] <= _FEW_FEATURES
-    return few and problem.q.shape[2] > 1 and keys >= _MANY_KEYS
+    assert inputs.carry is not None
+    layers, keys = inputs.carry.layers, inputs.v.shape[2]
+    few = layers is not None and layers * inputs.q.shape[3] <= _FEW_FEATURES
+    return few and inputs.q.shape[2] > 1 and keys >= _MANY_KEYS
 
 
-def _step_by_tiles(problem: Problem) -> bool:
-    """Whether plain products beat the stock kernel in a decoding step (measured: 1.1–10 ×)."""
-    keys, shared = problem.v.shape[2], problem.q.shape[1] != problem.k.shape[1]
-    return keys >= 256 if problem.q.element_size() == 2 else keys >= 2048 and shared
+def _step_by_tiles(inputs: AttentionInputs) -> bool:
+    """Whether plain products beat torch's kernel in a decoding step (measured: 1.1–10 ×)."""
+    shared = inputs.q.shape[1] != inputs.k.shape[1]
+    return inputs.q.element_size() != 2 and inputs.v.shape[2] >= 2048 and shared
 
 
-def reasons(problem: Problem, backend: str = "auto") -> Decision:
+def choose(inputs: AttentionInputs, backend: str = "auto") -> Kernel:
+    """The kernel of that name, or the first by the rule that can serve the inputs.
+
+    Raises `InputError` for an unknown name and for a kernel that cannot serve the inputs.
+    """
+    if backend == "auto":
+        able = (TABLE[name] for name, _ in _order(inputs))
+        return next(kernel for kernel in able if kernel.why_not(inputs) is None)
+    if backend not in TABLE:
+        raise InputError(f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}")
+    kernel = TABLE[backend]
+    if reason := kernel.why_not(inputs):
+        raise InputError(f"the {backend} kernel cannot serve this: {reason}")
+    return kernel
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The kernel of some inputs, why it, and why not each of the others."""
+
+    kernel: str
+    why: str
+    refused: Mapping[str, str]
+
+
+def reasons(inputs: AttentionInputs, backend: str = "auto") -> Decision:
     """The kernel that `attend` takes, why, and why not each of the others.
 
-    Raises `InputError` for an unknown name and for a kernel that cannot serve the problem.
+    Raises `InputError` for an unknown name and for a kernel that cannot serve the inputs.
     """
-    objections = {kernel.name: kernel.why_not(problem) for kernel in KERNELS}
+    objections = {kernel.name: kernel.why_not(inputs) for kernel in KERNELS}
     if backend != "auto":
-        kernel, why = choose(problem, backend).name, "it was asked for by name"
+        kernel, why = choose(inputs, backend).name, "it was asked for by name"
     else:
-        kernel, why = next((k, w) for k, w in _in_order(problem) if objections[k] is None)
+        kernel, why = next((k, w) for k, w in _order(inputs) if objections[k] is None)
+    preferred = "comes first" if backend == "auto" else "was asked for"
     refused = {
-        name: reason or f"it could, but {kernel} {_preferred(backend)}"
+        name: reason or f"it could, but {kernel} {preferred}"
         for name, reason in objections.items()
         if name != kernel
     }
     return Decision(kernel, why, refused)
 
 
-def _preferred(backend: str) -> str:
-    return "comes first" if backend == "auto" else "was asked for"
+def working_bytes(kernel: str, inputs: AttentionInputs) -> int:
+    """Bytes of a forward beside q, k, v and the output: an estimate.
 
-
-def choose(problem: Problem, backend: str = "auto") -> Kernel:
-    """The kernel of that name, or the fastest that can serve the problem.
-
-    Raises `InputError` for an unknown name and for a kernel that cannot serve the problem.
+    The reference holds scores and weights, T × S each, strips those of some rows; torch's kernels a
+    log-sum-exp, and of two parts their outputs; tiles one tile of scores; a carry, which serves all
+    layers, a number for each pair.
     """
-    if backend == "auto":
-        able = (_NAMED[name] for name, _ in _in_order(problem))
-        return next(kernel for kernel in able if kernel.why_not(problem) is None)
-    if backend not in _NAMED:
-        raise InputError(f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}")
-    kernel = _NAMED[backend]
-    if reason := kernel.why_not(problem):
-        raise InputError(f"the {backend} kernel cannot serve this: {reason}")
-    return kernel
+    batch, heads, rows, _ = inputs.q.shape
+    number = max(4, inputs.q.element_size())
+    if kernel in ("reference", "strips"):
+        held = rows if kernel == "reference" else strip_rows(inputs)
+        return 2 * batch * heads * held * inputs.v.shape[2] * number
+    lines = batch * heads * rows * 4
+    if kernel == "fused":
+        return lines
+    if kernel == "flex":
+        return lines * (2 if inputs.two_regimes else 1)
+    if kernel == "two-regime":
+        # Each part's output and log-sum-exp, and those of both for their shares.
+        return 2 * batch * heads * rows * inputs.v.shape[3] * inputs.q.element_size() + 4 * lines
+    if kernel == "carried":
+        pairs: int = sum((t.rows.stop - t.rows.start) * t.width for t in Plan.of(inputs).tiles)
+        return _tile(inputs) + batch * heads * pairs * number
+    return _tile(inputs)
 
 
-def unrounded(problem: Problem) -> str:
-    """The backend that rounds no score, as the stock kernel does not; "auto" in full precision.
-
-    On a CPU `auto` gives half precision to tiles, which round each score to the tensors' type. The
-    stock kernel keeps scores in float32, and so do the parts of two regimes that it is given, which
-    is quick where the processor multiplies the type; all else is widened.
-    """
-    q = problem.q
-    if q.device.type != "cpu" or q.element_size() != 2:
-        return "auto"
-    if why_not("fused", problem) is None:
-        return "fused"
-    quick = q.dtype == torch.bfloat16 and q.shape[2] > 1 and not torch.compiler.is_compiling()
-    if quick and torch.cpu._is_amx_tile_supported() and why_not("two-regime", problem) is None:
-        return "two-regime"
-    return "precise"
+def _tile(inputs: AttentionInputs) -> int:
+    """The largest tile of the first, largest group."""
+    plan = Plan.of(inputs)
+    group = next(plan.groups(inputs.q), None)
+    if group is None:
+        return 0
+    batch, heads = group.batch, group.heads
+    many: int = (batch.stop - batch.start) * (heads.stop - heads.start)
+    rows: int = max(tile.rows.stop - tile.rows.start for tile in plan.tiles) * plan.repeat
+    width = max(tile.width for tile in plan.tiles)
+    return many * rows * width * max(4, inputs.q.element_size())
 
 
-_NAMED: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
-# Kernels that show their tiles to an eye, and those that give way to tiles for it.
-_SEEN_INTO: Mapping[str, Callable[[Problem, Eye], Tensor]] = {
-    "chunked": chunked,
+# Kernels that show their tiles to an observer, and those that give way to tiles for it.
+_SEEN_INTO: Mapping[str, Callable[[AttentionInputs, Eye], Tensor]] = {
+    "chunked": tiled,
     "bias": bias_attention,
     "carried": carried,
     "strips": strips,
     "reference": reference,
 }
-_TILED = ("fused", "two-regime", "two-regime-flash")
+_STOCK = ("fused", "two-regime")
 
 
-# Kernels that on a CPU make 0 of NaN, or show it in earlier rows: tiles take what is not finite.
-_ASTRAY = (*_TILED, "bias")
-_ASKING_AGAIN = ("concatenated", "precise")
+def attend(inputs: AttentionInputs, backend: str = "auto") -> Float[Tensor, "b h t e"]:
+    """softmax(score) · v by the chosen kernel; scores are never in less than float32.
 
-
-def attend(problem: Problem, backend: str = "auto") -> Float[Tensor, "b h t e"]:
-    """softmax(score) · v by the chosen kernel.
-
-    While an `observer` is on, a CPU's tiles take what the stock kernel would, so that they can be
+    While an `observer` is on, a CPU's tiles take what torch's kernel would, so that they can be
     read as they are computed; a kernel that cannot be looked into is followed by a pass that only
     looks.
     """
-    device = problem.q.device.type
+    device = inputs.q.device.type
     if torch.is_autocast_enabled(device):
         # The tensors' own type decides, for every score alike.
         with torch.autocast(device, enabled=False):
-            return attend(problem, backend)
-    kernel, by = choose(problem, backend), observer()
-    if kernel.name in _ASKING_AGAIN:
-        # What these make of the problem comes by here once more.
-        return kernel.run(problem)
-    shown = showing_divergence(problem)
-    if shown is not problem and kernel.name in _ASTRAY and on_cpu(problem.q):
-        kernel = kernel if torch.compiler.is_compiling() else _NAMED["chunked"]
-    problem = shown
+            return attend(inputs, backend)
+    kernel, by = choose(inputs, backend), observer()
+    if kernel.name == "concatenated":
+        # What it makes of the inputs comes by here once more.
+        return kernel.run(inputs)
+    shown = showing_divergence(inputs)
+    eager = not torch.compiler.is_compiling()
+    if (
+        shown is not inputs
+        and eager
+        and inputs.q.device.type == "cpu"
+        and kernel.name in (*_STOCK, "bias")
+    ):
+        # On a CPU these make 0 of NaN, or show it in earlier rows.
+        kernel = TABLE["chunked"]
+    inputs = shown
     if by is None:
-        return kernel.run(problem)
-    eye = Eye(problem, by.functions(problem))
-    if backend == "auto" and problem.q.device.type == "cpu" and kernel.name in _TILED:
-        kernel = _NAMED["chunked"]
+        return kernel.run(inputs)
+    eye = Eye(inputs, by.functions(inputs))
+    if backend == "auto" and device == "cpu" and kernel.name in _STOCK:
+        kernel = TABLE["chunked"]
     look_in = _SEEN_INTO.get(kernel.name)
     if look_in is not None:
-        out = look_in(problem, eye)
+        out = look_in(inputs, eye)
     else:
-        out = kernel.run(problem)
-        look_over(problem, eye)
-    by.see(problem, eye.observation())
+        out = kernel.run(inputs)
+        look_over(inputs, eye)
+    by.see(inputs, eye.observation())
     return out

@@ -1,48 +1,42 @@
-"""The definition: plain matmul and softmax, the whole T × S matrix, any dtype, any derivative."""
+"""The definition: plain matmul and softmax, any derivative; whole, or by strips of whole rows.
+
+Half-precision inputs are computed in float32, and float64 ones in float64.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from normattn.kernels.observe import Eye, show_whole
-from normattn.kernels.problem import Problem
+from normattn.kernels.inputs import AttentionInputs
+from normattn.kernels.stats import Eye, show_whole
+
+# Bytes of a strip's scores: about what a core's caches hold; a GPU must be filled instead.
+STRIP_BYTES, DEVICE_STRIP_BYTES = 2**22, 2**28
 
 
 def reference(
-    problem: Problem, eye: Eye | None = None, rows: slice = slice(None)
+    inputs: AttentionInputs, eye: Eye | None = None, rows: slice = slice(None)
 ) -> Float[Tensor, "b h t e"]:
-    """softmax(score) · v, a query that sees no key getting 0.
+    """softmax(score) · v by the whole T × S matrix, a query that sees no key getting 0.
 
     `eye` looks on; the queries are the `rows` of what it looks at.
     """
-    p = problem.expanded()
-    every = slice(None)
-    # Columns before near_start are far for every row: what stands there is not read.
-    near_k = torch.nn.functional.pad(p.k, (0, 0, p.near_start, 0))
-    score = p.q @ near_k.transpose(-1, -2)
-    if p.far_q is not None and p.far_k is not None and p.window is not None:
-        far = p.visibility.distance(every, every) >= p.window
-        score = torch.where(far, p.far_q @ p.far_k.transpose(-1, -2), score)
+    p = inputs.widened().expanded()
+    score = _products(p)
     if p.carry is not None:
-        p.carry.enter("reference", problem.stack)
+        p.carry.enter("reference", inputs.stack)
         score = p.carry.stored(score)
     if p.cap is not None:
         score = p.cap * torch.tanh(score / p.cap)
     if p.bias is not None:
-        distance = p.visibility.distance(every, every).abs()
-        # (B, 1, T, S) or (T, S) distances pick from each head's row.
-        by_head = p.bias[:, distance]
-        score = score + (by_head.squeeze(2).transpose(0, 1) if distance.dim() == 4 else by_head)
-    added = p.visibility.added(every, every)
-    if added is not None:
-        score = score + added
-    hidden = p.visibility.hidden(every, every)
-    unseen = None if added is None else added == -torch.inf
-    if hidden is not None:
-        score = score.masked_fill(hidden, -torch.inf)
-        unseen = hidden if unseen is None else hidden | unseen
+        score = score + _by_distance(p, p.bias)
+    score, unseen = _masked(p, score)
     if p.pairs is not None:
         score = score + p.pairs.values(score, p.visibility).to(score.dtype)
     if p.selection is not None:
@@ -61,4 +55,101 @@ def reference(
     if eye is not None:
         show_whole(eye, p, bare, weight, rows)
     weight = torch.nn.functional.dropout(weight, p.dropout)
-    return weight.to(p.v.dtype) @ p.v
+    return (weight.to(p.v.dtype) @ p.v).to(inputs.v.dtype)
+
+
+def _products(p: AttentionInputs) -> Float[Tensor, "b h t s"]:
+    """⟨q_i, k_j⟩ of every pair, the distant ones by the far queries and keys."""
+    # Columns before near_start are far for every row: what is in them is not read.
+    near_k = torch.nn.functional.pad(p.k, (0, 0, p.near_start, 0))
+    score = p.q @ near_k.transpose(-1, -2)
+    if p.far_q is None or p.far_k is None or p.window is None:
+        return score
+    every = slice(None)
+    far = p.visibility.distance(every, every) >= p.window
+    return torch.where(far, p.far_q @ p.far_k.transpose(-1, -2), score)
+
+
+def _by_distance(p: AttentionInputs, bias: Tensor) -> Float[Tensor, "*b h t s"]:
+    """The bias of every pair."""
+    distance = p.visibility.distance(slice(None), slice(None)).abs()
+    # (B, 1, T, S) or (T, S) distances pick from each head's row.
+    by_head = bias[:, distance]
+    return by_head.squeeze(2).transpose(0, 1) if distance.dim() == 4 else by_head
+
+
+def _masked(p: AttentionInputs, score: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The scores, −∞ where a key is hidden, and where that is (None: nowhere)."""
+    every = slice(None)
+    added = p.visibility.added(every, every)
+    if added is not None:
+        score = score + added
+    hidden = p.visibility.hidden(every, every)
+    unseen = None if added is None else added == -torch.inf
+    if hidden is not None:
+        score = score.masked_fill(hidden, -torch.inf)
+        unseen = hidden if unseen is None else hidden | unseen
+    return score, unseen
+
+
+def strip_rows(inputs: AttentionInputs) -> int:
+    """How many query rows a strip has."""
+    q = inputs.q
+    numbers = q.shape[0] * q.shape[1] + (0 if inputs.pairs is None else inputs.pairs.width)
+    size = STRIP_BYTES if q.device.type == "cpu" else DEVICE_STRIP_BYTES
+    row = max(1, numbers * inputs.v.shape[2] * max(4, q.element_size()))
+    return max(1, min(q.shape[2], size // row))
+
+
+def strips(inputs: AttentionInputs, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
+    """The same by strips of some rows and all keys: any inputs without a T × S matrix.
+
+    A strip's scores take about 4 MiB on a CPU. Its backward computes it once more, so that between
+    forward and backward nothing per pair is kept. `eye` looks on.
+    """
+    out, selection = [], inputs.selection
+    for rows, part in _parts(inputs):
+        if selection is not None:
+            part = replace(part, selection=selection.part(rows, part.v.shape[2]))
+        if torch.is_grad_enabled():
+            dropped = inputs.dropout > 0
+            made = checkpoint(reference, part, use_reentrant=False, preserve_rng_state=dropped)
+            assert isinstance(made, Tensor)
+            out.append(made)
+        else:
+            out.append(reference(part))
+        if selection is not None and part.selection is not None:
+            # Not by the strip's own object, which its backward writes to once more.
+            selection = selection.behind(part.selection)
+        if eye is not None:
+            with torch.no_grad():
+                # Without dropout, which would draw from the generator once more.
+                reference(replace(part, dropout=0.0), eye, rows)
+    if inputs.selection is not None and selection is not None:
+        inputs.selection.after = selection.before
+    return torch.cat(out, 2)
+
+
+def _parts(inputs: AttentionInputs) -> Iterator[tuple[slice, AttentionInputs]]:
+    """Rows and their inputs, without the keys that none of them sees."""
+    queries, keys, step = inputs.q.shape[2], inputs.v.shape[2], strip_rows(inputs)
+    seen = inputs.visibility
+    last = seen.causal and seen.aligned and queries <= keys
+    for start in range(0, max(1, queries), step):
+        rows = slice(start, min(start + step, queries))
+        yield rows, _part(inputs, rows, keys - queries + rows.stop if last else keys)
+
+
+def _part(inputs: AttentionInputs, rows: slice, keys: int) -> AttentionInputs:
+    """The inputs of some rows and the first `keys` keys."""
+    p = inputs
+    return replace(
+        p,
+        q=p.q[:, :, rows],
+        k=p.k[:, :, : max(0, keys - p.near_start)],
+        v=p.v[:, :, :keys],
+        far_q=None if p.far_q is None else p.far_q[:, :, rows],
+        far_k=None if p.far_k is None else p.far_k[:, :, :keys],
+        visibility=p.visibility.part(rows, keys),
+        pairs=None if p.pairs is None else p.pairs.part(rows),
+    )

@@ -1,149 +1,224 @@
-"""Two regimes, causal: the far part is an ordinary causal call, the near part a band of tiles.
+"""Two regimes, causal, all by the stock flash kernel: near keys in sliding chunks, far ones beside.
 
-Queries at positions p ≥ w see the far keys j ≤ p − w: that is causal attention of (far_q[w:],
-far_k[: S − w], v[: S − w]) and goes to the stock flash kernel, which returns its log-sum-exp too.
-The band |p − j| < w goes by tiles that take this log-sum-exp as one more logit: its weight is what
-the far output counts for. The backward is the flash backward of the far part with the *global*
-output and log-sum-exp, which is exact and needs no gradient through the log-sum-exp.
+With as many queries as keys and a window w, query i has the near keys i − w < j ≤ i and the far
+keys j ≤ i − w, and three kinds of calls give the outputs o and log-sum-exps ℓ of its parts:
 
-Together they touch about the pairs of one causal attention. On a CPU only.
+    i < w     all keys are near: causal attention of the first w queries and keys
+    near      c queries i = s … s + c − 1 at once over the keys s − w … s + c − 1, with the band
+              |i − j| < w cut out by one mask that all chunks share ("sliding chunks", Longformer)
+    far       causal attention of far_q[w:], far_k[: S − w] and v[: S − w]
 
-Legend: B batch, H heads, G key heads, r query heads per key head, T queries, S keys, w window,
-X parts of the far keys, D size.
+    o = o_near + (o_far − o_near) · λ,   λ = 1 / (1 + exp(ℓ_near − ℓ_far)),
+    ℓ = log(exp ℓ_near + exp ℓ_far)
+
+The backward is the flash backward of every part with the global o and ℓ (FlashAttention-2), which
+is exact and needs no gradient through ℓ; what chunks give to the same keys adds up in wide type.
+
+The stock kernel multiplies whole tiles of 512 keys, so triangles without a mask cost as much as
+squares: chunks touch (w + c) / w of the band's pairs, a diagonal and a reversed triangle twice as
+many. On a CPU only.
+
+Legend: B batch, H heads, G key heads, T queries, S keys, w window, c rows of a chunk, n chunks of
+one call, D size. Log-sum-exps are natural logarithms.
+
+Sources: Longformer, https://arxiv.org/abs/2004.05150 (3.1); FlashAttention-2,
+https://arxiv.org/abs/2307.08691 (2.3.2); ReRoPE, https://kexue.fm/archives/9708.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.kernels.chunked import backward_tiles, forward_tiles
-from normattn.kernels.derivatives import refuse_second_derivative
-from normattn.kernels.flash import flash, flash_backward
-from normattn.kernels.gradients import wide
-from normattn.kernels.operands import grouped, ungrouped
-from normattn.kernels.problem import Problem
-from normattn.kernels.tiles import Plan
+from normattn.kernels.inputs import AttentionInputs
+from normattn.kernels.numerics import refuse_second_derivative
+from normattn.kernels.sdpa import dense, flash, flash_backward, slow_type
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which log-sum-exps and sums over chunks gather."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# The fewest rows of which torch's kernel multiplies 64 at a time (measured: half of the time per
+# pair of the next fewer in half precision; more rows touch more pairs beside the band).
+ROWS = 192
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Query rows from `first` on, some far keys that they see, and whether causally."""
+class _Chunks:
+    """`count` chunks of `rows` queries each from query `first` on, and the band of each."""
 
     first: int
-    keys: slice
-    causal: bool
+    rows: int
+    count: int
+    window: int
+    mask: Tensor
+
+    @property
+    def span(self) -> slice:
+        """All its queries."""
+        return slice(self.first, self.first + self.rows * self.count)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """(B, H, T, …) as (n, B·H, c, …)."""
+        own = x[:, :, self.span].flatten(0, 1)
+        return torch.unflatten(own, 1, (self.count, self.rows)).transpose(0, 1)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """(B, G, S, D) as (n, B·G, w + c, D), a view: a key is in several chunks."""
+        own = x[:, :, self.first - self.window : self.span.stop].flatten(0, 1)
+        return own.unfold(1, self.window + self.rows, self.rows).permute(1, 0, 3, 2)
+
+    def joined(self, x: Tensor, like: Tensor) -> Tensor:
+        """(n, B·H, c, …) as (B, H, n·c, …)."""
+        return torch.unflatten(x.transpose(0, 1).flatten(1, 2), 0, like.shape[:2])
+
+    def add(self, into: Tensor, x: Tensor) -> None:
+        """Add (n, B·G, w + c, D) to the keys (B, G, S, D) that the chunks read."""
+        for number, part in enumerate(torch.unflatten(x, 1, into.shape[:2]).unbind()):
+            start = self.first - self.window + number * self.rows
+            into[:, :, start : start + self.window + self.rows] += part
 
 
-def _parts(problem: Problem) -> Iterator[_Part]:
-    """The far keys in one causal call, after a dense one where fewer queries than keys are far.
+def _chunks(inputs: AttentionInputs) -> Iterator[_Chunks]:
+    """All queries from position w on: whole chunks, some at once, and a shorter last one.
 
-    The stock causal mask aligns the first query with the first key, so it needs as many of both.
+    Their keys overlap: those of one call, and so their gradients, are no more than all keys.
     """
-    assert problem.window is not None
-    queries, keys = problem.q.shape[2], problem.v.shape[2]
-    far_keys = keys - problem.window
-    first = max(0, problem.window - (keys - queries))
-    dense = far_keys - (queries - first)
-    if far_keys <= 0 or first >= queries:
+    window, queries = inputs.window, inputs.q.shape[2]
+    assert window is not None
+    if queries <= window:
         return
-    if dense > 0:
-        yield _Part(first, slice(0, dense), causal=False)
-    yield _Part(first, slice(dense, far_keys), causal=True)
+    count, rest = divmod(queries - window, ROWS)
+    mask = _band(inputs.q, min(ROWS, queries - window), window)
+    step = max(1, queries // (ROWS + window))
+    for start in range(0, count, step):
+        yield _Chunks(window + start * ROWS, ROWS, min(step, count - start), window, mask)
+    if rest:
+        yield _Chunks(queries - rest, rest, 1, window, mask[:rest, : window + rest])
+
+
+def _band(q: Tensor, rows: int, window: int) -> Float[Tensor, "c w_c"]:
+    """0 where row r of a chunk has column r < j ≤ r + w near, −∞ elsewhere; in wide type."""
+    hidden = q.new_full((rows, window + rows), -torch.inf, dtype=wide(q.dtype))
+    return hidden.triu(window + 1).add_(hidden.tril_())
+
+
+def _head(inputs: AttentionInputs) -> slice:
+    """The queries that have near keys only, which are the keys that they see."""
+    assert inputs.window is not None
+    return slice(0, min(inputs.window, inputs.q.shape[2]))
+
+
+@dataclass(frozen=True)
+class _Far:
+    """Queries, keys and values of the far part, which has as many of each."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @staticmethod
+    def of(inputs: AttentionInputs) -> _Far:
+        """Those of a inputs."""
+        assert inputs.far_q is not None
+        assert inputs.far_k is not None
+        assert inputs.window is not None
+        keys = slice(0, inputs.v.shape[2] - inputs.window)
+        q, k, v = inputs.far_q[:, :, inputs.window :], inputs.far_k[:, :, keys], inputs.v
+        return _Far(q.to(v.dtype), k.to(v.dtype), v[:, :, keys])
 
 
 class _TwoRegime(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: Mapping[str, Any], *tensors: Tensor | None) -> Tensor:
-        problem = Problem.of(settings, tensors)
-        plan = Plan.of(problem, near_only=True)
-        q = grouped(problem.q, plan.repeat)
-        parts = list(_parts(problem))
-        outs, extra = [], _room(q, problem, len(parts), -torch.inf)
-        for number, part in enumerate(parts):
-            out, sums = _far(problem, part)
-            outs.append(out)
-            extra[:, :, part.first :, :, number] = grouped(sums, plan.repeat)
-        share = _room(q, problem, len(parts), 0.0)
-        near = forward_tiles(problem, plan, extra=extra, share=share)
-        for number, (part, out) in enumerate(zip(parts, outs, strict=True)):
-            weight = ungrouped(share[..., number : number + 1]).to(out.dtype)
-            near[:, :, part.first :].addcmul_(weight[:, :, part.first :], out)
-        # Where the far keys weigh nothing this is +∞, and their weights 0 in the backward.
-        whole = extra.logsumexp(-1) - share.sum(-1).log() if parts else extra
-        ctx.save_for_backward(*tensors, near, extra, whole)
+        inputs = AttentionInputs.of(settings, tensors)
+        out, sums = _forward(inputs)
+        ctx.save_for_backward(*tensors, out, sums)
         ctx.settings = settings
-        return near
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the two-regime kernel", "backend='reference'")
-        *tensors, out, extra, whole = ctx.saved_tensors
-        problem = Problem.of(ctx.settings, tensors)
-        plan = Plan.of(problem, near_only=True)
-        delta = (grads[0] * out).sum(-1, keepdim=True, dtype=extra.dtype)
-        sums = backward_tiles(
-            problem, plan, grads[0], extra=extra, delta=grouped(delta, plan.repeat)
+        *tensors, out, sums = ctx.saved_tensors
+        inputs = AttentionInputs.of(ctx.settings, tensors)
+        return None, *_backward(inputs, grads[0], out, sums), None, None
+
+
+def _forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """The output, laid out as the stock kernel's, and the log-sum-exp of each row."""
+    q, k, v = inputs.q, dense(inputs.k), dense(inputs.v)
+    batch, heads, queries, size = q.shape
+    out = q.new_empty((batch, queries, heads, size)).transpose(1, 2)
+    sums = q.new_empty((batch, heads, queries), dtype=wide(q.dtype))
+    head = _head(inputs)
+    out[:, :, head], sums[:, :, head] = flash(q[:, :, head], k[:, :, head], v[:, :, head], True)
+    if head.stop == queries:
+        return out, sums
+    far = _Far.of(inputs)
+    far_out, far_sums = flash(far.q, far.k, far.v, True)
+    for chunks in _chunks(inputs):
+        near, near_sums = flash(
+            chunks.queries(q), chunks.keys(k), chunks.keys(v), False, chunks.mask
         )
-        assert problem.far_q is not None
-        assert problem.far_k is not None
-        by_far_q = problem.far_q.new_empty(problem.far_q.shape)
-        by_far_k = problem.far_k.new_empty(problem.far_k.shape)
-        first, end = by_far_q.shape[2], 0
-        for number, part in enumerate(_parts(problem)):
-            first, end = part.first, part.keys.stop
-            rows = slice(first, None)
-            q, k, v = _far_side(problem, part, out.dtype)
-            above, sums_here = grads[0][:, :, rows], ungrouped(whole)[:, :, rows]
-            by_q, by_k, by_v = flash_backward(
-                above, q, k, v, out[:, :, rows], sums_here, part.causal
-            )
-            if number:
-                by_far_q[:, :, rows] += by_q
-            else:
-                by_far_q[:, :, rows] = by_q
-            by_far_k[:, :, part.keys] = by_k
-            sums.v[:, :, part.keys] += by_v
-        by_far_q[:, :, :first] = 0
-        by_far_k[:, :, end:] = 0
-        gradients = sums.all(problem)
-        return (None, *gradients[:3], by_far_q, by_far_k, *gradients[5:])
+        near, near_sums = chunks.joined(near, q), chunks.joined(near_sums, q)
+        rows = slice(chunks.first - head.stop, chunks.span.stop - head.stop)
+        share = (far_sums[:, :, rows] - near_sums).sigmoid_()[..., None].to(q.dtype)
+        torch.lerp(near, far_out[:, :, rows], share, out=out[:, :, chunks.span])
+        sums[:, :, chunks.span] = torch.logaddexp(near_sums, far_sums[:, :, rows])
+    return out, sums
 
 
-def _room(q: Tensor, problem: Problem, parts: int, value: float) -> Tensor:
-    """(B, G, T, r, X) in wide type: what the flash operator gives and takes."""
-    return q.new_full((*q.shape[:-1], parts), value, dtype=wide(q.dtype))
+def _backward(
+    inputs: AttentionInputs, by_out: Tensor, out: Tensor, sums: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v, far_q and far_k."""
+    q, k, v = inputs.q, dense(inputs.k), dense(inputs.v)
+    assert inputs.far_q is not None
+    assert inputs.far_k is not None
+    by_q = torch.empty_like(q)
+    by_k, by_v = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))
+    head = _head(inputs)
+    near = q[:, :, head], k[:, :, head], v[:, :, head], out[:, :, head], sums[:, :, head]
+    by_q[:, :, head], by_k[:, :, head], by_v[:, :, head] = flash_backward(
+        by_out[:, :, head], *near, causal=True
+    )
+    by_far_q, by_far_k = torch.zeros_like(inputs.far_q), torch.zeros_like(inputs.far_k)
+    if head.stop < q.shape[2]:
+        far, rows = _Far.of(inputs), slice(head.stop, None)
+        keys = slice(0, far.k.shape[2])
+        by_far_q[:, :, rows], by_far_k[:, :, keys], by_far_v = flash_backward(
+            by_out[:, :, rows], far.q, far.k, far.v, out[:, :, rows], sums[:, :, rows], True
+        )
+        by_v[:, :, keys] += by_far_v
+        del by_far_v
+    for chunks in _chunks(inputs):
+        of_q, of_k, of_v = flash_backward(
+            chunks.queries(by_out),
+            *(chunks.queries(q), chunks.keys(k), chunks.keys(v)),
+            *(chunks.queries(out), chunks.queries(sums)),
+            causal=False,
+            mask=chunks.mask,
+        )
+        by_q[:, :, chunks.span] = chunks.joined(of_q, q)
+        chunks.add(by_k, of_k)
+        chunks.add(by_v, of_v)
+    return by_q, by_k.to(k.dtype), by_v.to(v.dtype), by_far_q, by_far_k
 
 
-def _far_side(problem: Problem, part: _Part, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    assert problem.far_q is not None
-    assert problem.far_k is not None
-    q = problem.far_q[:, :, part.first :]
-    k, v = problem.far_k[:, :, part.keys], problem.v[:, :, part.keys]
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+def two_regime(inputs: AttentionInputs) -> Float[Tensor, "b h t d"]:
+    """Causal attention of two regimes, of as many queries as keys, by the stock kernel alone.
 
-
-def _far(problem: Problem, part: _Part) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a part, read in the type of the far keys."""
-    assert problem.far_k is not None
-    out, sums = flash(*_far_side(problem, part, problem.far_k.dtype), part.causal)
-    return out.to(problem.v.dtype), sums
-
-
-def two_regime(problem: Problem) -> Float[Tensor, "b h t e"]:
-    """Causal attention of two regimes by the stock flash kernel and a band of tiles.
-
-    In half precision no score is rounded: the stock kernel keeps its own in float32, and tiles are
-    given the near side widened. The backward is computed in float32.
+    In half precision no score is rounded, forward or backward: the stock kernel keeps its own in
+    float32, and rounds weights and each part's output, as it does without regimes.
     """
-    given = problem.q.dtype
-    if problem.q.element_size() == 2:
-        q, k, v = problem.q.float(), problem.k.float(), problem.v.float()
-        problem = replace(problem, q=q, k=k, v=v)
-    out: Tensor = _TwoRegime.apply(problem.settings, *problem.tensors)  # type: ignore[no-untyped-call]
-    return out.to(given)
+    wide = inputs.widened() if slow_type(inputs.q) else inputs
+    out: Tensor = _TwoRegime.apply(wide.settings, *wide.tensors)  # type: ignore[no-untyped-call]
+    return out.to(inputs.v.dtype)

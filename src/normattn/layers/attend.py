@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels import Problem, Visibility, attend
-from normattn.kernels.observe import announce, confine
-from normattn.kernels.problem import DTYPES, check_dense, check_shapes
+from normattn.kernels import AttentionInputs, AttentionMask, attend
+from normattn.kernels.inputs import DTYPES, check_dense, check_shapes
+from normattn.kernels.stats import announce, confine
 from normattn.layers.forgetting import check_forget, forgetting, log_gates, summed
 from normattn.layers.head_pairs import joined_pairs, paired_values
 from normattn.layers.output_gate import check_gate, gated
@@ -120,7 +120,7 @@ def attention(
     announce(module, q, k, query_padding, key_padding, positions.query, positions.key)
     v = paired_values(module.spec, v, k.shape[-1])
 
-    def compute(problem: Problem) -> Tensor:
+    def compute(problem: AttentionInputs) -> Tensor:
         return joined(residual, problem, backend)
 
     # The definition is made of operations that every derivative goes through.
@@ -141,14 +141,16 @@ def standing(
     q_positions: Int[Tensor, "*bq t"] | None = None,
     k_positions: Int[Tensor, "*bk s"] | None = None,
     documents: Int[Tensor, "b s"] | None = None,
-) -> tuple[Positions, Visibility]:
+) -> tuple[Positions, AttentionMask]:
     """Where queries and keys stand, and who sees whom; the arguments are those of `attention`."""
     given = (key_padding, q_positions, k_positions, documents)
     if causal and all(argument is None for argument in given):
         positions = positions_of(q, k, causal)
     else:
         positions = Positions.of(q.shape[2], k.shape[2], causal, q.device, *given)
-    seen = Visibility(causal, positions.query, positions.key, positions.regular, key_padding, mask)
+    seen = AttentionMask(
+        causal, positions.query, positions.key, positions.regular, key_padding, mask
+    )
     if documents is not None:
         own = documents[:, documents.shape[1] - q.shape[2] :]
         seen = replace(seen, query_documents=own, key_documents=documents)
@@ -165,8 +167,8 @@ def by_problems(
     k: Float[Tensor, "b g s d"],
     v: Float[Tensor, "b g s e"],
     positions: Positions,
-    seen: Visibility,
-    compute: Callable[[Problem], Tensor],
+    seen: AttentionMask,
+    compute: Callable[[AttentionInputs], Tensor],
     query_padding: Bool[Tensor, "b t"] | None = None,
     dropout: float = 0.0,
     forgotten: Float[Tensor, "b h s"] | None = None,
@@ -187,13 +189,13 @@ def by_problems(
 
 
 def joined(
-    residual: ResidualLayer | None, problem: Problem, backend: str
+    residual: ResidualLayer | None, problem: AttentionInputs, backend: str
 ) -> Float[Tensor, "b h t e"]:
     """softmax(score) · v, with what the layers below hand on."""
     return attend(problem, backend) if residual is None else residual.attend(problem, backend)
 
 
-def in_chunks(seen: Visibility, size: int, batch: int) -> Visibility:
+def in_chunks(seen: AttentionMask, size: int, batch: int) -> AttentionMask:
     """The same without the keys of other chunks of `size` positions."""
     query, key = (
         positions.div(size, rounding_mode="floor")

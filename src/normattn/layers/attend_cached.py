@@ -13,11 +13,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels import Visibility
-from normattn.kernels.infinities import without_infinities
-from normattn.kernels.observe import announce, observer
-from normattn.kernels.problem import check_shapes
-from normattn.kernels.selection import Selection
+from normattn.kernels import AttentionMask
+from normattn.kernels.inputs import Selection, check_shapes
+from normattn.kernels.numerics import without_infinities
+from normattn.kernels.stats import announce, observer
 from normattn.layers.attend import (
     check_packed,
     check_restarts,
@@ -182,12 +181,12 @@ def _standing(
     padding: Tensor | None,
     positions: Tensor | None,
     documents: Tensor | None,
-) -> tuple[Positions, Visibility]:
+) -> tuple[Positions, AttentionMask]:
     """Where the last `count` tokens and all tokens that are kept stand, and who sees whom."""
     length, gone = cache.length, cache.dropped
     if positions is None and not gone:
         at = regular_positions(count, length, device)
-        return at, Visibility(True, at.query, at.key, at.regular)
+        return at, AttentionMask(True, at.query, at.key, at.regular)
     if positions is None:
         key = regular_positions(length - gone, length, device).query
     else:
@@ -195,7 +194,7 @@ def _standing(
     query = key[..., key.shape[-1] - count :]
     at = Positions(query, key, query + 1, causal=True, regular=False)
     # Distances of tokens that are simply counted are those of their columns.
-    seen = Visibility(True, query, key, positions is None)
+    seen = AttentionMask(True, query, key, positions is None)
     if padding is not None:
         seen = replace(seen, padding=padding[:, gone:])
     if documents is not None:

@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels import Visibility
-from normattn.kernels.observe import announce
+from normattn.kernels import AttentionMask
+from normattn.kernels.stats import announce
 from normattn.layers.attend import in_chunks, joined
 from normattn.layers.attention import (
     check_input,
@@ -162,7 +162,7 @@ class CrossAttention(nn.Module):
         q = self.q(x).reshape(sources, -1, self.heads, self.head_dim).transpose(1, 2)
         at = self._standing(x, memory, positions)
         announce(self.score, q, memory.raw, query_padding, memory.padding, at.query, at.key)
-        seen = Visibility(False, at.query, at.key, at.regular, memory.padding)
+        seen = AttentionMask(False, at.query, at.key, at.regular, memory.padding)
         if self.score.spec.chunk is not None:
             seen = in_chunks(seen, self.score.spec.chunk, sources)
         dropout = self.dropout if self.training else 0.0

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels import Problem, reasons
-from normattn.kernels.memory import working_bytes
-from normattn.kernels.problem import check_shapes
+from normattn.kernels import AttentionInputs, reasons
+from normattn.kernels.dispatch import working_bytes
+from normattn.kernels.inputs import check_shapes
 from normattn.layers.attend import by_problems, standing
 from normattn.layers.forgetting import log_gates, summed
 from normattn.layers.head_pairs import paired_values
@@ -129,7 +129,7 @@ def _problem(
     dtype: torch.dtype,
     device: torch.device | str,
     causal: bool,
-) -> Problem:
+) -> AttentionInputs:
     """The problem that a kernel would get, the last one where there is one for each block."""
     # One number each, however large the shape.
     check_shapes(*(torch.zeros((), dtype=dtype).expand(tuple(shape)) for shape in shapes))
@@ -145,14 +145,14 @@ def _problem(
             sums = summed(gates, q.shape[1])
     residual, problems = residual_layers(spec, 1), []
 
-    def note(problem: Problem) -> Tensor:
+    def note(problem: AttentionInputs) -> Tensor:
         problems.append(problem if residual is None else residual[0].join(problem))
         return problem.v.new_empty(*problem.q.shape[:3], problem.v.shape[3])
 
     here = standing(spec, q, k, causal, documents=documents)
     by_problems(score, q, k, v, *here, note, forgotten=sums)
     tensors = [None if x is None else _StandIn(x, device) for x in problems[-1].tensors]
-    return replace(Problem.of(problems[-1].settings, tensors), carry=problems[-1].carry)
+    return replace(AttentionInputs.of(problems[-1].settings, tensors), carry=problems[-1].carry)
 
 
 def _told(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:

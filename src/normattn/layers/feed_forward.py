@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.kernels.place import on_cpu
 from normattn.plain import plain
 
 # Rows that a gated layer maps at a time without gradient: what lies between its products then stays
@@ -45,7 +44,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Map each position by itself."""
         kept = torch.is_grad_enabled() or plain() or torch.compiler.is_compiling()
-        if kept or not on_cpu(x):
+        if kept or x.device.type != "cpu":
             return self._mapped(x)
         parts = [self._mapped(part) for part in _parts(x.reshape(-1, x.shape[-1]))]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(x.shape)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.kernels import Problem
+from normattn.kernels import AttentionInputs
 from normattn.score import ScoreSpec
 
 
@@ -52,8 +52,8 @@ def summed(gates: Float[Tensor, "b g s f"], heads: int) -> Float[Tensor, "b h s"
 
 
 def forgetting(
-    problem: Problem, sums: Float[Tensor, "b h s"] | None, rows: slice, queries: int
-) -> Problem:
+    problem: AttentionInputs, sums: Float[Tensor, "b h s"] | None, rows: slice, queries: int
+) -> AttentionInputs:
     """The problem of some of the last `queries` tokens with C among its features, in all regimes.
 
     `sums` holds C of all tokens; without it the problem is as it was.

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from normattn.kernels.infinities import nan_for_infinite, readable
+from normattn.kernels.numerics import nan_for_infinite, readable
 from normattn.layers.attend import regular_positions
 from normattn.layers.cache import KeyValueCache
 from normattn.score import Score, ScoreSpec

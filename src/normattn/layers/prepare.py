@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from normattn.errors import InputError
-from normattn.kernels import Visibility, choose
-from normattn.kernels.fused import sdpa
-from normattn.kernels.observe import observer
-from normattn.kernels.place import on_cpu
-from normattn.kernels.problem import check_shapes
+from normattn.kernels import AttentionMask, choose
+from normattn.kernels.inputs import check_shapes
+from normattn.kernels.sdpa import sdpa
+from normattn.kernels.stats import observer
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.rotary import Rotation, key_tables, query_tables, scaled
 from normattn.score.spec import as_spec
@@ -134,7 +133,7 @@ def prepare(
     if not _straight(module):
         return None
     positions = positions_of(q, k, causal)
-    seen = Visibility(causal, positions.query, positions.key, positions.regular)
+    seen = AttentionMask(causal, positions.query, positions.key, positions.regular)
     problem = module(q, k, v, positions, seen)
     if choose(problem, backend).name != "fused" or not problem.visibility.plain:
         return None
@@ -143,7 +142,9 @@ def prepare(
     assert isinstance(query.near, Rotation | None)
     assert isinstance(key.near, Rotation | None)
     own = None if isinstance(score, Score) else module
-    return AttentionPlan(own, heads, causal, query.near, key.near, query.scale, on_cpu(q))
+    return AttentionPlan(
+        own, heads, causal, query.near, key.near, query.scale, q.device.type == "cpu"
+    )
 
 
 def _straight(score: Score) -> bool:

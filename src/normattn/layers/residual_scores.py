@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels import Problem, attend
-from normattn.kernels.carry import CarriedScores
-from normattn.kernels.problem import Stack
+from normattn.kernels import AttentionInputs, attend
+from normattn.kernels.inputs import Stack
+from normattn.kernels.residual import CarriedScores
 from normattn.score import ScoreSpec
 
 
@@ -27,10 +27,10 @@ class ResidualLayer(ABC):
     """The residual of one layer of a stack."""
 
     @abstractmethod
-    def join(self, problem: Problem) -> Problem:
+    def join(self, problem: AttentionInputs) -> AttentionInputs:
         """The problem of this layer together with what the layers below hand on."""
 
-    def attend(self, problem: Problem, backend: str = "auto") -> Float[Tensor, "b h t e"]:
+    def attend(self, problem: AttentionInputs, backend: str = "auto") -> Float[Tensor, "b h t e"]:
         """softmax(score) · v with the residual in the score."""
         return attend(self.join(problem), backend)
 
@@ -44,7 +44,7 @@ class ScoreResidual(ResidualLayer):
     def __init__(self, scores: CarriedScores, layer: int) -> None:
         self._scores, self._layer = scores, layer
 
-    def join(self, problem: Problem) -> Problem:
+    def join(self, problem: AttentionInputs) -> AttentionInputs:
         """The problem with the sum of the scores below."""
         self._scores.begin(self._layer)
         return replace(problem, carry=self._scores)
@@ -66,7 +66,7 @@ class FeatureResidual(ResidualLayer):
         if below is not None:
             below._above = ref(self)
 
-    def join(self, problem: Problem) -> Problem:
+    def join(self, problem: AttentionInputs) -> AttentionInputs:
         """The problem with the summed queries and keys, for any kernel."""
         own = {name: getattr(problem, name) for name in self._names}
         if self._below is None:

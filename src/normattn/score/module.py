@@ -16,9 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels import Problem, Visibility
-from normattn.kernels.problem import PairBias
-from normattn.kernels.selection import Selection
+from normattn.kernels import AttentionInputs, AttentionMask
+from normattn.kernels.inputs import PairBias, Selection
 from normattn.score.parts import PairBiasPart, Part, RotaryPosition
 from normattn.score.positions import Positions
 from normattn.score.rotary import (
@@ -107,11 +106,11 @@ class Score(nn.Module):
         k: Float[Tensor, "b g s d"],
         v: Float[Tensor, "b g s e"],
         positions: Positions,
-        seen: Visibility,
+        seen: AttentionMask,
         query_padding: Bool[Tensor, "b t"] | None = None,
         block: int = 0,
         dropout: float = 0.0,
-    ) -> Problem:
+    ) -> AttentionInputs:
         """The problem of these queries, keys and values: everything that folds is in q and k.
 
         `seen` is who sees whom but for the score's own window. Statistics over tokens leave out
@@ -168,12 +167,12 @@ class Score(nn.Module):
         stored: Float[Tensor, "b g s stored"],
         v: Float[Tensor, "b g s e"],
         positions: Positions,
-        seen: Visibility,
+        seen: AttentionMask,
         query_padding: Bool[Tensor, "b t"] | None = None,
         block: int = 0,
         dropout: float = 0.0,
         turned: Float[Tensor, "b g s wide"] | None = None,
-    ) -> Problem:
+    ) -> AttentionInputs:
         """`forward` for keys that `store` has made; if causal, the queries are the last of them.
 
         `turned` is what `turn` has made of the keys where the score is blockwise, if at hand.
@@ -272,16 +271,16 @@ class Score(nn.Module):
         k: Tensor,
         v: Tensor,
         positions: Positions,
-        seen: Visibility,
+        seen: AttentionMask,
         dropout: float,
         pairs: PairBias | None,
-    ) -> Problem:
+    ) -> AttentionInputs:
         window, kept = self._spec.window
         selection = None
         if self._spec.selection is not None:
             own = None if seen.padding is None else seen.padding[:, v.shape[2] - q.shape[2] :]
             selection = Selection(k.new_zeros(v.shape[0], v.shape[2], dtype=_wide(k)), own)
-        return Problem(
+        return AttentionInputs(
             q,
             k,
             v,

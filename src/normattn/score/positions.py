@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels import Visibility
+from normattn.kernels import AttentionMask
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Positions:
         n = self.n[..., rows] if self.n.shape[-1] == self.query.shape[-1] else self.n
         return replace(self, query=self.query[..., rows], key=self.key[..., :keys], n=n)
 
-    def without_masked(self, seen: Visibility) -> Positions:
+    def without_masked(self, seen: AttentionMask) -> Positions:
         """The same positions, with n less the keys that the mask of `seen` hides.
 
         A boolean mask hides where it is False; a floating one where it adds −∞ or the lowest number

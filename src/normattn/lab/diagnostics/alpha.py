@@ -13,14 +13,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from normattn.kernels import Problem
-from normattn.kernels.problem import CarriedSum
-from normattn.kernels.reference import reference
-from normattn.kernels.strips import strips
+from normattn.kernels import AttentionInputs
+from normattn.kernels.inputs import CarriedSum
+from normattn.kernels.reference import reference, strips
 
 
 @torch.no_grad()
-def alpha(problem: Problem, rows: Int[Tensor, " r"] | None = None) -> Float[Tensor, "b h r s"]:
+def alpha(
+    problem: AttentionInputs, rows: Int[Tensor, " r"] | None = None
+) -> Float[Tensor, "b h r s"]:
     """α_ij = softmax_j s(i, j) of the queries in `rows`, or of all, without dropout.
 
     A learned sink's share is what a row lacks to 1. The problem must not be one of scores that are
@@ -50,7 +51,7 @@ class Watcher:
     def confine(self, rows: slice, own: Tensor | None) -> None:
         """The next problem is that of some rows."""
 
-    def functions(self, problem: Problem) -> Tensor | None:
+    def functions(self, problem: AttentionInputs) -> Tensor | None:
         """None are wanted."""
         return None
 
@@ -67,7 +68,7 @@ class Summed:
             WeakKeyDictionary()
         )
 
-    def alone(self, problem: Problem) -> Problem:
+    def alone(self, problem: AttentionInputs) -> AttentionInputs:
         """The same scores as one product: of the features of all layers so far."""
         carry = problem.carry
         if carry is None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels import Problem
-from normattn.kernels.observe import Observation, observing
+from normattn.kernels import AttentionInputs
+from normattn.kernels.stats import Observation, observing
 from normattn.lab.diagnostics.angles import Stage, beyond, unseen_angles
 from normattn.lab.diagnostics.cosines import CosineSums
 from normattn.lab.diagnostics.lines import LayerLine
@@ -80,7 +80,7 @@ class Collector:
         """The next problem is that of some rows."""
         self._part = rows, own
 
-    def functions(self, problem: Problem) -> Tensor | None:
+    def functions(self, problem: AttentionInputs) -> Tensor | None:
         """Attention beyond the training length and at unseen angles, where any can be."""
         self._asked = {}
         score = self._owner
@@ -101,7 +101,7 @@ class Collector:
         self._asked = {name: index for index, name in enumerate(functions)}
         return torch.stack(list(functions.values())).to(device)
 
-    def see(self, problem: Problem, observation: Observation) -> None:
+    def see(self, problem: AttentionInputs, observation: Observation) -> None:
         """A problem of the current layer has been computed."""
         if self._name is None:
             return

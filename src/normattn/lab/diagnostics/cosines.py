@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from normattn.kernels import Problem
+from normattn.kernels import AttentionInputs
 from normattn.kernels.cosines import BINS, CosineCounts, cosine_counts
 from normattn.lab.diagnostics.sums import by_head
 from normattn.lab.diagnostics.watching import Seen
@@ -41,7 +41,7 @@ class CosineSums:
 
     def add(
         self,
-        problem: Problem,
+        problem: AttentionInputs,
         valid: Bool[Tensor, "b h t"],
         bin_of: Int[Tensor, "b h t"] | None = None,
     ) -> None:

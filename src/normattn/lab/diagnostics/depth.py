@@ -14,8 +14,8 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from normattn.kernels import Problem
-from normattn.kernels.observe import Observation, observing
+from normattn.kernels import AttentionInputs
+from normattn.kernels.stats import Observation, observing
 from normattn.lab.data.windows import MaskedSet
 from normattn.lab.diagnostics.alpha import Summed, Watcher, alpha
 from normattn.models.masked_lm import MaskedLM
@@ -54,7 +54,7 @@ def measure_depth(
 ) -> DepthSums:
     """Read `texts`, text w of document `document_of[w]`; dropout is off meanwhile.
 
-    Entropy comes from the kernels at work (`kernels.observe`), without any T × S matrix; attention
+    Entropy comes from the kernels at work (`kernels.stats`), without any T × S matrix; attention
     is computed again for the sampled queries only. `tokens_per_batch` bounds memory.
     """
     layers, count = model.config.layers, int(document_of.max()) + 1
@@ -121,7 +121,7 @@ class _Eyes(Watcher):
         self._summed = Summed()
         self._below: Tensor | None = None
 
-    def see(self, problem: Problem, observation: Observation) -> None:
+    def see(self, problem: AttentionInputs, observation: Observation) -> None:
         """A layer's attention is done."""
         self.entropy.append(observation.entropy.double().mean((1, 2)))
         attention = self._sampled(problem)
@@ -131,7 +131,7 @@ class _Eyes(Watcher):
             self.agreement_mean.append(_shared(*means).mean(1))
         self._below = attention
 
-    def _sampled(self, problem: Problem) -> Float[Tensor, "b h r s"]:
+    def _sampled(self, problem: AttentionInputs) -> Float[Tensor, "b h r s"]:
         """The attention weights of some queries, with what the layers below carry."""
         queries, device = problem.q.shape[2], problem.q.device
         rows = torch.linspace(0, queries - 1, min(SAMPLED, queries)).long().to(device)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from normattn.kernels.observe import Observation
+from normattn.kernels.stats import Observation
 from normattn.lab.stats import sums
 
 ROWS = ("entropy", "lse", "first_mass", "sink_mass")

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels import Problem
+from normattn.kernels import AttentionInputs
 from normattn.score import Score
 
 
@@ -21,7 +21,7 @@ class Seen:
 
     layer: int
     key: Float[Tensor, "b g s d"]
-    problem: Problem
+    problem: AttentionInputs
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def _hook(
 ) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
     def hook(module: nn.Module, given: tuple[Any, ...], problem: Any) -> None:
         assert isinstance(module, Score)
-        assert isinstance(problem, Problem)
+        assert isinstance(problem, AttentionInputs)
         spec = module.spec
         if problem.two_regimes or spec.blockwise or spec.documents is not None:
             raise InputError(

@@ -14,8 +14,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels import Problem
-from normattn.kernels.observe import Observation, observing
+from normattn.kernels import AttentionInputs
+from normattn.kernels.stats import Observation, observing
 from normattn.lab.diagnostics.alpha import Summed, Watcher, alpha
 from normattn.lab.diagnostics.collecting import layer_names
 from normattn.models.utils import without_dropout
@@ -70,7 +70,7 @@ class _Keep(Watcher):
         self._name = next(self._turns[owner])
         self.parts[self._name] = []
 
-    def see(self, problem: Problem, observation: Observation) -> None:
+    def see(self, problem: AttentionInputs, observation: Observation) -> None:
         """Compute a layer's weights once more."""
         weights = alpha(self._summed.alone(problem))[0]
         self.parts[self._name].append(weights.float().cpu())

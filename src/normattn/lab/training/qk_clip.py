@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels import Problem
-from normattn.kernels.observe import Observation, Observer, observer, observing
+from normattn.kernels import AttentionInputs
+from normattn.kernels.stats import Observation, Observer, observer, observing
 from normattn.lab.training.distribution import World
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
 from normattn.score import Score, ScoreSpec
@@ -110,11 +110,11 @@ class _Largest:
         if self.beside is not None:
             self.beside.confine(rows, own)
 
-    def functions(self, problem: Problem) -> Float[Tensor, "f r"] | None:
+    def functions(self, problem: AttentionInputs) -> Float[Tensor, "f r"] | None:
         """Nothing more is asked of the weights than by the observer beside it."""
         return None if self.beside is None else self.beside.functions(problem)
 
-    def see(self, problem: Problem, observation: Observation) -> None:
+    def see(self, problem: AttentionInputs, observation: Observation) -> None:
         """Take the largest logits of rows that are no padding."""
         if self.beside is not None:
             self.beside.see(problem, observation)

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels import Visibility
-from normattn.kernels.problem import PairBias
+from normattn.kernels import AttentionMask
+from normattn.kernels.inputs import PairBias
 from normattn.plain import transformed
 from normattn.score.parts.base import A_QUARTER, Part, Slot, number, register
 
@@ -229,7 +229,7 @@ class Shares:
         return self
 
     def values(
-        self, score: Float[Tensor, "b h t s"], seen: Visibility
+        self, score: Float[Tensor, "b h t s"], seen: AttentionMask
     ) -> Float[Tensor, "*b h t s"]:
         """b(h, i, j); 0 distance for keys after the query, which are hidden."""
         c, mu, w_in, b_in, w_out, b_out = (
@@ -296,7 +296,9 @@ class Counted:
         """The bias of some of the queries."""
         return replace(self, table=self.table[:, :, rows])
 
-    def values(self, score: Float[Tensor, "b h t s"], seen: Visibility) -> Float[Tensor, "b h t s"]:
+    def values(
+        self, score: Float[Tensor, "b h t s"], seen: AttentionMask
+    ) -> Float[Tensor, "b h t s"]:
         """Gates are summed from the last key that is seen down to each; hidden ones are 0."""
         order = seen.by_position(score)
         gate = torch.sigmoid(score.to(self.table.dtype))

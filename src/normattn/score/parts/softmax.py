@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.kernels import Visibility
+from normattn.kernels import AttentionMask
 from normattn.score.parts.base import Part, Parts, Slot, by_length, number, one_of, register
 from normattn.score.parts.long_context import blockwise
 
@@ -58,7 +58,7 @@ class NormaliserPart(Part):
     slot = Slot.NORMALISER
     excludes: ClassVar[Mapping[Slot, str]] = {Slot.SINK: "a sink is a logit of softmax"}
 
-    def weights(self, score: Scores, seen: Visibility) -> Scores:
+    def weights(self, score: Scores, seen: AttentionMask) -> Scores:
         """The weights of whole rows; a score is −∞, and its weight 0, where a key is hidden."""
         raise InputError(f"{self.name} defines no weights")
 
@@ -78,7 +78,7 @@ class Sigmoid(NormaliserPart):
     source = "arXiv 2409.04431"
     tokens: int | None = number(default=None, least=1, fill=by_length(lambda length: length))
 
-    def weights(self, score: Scores, seen: Visibility) -> Scores:
+    def weights(self, score: Scores, seen: AttentionMask) -> Scores:
         """σ(s − ln n)."""
         return torch.sigmoid(score - math.log(self.known("tokens")))
 
@@ -100,7 +100,7 @@ class StickBreaking(NormaliserPart):
     needs_causal = True
     current: bool = False
 
-    def weights(self, score: Scores, seen: Visibility) -> Scores:
+    def weights(self, score: Scores, seen: AttentionMask) -> Scores:
         """In logarithms, summed from each key up to the query."""
         every = slice(None)
         if not self.current:

@@ -1,8 +1,8 @@
-"""What softmax does to a problem's rows, read from a kernel's tiles while they are in the cache.
+"""What softmax does with each row of scores, read from tiles while they are in the cache.
 
     lse_i = ln Σ_j exp s(i, j)        H_i = lse_i − Σ_j α_ij s(i, j)        α = softmax(s)
 
-While an observer is on (`observing`), `attend` hands it an `Observation` of every problem. No
+While an observer is on (`observing`), `attend` hands it an `Observation` of every call. No
 T × S matrix is kept, nothing is added to the backward, and outputs are what the same kernel gives
 unobserved. Without one it costs the reading of one context variable.
 
@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from normattn.kernels.problem import Problem
-from normattn.kernels.visibility import Visibility
+from normattn.kernels.inputs import AttentionInputs, AttentionMask
+from normattn.kernels.tiled import Plan, Tile, TileScores
 
 # Rows of a block in which visible keys are counted.
 _ROWS = 256
@@ -59,7 +59,7 @@ class Observation:
 
 @runtime_checkable
 class Observer(Protocol):
-    """Whoever is told of every problem while `observing`."""
+    """Whoever is told of every call while `observing`."""
 
     def enter(
         self,
@@ -69,22 +69,22 @@ class Observer(Protocol):
         padding: tuple[Bool[Tensor, "b t"] | None, Bool[Tensor, "b s"] | None],
         at: tuple[Int[Tensor, "*bq t"], Int[Tensor, "*bk s"]],
     ) -> None:
-        """The problems that follow are those of `owner`'s queries and keys, as they came in.
+        """The calls that follow are those of `owner`'s queries and keys, as they came in.
 
         `padding` is True where a query, and where a key, is padding; `at` are their positions.
         """
         ...
 
     def confine(self, rows: slice, own: Bool[Tensor, "*b t"] | None) -> None:
-        """The next problem is that of some rows, of which only those in `own` (None: all) count."""
+        """The next call is that of some rows, of which only those in `own` (None: all) count."""
         ...
 
-    def functions(self, problem: Problem) -> Float[Tensor, "f r"] | None:
+    def functions(self, inputs: AttentionInputs) -> Float[Tensor, "f r"] | None:
         """Functions of distance 0 … R − 1 whose means are wanted, R beyond any that occurs."""
         ...
 
-    def see(self, problem: Problem, observation: Observation) -> None:
-        """A problem has been computed."""
+    def see(self, inputs: AttentionInputs, observation: Observation) -> None:
+        """A call has been computed."""
         ...
 
 
@@ -98,7 +98,7 @@ def observer() -> Observer | None:
 
 @contextmanager
 def observing(by: Observer) -> Iterator[None]:
-    """Tell `by` of every problem that `attend` computes, while inside and in this thread."""
+    """Tell `by` of every inputs that `attend` computes, while inside and in this thread."""
     token = _OBSERVER.set(by)
     try:
         yield
@@ -143,29 +143,30 @@ class Looked:
 
 
 class Eye:
-    """The observation of one problem in the making; a kernel shows it tile after tile."""
+    """The observation of one call in the making; a kernel shows it tile after tile."""
 
-    def __init__(self, problem: Problem, functions: Float[Tensor, "f r"] | None = None) -> None:
+    def __init__(
+        self, inputs: AttentionInputs, functions: Float[Tensor, "f r"] | None = None
+    ) -> None:
         """Room for every row."""
-        q = problem.q
-        self.problem, self.functions = problem, functions
+        q = inputs.q
+        self.inputs, self.functions = inputs, functions
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.names = ["largest", "most", "expected", "first"]
-        self.names += ["sink"] if problem.sink is not None else []
+        self.names += ["sink"] if inputs.sink is not None else []
         count = len(self.names) + (0 if functions is None else functions.shape[0])
         self.room = q.new_zeros(count, *q.shape[:3], dtype=wide)
         self.room[0] = -torch.inf
-        self._scratch: Tensor | None = None
 
     def show(self, score: Tensor, weight: Tensor, at: Looked, put: Put) -> None:
         """Read a tile: `score` (n, l, W + X), which is overwritten, and its softmax `weight`.
 
         `put(rooms, values)` writes values (K, n, l) to where these rows belong in (K, B, H, T).
         """
-        width, wide = at.width, score.dtype == self.room.dtype
+        width = at.width
         values = self.room.new_zeros(self.room.shape[0], *score.shape[:2])
-        _largest(score[..., :width], values[0])
-        _largest(weight, values[1])
+        torch.amax(score[..., :width], -1, out=values[0])
+        torch.amax(weight, -1, out=values[1])
         if (first := at.first(weight)) is not None:
             values[3] = first
         if "sink" in self.names:
@@ -174,28 +175,20 @@ class Eye:
         if score.shape[-1] > width:
             top = torch.maximum(top, score[..., width:].amax(-1))
         if self.functions is not None:
-            full = weight.to(values.dtype)
             for index, function in enumerate(self.functions, len(self.names)):
-                values[index] = at.mean(full, function.to(values.dtype))
+                values[index] = at.mean(weight, function.to(values.dtype))
         # Σ α (s − top): small where it counts, so that no digits cancel. 0 · −∞ must be 0.
-        apart = score if wide else self._aside(score)
         least = torch.finfo(score.dtype).min
-        apart.sub_(top.unsqueeze(-1)).clamp_(min=least).mul_(weight)
-        torch.sum(apart, -1, out=values[2])
+        score.sub_(top.unsqueeze(-1)).clamp_(min=least).mul_(weight)
+        torch.sum(score, -1, out=values[2])
         put(self.room, values)
-
-    def _aside(self, score: Tensor) -> Tensor:
-        """A copy in the type of the results, in room that is taken once."""
-        if self._scratch is None or self._scratch.numel() < score.numel():
-            self._scratch = self.room.new_empty(score.numel())
-        return self._scratch[: score.numel()].view(score.shape).copy_(score)
 
     @torch.no_grad()
     def observation(self) -> Observation:
         """What has been shown."""
         quantities = dict(zip(self.names, self.room, strict=False))
-        visible, even = _visible(self.problem, self.functions)
-        top, sink = quantities["largest"], self.problem.sink
+        visible, even = _visible(self.inputs, self.functions)
+        top, sink = quantities["largest"], self.inputs.sink
         if sink is not None:
             top = torch.maximum(top, sink.to(top)[:, None])
         none = visible == 0
@@ -205,9 +198,9 @@ class Eye:
         largest = quantities["largest"].masked_fill(none, -torch.inf)
         taken = None if sink is None else quantities["sink"].masked_fill(none, 0.0)
         first = quantities["first"]
-        if self.problem.visibility.aligned and self.problem.visibility.key.numel():
+        if self.inputs.visibility.aligned and self.inputs.visibility.key.numel():
             # Tiles told of their first column: whether it is the first token is asked once.
-            first = first * (self.problem.visibility.key[..., 0] == 0)
+            first = first * (self.inputs.visibility.key[..., 0] == 0)
         mean = None if self.functions is None else self.room[len(self.names) :]
         return Observation(lse, entropy, largest, first, taken, visible, mean, even)
 
@@ -215,15 +208,15 @@ class Eye:
 @torch.no_grad()
 def show_whole(
     eye: Eye,
-    problem: Problem,
+    inputs: AttentionInputs,
     score: Float[Tensor, "b h t s"],
     weight: Float[Tensor, "b h t s"],
     rows: slice,
 ) -> None:
-    """Let an eye read the scores and weights of a problem, which are its `rows`, as one tile."""
-    seen, sink, every = problem.visibility, problem.sink, slice(None)
+    """Let an eye read the scores and weights of some inputs, which are its `rows`, as one tile."""
+    seen, sink, every = inputs.visibility, inputs.sink, slice(None)
     logits = score
-    if problem.normaliser is not None:
+    if inputs.normaliser is not None:
         # Shares of a row's weight are the softmax of its logarithm.
         weight = weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
         score = weight.log().clamp(min=torch.finfo(weight.dtype).min)
@@ -253,38 +246,20 @@ def show_whole(
 
     flat = (score.detach().flatten(0, 1).clone(), weight.detach().flatten(0, 1))
     eye.show(*flat, Looked(width, first, mean), put)
-    if problem.normaliser is not None:
+    if inputs.normaliser is not None:
         # The room is in the order of the eye's names: the largest logit, the largest weight. A row
         # without any weight has the entropy of one that has it all in one place.
         eye.room[0][:, :, rows] = logits.detach().amax(-1).to(eye.room.dtype)
         eye.room[1][:, :, rows].masked_fill_(weight.detach().amax(-1) == 0, 1.0)
 
 
-def _largest(x: Tensor, into: Tensor) -> None:
-    """The largest of the last axis; half precision on a CPU as integers, which is ten times faster.
-
-    The bits of numbers from 0 on grow with the number, those of negative ones with its size.
-    """
-    if x.dtype == into.dtype:
-        torch.amax(x, -1, out=into)
-    elif x.device.type != "cpu":
-        into.copy_(x.amax(-1))
-    else:
-        bits = x.view(torch.int16)
-        most = bits.amax(-1)
-        below = most < 0
-        if below.any():
-            most = torch.where(below, bits.amin(-1), most)
-        into.copy_(most.view(x.dtype))
-
-
-def _visible(problem: Problem, functions: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _visible(inputs: AttentionInputs, functions: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """How many keys each query sees, (1|B, 1|H, T), and the means of functions over them."""
-    seen, keys = problem.visibility, problem.v.shape[2]
+    seen, keys = inputs.visibility, inputs.v.shape[2]
     if functions is None and seen.regular:
         return _counted(seen, keys)[None, None], None
     counts, evens = [], []
-    queries, every = problem.q.shape[2], slice(0, keys)
+    queries, every = inputs.q.shape[2], slice(0, keys)
     for start in range(0, queries, _ROWS):
         rows = slice(start, min(start + _ROWS, queries))
         open_ = _open(seen, rows, every)
@@ -296,12 +271,12 @@ def _visible(problem: Problem, functions: Tensor | None) -> tuple[Tensor, Tensor
             total = (table * open_).sum(-1)
             evens.append(total / count.clamp(min=1))
     if not counts:
-        none = torch.zeros(1, 1, 0, dtype=torch.int64, device=problem.q.device)
+        none = torch.zeros(1, 1, 0, dtype=torch.int64, device=inputs.q.device)
         return none, None if functions is None else functions.new_zeros(len(functions), 1, 1, 0)
     return torch.cat(counts, -1), torch.cat(evens, -1) if evens else None
 
 
-def _open(seen: Visibility, rows: slice, columns: slice) -> Bool[Tensor, "b h t s"]:
+def _open(seen: AttentionMask, rows: slice, columns: slice) -> Bool[Tensor, "b h t s"]:
     """True where a key is seen."""
     shape = (1, 1, rows.stop - rows.start, columns.stop - columns.start)
     hidden = seen.hidden(rows, columns)
@@ -315,7 +290,7 @@ def _open(seen: Visibility, rows: slice, columns: slice) -> Bool[Tensor, "b h t 
     return ~hidden.expand(*hidden.shape[:2], *shape[2:])
 
 
-def _counted(seen: Visibility, keys: int) -> Int[Tensor, " t"]:
+def _counted(seen: AttentionMask, keys: int) -> Int[Tensor, " t"]:
     """The keys that each query sees where only aligned causality and a window hide any."""
     queries = seen.query.shape[-1]
     if not keys or not (seen.causal or seen.window is not None):
@@ -330,3 +305,59 @@ def _counted(seen: Visibility, keys: int) -> Int[Tensor, " t"]:
     before = torch.minimum(torch.minimum(low, last + 1), low.new_tensor(0) + kept)
     after = torch.minimum(last, low.new_tensor(-1) + kept) - torch.maximum(high, low - 1)
     return (high - low + 1).clamp(min=0) + before.clamp(min=0) + after.clamp(min=0)
+
+
+def show_tile(eye: Eye, scores: TileScores, tile: Tile) -> None:
+    """Let an eye read the scores and weights that `scores` has just made, and kept."""
+    if scores.pair is None or not tile.width:
+        return
+    rows = scores
+    seen = rows.group.seen
+
+    def put(rooms: Tensor, values: Tensor) -> None:
+        group, repeat = rows.group, rows.plan.repeat
+        apart = rooms.view(*rooms.shape[:2], -1, repeat, rooms.shape[-1])
+        own = apart[:, group.batch, group.heads, :, tile.rows].transpose(3, 4)
+        own.copy_(values.view(own.shape))
+
+    def first(weight: Tensor) -> Tensor | None:
+        return _by_column(rows, tile, weight) if seen.aligned else _by_mask(rows, tile, weight)
+
+    def mean(weight: Tensor, function: Tensor) -> Tensor:
+        parts = []
+        for span, where in tile.laid():
+            table = rows.spread(function[seen.distance(tile.rows, span.columns).abs()])
+            parts.append((rows.apart(weight[..., : tile.width])[..., where] * table).sum(-1))
+        return torch.stack(parts).sum(0).flatten(0, 1).flatten(1)
+
+    eye.show(*scores.pair, Looked(tile.width, first, mean), put)
+
+
+def _by_column(rows: TileScores, tile: Tile, weight: Tensor) -> Tensor | None:
+    """The weight on the first column, the only one that can be the first token."""
+    columns = [weight[..., where.start] for span, where in tile.laid() if span.start == 0]
+    if not columns:
+        return None
+    return columns[0] if len(columns) == 1 else columns[0] + columns[1]
+
+
+def _by_mask(rows: TileScores, tile: Tile, weight: Tensor) -> Tensor:
+    """The weight on the keys at position 0, of which a query sees one at most."""
+    parts = []
+    for span, where in tile.laid():
+        first = (rows.group.seen.key[..., span.columns] == 0)[..., None, :]
+        first = first[:, None] if first.dim() == 3 else first
+        parts.append((rows.apart(weight)[..., where] * rows.spread(first)).sum(-1))
+    return torch.stack(parts).sum(0).flatten(0, 1).flatten(1)
+
+
+@torch.no_grad()
+def look_over(inputs: AttentionInputs, eye: Eye) -> None:
+    """Show every tile of some inputs that another kernel computes: scores and weights once more."""
+    inputs = inputs.widened()
+    plan = Plan.of(inputs)
+    for group in plan.groups(inputs.q):
+        scores = TileScores(inputs, plan, group)
+        for tile in plan.tiles:
+            scores.weights(tile, kept=True)
+            show_tile(eye, scores, tile)

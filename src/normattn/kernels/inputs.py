@@ -1,0 +1,381 @@
+"""What attention kernels compute with: tensors and a mask, never the name of a method.
+
+Legend: B batch, H query heads, G key heads, T queries, S keys, D score and E value size, n layers,
+R distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from normattn.errors import InputError
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Which keys each query sees, and what is added to a score.
+
+    A query sees a key that is no padding, that `mask` allows (boolean, True = seen), that belongs
+    to the query's document, whose position is not after the query's if `causal`, and, with a
+    `window`, for which |i − j| < window or whose position is below `kept`. A floating `mask` is
+    added to the score. `query` and `key` are positions; `aligned` says that those of the keys are
+    0 … S − 1 and those of the queries the last T of them.
+    """
+
+    causal: bool
+    query: Int[Tensor, "*bq t"]
+    key: Int[Tensor, "*bk s"]
+    aligned: bool
+    padding: Bool[Tensor, "b s"] | None = None
+    mask: Tensor | None = None
+    window: int | None = None
+    kept: int = 0
+    query_documents: Int[Tensor, "b t"] | None = None
+    key_documents: Int[Tensor, "b s"] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but aligned causality (or nothing at all) hides a key."""
+        return self.window is None and self.regular
+
+    @property
+    def regular(self) -> bool:
+        """Whether a key is hidden by aligned causality and the window only, alike in every row."""
+        bare = self.padding is None and self.mask is None and self.query_documents is None
+        return bare and (self.aligned or not (self.causal or self.window is not None))
+
+    def part(self, rows: slice, keys: int) -> AttentionMask:
+        """What `rows` see of the first `keys` keys; rows are then the last of them if aligned."""
+        if rows == slice(0, self.query.shape[-1]) and keys == self.key.shape[-1]:
+            return self
+        columns = slice(0, keys)
+        own, theirs = self.query_documents, self.key_documents
+        return replace(
+            self,
+            query=self.query[..., rows],
+            key=self.key[..., columns],
+            padding=None if self.padding is None else self.padding[:, columns],
+            mask=None if self.mask is None else _block(self.mask, rows, columns),
+            query_documents=None if own is None else own[:, rows],
+            key_documents=None if theirs is None else theirs[:, columns],
+        )
+
+    def of_heads(self, batch: slice, heads: slice) -> AttentionMask:
+        """The same for a part of the batch and of the query heads."""
+
+        def rows(x: Tensor | None) -> Tensor | None:
+            return x[batch] if x is not None and x.dim() >= 2 and x.shape[0] > 1 else x
+
+        mask = self.mask
+        if mask is not None:
+            if mask.dim() >= 3 and mask.shape[-3] > 1:
+                mask = mask[..., heads, :, :]
+            if mask.dim() == 4 and mask.shape[0] > 1:
+                mask = mask[batch]
+        query, key = rows(self.query), rows(self.key)
+        assert query is not None
+        assert key is not None
+        return replace(
+            self,
+            query=query,
+            key=key,
+            padding=rows(self.padding),
+            mask=mask,
+            query_documents=rows(self.query_documents),
+            key_documents=rows(self.key_documents),
+        )
+
+    def distance(self, rows: slice, columns: slice) -> Int[Tensor, "*b t s"]:
+        """i − j for a block, (t, s) or (B, 1, t, s)."""
+        query, key = self.query[..., rows], self.key[..., columns]
+        block = query[..., :, None] - key[..., None, :]
+        return block[:, None] if block.dim() == 3 else block
+
+    def by_position(self, score: Float[Tensor, "b h t s"]) -> Int[Tensor, "b h t s"] | None:
+        """The columns of `score` in the order of positions; None where they stand in it."""
+        if self.aligned:
+            return None
+        order = self.key.argsort(dim=-1, stable=True)
+        return (order if order.dim() == 1 else order[:, None, None]).expand(score.shape)
+
+    def hidden(self, rows: slice, columns: slice) -> Bool[Tensor, "..."] | None:
+        """True where a key is not seen, broadcastable to (B, H, t, s); None where all are."""
+        hidden: Tensor | None = None
+        if self.causal:
+            hidden = self.distance(rows, columns) < 0
+        if self.padding is not None:
+            padded = self.padding[:, None, None, columns]
+            hidden = padded if hidden is None else hidden | padded
+        if self.window is not None:
+            beyond = self.distance(rows, columns).abs() >= self.window
+            if self.kept:
+                key = self.key[..., columns] >= self.kept
+                beyond = beyond & (key[:, None, None] if key.dim() == 2 else key)
+            hidden = beyond if hidden is None else hidden | beyond
+        if self.query_documents is not None and self.key_documents is not None:
+            query, key = self.query_documents[:, rows], self.key_documents[:, columns]
+            other = (query[:, :, None] != key[:, None, :])[:, None]
+            hidden = other if hidden is None else hidden | other
+        if self.mask is not None and self.mask.dtype == torch.bool:
+            unseen = ~_block(self.mask, rows, columns)
+            hidden = unseen if hidden is None else hidden | unseen
+        return hidden
+
+    def added(self, rows: slice, columns: slice) -> Float[Tensor, "..."] | None:
+        """What the floating mask adds to a block of scores."""
+        if self.mask is None or self.mask.dtype == torch.bool:
+            return None
+        return _block(self.mask, rows, columns)
+
+
+def _block(mask: Tensor, rows: slice, columns: slice) -> Tensor:
+    """The block of a mask whose last two axes may be 1 to be broadcast."""
+    if mask.shape[-2] != 1:
+        mask = mask[..., rows, :]
+    return mask if mask.shape[-1] == 1 else mask[..., columns]
+
+
+@dataclass
+class Selection:
+    """What earlier queries took from a key, to be subtracted from its scores.
+
+    F(i, j) = Σ_{l<i} max(0, s_0(l, j)) of head 0's scores, for the scores of every head. No query
+    selects its own key or one at position 0, and a padded query, one of `padding`, none. `before`
+    (B, S) is F of the first query; a kernel writes that of the query after the last one to `after`.
+    Queries must be in the order of their positions.
+    """
+
+    before: Float[Tensor, "b s"]
+    padding: Bool[Tensor, "b t"] | None = None
+    after: Float[Tensor, "b s"] | None = None
+
+    def taken(self, score: Float[Tensor, "b t s"], seen: AttentionMask) -> Float[Tensor, "b t s"]:
+        """F of every query, of head 0's scores, which are −∞ where a key is hidden."""
+        every = slice(None)
+        spared = (seen.distance(every, every) == 0) | (seen.key == 0)[..., None, None, :]
+        spared = spared.squeeze(-3)
+        if self.padding is not None:
+            spared = spared | self.padding[..., None]
+        chosen = score.to(self.before.dtype).relu().masked_fill(spared, 0.0)
+        sums = torch.cat((self.before[:, None], chosen), 1).cumsum(1)
+        self.after = sums[:, -1]
+        return sums[:, :-1]
+
+    def part(self, rows: slice, keys: int) -> Selection:
+        """The same for some of the queries, the next ones, and the first `keys` keys."""
+        padding = None if self.padding is None else self.padding[:, rows]
+        return Selection(self.before[:, :keys], padding)
+
+    def behind(self, part: Selection) -> Selection:
+        """The same for the queries after those of `part`."""
+        assert part.after is not None
+        rest = self.before[:, part.after.shape[1] :]
+        return Selection(torch.cat((part.after, rest), 1), self.padding)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What all layers that share one carry have in common."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return (
+            f"batch {self.batch}, {self.heads} query heads, {self.key_heads} key heads, "
+            f"{self.queries} queries, {self.keys} keys, {self.dtype}"
+        )
+
+
+@runtime_checkable
+class CarriedSum(Protocol):
+    """Scores that the layers of one forward pass sum up: `kernels.carry.CarriedScores`.
+
+    `layers` is how many there will be, if that is known; `way` the kernel that sums them.
+    """
+
+    mean: bool
+    layers: int | None
+    way: str | None
+
+    def elsewhere(self, way: str) -> str | None:
+        """Why a kernel cannot go on from the layers below; None where it can."""
+        ...
+
+    def enter(self, way: str, stack: Stack) -> None:
+        """One more layer, from now on counted."""
+        ...
+
+    def stored(self, score: Float[Tensor, "b h t s"]) -> Float[Tensor, "b h t s"]:
+        """The sum with this layer's scores, known to autograd."""
+        ...
+
+    def features(
+        self, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]
+    ) -> tuple[Float[Tensor, "b h t nd"], Float[Tensor, "b g s nd"]]:
+        """[q_1 … q_n] and [k_1 … k_n], whose product is the sum."""
+        ...
+
+
+@runtime_checkable
+class PairBias(Protocol):
+    """A bias of each pair that is no function of its distance alone."""
+
+    @property
+    def width(self) -> int:
+        """How many numbers a pair takes on the way, beside its score of each head."""
+        ...
+
+    def part(self, rows: slice) -> PairBias:
+        """The bias of some of the rows."""
+        ...
+
+    def values(
+        self, score: Float[Tensor, "b h t s"], seen: AttentionMask
+    ) -> Float[Tensor, "*b h t s"]:
+        """b(h, i, j) beside these scores, −∞ where a key is hidden; finite there, too."""
+        ...
+
+
+@runtime_checkable
+class Normaliser(Protocol):
+    """What makes weights of whole rows of scores in place of softmax."""
+
+    def weights(
+        self, score: Float[Tensor, "b h t s"], seen: AttentionMask
+    ) -> Float[Tensor, "b h t s"]:
+        """The weights of rows; a score is −∞, and its weight 0, where a key is hidden."""
+        ...
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """o_i = Σ_j softmax_j(s(i, j)) v_j over the keys that query i sees; or another `normaliser`.
+
+    s(i, j) = cap·tanh(⟨q_i, k_j⟩/cap) + bias(h, |i − j|), with far_q and far_k in the product where
+    i − j ≥ window; without a cap the product itself. A `sink` (H,) is one more logit in the
+    denominator of head h, with value 0. q (B, H, T, D), k (B, G, S, D), v (B, G, S, E); G divides
+    H. With two regimes k may hold the keys from column `near_start` on only: those before are far
+    for every row. bias (H, R) has a value for every distance 0 … R − 1 that occurs; `pairs` add one
+    that depends on both positions; a `selection` is subtracted. A query that sees no key gets 0.
+    With a `carry` the product is the sum of ⟨q_i, k_j⟩ over this layer and those below, or its
+    mean, and this layer joins it.
+    """
+
+    q: Float[Tensor, "b h t d"]
+    k: Float[Tensor, "b g near d"]
+    v: Float[Tensor, "b g s e"]
+    visibility: AttentionMask
+    far_q: Float[Tensor, "b h t d"] | None = None
+    far_k: Float[Tensor, "b g s d"] | None = None
+    window: int | None = None
+    dropout: float = 0.0
+    bias: Float[Tensor, "h r"] | None = None
+    sink: Float[Tensor, " h"] | None = None
+    cap: float | None = None
+    near_start: int = 0
+    carry: CarriedSum | None = None
+    pairs: PairBias | None = None
+    normaliser: Normaliser | None = None
+    selection: Selection | None = None
+
+    @property
+    def two_regimes(self) -> bool:
+        """Whether distant pairs are scored by the far queries and keys."""
+        return self.window is not None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What a gradient may reach, in the order of `LEARNED`."""
+        return self.q, self.k, self.v, self.far_q, self.far_k, self.bias, self.sink
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """All the rest by name, but for the carry."""
+        return {name: getattr(self, name) for name in _SETTINGS}
+
+    @staticmethod
+    def of(settings: Mapping[str, Any], tensors: Sequence[Tensor | None]) -> AttentionInputs:
+        """The inputs of `settings` and `tensors`."""
+        learned: dict[str, Any] = dict(zip(LEARNED, tensors, strict=True))
+        return AttentionInputs(**settings, **learned)
+
+    @property
+    def stack(self) -> Stack:
+        """What the layers of a stack must share."""
+        q, k = self.q, self.k
+        return Stack(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.dtype)
+
+    def widened(self) -> AttentionInputs:
+        """The same inputs with half-precision tensors in float32, which no score overflows."""
+        if self.q.element_size() != 2:
+            return self
+        wide = [None if x is None else x.float() for x in self.tensors]
+        return replace(AttentionInputs.of(self.settings, wide), carry=self.carry)
+
+    def expanded(self) -> AttentionInputs:
+        """The same inputs with one key head per query head."""
+        groups = self.q.shape[1] // self.k.shape[1]
+        if groups == 1:
+            return self
+        far_k = self.far_k
+        return replace(
+            self,
+            k=self.k.repeat_interleave(groups, 1),
+            v=self.v.repeat_interleave(groups, 1),
+            far_k=None if far_k is None else far_k.repeat_interleave(groups, 1),
+        )
+
+
+LEARNED = ("q", "k", "v", "far_q", "far_k", "bias", "sink")
+"""The tensors that a gradient may reach."""
+_SETTINGS = tuple(x.name for x in fields(AttentionInputs) if x.name not in (*LEARNED, "carry"))
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""What scores are computed of; half precision is accumulated in float32."""
+
+
+def check_dense(name: str, operand: Any) -> None:
+    """Refuse what is no tensor, and a tensor without numbers of its own: sparse, or on `meta`."""
+    if not isinstance(operand, Tensor):
+        raise InputError(f"{name} must be a tensor, but it is a {type(operand).__name__}")
+    if operand.layout is not torch.strided:
+        raise InputError(f"{name} must be a dense tensor, but its layout is {operand.layout}")
+    if operand.is_meta:
+        raise InputError(f"{name} is on the meta device, where a tensor holds no numbers")
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse tensors that do not belong together, with their shapes."""
+    for name, operand in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, operand)
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise InputError(f"q, k and v must be (batch, heads, tokens, size), but they are {shapes}")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise InputError(f"q, k and v must have the same batch size, but they are {shapes}")
+    if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
+        raise InputError(f"k and v must have the same heads and tokens, but they are {shapes}")
+    if q.shape[-1] != k.shape[-1]:
+        raise InputError(f"q and k must have the same size, but they are {shapes}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise InputError(f"the query heads must be a multiple of the key heads: {shapes}")
+    if len({q.dtype, k.dtype, v.dtype}) != 1:
+        raise InputError(
+            f"q, k and v must share a dtype, but they are {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if q.dtype not in DTYPES:
+        raise InputError(
+            f"q, k and v must be float32, float64, bfloat16 or float16, but they are {q.dtype}"
+        )

@@ -1,0 +1,133 @@
+"""torch's own attention kernels: what is absorbed into q and k, and a CPU's flash operators.
+
+The flash operators are asked directly because they hand out the log-sum-exp. They walk along an
+operand's last axis as if it were dense and say nothing where it is not: what a Conv1d gives, a
+slice with a step or an expanded axis would be read out of bounds. So `flash` copies such operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from normattn.kernels.inputs import AttentionInputs
+from normattn.kernels.numerics import refuse_second_derivative
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def fused(inputs: AttentionInputs) -> Float[Tensor, "b h t e"]:
+    """`scaled_dot_product_attention` with scale 1."""
+    causal = inputs.visibility.causal
+    out = sdpa(inputs.q, inputs.k, inputs.v, causal, 1.0, inputs.dropout)
+    spoil = torch.compiler.is_compiling() and out.device.type == "cpu"
+    return out + _poison(inputs) if spoil else out
+
+
+def sdpa(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s e"],
+    causal: bool,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+) -> Float[Tensor, "b h t e"]:
+    """softmax(scale · q kᵀ) · v by torch's kernel, which has no second derivative.
+
+    Causal with one query, the last, means that every key is seen.
+    """
+    # Not by `and`: of a symbolic length that would be no plain bool.
+    if q.shape[2] == 1:
+        causal = False
+    dtype = v.dtype
+    if slow_type(q):
+        q, k, v = q.float(), k.float(), v.float()
+    out = scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=causal,
+        scale=scale,
+        dropout_p=dropout,
+        enable_gqa=q.shape[1] != k.shape[1],
+    ).to(dtype)
+    if out.requires_grad and not torch.compiler.is_compiling():
+        out.register_hook(_refuse)  # type: ignore[no-untyped-call]
+    return out
+
+
+def slow_type(q: Float[Tensor, "b h t d"]) -> bool:
+    """Whether torch's kernel is quicker in float32 than in the half precision of these queries.
+
+    It keeps scores in float32 either way. On a CPU with AVX-512 and without AMX a forward in
+    bfloat16 takes 1.6 times as long as one in float32, and a backward twice as long. A single query
+    reads its keys once: to widen them would take longer than to attend.
+    """
+    if q.device.type != "cpu" or q.element_size() != 2 or q.shape[2] == 1:
+        return False
+    return not processor_features().get("amx_bf16" if q.dtype == torch.bfloat16 else "amx_fp16")
+
+
+@cache
+def processor_features() -> Mapping[str, bool]:
+    """What the processor has, by torch's names."""
+    features: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    return features
+
+
+def _poison(inputs: AttentionInputs) -> Tensor:
+    """0, or NaN for a query whose first score is NaN, for which a CPU's kernel may give 0.
+
+    Outside of a compiler `dispatch` looks at the numbers instead.
+    """
+    q, k = inputs.q.detach(), inputs.k.detach()
+    first = k[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return (q * first).sum(-1, keepdim=True) * 0.0
+
+
+def _refuse(_: Tensor) -> None:
+    refuse_second_derivative("the stock flash kernel", "backend='reference'")
+
+
+def dense(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
+    """`x`, copied where the numbers of a row do not lie side by side, or rows upon each other."""
+    whole = x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]
+    return x if whole else x.contiguous()
+
+
+def flash(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s d"],
+    causal: bool,
+    mask: Float[Tensor, "t s"] | None = None,
+) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t"]]:
+    """softmax(q kᵀ + mask) · v and the log-sum-exp of each row, in float32 or wider."""
+    mask = None if mask is None else mask[None, None]
+    out, sums = _forward(dense(q), dense(k), dense(v), 0.0, causal, attn_mask=mask, scale=1.0)
+    return out, sums
+
+
+def flash_backward(
+    by_out: Float[Tensor, "b h t d"],
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s d"],
+    out: Float[Tensor, "b h t d"],
+    sums: Float[Tensor, "b h t"],
+    causal: bool,
+    mask: Float[Tensor, "t s"] | None = None,
+) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g s d"], Float[Tensor, "b g s d"]]:
+    """The gradients of q, k and v from those of `flash`'s output."""
+    operands = (dense(x) for x in (by_out, q, k, v, out))
+    mask = None if mask is None else mask[None, None]
+    by_q, by_k, by_v = _backward(
+        *operands, sums.contiguous(), 0.0, causal, attn_mask=mask, scale=1.0
+    )
+    return by_q, by_k, by_v
