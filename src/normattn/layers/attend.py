@@ -272,20 +272,23 @@ def _check(
 ) -> None:
     check_score(score, q, k)
     if mask is not None:
-        check_dense("attn_mask", mask)
-        full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        try:
-            fits = mask.dim() >= 2 and mask.expand(full).shape == full
-        except RuntimeError:
-            fits = False
-        if not fits or mask.dtype not in (torch.bool, *DTYPES):
-            raise InputError(
-                "attn_mask must be boolean, float32, float64, bfloat16 or float16 and broadcast to "
-                f"{full}, but it is "
-                f"{mask.dtype} of {tuple(mask.shape)}"
-            )
+        check_mask(mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise InputError(f"dropout_p must be at least 0 and below 1, but it is {dropout}")
+
+
+def check_mask(mask: Tensor, full: tuple[int, ...]) -> None:
+    """Refuse an `attn_mask` of another type, or one that does not broadcast to (B, H, T, S)."""
+    check_dense("attn_mask", mask)
+    try:
+        fits = mask.dim() >= 2 and mask.expand(full).shape == full
+    except RuntimeError:
+        fits = False
+    if not fits or mask.dtype not in (torch.bool, *DTYPES):
+        raise InputError(
+            "attn_mask must be boolean, float32, float64, bfloat16 or float16 and broadcast to "
+            f"{full}, but it is {mask.dtype} of {tuple(mask.shape)}"
+        )
 
 
 def _check_padding(name: str, axis: str, padding: Tensor | None, x: Tensor) -> None:

@@ -18,6 +18,7 @@ from normattn.kernels.inputs import Selection, check_shapes
 from normattn.kernels.numerics import without_infinities
 from normattn.kernels.stats import announce, observer
 from normattn.layers.attend import (
+    check_mask,
     check_packed,
     check_restarts,
     in_blocks,
@@ -32,7 +33,7 @@ from normattn.layers.one_token import OneToken, foldable, made, serves
 from normattn.layers.one_token_far import OneTokenFar, made_far
 from normattn.layers.output_gate import check_gate, gated
 from normattn.layers.residual_scores import ResidualLayer, check_residual
-from normattn.score import Positions, Score
+from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import numbered
 
 
@@ -49,8 +50,10 @@ def attention_cached(
     residual: ResidualLayer | None = None,
     gate: Float[Tensor, "b t gates"] | None = None,
     forget: Float[Tensor, "b t logits"] | None = None,
+    attn_mask: Tensor | None = None,
+    causal: bool = True,
 ) -> Float[Tensor, "b h t e"]:
-    """Causal attention of T new tokens, whose keys and values join the cache.
+    """Attention of T new tokens, whose keys and values join the cache.
 
     Args:
         q: queries (B, H, T, D) of the new tokens, not yet normalised, scaled or rotated.
@@ -67,11 +70,16 @@ def attention_cached(
         residual: as for `attention`.
         gate: that of the new tokens, as for `attention`.
         forget: likewise.
+        attn_mask: what the new tokens see of all S tokens, broadcastable to (B, H, T, S), boolean
+            (True = seen) or floating (added), as for `attention`.
+        causal: False for new tokens that `attn_mask` lets see each other both ways, as those of a
+            prefix or an image; tokens read before never see later ones.
 
     Equal to the last T rows of `attention` over all tokens. Raises `InputError` for shapes that do
     not fit, a full cache, and a cache that another score filled.
     """
     quick = key_padding is None and positions is None and documents is None
+    quick = quick and attn_mask is None and causal
     quick = (
         quick and residual is None and forget is None and backend == "auto" and observer() is None
     )
@@ -94,6 +102,9 @@ def attention_cached(
         if ready is not None:
             return gated(score.spec, joined_pairs(score, ready(q, k, v, score, cache)), gate)
     _check_given((key_padding, positions, documents), q.shape[0], first + count)
+    if attn_mask is not None:
+        check_mask(attn_mask, (*q.shape[:3], first + count))
+    _check_both_ways(score.spec, causal, attn_mask, documents)
     if positions is not None and documents is None:
         check_restarts("positions", positions, key_padding)
     if documents is not None:
@@ -120,6 +131,10 @@ def attention_cached(
     if score.spec.selection is not None:
         selection = Selection(_taken(cache, keys, first), own)
     at, seen = _standing(cache, count, q.device, key_padding, positions, documents)
+    if not causal:
+        at, seen = _both_ways(at, seen, cache.length, key_padding)
+    if attn_mask is not None:
+        at, seen = _masked(score.spec, at, seen, attn_mask, cache.dropped)
     if score.spec.chunk is not None:
         seen = in_chunks(seen, score.spec.chunk, q.shape[0])
     live = _live_blocks(score, at)
@@ -203,6 +218,53 @@ def _standing(
     return at, seen
 
 
+def _check_both_ways(
+    spec: ScoreSpec, causal: bool, mask: Tensor | None, documents: Tensor | None
+) -> None:
+    """Refuse tokens that see later ones without saying which, or by a score that cannot."""
+    if causal:
+        return
+    if mask is None or documents is not None:
+        raise InputError(
+            "beside a cache causal=False needs attn_mask=…, what the new tokens see of all tokens, "
+            "and takes no documents"
+        )
+    if spec.needs_causal:
+        raise InputError(f"{spec.name} is defined for causal attention only")
+    if spec.leaks_future:
+        raise InputError(
+            f"{spec.name} takes statistics across the sequence, which tokens that come later would "
+            "change: it cannot be read with a cache"
+        )
+
+
+def _both_ways(
+    at: Positions, seen: Visibility, length: int, padding: Tensor | None
+) -> tuple[Positions, Visibility]:
+    """The same without causality: n is the number of all tokens that are not padding."""
+    if padding is None:
+        n = torch.full((1,), length, device=at.query.device)
+    else:
+        n = (~padding).sum(-1, keepdim=True).clamp(min=1)
+    at = replace(at, n=n, causal=False, regular=False)
+    return at, replace(seen, causal=False)
+
+
+def _masked(
+    spec: ScoreSpec, at: Positions, seen: Visibility, mask: Tensor, dropped: int
+) -> tuple[Positions, Visibility]:
+    """The same with a mask over all tokens, of which the first `dropped` are forgotten."""
+    if mask.shape[-1] != 1:
+        if spec.logn is not None and dropped:
+            raise InputError(
+                f"{spec.name} counts the keys that attn_mask shows, but the cache of its window "
+                "has forgotten some: use a GrowingCache"
+            )
+        mask = mask[..., dropped:]
+    seen = replace(seen, mask=mask)
+    return (at if spec.logn is None else at.without_masked(seen)), seen
+
+
 def _taken(cache: KeyValueCache, keys: Tensor, first: int) -> Float[Tensor, "b s"]:
     """What the first tokens took from all of the keys: of those after them, nothing."""
     wide = torch.promote_types(keys.dtype, torch.float32)
@@ -256,9 +318,9 @@ def _check_given(given: tuple[Tensor | None, ...], batch: int, tokens: int) -> N
 
 def refuse_beside_cache(causal: bool, mask: Tensor | None, dropping: bool) -> None:
     """Refuse what a layer that reads with a cache would otherwise ignore."""
-    if not causal:
-        raise InputError("a cache is for causal attention: leave it out, or causal=False")
-    if mask is not None:
-        raise InputError("attn_mask has no meaning beside a cache; use key_padding")
+    if not causal and mask is None:
+        raise InputError(
+            "a cache is for causal attention: leave it out, or causal=False, or give attn_mask=…"
+        )
     if dropping:
         raise InputError("a cache is for inference: call .eval() first, dropout is on")

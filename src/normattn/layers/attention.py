@@ -63,7 +63,9 @@ class SelfAttention(nn.Module, ABC):
         """Let every position of `x` attend; `key_padding` is True where a position is padding.
 
         With a `cache`, which this call extends, `x` are new tokens that see those read before as
-        well; `key_padding`, `positions` and `documents` are then those of all S tokens.
+        well; `key_padding`, `positions` and `documents` are then those of all S tokens, and
+        `attn_mask` says what the new ones see of all; with `causal=False` it may let them see each
+        other.
         `residual` is what the layers below hand on, where the score asks for it. `query_padding`,
         `key_padding` where it is not given, says which rows no statistics should count; a causal
         layer whose padding stands on the right needs nothing else of it. `backend` names the
@@ -75,8 +77,8 @@ class SelfAttention(nn.Module, ABC):
         forget = None if self.forget is None else self.forget(x)
         if cache is not None:
             refuse_beside_cache(causal, attn_mask, self.training and self.dropout > 0)
-            told = (key_padding, positions, documents)
-            o = attention_cached(q, k, v, self.score, cache, *told, backend, residual, gate, forget)
+            told = (key_padding, positions, documents, backend, residual, gate, forget)
+            o = attention_cached(q, k, v, self.score, cache, *told, attn_mask, causal)
             return self.output(o, beside)
         o = attention(
             q,
