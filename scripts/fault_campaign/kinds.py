@@ -84,26 +84,6 @@ def _pixels() -> tuple[Any, Any]:
     return generator.integers(0, 256, (40, 8, 8), dtype=np.uint8), np.arange(40) % 4
 
 
-def _images_in_npz(folder: Path) -> Path:
-    import numpy as np
-
-    images, labels = _pixels()
-    folder.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(folder / "some.npz", images=images, labels=labels)
-    return folder / "some.npz"
-
-
-def _images_in_idx(folder: Path) -> Path:
-    import gzip
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for array, name in zip(_pixels(), ("images-idx3", "labels-idx1"), strict=True):
-        sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
-        content = b"\0\0\x08" + bytes([array.ndim]) + sizes + array.astype("u1").tobytes()
-        (folder / f"train-{name}-ubyte.gz").write_bytes(gzip.compress(content))
-    return folder
-
-
 def _images_in_folders(folder: Path) -> Path:
     from PIL import Image
 
@@ -117,8 +97,6 @@ CORPORA: Mapping[str, Callable[[Path], Path]] = {
     "pairs in lines": _pairs_in_lines,
     "pairs in JSON lines": _pairs_in_json,
     "relations": _relations,
-    "images in .npz": _images_in_npz,
-    "images in IDX files": _images_in_idx,
     "images in folders": _images_in_folders,
 }
 """By name: what fills a folder and returns what is to be asked for."""
@@ -126,6 +104,6 @@ CORPORA: Mapping[str, Callable[[Path], Path]] = {
 KINDS = (
     Kind("translation", _translate, ("pairs in lines", "pairs in JSON lines")),
     Kind("classifier", _classify, ("relations",), exported=True),
-    Kind("vision", _see, ("images in .npz", "images in IDX files", "images in folders"),
+    Kind("vision", _see, ("images in folders",),
          cached=False),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import nn
 
 from normattn import atomic
 from normattn.atomic import write_bytes
-from normattn.cli.model_card import Card
+from normattn.cli.model_card import card_text
 from normattn.cli.report_runs import of_runs
 from normattn.errors import InputError
 from normattn.lab.report.charts import png
@@ -87,10 +87,10 @@ def export_run(run: Path, out: Path, licence: str | None = None) -> None:
         tokeniser = _write_model(model, config, run, folder)
         table = _write_evaluation(run, config, folder)
         write_bytes(folder / "figures" / "training_loss.png", png(history_figure(losses)))
-        card = Card(
-            out.resolve().name, config, stored, kind.task, kind.auto, tokeniser, table, licence
+        card = card_text(
+            out.resolve().name, run, config, model, kind.task, kind.auto, tokeniser, table, licence
         )
-        (folder / CARD).write_text(card.text(model), encoding="utf-8")
+        (folder / CARD).write_text(card, encoding="utf-8")
 
     atomic.write_directory(out, fill)
     tell(f"model, tokeniser and card: {out}")
