@@ -239,8 +239,8 @@ def _check_both_ways(
 
 
 def _both_ways(
-    at: Positions, seen: Visibility, length: int, padding: Tensor | None
-) -> tuple[Positions, Visibility]:
+    at: Positions, seen: AttentionMask, length: int, padding: Tensor | None
+) -> tuple[Positions, AttentionMask]:
     """The same without causality: n is the number of all tokens that are not padding."""
     if padding is None:
         n = torch.full((1,), length, device=at.query.device)
@@ -251,8 +251,8 @@ def _both_ways(
 
 
 def _masked(
-    spec: ScoreSpec, at: Positions, seen: Visibility, mask: Tensor, dropped: int
-) -> tuple[Positions, Visibility]:
+    spec: ScoreSpec, at: Positions, seen: AttentionMask, mask: Tensor, dropped: int
+) -> tuple[Positions, AttentionMask]:
     """The same with a mask over all tokens, of which the first `dropped` are forgotten."""
     if mask.shape[-1] != 1:
         if spec.logn is not None and dropped:
