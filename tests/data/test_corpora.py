@@ -406,12 +406,3 @@ def test_python_without_source_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
     (tmp_path / "d.py").write_bytes(b"\xe9")
     with pytest.raises(InputError, match=r"d\.py is not encoded as Python source must be"):
         names_and_texts("python-source")
-
-
-def test_the_fingerprint_sees_how_files_are_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "x.txt").write_text("text", encoding="utf-8")
-    before = parse_corpus(str(tmp_path)).fingerprint()
-    monkeypatch.setattr(corpora, "WHOLE_BYTES", 5)
-    assert parse_corpus(str(tmp_path)).fingerprint() != before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -150,6 +151,17 @@ def test_cleaning_keeps_identifiers() -> None:
 def test_bad_addresses(address: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         read(address)
+
+
+def test_tokens_cut_while_they_are_read_are_one_sentence(tmp_path: Path) -> None:
+    data = prepare_pairs(
+        PairsConfig(corpus=str(multi_layout(tmp_path / "pairs")), vocab_size=280), tmp_path / "c"
+    )
+    assert data.train.source_ids(0)
+    for file in (tmp_path / "c").glob("pairs-*/train.*.tokens"):
+        os.truncate(file, 0)
+    with pytest.raises(InputError, match=r"train\.target\.tokens has 0 bytes instead of"):
+        data.train.target_ids(1)
 
 
 def test_one_language_twice_and_catalogues_from_german() -> None:

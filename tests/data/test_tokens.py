@@ -414,10 +414,3 @@ def test_bad_corpora_and_places_are_sentences_and_leave_no_cache(tmp_path: Path)
 def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         DataConfig(**changes)
-
-
-def test_a_config_is_a_value() -> None:
-    first = DataConfig(tiled_fraction=0.3)
-    assert DataConfig.model_validate_json(json.dumps(first.model_dump())) == first
-    assert first.tiling is not None
-    assert DataConfig().tiling is None

@@ -73,13 +73,13 @@ class PackageList:
 class FrozenPackages(Corpus):
     """The source and documentation of pinned distributions, split by distribution.
 
-    `list` names them with their hashes. pip fetches their wheels from the index that it is set up
+    `listed` names them with their hashes. pip fetches their wheels from the index that it is set up
     for, once, into the cache; they are read there, neither installed nor imported. What is left
     out is what `python-packages` leaves out; near-duplicates are named in the list. Documents come
     in the order of a hash of their names. A text that is not the listed one is refused.
     """
 
-    list: Path = LIST
+    listed: Path = LIST
 
     kind: ClassVar[str] = "python-packages-2026"
 
@@ -100,7 +100,7 @@ class FrozenPackages(Corpus):
 
     def text(self) -> Path:
         """The file of all documents in the cache, one JSON object a line."""
-        return _prepared(self.list)
+        return _prepared(self.listed)
 
     def fingerprint(self) -> str:
         """Hash of the text, which the list holds: nothing is fetched for it."""
@@ -125,7 +125,7 @@ class FrozenPackages(Corpus):
     @cached_property
     def pinned(self) -> PackageList:
         """What the list says."""
-        return PackageList.read(self.list)
+        return PackageList.read(self.listed)
 
     def __str__(self) -> str:
         return self.kind
@@ -181,11 +181,11 @@ def download(requirements: Sequence[str], folder: Path) -> str | None:
         return "pip is not installed in this environment (python -m ensurepip)"
     pip = (sys.executable, "-m", "pip", "download", "-q", "--no-input", "--no-deps")
     pure = ("--only-binary=:all:", "--platform=any", "--implementation=py", "--abi=none")
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        file.write("\n".join(requirements))
-        file.flush()
+    with tempfile.TemporaryDirectory() as temporary:
+        listed = Path(temporary, "requirements.txt")
+        listed.write_text("\n".join(requirements) + "\n")
         done = subprocess.run(
-            (*pip, *pure, "--python-version=3.13", "--dest", str(folder), "-r", file.name),
+            (*pip, *pure, "--python-version=3.13", "--dest", str(folder), "-r", str(listed)),
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,

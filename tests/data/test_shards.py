@@ -26,7 +26,6 @@ from normattn.lab.data import (
     Corpus,
     DataConfig,
     Document,
-    TokenData,
     TokenSplit,
     TrainingBatches,
     prepare_tokens,
@@ -261,34 +260,6 @@ def test_what_does_not_fit_together_is_said_and_made_anew(tmp_path: Path, harm: 
     assert re.search(rf"\.begun was begun, but .*{re.escape(said)}.*; it is made anew$", warning)
     if harm != "size":
         assert files(cache / one.name) == files(one)
-
-
-def _rows(split: TokenSplit, rank: int, world: int, answers: Any) -> None:
-    batches = TrainingBatches(split, 16, 4, 3)
-    rows = [batches.batch(step, rank, world).tolist() for step in range(6)]
-    answers.put((rank, rows))
-
-
-def test_two_processes_read_their_part_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokens, "SHARD_BYTES", 200)
-    folder = write_folder(tmp_path / "text", 60)
-    data: TokenData = prepare_tokens(config(folder), tmp_path / "cache")
-    context = multiprocessing.get_context("fork")
-    answers: Any = context.Queue()
-    processes = [
-        context.Process(target=_rows, args=(data.train, rank, 2, answers)) for rank in (0, 1)
-    ]
-    for process in processes:
-        process.start()
-    (_, first), (_, second) = sorted(answers.get() for _ in processes)
-    for process in processes:
-        process.join(30)
-    whole = TrainingBatches(data.train, 16, 4, 3)
-    assert [a + b for a, b in zip(first, second, strict=True)] == [
-        whole.batch(step).tolist() for step in range(6)
-    ]
 
 
 CUT_WHILE_READ = """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -136,18 +134,8 @@ def test_impossible_batches_are_refused(
 def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(InputError, match="4 sequences does not divide into 3 shares"):
         TrainingBatches(SPLIT, 16, 4, 0).batch(0, 0, 3)
-    with pytest.raises(InputError, match="rank 2"):
+    with pytest.raises(InputError, match="share 2"):
         TrainingBatches(SPLIT, 16, 4, 0).batch(0, 2, 2)
     for wrong in ((1.2, 1, 2), (0.5, 0, 2), (0.5, 3, 2)):
         with pytest.raises(InputError, match="tiled"):
             Tiling(*wrong)
-
-
-def test_a_batch_costs_far_less_than_a_step() -> None:
-    batches = TrainingBatches(make_split([60_000]), 64, 64, 0, Tiling(0.3, 8, 32))
-    times = []
-    for step in range(30):
-        start = time.perf_counter()
-        batches.batch(step)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 2e-3
