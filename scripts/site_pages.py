@@ -97,7 +97,7 @@ def slot_table() -> str:
     ]
     for slot in Slot:
         names = ", ".join(f"`{name}`" for name, part in parts().items() if part.slot is slot)
-        lines.append(f"| {slot} | {slot.says} | {names} |")
+        lines.append(f"| {slot} | {slot.meaning} | {names} |")
     return "\n".join(lines)
 
 
@@ -122,7 +122,7 @@ def part_pages() -> Iterator[tuple[str, str | bytes]]:
 def _index() -> str:
     lines = ["# Score parts", "", "One page each, made from what the part says of itself.", ""]
     for slot in Slot:
-        lines += [f"## {str(slot).capitalize()}", "", f"{slot.says}.", ""]
+        lines += [f"## {str(slot).capitalize()}", "", f"{slot.meaning}.", ""]
         lines += ["| part | equation | enters |", "| --- | --- | --- |"]
         for name, part in parts().items():
             if part.slot is slot:
@@ -137,7 +137,9 @@ def _part_page(name: str, part: type[Part], caption: str) -> str:
     lines = [f"# {name}", "", f"{_sentence(part.summary)}", ""]
     lines += ["```text", part.equation, "```", ""]
     lines += [f"- **Source:** {_linked(part.source)}", f"- **Enters:** {part.when}"]
-    lines += [f"- **Slot:** [{part.slot}](index.md#{part.slot}): {part.slot.says}"]
+    lines += [
+        f"- **Slot:** [{part.slot}](index.md#{part.slot.replace(' ', '-')}): {part.slot.meaning}"
+    ]
     if part.used_by:
         lines.append(f"- **Used by:** {part.used_by}")
     if told["attention"] != "either":

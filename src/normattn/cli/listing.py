@@ -101,7 +101,7 @@ def _show_all(known: Mapping[str, type[Part]]) -> None:
     for name, part in known.items():
         if part.slot is not slot:
             slot = part.slot
-            console.print(f"[bold underline]{slot}[/]  [dim]{_plain(slot.says)}[/]")
+            console.print(f"[bold underline]{slot}[/]  [dim]{_plain(slot.meaning)}[/]")
         line = f"  [bold cyan]{name:<{width}}[/]  {_plain(part.summary)}"
         console.print(line, no_wrap=True, overflow="ellipsis")
     console.print(f"[bold underline]models[/]  {', '.join(RECIPES)}")

@@ -1,4 +1,4 @@
-"""Which parts of a score go together, found by trying every pair."""
+"""Compatibility of score parts, found by trying every pair."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from normattn.score.parts import Part, parts
 from normattn.score.spec import ScoreSpec
 
 TRAIN_LENGTH, FACTOR = 512, 8.0
-"""What an example is filled in with."""
+"""The training length and the factor of examples."""
 # Tried in turn: parts alone, with a normalisation, and with rotary positions named beside a bias.
 _COMPANY = (
     ("Baseline",),
@@ -40,12 +40,12 @@ class Combinations:
 
 def example(name: str) -> ScoreSpec:
     """The smallest score that has this part, for a training length of 512 and a factor of 8."""
-    return next(spec for spec, _, _ in _tried((parts()[name],)) if spec is not None)
+    return next(spec for spec, _, _ in _attempts((parts()[name],)) if spec is not None)
 
 
 @cache
 def combinations() -> Mapping[str, Combinations]:
-    """For every part what it can be combined with; two parts of one slot never can, unsaid."""
+    """Combinations of every part; two parts of one slot never combine and are not listed."""
     known = parts()
     excludes: dict[str, list[Exclusion]] = {name: [] for name in known}
     beside: dict[str, list[str]] = {name: [] for name in known}
@@ -54,14 +54,14 @@ def combinations() -> Mapping[str, Combinations]:
             continue
         refused: list[str] = []
         company: tuple[str, ...] | None = None
-        for spec, names, reason in _tried((one, other)):
+        for spec, names, reason in _attempts((one, other)):
             if spec is not None:
                 company = names
                 break
             refused.append(reason)
         for name, mate in ((one.name, other.name), (other.name, one.name)):
             if company is None:
-                excludes[name].append(Exclusion(mate, _telling(refused, (one, other))))
+                excludes[name].append(Exclusion(mate, _clearest(refused, (one, other))))
             elif "RoPE" in company:
                 beside[name].append(mate)
     return {name: Combinations(tuple(excludes[name]), tuple(beside[name])) for name in known}
@@ -70,7 +70,7 @@ def combinations() -> Mapping[str, Combinations]:
 _Attempt = tuple[ScoreSpec | None, tuple[str, ...], str]
 
 
-def _tried(wanted: tuple[type[Part], ...]) -> Iterator[_Attempt]:
+def _attempts(wanted: tuple[type[Part], ...]) -> Iterator[_Attempt]:
     """Scores of these parts in company that fills the other slots; None and why where refused."""
     taken = {part.slot for part in wanted}
     known = parts()
@@ -86,7 +86,7 @@ def _tried(wanted: tuple[type[Part], ...]) -> Iterator[_Attempt]:
             yield spec, company, ""
 
 
-def _telling(reasons: list[str], wanted: tuple[type[Part], ...]) -> str:
+def _clearest(reasons: list[str], wanted: tuple[type[Part], ...]) -> str:
     """The sentence that is about the wanted parts and not about their company."""
     names = [part.name for part in wanted]
     return max(reasons, key=lambda reason: sum(name in reason for name in names))

@@ -50,7 +50,7 @@ def read(text: str) -> tuple[list[Given], int | None]:
 
 
 def give(key: str, value: Any, given: list[Given], text: str) -> None:
-    """Hand a parameter to the one part that has such a field still open."""
+    """Give a parameter to the one part that has such a field still open."""
     takers = [
         fields
         for part, fields in given

@@ -1,4 +1,4 @@
-"""`Score`: a specification with what it learns; turns q, k and v into a kernel's problem.
+"""`Score`: a specification with its learned parameters, which prepares q, k and v for a kernel.
 
 Legend: B batch, H heads, G key heads, T queries, S keys, D head dimension, E value size, R
 distances.
@@ -111,7 +111,7 @@ class Score(nn.Module):
         block: int = 0,
         dropout: float = 0.0,
     ) -> AttentionInputs:
-        """The problem of these queries, keys and values: everything that folds is in q and k.
+        """Prepare queries, keys and values for a kernel: everything that folds is put into q and k.
 
         `seen` is who sees whom but for the score's own window. Statistics over tokens leave out
         the padded ones; without `query_padding` every query is real, also where the keys are padded
@@ -144,7 +144,7 @@ class Score(nn.Module):
         first: int | None = None,
         padding: Bool[Tensor, "b s"] | None = None,
     ) -> Float[Tensor, "b g s stored"]:
-        """What a cache keeps of keys at these positions (counted from `first` where it is given).
+        """Prepare keys for a cache; their positions count from `first` on where it is given.
 
         Normalised and rotated keys; rotated at their far position where there are two regimes, not
         at all where the score is blockwise. A normalisation that follows the rotation is left to
@@ -208,7 +208,7 @@ class Score(nn.Module):
         block: int,
         first: int | None = None,
     ) -> Float[Tensor, "b g s wide"]:
-        """Keys of `store` as rows of `block` read them, where the score is blockwise."""
+        """Rotate keys of `store` as the rows of `block` read them, where the score is blockwise."""
         spec = self._spec.for_block(block)
         tables = key_tables(spec, self.head_dim, places, stored.dtype, first).for_block(block)
         return _turned(stored, tables.near, None if spec.order is None else self._normed_keys)
@@ -231,7 +231,7 @@ class Score(nn.Module):
         padding: Tensor | None,
         block: int,
     ) -> tuple[Tensor, Tensor | None, PairBias | None]:
-        """Queries of the near and the far regime, λ and what is learned folded in; their bias."""
+        """Prepare the queries, near and far, with λ folded in, and the bias of their pairs."""
         tables = query_tables(spec, self.head_dim, positions, q.dtype).for_block(block)
 
         def norm(q: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class Score(nn.Module):
         return near, scaled(_turned(q, tables.far, after), tables.scale), pairs
 
     def _weighed(self, q: Tensor, n: Tensor) -> Tensor:
-        """q times what is learned of λ."""
+        """Multiply q by the learned part of λ."""
         if self.logn is not None and self._spec.logn is not None:
             n = by_head(n).to(_wide(q))
             n = n[None] if n.dim() == 1 else n
@@ -295,7 +295,7 @@ class Score(nn.Module):
         )
 
     def _pairs(self, spec: ScoreSpec, q: Tensor, positions: Positions) -> PairBias | None:
-        """The bias that is no function of the distance alone; q is normalised, not yet turned."""
+        """Make the bias that is no function of the distance alone; q is normalised, not rotated."""
         part, device = spec.bias, q.device.type
         if not isinstance(part, PairBiasPart) or self.bias is None:
             return None
@@ -346,7 +346,7 @@ def _turned(
     rotation: Rotation | ChunkQueries | ChunkKeys | None,
     after: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """x rotated, and what comes after the rotation done to it."""
+    """Rotate x and apply `after`, the normalisation that follows, if any."""
     if after is None:
         return x if rotation is None else rotation(x)
     if rotation is None:

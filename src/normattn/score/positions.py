@@ -1,4 +1,4 @@
-"""Where queries and keys stand, and how many keys each query sees.
+"""Positions of queries and keys, and the number of keys that each query sees.
 
 Legend: B batch, T queries, S keys.
 """
@@ -34,14 +34,14 @@ class Positions:
     masked: bool = False
 
     def part(self, rows: slice, keys: int) -> Positions:
-        """The positions of some rows and of the first `keys` keys; of such rows the last ones."""
+        """Take some query rows and the first `keys` keys, of which the rows are the last."""
         if rows == slice(0, self.query.shape[-1]) and keys == self.key.shape[-1]:
             return self
         n = self.n[..., rows] if self.n.shape[-1] == self.query.shape[-1] else self.n
         return replace(self, query=self.query[..., rows], key=self.key[..., :keys], n=n)
 
     def without_masked(self, seen: AttentionMask) -> Positions:
-        """The same positions, with n less the keys that the mask of `seen` hides.
+        """Take the keys that the mask of `seen` hides off n.
 
         A boolean mask hides where it is False; a floating one where it adds −∞ or the lowest number
         of its type. Only keys are taken off that are visible without it: of the query's document,
@@ -117,7 +117,7 @@ class Positions:
 def numbered(
     documents: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None = None
 ) -> Int[Tensor, "b s"]:
-    """Which document of its row each token is in, from 0 on: runs of `documents`, counted.
+    """Number the documents of each row from 0 on: runs of equal numbers.
 
     A number that comes back later in a row is another document. Padding is no token: it ends no
     run, and counts to the one before it. Counting twice changes nothing.
@@ -133,7 +133,7 @@ def numbered(
 def _in_document(
     number: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None
 ) -> Int[Tensor, "b s"]:
-    """How many tokens that are not padding the document of each token has."""
+    """Count the unpadded tokens of each token's document."""
     real = torch.ones_like(number) if key_padding is None else (~key_padding).long()
     return torch.zeros_like(number).scatter_add_(1, number, real).gather(1, number)
 
@@ -141,7 +141,7 @@ def _in_document(
 def _within(
     number: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None
 ) -> Int[Tensor, "b s"]:
-    """The position of each token in its document, padding not counted."""
+    """Position of each token in its document, padding not counted."""
     real = torch.ones_like(number) if key_padding is None else (~key_padding).long()
     count = real.cumsum(-1)
     # Real tokens before each document's first: a count that only grows from one to the next.

@@ -26,7 +26,7 @@ from normattn.score.spec import ScoreSpec
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin of the angles, each (T, P) or (B, 1, T, P), already multiplied by a scale.
+    """Tables of cos and sin, each (T, P) or (B, 1, T, P), already multiplied by a scale.
 
     The 2·P features from `start` on turn; the others do not: they are multiplied by `rest`, (T, 1)
     or (B, 1, T, 1).
@@ -131,7 +131,7 @@ class ChunkKeys:
 
 @dataclass(frozen=True)
 class RotaryTables:
-    """What is done to queries or to keys: rotations to their near and their far positions.
+    """Rotations of queries or keys to their near and their far positions.
 
     `far` is None where there is one regime, or nothing to do. λ is folded into the rotations of
     queries, or stays outside as `scale`, a number or broadcastable to (B, H, T, 1): where nothing
@@ -184,7 +184,7 @@ class Rotator:
         scale: Tensor | float = 1.0,
         sign: int = 1,
     ) -> Rotation:
-        """The rotation to positions (T,) or (B, T), times `scale` at each; angles are in float64.
+        """Make the rotation to positions (T,) or (B, T), times `scale`, with angles in float64.
 
         Keys (sign −1) shrink what grows.
         """
@@ -209,7 +209,7 @@ class Rotator:
     def queries(
         self, spec: ScoreSpec, positions: Tensor, scale: Tensor | float, dtype: torch.dtype
     ) -> RotaryTables:
-        """To the near and far positions of queries, or to those of all rules by chunks."""
+        """Make the tables of queries: near and far positions, or those of all rules by chunks."""
         at, rules, remapping = positions.double(), spec.chunk_remapping, spec.remapping
         if rules is not None:
             turns = (self.at(own, dtype, scale) for own in rules.query_positions(at))
@@ -220,7 +220,7 @@ class Rotator:
         return RotaryTables(near, self.at(remapping.far_positions(at, at)[0], dtype, scale))
 
     def keys(self, spec: ScoreSpec, positions: Tensor, dtype: torch.dtype) -> RotaryTables:
-        """To the near and far positions of keys, or to those in their chunks."""
+        """Make the tables of keys: near and far positions, or those in their chunks."""
         at, rules, remapping = positions.double(), spec.chunk_remapping, spec.remapping
         if rules is not None:
             chunk = by_head(
@@ -278,7 +278,7 @@ def frequencies(spec: ScoreSpec, head_dim: int) -> Float[Tensor, " p"]:
 
 
 def _rotator(spec: ScoreSpec, head_dim: int) -> Rotator | None:
-    """How things turn; None where nothing does. The gain is in λ."""
+    """Make the rotator of a score, or None where nothing turns; the gain is in λ."""
     position = spec.position
     if not isinstance(position, RotaryPosition):
         return None
@@ -293,7 +293,7 @@ def _rotator(spec: ScoreSpec, head_dim: int) -> Rotator | None:
 def query_tables(
     spec: ScoreSpec, head_dim: int, positions: Positions, dtype: torch.dtype
 ) -> RotaryTables:
-    """The queries' tables at these positions."""
+    """Rotary tables of queries at these positions, λ included."""
 
     def make(query: Tensor, n: Tensor) -> RotaryTables:
         scale, rotator = query_scale(spec, head_dim, n), _rotator(spec, head_dim)
@@ -323,7 +323,7 @@ def key_tables(
     dtype: torch.dtype,
     first: int | None = None,
 ) -> RotaryTables:
-    """The keys' tables at these positions, which count from `first` on where it is given."""
+    """Rotary tables of keys at these positions, which count from `first` on where it is given."""
 
     def make(places: Tensor) -> RotaryTables:
         rotator = _rotator(spec, head_dim)
@@ -339,7 +339,7 @@ def far_to_near(
     dtype: torch.dtype,
     first: int | None = None,
 ) -> Rotation | None:
-    """What takes keys from their far to their near positions, which are as for `key_tables`."""
+    """Rotation of keys from their far to their near positions, which are as for `key_tables`."""
 
     def make(places: Tensor) -> RotaryTables:
         rotator = _rotator(spec, head_dim)
@@ -372,7 +372,7 @@ def _counted_keys(
 
 
 def _room(spec: ScoreSpec, head_dim: int, dtype: torch.dtype, positions: int) -> int:
-    """How many positions a table has: the next power of two, so that growth seldom makes a new one.
+    """Choose the length of a table: the next power of two, so that growth seldom makes a new one.
 
     Where features grow with the position, the tables end where the dtype does.
     """
@@ -397,7 +397,7 @@ class TableCache(OrderedDict[tuple[object, ...], RotaryTables]):
         return TableCache, (self.most,)
 
     def made(self, name: tuple[object, ...], make: Callable[[], RotaryTables]) -> RotaryTables:
-        """What `make` made under this name."""
+        """Return the tables of this name, made by `make` the first time."""
         with self._lock:
             if name in self:
                 self.move_to_end(name)
@@ -420,7 +420,7 @@ class TableCache(OrderedDict[tuple[object, ...], RotaryTables]):
         device: torch.device,
         make: Callable[[Tensor], RotaryTables],
     ) -> RotaryTables:
-        """What `make` makes of positions within `bounds`, from a table of 0 … room − 1."""
+        """Return the rows within `bounds` of a table of positions 0 … room − 1."""
         whole = self.made((*name, device, room), lambda: make(torch.arange(room, device=device)))
         return whole.rows(slice(*bounds))
 
@@ -434,7 +434,7 @@ _CACHE = TableCache(32)
 
 
 def clear_rotary_cache() -> None:
-    """Make all tables anew when they are next asked for."""
+    """Drop all tables: they are made anew when next needed."""
     _CACHE.forget()
 
 

@@ -53,12 +53,12 @@ class Slot(StrEnum):
     LAYOUT = "layout"
 
     @property
-    def says(self) -> str:
-        """What a part in this slot decides, in the words of `Part`'s equation."""
-        return _SAYS[self]
+    def meaning(self) -> str:
+        """What a part in this slot decides, in the symbols of `Part`'s equation."""
+        return _MEANINGS[self]
 
 
-_SAYS = {
+_MEANINGS = {
     Slot.VARIANT: "N_q, N_k and the constant part of λ",
     Slot.LOGN: "how λ grows with n or the position",
     Slot.ORDER: "normalise after the rotation, N(P x)",

@@ -196,7 +196,7 @@ class StreamingLLM(PositionRemapping):
 class DualChunk(ChunkRemapping):
     """Keys at j mod s; queries at i mod s, min(i mod s + s, c − 1) or c − 1 (arXiv 2402.17463).
 
-    Which of the three is told by the chunks of s tokens: the key's is the query's own, the one
+    The chunks of s tokens decide which of the three: the key's is the query's own, the one
     before, or further away. c = s + w: in the chunk before the distance of keys that are fewer than
     w tokens away is what it was, so a text of c tokens is read as it was. `size` s defaults to
     3·L // 4 and `local` w to L − s, so that c is the training length L. Causal only. (The authors'

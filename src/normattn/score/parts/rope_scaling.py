@@ -145,7 +145,7 @@ class DynamicNTK(RopeScaling):
     Rows of a block of L share their frequencies, so prefill, decode and one full forward agree; a
     cache keeps keys un-rotated. In the first block they are the trained ones, in block b (0-based)
     those of NTK with the factor 1 + s·b. s is `factor`, by default 1: stretched by exactly n / L.
-    The factor of a table is not taken: it is for scalings that must be told how far they will read.
+    The factor of a table is not taken: it is for scalings that need the longest text ahead.
     """
 
     name = "DynamicNTK"

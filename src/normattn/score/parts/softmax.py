@@ -105,7 +105,7 @@ class StickBreaking(NormaliserPart):
         every = slice(None)
         if not self.current:
             score = score.masked_fill(seen.distance(every, every) == 0, -float("inf"))
-        # What is between two tokens is told by those of one text.
+        # Only tokens of one text stand between two of them.
         order = seen.by_position(score)
         ranked = score if order is None else score.gather(-1, order)
         wide = ranked.float() if ranked.element_size() == 2 else ranked
