@@ -75,7 +75,7 @@ def make_plan(config: LoopConfig, cost: Cost, processes: int = 1) -> Plan:
         cost.parameters,
         round(tokens),
         cost.parameters * BYTES * held,
-        tokens * cost.kept * number,
+        float(tokens * cost.kept * number),
         cost.flops / config.steps / processes,
         cost.parameters * BYTES * (1.0 + moments),
     )
@@ -102,7 +102,7 @@ def check_memory(cost: Cost, config: LoopConfig, world: World) -> None:
     if world.device.type != "cuda":
         # Processes on one machine share its memory; a GPU has one.
         here = min(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
-    plan, has = make_plan(config, cost, world.size), memory_of(world.device)
+    plan, has = make_plan(config, cost, world.size), float(memory_of(world.device))
     if here * plan.memory > has:
         raise InputError(
             f"this training takes at least {_gb(here * plan.memory)} of memory "
