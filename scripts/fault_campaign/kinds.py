@@ -28,7 +28,7 @@ class Kind:
 
 
 def _translate(corpus: Path, out: Path) -> None:
-    from normattn.lab.training.translation import TranslationConfig, train_translation
+    from normattn.lab.training.tasks.translation import TranslationConfig, train_translation
 
     data = {"corpus": str(corpus), "vocab_size": 280}
     fields = {**LOOP, "batch_tokens": 1300, "model": MODEL, "data": data}
@@ -36,7 +36,7 @@ def _translate(corpus: Path, out: Path) -> None:
 
 
 def _classify(corpus: Path, out: Path) -> None:
-    from normattn.lab.training.classification import ClassificationConfig, train_classifier
+    from normattn.lab.training.tasks.classification import ClassificationConfig, train_classifier
 
     data = {"corpus": str(corpus), "vocab_size": 120, "max_tokens": 16}
     fields = {**LOOP, "batch_size": 4, "model": {**MODEL, "labels": 3}, "data": data}
@@ -44,7 +44,7 @@ def _classify(corpus: Path, out: Path) -> None:
 
 
 def _see(corpus: Path, out: Path) -> None:
-    from normattn.lab.training.vision import VisionTrainingConfig, train_vision
+    from normattn.lab.training.tasks.vision import VisionTrainingConfig, train_vision
 
     fields = {**LOOP, "batch_size": 4, "model": {**MODEL, "patch": 4},
               "data": {"source": str(corpus)}}  # fmt: skip

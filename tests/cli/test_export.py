@@ -23,8 +23,8 @@ from normattn.cli.exporting import export_run
 from normattn.errors import InputError
 from normattn.lab.data.relations import prepare_relations
 from normattn.lab.data.tokeniser import SEPARATOR, Tokeniser
-from normattn.lab.training.classification import ClassificationConfig, train_classifier
-from normattn.lab.training.masked import MaskedConfig
+from normattn.lab.training.tasks.classification import ClassificationConfig, train_classifier
+from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.models import MaskedLM, MaskedLMConfig, load_model, save_model
 from normattn.models.pretrained import load_any
 

@@ -13,7 +13,7 @@ from normattn.lab.diagnostics.inspection import by_position
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.stats import measurements
 from normattn.lab.training import TrainingConfig, train_causal
-from normattn.lab.training.continuation import Continuation
+from normattn.lab.training.init_from import Continuation
 
 SHARES = ("beyond_share", "angle_share")
 

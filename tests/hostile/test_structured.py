@@ -24,7 +24,7 @@ from normattn.lab.stats import measurements
 from normattn.lab.studies import find
 from normattn.lab.sweep import presets
 from normattn.lab.sweep.cell import read_cell
-from normattn.lab.training.config_files import read_settings
+from normattn.lab.training.config import read_settings
 from normattn.models.pretrained import load_any
 
 DEEP = 100_000

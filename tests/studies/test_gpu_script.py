@@ -13,7 +13,7 @@ import pytest
 
 from normattn.lab.sweep.presets import load
 from normattn.lab.sweep.settings import merged
-from normattn.lab.training.config import TrainingConfig
+from normattn.lab.training.tasks.text import TrainingConfig
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
 

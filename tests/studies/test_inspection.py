@@ -20,9 +20,9 @@ from normattn.lab.data.relations import prepare_relations
 from normattn.lab.diagnostics.inspection import by_head, totals
 from normattn.lab.diagnostics.weights import attention_weights
 from normattn.lab.stats import measurements
-from normattn.lab.training.classification import ClassificationConfig, train_classifier
-from normattn.lab.training.translation import TranslationConfig, train_translation
-from normattn.lab.training.vision import VisionTrainingConfig, train_vision
+from normattn.lab.training.tasks.classification import ClassificationConfig, train_classifier
+from normattn.lab.training.tasks.translation import TranslationConfig, train_translation
+from normattn.lab.training.tasks.vision import VisionTrainingConfig, train_vision
 from normattn.models.pretrained import load_any
 
 LOOP: dict[str, Any] = {"steps": 2, "device": "cpu", "schedule": {"warmup_steps": 1}}

@@ -15,8 +15,8 @@ from normattn.lab.studies.realformer.settings import ROWS
 from normattn.lab.sweep import presets
 from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.study import Request, Sweep
-from normattn.lab.training.continuation import new_masked_model
-from normattn.lab.training.masked import MaskedConfig
+from normattn.lab.training.init_from import new_masked_model
+from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_as
 from normattn.structured import read_object

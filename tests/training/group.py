@@ -16,10 +16,10 @@ from torch import Tensor
 import apart
 from normattn.errors import NormattnError
 from normattn.lab.training import TrainingResult, train_causal
-from normattn.lab.training.causal import CausalWorkload
-from normattn.lab.training.distribution import World
+from normattn.lab.training.distributed import World
 from normattn.lab.training.loop import train
-from normattn.lab.training.step import Stepper
+from normattn.lab.training.step import TrainStep
+from normattn.lab.training.tasks.text import CausalWorkload
 
 from .settings import small
 from .toy import ToyTask, config, open_run
@@ -93,10 +93,10 @@ def hold(rank: int, parallel: str) -> tuple[int, list[float]]:
     workload = CausalWorkload()
     task = workload.task(settings, workload.prepare(settings), torch.device("cpu"), size)
     place = World(rank, size, torch.device("cpu"))
-    stepper = Stepper(task, settings, place, lambda: False)
+    stepper = TrainStep(task, settings, place, lambda: False)
     curve = [stepper.step(step).loss for step in (1, 2)]
-    states = stepper.optimiser.state.values()
-    tensors = [t for state in states for name, t in state.items() if name != "step"]
+    states = stepper.optimiser.state()
+    tensors = [t for name, t in states.items() if not name.endswith("/step")]
     for parameter in task.model.parameters():
         assert parameter.grad is not None
         tensors += [parameter, parameter.grad]

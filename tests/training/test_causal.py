@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from normattn.errors import DivergedError, InputError, Interrupted
 from normattn.lab.data import TrainingBatches, prepare_tokens
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.runs import Checkpoints, read_metrics, read_status
 from normattn.lab.training import StepReport, TrainingConfig, train_causal
-from normattn.lab.training import causal as causal_module
 from normattn.lab.training.seeds import derive_seed
+from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.models import CausalLM
 from normattn.models.pretrained import load_model
 
@@ -130,7 +131,7 @@ def test_a_finished_run_is_returned_without_work(
     def refuse(*_: object) -> None:
         raise AssertionError("data was prepared for a run that is done")
 
-    monkeypatch.setattr(causal_module, "prepare_tokens", refuse)
+    monkeypatch.setattr(CausalWorkload, "prepare", refuse)
     assert train_causal(small(), tmp_path / "run", show_progress=False) == first
     assert files(tmp_path / "run") == before
 
@@ -156,14 +157,15 @@ def test_unusable_data_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_divergence_names_the_layer_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = causal_module.CausalTask.__init__
+    build = CausalWorkload.make_model
 
-    def poisoned(self: Any, *args: Any) -> None:
-        build(self, *args)
-        hook = self.model.get_submodule("blocks.1.feed_forward").register_forward_hook
+    def poisoned(self: CausalWorkload, config: TrainingConfig) -> nn.Module:
+        model = build(self, config)
+        hook = model.get_submodule("blocks.1.feed_forward").register_forward_hook
         hook(lambda m, i, out: out * float("nan"), prepend=True)
+        return model
 
-    monkeypatch.setattr(causal_module.CausalTask, "__init__", poisoned)
+    monkeypatch.setattr(CausalWorkload, "make_model", poisoned)
     with pytest.raises(DivergedError) as caught:
         train_causal(small(), tmp_path / "run", show_progress=False)
     assert (caught.value.step, caught.value.checkpoint) == (1, None)

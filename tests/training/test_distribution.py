@@ -15,7 +15,7 @@ import torch
 
 from normattn.errors import InputError
 from normattn.lab.runs import read_metrics, read_status
-from normattn.lab.training.distribution import choose_device
+from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.loop import train
 
 from .group import fail_on_main, give_what_cannot_travel, together

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from normattn.errors import DivergedError
 from normattn.lab.runs import RunDirectory, read_metrics, read_status
-from normattn.lab.training.distribution import World
+from normattn.lab.training.distributed import World
 from normattn.lab.training.loop import train
 
 from .toy import Block, ToyTask, config, open_run

@@ -13,8 +13,8 @@ from normattn.lab.data import TrainingBatches, prepare_tokens
 from normattn.lab.data.batches import Masking
 from normattn.lab.runs import read_metrics
 from normattn.lab.training import StepReport
-from normattn.lab.training.masked import MaskedConfig, MaskedWorkload, train_masked
 from normattn.lab.training.seeds import derive_seed
+from normattn.lab.training.tasks.text import MaskedConfig, MaskedWorkload, train_masked
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_as
 
@@ -100,7 +100,7 @@ def test_the_cost_is_that_of_its_matrices() -> None:
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="more than 1 together"):
         small(masking={"masked": 0.9, "random": 0.2})
-    with pytest.raises(InputError, match="leave the first one out"):
+    with pytest.raises(InputError, match="leave it out"):
         small(model={"vocab_size": 31})
     with pytest.raises(InputError, match="does not divide into 3"):
         small(accumulate=3)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from normattn.errors import InputError
-from normattn.lab.training.optimisers import AdamWConfig, MuonConfig, make_optimiser
+from normattn.lab.training.config import AdamWConfig, MuonConfig
+from normattn.lab.training.optim import make_optimiser
 
 CONFIG = MuonConfig(lr=0.02, momentum=0.9, weight_decay=0.1)
 
@@ -48,10 +47,11 @@ def test_matrices_move_by_the_equation_and_the_rest_by_adamw() -> None:
     net = Net().double()
     twin = Net().double()
     twin.load_state_dict(net.state_dict())
-    optimiser, names = make_optimiser(net, CONFIG)
+    optimiser = make_optimiser(net, CONFIG)
+    names = optimiser.names
     assert names[:2] == ["linear.weight", "wide.weight"]
     assert sorted(names) == sorted(name for name, _ in net.named_parameters())
-    adamw, _ = make_optimiser(twin, AdamWConfig(lr=0.02, weight_decay=0.1))
+    adamw = make_optimiser(twin, AdamWConfig(lr=0.02, weight_decay=0.1))
     weights = {name: dict(net.named_parameters())[name] for name in names[:2]}
     expected = {name: p.detach().numpy().copy() for name, p in weights.items()}
     momenta = {name: np.zeros_like(value) for name, value in expected.items()}
@@ -59,8 +59,8 @@ def test_matrices_move_by_the_equation_and_the_rest_by_adamw() -> None:
     for _ in range(4):
         given = gradients(net, source)
         gradients(twin, again)
-        optimiser.step()
-        adamw.step()
+        optimiser.step(0.02)
+        adamw.step(0.02)
         for name, theta in expected.items():
             momenta[name] = 0.9 * momenta[name] + 0.1 * given[name]
             step = orthogonal(0.9 * momenta[name] + 0.1 * given[name])
@@ -79,20 +79,18 @@ def test_matrices_move_by_the_equation_and_the_rest_by_adamw() -> None:
 def test_saved_and_loaded_it_goes_on_to_the_bit(steps: int) -> None:
     nets = [Net(), Net()]
     nets[1].load_state_dict(nets[0].state_dict())
-    optimisers = [make_optimiser(net, CONFIG)[0] for net in nets]
+    optimisers = [make_optimiser(net, CONFIG) for net in nets]
     source, again = np.random.default_rng(1), np.random.default_rng(1)
     for _ in range(steps):
         gradients(nets[0], source)
-        optimisers[0].step()
+        optimisers[0].step(CONFIG.lr)
         gradients(nets[1], again)
     nets[1].load_state_dict(nets[0].state_dict())
-    optimisers[1].load_state_dict(deepcopy(optimisers[0].state_dict()))
+    optimisers[1].load_state(optimisers[0].state())
     for _ in range(2):
         for net, each, optimiser in zip(nets, (source, again), optimisers, strict=True):
             gradients(net, each)
-            for group in optimiser.param_groups:
-                group["lr"] = 0.03
-            optimiser.step()
+            optimiser.step(0.03)
     for (name, p), other in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
         assert torch.equal(p, other), name
 

@@ -4,12 +4,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from normattn.lab.training.optimisers import (
-    AdamWConfig,
-    TigerConfig,
-    group_parameters,
-    make_optimiser,
-)
+from normattn.lab.training.config import AdamWConfig, TigerConfig
+from normattn.lab.training.optim import group_parameters, make_optimiser
 from normattn.models import CausalLM, CausalLMConfig
 
 from .toy import ToyModel
@@ -19,8 +15,8 @@ def test_adamw_matches_its_equation_and_spares_vectors_from_decay() -> None:
     torch.manual_seed(0)
     net = nn.Linear(3, 2).double()
     config = AdamWConfig(lr=0.01, betas=(0.9, 0.8), eps=1e-6, weight_decay=0.5)
-    optimiser, names = make_optimiser(net, config)
-    assert names == ["weight", "bias"]
+    optimiser = make_optimiser(net, config)
+    assert optimiser.names == ["weight", "bias"]
     named = dict(net.named_parameters())
     expected = {name: p.detach().numpy().copy() for name, p in named.items()}
     first = {name: np.zeros_like(value) for name, value in expected.items()}
@@ -35,7 +31,7 @@ def test_adamw_matches_its_equation_and_spares_vectors_from_decay() -> None:
             second[name] = 0.8 * second[name] + 0.2 * g**2
             m, v = first[name] / (1 - 0.9**t), second[name] / (1 - 0.8**t)
             expected[name] = expected[name] * (1 - 0.01 * decay) - 0.01 * m / (np.sqrt(v) + 1e-6)
-        optimiser.step()
+        optimiser.step(0.01)
     for name, p in named.items():
         np.testing.assert_allclose(p.detach().numpy(), expected[name], rtol=1e-12)
 
@@ -61,6 +57,6 @@ def test_what_a_score_or_a_unit_learns_is_a_vector() -> None:
 def test_frozen_parameters_are_left_out() -> None:
     model = ToyModel()
     model.embedding.weight.requires_grad_(False)
-    _, names = make_optimiser(model, TigerConfig())
+    names = make_optimiser(model, TigerConfig()).names
     assert "embedding.weight" not in names
     assert len(names) == len(list(model.parameters())) - 1

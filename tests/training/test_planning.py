@@ -13,8 +13,8 @@ import torch
 
 from normattn.errors import InputError
 from normattn.lab.training import TrainingConfig, train_causal
-from normattn.lab.training.causal import CausalWorkload
 from normattn.lab.training.planning import GPU_MEMORY, describe_plan, make_plan, memory_of
+from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.models import CausalLM
 
 from .group import CURVE, hold, together

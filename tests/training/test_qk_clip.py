@@ -14,9 +14,9 @@ from normattn.errors import InputError
 from normattn.lab.diagnostics import DiagnosticsProbe
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.runs import read_metrics
-from normattn.lab.training.causal import train_causal
-from normattn.lab.training.distribution import World
+from normattn.lab.training.distributed import World
 from normattn.lab.training.qk_clip import QKClip
+from normattn.lab.training.tasks.text import train_causal
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
 
 from .settings import SMALL, small

@@ -14,7 +14,7 @@ import torch
 
 from normattn.errors import InputError, Interrupted
 from normattn.lab.runs import read_metrics, read_status
-from normattn.lab.training.distribution import World
+from normattn.lab.training.distributed import World
 from normattn.lab.training.loop import train
 from normattn.lab.training.reports import TrainingResult
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from normattn.lab.training.schedules import ScheduleConfig, multiplier
+from normattn.lab.training.config import ScheduleConfig, multiplier
 
 
 def test_warmup_rises_in_equal_parts_to_the_peak() -> None:

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from normattn.errors import InputError
-from normattn.lab.training.causal import CausalWorkload
-from normattn.lab.training.distribution import World
-from normattn.lab.training.loop_config import LoopConfig
-from normattn.lab.training.optimisers import AdamWConfig
-from normattn.lab.training.schedules import ScheduleConfig
-from normattn.lab.training.step import Stepper, StepValues
+from normattn.lab.training.config import AdamWConfig, LoopConfig, ScheduleConfig
+from normattn.lab.training.distributed import World
+from normattn.lab.training.step import StepValues, TrainStep
+from normattn.lab.training.tasks.text import CausalWorkload
 
 from .settings import SMALL, small
 from .toy import ToyTask, config
@@ -21,9 +19,9 @@ from .toy import ToyTask, config
 WORLD = World(0, 1, torch.device("cpu"))
 
 
-def stepper(settings: LoopConfig) -> Stepper:
+def stepper(settings: LoopConfig) -> TrainStep:
     torch.manual_seed(3)
-    return Stepper(ToyTask(WORLD), settings, WORLD, lambda: False)
+    return TrainStep(ToyTask(WORLD), settings, WORLD, lambda: False)
 
 
 def curve(settings: LoopConfig, steps: int = 8) -> list[StepValues]:
@@ -115,7 +113,7 @@ def test_activations_computed_again_give_the_same_steps(score: str) -> None:
         workload = CausalWorkload()
         torch.manual_seed(3)
         task = workload.task(settings, workload.prepare(settings), WORLD.device, 1)
-        taker = Stepper(task, settings, WORLD, lambda: False)
+        taker = TrainStep(task, settings, WORLD, lambda: False)
         curves.append([taker.step(step).loss for step in range(1, 5)])
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
     assert "activation_checkpointing" not in small().model_dump()

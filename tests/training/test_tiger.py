@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from normattn.errors import InputError
-from normattn.lab.training.optimisers import Tiger, group_parameters
+from normattn.lab.training.optim import Tiger, group_parameters
 
 LR, BETA, DECAY = 0.01, 0.9, 0.02
 

@@ -13,8 +13,8 @@ import pytest
 
 from normattn.errors import InputError, Interrupted
 from normattn.lab.runs import RunDirectory
+from normattn.lab.training.config import CHANGEABLE, LoopConfig
 from normattn.lab.training.loop import train
-from normattn.lab.training.loop_config import CHANGEABLE, LoopConfig
 
 from .toy import ToyTask, config
 

@@ -13,9 +13,8 @@ from data.pairs_helpers import multi_layout
 from normattn.errors import InputError, Interrupted
 from normattn.lab.data.pairs import PairData, prepare_pairs
 from normattn.lab.runs import read_metrics
-from normattn.lab.training.translation import (
+from normattn.lab.training.tasks.translation import (
     TranslationConfig,
-    TranslationTask,
     TranslationWorkload,
     epochs,
     train_translation,
@@ -57,7 +56,7 @@ def test_shares_add_up_to_the_batch(settings: dict[str, Any]) -> None:
             sums: dict[str, float] = {"loss": 0.0}
             for share in range(shares):
                 loss, metrics = task.loss(task.batch(step, share, shares))
-                (loss / shares).backward()  # type: ignore[no-untyped-call]
+                (loss / shares).backward()
                 sums["loss"] += float(loss.detach()) / shares
                 for name, value in metrics.items():
                     sums[name] = sums.get(name, 0.0) + float(value) / shares
@@ -67,8 +66,8 @@ def test_shares_add_up_to_the_batch(settings: dict[str, Any]) -> None:
         torch.testing.assert_close(gradient, gradients, rtol=1e-7, atol=1e-12)
 
 
-def _task(config: TranslationConfig, data: PairData, shares: int) -> TranslationTask:
-    task = TranslationTask(config, data, torch.device("cpu"), shares)
+def _task(config: TranslationConfig, data: PairData, shares: int) -> Any:
+    task = TranslationWorkload().task(config, data, torch.device("cpu"), shares)
     task.model.double()
     return task
 

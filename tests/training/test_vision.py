@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.nn import functional as F
 
 from normattn.errors import InputError, Interrupted
 from normattn.lab.data.images import ImageBatches, prepare_images
 from normattn.lab.training import StepReport
 from normattn.lab.training.seeds import derive_seed
-from normattn.lab.training.vision import VisionTrainingConfig, VisionWorkload, train_vision
+from normattn.lab.training.tasks.vision import VisionTrainingConfig, VisionWorkload, train_vision
 from normattn.models.flops import flops_per_image
 from normattn.models.pretrained import load_as
 from normattn.models.vision_transformer import VisionTransformer
@@ -28,8 +29,11 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     labels = np.arange(400) % 4
     for image, label in zip(pixels, labels, strict=True):
         image[label // 2, :, label % 2] += 120
-    path = tmp_path_factory.mktemp("images") / "quarters.npz"
-    np.savez(path, images=pixels.reshape(400, 8, 8), labels=labels)
+    path = tmp_path_factory.mktemp("images")
+    for number, (image, label) in enumerate(zip(pixels, labels, strict=True)):
+        folder = path / f"quarter{label}"
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(image.reshape(8, 8)).save(folder / f"{number:03}.png")
     return path
 
 
@@ -114,7 +118,7 @@ def test_cost(images: Path) -> None:
         ({"model": {"score": "KNA-ReRoPE"}}, "is defined for causal attention only"),
         ({"shift": -1}, "shift: Input should be greater than or equal to 0"),
         ({"data": {"sauce": 1}}, "unknown field data.sauce; did you mean data.source"),
-        ({"data": {"source": "nothing.npz"}}, "nothing.npz does not exist"),
+        ({"data": {"source": "nothing"}}, "nothing is no folder"),
     ],
 )
 def test_settings_that_cannot_be(images: Path, changes: dict[str, Any], said: str) -> None:

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from normattn.lab.runs import RunDirectory
-from normattn.lab.training.distribution import World
-from normattn.lab.training.loop_config import LoopConfig
-from normattn.lab.training.optimisers import AdamWConfig
-from normattn.lab.training.schedules import ScheduleConfig
+from normattn.lab.training.config import AdamWConfig, LoopConfig, ScheduleConfig
+from normattn.lab.training.distributed import World
 
 VOCABULARY = 16
 ROWS = 8

@@ -30,7 +30,7 @@ from normattn.lab.sweep.measuring import (
 from normattn.lab.sweep.methods import ALL, left_out, post_hoc_methods
 from normattn.lab.sweep.settings import PROTOCOLS, EvaluationSettings, Protocol, validated
 from normattn.lab.training import TrainingConfig
-from normattn.lab.training.causal import CausalWorkload
+from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.score import ScoreSpec
 from normattn.terminal import Console
 

@@ -24,15 +24,14 @@ from normattn.lab.studies._reading import history_figure
 from normattn.lab.sweep.collect import history
 from normattn.lab.sweep.measuring import EVALUATIONS, MODEL, asked_alone
 from normattn.lab.training import TrainingConfig
-from normattn.lab.training.causal import CausalWorkload
-from normattn.lab.training.classification import (
+from normattn.lab.training.config import LoopConfig
+from normattn.lab.training.tasks.classification import (
     LABELS,
     VOCABULARY,
     ClassificationConfig,
     ClassificationWorkload,
 )
-from normattn.lab.training.loop_config import LoopConfig
-from normattn.lab.training.masked import MaskedConfig, MaskedWorkload
+from normattn.lab.training.tasks.text import CausalWorkload, MaskedConfig, MaskedWorkload
 from normattn.models.pretrained import load_any
 from normattn.structured import read_object
 from normattn.terminal import warn

@@ -37,7 +37,7 @@ from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.studies._advice import Advice, advise
 from normattn.lab.studies.extend import KIND, MEASUREMENTS, STUDY
-from normattn.lab.training.distribution import choose_device
+from normattn.lab.training.distributed import choose_device
 from normattn.terminal import show
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

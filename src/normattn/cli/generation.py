@@ -14,8 +14,8 @@ from normattn.lab.data.text_files import read_text
 from normattn.lab.data.tokeniser import SEPARATOR_ID, Tokeniser
 from normattn.lab.runs import RunDirectory, require_finished, unchanged
 from normattn.lab.training import TrainingConfig
-from normattn.lab.training.causal import CausalWorkload
-from normattn.lab.training.distribution import choose_device
+from normattn.lab.training.distributed import choose_device
+from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.models import Sampling, generate, load_model
 from normattn.score import ScoreSpec
 from normattn.terminal import visible

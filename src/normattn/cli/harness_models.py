@@ -197,7 +197,7 @@ def open_run(
 ) -> RunModel:
     """The model of a finished run with a method switched on; raises `InputError`."""
     from normattn.cli.generation import opened
-    from normattn.lab.training.distribution import choose_device
+    from normattn.lab.training.distributed import choose_device
     from normattn.models import load_model
 
     config, tokeniser = opened(run)
@@ -232,7 +232,7 @@ def open_pretrained(
     from normattn.hf.load import read_tokeniser
     from normattn.hf.model_parts import known_length, model_parts
     from normattn.hf.saved import as_trained
-    from normattn.lab.training.distribution import choose_device
+    from normattn.lab.training.distributed import choose_device
 
     chosen_device = choose_device(device)
     model, saved = as_trained(name, gguf, dtype=DTYPES[dtype])

@@ -32,16 +32,9 @@ from normattn.lab.runs import RunDirectory, require_finished
 from normattn.lab.stats import Identity, identified, joined, sums
 from normattn.lab.studies.inspect import STUDY
 from normattn.lab.studies.inspect.measured import DRAWN, KEY, KIND, QUERY, TRAINING
-from normattn.lab.training import (
-    LoopConfig,
-    TrainingConfig,
-    causal,
-    classification,
-    masked,
-    translation,
-    vision,
-)
-from normattn.lab.training.distribution import choose_device
+from normattn.lab.training import LoopConfig, TrainingConfig
+from normattn.lab.training.distributed import choose_device
+from normattn.lab.training.tasks import classification, text, translation, vision
 from normattn.models import CausalLM
 from normattn.models.config import StackConfig, TranslatorConfig, without_position
 from normattn.models.pretrained import load_any
@@ -51,8 +44,8 @@ from normattn.terminal import Console, show, warn
 KINDS: dict[str, type[LoopConfig]] = {
     workload.kind: workload.config_class
     for workload in (
-        causal.CausalWorkload,
-        masked.MaskedWorkload,
+        text.CausalWorkload,
+        text.MaskedWorkload,
         classification.ClassificationWorkload,
         translation.TranslationWorkload,
         vision.VisionWorkload,

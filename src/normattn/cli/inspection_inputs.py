@@ -24,12 +24,12 @@ from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.data.windows import choose_places
 from normattn.lab.runs import unchanged
 from normattn.lab.training import TrainingConfig
-from normattn.lab.training.classification import ClassificationConfig
+from normattn.lab.training.config import LoopConfig
 from normattn.lab.training.corpus_record import HasFingerprint, refuse_other_data
-from normattn.lab.training.loop_config import LoopConfig
-from normattn.lab.training.masked import MaskedConfig
-from normattn.lab.training.translation import TranslationConfig
-from normattn.lab.training.vision import VisionTrainingConfig
+from normattn.lab.training.tasks.classification import ClassificationConfig
+from normattn.lab.training.tasks.text import MaskedConfig
+from normattn.lab.training.tasks.translation import TranslationConfig
+from normattn.lab.training.tasks.vision import VisionTrainingConfig
 from normattn.models.beam_search import beam_search
 from normattn.models.translator import Translator
 

@@ -12,7 +12,7 @@ from torch import nn
 from normattn import __version__
 from normattn.lab.report.markdown import aligned
 from normattn.lab.runs import read_metrics
-from normattn.lab.training.loop_config import LoopConfig
+from normattn.lab.training.config import LoopConfig
 from normattn.models.flops import parameter_count
 
 _MODEL_FIELDS = ("score", "layers", "dim", "heads", "kv_heads", "block", "placement", "norm")

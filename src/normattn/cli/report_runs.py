@@ -23,8 +23,8 @@ from normattn.lab.sweep.collect import history
 from normattn.lab.sweep.corpora import Corpora
 from normattn.lab.sweep.measuring import asked_alone
 from normattn.lab.training import TrainingConfig
+from normattn.lab.training.config import CHANGEABLE
 from normattn.lab.training.corpus_record import CORPUS_FILE
-from normattn.lab.training.loop_config import CHANGEABLE
 from normattn.terminal import warn
 
 _ALIKE = CHANGEABLE | {

@@ -15,10 +15,10 @@ from normattn.lab.sweep import presets
 from normattn.lab.sweep.settings import merged, value_at
 from normattn.lab.sweep.stages import diagnostics_probes
 from normattn.lab.training import TrainingConfig, train_causal
-from normattn.lab.training.causal import CausalWorkload
-from normattn.lab.training.config_files import read_settings
+from normattn.lab.training.config import read_settings
 from normattn.lab.training.pages import keep_pages
 from normattn.lab.training.planning import describe_plan
+from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.models.config import without_foreign
 from normattn.models.flops import flops_per_token, parameter_count
 from normattn.terminal import Console

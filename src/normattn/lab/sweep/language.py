@@ -32,7 +32,7 @@ from normattn.lab.sweep.study import (
     sweep_of,
 )
 from normattn.lab.training import TrainingConfig
-from normattn.lab.training.causal import CausalWorkload
+from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.score import ScoreSpec
 
 Own = TypeVar("Own", bound="TextConfig")

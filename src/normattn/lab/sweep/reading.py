@@ -20,10 +20,10 @@ from normattn.lab.sweep.measuring import (
 from normattn.lab.sweep.settings import EvaluationSettings
 from normattn.lab.sweep.stages import Note, Stage
 from normattn.lab.training import TrainingConfig
-from normattn.lab.training.continuation import Continuation
-from normattn.lab.training.distribution import choose_device
+from normattn.lab.training.distributed import choose_device
+from normattn.lab.training.init_from import Continuation
 from normattn.lab.training.planning import Cost
-from normattn.lab.training.workload import kept_model
+from normattn.lab.training.tasks.workload import kept_model
 from normattn.models.flops import flops_per_token
 from normattn.models.pretrained import CONFIG_FILE, load_model
 

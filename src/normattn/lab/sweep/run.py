@@ -30,7 +30,7 @@ from normattn.lab.sweep.study import (
     with_added,
 )
 from normattn.lab.training.corpus_record import HasFingerprint
-from normattn.lab.training.distribution import choose_device
+from normattn.lab.training.distributed import choose_device
 from normattn.terminal import Console, warn
 
 # Above this number, the sentences about rows left out are only written to a file.

@@ -16,11 +16,11 @@ from normattn.lab.runs import read_status
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.sweep.measuring import EVALUATIONS
 from normattn.lab.training import LoopConfig, StepReport, TrainingConfig
-from normattn.lab.training.continuation import Continuation
-from normattn.lab.training.masked import MaskedConfig
+from normattn.lab.training.init_from import Continuation
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.reports import Probe
-from normattn.lab.training.workload import Workload, train_workload
+from normattn.lab.training.tasks.text import MaskedConfig
+from normattn.lab.training.tasks.workload import Workload, train_workload
 
 
 def diagnostics_probes(config: LoopConfig, run: Path) -> tuple[Probe, ...]:

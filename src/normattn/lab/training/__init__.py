@@ -1,19 +1,23 @@
-"""Training: a generic loop with exact resume, optimisers, schedules, and the causal-LM task."""
+"""Training: a generic loop with exact resume, optimisers, schedules, and tasks for each model."""
 
-from normattn.lab.training.causal import CausalTask, train_causal
-from normattn.lab.training.config import TrainingConfig
+from normattn.lab.training.config import AdamWConfig, LoopConfig, ScheduleConfig, TigerConfig
 from normattn.lab.training.loop import train
-from normattn.lab.training.loop_config import LoopConfig
-from normattn.lab.training.masked import MaskedConfig, MaskedWorkload, train_masked
-from normattn.lab.training.optimisers import AdamWConfig, Tiger, TigerConfig
+from normattn.lab.training.optim import Tiger
 from normattn.lab.training.reports import Callback, StepReport, TrainingResult
-from normattn.lab.training.schedules import ScheduleConfig
 from normattn.lab.training.task import Task
+from normattn.lab.training.tasks.text import (
+    CausalWorkload,
+    MaskedConfig,
+    MaskedWorkload,
+    TrainingConfig,
+    train_causal,
+    train_masked,
+)
 
 __all__ = [
     "AdamWConfig",
     "Callback",
-    "CausalTask",
+    "CausalWorkload",
     "LoopConfig",
     "MaskedConfig",
     "MaskedWorkload",

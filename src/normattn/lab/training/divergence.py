@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normattn.lab.training.step import Stepper
+from normattn.lab.training.step import TrainStep
 
 
-def find_origin(stepper: Stepper, step: int) -> str | None:
+def find_origin(stepper: TrainStep, step: int) -> str | None:
     """Repeat the forward and backward passes of `step` and name where it stops being finite.
 
     The name is that of the module whose output is first not finite, as in
@@ -20,7 +20,7 @@ def find_origin(stepper: Stepper, step: int) -> str | None:
     loss itself, or of the first gradient on the way back. None when this rank's part is finite.
     """
     model = stepper.task.model
-    stepper.optimiser.zero_grad(set_to_none=True)
+    stepper.optimiser.zero_grad()
     for micro, batch in enumerate(stepper.batches(step)):
         stepper.seed(step, micro)
         origins: list[str] = []

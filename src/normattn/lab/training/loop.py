@@ -19,15 +19,15 @@ from normattn.lab.runs import (
     record_environment,
 )
 from normattn.lab.runs.timing import threads
-from normattn.lab.training.distribution import World, world
+from normattn.lab.training.config import LoopConfig
+from normattn.lab.training.distributed import World, world
 from normattn.lab.training.divergence import find_origin
-from normattn.lab.training.loop_config import LoopConfig
 from normattn.lab.training.progress import ProgressBar
 from normattn.lab.training.reports import Callback, Probe, StepReport, TrainingResult
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.signals import StopRequest, stop_on_signals
 from normattn.lab.training.state import pack, unpack
-from normattn.lab.training.step import Stepper, StepValues
+from normattn.lab.training.step import StepValues, TrainStep
 from normattn.lab.training.task import Task
 from normattn.lab.training.trackers import Tracking
 from normattn.terminal import warn
@@ -81,7 +81,7 @@ def train(
         torch.manual_seed(derive_seed(config.seed, "initialisation"))
         task = make_task(process)
         stop = _StopAsked(request, should_stop)
-        stepper = Stepper(task, config, process, stop)
+        stepper = TrainStep(task, config, process, stop)
         stack.callback(stepper.close)
         if process.main and show_progress:
             followers.append(ProgressBar())
@@ -127,7 +127,7 @@ class _Loop:
 
     def __init__(
         self,
-        stepper: Stepper,
+        stepper: TrainStep,
         run: RunDirectory,
         stop: _StopAsked,
         callbacks: Sequence[Callback],
@@ -207,7 +207,7 @@ class _Loop:
             if checkpoint is None:
                 checkpoint = self.run.checkpoints.load(step)
             tensors = self.parallel.load(checkpoint, self.task.model)
-            unpack(tensors, self.task.model, self.stepper.optimiser, self.stepper.names)
+            unpack(tensors, self.task.model, self.stepper.optimiser)
         self.saved_step = step
         self.last = StepReport(**final) if final is not None else None
         return step
@@ -317,7 +317,7 @@ class _Loop:
             return
         before = time.monotonic()
         self._flush_logs()
-        tensors = pack(self.task.model, self.stepper.optimiser, self.stepper.names)
+        tensors = pack(self.task.model, self.stepper.optimiser)
         meta = {"metrics_lines": self.run.metrics.lines, "last": _as_json(self.last)}
         self.parallel.save(self.run.checkpoints, step, tensors, meta)
         self.saved_step = step

@@ -11,8 +11,8 @@ import psutil
 import torch
 
 from normattn.errors import InputError
-from normattn.lab.training.distribution import World
-from normattn.lab.training.loop_config import LoopConfig
+from normattn.lab.training.config import LoopConfig
+from normattn.lab.training.distributed import World
 
 BYTES = 4
 HERE = "here"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
 from normattn.kernels.stats import Observation, Observer, observer, observing
-from normattn.lab.training.distribution import World
+from normattn.lab.training.distributed import World
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
 from normattn.score import Score, ScoreSpec
 

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from normattn.errors import InputError
-from normattn.lab.training.distribution import World
-from normattn.lab.training.loop_config import LoopConfig
-from normattn.lab.training.optimisers import make_optimiser
-from normattn.lab.training.parallel import Parallel
+from normattn.lab.training.config import LoopConfig, multiplier
+from normattn.lab.training.distributed import World, make_parallel
+from normattn.lab.training.optim import make_optimiser
 from normattn.lab.training.qk_clip import QKClip
-from normattn.lab.training.schedules import multiplier
 from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.state import kept_buffers
 from normattn.lab.training.task import Task
@@ -72,20 +70,10 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def _parallel_of(config: LoopConfig, world: World) -> Parallel:
-    """What `config.parallel` says; one process has nothing to share."""
-    if config.parallel == "ddp" or world.size == 1:
-        return Parallel(world)
-    # torch's FSDP2 takes a second to import.
-    from normattn.lab.training.sharded import Sharded
-
-    return Sharded(world, config.precision)
-
-
-class Stepper:
+class TrainStep:
     """Takes steps of a task's optimiser; the update is skipped where the values are not finite.
 
-    Everything random in step t is drawn from (seed, t, share), so that no generator's state has
+    Everything random in step t is drawn from (seed, t, shard), so that no generator's state has
     to be saved. `stop_asked` is looked at once a step and shared with the other ranks.
     """
 
@@ -95,12 +83,12 @@ class Stepper:
         self.task = task
         self.config = config
         self.world = world
-        self.parallel = _parallel_of(config, world)
+        self.parallel = make_parallel(config.parallel, config.precision, world)
         if config.activation_checkpointing:
             set_activation_checkpointing(task.model)
         # Wrapped first: to divide a parameter is to make a new one.
         objective = self.parallel.wrap(Objective(task))
-        self.optimiser, self.names = make_optimiser(task.model, config.optimiser)
+        self.optimiser = make_optimiser(task.model, config.optimiser)
         self._clip = None if config.qk_clip is None else QKClip(task.model, config.qk_clip, world)
         self._stop_asked = stop_asked
         self._buffers = kept_buffers(task.model)
@@ -120,7 +108,7 @@ class Stepper:
 
     def seed(self, step: int, micro: int) -> None:
         """Set torch's generators for one micro-step."""
-        seed = derive_seed(self.config.seed, step, self._share(micro))
+        seed = derive_seed(self.config.seed, step, self._shard(micro))
         # torch.manual_seed formats a stack trace for every absent kind of device: 0.3 ms a call.
         torch.default_generator.manual_seed(seed)
         if self.world.device.type == "cuda":
@@ -171,7 +159,7 @@ class Stepper:
 
     def _accumulate(self, step: int) -> dict[str, Tensor]:
         """Gradients of the mean loss of this rank's micro-batches; the means of what it logs."""
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimiser.zero_grad()
         sums: dict[str, Tensor] = {}
         batches = self.batches(step)
         for micro, batch in enumerate(batches):
@@ -179,26 +167,24 @@ class Stepper:
             with self._unsynchronised(last=micro == len(batches) - 1):
                 with self.autocast(), self._watching():
                     loss, metrics = self._call(batch)
-                share = loss / len(batches) if len(batches) > 1 else loss
-                share.backward()
+                part = loss / len(batches) if len(batches) > 1 else loss
+                part.backward()
             for name, value in {"loss": loss, **metrics}.items():
-                part = value.detach() / len(batches) if len(batches) > 1 else value.detach()
-                sums[name] = sums[name] + part if name in sums else part
+                mean = value.detach() / len(batches) if len(batches) > 1 else value.detach()
+                sums[name] = sums[name] + mean if name in sums else mean
         return sums
 
     def _update(self, gradients: list[Tensor], values: StepValues) -> None:
         clip = self.config.clip
         if clip is not None and values.gradient_norm > clip:
             torch._foreach_mul_(gradients, clip / (values.gradient_norm + 1e-6))
-        for group in self.optimiser.param_groups:
-            group["lr"] = values.learning_rate
-        self.optimiser.step()
+        self.optimiser.step(values.learning_rate)
 
     def _fetch(self, step: int) -> list[Any]:
-        shares = self.world.size * self.config.accumulate
+        shards = self.world.size * self.config.accumulate
         device = self.world.device
         batches = (
-            self.task.batch(step, self._share(micro), shares)
+            self.task.batch(step, self._shard(micro), shards)
             for micro in range(self.config.accumulate)
         )
         if device.type == "cpu":
@@ -209,7 +195,7 @@ class Stepper:
 
         return [tree_map(moved, batch) for batch in batches]
 
-    def _share(self, micro: int) -> int:
+    def _shard(self, micro: int) -> int:
         return self.world.rank * self.config.accumulate + micro
 
     def _watching(self) -> AbstractContextManager[None]:

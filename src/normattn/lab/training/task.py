@@ -12,7 +12,7 @@ from torch import Tensor, nn
 class Task(Protocol):
     """A model with its data and loss; the loop knows nothing else about it.
 
-    `batch` must be stateless: the same arguments give the same tensors, and the shares of a step
+    `batch` must be stateless: the same arguments give the same tensors, and the shards of a step
     make up the global batch in equal parts, whatever their number. A batch is a tensor or a
     (named) tuple of tensors.
     """
@@ -27,10 +27,10 @@ class Task(Protocol):
         """Targets in the global batch, for the rates shown."""
         ...
 
-    def batch(self, step: int, share: int, shares: int) -> Any:
-        """Part `share` of `shares` of the global batch of `step` (from 1), on the CPU."""
+    def batch(self, step: int, shard: int, shards: int, /) -> Any:
+        """Shard `shard` of `shards` of the global batch of `step` (from 1), on the CPU."""
         ...
 
-    def loss(self, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def loss(self, batch: Any, /) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The mean loss () of a batch on the model's device, and other () means to log."""
         ...

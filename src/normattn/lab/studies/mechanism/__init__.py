@@ -30,7 +30,7 @@ from normattn.lab.sweep.settings import EvaluationSettings, Preset
 from normattn.lab.sweep.stages import MeasureStage, Note, Stage
 from normattn.lab.sweep.study import Request, Study, Sweep, cells_of, refuse_choices, seeds_of
 from normattn.lab.training import TrainingConfig
-from normattn.lab.training.distribution import choose_device
+from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.planning import Cost
 from normattn.models.pretrained import load_model
 from normattn.structured import Settings

@@ -46,7 +46,7 @@ from normattn.lab.sweep.study import (
     seeds_of,
     sweep_of,
 )
-from normattn.lab.training.translation import TranslationConfig, epochs
+from normattn.lab.training.tasks.translation import TranslationConfig, epochs
 
 KIND = "qknorm"
 

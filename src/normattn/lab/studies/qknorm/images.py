@@ -19,9 +19,9 @@ from normattn.lab.studies.qknorm.rows import Trained
 from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.measuring import MODEL
 from normattn.lab.sweep.stages import MeasureStage, Note, Stage, TrainStage
-from normattn.lab.training.distribution import choose_device
+from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.planning import Cost
-from normattn.lab.training.vision import VisionTrainingConfig, VisionWorkload
+from normattn.lab.training.tasks.vision import VisionTrainingConfig, VisionWorkload
 from normattn.models.flops import flops_per_image, parameter_count
 from normattn.models.pretrained import load_as
 from normattn.models.vision_transformer import VisionTransformer

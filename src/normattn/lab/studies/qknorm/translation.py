@@ -26,9 +26,9 @@ from normattn.lab.studies.qknorm.rows import Trained
 from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.measuring import EVALUATIONS, MODEL
 from normattn.lab.sweep.stages import MeasureStage, Note, Stage, TrainStage
-from normattn.lab.training.distribution import choose_device
+from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.planning import Cost
-from normattn.lab.training.translation import TranslationConfig, TranslationWorkload
+from normattn.lab.training.tasks.translation import TranslationConfig, TranslationWorkload
 from normattn.models.config import without_position
 from normattn.models.pretrained import load_as
 from normattn.models.translator import Translator

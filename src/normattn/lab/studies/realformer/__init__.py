@@ -46,8 +46,8 @@ from normattn.lab.sweep.study import (
     seeds_of,
     sweep_of,
 )
-from normattn.lab.training.continuation import Continuation
-from normattn.lab.training.masked import MaskedConfig, MaskedWorkload
+from normattn.lab.training.init_from import Continuation
+from normattn.lab.training.tasks.text import MaskedConfig, MaskedWorkload
 
 KIND, GRID = "realformer", "realformer-grid"
 

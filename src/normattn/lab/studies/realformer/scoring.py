@@ -21,11 +21,11 @@ from normattn.lab.studies.realformer.settings import LookSettings
 from normattn.lab.sweep.measuring import MODEL
 from normattn.lab.sweep.stages import MeasureStage, Note, divergence, with_weights
 from normattn.lab.sweep.study import Cell, diverged
-from normattn.lab.training.continuation import new_masked_model
-from normattn.lab.training.distribution import choose_device
-from normattn.lab.training.masked import MaskedConfig
+from normattn.lab.training.distributed import choose_device
+from normattn.lab.training.init_from import new_masked_model
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.seeds import derive_seed
+from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.models.flops import planned_parameters, stack_flops
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_as

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from normattn.errors import InputError
 from normattn.lab.sweep.settings import StudyPreset, merged
-from normattn.lab.training.masked import MaskedConfig
+from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.models.config import NORMLESS, Placement
 from normattn.structured import Settings
 

@@ -46,7 +46,7 @@ from normattn.lab.sweep.study import (
     seeds_of,
     sweep_of,
 )
-from normattn.lab.training.classification import ClassificationConfig, ClassificationWorkload
+from normattn.lab.training.tasks.classification import ClassificationConfig, ClassificationWorkload
 
 KIND, TIME = "rmsnorm", "rmsnorm-time"
 NORMS: dict[str, str] = {LAYER: "layer", RMS: "rms"}

@@ -18,15 +18,15 @@ from normattn.lab.runs.timing import interleave, threads
 from normattn.lab.stats import Identity, fact, identified, joined, sums
 from normattn.lab.sweep.collect import history
 from normattn.lab.sweep.stages import MeasureStage, Note
-from normattn.lab.training.classification import (
+from normattn.lab.training.distributed import World, choose_device, world
+from normattn.lab.training.planning import Cost
+from normattn.lab.training.step import TrainStep
+from normattn.lab.training.tasks.classification import (
     NOMINAL_LENGTH,
     ClassificationConfig,
     ClassificationWorkload,
 )
-from normattn.lab.training.distribution import World, choose_device, world
-from normattn.lab.training.planning import Cost
-from normattn.lab.training.step import Stepper
-from normattn.lab.training.workload import MODEL
+from normattn.lab.training.tasks.workload import MODEL
 from normattn.models.classifier import Classifier
 from normattn.models.flops import stack_flops
 from normattn.models.pretrained import load_as
@@ -146,7 +146,7 @@ def _step(config: ClassificationConfig, data: RelationData, process: World) -> C
     """One more optimiser step at each call."""
     task = ClassificationWorkload().task(config, data, process.device, config.accumulate)
     # The rounds are not a training: no number of steps ends them.
-    stepper = Stepper(task, config, process, lambda: False)
+    stepper = TrainStep(task, config, process, lambda: False)
     done = 0
 
     def step() -> object:

@@ -1,4 +1,4 @@
-"""One process or many: torchrun's environment, the global mean of values, and an orderly end.
+"""One process or many: torchrun's environment, values shared by all ranks, and DDP.
 
 Every rank reads the same run directory (one machine, or a shared file system); rank 0 writes.
 """
@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
 
 from normattn.errors import DivergedError, InputError, Interrupted, NormattnError
+from normattn.lab.runs import Checkpoint, Checkpoints
 
 T = TypeVar("T")
 
@@ -35,14 +38,14 @@ class World:
         """Whether this process writes."""
         return self.rank == 0
 
-    def mean(self, values: torch.Tensor) -> torch.Tensor:
+    def mean(self, values: Tensor) -> Tensor:
         """The mean of `values` over all ranks; the same tensor when there is one."""
         if self.size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.SUM)
             values /= self.size
         return values
 
-    def largest(self, values: torch.Tensor) -> torch.Tensor:
+    def largest(self, values: Tensor) -> Tensor:
         """The largest of each of `values` over all ranks; the same tensor when there is one."""
         if self.size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
@@ -163,3 +166,87 @@ def choose_device(name: str) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Whether what this process holds of every parameter are finite numbers only."""
+    # Of a divided parameter (a DTensor) a process holds its part.
+    held = (getattr(p.detach(), "_local_tensor", p.detach()) for p in model.parameters())
+    return all(bool(torch.isfinite(part).all()) for part in held)
+
+
+def make_parallel(parallel: str, precision: str, world: World) -> Parallel:
+    """How a model lies on the processes: `ddp` or `fsdp`; one process has nothing to share."""
+    if parallel == "ddp" or world.size == 1:
+        return Parallel(world)
+    # torch's FSDP2 takes a second to import.
+    from normattn.lab.training.fsdp import Sharded
+
+    return Sharded(world, precision)
+
+
+class Parallel:
+    """How a model lies on the processes, and how its state is written and read there.
+
+    This one leaves the whole model and optimiser with each process (`ddp`, or one process).
+    `searched`: whether a forward pass can be repeated outside the wrapper, module by module.
+    Every method is called by all processes together.
+    """
+
+    searched = True
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process takes part in writing a checkpoint."""
+        return self._world.main
+
+    def wrap(self, objective: nn.Module) -> nn.Module:
+        """A module whose backward pass leaves the mean of the processes' gradients."""
+        return DistributedDataParallel(objective) if self._world.size > 1 else objective
+
+    def unsynchronised(self, wrapped: nn.Module) -> AbstractContextManager[object]:
+        """For micro-batches before the step's last one: gradients are exchanged once a step."""
+        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
+
+    def average(self) -> None:
+        """Exchange the gradients that the wrapper leaves out."""
+
+    def whole(self, value: Tensor) -> Tensor:
+        """A value computed from parameters or gradients, in one piece on every process."""
+        return value
+
+    def due(self, asked: Callable[[], bool]) -> bool:
+        """Whether to save now, by what the main process answers."""
+        return self.writes and asked()
+
+    def finite(self, model: nn.Module) -> bool:
+        """Whether every parameter holds finite numbers only."""
+        return all_finite(model)
+
+    def save(
+        self,
+        checkpoints: Checkpoints,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+    ) -> None:
+        """Write a checkpoint, or begin to; the tensors may change as soon as this returns."""
+        checkpoints.save(step, tensors, meta)
+
+    def settle(self) -> None:
+        """Wait until what `save` began is in its place; `InputError` where it cannot be."""
+
+    def load(self, checkpoint: Checkpoint, model: nn.Module) -> Mapping[str, Tensor]:
+        """The tensors of a checkpoint, whoever wrote it, each as this process holds it."""
+        if not checkpoint.sharded:
+            return checkpoint.tensors
+        from normattn.lab.training.fsdp import read_shards
+
+        return read_shards(checkpoint, model)
+
+    def gathered(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Within it, the main process holds every parameter of `model` whole."""
+        return nullcontext()

@@ -1,0 +1,249 @@
+"""A model of which every process holds a part (FSDP2), and checkpoints written in parts.
+
+Weights, gradients and moments are divided by axis 0, 1/N each. The weights of a block are gathered
+when its turn comes, forward and backward, and let go afterwards; embedding, head and norms stay
+gathered through a step. Checkpoints are torch.distributed.checkpoint's with safetensors parts (each
+file's header says where its rows stand in the whole): torch's own format keeps its index as a
+pickle, and to read a pickle is to run what it says.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from normattn.atomic import explain_os_errors
+from normattn.errors import InputError
+from normattn.lab.runs import Checkpoint, Checkpoints
+from normattn.lab.training.distributed import Parallel, World, all_finite
+from normattn.lab.training.state import MODEL, OPTIMISER, model_tensors
+from normattn.models.transformer import BlockList
+
+
+class Sharded(Parallel):
+    """`fsdp`: every process holds a part; a parameter that is one number is held whole by each.
+
+    Under bf16 a block's weights are gathered in bf16, for half the bytes (autocast would keep a
+    copy of each until the backward pass), and gradients are summed in fp32; what a process holds
+    is fp32.
+    """
+
+    searched = False
+
+    def __init__(self, world: World, precision: str) -> None:
+        super().__init__(world)
+        self._precision = precision
+        self._numbers: list[nn.Parameter] = []
+        self._writer = ShardWriter(world)
+
+    @property
+    def writes(self) -> bool:
+        """Each its part."""
+        return True
+
+    def wrap(self, objective: nn.Module) -> nn.Module:
+        """Divide the parameters: those of each block together, then all others."""
+        # As DistributedDataParallel does: all begin with what the main process drew.
+        for tensor in (*objective.parameters(), *objective.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+        mesh = init_device_mesh(self._world.device.type, (self._world.size,))
+        self._numbers = [p for p in objective.parameters() if p.ndim == 0]
+        whole = set(self._numbers)
+        half = torch.bfloat16 if self._precision == "bf16" else None
+        policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
+        for module in objective.modules():
+            if isinstance(module, BlockList):
+                for block in module:
+                    fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=whole)
+        fully_shard(objective, mesh=mesh, ignored_params=whole)
+        return objective
+
+    def unsynchronised(self, wrapped: nn.Module) -> AbstractContextManager[object]:
+        """Every micro-batch is exchanged: to wait would hold all gradients whole."""
+        return nullcontext()
+
+    def average(self) -> None:
+        """The gradients of single numbers, which FSDP2 does not divide."""
+        gradients = [p.grad for p in self._numbers if p.grad is not None]
+        if gradients:
+            for gradient, mean in zip(
+                gradients, self._world.mean(torch.stack(gradients)), strict=True
+            ):
+                gradient.copy_(mean)
+
+    def whole(self, value: Tensor) -> Tensor:
+        """The value of all parts."""
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def due(self, asked: Callable[[], bool]) -> bool:
+        """The writing process's clock decides for all."""
+        return self._world.any(self._world.main and asked())
+
+    def finite(self, model: nn.Module) -> bool:
+        """No process holds a part that is not."""
+        return not self._world.any(not all_finite(model))
+
+    def save(
+        self,
+        checkpoints: Checkpoints,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+    ) -> None:
+        """Copy the parts and write them while training goes on; `settle` waits for it."""
+        self._writer.begin(checkpoints, step, tensors, meta)
+
+    def settle(self) -> None:
+        """Wait for what `save` began."""
+        self._writer.settle()
+
+    def load(self, checkpoint: Checkpoint, model: nn.Module) -> Mapping[str, Tensor]:
+        """This process's part of each tensor, whoever wrote them."""
+        return read_shards(checkpoint, model)
+
+    @contextmanager
+    def gathered(self, model: nn.Module) -> Iterator[None]:
+        """One parameter after another is put together; the writing process keeps it, on the CPU."""
+        held = [
+            (module, name, parameter)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if isinstance(parameter, nn.Parameter) and isinstance(parameter.data, DTensor)
+        ]
+        made: dict[Tensor, nn.Parameter] = {}
+        for module, name, parameter in held:
+            if parameter not in made:
+                full = self.whole(parameter.detach())
+                kept = full.cpu() if self._world.main else full.new_empty(0)
+                made[parameter] = nn.Parameter(kept, parameter.requires_grad)
+            module._parameters[name] = made[parameter]
+        try:
+            yield
+        finally:
+            for module, name, parameter in held:
+                module._parameters[name] = parameter
+
+
+class ShardWriter:
+    """Writes the parts of one checkpoint at a time while training goes on.
+
+    `begin` returns when every part is copied. Nothing is lost by that: a checkpoint gets its name
+    only when all of it is on the disk with its checksums, and until then the one before it stands.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        # Of its own: the training's messages do not wait for those of a checkpoint.
+        self._group = dist.new_group(backend="gloo")
+        self._finisher = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[Any] | None = None
+
+    def begin(
+        self,
+        checkpoints: Checkpoints,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+    ) -> None:
+        """Copy the tensors and begin to write them; one that was begun before is finished first."""
+        self.settle()
+        folder = self._world.on_main(lambda: checkpoints.begin(step))
+        writing = async_save(
+            {name: tensor.detach() for name, tensor in tensors.items()},
+            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+            process_group=self._group,
+        )
+        assert isinstance(writing, Future)
+        if self._world.main:
+            self._pending = self._finisher.submit(
+                _finish, writing, checkpoints, folder, step, dict(meta)
+            )
+        else:
+            self._pending = writing
+
+    def settle(self) -> None:
+        """Wait until what was begun is in its place; `InputError` on all where it cannot be."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        if not self._world.main:
+            # What went wrong anywhere, the writing process says.
+            pending.exception()
+        self._world.on_main(pending.result)
+
+
+def _finish(
+    writing: Future[Any],
+    checkpoints: Checkpoints,
+    folder: Path,
+    step: int,
+    meta: Mapping[str, Any],
+) -> None:
+    """On the writing process: wait for all parts, then give the checkpoint its name."""
+    with explain_os_errors(folder):
+        try:
+            writing.result()
+        except CheckpointException as error:
+            # Of the refusals of all processes the first one is told.
+            raise next(iter(error.failures.values()))[0] from error
+    checkpoints.finish(folder, step, meta)
+
+
+def read_shards(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
+    """The checkpoint's tensors, each divided as `model` holds it; this process reads its part.
+
+    Whoever wrote them: parts of any number of processes, or one file. `InputError` where the parts
+    do not make up a whole.
+    """
+    own = model_tensors(model)
+    reader = HuggingFaceStorageReader(str(checkpoint.path))
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+        target = {key: _room(key, entry, own) for key, entry in stored.items()}
+        with warnings.catch_warnings():
+            # One process alone is told that it is alone.
+            warnings.simplefilter("ignore", UserWarning)
+            load(target, storage_reader=reader, no_dist=not dist.is_initialized())
+    except (CheckpointException, KeyError, ValueError, SafetensorError) as error:
+        raise InputError(f"checkpoint {checkpoint.path} is damaged: {error}") from error
+    return target
+
+
+def _room(key: str, stored: Any, own: Mapping[str, Tensor]) -> Tensor:
+    """Memory for a tensor: as the parameter whose value or optimiser state it is, where alike."""
+    if not isinstance(stored, TensorStorageMetadata):
+        raise ValueError(f"{key} is no tensor")
+    if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
+        raise ValueError(f"the parts of {key} do not make up a whole")
+    owner = own.get(_owner(key))
+    if owner is not None and owner.shape == stored.size:
+        return torch.empty_like(owner, requires_grad=False)
+    return torch.empty(stored.size, dtype=stored.properties.dtype)
+
+
+def _owner(key: str) -> str:
+    """The parameter or buffer of which `key` is the value or an optimiser's state."""
+    if key.startswith(OPTIMISER):
+        return key.removeprefix(OPTIMISER).rpartition("/")[0]
+    return key.removeprefix(MODEL)

@@ -1,0 +1,275 @@
+"""Optimisers: AdamW, Tiger and Muon over the parameters of a model, grouped by what they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from normattn.errors import InputError
+from normattn.lab.training.config import AdamWConfig, MuonConfig, OptimiserConfig, TigerConfig
+
+Kind = Literal["matrix", "embedding", "vector"]
+Named = dict[str, nn.Parameter]
+_VECTOR_NAMES = frozenset({"gain", "bias", "gamma", "beta", "scale", "alpha"})
+
+
+@dataclass(frozen=True)
+class ParameterGroups:
+    """Named parameters by kind, each once (a tied one where it is met first), in model order."""
+
+    matrices: dict[str, nn.Parameter]
+    embeddings: dict[str, nn.Parameter]
+    vectors: dict[str, nn.Parameter]
+
+    def items(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every (name, parameter): matrices, embeddings, vectors."""
+        return chain(self.matrices.items(), self.embeddings.items(), self.vectors.items())
+
+
+def group_parameters(model: nn.Module) -> ParameterGroups:
+    """Group the trainable parameters of `model`.
+
+    Embeddings are the weights of `nn.Embedding`. Vectors are everything of fewer than two axes,
+    whatever is named a gain, bias, gamma, beta, scale or alpha (a gain per head has two axes and
+    is still a gain), and what an attention score learns. All else is a matrix.
+    """
+    groups = ParameterGroups({}, {}, {})
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in embeddings:
+            groups.embeddings[name] = parameter
+        elif parameter.ndim < 2 or _is_vector(name):
+            groups.vectors[name] = parameter
+        else:
+            groups.matrices[name] = parameter
+    return groups
+
+
+def _is_vector(name: str) -> bool:
+    *path, last = name.split(".")
+    return "score" in path or not _VECTOR_NAMES.isdisjoint(last.split("_"))
+
+
+class Optimiser:
+    """One or two of torch's optimisers over the named parameters of a model, stepped as one.
+
+    Its state is held, saved and loaded by the parameters' names.
+    """
+
+    def __init__(self, members: list[tuple[torch.optim.Optimizer, list[str]]]) -> None:
+        if not any(names for _, names in members):
+            raise InputError("the model has no trainable parameter")
+        self.members = members
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all parameters, in the order of `param_groups`."""
+        return [name for _, names in self.members for name in names]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all members."""
+        return [group for member, _ in self.members for group in member.param_groups]
+
+    def zero_grad(self) -> None:
+        """Drop every gradient."""
+        for member, _ in self.members:
+            member.zero_grad(set_to_none=True)
+
+    def step(self, lr: float) -> None:
+        """Move every parameter that has a gradient, at the learning rate `lr`."""
+        for member, _ in self.members:
+            for group in member.param_groups:
+                group["lr"] = lr
+            member.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """The live state as NAME/KEY for each parameter and each of its moments."""
+        tensors = {}
+        for member, names in self.members:
+            for index, state in member.state_dict()["state"].items():
+                for key, value in state.items():
+                    tensors[f"{names[index]}/{key}"] = torch.as_tensor(value)
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take copies of what `state` gave; `InputError` for state of unknown parameters."""
+        known = {*self.names}
+        if any(key.rpartition("/")[0] not in known for key in tensors):
+            raise InputError("the checkpoint holds optimiser state of parameters that do not exist")
+        for member, names in self.members:
+            states: dict[int, dict[str, Tensor]] = {}
+            for index, name in enumerate(names):
+                prefix = f"{name}/"
+                own = {k: v for k, v in tensors.items() if k.startswith(prefix)}
+                if own:
+                    states[index] = {k.removeprefix(prefix): v.clone() for k, v in own.items()}
+            member.load_state_dict({**member.state_dict(), "state": states})
+
+
+def make_optimiser(model: nn.Module, config: OptimiserConfig) -> Optimiser:
+    """The optimiser over `model`'s trainable parameters."""
+    groups = group_parameters(model)
+    names = [name for name, _ in groups.items()]
+    if not names:
+        raise InputError("the model has no trainable parameter")
+    if isinstance(config, TigerConfig):
+        return Optimiser([(Tiger(groups, config.lr, config.beta, config.weight_decay), names)])
+    if isinstance(config, MuonConfig):
+        return Optimiser(_muon(groups, config))
+    decayed, plain = {**groups.matrices, **groups.embeddings}, groups.vectors
+    return Optimiser([(_adamw(decayed, plain, config, fused=True), names)])
+
+
+def _adamw(
+    decayed: Named, plain: Named, config: AdamWConfig | MuonConfig, fused: bool
+) -> torch.optim.AdamW:
+    """torch's AdamW without decay on `plain`; fused where asked and the parameters allow it."""
+    members = [(list(decayed.values()), config.weight_decay), (list(plain.values()), 0.0)]
+    everywhere = all(p.device.type in ("cpu", "cuda") for params, _ in members for p in params)
+    how: dict[str, Any] = {}
+    if fused:
+        how = {"fused": everywhere, "foreach": None if everywhere else True}
+    return torch.optim.AdamW(
+        [{"params": params, "weight_decay": decay} for params, decay in members if params],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        **how,
+    )
+
+
+def _muon(
+    groups: ParameterGroups, config: MuonConfig
+) -> list[tuple[torch.optim.Optimizer, list[str]]]:
+    """Muon for matrices, AdamW for embeddings, the head, gains, biases and what a score learns.
+
+        m ← β·m + (1 − β)·g
+        θ ← θ − η·(0.2·√max(rows, columns)·NS(β·m + (1 − β)·g) + wd·θ)
+
+    NS is five Newton-Schulz steps towards U·Vᵀ of U·S·Vᵀ, in bf16 (torch's). The factor gives a
+    step the size of AdamW's, so that both parts share one η. The `qkv` of multi-head attention is
+    one matrix, not three. Raises `InputError` where torch has no Muon (before 2.9). Sources: Jordan
+    et al. 2024 (kellerjordan.github.io/posts/muon), arXiv 2502.16982.
+    """
+    make: Any = getattr(torch.optim, "Muon", None)
+    if make is None:
+        raise InputError(f"the optimiser muon needs torch 2.9 or later, not {torch.__version__}")
+    matrices: Named = {}
+    decayed: Named = {}
+    for name, parameter in groups.matrices.items():
+        hidden = parameter.ndim == 2 and not name.startswith("head.")
+        (matrices if hidden else decayed)[name] = parameter
+    decayed |= groups.embeddings
+    members: list[tuple[torch.optim.Optimizer, list[str]]] = []
+    if matrices:
+        muon = make(
+            matrices.values(),
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        members.append((muon, [*matrices]))
+    if decayed or groups.vectors:
+        adamw = _adamw(decayed, groups.vectors, config, fused=False)
+        members.append((adamw, [*decayed, *groups.vectors]))
+    return members
+
+
+class Tiger(torch.optim.Optimizer):
+    """Tiger over grouped parameters: the sign of one momentum, in proportion to each parameter.
+
+        m ← β·m + (1 − β)·g
+        θ ← θ − η_θ·(sign m + wd·θ)
+
+    η_θ = η·RMS(θ) for a matrix, η·RMS(row) for each row of an embedding, η/2 and no decay for gains
+    and biases. One state tensor per parameter. A matrix that is all zero has RMS 0 and never moves,
+    so nothing trained with Tiger may start from zero but gains and biases. Source: kexue 9512.
+
+    `lr` > 0 (relative to the size of a parameter), `beta` in [0, 1), `weight_decay` ≥ 0.
+    Raises `InputError` for a value outside these ranges, or when a matrix is all zero.
+    """
+
+    def __init__(
+        self,
+        groups: ParameterGroups,
+        lr: float = 1e-3,
+        beta: float = 0.965,
+        weight_decay: float = 0.01,
+    ) -> None:
+        if not lr > 0.0 or not 0.0 <= beta < 1.0 or weight_decay < 0.0:
+            raise InputError(
+                f"Tiger needs lr > 0, 0 ≤ beta < 1 and weight_decay ≥ 0; got lr={lr}, "
+                f"beta={beta}, weight_decay={weight_decay}"
+            )
+        for name, parameter in groups.matrices.items():
+            if not parameter.any():
+                raise InputError(f"Tiger cannot train {name}: it is all zero, and so is its step")
+        kinds: list[tuple[Kind, dict[str, nn.Parameter], float]] = [
+            ("matrix", groups.matrices, weight_decay),
+            ("embedding", groups.embeddings, weight_decay),
+            ("vector", groups.vectors, 0.0),
+        ]
+        super().__init__(
+            [
+                {"params": list(members.values()), "kind": kind, "weight_decay": decay}
+                for kind, members, decay in kinds
+                if members
+            ],
+            {"lr": lr, "beta": beta, "weight_decay": weight_decay, "kind": "matrix"},
+        )
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Move every parameter that has a gradient; the loss of `closure`, where it is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self._update(parameters, group)
+        return loss
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        momenta = [self._momentum(p) for p in parameters]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        torch._foreach_lerp_(momenta, gradients, 1.0 - group["beta"])
+        updates = torch._foreach_sign(momenta)
+        if group["weight_decay"] != 0.0:
+            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+        if group["kind"] == "vector":
+            torch._foreach_add_(parameters, updates, alpha=-group["lr"] / 2.0)
+            return
+        torch._foreach_mul_(updates, _sizes(parameters, group["kind"]))
+        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+
+    def _momentum(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(parameter)
+        momentum: Tensor = state["momentum"]
+        return momentum
+
+
+def _sizes(parameters: list[Tensor], kind: Kind) -> list[Tensor]:
+    """RMS of each whole matrix, () each, or of each row of an embedding, (rows, 1) each."""
+    if kind == "embedding":
+        return [p.square().mean(dim=-1, keepdim=True).sqrt_() for p in parameters]
+    norms = list(torch._foreach_norm(parameters))
+    torch._foreach_div_(norms, [math.sqrt(p.numel()) for p in parameters])
+    return norms

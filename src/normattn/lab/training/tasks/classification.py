@@ -1,0 +1,127 @@
+"""Training multi-label classifiers of documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normattn.atomic import write_json
+from normattn.errors import InputError
+from normattn.lab.data.relations import (
+    RelationBatches,
+    RelationConfig,
+    RelationData,
+    look_for_relations,
+    prepare_relations,
+)
+from normattn.lab.training.planning import Cost
+from normattn.lab.training.reports import TrainingResult
+from normattn.lab.training.tasks.workload import (
+    BatchTrainingConfig,
+    Loss,
+    Workload,
+    cost_of,
+    train_workload,
+)
+from normattn.models.classifier import Classifier
+from normattn.models.config import ClassifierConfig
+from normattn.models.flops import stack_flops
+
+LABELS, VOCABULARY = "labels.json", "vocab.txt"
+NOMINAL_LENGTH = 75
+"""Tokens of a document by which a training's cost is told before its data is read.
+
+As many as a document of the embedded corpus has on average.
+"""
+
+
+class ClassificationConfig(BatchTrainingConfig):
+    """A classifier, its documents, and how it is trained.
+
+    model: as `ClassifierConfig`; its vocab_size is that of `data` and may be left out, so may its
+    train_length, which is then `data.max_tokens`. Its labels are as many as the data has.
+    """
+
+    model: ClassifierConfig
+    data: RelationConfig = RelationConfig()
+
+    @classmethod
+    def decided(cls, data: Any) -> dict[str, Any]:
+        """The model's vocabulary is that of the word pieces."""
+        return {"vocab_size": data.vocab_size}
+
+    @classmethod
+    def suggested(cls, data: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Documents are cut at `max_tokens`."""
+        return {"train_length": max(2, data.max_tokens)}
+
+
+class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
+    """A classifier of relations; the names of its labels are left beside it."""
+
+    kind = "classification"
+    config_class = ClassificationConfig
+
+    def prepare(self, config: ClassificationConfig) -> RelationData:
+        """The documents as word pieces."""
+        return prepare_relations(config.data)
+
+    def look(self, config: ClassificationConfig) -> tuple[str, ...]:
+        """Whether the folder has its files, and the vocabulary is there."""
+        look_for_relations(config.data)
+        return ()
+
+    def check(self, config: ClassificationConfig, data: RelationData, shards: int) -> None:
+        """As many labels as the model has, and at least one batch of documents."""
+        if len(data.labels) != config.model.labels:
+            raise InputError(
+                f"model.labels is {config.model.labels}, but {config.data.corpus} has "
+                f"{len(data.labels)} labels"
+            )
+        super().check(config, data, shards)
+
+    def make_model(self, config: ClassificationConfig) -> nn.Module:
+        """A fresh classifier."""
+        return Classifier(config.model)
+
+    def batches(
+        self, config: ClassificationConfig, data: RelationData, seed: int
+    ) -> RelationBatches:
+        """Documents with their padding and labels."""
+        return RelationBatches(data.train, len(data.labels), data.pad, config.batch_size, seed)
+
+    def tensors(self, rows: Any) -> tuple[Tensor, ...]:
+        """Ids (b, t), padding (b, t) and labels (b, k)."""
+        return tuple(map(torch.from_numpy, (rows.ids, rows.padding, rows.labels)))
+
+    def loss(self, config: ClassificationConfig, model: Any, batch: Any, shards: int) -> Loss:
+        """Binary cross-entropy in nats, the mean over documents and labels."""
+        return model.loss(*batch), {}
+
+    def tokens_per_step(self, config: ClassificationConfig, batches: Any) -> int:
+        """Word pieces of the global batch, on average."""
+        mean: float = batches.mean_tokens
+        return round(config.batch_size * mean)
+
+    def cost(self, config: ClassificationConfig) -> Cost:
+        """Every token of every step, for documents of a nominal length."""
+        length = min(NOMINAL_LENGTH, config.data.max_tokens)
+        tokens = config.steps * config.batch_size * length
+        flops = tokens * stack_flops(config.model, length).training
+        return cost_of(config, Classifier, tokens, flops)
+
+    def leave(self, data: RelationData, out: Path) -> None:
+        """The names of the labels, and the word pieces."""
+        write_json(out / LABELS, {"labels": list(data.labels)})
+        data.pieces.save(out / VOCABULARY)
+
+
+def train_classifier(
+    config: ClassificationConfig, out: Path | str, **choices: Any
+) -> TrainingResult:
+    """Train a classifier in the run directory `out`; `choices` as `train_workload`."""
+    return train_workload(ClassificationWorkload(), config, out, **choices)

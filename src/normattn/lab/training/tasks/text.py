@@ -1,0 +1,225 @@
+"""Training language models, causal and masked, on a corpus of tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from normattn.lab.data import (
+    DataConfig,
+    TokenData,
+    TrainingBatches,
+    look_for_tokens,
+    prepare_tokens,
+)
+from normattn.lab.data.batches import MaskedBatches, Masking
+from normattn.lab.training.config import CHANGEABLE
+from normattn.lab.training.corpus_record import leave_tokeniser
+from normattn.lab.training.init_from import (
+    Continuation,
+    new_masked_model,
+    new_model,
+    refuse_other_tokeniser,
+)
+from normattn.lab.training.planning import Cost
+from normattn.lab.training.reports import TrainingResult
+from normattn.lab.training.tasks.workload import (
+    BatchTrainingConfig,
+    Config,
+    Loss,
+    Workload,
+    cost_of,
+    train_workload,
+)
+from normattn.models import CausalLM, CausalLMConfig
+from normattn.models.config import MaskedLMConfig
+from normattn.models.flops import flops_per_token, stack_flops
+from normattn.models.masked_lm import MaskedLM
+from normattn.structured import Settings
+
+
+class TrainingConfig(BatchTrainingConfig):
+    """A causal language model, its data, and how it is trained.
+
+    model: as `CausalLMConfig`; its vocab_size is that of `data` and may be left out, and its
+    train_length is the length of every training sequence. continued: the saved model whose weights
+    training starts from, under which method and at which length it goes on; `model` is then that
+    model's settings.
+    """
+
+    model: CausalLMConfig
+    data: DataConfig = DataConfig()
+    continued: Continuation | None = None
+
+    @classmethod
+    def decided(cls, data: Any) -> dict[str, Any]:
+        """The model's vocabulary is the tokeniser's."""
+        return {"vocab_size": data.vocab_size}
+
+    @model_validator(mode="after")
+    def _check_continued(self) -> TrainingConfig:
+        if self.continued is not None:
+            self.continued.check(self.model)
+        return self
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a training sequence: the model's train_length, or what `continued` says."""
+        longer = None if self.continued is None else self.continued.length
+        return self.model.train_length if longer is None else longer
+
+
+class MaskingConfig(Settings):
+    """The shares of `Masking`: of the tokens that are chosen, then of what becomes of those."""
+
+    share: float = Field(default=0.15, gt=0, le=1)
+    masked: float = Field(default=0.8, ge=0, le=1)
+    random: float = Field(default=0.1, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> MaskingConfig:
+        if self.masked + self.random > 1:
+            raise ValueError(
+                f"masked {self.masked:g} and random {self.random:g} are more than 1 together"
+            )
+        return self
+
+    def of(self, vocab_size: int) -> Masking:
+        """The masking of a vocabulary."""
+        return Masking(vocab_size, self.share, self.masked, self.random)
+
+
+class MaskedConfig(BatchTrainingConfig):
+    """A masked language model, its data, and how it is trained.
+
+    model: as `MaskedLMConfig`; its vocab_size is that of `data` and may be left out, and its
+    train_length is the length of every training sequence. continued: the saved model whose weights
+    training starts from, of this score or another; without method and length.
+    """
+
+    model: MaskedLMConfig
+    data: DataConfig = DataConfig()
+    masking: MaskingConfig = MaskingConfig()
+    # Left out of a dump where it is off: runs that were made before it stay the same.
+    continued: Annotated[Continuation | None, Field(exclude_if=lambda start: start is None)] = None
+
+    @classmethod
+    def decided(cls, data: Any) -> dict[str, Any]:
+        """The model's vocabulary is the tokeniser's."""
+        return {"vocab_size": data.vocab_size}
+
+    @model_validator(mode="after")
+    def _check_continued(self) -> MaskedConfig:
+        if self.continued is not None and (self.continued.method or self.continued.length):
+            raise ValueError("continued: a masked language model goes on without method and length")
+        return self
+
+
+class TextWorkload(Workload[Config, TokenData]):
+    """A language model on a corpus of tokens; its tokeniser is left beside it."""
+
+    # The weights decide where a continued run starts; their folder may move.
+    changeable = CHANGEABLE | {"continued.start"}
+
+    def prepare(self, config: Any) -> TokenData:
+        """The corpus as tokens."""
+        return prepare_tokens(config.data)
+
+    def look(self, config: Any) -> tuple[str, ...]:
+        """What the corpus needs, where there is such a one."""
+        return look_for_tokens(config.data)
+
+    def check(self, config: Any, data: TokenData, shards: int) -> None:
+        """Every micro-batch must have as many sequences, each no longer than the corpus.
+
+        A continued model must have been trained with the same tokeniser.
+        """
+        refuse_other_tokeniser(config.continued, data)
+        super().check(config, data, shards)
+
+    def leave(self, data: TokenData, out: Path) -> None:
+        """The tokeniser."""
+        leave_tokeniser(data, out)
+
+
+class CausalWorkload(TextWorkload[TrainingConfig]):
+    """Next-token prediction on random windows of a corpus."""
+
+    kind = "causal-lm"
+    config_class = TrainingConfig
+
+    def make_model(self, config: TrainingConfig) -> nn.Module:
+        """A fresh model, or the one that training continues from."""
+        return new_model(config.model, config.continued)
+
+    def batches(self, config: TrainingConfig, data: TokenData, seed: int) -> TrainingBatches:
+        """Windows of length + 1 tokens."""
+        length, tiling = config.sequence_length, config.data.tiling
+        return TrainingBatches(data.train, length, config.batch_size, seed, tiling)
+
+    def loss(self, config: TrainingConfig, model: Any, batch: Tensor, shards: int) -> Loss:
+        """Mean cross-entropy in nats, and the share of tokens predicted right."""
+        result = model.loss(batch)
+        return result.loss, {"accuracy": result.correct / batch[:, 1:].numel()}
+
+    def tokens_per_step(self, config: TrainingConfig, batches: Any) -> int:
+        """Targets in the global batch."""
+        return config.batch_size * config.sequence_length
+
+    def cost(self, config: TrainingConfig) -> Cost:
+        """Every target of every step."""
+        tokens = config.steps * config.batch_size * config.sequence_length
+        flops = flops_per_token(config.model, config.sequence_length).training
+        return cost_of(config, CausalLM, tokens, tokens * flops)
+
+
+class MaskedWorkload(TextWorkload[MaskedConfig]):
+    """Prediction of the hidden tokens of random windows of a corpus."""
+
+    kind = "masked-lm"
+    config_class = MaskedConfig
+
+    def make_model(self, config: MaskedConfig) -> nn.Module:
+        """A fresh model, or the one that training continues from."""
+        return new_masked_model(config.model, config.continued)
+
+    def batches(self, config: MaskedConfig, data: TokenData, seed: int) -> MaskedBatches:
+        """What the model reads, the positions that it is asked for, and what stood there."""
+        # A training window holds one token more than its length, for next-token targets.
+        length, tiling = config.model.train_length - 1, config.data.tiling
+        windows = TrainingBatches(data.train, length, config.batch_size, seed, tiling)
+        return MaskedBatches(windows, config.masking.of(config.model.vocab_size))
+
+    def loss(self, config: MaskedConfig, model: Any, batch: Any, shards: int) -> Loss:
+        """Mean cross-entropy in nats over the chosen tokens, and the share of them that are hit."""
+        result = model.loss(*batch)
+        exits = result.exit_correct / result.tokens
+        named = {f"accuracy_exit_{layer}": hits for layer, hits in enumerate(exits, start=1)}
+        return result.loss, {"accuracy": result.correct / result.tokens, **named}
+
+    def tokens_per_step(self, config: MaskedConfig, batches: Any) -> int:
+        """Tokens that are read in the global batch; a share of them are targets."""
+        return config.batch_size * config.model.train_length
+
+    def cost(self, config: MaskedConfig) -> Cost:
+        """Every token that is read; the head, and those of the exits, see the chosen ones."""
+        model, length = config.model, config.model.train_length
+        rows = config.steps * config.batch_size
+        chosen = config.masking.of(model.vocab_size).chosen(length)
+        heads = 1 + (model.layers - 1 if model.exits else 0)
+        head = 3 * 2.0 * model.vocab_size * model.dim * heads
+        flops = rows * (length * stack_flops(model, length).training + chosen * head)
+        return cost_of(config, MaskedLM, rows * length, flops)
+
+
+def train_causal(config: TrainingConfig, out: Path | str, **choices: Any) -> TrainingResult:
+    """Train a causal language model in the run directory `out`; `choices` as `train_workload`."""
+    return train_workload(CausalWorkload(), config, out, **choices)
+
+
+def train_masked(config: MaskedConfig, out: Path | str, **choices: Any) -> TrainingResult:
+    """Train a masked language model in the run directory `out`; `choices` as `train_workload`."""
+    return train_workload(MaskedWorkload(), config, out, **choices)

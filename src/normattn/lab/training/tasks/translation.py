@@ -1,0 +1,147 @@
+"""Training encoder–decoders to translate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from normattn.errors import InputError
+from normattn.lab.data.pairs import (
+    EOS_ID,
+    PAD_ID,
+    PairBatches,
+    PairData,
+    PairsConfig,
+    look_for_pairs,
+    prepare_pairs,
+)
+from normattn.lab.training.planning import Cost
+from normattn.lab.training.reports import TrainingResult
+from normattn.lab.training.seeds import derive_seed
+from normattn.lab.training.tasks.workload import (
+    Loss,
+    ModelTrainingConfig,
+    Workload,
+    cost_of,
+    train_workload,
+)
+from normattn.models.config import TranslatorConfig
+from normattn.models.flops import translator_flops
+from normattn.models.translator import Translator
+from normattn.score import ScoreSpec
+
+NOMINAL_LENGTH = 16
+"""Tokens of a sentence by which a training's cost is told before its data is read."""
+
+
+class TranslationConfig(ModelTrainingConfig):
+    """A translation model, its sentence pairs, and how it is trained.
+
+    model: as `TranslatorConfig`; its vocabularies are those of `data` and may be left out, and so
+    may its train_length, which is then `data.max_length`. batch_tokens: padded source and target
+    tokens of an optimiser step, over all processes and micro-batches (of which there may be 1, 2, 4
+    or 8 together). label_smoothing: as in arXiv 1512.00567, in training only.
+    """
+
+    model: TranslatorConfig
+    data: PairsConfig = PairsConfig()
+    batch_tokens: int = Field(default=4096, ge=1, le=10**8)
+    label_smoothing: float = Field(default=0.1, ge=0.0, lt=1.0)
+
+    @property
+    def scores(self) -> tuple[ScoreSpec, ...]:
+        """The encoder's, the decoder's and those of the attention across."""
+        scores = (self.model.score, self.model.decoder_score, self.model.cross_score)
+        return tuple(score for score in scores if score is not None)
+
+    @classmethod
+    def decided(cls, data: Any) -> dict[str, Any]:
+        """The vocabularies are those of the tokenisers."""
+        return {
+            "source_vocab": data.vocab_size,
+            "target_vocab": data.target_vocab_size or data.vocab_size,
+            "shared_vocabulary": data.target_vocab_size is None,
+        }
+
+    @classmethod
+    def suggested(cls, data: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Sentences are no longer than `max_length`."""
+        return {"train_length": data.max_length}
+
+
+class TranslationWorkload(Workload[TranslationConfig, PairData]):
+    """A translation model on sentence pairs; its tokenisers are left beside it."""
+
+    kind = "translation"
+    config_class = TranslationConfig
+
+    def prepare(self, config: TranslationConfig) -> PairData:
+        """The sentence pairs as tokens."""
+        return prepare_pairs(config.data)
+
+    def look(self, config: TranslationConfig) -> tuple[str, ...]:
+        """Whether there are such files of sentence pairs."""
+        look_for_pairs(config.data)
+        return ()
+
+    def check(self, config: TranslationConfig, data: PairData, shards: int) -> None:
+        """The longest pairs must fit into a batch, and the batch must divide."""
+        self._batches(config, data).batch(1, 0, shards)
+
+    def make_model(self, config: TranslationConfig) -> nn.Module:
+        """A fresh translator."""
+        return Translator(config.model)
+
+    def batches(self, config: TranslationConfig, data: PairData, seed: int) -> PairBatches:
+        """Sentence pairs of like length together."""
+        if not len(data.train):
+            raise InputError(f"corpus {config.data.corpus!r} leaves no pair to train on")
+        return PairBatches(data.train, config.batch_tokens, seed)
+
+    def loss(self, config: TranslationConfig, model: Any, batch: Any, shards: int) -> Loss:
+        """Smoothed loss, plain loss (nats) and accuracy, each a mean over the whole batch's tokens.
+
+        A shard is weighted by its tokens, so that the mean over shards is that of the batch.
+        """
+        real, target = (batch.target[:, 1:] != PAD_ID).sum(), batch.target
+        if not real:  # A shard that only fills up: some loss that counts nothing.
+            target = torch.full_like(target, EOS_ID)
+        result = model.loss(batch.source, target, config.label_smoothing)
+        parts = shards / batch.targets.double()
+        weight = (real * parts).to(result.loss.dtype)
+        return result.loss * weight, {
+            "nll": result.nll * weight,
+            "accuracy": torch.minimum(result.correct, real) * parts,
+        }
+
+    def tokens_per_step(self, config: TranslationConfig, batches: Any) -> int:
+        """Tokens to predict in a step, on average: batches differ a little."""
+        tokens: int = batches.split.target_total
+        return round(tokens / len(batches))
+
+    def cost(self, config: TranslationConfig) -> Cost:
+        """As of full batches of sentences of `NOMINAL_LENGTH`: the data is not looked at."""
+        pairs = config.steps * config.batch_tokens / (2 * NOMINAL_LENGTH)
+        flops = translator_flops(config.model, NOMINAL_LENGTH, NOMINAL_LENGTH).training
+        return cost_of(config, Translator, round(pairs * NOMINAL_LENGTH), pairs * flops)
+
+    def leave(self, data: PairData, out: Path) -> None:
+        """The tokenisers."""
+        data.source_tokeniser.save(out / "source.tokeniser.json")
+        data.target_tokeniser.save(out / "target.tokeniser.json")
+
+
+def train_translation(config: TranslationConfig, out: Path | str, **choices: Any) -> TrainingResult:
+    """Train a translation model in the run directory `out`; `choices` as `train_workload`."""
+    return train_workload(TranslationWorkload(), config, out, **choices)
+
+
+def epochs(config: TranslationConfig, data: PairData) -> float:
+    """How often a training sees every pair."""
+    seed = derive_seed(config.seed, "batches")
+    return config.steps / len(TranslationWorkload().batches(config, data, seed))

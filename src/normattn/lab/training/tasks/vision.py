@@ -1,0 +1,109 @@
+"""Training Vision Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from torch import nn
+
+from normattn.errors import InputError
+from normattn.lab.data.images import (
+    ImageBatches,
+    ImageData,
+    ImageDataConfig,
+    image_shape,
+    look_for_images,
+    prepare_images,
+)
+from normattn.lab.training.planning import Cost
+from normattn.lab.training.reports import TrainingResult
+from normattn.lab.training.tasks.workload import (
+    BatchTrainingConfig,
+    Loss,
+    Workload,
+    cost_of,
+    train_workload,
+)
+from normattn.models.config import VisionConfig
+from normattn.models.flops import flops_per_image
+from normattn.models.vision_transformer import VisionTransformer
+
+
+class VisionTrainingConfig(BatchTrainingConfig):
+    """A Vision Transformer, its images, and how it is trained.
+
+    model: as `VisionConfig`; height, width, channels and classes are those of `data` and may be
+    left out. shift: every image is moved by up to so many pixels each time it is seen, 0 for not at
+    all.
+    """
+
+    model: VisionConfig
+    data: ImageDataConfig = ImageDataConfig()
+    batch_size: int = Field(default=64, ge=1, le=10**7)
+    shift: int = Field(default=0, ge=0)
+
+    @classmethod
+    def suggested(cls, data: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's shape is that of the images, which are looked at only where it is missing."""
+        if {"height", "width", "channels", "classes"} <= given.keys():
+            return {}
+        return asdict(image_shape(data))
+
+
+class VisionWorkload(Workload[VisionTrainingConfig, ImageData]):
+    """A Vision Transformer on images with classes."""
+
+    kind = "vision"
+    config_class = VisionTrainingConfig
+
+    def prepare(self, config: VisionTrainingConfig) -> ImageData:
+        """The images, split."""
+        return prepare_images(config.data)
+
+    def look(self, config: VisionTrainingConfig) -> tuple[str, ...]:
+        """Whether the package or the folder is there."""
+        look_for_images(config.data)
+        return ()
+
+    def check(self, config: VisionTrainingConfig, data: ImageData, shards: int) -> None:
+        """The images must be of the model's shape, and every micro-batch have as many."""
+        for name, value in asdict(data.shape).items():
+            if getattr(config.model, name) != value:
+                raise InputError(
+                    f"model.{name} is {getattr(config.model, name)}, but the images of "
+                    f"{config.data.source} have {value}; leave it out"
+                )
+        super().check(config, data, shards)
+
+    def make_model(self, config: VisionTrainingConfig) -> nn.Module:
+        """A fresh Vision Transformer."""
+        return VisionTransformer(config.model)
+
+    def batches(self, config: VisionTrainingConfig, data: ImageData, seed: int) -> ImageBatches:
+        """Images in −1 … 1 and the class of each."""
+        return ImageBatches(data.train, config.batch_size, seed, config.shift)
+
+    def loss(self, config: VisionTrainingConfig, model: Any, batch: Any, shards: int) -> Loss:
+        """Mean cross-entropy in nats, and the share of images named right."""
+        images, labels = batch
+        result = model.loss(images, labels)
+        return result.loss, {"accuracy": result.correct / len(labels)}
+
+    def tokens_per_step(self, config: VisionTrainingConfig, batches: Any) -> int:
+        """Tokens that the blocks read in the global batch."""
+        return config.batch_size * config.model.tokens
+
+    def cost(self, config: VisionTrainingConfig) -> Cost:
+        """Every token of every image."""
+        images = config.steps * config.batch_size
+        flops = images * flops_per_image(config.model).training
+        return cost_of(config, VisionTransformer, images * config.model.tokens, flops)
+
+
+def train_vision(config: VisionTrainingConfig, out: Path | str, **choices: Any) -> TrainingResult:
+    """Train a Vision Transformer in the run directory `out`; `choices` as `train_workload`."""
+    return train_workload(VisionWorkload(), config, out, **choices)

@@ -1,0 +1,319 @@
+"""A training of any kind of model: from one configuration to one saved model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from pydantic import Field, ValidationError, model_validator
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from normattn.errors import InputError
+from normattn.lab.runs import RunDirectory, read_metrics
+from normattn.lab.training.config import CHANGEABLE, LoopConfig, explain
+from normattn.lab.training.corpus_record import begin_corpus
+from normattn.lab.training.distributed import World, world
+from normattn.lab.training.init_from import KEPT
+from normattn.lab.training.loop import OnStep, train
+from normattn.lab.training.planning import Cost, check_memory
+from normattn.lab.training.reports import Callback, Probe, TrainingResult
+from normattn.lab.training.seeds import derive_seed
+from normattn.models.config import StackConfig
+from normattn.models.flops import planned_parameters
+from normattn.models.pretrained import check_weights, save_model
+from normattn.score import ScoreSpec
+from normattn.structured import Settings
+from normattn.terminal import warn
+
+MODEL = "model"
+Loss = tuple[Tensor, Mapping[str, Tensor]]
+Config = TypeVar("Config", bound="ModelTrainingConfig")
+Data = TypeVar("Data")
+
+
+class ModelTrainingConfig(LoopConfig):
+    """A model, its data, and how it is trained.
+
+    Settings of `model` that its data decides (`decided`) or suggests (`suggested`) may be left out.
+    """
+
+    model: StackConfig
+    data: Settings
+
+    @classmethod
+    def decided(cls, data: Any) -> dict[str, Any]:
+        """The settings of the model that its data decides: others are refused."""
+        return {}
+
+    @classmethod
+    def suggested(cls, data: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of the model that its data suggests, where `given` does not have them."""
+        return {}
+
+    @property
+    def scores(self) -> tuple[ScoreSpec, ...]:
+        """The model's."""
+        return (self.model.score,)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_model(cls, values: Any) -> Any:
+        """What the data decides; saying it twice is allowed, not needed."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("model"), Mapping):
+            return values
+        kind: Any = cls.model_fields["data"].annotation
+        data, given = values.get("data", {}), values["model"]
+        try:
+            data = kind.model_validate(data) if isinstance(data, Mapping) else data
+        except ValidationError as error:
+            raise ValueError(f"data.{explain(error)}") from error
+        filled = {**cls.suggested(data, given), **cls.decided(data), **given}
+        return {**values, "model": filled}
+
+    @model_validator(mode="after")
+    def _check_decided(self) -> ModelTrainingConfig:
+        """The model's settings must be those of the data."""
+        for name, wanted in self.decided(self.data).items():
+            given = getattr(self.model, name)
+            if given != wanted:
+                raise ValueError(
+                    f"model.{name} is {given} but the data makes it {wanted}; leave it out"
+                )
+        return self
+
+
+class BatchTrainingConfig(ModelTrainingConfig):
+    """A training by batches of as many rows.
+
+    batch_size: rows per optimiser step, over all processes and micro-batches, whose number must
+    divide it.
+    """
+
+    batch_size: int = Field(default=32, ge=1, le=10**7)
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> BatchTrainingConfig:
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"batch_size {self.batch_size} does not divide into {self.accumulate} "
+                "micro-batches; accumulate must divide it"
+            )
+        return self
+
+
+class ModelTask(Generic[Config]):
+    """A model with its batches and loss, as the loop trains it (`task.Task`)."""
+
+    def __init__(
+        self,
+        workload: Workload[Config, Any],
+        config: Config,
+        model: nn.Module,
+        batches: Any,
+        shards: int,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self._workload = workload
+        self._batches = batches
+        self._shards = shards
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Targets in the global batch, for the rates shown."""
+        return self._workload.tokens_per_step(self.config, self._batches)
+
+    def batch(self, step: int, shard: int, shards: int) -> Any:
+        """Shard `shard` of `shards` of the global batch of `step`, as tensors on the CPU."""
+        return self._workload.tensors(self._batches.batch(step, shard, shards))
+
+    def loss(self, batch: Any) -> Loss:
+        """The mean loss () in nats of a batch, and other () means to log."""
+        return self._workload.loss(self.config, self.model, batch, self._shards)
+
+
+class Workload(ABC, Generic[Config, Data]):
+    """One kind of training: its data, its model and loss, and what is left at the end.
+
+    `kind` names the run directories, `changeable` the settings that may differ when a run resumes.
+    """
+
+    kind: ClassVar[str]
+    config_class: ClassVar[type[ModelTrainingConfig]]
+    changeable: ClassVar[frozenset[str]] = CHANGEABLE
+
+    @abstractmethod
+    def prepare(self, config: Config) -> Data:
+        """The data, from its cache where there is one; `InputError` for data that cannot be."""
+
+    def look(self, config: Config) -> tuple[str, ...]:
+        """What a plan says of the data before anything is done; quick, no data is prepared.
+
+        Raises `InputError` where the data, or a library that reads it, is plainly not there.
+        """
+        return ()
+
+    @abstractmethod
+    def make_model(self, config: Config) -> nn.Module:
+        """The model that training begins with."""
+
+    @abstractmethod
+    def batches(self, config: Config, data: Data, seed: int) -> Any:
+        """Batches with `batch(step, shard, shards)`, which gives arrays by a step alone.
+
+        Raises `InputError` for data that gives none.
+        """
+
+    def tensors(self, rows: Any) -> Any:
+        """What `batches` gives, as tensors."""
+        return tree_map(torch.as_tensor, rows)
+
+    @abstractmethod
+    def loss(self, config: Config, model: Any, batch: Any, shards: int) -> Loss:
+        """The mean loss () in nats of a batch, one of `shards`, and other () means to log."""
+
+    @abstractmethod
+    def tokens_per_step(self, config: Config, batches: Any) -> int:
+        """Targets in the global batch, on average."""
+
+    @abstractmethod
+    def cost(self, config: Config) -> Cost:
+        """What the whole training takes."""
+
+    def check(self, config: Config, data: Data, shards: int) -> None:
+        """Raise `InputError` for what cannot be trained, before the run directory is made."""
+        if isinstance(config, BatchTrainingConfig):
+            rows_per_shard(config.batch_size, shards)
+        self._batches(config, data)
+
+    def task(
+        self, config: Config, data: Data, device: torch.device, shards: int
+    ) -> ModelTask[Config]:
+        """The task on `device`, whose batches come in `shards` shards a step."""
+        model = self.make_model(config).to(device)
+        return ModelTask(self, config, model, self._batches(config, data), shards)
+
+    def leave(self, data: Data, out: Path) -> None:
+        """Leave in the run's directory what a reader of the model needs beside it."""
+
+    def export(self, task: Any, data: Data, out: Path) -> None:
+        """Leave the trained model, and what reads it needs, in the run's directory."""
+        self.leave(data, out)
+        save_model(task.model, out / MODEL)
+
+    def _batches(self, config: Config, data: Data) -> Any:
+        return self.batches(config, data, derive_seed(config.seed, "batches"))
+
+
+def cost_of(config: ModelTrainingConfig, model: Any, tokens: int, flops: float) -> Cost:
+    """The cost of training `model(config.model)` on so many tokens, with so many FLOPs."""
+    parameters = planned_parameters(model, config.model)
+    kept = config.model.dim * config.model.layers
+    return Cost(trained=tokens, flops=flops, parameters=parameters, kept=kept)
+
+
+def train_workload(
+    workload: Workload[Any, Any],
+    config: LoopConfig,
+    out: Path | str,
+    *,
+    on_step: OnStep | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    show_progress: bool = True,
+    callbacks: Sequence[Callback] = (),
+    probes: Sequence[Probe] = (),
+) -> TrainingResult:
+    """Train what `config` says in the run directory `out`, or resume it where it was stopped.
+
+    At the end `out/model/` holds the trained model (config.json, model.safetensors), beside it what
+    the workload leaves; `out/kept/step-N/` the models of `config.keep`. A finished run is returned
+    at once. Raises as `train` does, and `InputError` for unusable data, a directory of another run
+    and a training that cannot fit into memory.
+    """
+    out = Path(out)
+    with world(config.device) as process:
+        done = process.on_main(lambda: _finished(workload, config, out))
+        if done is not None:
+            return done
+        check_memory(workload.cost(config), config, process)
+        data = workload.prepare(config)
+        shards = process.size * config.accumulate
+        workload.check(config, data, shards)
+        run = _open(workload, config, out)
+
+        def make_task(this_process: World) -> ModelTask[Any]:
+            # Now that the directory is this run's and locked.
+            this_process.on_main(lambda: begin_corpus(data, out))
+            return workload.task(config, data, this_process.device, shards)
+
+        return train(
+            make_task,
+            config,
+            run,
+            on_step=on_step,
+            should_stop=should_stop,
+            callbacks=callbacks,
+            probes=probes,
+            show_progress=show_progress,
+            export=lambda task: workload.export(task, data, out),
+            export_kept=lambda task, step: save_model(task.model, kept_model(out, step)),
+        )
+
+
+def kept_model(run: Path, step: int) -> Path:
+    """Where the run in `run` keeps its model of `step`, one of its configuration's `keep`."""
+    return run / KEPT / f"step-{step:08d}"
+
+
+def rows_per_shard(rows: int, shards: int, name: str = "batch_size") -> int:
+    """How many of `rows` each shard gets; `InputError` where they do not divide."""
+    if rows % shards:
+        raise InputError(
+            f"{name} {rows} does not divide into {shards} micro-batches (processes × accumulate)"
+        )
+    return rows // shards
+
+
+def _open(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> RunDirectory:
+    return RunDirectory.open(out, config, workload.kind, changeable=workload.changeable)
+
+
+def _finished(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> TrainingResult | None:
+    """The result of a run that is done; None where there is work left.
+
+    A directory that cannot hold this run is refused here, before data is prepared for it.
+    """
+    run = _open(workload, config, out)
+    if not run.begun or not _is_finished(run):
+        return None
+    records = read_metrics(run.metrics.path)
+    if not records or not (out / MODEL).is_dir():
+        raise InputError(
+            f"the run in {out} is marked as finished, but its metrics.jsonl or model is gone; "
+            "delete its status.json to resume from the last checkpoint"
+        )
+    try:
+        check_weights(out / MODEL)
+    except InputError as error:
+        raise InputError(
+            f"the run in {out} is marked as finished, but {error}; delete its status.json to "
+            "resume from the last checkpoint"
+        ) from error
+    last = records[-1]
+    known = {"step", "loss", "gradient_norm", "learning_rate", "tokens"}
+    metrics = {name: value for name, value in last.items() if name not in known}
+    return TrainingResult(out, last["step"], last["tokens"], last["loss"], metrics)
+
+
+def _is_finished(run: RunDirectory) -> bool:
+    """Whether the status says so; a damaged one says nothing, and the run resumes."""
+    try:
+        status = run.status
+    except InputError as error:
+        warn(f"warning: {error}; resuming from the last checkpoint")
+        return False
+    return status is not None and status.state == "finished"
