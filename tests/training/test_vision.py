@@ -53,11 +53,11 @@ def small(images: Path, **changes: Any) -> VisionTrainingConfig:
 
 def test_a_run_learns_and_leaves_its_model(tmp_path: Path, images: Path) -> None:
     reports: list[StepReport] = []
-    config = small(images, steps=60)
+    config = small(images, steps=100)
     assert (config.model.height, config.model.width, config.model.classes) == (8, 8, 4)
     result = train_vision(config, tmp_path / "run", on_step=reports.append, show_progress=False)
     assert reports[0].loss == pytest.approx(first_loss(config), rel=1e-5)
-    assert result.tokens == 60 * 16 * 5
+    assert result.tokens == 100 * 16 * 5
     model = load_as(VisionTransformer, tmp_path / "run" / "model")
     assert model.config == config.model
     held_out = prepare_images(config.data).test
