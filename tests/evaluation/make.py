@@ -14,7 +14,8 @@ from torch import Tensor
 
 from normattn.kernels.cross_entropy import TokenScores
 from normattn.lab.data.windows import EvaluationSet
-from normattn.lab.evaluation import CellInfo, TokenScorer, from_logits
+from normattn.lab.evaluation import TokenScorer, from_logits
+from normattn.lab.stats import Identity
 
 VOCABULARY = 16
 SURE = 4.0  # logit of the predicted token; the others have 0
@@ -61,10 +62,10 @@ def make_set(
     )
 
 
-def info(**changes: Any) -> CellInfo:
+def info(**changes: Any) -> Identity:
     """Who is evaluated."""
-    fields: dict[str, Any] = {"variant": "KNA", "seed": 0, "method": "", "spec": "KNA@8"}
-    return CellInfo(**(fields | {"weights": "w"} | changes))
+    fields: dict[str, Any] = {"study": "", "row": "KNA", "seed": 0, "score": "KNA@8"}
+    return Identity(**(fields | {"weights": "w"} | changes))
 
 
 def table(measured: pl.DataFrame, statistic: str, column: str = "sum") -> np.ndarray:

@@ -144,7 +144,7 @@ def test_what_was_measured_comes_back_and_nothing_is_asked_twice(
     for other in (make(seed=1), make("multi_key"), make(multiple=3), make(windows=15)):
         evaluate_retrieval(scorer, other, info(), store=store)
     evaluate_retrieval(scorer, make(), info(weights="others"), store=store)
-    evaluate_retrieval(scorer, make(), info(spec="KNA-YaRN(factor=2)@8"), store=store)
+    evaluate_retrieval(scorer, make(), info(score="KNA-YaRN(factor=2)@8"), store=store)
     assert len(scorer.shapes) == len(store) == 7
     path.write_text("{")
     redone = evaluate_retrieval(scorer, make(), info(), store=store)

@@ -26,7 +26,7 @@ def test_an_evaluation_is_done_once(tmp_path: Path) -> None:
 
 
 CHANGES: list[dict[str, Any]] = [
-    *({"weights": "v"}, {"spec": "KNA@9"}, {"precision": "bf16"}),
+    *({"weights": "v"}, {"score": "KNA@9"}, {"settings": "bf16"}),
     *({"split": "validation"}, {"seed": 1}, {"factors": {"window": 4}}),
 ]
 

@@ -31,10 +31,10 @@ from normattn.cli.extension_texts import DEFAULT_TEXT, Texts, prepare_texts
 from normattn.cli.options.extend import ExtendOptions
 from normattn.errors import InputError, NormattnError
 from normattn.hf import extend, load, token_scorer
-from normattn.lab.evaluation import CellInfo, weights_digest
+from normattn.lab.evaluation import weights_digest
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
-from normattn.lab.stats import MeasurementStore
+from normattn.lab.stats import Identity, MeasurementStore
 from normattn.lab.studies._advice import Advice, advise
 from normattn.lab.studies.extend import KIND, MEASUREMENTS, STUDY
 from normattn.lab.training.distributed import choose_device
@@ -237,16 +237,17 @@ def _failure(
     return f"out of memory with {method} at {length:,} tokens: {fits}{half}; what was read is kept"
 
 
-def _cell(extension: Any, method: str, settings: ExtensionSettings) -> CellInfo:
+def _cell(extension: Any, method: str, settings: ExtensionSettings) -> Identity:
     """Whose readings they are: the method as it was asked for, and with its parameters."""
     name = Path(settings.gguf or settings.model).name.removesuffix(".gguf")
-    return CellInfo(
-        variant=name,
+    return Identity(
+        study="",
+        row=name,
+        score=AS_IS if extension is None else extension.resolved.method,
         seed=settings.seed,
         method="" if extension is None else method,
-        spec=AS_IS if extension is None else extension.resolved.method,
         weights=settings.weights,
-        precision=settings.dtype,
+        settings=settings.dtype,
         split="given",
     )
 

@@ -18,10 +18,10 @@ from normattn.cli.extension_texts import Texts, passkey_set
 from normattn.errors import NormattnError
 from normattn.hf.model_parts import model_parts
 from normattn.lab.data.retrieval import RetrievalSet
-from normattn.lab.evaluation import CellInfo, TokenScorer, evaluate_cell, evaluate_retrieval
+from normattn.lab.evaluation import TokenScorer, evaluate_cell, evaluate_retrieval
 from normattn.lab.evaluation.scorer import identity
 from normattn.lab.runs.memory import peak, resident
-from normattn.lab.stats import digest, fact, identified, joined
+from normattn.lab.stats import Identity, digest, fact, identified, joined
 from normattn.lab.studies.extend import KIND, PEAK, PREFILL, SECONDS
 
 _MEMORY_WORDS = ("not enough memory", "out of memory", "can't allocate memory")
@@ -63,33 +63,33 @@ class Reader:
         gc.collect()
         self._held = resident(self.model.device)
 
-    def read(self, unit: Unit, cell: CellInfo) -> pl.DataFrame:
+    def read(self, unit: Unit, whose: Identity) -> pl.DataFrame:
         """The measurements of a unit, whose data are all windows of the text.
 
         Raises `OutOfMemoryError`, and `NormattnError` where a loss is not finite.
         """
         with _out_of_memory():
-            rows = self._key(unit, cell) if unit.kind == "key" else self._text(unit, cell)
+            rows = self._key(unit, whose) if unit.kind == "key" else self._text(unit, whose)
         return rows.with_columns(
             pl.lit(KIND).alias("study"), pl.lit(self.settings.tokens).alias("data")
         )
 
-    def _text(self, unit: Unit, cell: CellInfo) -> pl.DataFrame:
+    def _text(self, unit: Unit, whose: Identity) -> pl.DataFrame:
         settings, device = self.settings, self.model.device
         sets = self.texts.sets(unit.window, unit.length, settings.train_length, settings.segment)
         scorer, seconds = _once(self.scorer), list[float]()
         with peak(device, self._held) as grown, _timed(self.model, seconds):
-            frames = [evaluate_cell(scorer, evaluation_set, cell) for evaluation_set in sets]
+            frames = [evaluate_cell(scorer, evaluation_set, whose) for evaluation_set in sets]
         window = sets[0].documents[0]
         costs = [fact(SECONDS, seconds[0], unit=window)]
         costs += [fact(PEAK, most, unit=window) for most in grown]
         on: dict[str, str | int] = {"device": str(device), "threads": torch.get_num_threads()}
-        whose = replace(identity(cell, sets[0], **on), protocol=PREFILL)
-        return joined([*frames, identified(whose, costs)])
+        prefill = replace(identity(whose, sets[0], **on), protocol=PREFILL)
+        return joined([*frames, identified(prefill, costs)])
 
-    def _key(self, unit: Unit, cell: CellInfo) -> pl.DataFrame:
+    def _key(self, unit: Unit, whose: Identity) -> pl.DataFrame:
         hidden = self.hidden(unit.length, unit.window)
-        rows = evaluate_retrieval(self.scorer, hidden, cell)
+        rows = evaluate_retrieval(self.scorer, hidden, whose)
         # Each window has a depth of its own: no axis that windows share, but a fact of the window.
         return rows.with_columns(
             pl.lit("").alias("axis"),

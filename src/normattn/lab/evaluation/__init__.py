@@ -11,7 +11,6 @@ from normattn.lab.evaluation.language_model import (
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
 from normattn.lab.evaluation.scorer import (
     AnySet,
-    CellInfo,
     TokenScorer,
     from_causal_lm,
     from_logits,
@@ -20,7 +19,6 @@ from normattn.lab.evaluation.scorer import (
 
 __all__ = [
     "AnySet",
-    "CellInfo",
     "TokenScorer",
     "bin_edges",
     "evaluate_cell",

@@ -21,7 +21,6 @@ from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
 from normattn.lab.evaluation.scorer import (
     AnySet,
-    CellInfo,
     Precision,
     TokenScorer,
     batches,
@@ -31,7 +30,7 @@ from normattn.lab.evaluation.scorer import (
     scores_from,
     weights_digest,
 )
-from normattn.lab.stats import MeasurementStore, digest, identified, sums
+from normattn.lab.stats import Identity, MeasurementStore, digest, identified, sums
 from normattn.lab.stats.measurements import Factor
 from normattn.models.causal_lm import CausalLM
 
@@ -42,12 +41,12 @@ Sums = NDArray[np.float64]
 def evaluate_cell(
     scorer: TokenScorer,
     evaluation_set: EvaluationSet,
-    cell: CellInfo,
+    whose: Identity,
     *,
     store: MeasurementStore | None = None,
     tokens_per_batch: int = 16384,
 ) -> pl.DataFrame:
-    """Measure one cell by document and position, or return what `store` already has of it.
+    """Measure one model by document and position, or return what `store` already has of it.
 
     Statistics: `accuracy` and `loss` (nats) of every scored token; of tiled text also
     `accuracy_seen`, of the tokens whose answer stands earlier in the context. Bins are those of
@@ -59,12 +58,12 @@ def evaluate_cell(
     if tokens_per_batch < 1:
         raise InputError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
     edges = _edges(evaluation_set)
-    whose = identity(cell, evaluation_set)
-    key = digest(whose.columns(), edges)
+    at_set = identity(whose, evaluation_set)
+    key = digest(at_set.columns(), edges)
 
     def measure() -> pl.DataFrame:
-        counts = _count(scorer, evaluation_set, edges, tokens_per_batch, cell.name)
-        return identified(whose, counts.rows(evaluation_set.documents, edges))
+        counts = _count(scorer, evaluation_set, edges, tokens_per_batch, whose.name)
+        return identified(at_set, counts.rows(evaluation_set.documents, edges))
 
     return measure() if store is None else store.once(key, measure)
 
@@ -213,13 +212,14 @@ def evaluate_run(
     measured: list[pl.DataFrame] = []
     for method in methods:
         spec = own.with_method(method).resolve(train_length=train_length, factor=factor)
-        cell = CellInfo(
-            variant=spec.variant_name,
+        whose = Identity(
+            study="",
+            row=spec.variant_name,
+            score=str(spec),
             seed=seed,
             method=spec.method_name,
-            spec=str(spec),
             weights=weights,
-            precision=precision,
+            settings=precision,
             split=split,
             factors=factors or {},
         )
@@ -227,7 +227,7 @@ def evaluate_run(
         with nullcontext() if spec == own else model.using(spec):
             for evaluation_set in evaluation_sets:
                 own_scorer = scorer_of(evaluation_set)
-                rows = _evaluate(own_scorer, evaluation_set, cell, store, tokens_per_batch)
+                rows = _evaluate(own_scorer, evaluation_set, whose, store, tokens_per_batch)
                 measured.append(rows)
                 if on_measured is not None:
                     on_measured(rows)
@@ -238,11 +238,11 @@ def evaluate_run(
 def _evaluate(
     scorer: TokenScorer,
     chosen: AnySet,
-    cell: CellInfo,
+    whose: Identity,
     store: MeasurementStore | None,
     tokens: int,
 ) -> pl.DataFrame:
     how: Any = {"store": store, "tokens_per_batch": tokens}
     if isinstance(chosen, RetrievalSet):
-        return evaluate_retrieval(scorer, chosen, cell, **how)
-    return evaluate_cell(scorer, chosen, cell, **how)
+        return evaluate_retrieval(scorer, chosen, whose, **how)
+    return evaluate_cell(scorer, chosen, whose, **how)

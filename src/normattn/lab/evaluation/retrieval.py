@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float64, Int32, Int64
 
 from normattn.errors import InputError, NormattnError
 from normattn.lab.data.retrieval import RetrievalSet
-from normattn.lab.evaluation.scorer import CellInfo, TokenScorer, batches, identity, scores_from
-from normattn.lab.stats import MeasurementStore, digest, identified, sums
+from normattn.lab.evaluation.scorer import TokenScorer, batches, identity, scores_from
+from normattn.lab.stats import Identity, MeasurementStore, digest, identified, sums
 
 
 def count_answers(
@@ -52,7 +52,7 @@ def count_answers(
 def evaluate_retrieval(
     scorer: TokenScorer,
     retrieval: RetrievalSet,
-    cell: CellInfo,
+    whose: Identity,
     *,
     store: MeasurementStore | None = None,
     tokens_per_batch: int = 16384,
@@ -66,15 +66,15 @@ def evaluate_retrieval(
     whole exactly when greedy decoding would give it. `tokens_per_batch` bounds the input tokens
     scored at once (one window is the least). Raises `NormattnError` when a loss is not finite.
     """
-    whose = identity(cell, retrieval, task=retrieval.task)
-    key = digest(whose.columns())
+    at_set = identity(whose, retrieval, task=retrieval.task)
+    key = digest(at_set.columns())
 
     def measure() -> pl.DataFrame:
         samples, depths, width = retrieval.windows.shape
         scored = np.repeat(retrieval.scored, depths, axis=0)
         flat = retrieval.windows.reshape(-1, width)
         task = retrieval.task
-        counted = count_answers(scorer, flat, scored, tokens_per_batch, cell.name, task)
+        counted = count_answers(scorer, flat, scored, tokens_per_batch, whose.name, task)
         correct, loss = (array.reshape(samples, depths) for array in counted)
         tokens = np.tile(retrieval.scored.sum(axis=1)[:, None], (1, len(retrieval.depths)))
         parts = {"exact": (correct == tokens, 1.0 * (tokens > 0)), "accuracy": (correct, tokens)}
@@ -83,7 +83,7 @@ def evaluate_retrieval(
             sums(name, _samples(retrieval), above, of, axis="depth", edges=retrieval.depths)
             for name, (above, of) in parts.items()
         ]
-        return identified(whose, rows)
+        return identified(at_set, rows)
 
     return measure() if store is None else store.once(key, measure)
 

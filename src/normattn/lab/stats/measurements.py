@@ -88,7 +88,7 @@ class Identity:
     row: str
     score: str
     seed: int
-    protocol: str
+    protocol: str = ""
     length: int = 0
     train_length: int = 0
     method: str = ""
@@ -97,6 +97,11 @@ class Identity:
     weights: str = ""
     settings: str = ""
     factors: Mapping[str, Factor] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """How messages call it: the row and its method."""
+        return "-".join(filter(None, (self.row, self.method)))
 
     def columns(self) -> dict[str, Factor]:
         """The identity as columns of the frame."""
