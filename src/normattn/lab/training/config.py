@@ -168,16 +168,6 @@ class LoopConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_qk_clip(self) -> LoopConfig:
-        if self.qk_clip is None:
-            return self
-        if self.compile:
-            raise ValueError("qk_clip looks at logits, which a compiled model does not show")
-        for score in self.scores:
-            refuse_score(score)
-        return self
-
-    @model_validator(mode="after")
     def _check_parallel(self) -> LoopConfig:
         if self.parallel == "ddp":
             return self
@@ -190,6 +180,16 @@ class LoopConfig(Settings):
         ):
             if asked:
                 raise ValueError(f"parallel is fsdp, and {why}: expected ddp")
+        return self
+
+    @model_validator(mode="after")
+    def _check_qk_clip(self) -> LoopConfig:
+        if self.qk_clip is None:
+            return self
+        if self.compile:
+            raise ValueError("qk_clip looks at logits, which a compiled model does not show")
+        for score in self.scores:
+            refuse_score(score)
         return self
 
     @classmethod
