@@ -88,9 +88,9 @@ def test_what_is_said_to_be_excluded_is_refused() -> None:
     for name, together in combinations().items():
         assert name in str(example(name)) or name == "RoPE"
         assert needs(name) in ("causal", "bidirectional", "either")
-        for each in together.excludes:
-            text = "-".join(dict.fromkeys(("QKRMSNorm", name, each.part)))
-            slots = [parts()[word].slot for word in (name, each.part)]
+        for other in together.excludes:
+            text = "-".join(dict.fromkeys(("QKRMSNorm", name, other)))
+            slots = [parts()[word].slot for word in (name, other)]
             if "variant" in slots:
                 continue
             with pytest.raises(InputError, match=r"sense|combined"):

@@ -46,9 +46,7 @@ def described(name: str, part: type[Part]) -> dict[str, Any]:
         "source": part.source,
         "parameters": _parameters(name, part),
         "attention": needs(name),
-        "excludes": [
-            {"part": exclusion.part, "why": exclusion.why} for exclusion in together.excludes
-        ],
+        "excludes": [{"part": other, "why": why} for other, why in together.excludes.items()],
         "beside_rope": list(together.beside_rope),
         "kernels": _kernels(name),
     }

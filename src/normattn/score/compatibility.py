@@ -14,27 +14,14 @@ from normattn.score.spec import ScoreSpec
 TRAIN_LENGTH, FACTOR = 512, 8.0
 """The training length and the factor of examples."""
 # Tried in turn: parts alone, with a normalisation, and with rotary positions named beside a bias.
-_COMPANY = (
-    ("Baseline",),
-    ("QKRMSNorm",),
-    ("Baseline", "RoPE"),
-    ("QKRMSNorm", "RoPE"),
-)
-
-
-@dataclass(frozen=True)
-class Exclusion:
-    """A part that another cannot be combined with, and the sentence that says why."""
-
-    part: str
-    why: str
+_COMPANY = (("Baseline",), ("QKRMSNorm",), ("Baseline", "RoPE"), ("QKRMSNorm", "RoPE"))
 
 
 @dataclass(frozen=True)
 class Combinations:
-    """What a part excludes, and what it takes only where RoPE is named as well."""
+    """The parts that a part excludes, each with the reason, and those that it takes beside RoPE."""
 
-    excludes: tuple[Exclusion, ...]
+    excludes: Mapping[str, str]
     beside_rope: tuple[str, ...]
 
 
@@ -47,7 +34,7 @@ def example(name: str) -> ScoreSpec:
 def combinations() -> Mapping[str, Combinations]:
     """Combinations of every part; two parts of one slot never combine and are not listed."""
     known = parts()
-    excludes: dict[str, list[Exclusion]] = {name: [] for name in known}
+    excludes: dict[str, dict[str, str]] = {name: {} for name in known}
     beside: dict[str, list[str]] = {name: [] for name in known}
     for one, other in itertools.combinations(known.values(), 2):
         if one.slot is other.slot:
@@ -61,10 +48,10 @@ def combinations() -> Mapping[str, Combinations]:
             refused.append(reason)
         for name, mate in ((one.name, other.name), (other.name, one.name)):
             if company is None:
-                excludes[name].append(Exclusion(mate, _clearest(refused, (one, other))))
+                excludes[name][mate] = _clearest(refused, (one, other))
             elif "RoPE" in company:
                 beside[name].append(mate)
-    return {name: Combinations(tuple(excludes[name]), tuple(beside[name])) for name in known}
+    return {name: Combinations(excludes[name], tuple(beside[name])) for name in known}
 
 
 _Attempt = tuple[ScoreSpec | None, tuple[str, ...], str]
