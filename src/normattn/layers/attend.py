@@ -74,9 +74,8 @@ def attention(
             of other documents and counts positions within each. A document is a run of one number:
             where the number comes back later it is another one. Padding ends none.
         dropout_p: probability of dropping an attention weight.
-        backend: auto, or one kernel's name; `precise` keeps scores in float32 where the tensors
-            are half precision; `reference` is float64-capable, the definition, and of plain
-            operations: any derivative, torch.func too.
+        backend: auto, or one kernel's name; `reference` is float64-capable, the definition, and of
+            plain operations: any derivative, torch.func too.
         residual: what the layers below hand on, for a score with `RealFormer`, `ResidualQK` or
             `ResidualQKV`: `residual_layers(spec, layers)[n]` for layer n of a stack.
         gate: for a score with `Gate`, by whose `act` o is multiplied: (B, T, H·E), or

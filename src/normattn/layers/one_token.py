@@ -104,7 +104,7 @@ class Step:
     def spoilt(self, both: Tensor) -> tuple[Tensor, bool]:
         """The same with NaN for infinities, and whether some number is seen not to be finite."""
         read = self.read and not torch.compiler.is_compiling()
-        diverged = read and not math.isfinite(both.sum().item())
+        diverged = read and not math.isfinite(both.sum(dtype=torch.float32).item())
         return (both if read and not diverged else nan_for_infinite(both)), diverged
 
 
