@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from normattn.layers.attend import attention
     from normattn.layers.attention import Attention
     from normattn.layers.explain import Explanation, explain
-    from normattn.layers.gated_attention_unit import GatedAttentionUnit
+    from normattn.layers.gau import GatedAttentionUnit
     from normattn.models.causal_lm import CausalLM
     from normattn.models.config import CausalLMConfig
     from normattn.models.generation import generate
@@ -50,7 +50,7 @@ _HOMES = {
     "CausalLM": "models.causal_lm",
     "CausalLMConfig": "models.config",
     "Explanation": "layers.explain",
-    "GatedAttentionUnit": "layers.gated_attention_unit",
+    "GatedAttentionUnit": "layers.gau",
     "InputError": "errors",
     "NormattnError": "errors",
     "Score": "score.module",

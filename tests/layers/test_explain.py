@@ -78,7 +78,7 @@ def test_a_device_that_is_not_there_is_explained_too() -> None:
     assert "only a CPU has" in two.refused["two-regime"]
     assert found.working_bytes < found.output_bytes
     # More features than values have: the stock kernel is for as many.
-    assert explain("KNA-FoX", (1, 4, 512, 64), **arguments).kernel == "chunked"
+    assert explain("KNA-FoX", (1, 4, 512, 64), **arguments).kernel == "flex"
 
 
 def test_the_whole_matrix_is_counted_where_it_is_held() -> None:

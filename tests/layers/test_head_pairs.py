@@ -17,7 +17,7 @@ from normattn.kernels import BACKENDS, reference, tiled
 from normattn.layers.attend_cached import attention_cached
 from normattn.layers.cache import GrowingCache
 from normattn.layers.cross_attention import refuse_across
-from normattn.layers.gated_attention_unit import GatedAttentionUnit
+from normattn.layers.gau import GatedAttentionUnit
 from normattn.layers.residual_scores import residual_layers
 from normattn.models import CausalLM, CausalLMConfig
 from score import naive, oracle

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from normattn.errors import InputError
 from normattn.layers.attention import Attention
 from normattn.layers.feed_forward import SwiGLU
-from normattn.layers.gated_attention_unit import GatedAttentionUnit
-from normattn.layers.placement import DeepNorm, ReZero
+from normattn.layers.gau import GatedAttentionUnit
+from normattn.layers.residual import DeepNorm, ReZero
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 from normattn.score import Score, ScoreSpec

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from normattn.errors import InputError
-from normattn.layers.gated_attention_unit import GatedAttentionUnit
+from normattn.layers.gau import GatedAttentionUnit
 from normattn.layers.norms import RMSNorm
 from normattn.models import CausalLM
 from normattn.models.config import CausalLMConfig

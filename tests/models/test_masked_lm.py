@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.layers.placement import ReZero
+from normattn.layers.residual import ReZero
 from normattn.models.config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_any, save_model

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.layers.placement import DeepNorm, ReZero
+from normattn.layers.residual import DeepNorm, ReZero
 from normattn.models.config import TranslatorConfig
 from normattn.models.flops import parameter_count, translator_flops
 from normattn.models.pretrained import load_as, save_model

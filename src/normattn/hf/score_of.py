@@ -23,7 +23,7 @@ from normattn.hf.score_names import position_words, rope_of, temperature_words
 from normattn.hf.score_output import Gating, Masking, gating, masking
 from normattn.hf.score_recorder import Heard, listen
 from normattn.layers.attend import attention
-from normattn.layers.output_gate import gated
+from normattn.layers.gates import gated
 from normattn.score import Score, ScoreSpec
 
 AGREES = 1e-5

@@ -3,9 +3,9 @@
 from normattn.layers.attention import Attention
 from normattn.layers.cross_attention import CrossAttention
 from normattn.layers.feed_forward import GELU, SwiGLU, swiglu_hidden
-from normattn.layers.gated_attention_unit import GatedAttentionUnit
+from normattn.layers.gau import GatedAttentionUnit
 from normattn.layers.norms import LayerNorm, RMSNorm
-from normattn.layers.placement import DeepNorm, PostLN, PreLN, ReZero, deepnorm_factors
+from normattn.layers.residual import DeepNorm, PostLN, PreLN, ReZero, deepnorm_factors
 from normattn.layers.residual_scores import residual_layers
 
 __all__ = [

@@ -16,9 +16,16 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels.inputs import DTYPES, check_dense, check_shapes
 from normattn.kernels.stats import announce, confine
-from normattn.layers.forgetting import check_forget, forgetting, log_gates, summed
-from normattn.layers.head_pairs import joined_pairs, paired_values
-from normattn.layers.output_gate import check_gate, gated
+from normattn.layers.gates import (
+    check_forget,
+    check_gate,
+    forgetting,
+    gated,
+    joined_pairs,
+    log_gates,
+    paired_values,
+    summed,
+)
 from normattn.layers.prepare import (
     check_score,
     planned,

@@ -27,11 +27,18 @@ from normattn.layers.attend import (
     regular_positions,
 )
 from normattn.layers.cache import KeyValueCache, Room
-from normattn.layers.forgetting import check_forget, forgetting, log_gates, summed
-from normattn.layers.head_pairs import joined_pairs, paired_values
+from normattn.layers.gates import (
+    check_forget,
+    check_gate,
+    forgetting,
+    gated,
+    joined_pairs,
+    log_gates,
+    paired_values,
+    summed,
+)
 from normattn.layers.one_token import OneToken, foldable, made, serves
 from normattn.layers.one_token_far import OneTokenFar, made_far
-from normattn.layers.output_gate import check_gate, gated
 from normattn.layers.residual_scores import ResidualLayer, check_residual
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import numbered

@@ -12,8 +12,7 @@ from normattn.errors import InputError
 from normattn.layers.attend import attention
 from normattn.layers.attend_cached import attention_cached, refuse_beside_cache
 from normattn.layers.cache import KeyValueCache
-from normattn.layers.forgetting import forget_projection
-from normattn.layers.output_gate import gate_projection
+from normattn.layers.gates import forget_projection, gate_projection
 from normattn.layers.residual_scores import ResidualLayer
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec

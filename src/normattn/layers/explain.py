@@ -18,8 +18,7 @@ from normattn.kernels import AttentionInputs, reasons
 from normattn.kernels.dispatch import working_bytes
 from normattn.kernels.inputs import check_shapes
 from normattn.layers.attend import by_problems, standing
-from normattn.layers.forgetting import log_gates, summed
-from normattn.layers.head_pairs import paired_values
+from normattn.layers.gates import log_gates, paired_values, summed
 from normattn.layers.residual_scores import residual_layers
 from normattn.score import Score, ScoreSpec
 from normattn.score.parts import Part

@@ -38,7 +38,7 @@ class ResidualLayer(ABC):
 class ScoreResidual(ResidualLayer):
     """RealFormer: s_n = Σ_m q_m k_mᵀ, m ≤ n, or its mean over the layers.
 
-    The kernel of the lowest layer serves all layers (`kernels.carry`).
+    The kernel of the lowest layer serves all layers (`kernels.residual`).
     """
 
     def __init__(self, scores: CarriedScores, layer: int) -> None:

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from normattn.errors import InputError
 from normattn.layers.cross_attention import refuse_across
-from normattn.layers.placement import deepnorm_factors
+from normattn.layers.residual import deepnorm_factors
 from normattn.score import Score, ScoreSpec
 from normattn.score.parts import RotaryPosition, Slot, find
 from normattn.structured import Settings

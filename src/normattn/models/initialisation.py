@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from normattn.layers.attention import Attention
 from normattn.layers.cross_attention import CrossAttention
 from normattn.layers.feed_forward import GELU, SwiGLU
-from normattn.layers.gated_attention_unit import GatedAttentionUnit
+from normattn.layers.gau import GatedAttentionUnit
 from normattn.models.config import StackConfig
 
 # The standard deviation of a unit normal cut off at two, so that the result has the asked one.

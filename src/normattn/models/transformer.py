@@ -20,9 +20,9 @@ from normattn.layers.attention import Attention
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.cross_attention import CrossAttention, Memory
 from normattn.layers.feed_forward import GELU, SwiGLU
-from normattn.layers.gated_attention_unit import GatedAttentionUnit
+from normattn.layers.gau import GatedAttentionUnit
 from normattn.layers.norms import LayerNorm, RMSNorm
-from normattn.layers.placement import DeepNorm, FixedScale, PostLN, PreLN, ReZero
+from normattn.layers.residual import DeepNorm, FixedScale, PostLN, PreLN, ReZero
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
 from normattn.models.config import DecoderConfig, StackConfig
 from normattn.score import Score, ScoreSpec

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from layers.written_out import rotate
 from normattn import CausalLMConfig
 from normattn.errors import InputError
-from normattn.layers.gated_attention_unit import GatedAttentionUnit
+from normattn.layers.gau import GatedAttentionUnit
 
 DIM, KEY, VALUE = 6, 8, 12
 

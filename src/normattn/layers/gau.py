@@ -9,8 +9,7 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.layers.attention import Operands, SelfAttention, checked_probability
-from normattn.layers.forgetting import forget_projection
-from normattn.layers.output_gate import gate_projection
+from normattn.layers.gates import forget_projection, gate_projection
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
 

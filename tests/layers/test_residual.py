@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.layers.norms import RMSNorm
-from normattn.layers.placement import DeepNorm, PostLN, PreLN, ReZero, deepnorm_factors
+from normattn.layers.residual import DeepNorm, PostLN, PreLN, ReZero, deepnorm_factors
 
 
 class Square(nn.Module):

@@ -1,10 +1,13 @@
-"""The forgetting gate: a sum over the tokens between, folded into queries and keys as features.
+"""What a layer adds to attention beside q, k and v: output gates, forgetting gates, pairs of heads.
 
-b(i, j) = C_i − C_j with C_j = Σ_{l≤j} ln σ(f_l) is a product of two features of the query, C_i and
-1, with two of the key, 1 and −C_j. In half precision each C is three features, the rest of each
-rounding in the next: products add up in float32.
+A forgetting gate's bias b(i, j) = C_i − C_j with C_j = Σ_{l≤j} ln σ(f_l) is a product of two
+features of the query, C_i and 1, with two of the key, 1 and −C_j. In half precision each C is three
+features, the rest of each rounding in the next: products add up in float32.
 
-Legend: B batch, H query heads, G key heads, r = H/G, S keys, D head dimension, F features more.
+Key heads 2·g and 2·g + 1 are a pair, and so are the query heads that read them, in their order.
+
+Legend: B batch, H query heads, G key heads, r = H/G, T queries, S keys, D head dimension, E value
+size, F features more.
 """
 
 from __future__ import annotations
@@ -18,7 +21,44 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
-from normattn.score import ScoreSpec
+from normattn.score import Score, ScoreSpec
+
+
+def gate_projection(spec: ScoreSpec, dim: int, heads: int, size: int) -> nn.Linear | None:
+    """W_g of a score with `Gate`: from the layer's width to H or H·E; None for other scores."""
+    if spec.gate is None:
+        return None
+    return nn.Linear(dim, heads * (size if spec.gate.per == "feature" else 1), bias=False)
+
+
+def gated(
+    spec: ScoreSpec, o: Float[Tensor, "b h t e"], gate: Float[Tensor, "b t gates"] | None
+) -> Float[Tensor, "b h t e"]:
+    """act(gate) ⊙ o, gate (B, T, H) or (B, T, H·E) as the score says; o itself without `Gate`."""
+    if spec.gate is None or gate is None:
+        return o
+    logits = gate.reshape(*gate.shape[:2], o.shape[1], -1).transpose(1, 2)
+    return o * (torch.sigmoid(logits) if spec.gate.act == "sigmoid" else F.softplus(logits))
+
+
+def check_gate(spec: ScoreSpec, gate: Tensor | None, q: Tensor, v: Tensor) -> None:
+    """Refuse a gate that the score does not have, one that is missing, and other shapes."""
+    if spec.gate is None:
+        if gate is not None:
+            raise InputError(f"a gate is given, but {spec.name} has none: name {spec.name}-Gate")
+        return
+    heads, size = q.shape[1], v.shape[-1]
+    wide = heads * (size if spec.gate.per == "feature" else 1)
+    expected = (q.shape[0], q.shape[2], wide)
+    if gate is None:
+        raise InputError(
+            f"{spec.name} gates its output and needs gate=…, W_g x of shape {expected}"
+        )
+    if tuple(gate.shape) != expected or not gate.is_floating_point():
+        raise InputError(
+            f"gate must be floating of shape {expected} for {spec.name}, but it is {gate.dtype} of "
+            f"{tuple(gate.shape)}"
+        )
 
 
 def forget_projection(spec: ScoreSpec, dim: int, heads: int) -> nn.Linear | None:
@@ -119,3 +159,32 @@ def _features(
     sums = _parts(-key.reshape(-1, groups, shared, key.shape[-1]).transpose(2, 3), q.dtype)
     ones = sums.new_ones(*sums.shape[:3], count)
     return torch.cat((own, chosen), -1), torch.cat((ones, sums), -1)
+
+
+def paired_values(
+    spec: ScoreSpec, v: Float[Tensor, "b g s d"], head_dim: int
+) -> Float[Tensor, "b g s e"]:
+    """The values of each head and its partner side by side, E = 2·D; v itself without pairs."""
+    if spec.difference is None:
+        return v
+    if v.shape[-1] != head_dim:
+        raise InputError(
+            f"{spec.name} norms the values of two heads side by side, whose size must be that of "
+            f"the keys, {head_dim}, but it is {v.shape[-1]}"
+        )
+    batch, heads, keys, size = v.shape
+    both = v.reshape(batch, heads // 2, 2, keys, size).transpose(2, 3).flatten(3)
+    return both.repeat_interleave(2, 1)
+
+
+def joined_pairs(score: Score, o: Float[Tensor, "b h t e"]) -> Float[Tensor, "b h t d"]:
+    """What each pair makes of the outputs of its heads, in two halves, as heads; else o itself."""
+    part = score.spec.difference
+    if part is None or score.difference is None:
+        return o
+    key_pairs, repeat = score.kv_heads // 2, score.heads // score.kv_heads
+    pairs = o.reshape(o.shape[0], key_pairs, 2, repeat, *o.shape[2:])
+    first, second = (pairs[:, :, side].flatten(1, 2) for side in (0, 1))
+    joined = part.joined(first, second, dict(score.difference.items()))
+    halves = joined.reshape(o.shape[0], key_pairs, repeat, *o.shape[2:]).chunk(2, -1)
+    return torch.stack(halves, 2).flatten(1, 3)
