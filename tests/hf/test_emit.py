@@ -15,9 +15,9 @@ import torch
 from normattn import InputError
 from normattn.cli.app import main
 from normattn.hf.emit import ENGINES, Wanted, emit
-from normattn.hf.extend import Plan, plan
 from normattn.hf.gguf import architecture_of, read_values
 from normattn.hf.native import native_fields
+from normattn.hf.plan import Plan, plan
 
 from . import tiny
 from .test_gguf import _write

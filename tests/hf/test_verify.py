@@ -13,8 +13,8 @@ import normattn
 from normattn import InputError
 from normattn.cli.app import main
 from normattn.hf.emit import ENGINES, Wanted, emit
-from normattn.hf.extend import plan
 from normattn.hf.gguf import values, write_gguf
+from normattn.hf.plan import plan
 
 from .families import build, configuration
 from .test_gguf import _write

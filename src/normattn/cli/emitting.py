@@ -21,9 +21,9 @@ from normattn.cli.options.extend import ExtendOptions
 from normattn.errors import InputError
 from normattn.files import expanded
 from normattn.hf.emit import ENGINES, Wanted, emit, gguf_values
-from normattn.hf.extend import plan
 from normattn.hf.gguf import architecture_of, read_values, write_gguf
 from normattn.hf.native import refuse_applied
+from normattn.hf.plan import plan
 from normattn.hf.tiny_model import read_configuration, small_model
 from normattn.terminal import show
 

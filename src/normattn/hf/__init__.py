@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.hf.extend import Extension, Resolved, extend, extension_of
+from normattn.hf.extend import Extension, extend, extension_of
 from normattn.hf.llama import from_llama, to_llama
+from normattn.hf.plan import Resolved
 from normattn.hf.saved import from_pretrained, load
 from normattn.hf.token_scorer import token_scorer
 

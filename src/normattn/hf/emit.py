@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.hf.extend import Plan
 from normattn.hf.gguf import flags, values
 from normattn.hf.native import native_fields, said
+from normattn.hf.plan import Plan
 from normattn.score.parts import RopeScaling
 from normattn.score.parts.rope_scaling import NTKMixed
 

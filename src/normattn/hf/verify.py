@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.hf.extend import plan
 from normattn.hf.mistakes import Given, Meant, mistakes
 from normattn.hf.model_parts import ModelParts, known_length, model_parts
 from normattn.hf.native import take_record
+from normattn.hf.plan import plan
 from normattn.hf.probe import probe
 from normattn.hf.rope_detection import Layer, detect_layers
 from normattn.hf.rope_tables import read_tables, spectra_of
