@@ -346,3 +346,10 @@ def test_a_compiled_model_is_extended_by_every_method() -> None:
     assert found.pop("an unrelated model") == 0
     assert len(found) == len(methods)
     assert max(found.values()) < 1e-5, found
+
+
+def test_the_score_of_an_extended_model_is_not_read() -> None:
+    model = model_of("Llama")
+    with normattn.extend(model, "ReRoPE", window=3), pytest.raises(InputError, match="remove"):
+        normattn.score_of(model)
+    assert normattn.score_of(model).verified

@@ -1,4 +1,4 @@
-"""Plan an extension: the method with all its values, for a model that was probed and not changed."""
+"""Plan an extension: a method with all its values, for a model that was probed, not changed."""
 
 from __future__ import annotations
 
@@ -207,6 +207,7 @@ def _numbers(values: tuple[int, ...]) -> str:
 
 
 def resolved_values(spec: ScoreSpec, source: str, layers: tuple[Layer, ...]) -> Resolved:
+    """Every value of an extension; `source` says where the training length comes from."""
     served = [layer for layer in layers if layer.sliding is None]
     rotation = next((layer.rotation for layer in served if layer.rotation is not None), None)
     inside = spec.remapping is not None or spec.blockwise

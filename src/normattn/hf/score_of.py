@@ -18,6 +18,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.hf.config_values import refuse_odd_values
+from normattn.hf.plan import HANDLE
 from normattn.hf.score_fit import Norm, Raw, Shape, Turned, bare, candidates, norms, turned
 from normattn.hf.score_names import position_words, rope_of, temperature_words
 from normattn.hf.score_output import Gating, Masking, gating, masking
@@ -108,6 +109,12 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
         raise InputError(
             f"score_of() takes a model of transformers, but this is a {type(model).__name__}"
         )
+    for module in model.modules():
+        if HANDLE in module.__dict__:
+            raise InputError(
+                f"this model is extended by {module.__dict__[HANDLE].spec.method}, and its layers "
+                "are read as they were trained: remove() the extension first"
+            )
     config = model.config.get_text_config()
     refuse_odd_values(config.to_dict(), f"the configuration of {type(model).__name__}")
     with torch.no_grad():
