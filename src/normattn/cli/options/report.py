@@ -35,7 +35,7 @@ class ReportOptions:
     """
 
     runs: list[str] = argument(
-        metavar="[LABEL=]RUN...",
+        metavar="[LABEL=]RUN",
         help="Runs, directories with runs below them, or a folder with measurements.parquet. "
         "LABEL names the row of a run.",
     )
