@@ -19,7 +19,7 @@ FLOAT64 = 1e-9
 LOSS = 1e-4
 """Losses of 100 steps in float32: relative."""
 LONG = ("keynorm/laptop", "keynorm/workstation-mha")
-"""Presets that only `record.py` trains: blocks and corpora like those of the others, minutes more."""
+"""Presets that `record.py` alone trains: like the others, and minutes more."""
 LOGITS = 1e-4
 """Logits of transformers' models in float32."""
 
