@@ -21,7 +21,7 @@ from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import showing_divergence
 from normattn.kernels.reference import reference, strip_rows, strips
 from normattn.kernels.residual import carried, concatenated
-from normattn.kernels.sdpa import fused, processor_features
+from normattn.kernels.sdpa import PROCESSOR_FEATURES, fused
 from normattn.kernels.stats import Eye, look_over, observer
 from normattn.kernels.tiled import Plan
 from normattn.kernels.tiled_backward import tiled
@@ -280,8 +280,8 @@ def _cpu_order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
 
 
 def _tiles_win() -> bool:
-    features = processor_features()
-    return bool(features.get("avx512_f")) and not features.get("avx512_fp16")
+    has = PROCESSOR_FEATURES.get
+    return bool(has("avx512_f")) and not has("avx512_fp16")
 
 
 def _residual_order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,6 @@ slice with a step or an expanded axis would be read out of bounds. So `flash` co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -17,6 +16,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import refuse_second_derivative
+
+# Read once, here: a compiler does not trace the question.
+PROCESSOR_FEATURES: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+"""What the processor has, by torch's names."""
+_QUICK_TYPES = tuple(
+    dtype
+    for dtype, name in ((torch.bfloat16, "amx_bf16"), (torch.float16, "amx_fp16"))
+    if PROCESSOR_FEATURES.get(name)
+)
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -71,14 +79,7 @@ def slow_type(q: Float[Tensor, "b h t d"]) -> bool:
     """
     if q.device.type != "cpu" or q.element_size() != 2 or q.shape[2] == 1:
         return False
-    return not processor_features().get("amx_bf16" if q.dtype == torch.bfloat16 else "amx_fp16")
-
-
-@cache
-def processor_features() -> Mapping[str, bool]:
-    """What the processor has, by torch's names."""
-    features: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-    return features
+    return q.dtype not in _QUICK_TYPES
 
 
 def _poison(inputs: AttentionInputs) -> Tensor:
