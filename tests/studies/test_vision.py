@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data.helpers import write_images
 from normattn.errors import InputError
 from normattn.lab.stats import measurements, select
 from normattn.lab.studies.qknorm import STUDY, collect
@@ -23,9 +24,9 @@ from studies.inprocess import PAGE, files, run, run_killed, write
 def training(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A model of 8 × 8 noise."""
     generator = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("images") / "noise.npz"
     pixels = generator.integers(0, 256, (80, 8, 8), dtype=np.uint8)
-    np.savez(path, images=pixels, labels=np.arange(80) % 3)
+    labels = (np.arange(80) % 3).tolist()
+    path = write_images(tmp_path_factory.mktemp("images") / "noise", pixels, labels)
     return {
         "steps": 6,
         "batch_size": 8,
