@@ -65,7 +65,7 @@ def make_set(
 def info(**changes: Any) -> Identity:
     """Who is evaluated."""
     fields: dict[str, Any] = {"study": "", "row": "KNA", "seed": 0, "score": "KNA@8"}
-    return Identity(**(fields | {"weights": "w"} | changes))
+    return Identity(**(fields | {"weights": "w", "settings": "fp32"} | changes))
 
 
 def table(measured: pl.DataFrame, statistic: str, column: str = "sum") -> np.ndarray:
