@@ -118,15 +118,14 @@ def _meant(layer: Layer, spec: ScoreSpec, source: Layer) -> tuple[Tensor, Tensor
 
 
 def _is_cached(call: AttentionCall, cache: Any) -> bool:
-    """Whether the cache keeps the keys that attention was given; True where it keeps none such."""
-    index = getattr(call.module, "layer_idx", None)
-    entries = getattr(cache, "layers", None)
-    if not isinstance(index, int) or entries is None or index >= len(entries):
-        return True
-    keys = getattr(entries[index], "keys", None)
-    if not isinstance(keys, Tensor) or keys.shape != call.key.shape:
-        return True
-    return bool((keys - call.key).abs().max() <= _CLOSE * call.key.abs().max())
+    """Whether the cache keeps the keys that attention was given; True where it keeps none such.
+
+    A layer that runs several times in a forward has an entry for each run.
+    """
+    entries = (getattr(entry, "keys", None) for entry in getattr(cache, "layers", None) or ())
+    alike = [keys for keys in entries if isinstance(keys, Tensor) and keys.shape == call.key.shape]
+    close = _CLOSE * call.key.abs().max()
+    return not alike or any(bool((keys - call.key).abs().max() <= close) for keys in alike)
 
 
 def _alike(mine: Tensor, own: Tensor) -> bool:
