@@ -315,7 +315,7 @@ def test_carried_values_have_one_size() -> None:
     [
         ("ReRoPE(window=4)", "not two regimes"),
         ("StreamingLLM(window=4)", "not two regimes"),
-        ("DynamicNTK(factor=2)", "reads rows in blocks"),
+        ("DynamicNTK(factor=2)", "rows"),
         ("HWFA", "keys that those below do not"),
         ("SlidingWindow(window=4)-NoPEEvery", "keys that those below do not"),
     ],

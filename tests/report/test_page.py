@@ -96,7 +96,7 @@ def test_simultaneous_intervals_are_bonferronis() -> None:
     for count in (2, 31):
         for finding in decide([claim()] * count, view):
             value, error, freedom = (
-                getattr(finding.difference, name) for name in ("value", "error", "freedom")
+                getattr(finding.difference, name) for name in ("value", "stderr", "df")
             )
             half = stats.t.ppf(1 - 0.05 / 2 / count, freedom) * error
             assert finding.simultaneous == pytest.approx((value - half, value + half), abs=1e-8)

@@ -75,7 +75,7 @@ def _lines(plain: Sequence[float], **methods: Sequence[float]) -> Losses:
         (
             _lines((3.0, 4.0, 5.0), YaRN=(3.0001, 3.2, 3.0), PI=(2.5, 3.0, 3.5)),
             "YaRN, that is YaRN(factor=4): best at 32 tokens; no significant cost at 8 (loss +0.0 "
-            "[-0.0, +0.0] %).",
+            "[+0.0, +0.0] %).",
             "YaRN",
         ),
         (

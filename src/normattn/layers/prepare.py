@@ -65,19 +65,18 @@ class AttentionPlan:
             k = score.key_norm(k)
         if score.scale is not None:
             q = q * score.scale
-        scale = 1.0
         if self.query is not None and self.key is not None:
             q, k = self.query.turn(q), self.key.turn(k)
         elif isinstance(self.scale, Tensor):
             q = scaled(q, self.scale)
         elif self.scale is not None:
-            scale = self.scale
+            q = q * self.scale  # as for a number for each row: equal numbers give equal bits
         if self.watched:
             # In float32: a sum of half-precision numbers is beyond their range soon.
             total = q.detach().sum(dtype=torch.float32) + k.detach().sum(dtype=torch.float32)
             if not math.isfinite(total.item()):
                 return None
-        return sdpa(q, k, v, self.causal, scale)
+        return sdpa(q, k, v, self.causal, 1.0)
 
 
 def planned(
@@ -86,12 +85,14 @@ def planned(
     """softmax(score) · v of dense tensors by the plan for their shapes; None where there is none.
 
     A plan is found by what decides it: specification, shapes, types, devices. Whatever looks into
-    a computation or changes it (a compiler, autocast, an observer, torch.func) has none.
+    a computation or changes it (a compiler, autocast, an observer, hooks, torch.func) has none.
     """
     if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is Tensor:
         return None
     if torch.is_autocast_enabled(q.device.type) or observer() is not None:
         return None
+    if isinstance(score, Score) and (score._forward_hooks or score._forward_pre_hooks):
+        return None  # whoever hangs a hook on the score wants to see its tensors
     if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
         return None
     known = score.spec if isinstance(score, Score) else score
@@ -159,6 +160,7 @@ def _straight(score: Score) -> bool:
     features = score.position is not None or getattr(position, "widens", False) or spec.forgets
     beside = spec.gate is not None or spec.documents is not None or spec.chunk is not None
     beside = beside or spec.difference is not None
+    beside = beside or spec.leaks_future  # statistics over the rows take padding into account
     return once and not features and not beside and score.logn is None
 
 
