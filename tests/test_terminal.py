@@ -68,8 +68,22 @@ def test_a_tensor_of_a_hostile_name_is_named_escaped(
     tensors = load_file(tmp_path / "model" / WEIGHTS)
     tensors[f"model.layers.7.{HOSTILE}"] = tensors["lm_head.weight"].clone()
     save_file(tensors, tmp_path / "model" / WEIGHTS, metadata={"format": "pt"})
+    (tmp_path / "text.txt").write_text("a text of some length, " * 40)
     with pytest.raises(SystemExit) as ended:
-        main(["score", str(tmp_path / "model")])
+        main(
+            [
+                "extend",
+                str(tmp_path / "model"),
+                "--text",
+                str(tmp_path / "text.txt"),
+                "--lengths",
+                "64,128",
+                "--windows",
+                "1",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
     said = capsys.readouterr()
     assert ended.value.code == 2
     assert r"\x1b]0;owned\x07" in said.err

@@ -7,6 +7,7 @@ numbers than its files hold. No code of a model is run, and no pickle is read.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -63,10 +64,26 @@ def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> An
     refuse_sizes(source, gguf)
     if gguf is not None and not Path(source).is_dir():
         _refuse_scaled_there(source, gguf, options)
-    with _explained(gguf or source):
+    with _explained(gguf or source), _without_report():
         made, info = auto.from_pretrained(source, output_loading_info=True, **given)
     _refuse_differences(made, info, gguf or source)
     return made.eval()
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Without the report that transformers prints of names in a file, escapes of theirs included.
+
+    `_refuse_differences` says what matters of it.
+    """
+    import transformers
+
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
 
 
 def _source(model: str | Path, gguf: str | None) -> tuple[str, str | None]:

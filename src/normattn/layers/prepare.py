@@ -87,7 +87,7 @@ def planned(
     A plan is found by what decides it: specification, shapes, types, devices. Whatever looks into
     a computation or changes it (a compiler, autocast, an observer, hooks, torch.func) has none.
     """
-    if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is Tensor:
+    if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is Tensor or q.is_meta:
         return None
     if torch.is_autocast_enabled(q.device.type) or observer() is not None:
         return None

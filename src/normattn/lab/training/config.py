@@ -12,7 +12,6 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from normattn.errors import InputError
 from normattn.files import expanded
-from normattn.lab.training.qk_clip import refuse_score
 from normattn.lab.training.trackers import TrackerName
 from normattn.score import ScoreSpec
 from normattn.structured import Settings, read_json, read_toml, refuse_beyond
@@ -233,6 +232,22 @@ def _without_kernels(values: Any) -> Any:
             "leave the field out"
         )
     return {name: value for name, value in values.items() if name != "kernels"}
+
+
+def refuse_score(spec: ScoreSpec) -> None:
+    """Raise `InputError` where QK-Clip cannot bound the logits by making weights smaller."""
+    norms = spec.variant.query_norm(), spec.variant.key_norm()
+    for there, why in (
+        (norms != (None, None), "its norm undoes it"),
+        (spec.cap is not None, "its cap bends the logits"),
+        (spec.bias is not None, "its bias is part of the logits"),
+        (spec.forgets, "its forgetting is part of the logits"),
+        (spec.selection is not None, "what its first head selects is taken off the logits"),
+        (spec.residual is not None, "its logits are also those of the layers below"),
+        (getattr(spec.position, "widens", False), "it bends queries and keys"),
+    ):
+        if there:
+            raise InputError(f"qk_clip cannot bound the logits of {spec.name} by weights: {why}")
 
 
 def multiplier(schedule: ScheduleConfig, step: int, steps: int) -> float:

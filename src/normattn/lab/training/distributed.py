@@ -175,16 +175,6 @@ def all_finite(model: nn.Module) -> bool:
     return all(bool(torch.isfinite(part).all()) for part in held)
 
 
-def make_parallel(parallel: str, precision: str, world: World) -> Parallel:
-    """How a model lies on the processes: `ddp` or `fsdp`; one process has nothing to share."""
-    if parallel == "ddp" or world.size == 1:
-        return Parallel(world)
-    # torch's FSDP2 takes a second to import.
-    from normattn.lab.training.fsdp import Sharded
-
-    return Sharded(world, precision)
-
-
 class Parallel:
     """How a model lies on the processes, and how its state is written and read there.
 
@@ -243,7 +233,7 @@ class Parallel:
         """The tensors of a checkpoint, whoever wrote it, each as this process holds it."""
         if not checkpoint.sharded:
             return checkpoint.tensors
-        from normattn.lab.training.fsdp import read_shards
+        from normattn.lab.training.sharded_checkpoint import read_shards
 
         return read_shards(checkpoint, model)
 

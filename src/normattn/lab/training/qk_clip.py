@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
 from normattn.kernels.stats import Observation, Observer, observer, observing
+from normattn.lab.training.config import refuse_score
 from normattn.lab.training.distributed import World
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
-from normattn.score import Score, ScoreSpec
+from normattn.score import Score
 
 Layer = Attention | CrossAttention | GatedAttentionUnit
 _LAYERS = (Attention, CrossAttention, GatedAttentionUnit)
@@ -126,19 +127,3 @@ class _Largest:
         logits = largest.amax((0, 2))
         before = self._largest.get(self._owner)
         self._largest[self._owner] = logits if before is None else torch.maximum(before, logits)
-
-
-def refuse_score(spec: ScoreSpec) -> None:
-    """Raise `InputError` where smaller weights are not logits smaller in proportion."""
-    norms = spec.variant.query_norm(), spec.variant.key_norm()
-    for there, why in (
-        (norms != (None, None), "its norm undoes it"),
-        (spec.cap is not None, "its cap bends the logits"),
-        (spec.bias is not None, "its bias is part of the logits"),
-        (spec.forgets, "its forgetting is part of the logits"),
-        (spec.selection is not None, "what its first head selects is taken off the logits"),
-        (spec.residual is not None, "its logits are also those of the layers below"),
-        (getattr(spec.position, "widens", False), "it bends queries and keys"),
-    ):
-        if there:
-            raise InputError(f"qk_clip cannot bound the logits of {spec.name} by weights: {why}")

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from normattn.errors import InputError
 from normattn.lab.training.config import LoopConfig, multiplier
-from normattn.lab.training.distributed import World, make_parallel
+from normattn.lab.training.distributed import Parallel, World
 from normattn.lab.training.optim import make_optimiser
 from normattn.lab.training.qk_clip import QKClip
 from normattn.lab.training.seeds import derive_seed
@@ -68,6 +68,16 @@ def check_compiler(device: torch.device) -> None:
             f"compile is on, but the C++ compiler {compiler!r} that torch.compile needs is not "
             "installed; install it, name another one in CXX, or set compile to false"
         )
+
+
+def make_parallel(parallel: str, precision: str, world: World) -> Parallel:
+    """How a model lies on the processes: `ddp` or `fsdp`; one process has nothing to share."""
+    if parallel == "ddp" or world.size == 1:
+        return Parallel(world)
+    # torch's FSDP2 takes a second to import.
+    from normattn.lab.training.fsdp import Sharded
+
+    return Sharded(world, precision)
 
 
 class TrainStep:
