@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from normattn.atomic import explain_os_errors
 from normattn.lab.runs import Checkpoint, Checkpoints
 from normattn.lab.training.distributed import Parallel, World, all_finite
+from normattn.lab.training.sharded_checkpoint import read_shards
 from normattn.models.transformer import BlockList
 
 
