@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from golden import record
 FLOAT64 = 1e-9
 LOSS = 1e-4
 """Losses of 100 steps in float32: relative."""
+POINTS, NUMBER = 1.0, 0.02
+"""Numbers of smoke tables: percentages of a few hundred tokens, by points; others, relative."""
+TESTED_STUDIES = ("keynorm", "retrofit")
+"""The studies that are run here; `record.py` runs all."""
 LONG = ("keynorm/laptop", "keynorm/workstation-mha")
 """Presets that `record.py` alone trains: like the others, and minutes more."""
 LOGITS = 1e-4
@@ -32,6 +37,7 @@ def recorded(name: str) -> Any:
 SCORES: dict[str, dict[str, list[list[float]]]] = recorded("scores")
 FAMILIES: dict[str, dict[str, list[list[float]] | None]] = recorded("families")
 LOSSES: dict[str, dict[str, Any]] = recorded("losses")
+STUDIES: dict[str, Any] = recorded("studies")
 
 
 @pytest.mark.parametrize("score", SCORES["causal"])
@@ -54,6 +60,7 @@ def test_the_record_holds_every_score() -> None:
     assert set(SCORES["causal"]) == set(record.score_names())
     assert set(SCORES["encoder"]) == set(record.NOT_CAUSAL)
     assert set(LOSSES) == set(record.TRAININGS)
+    assert set(STUDIES["tables"]) == set(record.STUDIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,3 +89,18 @@ def test_a_preset_trains_as_recorded(preset: str, folder: Path) -> None:
     assert len(ours["losses"]) == len(recorded["losses"]) >= 100
     for step, (loss, expected) in enumerate(zip(ours["losses"], recorded["losses"], strict=True)):
         assert math.isclose(loss, expected, rel_tol=LOSS), f"step {step}: {loss}, not {expected}"
+
+
+@pytest.mark.skipif(
+    sys.version.split()[0] != STUDIES["python"],
+    reason=f"the text is the standard library of Python {STUDIES['python']}",
+)
+@pytest.mark.parametrize("study", TESTED_STUDIES)
+def test_a_study_gives_the_recorded_numbers(study: str, tmp_path: Path) -> None:
+    tables = record.study_numbers(study, tmp_path)
+    for table, rows in STUDIES["tables"][study].items():
+        for row, numbers in rows.items():
+            for column, expected in numbers.items():
+                value = tables[table][row][column]
+                within = max(POINTS, NUMBER * abs(expected))
+                assert abs(value - expected) <= within, f"{table}, {row}, {column}: {value}"
