@@ -101,6 +101,23 @@ def test_half_precision_numbers_whose_sum_is_out_of_range() -> None:
     torch.testing.assert_close(attention(q, k, v, "KNA"), v, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["QKBatchNorm", "QBatchNorm", "KBatchNorm-NoPE"])
+def test_a_forward_moves_running_statistics_once(name: str) -> None:
+    """Also the first one of its shape, for which whatever is prepared is made."""
+    q, k, v = (torch.randn(2, 2, 7, 4) for _ in range(3))
+    score = Score(name, heads=2, head_dim=4)
+    expected = {}
+    for kind, x in (("query_norm", q), ("key_norm", k)):
+        rows = x.transpose(0, 1).reshape(2, -1, 4)
+        expected[f"{kind}.running_mean"] = 0.1 * rows.mean(1)[None, :, None]
+        expected[f"{kind}.running_var"] = 0.9 + 0.1 * rows.var(1)[None, :, None]
+    attention(q, k, v, score, causal=False)
+    found = dict(score.named_buffers())
+    assert found
+    for buffer, value in found.items():
+        torch.testing.assert_close(value, expected[buffer])
+
+
 def test_refusals_are_those_of_the_first_call() -> None:
     q, k, v = _qkv(6, 6)
     score = Score("Baseline", 4, 8, 2).double()
