@@ -19,6 +19,7 @@ from .families import (
     LEFT,
     LENGTH,
     WITHOUT_POSITIONS,
+    build,
     logits,
     model_of,
     tokens,
@@ -137,7 +138,7 @@ def test_half_precision(family: str) -> None:
 @pytest.mark.parametrize("method", ["logn+", "ReRoPE", "YaRN"])
 def test_half_precision_keeps_large_scores(method: str) -> None:
     """Scores of deviation 20, as trained models have, are not rounded before softmax."""
-    exact, ids = model_of("Llama"), tokens(2, 40)
+    exact, ids = build("Llama"), tokens(2, 40)
     for name, weight in exact.named_parameters():
         if "q_proj" in name or "k_proj" in name:
             weight.data *= 30
@@ -155,7 +156,7 @@ def test_half_precision_of_two_regimes_by_each_kernel(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond the window too, and of large scores: as close to float32 as the model's own."""
-    exact, ids = model_of("Llama"), tokens(2, 300)
+    exact, ids = build("Llama"), tokens(2, 300)
     for name, weight in exact.named_parameters():
         if "q_proj" in name or "k_proj" in name:
             weight.data *= 30
