@@ -8,10 +8,15 @@ import warnings
 
 from normattn.stopping import run_stoppable
 
+LEAST_ADDRESS_SPACE = 1_500_000_000
+"""Bytes that the libraries need; with less, OpenBLAS waits for ever or aborts as it is loaded."""
+LIGHT = {"-h", "--help", "--version"}
+
 
 def main() -> None:
     """Run the command line of this process and exit; a signal at any time ends it in order."""
     _refuse_lost_places()
+    _refuse_little_memory()
     run_stoppable(_command)
 
 
@@ -26,6 +31,22 @@ def _sentence(
     from normattn.terminal import visible
 
     return f"warning: {visible(str(message))}\n"
+
+
+def _refuse_little_memory() -> None:
+    """End by a sentence where a limit of address space would stop the libraries halfway."""
+    if len(sys.argv) == 1 or LIGHT & {*sys.argv} or sys.platform == "win32":
+        return
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
+        print(
+            f"normattn: the limit of address space is {limit / 1e6:,.0f} MB, and at least "
+            f"{LEAST_ADDRESS_SPACE / 1e6:,.0f} MB are needed: raise it (ulimit -v)",
+            file=sys.stderr,
+        )
+        sys.exit(2)
 
 
 def _refuse_lost_places() -> None:

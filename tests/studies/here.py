@@ -16,37 +16,31 @@ import pytest
 
 from normattn import __main__
 from normattn.cli import app
-from normattn.lab.sweep.launch.base import FINISHED, Job, Needs, Outcome, Session
-from normattn.lab.sweep.launch.local import Local
+from normattn.lab.sweep.launchers import FINISHED, Job, Local, Needs, Outcome, Session, Task
 
 
 class OneByOne(Session):
-    """Each look runs one job to its end."""
+    """Starting a job runs it to its end."""
 
     poll_seconds: ClassVar[float] = 0.0
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._waiting = list(jobs)
-        self._ended: list[Outcome] = []
+    def start(self, jobs: Sequence[Job]) -> list[Task]:
+        """One after another."""
+        return [Task(job, run(job)) for job in jobs]
 
-    def look(self) -> tuple[list[Job], list[Outcome]]:
-        """The next job, whole."""
-        if self._waiting:
-            self._ended.append(run(self._waiting.pop(0)))
-        return [], self._ended
-
-    def unfinished(self) -> int:
-        """Those that wait."""
-        return len(self._waiting)
-
-    def stop(self) -> None:
-        """Nothing is at work between two looks."""
-
-    def stopped(self) -> bool:
-        """Always: see `stop`."""
+    def is_over(self, task: Task) -> bool:
+        """Always."""
         return True
 
-    def kill(self) -> None:
+    def outcome(self, task: Task) -> Outcome:
+        """What `run` returned."""
+        assert isinstance(task.handle, Outcome)
+        return task.handle
+
+    def stop(self, tasks: Sequence[Task]) -> None:
+        """Nothing runs between two looks."""
+
+    def kill(self, tasks: Sequence[Task]) -> None:
         """See `stop`."""
 
 
@@ -68,11 +62,9 @@ def run(job: Job) -> Outcome:
     return Outcome(job, code, message, time.monotonic() - began)
 
 
-def session(
-    self: Local, jobs: Sequence[Job], at_once: int, needs: Needs
-) -> AbstractContextManager[Session]:
+def session(self: Local, jobs: Sequence[Job], needs: Needs) -> AbstractContextManager[Session]:
     """In place of `Local.session`."""
-    return nullcontext(OneByOne(jobs))
+    return nullcontext(OneByOne())
 
 
 def main() -> None:

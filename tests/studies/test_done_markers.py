@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from normattn.cli.app import main
-from normattn.lab.sweep.launch.local import Local
+from normattn.lab.sweep.launchers import Local
 from studies import here
 
 FEW = {

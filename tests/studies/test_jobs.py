@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import Interrupted
-from normattn.lab.sweep.launch import base, local
-from normattn.lab.sweep.launch.base import Job, Needs, Observe, Outcome
-from normattn.lab.sweep.launch.local import Local
+from normattn.lab.sweep import launchers
+from normattn.lab.sweep.launchers import Job, Local, Needs, Observe, Outcome
 
 
 def job(folder: Path, name: str, script: str) -> Job:
@@ -29,7 +28,7 @@ def run_jobs(
     launcher: Local | None = None,
     device: str = "cpu",
 ) -> list[Outcome]:
-    return base.run_jobs(jobs, launcher or Local(), at_once, Needs(1, device), observe)
+    return launchers.run_jobs(jobs, launcher or Local(), at_once, Needs(1, device), observe)
 
 
 def by_name(outcomes: list[Outcome]) -> dict[str, Outcome]:
@@ -194,15 +193,15 @@ def test_slots_are_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert local.visible_gpus() == ("0", "1", "2")
+    assert launchers.visible_gpus() == ("0", "1", "2")
     assert Local().slots(Needs(4, "auto")) == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7,2")
-    assert local.visible_gpus() == ("5", "7", "2")
-    assert Local().slots(Needs(1, "cpu")) == local.cores()
+    assert launchers.visible_gpus() == ("5", "7", "2")
+    assert Local().slots(Needs(1, "cpu")) == launchers.cores()
 
 
 def test_slots_are_shares_of_the_cores_that_this_process_may_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(local, "cores", lambda: 7)
+    monkeypatch.setattr(launchers, "cores", lambda: 7)
     assert [Local().slots(Needs(n)) for n in (1, 2, 3, 8)] == [7, 3, 2, 1]

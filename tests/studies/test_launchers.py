@@ -18,11 +18,9 @@ import pytest
 
 from normattn.errors import InputError, Interrupted
 from normattn.lab.studies import find
-from normattn.lab.sweep import launch
-from normattn.lab.sweep.launch.base import Job, Launcher, Needs, run_jobs
-from normattn.lab.sweep.launch.local import Errand, Local
-from normattn.lab.sweep.launch.ray_cluster import Ray
-from normattn.lab.sweep.launch.slurm import Slurm
+from normattn.lab.sweep import launchers
+from normattn.lab.sweep.clusters import Ray, RemoteJob, Slurm
+from normattn.lab.sweep.launchers import Job, Launcher, Local, Needs, run_jobs
 from normattn.lab.sweep.run import reproduce
 from normattn.lab.sweep.study import Request
 from studies.test_jobs import SAVES
@@ -73,8 +71,8 @@ def elsewhere(request: pytest.FixtureRequest) -> Launcher:
 INTERRUPTED = """
 import _thread, sys, threading, time
 from pathlib import Path
-from normattn.lab.sweep.launch.local import Errand
-from normattn.lab.sweep.launch.base import Job
+from normattn.lab.sweep.clusters import RemoteJob
+from normattn.lab.sweep.launchers import Job
 place = Path(sys.argv[1])
 job = Job("one", ("-c", sys.argv[2]), place / "log.txt")
 
@@ -86,11 +84,11 @@ def interrupt():
 
 place.mkdir()
 threading.Thread(target=interrupt, daemon=True).start()
-sys.exit(Errand(job)().code)
+sys.exit(RemoteJob(job)()[0])
 """
 
 
-def test_an_errand_interrupted_over_and_over_has_its_child_save(tmp_path: Path) -> None:
+def test_a_remote_job_interrupted_over_and_over_has_its_child_save(tmp_path: Path) -> None:
     saved = tmp_path / "state"
     line = (INTERRUPTED, str(tmp_path / "job"), SAVES.format(path=str(saved)))
     done = subprocess.run([sys.executable, "-c", *line], timeout=SECONDS, check=False)
@@ -173,9 +171,9 @@ def command_line(process: psutil.Process) -> list[str]:
 
 
 def test_a_host_that_sees_other_folders_is_named(tmp_path: Path) -> None:
-    errand = Errand(Job("one", ("-c", "pass"), tmp_path / "gone" / "log.txt"))
+    remote = RemoteJob(Job("one", ("-c", "pass"), tmp_path / "gone" / "log.txt"))
     with pytest.raises(InputError, match=f"has no folder {tmp_path / 'gone'}: the hosts"):
-        errand()
+        remote()
 
 
 # One may end before it is interrupted: of two that are left each node gets one.
@@ -272,7 +270,7 @@ def test_what_a_launcher_does_not_have_is_named(
     name: str, settings: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
-        launch.launcher(name, settings)
+        launchers.launcher(name, settings)
 
 
 @pytest.mark.parametrize(("kind", "needs"), [(Slurm(), "submitit"), (Ray(), "ray")])
@@ -297,19 +295,18 @@ def test_without_slurm_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_settings_of_a_launcher_are_apart_from_those_of_the_study() -> None:
-    own, study = launch.apart({"launcher.time": 5, "training.steps": 7, "launcherx": 1})
+    own, study = launchers.split_changes({"launcher.time": 5, "training.steps": 7, "launcherx": 1})
     assert own == {"time": 5}
     assert study == {"training.steps": 7, "launcherx": 1}
-    assert launch.launcher("slurm", own).said() == "slurm: time 5"
-    assert launch.launcher("local", {}) == Local()
+    assert launchers.launcher("slurm", own).describe() == "slurm: time 5"
+    assert launchers.launcher("local", {}) == Local()
 
 
 def test_what_a_cell_asks_for() -> None:
-    asked = Slurm(partition="gpu", memory=8).asked(4, Needs(2, "cuda"))
+    asked = Slurm(partition="gpu", memory=8).parameters(Needs(2, "cuda"))
     assert asked["cpus_per_task"] == 2
     assert asked["gpus_per_node"] == 1
     assert asked["slurm_partition"] == "gpu"
-    assert asked["slurm_array_parallelism"] == 4
     assert asked["mem_gb"] == 8
-    assert "gpus_per_node" not in Slurm().asked(4, Needs(2, "cpu"))
+    assert "gpus_per_node" not in Slurm().parameters(Needs(2, "cpu"))
     assert Ray(cpus=3, gpus=0).gpus_for(Needs(2, "cuda")) == 0

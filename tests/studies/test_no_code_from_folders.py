@@ -11,7 +11,7 @@ import pytest
 
 from normattn.cli.app import main
 from normattn.lab.stats import measurements
-from normattn.lab.sweep.launch.local import Local
+from normattn.lab.sweep.launchers import Local
 from studies import here
 
 HELPER = """

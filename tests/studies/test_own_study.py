@@ -12,7 +12,7 @@ import pytest
 from normattn.cli.app import main
 from normattn.errors import InputError
 from normattn.lab.studies import find, find_typed, names, summary
-from normattn.lab.sweep.launch.local import Local
+from normattn.lab.sweep.launchers import Local
 from normattn.lab.sweep.study import CORPUS
 from studies import here
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.sweep.launch.base import Job, Needs, run_jobs
-from normattn.lab.sweep.launch.slurm import Slurm
+from normattn.lab.sweep.clusters import Slurm
+from normattn.lab.sweep.launchers import Job, Needs, run_jobs
 
 pytest.importorskip("submitit")
 
@@ -83,9 +83,8 @@ time.sleep(100)
 FIRST = """
 import sys
 from pathlib import Path
-from normattn.lab.sweep.launch.base import run_jobs
-from normattn.lab.sweep.launch.base import Job, Needs
-from normattn.lab.sweep.launch.slurm import Slurm
+from normattn.lab.sweep.launchers import Job, Needs, run_jobs
+from normattn.lab.sweep.clusters import Slurm
 cluster, log, script = sys.argv[1:]
 run_jobs([Job("one", ("-c", script), Path(log))], Slurm(cluster=cluster), 1, Needs())
 """
@@ -103,7 +102,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM", str(folder))
-    monkeypatch.setattr("normattn.lab.sweep.launch.slurm.QUEUE_SECONDS", 0.2)
+    monkeypatch.setattr("normattn.lab.sweep.clusters.QUEUE_SECONDS", 0.2)
     return folder
 
 

@@ -107,11 +107,11 @@ def _command(study: Study) -> Any:
 
     def run(options: ReproduceOptions) -> None:
         from normattn.lab.studies import errors_in
-        from normattn.lab.sweep import launch
+        from normattn.lab.sweep import launchers
         from normattn.lab.sweep.run import reproduce
         from normattn.lab.sweep.study import CORPUS, Request
 
-        own, changes = launch.apart(options.changes or {})
+        own, changes = launchers.split_changes(options.changes or {})
         _refuse_both({CORPUS: options.corpus, "seeds": options.seeds}, changes)
         request = Request(
             preset=options.preset,
@@ -119,7 +119,7 @@ def _command(study: Study) -> Any:
             methods=options.methods,
             seeds=options.seeds,
             jobs=options.jobs,
-            launcher=launch.launcher(options.launcher, own),
+            launcher=launchers.launcher(options.launcher, own),
             out=options.out,
             changes={**({CORPUS: options.corpus} if options.corpus else {}), **changes},
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from normattn.errors import DivergedError, InputError
 from normattn.lab.stats import measurements
-from normattn.lab.sweep.launch.base import DIVERGED, FINISHED
+from normattn.lab.sweep.launchers import DIVERGED, FINISHED
 from normattn.lab.sweep.layout import CellPaths, note_progress, write_if_changed
 from normattn.lab.sweep.stages import Note
 from normattn.lab.sweep.study import Cell, Study, diverged

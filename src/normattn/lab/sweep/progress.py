@@ -14,7 +14,7 @@ from normattn.lab.report.terminal import Bar
 from normattn.lab.report.view import View
 from normattn.lab.stats import collected
 from normattn.lab.stats.arrays import on_common_sets
-from normattn.lab.sweep.launch.base import DIVERGED, Job, Outcome
+from normattn.lab.sweep.launchers import DIVERGED, Job, Outcome
 from normattn.lab.sweep.layout import CellPaths, peek
 from normattn.lab.sweep.plan import duration
 from normattn.lab.sweep.study import Cell, Study, Sweep

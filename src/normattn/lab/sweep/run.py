@@ -15,7 +15,7 @@ from normattn.lab.report.terminal import say, tell
 from normattn.lab.runs import RunDirectory
 from normattn.lab.sweep.cell import child_arguments, write_cell
 from normattn.lab.sweep.corpora import refuse_changed_text
-from normattn.lab.sweep.launch.base import Job, Launcher, Needs, Outcome, run_jobs
+from normattn.lab.sweep.launchers import Job, Launcher, Local, Needs, Outcome, run_jobs
 from normattn.lab.sweep.layout import CellPaths, peek
 from normattn.lab.sweep.methods import grouped
 from normattn.lab.sweep.plan import make_plan, stage_shares, time_range
@@ -118,11 +118,11 @@ def _print_plan(
     for name, value in plan.lines():
         table.add_row(name, value)
     config = sweep.cells[0].training_config
-    if launcher.here and choose_device(config.device).type == "cpu":
+    if isinstance(launcher, Local) and choose_device(config.device).type == "cpu":
         table.add_row("time on CPU cores", time_range(plan.flops, at_once, config.threads))
     for name, value in sweep.facts:
         table.add_row(name, value)
-    table.add_row("runs under", launcher.said())
+    table.add_row("runs under", launcher.describe())
     table.add_row("output", str(sweep.out))
     console.print(table)
     sentences = grouped(sweep.skipped)

@@ -18,8 +18,7 @@ from normattn.lab.stats import Identity, collected, identified, sums
 from normattn.lab.stats.measurements import Factor
 from normattn.lab.sweep import presets
 from normattn.lab.sweep.corpora import canonical_json
-from normattn.lab.sweep.launch.base import Launcher
-from normattn.lab.sweep.launch.local import Local
+from normattn.lab.sweep.launchers import Launcher, Local
 from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.methods import Omission
 from normattn.lab.sweep.settings import StudyPreset, merged, validated

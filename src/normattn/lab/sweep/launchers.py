@@ -1,0 +1,377 @@
+"""Run jobs in parallel: the interface of a launcher, and child processes of this machine.
+
+A job reads and writes files only: its settings, its log, its progress. So it can run on any host
+that sees the same folders. `clusters` has the launchers for Ray and Slurm.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from normattn.errors import Interrupted, unknown
+from normattn.lab.sweep.settings import validated
+from normattn.stopping import HandledElsewhere
+from normattn.structured import Settings
+
+FINISHED, DIVERGED = 0, 3
+GRACE_SECONDS = 60.0
+"""How long jobs may take to save their state before they are killed."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+PREFIX = "launcher."
+
+
+@dataclass(frozen=True)
+class Job:
+    """One Python process: its arguments, and the file that takes its output.
+
+    The last line of `log` explains a failure. The id of the parent process is added to the
+    arguments.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    log: Path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: its exit code, and the last line it printed (empty on success)."""
+
+    job: Job
+    code: int
+    message: str
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        """Whether it neither finished nor diverged; a diverged job is a result."""
+        return self.code not in (FINISHED, DIVERGED)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a job computes on: CPU cores, and the setting `device` (auto, cpu, cuda, cuda:N)."""
+
+    cores: int = 1
+    device: str = "cpu"
+
+
+@dataclass(eq=False)
+class Task:
+    """A job that was started, with the launcher's own handle on it."""
+
+    job: Job
+    handle: Any
+    started: float = field(default_factory=time.monotonic)
+
+    def outcome(self, code: int, message: str) -> Outcome:
+        """The outcome of this task, ended just now."""
+        return Outcome(self.job, code, message, time.monotonic() - self.started)
+
+
+class Session(ABC):
+    """Starts, watches and stops the jobs of one sweep."""
+
+    poll_seconds: ClassVar[float] = 0.1
+    ask_again_seconds: ClassVar[float] = float("inf")
+    """After how long `stop` is repeated for tasks that go on."""
+
+    @abstractmethod
+    def start(self, jobs: Sequence[Job]) -> list[Task]:
+        """Start these jobs, or hand them to a scheduler."""
+
+    @abstractmethod
+    def is_over(self, task: Task) -> bool:
+        """Whether the task has ended."""
+
+    @abstractmethod
+    def outcome(self, task: Task) -> Outcome:
+        """How a task ended that is over."""
+
+    @abstractmethod
+    def stop(self, tasks: Sequence[Task]) -> None:
+        """Ask these tasks to save their state and end."""
+
+    @abstractmethod
+    def kill(self, tasks: Sequence[Task]) -> None:
+        """End these tasks, saved or not; those that are over are left alone."""
+
+
+class Launcher(Settings, ABC):
+    """Where the runs of a sweep execute; its fields are the settings `launcher.NAME`.
+
+    No result depends on it: directories and settings are the same under each launcher, and a sweep
+    that began under one continues under another.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def slots(self, needs: Needs) -> int | None:
+        """How many jobs run at once by default; None leaves it to a scheduler's queue."""
+
+    @abstractmethod
+    def session(self, jobs: Sequence[Job], needs: Needs) -> AbstractContextManager[Session]:
+        """A session for these jobs, closed when the context ends."""
+
+    def describe(self) -> str:
+        """The name, and the settings that differ from their defaults."""
+        changed = self.model_dump(exclude_defaults=True)
+        words = ", ".join(f"{name} {value}" for name, value in changed.items())
+        return f"{self.name}: {words}" if words else self.name
+
+
+def launcher(name: str, settings: Mapping[str, Any]) -> Launcher:
+    """The launcher called `name` with these settings; `InputError` for unknown ones."""
+    from normattn.lab.sweep.clusters import Ray, Slurm
+
+    known: dict[str, type[Launcher]] = {kind.name: kind for kind in (Local, Slurm, Ray)}
+    if name not in known:
+        raise unknown("launcher", name, known)
+    return validated(known[name], settings, f"the {name} launcher")
+
+
+def split_changes(changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The launcher's settings (`launcher.NAME`, by NAME), and the study's."""
+    own = {k.removeprefix(PREFIX): v for k, v in changes.items() if k.startswith(PREFIX)}
+    return own, {k: v for k, v in changes.items() if not k.startswith(PREFIX)}
+
+
+Observe = Callable[[Sequence[Job], Sequence[Outcome]], None]
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    launcher: Launcher,
+    at_once: int,
+    needs: Needs | None = None,
+    observe: Observe = lambda running, ended: None,
+) -> list[Outcome]:
+    """Run `jobs` in order, `at_once` at a time; `observe(running, ended)` is called all the while.
+
+    A job that fails does not stop the others. On a signal the running jobs save their state, and
+    `Interrupted` is raised when the last one has ended; a second signal kills them.
+    """
+    waiting, running, ended = list(jobs), list[Task](), list[Outcome]()
+    if not waiting:
+        return ended
+    # The handlers come last: a scheduler's library may install its own when a session opens.
+    with launcher.session(jobs, needs or Needs()) as session, stop_signals() as stop:
+        try:
+            while (waiting or running) and not stop.count:
+                free = at_once - len(running)
+                now, waiting = waiting[:free], waiting[free:]
+                for job in now:  # What an earlier attempt printed is no sign of this one.
+                    job.log.parent.mkdir(parents=True, exist_ok=True)
+                    job.log.unlink(missing_ok=True)
+                running += session.start(now) if now else []
+                for task in [task for task in running if session.is_over(task)]:
+                    running.remove(task)
+                    ended.append(session.outcome(task))
+                observe([task.job for task in running if task.job.log.exists()], ended)
+                time.sleep(session.poll_seconds)
+            left = len(waiting) + len(running)
+            if stop.count:
+                _stop_all(session, running, stop)
+        finally:
+            session.kill(running)
+    if stop.count:
+        raise Interrupted(
+            f"stopped by {stop.name} with {left} of {len(jobs)} jobs unfinished; "
+            "their state is saved; rerun the command to resume"
+        )
+    return ended
+
+
+@dataclass
+class StopRequest:
+    """Whether a signal asked this process to stop; a second one asks to stop at once."""
+
+    count: int = 0
+    name: str = ""
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Note a signal (the signature is that of a signal handler)."""
+        self.count += 1
+        self.name = signal.Signals(number).name
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopRequest]:
+    """Collect SIGINT, SIGTERM and SIGHUP; the old handlers come back at the end."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {kind: signal.signal(kind, request.handle) for kind in kinds}
+    try:
+        with HandledElsewhere():
+            yield request
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _stop_all(session: Session, running: Sequence[Task], stop: StopRequest) -> None:
+    """Ask every task to stop, and wait until all have, or until patience ends."""
+    asked, deadline = float("-inf"), time.monotonic() + GRACE_SECONDS
+    while left := [task for task in running if not session.is_over(task)]:
+        now = time.monotonic()
+        if stop.count > 1 or now > deadline:
+            return
+        if now - asked >= session.ask_again_seconds:
+            session.stop(left)
+            asked = now
+        time.sleep(0.05)
+
+
+class Child:
+    """A job as a child process, in a process group of its own: Ctrl-C reaches the parent alone.
+
+    `environment` is added to this process's; `folder` is the child's working directory.
+    """
+
+    def __init__(
+        self, job: Job, environment: Mapping[str, str] | None = None, folder: Path | None = None
+    ) -> None:
+        self.job = job
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        # One thread each, so that results do not depend on how many jobs run.
+        threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        one = dict.fromkeys((*threads, "NUMEXPR_NUM_THREADS"), "1")
+        with job.log.open("w") as log:
+            self.process = subprocess.Popen(
+                # -P: a module in the user's folder is no part of the child.
+                (sys.executable, "-P", *job.arguments, str(os.getpid())),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **(environment or {}), **one, "TOKENIZERS_PARALLELISM": "false"},
+                cwd=folder,
+            )
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.process.poll() is not None
+
+    def terminate(self) -> None:
+        """Ask it to save its state and end."""
+        if not self.done():
+            self.process.terminate()
+
+    def kill(self) -> None:
+        """End it now."""
+        if not self.done():
+            self.process.kill()
+            self.process.wait()
+
+    def result(self) -> tuple[int, str]:
+        """Its exit code and why it failed ("" on success); waits until it has ended."""
+        code = self.process.wait()
+        if code == FINISHED:
+            return code, ""
+        lines = self.job.log.read_text("utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "said nothing")
+        if code > 0:
+            return code, last
+        name = signal.Signals(-code).name
+        said = "" if last == "said nothing" else f" (it last said: {last})"
+        return code, f"was stopped by {name} from outside; rerun the command to resume{said}"
+
+
+class Local(Launcher):
+    """Child processes on this machine.
+
+    `devices` are the GPUs to use, as CUDA_VISIBLE_DEVICES names them (default: all that torch sees,
+    where the setting `device` is auto or cuda). A job sees one GPU alone; where there are more
+    jobs than GPUs, they share them evenly.
+    """
+
+    name: ClassVar[str] = "local"
+
+    devices: Annotated[tuple[int | str, ...], Field(min_length=1)] | None = None
+
+    def slots(self, needs: Needs) -> int:
+        """A job on each GPU; on a CPU as many as the cores have threads for."""
+        if needs.device.startswith("cuda:"):
+            return 1  # All of them on the one that is named.
+        return len(self._gpus(needs)) or max(1, cores() // needs.cores)
+
+    @contextmanager
+    def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Session]:
+        """Start child processes."""
+        yield _Children(self._gpus(needs))
+
+    def _gpus(self, needs: Needs) -> tuple[str, ...]:
+        """The GPUs that jobs are spread over; none where jobs choose by themselves."""
+        if needs.device not in ("auto", "cuda"):
+            return ()
+        return tuple(map(str, self.devices)) if self.devices is not None else visible_gpus()
+
+
+class _Children(Session):
+    """Child processes, each on the GPU with the fewest others."""
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._load = dict.fromkeys(gpus, 0)
+
+    def start(self, jobs: Sequence[Job]) -> list[Task]:
+        return [Task(job, self._begin(job)) for job in jobs]
+
+    def _begin(self, job: Job) -> tuple[Child, str | None]:
+        gpu = min(self._load, key=self._load.__getitem__, default=None)
+        if gpu is None:
+            return Child(job), None
+        self._load[gpu] += 1
+        return Child(job, {VISIBLE: gpu}), gpu
+
+    def is_over(self, task: Task) -> bool:
+        return bool(task.handle[0].done())
+
+    def outcome(self, task: Task) -> Outcome:
+        child, gpu = task.handle
+        if gpu is not None:
+            self._load[gpu] -= 1
+        return task.outcome(*child.result())
+
+    def stop(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:
+            task.handle[0].terminate()
+
+    def kill(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:
+            task.handle[0].kill()
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that torch sees here, by the names that CUDA_VISIBLE_DEVICES takes."""
+    import torch  # Hosts that only start children do without it.
+
+    if not torch.cuda.is_available():
+        return ()
+    count = torch.cuda.device_count()
+    named = [part.strip() for part in os.environ.get(VISIBLE, "").split(",") if part.strip()]
+    return tuple(named[:count]) if named else tuple(str(n) for n in range(count))
+
+
+def cores() -> int:
+    """How many processors this process may use: fewer than there are in a scheduler's share."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
