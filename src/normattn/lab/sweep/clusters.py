@@ -99,7 +99,8 @@ class RemoteJob:
             return False
         try:
             owner = psutil.Process(self.owner[0])
-            return owner.create_time() != self.owner[1] or owner.status() == psutil.STATUS_ZOMBIE
+            zombie = owner.status() == psutil.STATUS_ZOMBIE
+            return bool(zombie or owner.create_time() != self.owner[1])
         except psutil.NoSuchProcess:
             return True
 
