@@ -1,283 +1,250 @@
-"""`--model normattn` of lm-evaluation-harness: a trained run, or an extended model of transformers.
+"""`--model normattn` of lm-evaluation-harness: its own model of transformers, read further.
 
 Importing this module registers the model; `normattn lm-eval` does so and starts the harness.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lm_eval.models  # noqa: F401  # The harness loads its own models only into an empty registry.
 import torch
-from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
 
-from normattn.cli.harness_models import (
-    DTYPES,
-    Drawing,
-    HarnessModel,
-    open_pretrained,
-    open_run,
-)
 from normattn.errors import InputError
 from normattn.files import expanded
+from normattn.hf.adapters import FILE, is_adapter, read_adapter_record
+from normattn.hf.extend import extend
+from normattn.hf.gguf import refuse_scaled
+from normattn.hf.load import _explained, _source
+from normattn.hf.model_parts import known_length, model_parts, moving
+from normattn.hf.native import take_record
+from normattn.score.grammar import read
 
-_TOKENS_PER_BATCH = 16384
-_DRAWING = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
-Request = tuple[Any, list[int], list[int]]
+_UNLIMITED = (1 << 31) - 1
+_OPTIONS = frozenset(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
 
 
 @register_model("normattn")
-class NormattnLM(TemplateLM):
-    """A run or an extended model, as lm-evaluation-harness asks of a model.
+class NormattnLM(HFLM):
+    """The harness's model of transformers (`--model hf`), under a method, or a run trained here.
 
     Args:
-        run: the directory of a finished run of `normattn train`.
-        pretrained: instead of it, a folder or a name on the hub of a model of transformers.
-        gguf: the GGUF file of `pretrained`.
-        method: a post-hoc method, e.g. YaRN or ReRoPE-logn+; default: none for a run, and for
-            `pretrained` the one that it was saved with. "as is" is the model as trained.
-        factor, parameters: those of the method, e.g. factor=2, window=2048.
+        pretrained: a folder, a GGUF file or a name on the hub.
+        run: instead of it, the directory of a finished run of `normattn train`.
+        method: a post-hoc method, e.g. YaRN or ReRoPE-logn+. Without one, a model that was saved
+            under a method is read under that. "as is" is the model as trained.
         train_length: how far `pretrained` was trained to read, where its configuration is silent.
-        max_length: longer requests are refused, and never cut; default: there are none.
-        dtype: float32 (default), float64, float16 or bfloat16.
-        batch_size: rows at a time (default 1); "auto": as many as have 16384 tokens together.
-        max_batch_size: the most rows of "auto".
-        device: default: CUDA if there is any. "cuda:0", which the harness says unasked, is the
-            processor where there is no CUDA.
+        max_length: longer requests are refused, and never cut. There is no limit by default.
+        options: parameters of the method (factor=2, window=2048), and every option of the harness's
+            own model: dtype, parallelize, peft, autogptq, gguf_file, batch_size, …
 
     Texts without context (`loglikelihood_rolling`) are read in windows of `max_length`, by default
-    of the training length. Rows of a batch do not affect each other; those of a model whose own
-    frequencies change with what is read are read one at a time. Raises `InputError`.
+    of the training length. Models whose own frequencies change with what is read (dynamic NTK,
+    LongRoPE) read one row at a time. Raises `InputError`.
     """
 
     def __init__(
         self,
         run: str | None = None,
         pretrained: str | None = None,
-        gguf: str | None = None,
         method: str | None = None,
-        factor: float | int | None = None,
         train_length: int | None = None,
         max_length: int | None = None,
-        dtype: str = "float32",
-        batch_size: int | str = 1,
-        max_batch_size: int | None = None,
-        device: str | None = None,
-        **parameters: Any,
+        **options: Any,
     ) -> None:
-        super().__init__()
         if (run is None) == (pretrained is None):
             raise InputError("model_args needs either run=RUN or pretrained=FOLDER")
-        if dtype not in DTYPES:
-            raise InputError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
-        if method in (None, "as is") and (parameters or factor is not None):
-            names = ", ".join([*parameters, *(["factor"] if factor is not None else [])])
-            raise InputError(
-                f"model_args: {names}: neither a setting of the model, nor is there a method= "
-                f"whose parameter it could be; settings are {', '.join(settings())}"
-            )
-        if factor is not None and (isinstance(factor, bool | str) or factor < 1):
-            raise InputError(f"factor is {factor!r}; expected a number of at least 1")
-        numbers = {"max_length": max_length, "max_batch_size": max_batch_size}
-        for name, value in {**numbers, "train_length": train_length}.items():
-            if value is not None and (not isinstance(value, int) or value < 1):
+        for name, value in {"max_length": max_length, "train_length": train_length}.items():
+            if value is not None and (type(value) is not int or value < 1):
                 raise InputError(f"{name} is {value!r}; expected a number of at least 1")
-        self.batch_size = _batch_size(batch_size)
-        self.max_batch_size = max_batch_size
-        chosen_device = _device(device)
+        self._method = None if method is None else method.strip()
+        self._parameters = _take_parameters(self._method, options)
+        self._asked_length, self._record, self._limit = train_length, None, max_length
+        options["max_length"] = max_length or _UNLIMITED
+        device = options.get("device") or "cuda"
+        if str(device).startswith("cuda") and not torch.cuda.is_available():
+            device = "cpu"  # The harness says cuda:0 unasked.
+        options["device"] = device
         if run is not None:
-            for name, given in (("gguf", gguf), ("train_length", train_length)):
-                if given is not None:
-                    raise InputError(f"model_args: {name} belongs to pretrained=…, not to run=…")
-            self.model: HarnessModel = open_run(
-                expanded(run), method or "as is", factor, parameters, chosen_device, dtype
-            )
-        else:
-            if factor is not None:
-                parameters["factor"] = factor
-            assert pretrained is not None
-            self.model = open_pretrained(
-                pretrained, gguf, method, train_length, parameters, chosen_device, dtype
-            )
-        self._longest = max_length
-        self.max_length = max_length or self.model.train_length
-        self.tokenizer = self.model.chat
-        logging.getLogger(__name__).info("normattn: %s", self.model.described)
+            self._read_run(expanded(run), train_length, options)
+            return
+        source, file = _source(str(pretrained), options.pop("gguf_file", None))
+        if file is not None:
+            options["gguf_file"] = file
+            refuse_scaled(Path(source) / file)
+        with _explained(str(pretrained)):
+            super().__init__(source, **options)
+        self._alone()
 
-    @property
-    def eot_token_id(self) -> int | None:
-        """The token that ends a text."""
-        return self.model.end
+    def _read_run(self, run: Path, train_length: int | None, options: dict[str, Any]) -> None:
+        """Read a run's model and tokeniser, as transformers has them once they are exported."""
+        from normattn.cli.exported_tokeniser import as_transformers
+        from normattn.cli.generation import opened
+        from normattn.hf import wrap
+        from normattn.lab.training.distributed import choose_device
+        from normattn.models import load_model
 
-    @property
-    def prefix_token_id(self) -> int:
-        """The token before a text that has no context."""
-        return self.model.prefix
+        foreign = options.keys() - {"max_length", "batch_size", "max_batch_size", "device", "dtype"}
+        if foreign or train_length is not None:
+            names = ", ".join(sorted(foreign) or ["train_length"])
+            raise InputError(f"model_args: {names} belongs to pretrained=…, not to run=…")
+        config, _ = opened(run)
+        self._trained = config.model.train_length
+        parameters = dict(self._parameters)
+        factor = parameters.pop("factor", None)
+        spec = config.model.score.with_method(self._method or "as is", **parameters)
+        model = load_model(run / "model", config.model)
+        model = model.to(choose_device(options.pop("device")))
+        dtype = options.pop("dtype", "auto")
+        if dtype != "auto":
+            model = model.to(_dtype(dtype))
+        self._using = model.using(spec.resolve(self._trained, factor))
+        tokeniser = as_transformers(run / "tokeniser.json")
+        super().__init__(wrap(model.eval()), "causal", tokenizer=tokeniser, **options)
+        self._moves = False
 
-    @property
-    def tokenizer_name(self) -> str:
-        """The name of the tokeniser, for caches of requests."""
-        return "run" if self.tokenizer is None else str(self.tokenizer.name_or_path)
+    def _get_config(self, *given: Any, **more: Any) -> None:
+        """Read the configuration, and in it the method that the model was saved under."""
+        super()._get_config(*given, **more)
+        self._record = take_record(self._config, given[0] if given else more["pretrained"])
 
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """A conversation as text; raises `InputError` where the tokeniser has no template."""
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise InputError("this model's tokeniser has no chat template")
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+    def _create_model(self, *given: Any, **more: Any) -> None:
+        """Load as the harness does, adapters included, then switch the method on."""
+        if self._record is not None:
+            more["config"] = self._config  # as trained: transformers' own words would apply it
+        super()._create_model(*given, **more)
+        adapter = more.get("peft")
+        if adapter and is_adapter(adapter) and (Path(adapter).expanduser() / FILE).is_file():
+            self._record = read_adapter_record(adapter)
+        method, length = self._method, self._asked_length
+        if method is None and self._record is not None:
+            method, saved = self._record["method"], self._record["train_length"]
+            if length not in (None, saved):
+                raise InputError(
+                    f"train_length is {length}, and the model was saved as extended from {saved}: "
+                    "give a method to extend it from another length"
+                )
+            length = saved
+        if method in (None, "as is"):
+            self._trained = length or known_length(model_parts(self._model))[0]
+            return
+        extension = extend(self._model, method, train_length=length, **self._parameters)
+        self._trained = extension.resolved.train_length
 
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
-    ) -> list[int]:
-        """The tokens of a text."""
-        return self.model.encode(string, add_special_tokens)
+    def _alone(self) -> None:
+        """Read one row at a time where the longest row would change the frequencies of others."""
+        self._moves = bool(moving(model_parts(self._model)))
+        if self._moves:
+            self.batch_size_per_gpu = 1
+
+    def _reset_frequencies(self) -> None:
+        """Make frequencies that grew with a longer text those of a short one again."""
+        if self._moves:
+            with torch.no_grad():
+                self._model(torch.tensor([[self.prefix_token_id]], device=self._model.device))
+
+    def _model_call(self, inps: Tensor, *given: Any, **more: Any) -> Tensor:
+        self._reset_frequencies()
+        logits: Tensor = super()._model_call(inps, *given, **more)
+        return logits
+
+    def _model_generate(self, *given: Any, **more: Any) -> Tensor:
+        self._reset_frequencies()
+        made: Tensor = super()._model_generate(*given, **more)
+        return made
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: Any, *given: Any, **more: Any
     ) -> list[tuple[float, bool]]:
-        rows = [self._row(context, goal) for _, context, goal in requests]
-        likelihoods: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-        bar = tqdm(total=len(rows), desc="loglikelihood", disable=disable_tqdm)
-        for batch in self._batches(order, lambda i: len(rows[i])):
-            longest = max(len(rows[i]) for i in batch)
-            # No token sees those behind it, so what fills a row on the right does not matter.
-            ids = torch.tensor([rows[i] + [0] * (longest - len(rows[i])) for i in batch])
-            scores = self.model.scorer(ids)
-            for row, i in enumerate(batch):
-                last = len(rows[i]) - 1
-                part = slice(last - len(requests[i][2]), last)
-                total = -float(scores.loss[row, part].double().sum())
-                likelihoods[i] = total, bool(scores.correct[row, part].all())
-                if requests[i][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[i][0], likelihoods[i])
-            bar.update(len(batch))
-        bar.close()
-        return likelihoods
+        """Refuse what the harness would cut: a text without its beginning is another question."""
+        for _, context, goal in requests:
+            self._refuse_cut("a text with its continuation", len(context) + len(goal) - 1)
+        scored: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *given, **more)
+        return scored
 
-    def _row(self, context: list[int], goal: list[int]) -> list[int]:
-        """Context and continuation; the last token is predicted and not read."""
-        row = (context or [self.prefix_token_id]) + goal
-        self._refuse_cut("a text with its continuation", len(row) - 1)
-        return row
+    def loglikelihood_rolling(self, *given: Any, **more: Any) -> list[float]:
+        """The log-likelihood of whole texts, in windows of `max_length` or the training length."""
+        with self._windows():
+            return list(super().loglikelihood_rolling(*given, **more))
 
-    def loglikelihood_rolling(
-        self, requests: Sequence[Any], disable_tqdm: bool = False
-    ) -> list[float]:
-        """The log-likelihood of whole texts, each token predicted once."""
-        windows: list[Request] = []
-        owners: list[int] = []
-        for number, request in enumerate(requests):
-            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
-            for window in get_rolling_token_windows(
-                tokens, self.prefix_token_id, self.max_length, 1
-            ):
-                windows.append((None, *make_disjoint_window(window)))
-                owners.append(number)
-        totals = [0.0] * len(requests)
-        scored = self._loglikelihood_tokens(windows, disable_tqdm)
-        for number, (total, _) in zip(owners, scored, strict=True):
-            totals[number] += total
-        for request, total in zip(requests, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return totals
+    def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
+        with self._windows() if requests is None else _nothing():
+            return int(super()._detect_batch_size(requests, pos))
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """How the model continues each context, up to one of its `until` texts."""
-        prompts = [self.tok_encode(request.args[0]) for request in requests]
-        kinds: dict[Drawing, list[int]] = {}
-        for number, request in enumerate(requests):
-            kinds.setdefault(_drawing(request.args[1]), []).append(number)
-        answers = [""] * len(requests)
-        bar = tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm)
-        for drawing, numbers in kinds.items():
-            numbers.sort(key=lambda i: -len(prompts[i]))
-            for batch in self._batches(numbers, lambda i: len(prompts[i])):
-                given = [self._prompt(prompts[i], drawing.most) for i in batch]
-                for i, text in zip(batch, self.model.answers(given, drawing, batch), strict=True):
-                    answers[i] = text
-                    self.cache_hook.add_partial("generate_until", requests[i].args, text)
-                bar.update(len(batch))
-        bar.close()
-        return answers
+    @contextmanager
+    def _windows(self) -> Iterator[None]:
+        """Let `max_length` be a length to fill where none was given."""
+        before, self._max_length = self._max_length, self._limit or self._trained
+        try:
+            yield
+        finally:
+            self._max_length = before
 
-    def _prompt(self, tokens: list[int], most: int) -> list[int]:
-        """A prompt that leaves room for its answer."""
-        tokens = tokens or [self.prefix_token_id]
-        self._refuse_cut(f"a prompt with an answer of {most} tokens", len(tokens) + most)
-        return tokens
+    def tok_batch_encode(self, strings: Sequence[str], *given: Any, **more: Any) -> tuple[Any, Any]:
+        """The tokens of prompts; refused where the harness would cut them."""
+        most = more.pop("left_truncate_len", None)
+        ids, mask = super().tok_batch_encode(list(strings), *given, **more)
+        if most is not None and ids.shape[1] > most:
+            room = self.max_length - most
+            self._refuse_cut(f"a prompt with an answer of {room} tokens", ids.shape[1] + room)
+        return ids, mask
 
     def _refuse_cut(self, subject: str, tokens: int) -> None:
-        """What was cut is another question: its answer would be scored as one to this."""
-        if self._longest is not None and tokens > self._longest:
+        if self._limit is not None and tokens > self._limit:
             raise InputError(
-                f"{subject} has {tokens} tokens and would be cut to max_length={self._longest}; "
+                f"{subject} has {tokens} tokens and would be cut to max_length={self._limit}; "
                 "raise max_length, or leave it out to cut nothing"
             )
 
-    def _batches(self, order: Sequence[int], size: Callable[[int], int]) -> list[list[int]]:
-        """Requests, the longest first, in groups that are read together."""
-        groups: list[list[int]] = []
-        most = 0
-        for number in order:
-            if not groups or len(groups[-1]) >= most:
-                groups.append([])
-                most = self.batch_size or max(1, _TOKENS_PER_BATCH // max(1, size(number)))
-                most = 1 if self.model.alone else min(most, self.max_batch_size or most)
-            groups[-1].append(number)
-        return groups
 
-
-def settings() -> tuple[str, ...]:
-    """The model arguments that are not parameters of a method."""
-    return tuple(NormattnLM.__init__.__annotations__)[:-2]
-
-
-def _batch_size(given: int | str) -> int:
-    """Rows at a time; 0 for "auto"."""
-    if isinstance(given, str) and given.split(":")[0] == "auto":
-        return 0
-    if not str(given).isdigit() or int(given) < 1:
-        raise InputError(f"batch_size is {given!r}; expected a number of at least 1, or auto")
-    return int(given)
-
-
-def _device(given: str | None) -> str:
-    if given is None or (given == "cuda:0" and not torch.cuda.is_available()):
-        return "auto"
-    return given
-
-
-def _drawing(given: dict[str, Any]) -> Drawing:
-    """What a task asks of answers; raises `InputError` for what neither kind of model can do."""
-    asked = dict(normalize_gen_kwargs(given))
-    unknown = sorted(set(asked) - _DRAWING)
+def _take_parameters(method: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Take the method's parameters out of the model arguments."""
+    names = {"factor"}
+    if method not in (None, "as is"):
+        assert method is not None
+        names |= {field.name for part, _ in read(method)[0] for field in dataclasses.fields(part)}
+    elif "factor" in options:
+        raise InputError("factor is given without a method= whose parameter it could be")
+    parameters = {name: options.pop(name) for name in sorted(names & options.keys())}
+    factor: Any = parameters.get("factor", 1)
+    if isinstance(factor, bool | str) or factor < 1:
+        raise InputError(f"factor is {factor!r}; expected a number of at least 1")
+    unknown = sorted(options.keys() - _OPTIONS - _LOADING)
     if unknown:
         raise InputError(
-            f"generation by {', '.join(unknown)} is not offered; there are "
-            f"{', '.join(sorted(_DRAWING))}"
+            f"model_args: {', '.join(unknown)}: neither a parameter of the method "
+            f"{method or 'that is missing'}, nor an option of the harness's model"
         )
-    until = tuple(stop for stop in asked["until"] if stop)
-    if not asked["do_sample"]:
-        return Drawing(asked["max_gen_toks"], until)
-    return Drawing(
-        asked["max_gen_toks"],
-        until,
-        float(asked.get("temperature", 1.0)),
-        asked.get("top_k"),
-        asked.get("top_p"),
-    )
+    return parameters
+
+
+_LOADING = frozenset(
+    {
+        *("attn_implementation", "device_map", "quantization_config", "use_safetensors"),
+        *("load_in_4bit", "load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_type"),
+        *("bnb_4bit_use_double_quant", "variant", "token", "low_cpu_mem_usage"),
+    }
+)
+"""What the harness hands on to transformers' `from_pretrained`."""
+
+
+def _dtype(name: Any) -> torch.dtype:
+    names: Mapping[str, torch.dtype] = {
+        name: getattr(torch, name) for name in ("float32", "float64", "float16", "bfloat16")
+    }
+    if name not in names:
+        raise InputError(f"dtype is {name!r}; expected one of {', '.join(names)}")
+    return names[name]
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -199,7 +199,7 @@ def _tokeniser(metadata: Mapping[str, Any], settings: TaskSettings) -> tuple[Tok
             "the tasks count tokens: give run=… or pretrained=… to the model, or tokenizer=FOLDER "
             "in the metadata"
         )
-    gguf = None if settings.tokenizer else metadata.get("gguf")
+    gguf = None if settings.tokenizer else metadata.get("gguf_file")
     return _of_transformers(str(name), gguf), DataConfig()
 
 
