@@ -160,9 +160,12 @@ def test_what_would_be_cut_is_not_scored(named: dict[str, Any]) -> None:
     assert model(**named, max_length=read).loglikelihood(asked, disable_tqdm=True) == found
     with pytest.raises(InputError, match=f"would be cut to max_length={read - 1};"):
         model(**named, max_length=read - 1).loglikelihood(asked, disable_tqdm=True)
+    prompt, short = (
+        requests((TEXTS[2], {"max_gen_toks": 4, "until": []})),
+        model(**named, max_length=8),
+    )
     with pytest.raises(InputError, match="a prompt with an answer of 4 tokens has"):
-        prompt = requests((TEXTS[2], {"max_gen_toks": 4, "until": []}))
-        model(**named, max_length=8).generate_until(prompt, disable_tqdm=True)
+        short.generate_until(prompt, disable_tqdm=True)
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,10 @@ class NormattnLM(HFLM):
                 raise InputError(f"{name} is {value!r}; expected a number of at least 1")
         self._method = None if method is None else method.strip()
         self._parameters = _take_parameters(self._method, options)
-        self._asked_length, self._record, self._limit = train_length, None, max_length
-        options["max_length"] = max_length or _UNLIMITED
+        self._asked_length, self._limit = train_length, max_length
+        self._record: dict[str, Any] | None = None
+        self._max_length = max_length or _UNLIMITED
+        options["max_length"] = self._max_length
         device = options.get("device") or "cuda"
         if str(device).startswith("cuda") and not torch.cuda.is_available():
             device = "cpu"  # The harness says cuda:0 unasked.
