@@ -36,7 +36,8 @@ class AttentionCallback(TrainerCallback):
             (`Trainer(callbacks=[AttentionCallback()])`) they stand in `state.log_history` alone.
 
     Only the first process observes, its own share of the batch. Raises `InputError` for an `every`
-    below 1 and a `trainer` that cannot log.
+    below 1, for a `trainer` that cannot log, and when a training begins that reports to Weights &
+    Biases, TensorBoard or the like without one, since those would not see the largest logits.
     """
 
     def __init__(self, every: int = 100, trainer: Any = None) -> None:
@@ -48,6 +49,14 @@ class AttentionCallback(TrainerCallback):
         self.trainer = trainer
         self._open: ExitStack | None = None
         self._statistics: LayerStatistics | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Refuse to be silent towards those that the training reports to."""
+        if self.trainer is None and args.report_to:
+            raise InputError(
+                f"the training reports to {', '.join(args.report_to)}, which would not see the "
+                "largest logits: trainer.add_callback(AttentionCallback(trainer=trainer))"
+            )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Begin to observe, where the step is due: the first, and every so many."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError, NormattnError
 from normattn.hf.model_parts import ModelParts
-from normattn.hf.probe import COUNT, AttentionCall, Probed, replay
+from normattn.hf.probe import COUNT, AttentionCall, Probed, replay, short
 from normattn.hf.rope_detection import Layer
 from normattn.hf.rotation_fit import rotated_by
 from normattn.hf.rotation_tables import method_frequencies
@@ -35,10 +35,9 @@ def verify_extension(
     except NormattnError:
         raise
     except Exception as error:
-        sentence = " ".join(str(error).split())[:200]
         raise InputError(
             f"{parts.name} cannot be extended by {spec.method}: its forward then fails "
-            f"({type(error).__name__}: {sentence})"
+            f"({short(error)})"
         ) from error
     by_module = {layer.module: layer for layer in layers}
     own_attention = spec.remapping is not None or spec.blockwise or spec.logn is not None

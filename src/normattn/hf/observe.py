@@ -11,10 +11,8 @@ Legend: B batch, H query heads, G key heads, T queries, S keys.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
@@ -23,16 +21,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.attention_fn import one_type
-from normattn.hf.private_configs import renamed_attention
+from normattn.hf.attention_fn import ATTRIBUTE, one_type
+from normattn.hf.recorder import AttentionFunction, hidden, recording
 from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels.stats import Observation, Observer, announce, observer, observing
 from normattn.layers.attend import regular_positions
 
-_OURS = "normattn_"
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
 _CONFIRMED: WeakSet[nn.Module] = WeakSet()
-AttentionFunction = Callable[..., tuple[Tensor, Any]]
 
 
 class LayerStatistics:
@@ -61,11 +57,11 @@ class LayerStatistics:
         self._name, self._padding, self._rows = self._names.get(owner), padding, None
         if self._name is None:
             return
-        for name, x, hidden in (("q_norm", q, padding[0]), ("k_norm", k, padding[1])):
+        for name, x, padded in (("q_norm", q, padding[0]), ("k_norm", k, padding[1])):
             norm = torch.linalg.vector_norm(x.detach().float(), dim=-1)
             real = torch.ones_like(norm, dtype=torch.bool)
-            if hidden is not None and hidden.shape == (x.shape[0], x.shape[2]):
-                real = ~hidden[:, None].expand(norm.shape)
+            if padded is not None and padded.shape == (x.shape[0], x.shape[2]):
+                real = ~padded[:, None].expand(norm.shape)
             self._add(name, norm, real)
 
     def confine(self, rows: slice, own: Tensor | None) -> None:
@@ -153,53 +149,38 @@ def observable(model: nn.Module) -> Iterator[None]:
 
     Configurations are put back afterwards, whatever happened; a compiled model runs uncompiled.
     """
-    with renamed_attention(model, _register_observed):
+    with recording(model, _Shown(), computed_by="own"):
         yield
 
 
-@lru_cache
-def _register_observed(own: str) -> str:
-    """The name of an attention that computes as `own` does and shows its inputs; made once."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+class _Shown:
+    """Shows the inputs of each attention layer to the observer that is set, if one is."""
 
-    name = "normattn_observed_" + own.replace("/", "_").replace("|", "_")
-    AttentionInterface.register(name, _observed(own))
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS.get(own, sdpa_mask))
-    return name
+    def keep_mask(self, mask: Tensor, window: int) -> None:
+        """Masks come with the calls."""
 
-
-def _observed(own: str) -> AttentionFunction:
-    def function(
+    def attend(
+        self,
+        own: AttentionFunction,
         module: nn.Module,
         query: Float[Tensor, "b h t d"],
         key: Float[Tensor, "b g s d"],
         value: Float[Tensor, "b g s e"],
         attention_mask: Tensor | None = None,
-        **given: Any,
+        **more: Any,
     ) -> tuple[Tensor, Any]:
+        """The layer's own attention; beside it the same by our kernel, which is observed."""
         ours: Tensor | None = None
-        if own.startswith(_OURS):
+        if ATTRIBUTE in module.__dict__:  # an extended layer attends by our kernel anyway
             at = regular_positions(query.shape[2], key.shape[2], query.device)
             announce(module, query, key, None, None, at.query, at.key)
         elif observer() is not None:
             with torch.no_grad():
-                ours = _show(module, query, key, value, attention_mask, given)
-        out = _function_named(own, module)(module, query, key, value, attention_mask, **given)
-        if ours is not None and module not in _CONFIRMED and not given.get("dropout"):
+                ours = _show(module, query, key, value, attention_mask, more)
+        out = own(module, query, key, value, attention_mask, **more)
+        if ours is not None and module not in _CONFIRMED and not more.get("dropout"):
             _confirm(module, ours.transpose(1, 2), out[0].detach())
         return out
-
-    return function
-
-
-def _function_named(name: str, module: nn.Module) -> AttentionFunction:
-    """The attention of that name; eager attention is that of the model's own file."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    own: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-    return own
 
 
 def _show(
@@ -266,10 +247,9 @@ def _of_pairs(
 ) -> tuple[AttentionMask, Bool[Tensor, "b s"] | None]:
     """A mask that the model made itself: keys that no query sees are padding."""
     if mask.dtype != torch.bool:
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
-        mask = (
-            torch.where(hidden, -torch.inf, mask) if bool((mask != 0)[~hidden].any()) else ~hidden
-        )
+        hides = hidden(mask)
+        adds = bool((mask != 0)[~hides].any())
+        mask = torch.where(hides, -torch.inf, mask) if adds else ~hides
     open_ = mask if mask.dtype == torch.bool else mask > -torch.inf
     padding = ~open_.any(1).any(1)
     where = torch.arange(keys, device=mask.device)

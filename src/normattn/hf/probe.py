@@ -7,24 +7,17 @@ that rotate nothing. What they do not confirm is refused, so that no family is s
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts
-from normattn.hf.private_configs import renamed_attention
+from normattn.hf.recorder import AttentionFunction, evaluating, recording
 from normattn.hf.rope_tables import find_tables, unrotated
 
-RECORDED = "normattn_recorded_"
-"""Before the name of an attention that is recorded."""
 COUNT = 9
 """How many tokens a model is asked with."""
 KNOWN = frozenset(
@@ -37,8 +30,6 @@ KNOWN = frozenset(
 """What may reach an attention function beside q, k, v and the mask.
 
 What a model's caller adds (`num_items_in_batch` by the Trainer) passes through the layers too."""
-
-AttentionFunction = Callable[..., tuple[Tensor, Any]]
 
 
 @dataclass
@@ -86,29 +77,21 @@ class Probed:
     outputs: dict[nn.Module, list[Tensor]] = field(default_factory=dict)
 
 
-@runtime_checkable
-class _Recorder(Protocol):
-    windows: dict[int, int]
-    masks: list[Tensor]
-
-    def attend(
-        self, own: AttentionFunction, module: nn.Module, *given: Any, **more: Any
-    ) -> Any: ...
-
-
-_RECORDER: ContextVar[_Recorder] = ContextVar("recorder")
-
-
 class _Probe:
     """Records a forward, and calls each layer again when it has run."""
 
     def __init__(self) -> None:
-        self.windows: dict[int, int] = {}
-        self.masks: list[Tensor] = []
+        self._windows: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # so that no other tensor takes their place in memory
         self.calls: dict[nn.Module, list[AttentionCall]] = {}
         self.layers: dict[nn.Module, ProbedLayer] = {}
         self._made: list[tuple[int, tuple[nn.Module, str]]] = []
         self._again: list[AttentionCall] | None = None
+
+    def keep_mask(self, mask: Tensor, window: int) -> None:
+        """How far back this mask lets a layer see."""
+        self._kept.append(mask)
+        self._windows[mask.data_ptr()] = window
 
     def attend(
         self,
@@ -122,7 +105,7 @@ class _Probe:
     ) -> tuple[Tensor, Any]:
         """The layer's own attention, kept; nothing is computed where a layer is called again."""
         seen = isinstance(attention_mask, Tensor)
-        window = self.windows.get(attention_mask.data_ptr()) if seen else None
+        window = self._windows.get(attention_mask.data_ptr()) if seen else None
         if self._again is not None:
             out = value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
             self._again.append(AttentionCall(module, query, key, window, more, out))
@@ -140,7 +123,7 @@ class _Probe:
         kinds = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
         if isinstance(first, Tensor):
             self._made.append((first.data_ptr(), (module, kinds[0] if kinds else "")))
-            self.masks.append(first)  # so that no other tensor takes its place in memory
+            self._kept.append(first)
 
     def call_again(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any
@@ -177,10 +160,11 @@ class _Replay:
     """Gives every layer the output of an earlier forward, and keeps what it would have made."""
 
     def __init__(self, outputs: dict[nn.Module, list[Tensor]]) -> None:
-        self.windows: dict[int, int] = {}
-        self.masks: list[Tensor] = []
         self.calls: dict[nn.Module, list[AttentionCall]] = {}
         self._outputs = outputs
+
+    def keep_mask(self, mask: Tensor, window: int) -> None:
+        """Known from the probe."""
 
     def attend(
         self,
@@ -211,8 +195,14 @@ def probe(parts: ModelParts) -> Probed:
         kind = recorder.keep_tables if rotary_buffers(module) else recorder.call_again
         hooks.append(module.register_forward_hook(kind, with_kwargs=True))
     try:
-        with _explained(parts):
-            _forward(parts, recorder, use_cache=False)
+        _forward(parts, recorder, use_cache=False)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{parts.name} cannot be asked what its layers do: its forward fails while its "
+            f"attention is recorded ({short(error)})"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -232,109 +222,15 @@ def replay(parts: ModelParts, probed: Probed) -> tuple[dict[nn.Module, list[Atte
     return recorder.calls, cache
 
 
-def _forward(parts: ModelParts, recorder: _Recorder, use_cache: bool) -> Any:
-    token = _RECORDER.set(recorder)
-    try:
-        with quiet(parts), renamed_attention(parts.model, _register):
-            made = parts.model(input_ids=probe_tokens(parts), use_cache=use_cache)
-            return getattr(made, "past_key_values", None)
-    finally:
-        _RECORDER.reset(token)
+def _forward(parts: ModelParts, recorder: _Probe | _Replay, use_cache: bool) -> Any:
+    with evaluating(parts.model), recording(parts.model, recorder):
+        made = parts.model(input_ids=probe_tokens(parts), use_cache=use_cache)
+        return getattr(made, "past_key_values", None)
 
 
-@contextlib.contextmanager
-def _explained(parts: ModelParts) -> Iterator[None]:
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        sentence = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"{parts.name} cannot be asked what its layers do: its forward fails while its "
-            f"attention is recorded ({type(error).__name__}: {sentence})"
-        ) from error
-
-
-@lru_cache
-def _register(own: str) -> str:
-    """The name of an attention that computes as `own` does and is recorded; made once.
-
-    Attention without masks of its own kind (flash, flex) is computed by plain operations.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    name = RECORDED + own.replace("flash", "fl").replace("/", "_").replace("|", "_")
-    AttentionInterface.register(name, _recorded_function(own))
-    AttentionMaskInterface.register(name, _recorded_mask(own))
-    return name
-
-
-def _recorded_function(own: str) -> AttentionFunction:
-    def function(module: nn.Module, *given: Any, **more: Any) -> tuple[Tensor, Any]:
-        attend = function_named(own, module)
-        if more.get("indices") is not None and not own.startswith("normattn"):
-            attend = partial(_of_selected, attend)
-        result: tuple[Tensor, Any] = _RECORDER.get().attend(attend, module, *given, **more)
-        return result
-
-    return function
-
-
-def _of_selected(
-    attend: AttentionFunction,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    **more: Any,
-) -> tuple[Tensor, Any]:
-    """Attention to the keys that an indexer has selected: plain kinds of attention know no other.
-
-    A layer hides the rest itself only where it sees the name of a plain attention.
-    """
-    shape = (query.shape[0], query.shape[2], key.shape[2])
-    selected = torch.zeros(shape, dtype=torch.bool, device=query.device)
-    selected = selected.scatter(-1, more.pop("indices").long(), True)[:, None]
-    if attention_mask.dtype == torch.bool:
-        mask = attention_mask & selected
-    else:
-        mask = attention_mask.masked_fill(~selected, torch.finfo(attention_mask.dtype).min)
-    return attend(module, query, key, value, mask, **more)
-
-
-def function_named(name: str, module: nn.Module) -> AttentionFunction:
-    """The attention of that name; eager attention is that of the model's own file."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if name not in ("eager", "sdpa") and not name.startswith("normattn"):
-        name = "sdpa" if eager is None else "eager"
-    if name == "eager" and eager is None:
-        name = "sdpa"
-    function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-    return function
-
-
-def _recorded_mask(own: str) -> Callable[..., Any]:
-    """The masks of that attention, written down with how far back they let a layer see."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
-
-    if own.startswith("normattn"):
-        ours: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[own]
-        return ours
-    over: Callable[..., Any] = sdpa_mask if own == "sdpa" else eager_mask
-
-    def make(*sizes: Any, **more: Any) -> Any:
-        mask = over(*sizes, **{**more, "allow_is_causal_skip": False})
-        recorder = _RECORDER.get()
-        if isinstance(mask, Tensor):
-            recorder.masks.append(mask)  # so that no other tensor takes its place in memory
-            recorder.windows[mask.data_ptr()] = int(more.get("local_size") or 0)
-        return mask
-
-    return make
+def short(error: Exception) -> str:
+    """The kind of an error and the beginning of its text, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def with_argument(
@@ -360,20 +256,6 @@ def probe_tokens(parts: ModelParts, count: int = COUNT) -> Tensor:
     """
     size = int(getattr(parts.config, "vocab_size", COUNT + 3))
     return ((torch.arange(count, device=_device(parts)) + 1) * size // (count + 1))[None]
-
-
-@contextlib.contextmanager
-def quiet(parts: ModelParts) -> Iterator[None]:
-    """The model in evaluation mode and without gradients; as it was afterwards."""
-    modes = [(module, module.training) for module in parts.model.modules()]
-    try:
-        with torch.no_grad():
-            for module, _ in modes:
-                module.training = False
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _device(parts: ModelParts) -> torch.device:

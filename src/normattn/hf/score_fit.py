@@ -1,10 +1,10 @@
 """Fit what leads from a layer's projections to the queries and keys that attention is given.
 
-The first token stands at position 0, where nothing turns: there the normalisation and its gain are
-read off. Each later token then tells by which angle its pairs of features were turned.
+The first token stands at position 0, where nothing rotates: there the normalisation and its gain
+are read off. Each later token then tells by which angle its pairs of features were rotated.
 
 Legend: B batch, H query heads, G key heads, T tokens, D head dimension, E value size, W width,
-P pairs that turn.
+P rotated pairs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.hf.score_recorder import Heard
+from normattn.hf.score_recorder import RecordedLayer
 
 CLOSE = 2e-4
 """How far a fit may miss, as a share of the largest number, in float32."""
@@ -35,15 +35,15 @@ class Norm:
 
     def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
         """The normalised x."""
-        y = bare(x, self.kind, self.across, self.eps)
+        y = normalise(x, self.kind, self.across, self.eps)
         return y * self.gain[:, None] + self.bias[:, None]
 
 
 @dataclass(frozen=True)
-class Turned:
+class Rotation:
     """θ of each pair of 2·P features, and by what each position is multiplied besides.
 
-    The features that turn start at `start`.
+    The rotated features start at `start`.
     """
 
     theta: Float[Tensor, " p"]
@@ -54,7 +54,7 @@ class Turned:
 
 @dataclass(frozen=True)
 class Shape:
-    """Which features turn, `size` of them from `start` on, and which two are a pair.
+    """Which features rotate, `size` of them from `start` on, and which two are a pair.
 
     `apart`: pairs are (m, m + P), not (2m, 2m + 1). `reordered`: the rotation puts the first ones
     of all pairs before the second ones, as some families do with pairs that stood side by side.
@@ -66,7 +66,7 @@ class Shape:
     reordered: bool = False
 
     def restored(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
-        """x with the features that turn where they stood before the rotation."""
+        """x with the rotated features where they stood before the rotation."""
         if not self.reordered:
             return x
         end = self.start + self.size
@@ -75,7 +75,7 @@ class Shape:
         return torch.cat((x[..., : self.start], pairs, x[..., end:]), -1)
 
 
-def bare(x: Float[Tensor, "b h t d"], kind: str, across: str, eps: float) -> Tensor:
+def normalise(x: Float[Tensor, "b h t d"], kind: str, across: str, eps: float) -> Tensor:
     """x normalised without a gain."""
     if not kind:
         return x
@@ -99,7 +99,7 @@ def norms(
         for epsilon in eps
     ]
     for kind, across, epsilon in tried:
-        y = bare(raw, kind, across, epsilon)[:, :, 0]
+        y = normalise(raw, kind, across, epsilon)[:, :, 0]
         gain, bias = _line(y, given[:, :, 0], shift=kind == "layer", shared=across == "head")
         if not kind and float(gain.amax() - gain.amin()) > CLOSE * float(gain.abs().amax()):
             continue
@@ -120,9 +120,9 @@ def _line(
     return gain.mean(0).expand(shape), bias.mean(0).expand(shape)
 
 
-def turned(
+def fit_rotation(
     still: Float[Tensor, "b h t d"], given: Float[Tensor, "b h t d"], shape: Shape
-) -> Turned | None:
+) -> Rotation | None:
     """The rotation of this shape that makes `given` of `still`; None where none does."""
     z, w = _complex(still, shape), _complex(given, shape)
     ratio = (w * z.conj()).sum((0, 1)) / z.abs().square().sum((0, 1)).clamp(min=1e-30)  # (T, P)
@@ -138,7 +138,7 @@ def turned(
     if float(miss) > CLOSE * float(top) or float(uneven) > 2 * CLOSE * float(size.max()):
         return None
     theta = _angles(ratio)
-    return None if theta is None else Turned(theta, size, not shape.apart, shape.start)
+    return None if theta is None else Rotation(theta, size, not shape.apart, shape.start)
 
 
 def _complex(x: Tensor, shape: Shape) -> Tensor:
@@ -181,13 +181,13 @@ class Raw:
     last: int | None = None
 
 
-def candidates(heard: Heard) -> Iterator[Raw]:
+def candidates(layer: RecordedLayer) -> Iterator[Raw]:
     """Queries and keys apart, joined, side by side, with a gate, or of latent vectors."""
-    own = [projection.made for projection in heard.projections]
-    lent = [projection.made for projection in heard.lent]
-    yield from _apart(own, own + lent, heard)
-    yield from _joined(own, heard)
-    yield from _latent(own, heard)
+    own = [projection.made for projection in layer.projections]
+    shared = [projection.made for projection in layer.shared]
+    yield from _apart(own, own + shared, layer)
+    yield from _joined(own, layer)
+    yield from _latent(own, layer)
 
 
 def heads_of(x: Float[Tensor, "b t w"], size: int) -> Float[Tensor, "b h t d"]:
@@ -195,9 +195,9 @@ def heads_of(x: Float[Tensor, "b t w"], size: int) -> Float[Tensor, "b h t d"]:
     return x.reshape(*x.shape[:2], -1, size).transpose(1, 2)
 
 
-def _queries(made: Sequence[Tensor], heard: Heard) -> Iterator[tuple[Tensor, Tensor]]:
+def _queries(made: Sequence[Tensor], layer: RecordedLayer) -> Iterator[tuple[Tensor, Tensor]]:
     """Projections that may hold queries, alone or each before the gate of its head, and these."""
-    (_, heads, _, d), e = heard.q.shape, heard.v.shape[-1]
+    (_, heads, _, d), e = layer.q.shape, layer.v.shape[-1]
     for one in made:
         if one.shape[-1] == heads * d:
             yield one, heads_of(one, d)
@@ -205,10 +205,10 @@ def _queries(made: Sequence[Tensor], heard: Heard) -> Iterator[tuple[Tensor, Ten
             yield one, heads_of(one, d + e)[..., :d]
 
 
-def _apart(own: Sequence[Tensor], keys: Sequence[Tensor], heard: Heard) -> Iterator[Raw]:
+def _apart(own: Sequence[Tensor], keys: Sequence[Tensor], layer: RecordedLayer) -> Iterator[Raw]:
     """Keys of a projection of their own, or before the values in one."""
-    (_, groups, _, d), e = heard.k.shape, heard.v.shape[-1]
-    for one, q in _queries(own, heard):
+    (_, groups, _, d), e = layer.k.shape, layer.v.shape[-1]
+    for one, q in _queries(own, layer):
         for other in keys:
             if one is not other and other.shape[-1] == groups * d:
                 yield Raw(q, heads_of(other, d))
@@ -217,9 +217,9 @@ def _apart(own: Sequence[Tensor], keys: Sequence[Tensor], heard: Heard) -> Itera
                 yield Raw(q, heads_of(other[..., : groups * d], d))
 
 
-def _joined(made: Sequence[Tensor], heard: Heard) -> Iterator[Raw]:
+def _joined(made: Sequence[Tensor], layer: RecordedLayer) -> Iterator[Raw]:
     """Queries, keys and values in one projection: all heads of each, or each head with its own."""
-    heads, groups, d = heard.q.shape[1], heard.k.shape[1], heard.q.shape[-1]
+    heads, groups, d = layer.q.shape[1], layer.k.shape[1], layer.q.shape[-1]
     for one in made:
         if one.shape[-1] == (heads + 2 * groups) * d:
             parts = heads_of(one, d)
@@ -229,27 +229,27 @@ def _joined(made: Sequence[Tensor], heard: Heard) -> Iterator[Raw]:
                 yield Raw(joined[..., :d], joined[..., d : 2 * d])
 
 
-def _latent(own: Sequence[Tensor], heard: Heard) -> Iterator[Raw]:
+def _latent(own: Sequence[Tensor], layer: RecordedLayer) -> Iterator[Raw]:
     """Keys as multi-head latent attention has them (arXiv 2405.04434).
 
     Each head's first features stand before its values in one projection; the last ones, the same
     for all heads, are the last of another.
     """
-    (_, groups, _, d), e = heard.k.shape, heard.v.shape[-1]
+    (_, groups, _, d), e = layer.k.shape, layer.v.shape[-1]
     for other in own:
         size, rest = divmod(other.shape[-1], groups)
         last = d + e - size
         if rest or not 0 < last < d:
             continue
         kept = heads_of(other, size)
-        if not _close(kept[..., size - e :], heard.v):
+        if not _close(kept[..., size - e :], layer.v):
             continue
         for shared in own:
             if shared is other or shared.shape[-1] < last:
                 continue
-            turning = heads_of(shared[..., -last:], last).expand(-1, groups, -1, -1)
-            k = torch.cat((kept[..., : size - e], turning), -1)
-            for one, q in _queries(own, heard):
+            rotated = heads_of(shared[..., -last:], last).expand(-1, groups, -1, -1)
+            k = torch.cat((kept[..., : size - e], rotated), -1)
+            for one, q in _queries(own, layer):
                 if one is not other:
                     yield Raw(q, k, last)
 

@@ -1,4 +1,4 @@
-"""From what a layer was heard to do, and what its configuration says, to the parts of its score.
+"""From what a layer was recorded to do, and what its configuration says, to the parts of its score.
 
 The configuration proposes (bases, spectra, lengths that few tokens cannot show); what was measured
 decides: a proposal that does not give the measured frequencies is none.
@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.hf.score_fit import CLOSE, Turned, plain_base
+from normattn.hf.score_fit import CLOSE, Rotation, plain_base
 from normattn.score import ScoreSpec
 from normattn.score.parts.rope import PartialRoPE
 from normattn.score.rotary import frequencies
@@ -34,7 +34,7 @@ def rope_of(config: Any, index: int) -> Mapping[str, Any]:
 
 
 def position_words(
-    rotation: Turned,
+    rotation: Rotation,
     rope: Mapping[str, Any],
     config: Any,
     head_dim: int,
@@ -69,7 +69,7 @@ _Words = tuple[str, str, int | None]
 
 
 def _proposals(
-    rotation: Turned,
+    rotation: Rotation,
     rope: Mapping[str, Any],
     config: Any,
     head_dim: int,

@@ -1,7 +1,7 @@
 """`score_of`: the score of every layer of a transformers model, read off and held against it.
 
-A layer is listened to while the model reads, its normalisation and rotation are fitted to what was
-heard, and `attention` with the score so found must give what the layer's own attention gave.
+A layer is recorded while the model reads, its normalisation and rotation are fitted to what was
+recorded, and `attention` with the score so found must give what the layer's own attention gave.
 
 Legend: B batch, H query heads, G key heads, T tokens, D head dimension.
 """
@@ -19,10 +19,19 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.hf.config_values import refuse_odd_values
 from normattn.hf.plan import HANDLE
-from normattn.hf.score_fit import Norm, Raw, Shape, Turned, bare, candidates, norms, turned
+from normattn.hf.score_fit import (
+    Norm,
+    Raw,
+    Rotation,
+    Shape,
+    candidates,
+    fit_rotation,
+    normalise,
+    norms,
+)
 from normattn.hf.score_names import position_words, rope_of, temperature_words
 from normattn.hf.score_output import Gating, Masking, gating, masking
-from normattn.hf.score_recorder import Heard, listen
+from normattn.hf.score_recorder import RecordedLayer, record_layers
 from normattn.layers.attend import attention
 from normattn.layers.gates import gated
 from normattn.score import Score, ScoreSpec
@@ -88,7 +97,7 @@ def _alike_said(one: LayerScore, other: LayerScore) -> bool:
 
 
 def score_of(model: Any, tokens: int = 48) -> ModelScore:
-    """The score of each attention layer of a transformers model, read by listening to it.
+    """The score of each attention layer of a transformers model, read off a recording of it.
 
     The model reads `tokens` random tokens. What a layer's projections give and what reaches its
     attention function tell the normalisation, the rotation and the scale; the mask tells the
@@ -98,7 +107,7 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
     compute in float32 for it, one at a time. Where which keys are seen, or what is added to their
     scores, depends on the text, `attention` is given the layer's own mask, and `beside` says so.
 
-    Raises `InputError` for a model that cannot be listened to at all; a layer that cannot be read
+    Raises `InputError` for a model that cannot be recorded at all; a layer that cannot be read
     says so in its `lacks`.
     """
     try:
@@ -118,7 +127,7 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
     config = model.config.get_text_config()
     refuse_odd_values(config.to_dict(), f"the configuration of {type(model).__name__}")
     with torch.no_grad():
-        layers = tuple(_read(heard, config) for heard in listen(model, tokens))
+        layers = tuple(_read(layer, config) for layer in record_layers(model, tokens))
     return ModelScore(type(model).__name__, layers, tokens)
 
 
@@ -129,8 +138,8 @@ class _Fit:
     raw: Raw
     q: Norm
     k: Norm
-    q_turned: Turned
-    k_turned: Turned
+    q_rotation: Rotation
+    k_rotation: Rotation
     first: bool
 
     @property
@@ -145,34 +154,34 @@ class _Fit:
         return "each" if "each" in kinds else next(iter(kinds), "head")
 
 
-def _read(heard: Heard, config: Any) -> LayerScore:
-    keys, count = heard.k.shape[2], heard.q.shape[2]
+def _read(layer: RecordedLayer, config: Any) -> LayerScore:
+    keys, count = layer.k.shape[2], layer.q.shape[2]
     if keys != count:
         why = f"reads {keys} keys of {count} tokens, so where its keys stand is not known"
-        return LayerScore(heard.index, None, None, f"{heard.name}: {why}")
-    fit = next(_fits(heard, config), None)
+        return LayerScore(layer.index, None, None, f"{layer.name}: {why}")
+    fit = next(_fits(layer, config), None)
     if fit is None:
-        return LayerScore(heard.index, None, None, f"{heard.name}: {_unread(heard, config)}")
-    gate = gating(heard)
-    mask = masking(heard, config)
-    text, length, lacks = _named(heard, config, fit, gate, mask)
+        return LayerScore(layer.index, None, None, f"{layer.name}: {_unread(layer, config)}")
+    gate = gating(layer)
+    mask = masking(layer, config)
+    text, length, lacks = _named(layer, config, fit, gate, mask)
     if text is None:
-        return LayerScore(heard.index, None, None, f"{heard.name}: {lacks}")
+        return LayerScore(layer.index, None, None, f"{layer.name}: {lacks}")
     spec = ScoreSpec.parse(text, train_length=length)
-    off = _difference(spec, heard, fit, gate, mask)
+    off = _difference(spec, layer, fit, gate, mask)
     if off > AGREES:
         lacks = f"its attention differs from that of {spec} by {off:.1e} of its largest output"
-    lacks = None if lacks is None else f"{heard.name}: {lacks}"
-    return LayerScore(heard.index, spec, off, lacks, mask.beside)
+    lacks = None if lacks is None else f"{layer.name}: {lacks}"
+    return LayerScore(layer.index, spec, off, lacks, mask.beside)
 
 
-def _fits(heard: Heard, config: Any) -> Iterator[_Fit]:
-    """Ways that agree with all that was heard, the plainest first."""
-    d, eps = heard.q.shape[-1], _eps(heard, config)
-    shares = tuple(_shares(heard, config, d))
-    for raw in candidates(heard):
+def _fits(layer: RecordedLayer, config: Any) -> Iterator[_Fit]:
+    """Ways that agree with all that was recorded, the plainest first."""
+    d, eps = layer.q.shape[-1], _eps(layer, config)
+    shares = tuple(_shares(layer, config, d))
+    for raw in candidates(layer):
         for shapes in _shapes(raw, shares, d):
-            q, k = shapes[0].restored(heard.q), shapes[0].restored(heard.k)
+            q, k = shapes[0].restored(layer.q), shapes[0].restored(layer.k)
             sides = (list(norms(raw.q, q, eps)), list(norms(raw.k, k, eps)))
             for left, right, first, shape in itertools.product(*sides, (False, True), shapes):
                 if not _beside(left, right):
@@ -183,27 +192,27 @@ def _fits(heard: Heard, config: Any) -> Iterator[_Fit]:
                     yield _Fit(raw, left, right, one, other, first)
 
 
-def _unread(heard: Heard, config: Any) -> str:
-    """Why no way agrees: what no projection makes, or that it is turned in a way of its own."""
-    raws, eps = list(candidates(heard)), _eps(heard, config)
+def _unread(layer: RecordedLayer, config: Any) -> str:
+    """Why no way agrees: what no projection makes, or that it is rotated in a way of its own."""
+    raws, eps = list(candidates(layer)), _eps(layer, config)
     if not raws:
-        heads, groups, d = heard.q.shape[1], heard.k.shape[1], heard.q.shape[-1]
+        heads, groups, d = layer.q.shape[1], layer.k.shape[1], layer.q.shape[-1]
         return (
             f"none of its linear maps makes {heads} heads of queries and {groups} of keys with {d} "
             "features, so what is done to them is not known"
         )
     kept = {
-        "queries": any(True for raw in raws for _ in norms(raw.q, heard.q, eps)),
-        "keys": any(True for raw in raws for _ in norms(raw.k, heard.k, eps)),
+        "queries": any(True for raw in raws for _ in norms(raw.q, layer.q, eps)),
+        "keys": any(True for raw in raws for _ in norms(raw.k, layer.k, eps)),
     }
     sides = " and ".join(side for side, agrees in kept.items() if not agrees)
     if sides:
         return f"no projection of it, normalised as the vocabulary can, is its {sides}"
-    return "its queries and keys are turned or normalised in a way that no part says"
+    return "its queries and keys are rotated or normalised in a way that no part says"
 
 
 def _shapes(raw: Raw, shares: tuple[int, ...], d: int) -> Iterator[list[Shape]]:
-    """What may turn: lists of those that leave features where they are, then of others alone."""
+    """What may rotate: lists of those that leave features where they are, then of others alone."""
     first = [(size, 0) for size in dict.fromkeys((*shares, d))]
     last = [(size, d - size) for size in shares if size < d]
     if raw.last is not None:
@@ -214,14 +223,14 @@ def _shapes(raw: Raw, shares: tuple[int, ...], d: int) -> Iterator[list[Shape]]:
             yield from ([Shape(*block, apart=False, reordered=True)] for block in blocks)
 
 
-def _one(norm: Norm, raw: Tensor, given: Tensor, shape: Shape, first: bool) -> Turned | None:
+def _one(norm: Norm, raw: Tensor, given: Tensor, shape: Shape, first: bool) -> Rotation | None:
     raw, given = raw.double(), given.double()
     if not first:
-        return turned(norm(raw), given, shape)
+        return fit_rotation(norm(raw), given, shape)
     if not norm.kind:
         return None
-    still = bare(raw, norm.kind, norm.across, norm.eps)
-    return turned(still, (given - norm.bias[:, None]) / norm.gain[:, None], shape)
+    still = normalise(raw, norm.kind, norm.across, norm.eps)
+    return fit_rotation(still, (given - norm.bias[:, None]) / norm.gain[:, None], shape)
 
 
 def _beside(one: Norm, other: Norm) -> bool:
@@ -232,43 +241,43 @@ def _beside(one: Norm, other: Norm) -> bool:
     return (one.kind, one.eps) == (other.kind, other.eps) and len(over) == 1
 
 
-def _alike(one: Turned, other: Turned) -> bool:
+def _alike(one: Rotation, other: Rotation) -> bool:
     return bool((one.theta - other.theta).abs().max() < 1e-4)
 
 
-def _eps(heard: Heard, config: Any) -> list[float]:
+def _eps(layer: RecordedLayer, config: Any) -> list[float]:
     """What norms may have, those of the layer itself first."""
     names = ("eps", "variance_epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")
-    places = [*heard.module.modules(), config]
+    places = [*layer.module.modules(), config]
     values = [getattr(holder, name, None) for holder in places for name in names]
     return list(dict.fromkeys(float(eps) for eps in values if isinstance(eps, float))) or [1e-6]
 
 
-def _shares(heard: Heard, config: Any, d: int) -> list[int]:
-    """How many features may turn by the configuration's words, fewer than all."""
-    rope = rope_of(config, heard.index)
+def _shares(layer: RecordedLayer, config: Any, d: int) -> list[int]:
+    """How many features may rotate by the configuration's words, fewer than all."""
+    rope = rope_of(config, layer.index)
     shares = (rope.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None))
     return [max(2, int(d * share) // 2 * 2) for share in shares if share]
 
 
 def _named(
-    heard: Heard, config: Any, fit: _Fit, gate: Gating, mask: Masking
+    layer: RecordedLayer, config: Any, fit: _Fit, gate: Gating, mask: Masking
 ) -> tuple[str | None, int | None, str | None]:
     """The score as text, the length it needs, and what is missing in it."""
-    rope, d = rope_of(config, heard.index), heard.q.shape[-1]
-    placed = position_words(fit.q_turned, rope, config, d, _gains(heard, fit))
+    rope, d = rope_of(config, layer.index), layer.q.shape[-1]
+    placed = position_words(fit.q_rotation, rope, config, d, _gains(layer, fit))
     if placed is None:
         return None, None, "its rotary frequencies are none that the vocabulary has"
     position, length = placed
-    warm = temperature_words(config, rope, fit.q_turned.size, position != "NoPE")
+    warm = temperature_words(config, rope, fit.q_rotation.size, position != "NoPE")
     if warm is None:
         return None, None, "its scale changes with the position in a way that no part says"
     window, lacks = mask.part, "; ".join(filter(None, (mask.lacks, gate.lacks))) or None
     if window.startswith("SlidingWindow") and "(factor" in position:
         window = window.replace(")", ",stretched=true)")
-    cap, sink = heard.more.get("softcap"), heard.more.get("s_aux")
+    cap, sink = layer.more.get("softcap"), layer.more.get("s_aux")
     words = (
-        _variant(heard, fit, _amplitude(position, length)),
+        _variant(layer, fit, _amplitude(position, length)),
         warm,
         "RotateFirst" if fit.first else "",
         position,
@@ -288,15 +297,15 @@ def _amplitude(position: str, length: int | None) -> float:
     return 1.0 if spectrum is None else float(spectrum.gain(length) ** 0.5)
 
 
-def _variant(heard: Heard, fit: _Fit, amplitude: float) -> str:
+def _variant(layer: RecordedLayer, fit: _Fit, amplitude: float) -> str:
     kinds = {"rms": "RMSNorm", "layer": "LayerNorm"}
     fields = []
-    scaling = _scaling(heard)
+    scaling = _scaling(layer)
     for fitted in (fit.q, fit.k):
         share = 1.0 if fitted.kind else float(fitted.gain[0, 0]) / amplitude
         scaling *= 1.0 if abs(share - 1) < 1e-5 else share
-    if abs(scaling * heard.q.shape[-1] ** 0.5 - 1) > 1e-5:
-        same = scaling == _scaling(heard)
+    if abs(scaling * layer.q.shape[-1] ** 0.5 - 1) > 1e-5:
+        same = scaling == _scaling(layer)
         fields.append(f"scale={scaling!r}" if same else f"scale={scaling:.7g}")
     norm = fit.norm
     name = "Baseline"
@@ -314,12 +323,12 @@ def _variant(heard: Heard, fit: _Fit, amplitude: float) -> str:
     return f"{name}({','.join(fields)})" if fields else name
 
 
-def _scaling(heard: Heard) -> float:
+def _scaling(layer: RecordedLayer) -> float:
     """λ as the attention function was given it."""
-    return float(heard.more.get("scaling") or heard.q.shape[-1] ** -0.5)
+    return float(layer.more.get("scaling") or layer.q.shape[-1] ** -0.5)
 
 
-def _gains(heard: Heard, fit: _Fit) -> tuple[float, ...]:
+def _gains(layer: RecordedLayer, fit: _Fit) -> tuple[float, ...]:
     """What the rotation may multiply queries and keys with; nothing where norms hide it.
 
     The square root of all that multiplies the product, beyond 1/√d, or what was seen of keys.
@@ -327,13 +336,15 @@ def _gains(heard: Heard, fit: _Fit) -> tuple[float, ...]:
     if fit.k.kind or fit.q.kind:
         return () if fit.k.kind else (float(fit.k.gain[0, 0]),)
     q, k = float(fit.q.gain[0, 0]), float(fit.k.gain[0, 0])
-    whole = _scaling(heard) * heard.q.shape[-1] ** 0.5 * q * k
+    whole = _scaling(layer) * layer.q.shape[-1] ** 0.5 * q * k
     return (*((whole**0.5,) if whole > 0 else ()), k)
 
 
-def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, gate: Gating, mask: Masking) -> float:
+def _difference(
+    spec: ScoreSpec, layer: RecordedLayer, fit: _Fit, gate: Gating, mask: Masking
+) -> float:
     """How far `attention` is from the layer's own, as a share of its largest output."""
-    score = Score(spec, heard.q.shape[1], heard.q.shape[-1], heard.k.shape[1]).double()
+    score = Score(spec, layer.q.shape[1], layer.q.shape[-1], layer.k.shape[1]).double()
     amplitude = (
         1.0 if spec.rope_scaling is None else spec.rope_scaling.gain(spec.train_length) ** 0.5
     )
@@ -344,9 +355,9 @@ def _difference(spec: ScoreSpec, heard: Heard, fit: _Fit, gate: Gating, mask: Ma
                 shared = value if own.dim() == 2 else value[0]
                 own.copy_(shared / amplitude)
     if score.sink is not None:
-        score.sink.copy_(heard.more["s_aux"])
-    q, k, v = (tensor.detach().double().cpu() for tensor in (fit.raw.q, fit.raw.k, heard.v))
-    theirs, logits = heard.out.double().cpu(), gate.logits
+        score.sink.copy_(layer.more["s_aux"])
+    q, k, v = (tensor.detach().double().cpu() for tensor in (fit.raw.q, fit.raw.k, layer.v))
+    theirs, logits = layer.out.double().cpu(), gate.logits
     if logits is not None:
         logits = logits.double().cpu()
         theirs = gated(spec, theirs.transpose(1, 2), logits).transpose(1, 2)

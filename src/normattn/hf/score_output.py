@@ -14,9 +14,10 @@ from jaxtyping import Bool, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
+from normattn.hf.recorder import hidden
 from normattn.hf.score_fit import CLOSE
 from normattn.hf.score_names import window_words
-from normattn.hf.score_recorder import Heard, hidden
+from normattn.hf.score_recorder import RecordedLayer
 
 _CHANGED = "its output is changed before the last projection in a way that no part says"
 
@@ -33,17 +34,17 @@ class Gating:
     lacks: str | None = None
 
 
-def gating(heard: Heard) -> Gating:
+def gating(layer: RecordedLayer) -> Gating:
     """What stands between attention's output and the last projection."""
-    out = heard.out.flatten(2)
+    out = layer.out.flatten(2)
     given = [
-        projection.given for projection in heard.projections if projection.given.shape == out.shape
+        projection.given for projection in layer.projections if projection.given.shape == out.shape
     ]
     if any(torch.equal(candidate, out) for candidate in given):
         return Gating()
     for candidate in given:
-        for logits in _logits(heard):
-            gate = _gate(heard.out, candidate, logits)
+        for logits in _logits(layer):
+            gate = _gate(layer.out, candidate, logits)
             if gate is not None:
                 return gate
     return Gating(lacks=_CHANGED)
@@ -78,11 +79,11 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return float((one - other).abs().max()) <= CLOSE * float(other.abs().max())
 
 
-def _logits(heard: Heard) -> Iterator[Tensor]:
+def _logits(layer: RecordedLayer) -> Iterator[Tensor]:
     """What may gate the output: a projection of its own, or behind the queries of each head."""
-    heads, size = heard.out.shape[2:]
-    d = heard.q.shape[-1]
-    for made in (projection.made for projection in heard.projections):
+    heads, size = layer.out.shape[2:]
+    d = layer.q.shape[-1]
+    for made in (projection.made for projection in layer.projections):
         if made.shape[-1] in (heads * size, heads):
             yield made
         elif made.shape[-1] == heads * (d + size):
@@ -108,21 +109,21 @@ class Masking:
     lacks: str | None = None
 
 
-def masking(heard: Heard, config: Any) -> Masking:
+def masking(layer: RecordedLayer, config: Any) -> Masking:
     """What the mask does, by what was recorded of it in texts that differ."""
-    causal = not bool(heard.visible[0].triu(1).any())
-    mask = None if heard.mask is None else heard.mask[..., : heard.k.shape[2]]
+    causal = not bool(layer.visible[0].triu(1).any())
+    mask = None if layer.mask is None else layer.mask[..., : layer.k.shape[2]]
     part, unsaid = "", None
-    if causal and heard.alike:
-        part, unsaid = window_words(heard.visible[0].cpu(), _named(heard, config))
+    if causal and layer.same_mask:
+        part, unsaid = window_words(layer.visible[0].cpu(), _named(layer, config))
     elif causal and mask is not None:
-        part = _kept_within(~hidden(mask), _named(heard, config))
-    if mask is None or (heard.alike and not heard.added and unsaid is None):
-        return Masking(part, causal, lacks=_too_few(heard) if heard.selects else unsaid)
+        part = _kept_within(~hidden(mask), _named(layer, config))
+    if mask is None or (layer.same_mask and not layer.added and unsaid is None):
+        return Masking(part, causal, lacks=_too_few(layer) if layer.indexed else unsaid)
     hides, adds = _by_text(mask)
     operand = mask.cpu() if mask.dtype == torch.bool else mask.double().cpu()
-    lacks = _fixed(heard, hides, adds) or unsaid
-    return Masking(part, causal, operand, _words(heard, hides, adds), lacks)
+    lacks = _fixed(layer, hides, adds) or unsaid
+    return Masking(part, causal, operand, _words(layer, hides, adds), lacks)
 
 
 def _by_text(mask: Shaped[Tensor, "b h t s"]) -> tuple[bool, bool]:
@@ -135,11 +136,11 @@ def _by_text(mask: Shaped[Tensor, "b h t s"]) -> tuple[bool, bool]:
     return bool((hides != hides[:1]).any()), bool(apart > _ROUNDED * added)
 
 
-def _words(heard: Heard, hides: bool, adds: bool) -> str | None:
+def _words(layer: RecordedLayer, hides: bool, adds: bool) -> str | None:
     """What the operand does, in words."""
     if not (hides or adds):
         return None
-    if heard.selects and not adds:
+    if layer.indexed and not adds:
         return "an indexer chooses the keys of each query (attn_mask)"
     if hides and adds:
         return "which keys are seen and what is added to scores depend on the text (attn_mask)"
@@ -148,17 +149,17 @@ def _words(heard: Heard, hides: bool, adds: bool) -> str | None:
     return "what the mask adds to the scores depends on the text (attn_mask)"
 
 
-def _fixed(heard: Heard, hides: bool, adds: bool) -> str | None:
+def _fixed(layer: RecordedLayer, hides: bool, adds: bool) -> str | None:
     """What a mask does in every text alike, which would be a part of the score."""
-    if heard.added and not adds:
-        return f"its mask adds up to {heard.added:.2g} to a score, which no part says"
-    if not heard.alike and not hides:
+    if layer.added and not adds:
+        return f"its mask adds up to {layer.added:.2g} to a score, which no part says"
+    if not layer.same_mask and not hides:
         return "its mask hides other keys from other heads, which no part says"
-    return _too_few(heard) if heard.selects and not hides else None
+    return _too_few(layer) if layer.indexed and not hides else None
 
 
-def _too_few(heard: Heard) -> str:
-    return f"its indexer leaves out none of {heard.q.shape[2]} tokens: it takes more to show it"
+def _too_few(layer: RecordedLayer) -> str:
+    return f"its indexer leaves out none of {layer.q.shape[2]} tokens: it takes more to show it"
 
 
 def _kept_within(visible: Bool[Tensor, "b h t s"], named: str) -> str:
@@ -170,13 +171,13 @@ def _kept_within(visible: Bool[Tensor, "b h t s"], named: str) -> str:
     return "" if bool((visible & ~near).any()) else named
 
 
-def _named(heard: Heard, config: Any) -> str:
+def _named(layer: RecordedLayer, config: Any) -> str:
     """What hides keys by the layer's own words or the configuration's."""
     types = getattr(config, "layer_types", None) or ()
-    kind = types[heard.index] if heard.index < len(types) else ""
+    kind = types[layer.index] if layer.index < len(types) else ""
     if kind == "chunked_attention":
         return f"Chunked(size={config.attention_chunk_size})"
-    given = heard.more.get("sliding_window")
+    given = layer.more.get("sliding_window")
     if given is None and kind == "sliding_attention":
         given = config.sliding_window
     return "" if given is None else f"SlidingWindow(window={int(given)})"
