@@ -212,19 +212,27 @@ def probe(parts: ModelParts) -> Probed:
     return Probed(order, outputs)
 
 
-def replay(parts: ModelParts, probed: Probed) -> tuple[dict[nn.Module, list[AttentionCall]], Any]:
+def replay(
+    parts: ModelParts, probed: Probed, start: int | None = None
+) -> tuple[dict[nn.Module, list[AttentionCall]], Any]:
     """The calls of a forward in which every layer reads what it read in the probe, and its cache.
 
-    Each layer's input is then the same as before, whatever the layers below have become.
+    Each layer's input is then the same as before, whatever the layers below have become. `start`
+    is the position of the first token; None gives the model no position ids.
     """
     recorder = _Replay(probed.outputs)
-    cache = _forward(parts, recorder, use_cache=True)
+    cache = _forward(parts, recorder, use_cache=start is None, start=start)
     return recorder.calls, cache
 
 
-def _forward(parts: ModelParts, recorder: _Probe | _Replay, use_cache: bool) -> Any:
+def _forward(
+    parts: ModelParts, recorder: _Probe | _Replay, use_cache: bool, start: int | None = None
+) -> Any:
+    ids, more = probe_tokens(parts), {}
+    if start is not None:
+        more["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
     with evaluating(parts.model), recording(parts.model, recorder):
-        made = parts.model(input_ids=probe_tokens(parts), use_cache=use_cache)
+        made = parts.model(input_ids=ids, use_cache=use_cache, **more)
         return getattr(made, "past_key_values", None)
 
 
