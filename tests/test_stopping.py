@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from normattn import stopping
+from normattn.stopping import StopRequest
 
 PREAMBLE = """
 import ctypes, os, signal, sys, time
@@ -95,12 +100,11 @@ def test_a_signal_at_the_very_end_changes_nothing() -> None:
 
 def test_work_with_handlers_of_its_own_is_left_alone() -> None:
     code, said, _ = run("""
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        with stopping.HandledElsewhere():
+        with stopping.StopRequest() as request:
             stop()
             time.sleep(1.5)
-        print("saved", file=sys.stderr)""")
-    assert (code, said) == (0, "saved\n")
+        print(request.by, file=sys.stderr)""")
+    assert (code, said) == (0, "SIGTERM\n")
 
 
 def test_the_guard_stands_before_anything_heavy_is_imported() -> None:
@@ -117,3 +121,42 @@ def test_the_guard_stands_before_anything_heavy_is_imported() -> None:
         check=True,
     )
     assert done.stdout.strip() == ""
+
+
+@pytest.fixture
+def others() -> Iterator[list[int]]:
+    """The signals that come to whoever handled them before."""
+    came: list[int] = []
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.signal(kind, lambda n, _: came.append(n)) for kind in kinds}
+    yield came
+    for kind, handler in before.items():
+        signal.signal(kind, handler)
+
+
+def test_a_scheduler_and_a_parent_that_both_say_it_said_it_once(others: list[int]) -> None:
+    with StopRequest() as request:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        assert request.by == "SIGTERM"
+    assert others == []
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_who_asks_again_does_not_want_to_wait(
+    kind: signal.Signals, others: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "SAME_SECONDS", -1.0)
+    with StopRequest() as request:
+        signal.raise_signal(kind)
+        assert (request.by, others) == (kind.name, [])
+        signal.raise_signal(kind)
+        signal.raise_signal(kind)
+    assert others == [kind, kind]
+
+
+def test_ctrl_c_twice_is_not_the_same_request(others: list[int]) -> None:
+    with StopRequest():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert others == [signal.SIGINT]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from normattn.atomic import write_json, write_text
+from normattn.io import write_json, write_text
 from normattn.lab.runs.environment import describe_environment
 
 SHOWN_FAILURES = 20

@@ -1,8 +1,8 @@
 """Locks between processes, held by the operating system: they end with their holder, even killed.
 
-The file of a lock stays where it is: removing it would let two processes lock two files of one
-name. It holds the process id and the host of the last holder, and, where that is a worker that ends
-with the process that started it, that process's id.
+The lock's file stays: removing it would let two processes lock two files of one name. It holds the
+process id and the host of the last holder, and, where that is a worker that ends with the process
+that started it, that process's id.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from filelock import FileLock, Timeout
 
-from normattn.atomic import explain_os_errors
 from normattn.errors import InputError
+from normattn.io import explain_os_errors
 from normattn.stopping import watched_parent
 from normattn.terminal import warn
 
 FOREVER = -1.0
 KILLED_SECONDS = 1.0
-"""A killed process holds its locks until the system has taken it apart."""
+"""How long a lock is waited for at least: a killed process holds it until it is taken apart."""
 ENDING_SECONDS = 60.0
 """How long a holder is waited for that has lost the process that started it."""
 _POLL_SECONDS = 0.05
-_HOLDER = re.compile(r"(?P<process>\d+)(?: on (?P<host>.*))?(?:\nstarted by (?P<parent>\d+))?")
+_HOLDER = re.compile(r"(?P<process>\d+) on (?P<host>.*)(?:\nstarted by (?P<parent>\d+))?")
 
 
 class InUseError(InputError):
@@ -39,47 +38,6 @@ class InUseError(InputError):
     def __init__(self, file: Path, holder: str) -> None:
         self.holder = holder
         super().__init__(f"{file} is held by process {holder}")
-
-
-@dataclass(frozen=True)
-class _Holder:
-    """The process that last wrote its name into a lock's file."""
-
-    name: str
-    process: int | None = None
-    host: str | None = None
-    parent: int | None = None
-
-    @classmethod
-    def of(cls, file: Path) -> _Holder:
-        """What stands in the file; of another form it is a name and nothing more."""
-        try:
-            text = file.read_text(errors="replace").strip()
-        except OSError:
-            return cls("unknown")
-        found = _HOLDER.fullmatch(text)
-        if found is None:
-            return cls(text[:80] or "unknown")
-        parent = found["parent"]
-        return cls(
-            text.partition("\n")[0][:80],
-            int(found["process"]),
-            found["host"],
-            None if parent is None else int(parent),
-        )
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether it is a process of this host that was killed, or has lost its parent."""
-        if self.process is None or self.host != platform.node():
-            return False
-        try:
-            process = psutil.Process(self.process)
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return True
-            return self.parent is not None and process.ppid() != self.parent
-        except psutil.NoSuchProcess:
-            return True
 
 
 @contextmanager
@@ -94,7 +52,10 @@ def locked(file: Path, seconds: float = FOREVER) -> Iterator[None]:
     lock = FileLock(file, mode=0o644, fallback_to_soft=False)
     with explain_os_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        _acquire(lock, file, seconds)
+        if seconds == FOREVER:
+            lock.acquire()
+        else:
+            _acquire(lock, file, seconds)
     try:
         with explain_os_errors(file):
             parent = watched_parent()
@@ -107,21 +68,36 @@ def locked(file: Path, seconds: float = FOREVER) -> Iterator[None]:
 
 def _acquire(lock: FileLock, file: Path, seconds: float) -> None:
     """Take the lock; `InUseError` where another process keeps it."""
-    if seconds == FOREVER:
-        lock.acquire()
-        return
-    begun, patience, told = time.monotonic(), max(seconds, KILLED_SECONDS), False
+    begun, patience, warned = time.monotonic(), max(seconds, KILLED_SECONDS), False
     while True:
         try:
             lock.acquire(timeout=_POLL_SECONDS, poll_interval=_POLL_SECONDS)
             return
         except Timeout as error:
-            holder = _Holder.of(file)
-            if holder.is_ending and not told:
-                told, patience = True, max(seconds, ENDING_SECONDS)
+            try:
+                holder = file.read_text(errors="replace").strip()
+            except OSError:
+                holder = ""
+            name = holder.partition("\n")[0][:80] or "unknown"
+            if not warned and _is_ending(holder):
+                warned, patience = True, max(seconds, ENDING_SECONDS)
                 warn(
-                    f"normattn: waiting for process {holder.name} to end: it was at work in "
+                    f"normattn: waiting for process {name} to end: it was at work in "
                     f"{file.parent} when it, or the command that started it, was killed"
                 )
             if time.monotonic() - begun > patience:
-                raise InUseError(file, holder.name) from error
+                raise InUseError(file, name) from error
+
+
+def _is_ending(holder: str) -> bool:
+    """Whether a holder is a process of this host that was killed, or has lost its parent."""
+    found = _HOLDER.fullmatch(holder)
+    if found is None or found["host"] != platform.node():
+        return False
+    try:
+        process = psutil.Process(int(found["process"]))
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return True
+        return found["parent"] is not None and process.ppid() != int(found["parent"])
+    except psutil.NoSuchProcess:
+        return True

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 STOPPED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NOTED = (*SIGNALS, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 GRACE_SECONDS = 10.0
+SAME_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 NO_THREAD = "no thread can be started: raise the limit of processes (ulimit -u) or of memory"
 _PR_SET_PDEATHSIG = 1
@@ -34,8 +36,7 @@ class Stopped(BaseException):
 def run_stoppable(command: Callable[[], None]) -> None:
     """Run `command`, the whole program; a signal ends it by one sentence and exit status 130.
 
-    Work that has a better answer (a training loop saves first) puts its own handlers in place, in
-    a context of `HandledElsewhere`.
+    Work that has a better answer (a training loop saves first) runs in a `StopRequest`.
     """
     try:
         _guard.install()
@@ -95,14 +96,48 @@ def _system_tells() -> bool:
         return False
 
 
-class HandledElsewhere:
-    """A context in which other handlers answer to signals, in their own time."""
+class StopRequest:
+    """A context in which signals are noted, so that work can save its state and stop.
 
-    def __enter__(self) -> None:
-        _guard.elsewhere += 1
+    `by` names the first signal, `count` how many there were. With `insist` a second signal acts as
+    if this context were not there. A SIGTERM soon after another is the same request: a scheduler
+    signals a whole tree of processes, and parents there hand it on to their children. Outside the
+    main thread, where Python allows no handlers, nothing is noted.
+    """
+
+    def __init__(self, insist: bool = True) -> None:
+        self.by: str | None = None
+        self.count = 0
+        self._insist = insist
+        self._first = 0.0
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in _NOTED:
+                self._before[number] = signal.signal(number, self._note)
+            _guard.elsewhere += 1
+        return self
 
     def __exit__(self, *_: object) -> None:
-        _guard.elsewhere -= 1
+        if self._before:
+            _guard.elsewhere -= 1
+            self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.by is None:
+            self.by, self._first = signal.Signals(number).name, time.monotonic()
+        elif number == signal.SIGTERM and time.monotonic() < self._first + SAME_SECONDS:
+            return
+        elif self._insist:
+            self._restore()
+            signal.raise_signal(number)
+        self.count += 1
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            # None is a handler that was not set from Python.
+            signal.signal(number, handler or signal.SIG_DFL)  # type: ignore[arg-type]
 
 
 class _Guard:

@@ -20,7 +20,7 @@ from normattn.cli import values
 from normattn.lab import studies
 from normattn.lab.sweep.settings import merged
 from normattn.score.parts import base as registry
-from normattn.structured import typed
+from normattn.settings import typed
 
 
 def test_list_tells_every_part(command: Command, listed: dict[str, dict[str, Any]]) -> None:

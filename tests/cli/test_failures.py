@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from normattn.cli.failures import exit_code_of
 from normattn.errors import InputError
-from normattn.files import default_cache_dir, expanded
+from normattn.io import default_cache_dir, expanded
 
 
 def _chained() -> Exception:

@@ -11,14 +11,13 @@ import polars as pl
 import pytest
 
 from cli.conftest import Command
-from normattn.atomic import write_json
 from normattn.cli import report_runs
 from normattn.cli.report_runs import split_label
 from normattn.errors import InputError
+from normattn.io import read_object, write_json
 from normattn.lab.report.view import View
 from normattn.lab.stats import Identity, MeasurementStore, identified, sums
 from normattn.lab.studies.reading import PAGE
-from normattn.structured import read_object
 
 
 def read(

@@ -315,7 +315,7 @@ def test_unreadable_files_and_folders_are_named(
         def refuse(path: Path, *_: Any, **__: Any) -> Any:
             raise PermissionError(13, "Permission denied", str(path))
 
-        monkeypatch.setattr("normattn.files.os.open", refuse)
+        monkeypatch.setattr("normattn.io.os.open", refuse)
     else:
         file.chmod(0)
     with pytest.raises(InputError, match=r"secret\.txt cannot be read: Permission denied"):

@@ -20,7 +20,7 @@ import pytest
 from pydantic import ValidationError
 
 from normattn.errors import InputError
-from normattn.files import default_cache_dir
+from normattn.io import default_cache_dir
 from normattn.lab.data import (
     Corpus,
     DataConfig,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from normattn.cli import values
 from normattn.cli.extension_settings import parse_lengths
 from normattn.errors import InputError
-from normattn.files import expanded
+from normattn.io import expanded
 from normattn.lab.sweep.settings import EvaluationSettings, validated
 from normattn.lab.training import TrainingConfig
 from normattn.score import ScoreSpec
@@ -58,7 +58,6 @@ def test_a_name_beyond_bounds_is_refused_in_short(text: str) -> None:
 
 _NO_TEXT = """
 from normattn.errors import InputError
-from normattn.files import expanded
 from normattn.score import ScoreSpec
 
 for value in (None, 3, 2.5, b"KNA", ["KNA"], {"KNA": 1}, object()):

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from normattn.errors import InputError
 from normattn.lab.runs import RunDirectory, RunStatus, read_status
-from normattn.structured import first_difference
+from normattn.settings import first_difference
 
 
 class Inner(BaseModel):

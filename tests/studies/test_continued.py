@@ -11,6 +11,7 @@ import torch
 
 from normattn.cli.reporting import report
 from normattn.errors import InputError
+from normattn.io import read_object
 from normattn.lab.data import prepare_tokens
 from normattn.lab.studies.continue_ import STUDY, evaluation_sets, resolve
 from normattn.lab.sweep.reading import KeptStage
@@ -19,7 +20,6 @@ from normattn.lab.sweep.stages import TrainStage
 from normattn.lab.sweep.study import Request
 from normattn.lab.training import TrainingConfig
 from normattn.models.pretrained import load_model
-from normattn.structured import read_object
 from studies.inprocess import files, run, run_killed
 
 FEW: dict[str, Any] = {

@@ -19,7 +19,7 @@ from normattn.lab.sweep.measuring import evaluate_trained
 from normattn.lab.sweep.run import reproduce
 from normattn.lab.sweep.study import Request, Sweep, free_settings, with_added
 from normattn.models.pretrained import load_model
-from normattn.structured import first_difference
+from normattn.settings import first_difference
 from studies.inprocess import files, run
 
 FEW: dict[str, Any] = {"training.steps": 3, "evaluation.max_windows": 6}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from normattn.errors import InputError
+from normattn.io import read_object
 from normattn.lab.studies.realformer import STUDY, EncoderCell, GridCell, resolve
 from normattn.lab.studies.realformer.settings import ROWS
 from normattn.lab.sweep import presets
@@ -19,7 +20,6 @@ from normattn.lab.training.init_from import new_masked_model
 from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_as
-from normattn.structured import read_object
 from studies.inprocess import PAGE, files, one_cell, run, run_killed, write
 
 PRESET = """

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from normattn.errors import InputError
+from normattn.io import read_object
 from normattn.lab.data import prepare_tokens
 from normattn.lab.studies.retrofit import STUDY, evaluation_sets, resolve
 from normattn.lab.sweep.study import Request
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.init_from import new_model
 from normattn.models.pretrained import load_model
-from normattn.structured import read_object
 from studies.inprocess import files, run, run_killed
 
 FEW: dict[str, Any] = {

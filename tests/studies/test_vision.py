@@ -16,7 +16,7 @@ from normattn.lab.studies.qknorm import STUDY, collect
 from normattn.lab.studies.qknorm.images import SCORES, VisionCell, vision_cells, vision_score
 from normattn.lab.studies.qknorm.rows import Trained, rows_of
 from normattn.lab.sweep.study import Sweep, SweepConfig
-from normattn.structured import Settings
+from normattn.settings import Settings
 from studies.inprocess import PAGE, files, run, run_killed, write
 
 

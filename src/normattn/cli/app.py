@@ -157,7 +157,7 @@ def _export(options: export.ExportOptions) -> None:
 @_command("inspect", inspect.EPILOG)
 def _inspect(options: inspect.InspectOptions) -> None:
     from normattn.cli.inspection import inspect_run, is_foreign
-    from normattn.files import expanded
+    from normattn.io import expanded
 
     if is_foreign(expanded(options.run)):
         from normattn.cli.inspection_foreign import inspect_foreign

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 import typer
 
-from normattn.files import expanded
+from normattn.io import expanded
 
 Reader = Callable[[Any, str], Any]
 _INFO, _READ, _TYPED, _SETTING = "info", "read", "typed", "setting"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from normattn.atomic import write_new_text
 from normattn.cli.extension_settings import (
     AS_IS,
     chosen_factor,
@@ -19,12 +18,12 @@ from normattn.cli.extension_settings import (
 )
 from normattn.cli.options.extend import ExtendOptions
 from normattn.errors import InputError
-from normattn.files import expanded
 from normattn.hf.emit import ENGINES, Wanted, emit, gguf_values
 from normattn.hf.gguf import architecture_of, read_values, write_gguf
 from normattn.hf.native import refuse_applied
 from normattn.hf.plan import plan
 from normattn.hf.tiny_model import read_configuration, small_model
+from normattn.io import expanded, write_text
 from normattn.terminal import show
 
 
@@ -53,7 +52,7 @@ def emit_method(asked: ExtendOptions, engine: str) -> None:
     if engine == "gguf" and source.suffix == ".gguf":
         write_gguf(source, out, gguf_values(wanted))
     else:
-        write_new_text(out, text)
+        write_text(out, text, new=True)
     show(f"{out}: {wanted.plan.spec.method} for {engine}, up to {wanted.longest:,} tokens")
 
 

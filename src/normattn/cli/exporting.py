@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from normattn import atomic
-from normattn.atomic import write_bytes
+from normattn import io
 from normattn.cli.model_card import card_text
 from normattn.cli.report_runs import of_runs
 from normattn.errors import InputError
+from normattn.io import read_object, write_bytes
 from normattn.lab.report.charts import png
 from normattn.lab.report.terminal import tell
 from normattn.lab.report.view import View
@@ -33,7 +33,6 @@ from normattn.lab.training.tasks.classification import (
 )
 from normattn.lab.training.tasks.text import CausalWorkload, MaskedConfig, MaskedWorkload
 from normattn.models.pretrained import load_any
-from normattn.structured import read_object
 from normattn.terminal import warn
 
 TOKENISER = "tokeniser.json"
@@ -91,7 +90,7 @@ def export_run(run: Path, out: Path, licence: str | None = None) -> None:
         )
         (folder / CARD).write_text(card, encoding="utf-8")
 
-    atomic.write_directory(out, fill)
+    io.write_directory(out, fill)
     tell(f"model, tokeniser and card: {out}")
     tell(f"load it: import normattn.hf; transformers.{kind.auto}.from_pretrained({str(out)!r})")
 

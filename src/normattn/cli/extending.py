@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 
-from normattn.atomic import write_directory
 from normattn.cli.extension_progress import ReadingProgress, work
 from normattn.cli.extension_reading import OutOfMemoryError, Reader, Unit
 from normattn.cli.extension_settings import (
@@ -31,6 +30,7 @@ from normattn.cli.extension_texts import DEFAULT_TEXT, Texts, prepare_texts
 from normattn.cli.options.extend import ExtendOptions
 from normattn.errors import InputError, NormattnError
 from normattn.hf import extend, load, token_scorer
+from normattn.io import write_directory
 from normattn.lab.evaluation import weights_digest
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory

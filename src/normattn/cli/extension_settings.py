@@ -13,7 +13,7 @@ from normattn.errors import InputError
 from normattn.hf.model_parts import known_length, model_parts
 from normattn.score.grammar import read
 from normattn.score.parts import RopeScaling
-from normattn.structured import Settings
+from normattn.settings import Settings
 
 ALL, AS_IS = "all", "as is"
 _SPECTRA = ("PI", "ABF", "NTK", "NTK-mixed", "DynamicNTK", "YaRN")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from normattn.atomic import FULL, os_error_in
 from normattn.errors import DivergedError, InputError, Interrupted, NormattnError
+from normattn.io import FULL, os_error_in
 from normattn.stopping import NO_THREAD
 from normattn.terminal import warn
 

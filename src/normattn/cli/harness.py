@@ -19,13 +19,13 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.files import expanded
 from normattn.hf.adapters import FILE, is_adapter, read_adapter_record
 from normattn.hf.extend import extend
 from normattn.hf.gguf import refuse_scaled
 from normattn.hf.load import _explained, _source
 from normattn.hf.model_parts import known_length, model_parts, moving
 from normattn.hf.native import take_record
+from normattn.io import expanded
 from normattn.score.grammar import read
 
 _UNLIMITED = (1 << 31) - 1

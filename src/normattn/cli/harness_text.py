@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from normattn.errors import InputError
-from normattn.files import expanded
+from normattn.io import expanded
 from normattn.lab.data import DataConfig
 from normattn.lab.data.corpora import Document, parse_corpus
 from normattn.lab.data.retrieval import DEPTHS, retrieval_set

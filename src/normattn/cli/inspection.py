@@ -16,10 +16,10 @@ import polars as pl
 import torch
 from torch import Tensor, nn
 
-from normattn.atomic import write_json
 from normattn.cli.inspection_inputs import Inputs, folder_of, inputs_of
 from normattn.cli.options.inspect import InspectOptions
 from normattn.errors import InputError
+from normattn.io import read_object, write_json
 from normattn.lab.diagnostics import collecting, inspect_model, layer_names
 from normattn.lab.diagnostics.angles import Stage
 from normattn.lab.diagnostics.inspection import Collecting, by_head
@@ -38,7 +38,6 @@ from normattn.lab.training.tasks import classification, text, translation, visio
 from normattn.models import CausalLM
 from normattn.models.config import StackConfig, TranslatorConfig, without_position
 from normattn.models.pretrained import load_any
-from normattn.structured import read_object
 from normattn.terminal import Console, show, warn
 
 KINDS: dict[str, type[LoopConfig]] = {

@@ -21,11 +21,11 @@ from normattn.cli.inspection import (
 from normattn.cli.inspection_inputs import DRAWN_TOKENS, Inputs, folder_of
 from normattn.cli.options.inspect import InspectOptions
 from normattn.errors import InputError
-from normattn.files import expanded
 from normattn.hf import extend, load
 from normattn.hf.model_parts import known_length, model_parts
 from normattn.hf.observe import observable, observe_layers, paths
 from normattn.hf.token_scorer import refuse_foreign_tokens
+from normattn.io import expanded
 from normattn.lab.diagnostics import Collector
 from normattn.lab.diagnostics.weights import attention_weights
 from normattn.lab.training.distributed import choose_device

@@ -18,7 +18,7 @@ from normattn.lab.stats import measurements
 from normattn.lab.stats.measurements import FACTOR
 from normattn.lab.sweep.corpora import Corpora
 from normattn.lab.sweep.study import free_settings
-from normattn.structured import first_difference
+from normattn.settings import first_difference
 
 CELL = ("row", "seed")
 SET = ("protocol", "length", "split")

@@ -10,10 +10,10 @@ from typing import Any
 
 import polars as pl
 
-from normattn.atomic import write_json
 from normattn.cli.joining import joined_cells
 from normattn.cli.report_runs import of_runs, runs_below, split_label
 from normattn.errors import InputError, NormattnError
+from normattn.io import read_object, write_json
 from normattn.lab.report.terminal import say
 from normattn.lab.runs.directory import FORMAT
 from normattn.lab.stats import measurements
@@ -24,7 +24,6 @@ from normattn.lab.sweep.cell import study_named
 from normattn.lab.sweep.corpora import Corpora
 from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.study import Study, with_added
-from normattn.structured import read_object
 from normattn.terminal import warn
 
 

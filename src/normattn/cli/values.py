@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.structured import read_typed
+from normattn.settings import read_typed
 
 MOST_SEEDS = 100
 """A larger number is far more likely a seed of that name than a count."""

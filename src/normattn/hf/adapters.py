@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from normattn.atomic import write_json
 from normattn.errors import InputError
-from normattn.structured import read_object
+from normattn.io import read_object, write_json
 
 ADAPTER, FILE = "adapter_config.json", "normattn.json"
 

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from normattn.atomic import write_new_with
 from normattn.errors import InputError
-from normattn.files import open_file
+from normattn.io import open_file, write_with
 
 _SAME = {"mistral": "llama", "mixtral": "llama"}
 """What the converter of llama.cpp writes as another architecture."""
@@ -164,7 +163,7 @@ def write_gguf(source: Path, target: Path, changed: Mapping[str, tuple[str, Any]
             writer.write_tensor_data(tensor.data, tensor_endianess=reader.endianess)
         writer.close()
 
-    write_new_with(target, fill)
+    write_with(target, fill, new=True)
 
 
 def _kind(rope: Mapping[str, Any]) -> str:

@@ -21,10 +21,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from normattn.errors import InputError, NormattnError
-from normattn.files import expanded, open_file
 from normattn.hf.gguf import refuse_scaled
+from normattn.io import expanded, open_file, read_object
 from normattn.models.utils import on_meta
-from normattn.structured import read_object
 
 _WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

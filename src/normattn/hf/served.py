@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.files import expanded, read_bytes
 from normattn.hf.config_values import refuse_odd_rope
 from normattn.hf.gguf import read_values
 from normattn.hf.load import _explained
-from normattn.structured import parse_json, read_object
+from normattn.io import expanded, parse_json, read_bytes, read_object
 
 _OVERRIDES = ("--hf-overrides", "--json-model-override-args")
 _LENGTHS = ("--max-model-len", "--context-length", "--ctx-size", "-c")

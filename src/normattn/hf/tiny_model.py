@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from normattn.errors import InputError
-from normattn.files import expanded
 from normattn.hf.config_values import refuse_odd_values
 from normattn.hf.load import _explained, _options, _source, refuse_kind, refuse_sizes
+from normattn.io import expanded
 
 _VOCABULARY = 64
 _RANK = 16

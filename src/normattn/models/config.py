@@ -14,7 +14,7 @@ from normattn.layers.cross_attention import refuse_across
 from normattn.layers.residual import deepnorm_factors
 from normattn.score import Score, ScoreSpec
 from normattn.score.parts import RotaryPosition, Slot, find
-from normattn.structured import Settings
+from normattn.settings import Settings
 
 # Bounds below which no product of two sizes exceeds what a tensor can have.
 Size = Annotated[int, Field(ge=1, le=1 << 24, strict=True)]

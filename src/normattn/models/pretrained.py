@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from normattn import atomic
+from normattn import io
 from normattn.errors import InputError
+from normattn.io import check_digest, read_json, read_tensors, write_tensors
 from normattn.models.causal_lm import CausalLM
 from normattn.models.utils import on_meta
-from normattn.structured import first_difference, read_json
-from normattn.tensors import check_digest, read_tensors, write_tensors
+from normattn.settings import first_difference
 
 # A class is made from its `config` alone, which is of its `config_class`.
 FORMATS = {
@@ -57,7 +57,7 @@ def save_model(model: nn.Module, directory: Path | str) -> None:
         text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False)
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
-    atomic.replace_directory(path, fill)
+    io.write_directory(path, fill, replace=True)
 
 
 def load_model(directory: Path | str, expected: BaseModel | None = None) -> CausalLM:

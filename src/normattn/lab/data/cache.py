@@ -11,11 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from normattn import atomic
+from normattn import io
 from normattn.errors import InputError
-from normattn.files import default_cache_dir, identity
+from normattn.io import default_cache_dir, identity, read_object
 from normattn.locks import locked
-from normattn.structured import read_object
 
 MANIFEST = "manifest.json"
 HASHED_BYTES = 256 << 20
@@ -77,11 +76,11 @@ def cached_folder(path: Path, build: Callable[[Path], None], resumable: bool = F
 
 def _go_on(begun: Path, path: Path, build: Callable[[Path], None]) -> None:
     """Fill `begun`, which an interrupted build may have left, and put it in its place."""
-    with atomic.explain_os_errors(path):
+    with io.explain_os_errors(path):
         begun.mkdir(exist_ok=True)
         try:
             _fill(begun, build)
-            atomic.put_in_place(begun, path)
+            io.put_in_place(begun, path)
         finally:
             # What a failed build has done is kept for the next one; nothing done leaves nothing.
             with suppress(OSError):
@@ -129,7 +128,7 @@ def _remember(path: Path, seen: Mapping[str, Any]) -> None:
     """Note the states in which all files of a large folder were as they should be."""
     # A cache in a read-only place is read in full every time.
     with suppress(InputError):
-        atomic.write_json(_memory(path), seen)
+        io.write_json(_memory(path), seen)
 
 
 def _is_large(expected: Mapping[str, tuple[int, str]]) -> bool:
@@ -176,7 +175,7 @@ def _fill(folder: Path, build: Callable[[Path], None]) -> None:
     build(folder)
     files = sorted(path for path in folder.iterdir() if path.is_file())
     entries = {path.name: [path.stat().st_size, sha256_of(path)] for path in files}
-    atomic.write_json(folder / MANIFEST, entries)
+    io.write_json(folder / MANIFEST, entries)
 
 
 def _sweep_leftovers(path: Path, kept: Path | None) -> None:

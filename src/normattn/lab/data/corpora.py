@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from normattn.errors import InputError, library, need
-from normattn.files import expanded, identity, open_file, refuse_irregular, stat_of
+from normattn.io import expanded, identity, open_file, refuse_irregular, stat_of
 from normattn.lab.data.frozen_packages import FrozenPackages
 from normattn.lab.data.packages import PythonPackages
 from normattn.lab.data.sources import (

@@ -18,11 +18,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 from normattn.errors import InputError
-from normattn.files import open_file
+from normattn.io import open_file, read_object
 from normattn.lab.data.cache import prepared, sha256_of
 from normattn.lab.data.packages import README, decoded, is_generated, is_wanted
 from normattn.lab.data.sources import Corpus, Document, capped, evenly, take_options
-from normattn.structured import read_object
 
 PACKAGE_BYTES = 1_000_000
 """No package gives more text than this, taken evenly from its files."""

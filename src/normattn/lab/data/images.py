@@ -16,10 +16,10 @@ from jaxtyping import Float32, Int64, UInt8
 from pydantic import Field, model_validator
 
 from normattn.errors import InputError, library
-from normattn.files import expanded, open_file
+from normattn.io import expanded, open_file
 from normattn.lab.data.batches import below, refuse_uneven_shares, uniforms
 from normattn.lab.data.splits import SPLITS, SplitName, Splits, check_fractions, split_of
-from normattn.structured import Settings
+from normattn.settings import Settings
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -15,10 +15,9 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, ClassVar, NamedTuple
 
 from normattn.errors import InputError, library, need
-from normattn.files import expanded, open_file
+from normattn.io import expanded, open_file, read_object
 from normattn.lab.data.sources import Corpus, Document, address, capped, evenly, take_options
 from normattn.lab.data.text_files import decode_python
-from normattn.structured import read_object
 
 RULES = 1
 """Raised whenever the same packages would give other text."""

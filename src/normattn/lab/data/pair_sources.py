@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from normattn.errors import InputError
-from normattn.files import expanded, identity, open_file, stat_of
+from normattn.io import expanded, identity, open_file, parse_json, stat_of
 from normattn.lab.data.packages import files_of
 from normattn.lab.data.sources import split_address, take_options
 from normattn.lab.data.splits import SPLITS, SplitName
@@ -26,7 +26,6 @@ from normattn.lab.data.text_files import (
     text_lines,
     without_surrogates,
 )
-from normattn.structured import parse_json
 
 PACKAGES = ("mercurial", "gramps")
 """Whose catalogues are read by default: two packages that need next to nothing else."""

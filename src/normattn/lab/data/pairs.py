@@ -22,15 +22,16 @@ import tokenizers
 from jaxtyping import Int64, UInt16
 from pydantic import Field, model_validator
 
-from normattn import atomic
+from normattn import io
 from normattn.errors import InputError
+from normattn.io import read_object
 from normattn.lab.data import cache
 from normattn.lab.data.batches import uniforms
 from normattn.lab.data.pair_sources import Pair, PairSource, parse_pairs
 from normattn.lab.data.shards import UNDIVIDED, TokenShards
 from normattn.lab.data.splits import SPLITS, SplitName, Splits, check_fractions, split_of
 from normattn.lab.data.tokeniser import SAMPLE_BYTES, Tokeniser, train_tokeniser
-from normattn.structured import Settings, read_object
+from normattn.settings import Settings
 
 FORMAT = 1
 """Raised whenever the same settings would give other files: old caches are then left alone."""
@@ -220,7 +221,7 @@ class _Build:
                     f"({sum(counts.values()):,} in all)"
                 )
         facts = {"pairs": {n: counts[n] for n in SPLITS}, "left_out": dict(self.left_out)}
-        atomic.write_json(self.folder / _STATISTICS, facts)
+        io.write_json(self.folder / _STATISTICS, facts)
 
     def _pairs(self, left_out: Counter[str]) -> Iterator[tuple[SplitName, Pair]]:
         """Every pair with two sides, in one line each, and its split."""

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.files import open_file
+from normattn.io import open_file, parse_json
 from normattn.lab.data.splits import SPLITS, SplitName
 from normattn.lab.data.text_files import read_text, text_lines, without_surrogates
-from normattn.structured import parse_json
 
 STEMS: Mapping[SplitName, tuple[str, ...]] = {
     "train": ("train",),

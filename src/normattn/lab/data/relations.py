@@ -13,9 +13,9 @@ import tokenizers
 from jaxtyping import Bool, Float32, Int64
 from pydantic import Field, model_validator
 
-from normattn import atomic
+from normattn import io
 from normattn.errors import InputError
-from normattn.files import expanded
+from normattn.io import expanded, read_object
 from normattn.lab.data import cache
 from normattn.lab.data.batches import refuse_uneven_shares, uniforms
 from normattn.lab.data.python_imports import imports_fingerprint, read_python_imports
@@ -28,7 +28,7 @@ from normattn.lab.data.relation_files import (
 from normattn.lab.data.sources import split_address, take_options
 from normattn.lab.data.splits import SPLITS, SplitName, Splits, check_fractions
 from normattn.lab.data.word_pieces import WordPieces, train_word_pieces
-from normattn.structured import Settings, read_object
+from normattn.settings import Settings
 
 FORMAT = 1
 """Raised whenever the same settings would give other files: old caches are then left alone."""
@@ -198,9 +198,9 @@ def _build(target: Path, config: RelationConfig) -> None:
             "names": [document.name for document in documents],
             "cut": sum(len(row) > config.max_tokens for row in ids),
         }
-        atomic.write_json(target / f"{name}.json", content)
+        io.write_json(target / f"{name}.json", content)
     about = {"labels": corpus.labels, "pad": pieces.pad, "entries": pieces.vocab_size}
-    atomic.write_json(target / _ABOUT, about)
+    io.write_json(target / _ABOUT, about)
 
 
 def _word_pieces(config: RelationConfig, corpus: RelationCorpus) -> WordPieces:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from normattn.errors import InputError
-from normattn.files import open_file
+from normattn.io import open_file
 
 MOST_OPEN = 256
 """Files open at a time, of the 1,024 that a process may have."""

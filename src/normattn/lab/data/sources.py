@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 from urllib.parse import parse_qsl
 
 from normattn.errors import InputError
-from normattn.files import expanded
+from normattn.io import expanded
 
 File = TypeVar("File")
 

@@ -15,9 +15,8 @@ from typing import BinaryIO, cast
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.files import open_file
+from normattn.io import json_lines, open_file, parse_json
 from normattn.lab.data.sources import Document
-from normattn.structured import json_lines, parse_json
 
 PIECE_CHARACTERS = 1 << 15
 """A large text file is cut at line ends into documents of at most this much."""

@@ -14,10 +14,9 @@ import numpy as np
 from jaxtyping import UInt32
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from normattn import atomic
+from normattn import io
 from normattn.errors import InputError
-from normattn.files import read_bytes
-from normattn.structured import MOST_BYTES
+from normattn.io import MOST_BYTES, read_bytes
 
 SEPARATOR = "<|doc|>"
 SEPARATOR_ID = 0
@@ -86,7 +85,7 @@ class Tokeniser:
 
     def save(self, path: Path) -> None:
         """Write the tokeniser as the JSON of the `tokenizers` library."""
-        atomic.write_text(path, self._json)
+        io.write_text(path, self._json)
 
     @classmethod
     def load(cls, path: Path) -> Tokeniser:

@@ -15,8 +15,9 @@ import tokenizers
 from jaxtyping import UInt32
 from pydantic import Field, ValidationError, model_validator
 
-from normattn import atomic
+from normattn import io
 from normattn.errors import InputError
+from normattn.io import read_object
 from normattn.lab.data import cache
 from normattn.lab.data.batches import Tiling
 from normattn.lab.data.corpora import Corpus, Document, parse_corpus
@@ -31,7 +32,7 @@ from normattn.lab.data.splits import SPLITS, SplitName, check_fractions, split_o
 from normattn.lab.data.synthetic import CopyTask
 from normattn.lab.data.token_data import PackedNames, TokenData, TokenSplit
 from normattn.lab.data.tokeniser import SAMPLE_BYTES, SEPARATOR_ID, Tokeniser, train_tokeniser
-from normattn.structured import Settings, read_object
+from normattn.settings import Settings
 
 FORMAT = 3
 """Raised whenever the same settings would give other files: old caches are then left alone."""
@@ -202,7 +203,7 @@ class TokenIndex(Settings):
 
     def write(self, folder: Path) -> None:
         """Write it, whole or not at all."""
-        atomic.write_json(folder / _INDEX, self.model_dump())
+        io.write_json(folder / _INDEX, self.model_dump())
 
     def columns(self, name: SplitName) -> tuple[_Column, _Column, _Column, _Column]:
         """The sequences of a split.

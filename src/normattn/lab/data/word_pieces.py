@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from normattn import atomic
+from normattn import io
 from normattn.errors import InputError
 from normattn.lab.data.text_files import read_text
 from normattn.lab.data.tokeniser import one_thread
@@ -64,7 +64,7 @@ class WordPieces:
 
     def save(self, path: Path) -> None:
         """Write a vocab.txt: one entry a line, in the order of the ids."""
-        atomic.write_text(path, "".join(f"{entry}\n" for entry in self._vocabulary))
+        io.write_text(path, "".join(f"{entry}\n" for entry in self._vocabulary))
 
     @classmethod
     def load(cls, path: Path, lower_case: bool) -> WordPieces:

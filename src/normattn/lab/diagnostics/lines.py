@@ -7,9 +7,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from normattn.errors import InputError
-from normattn.files import open_file
+from normattn.io import json_lines, open_file, parse_json
 from normattn.lab.runs import unchanged
-from normattn.structured import Settings, json_lines, parse_json
+from normattn.settings import Settings
 
 FILE = "diagnostics.jsonl"
 Heads = tuple[float | None, ...]

@@ -9,8 +9,8 @@ from typing import Any
 
 import polars as pl
 
-from normattn.atomic import write_bytes, write_text
 from normattn.errors import InputError
+from normattn.io import write_bytes, write_text
 from normattn.lab.report.claim import Claim, decide, verdicts_in_short
 from normattn.lab.report.context import PageContext
 from normattn.lab.report.figure import Figure, named

@@ -19,11 +19,17 @@ from typing import Any
 
 from torch import Tensor
 
-from normattn.atomic import explain_os_errors, put_in_place, replace_directory
 from normattn.errors import InputError
-from normattn.files import open_file, sha256_of
-from normattn.structured import read_object
-from normattn.tensors import read_tensors, write_tensors
+from normattn.io import (
+    explain_os_errors,
+    open_file,
+    put_in_place,
+    read_object,
+    read_tensors,
+    sha256_of,
+    write_directory,
+    write_tensors,
+)
 from normattn.terminal import warn
 
 KEPT = 2
@@ -62,7 +68,7 @@ class Checkpoints:
             digest = write_tensors(temporary / TENSORS, tensors)
             _describe(temporary, step, meta, digest)
 
-        replace_directory(folder, fill)
+        write_directory(folder, fill, replace=True)
         self._drop_old()
         return folder
 

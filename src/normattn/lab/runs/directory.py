@@ -16,13 +16,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from normattn.atomic import write_json
 from normattn.errors import InputError
+from normattn.io import read_object, write_json
 from normattn.lab.runs.checkpoints import Checkpoints
 from normattn.lab.runs.metrics import MetricsLog
 from normattn.lab.runs.status import RunStatus, State, digests_of_files, read_status
 from normattn.locks import InUseError, locked
-from normattn.structured import first_difference, read_object
+from normattn.settings import first_difference
 
 FORMAT = 1
 _OURS_BEFORE_CONFIG = re.compile(r"\.lock|\.config\.json\..*")

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from normattn.atomic import write_json
 from normattn.errors import InputError
-from normattn.structured import read_object
+from normattn.io import read_object, write_json
 from normattn.terminal import warn
 
 PACKAGES = ("normattn", "torch", "numpy", "tokenizers", "safetensors")

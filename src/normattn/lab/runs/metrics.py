@@ -14,11 +14,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from normattn.atomic import explain_os_errors
 from normattn.errors import InputError
-from normattn.files import open_file
+from normattn.io import explain_os_errors, json_lines, open_file, parse_json
 from normattn.lab.runs.status import unchanged
-from normattn.structured import json_lines, parse_json
 
 FLUSH_SECONDS = 1.0
 

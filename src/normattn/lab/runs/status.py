@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from normattn.errors import InputError
-from normattn.files import open_file, sha256_of
-from normattn.structured import read_object
+from normattn.io import open_file, read_object, sha256_of
 
 State = Literal["running", "interrupted", "finished", "diverged"]
 _OTHER = {"config.json", "status.json", "environment.json", "timing.jsonl"}

@@ -30,9 +30,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import ArrayLike
 
-from normattn.atomic import write_with
 from normattn.errors import InputError
-from normattn.files import open_file
+from normattn.io import open_file, write_with
 
 FILE = "measurements.parquet"
 """The name of a frame in a folder of results."""

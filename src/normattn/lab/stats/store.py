@@ -9,10 +9,9 @@ from pathlib import Path
 
 import polars as pl
 
-from normattn.atomic import write_json
 from normattn.errors import InputError
+from normattn.io import read_object, write_json
 from normattn.lab.stats import measurements
-from normattn.structured import read_object
 from normattn.terminal import warn
 
 

@@ -39,7 +39,7 @@ from normattn.lab.sweep.stages import UNKNOWN, Stage, TrainStage
 from normattn.lab.sweep.study import Request, Study, Sweep, cells_of, refuse_choices, seeds_of
 from normattn.lab.training import TrainingConfig
 from normattn.score import ScoreSpec
-from normattn.structured import Settings
+from normattn.settings import Settings
 
 KIND = "continue"
 VARIANTS = ("Baseline", "KNA", "KNA-logn", "CosA")

@@ -48,7 +48,7 @@ from normattn.lab.sweep.methods import ALL, candidates
 from normattn.lab.sweep.reading import AS_IS
 from normattn.lab.sweep.settings import EvaluationSettings, Preset, validated
 from normattn.lab.sweep.study import Request, Study, Sweep
-from normattn.structured import Settings
+from normattn.settings import Settings
 
 KIND = "reading"
 VARIANTS = ("Baseline", "KNA", "CosA-logn")

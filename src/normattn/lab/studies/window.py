@@ -36,7 +36,7 @@ from normattn.lab.sweep.reading import AS_IS
 from normattn.lab.sweep.settings import Preset
 from normattn.lab.sweep.study import Request, Study, Sweep, refuse_choices
 from normattn.score import ScoreSpec
-from normattn.structured import Settings
+from normattn.settings import Settings
 
 KIND = "window"
 VARIANTS = ("Baseline", "Baseline-logn")

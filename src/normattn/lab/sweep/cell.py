@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from normattn.errors import DivergedError, InputError
+from normattn.io import read_object
 from normattn.lab.stats import measurements
 from normattn.lab.sweep.launchers import DIVERGED, FINISHED
 from normattn.lab.sweep.layout import CellPaths, note_progress, write_if_changed
@@ -17,7 +18,6 @@ from normattn.lab.sweep.study import Cell, Study, diverged
 from normattn.lab.training.pages import keep_pages
 from normattn.locks import InUseError, locked
 from normattn.stopping import stop_with_parent
-from normattn.structured import read_object
 from normattn.terminal import warn
 
 PROGRESS_SECONDS = 0.5

@@ -11,13 +11,13 @@ import numpy as np
 import polars as pl
 
 from normattn.errors import InputError
+from normattn.io import read_object
 from normattn.lab.runs import read_metrics
 from normattn.lab.stats import Identity, collected, fact, identified, joined, sums
 from normattn.lab.stats.arrays import left_out, on_common_sets
 from normattn.lab.stats.measurements import FACTOR, Factor, empty
 from normattn.lab.sweep.corpora import refuse_changed_text
 from normattn.lab.sweep.layout import CellPaths
-from normattn.structured import read_object
 
 BINS = 100
 """Points of a training's loss curve, at most."""

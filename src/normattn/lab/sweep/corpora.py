@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from normattn.atomic import write_json
 from normattn.errors import InputError
+from normattn.io import read_object, write_json
 from normattn.lab.training.corpus_record import CORPUS_FILE
-from normattn.structured import read_object
 
 
 @dataclass(frozen=True)

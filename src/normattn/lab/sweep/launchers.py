@@ -10,22 +10,20 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from normattn.errors import Interrupted, unknown
 from normattn.lab.sweep.settings import validated
-from normattn.stopping import HandledElsewhere
-from normattn.structured import Settings
+from normattn.settings import Settings
+from normattn.stopping import StopRequest
 
 FINISHED, DIVERGED = 0, 3
 GRACE_SECONDS = 60.0
@@ -170,7 +168,8 @@ def run_jobs(
     if not waiting:
         return ended
     # The handlers come last: a scheduler's library may install its own when a session opens.
-    with launcher.session(jobs, needs or Needs()) as session, stop_signals() as stop:
+    stop = StopRequest(insist=False)
+    with launcher.session(jobs, needs or Needs()) as session, stop:
         try:
             while (waiting or running) and not stop.count:
                 free = at_once - len(running)
@@ -191,40 +190,10 @@ def run_jobs(
             session.kill(running)
     if stop.count:
         raise Interrupted(
-            f"stopped by {stop.name} with {left} of {len(jobs)} jobs unfinished; "
+            f"stopped by {stop.by} with {left} of {len(jobs)} jobs unfinished; "
             "their state is saved; rerun the command to resume"
         )
     return ended
-
-
-@dataclass
-class StopRequest:
-    """Whether a signal asked this process to stop; a second one asks to stop at once."""
-
-    count: int = 0
-    name: str = ""
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal (the signature is that of a signal handler)."""
-        self.count += 1
-        self.name = signal.Signals(number).name
-
-
-@contextmanager
-def stop_signals() -> Iterator[StopRequest]:
-    """Collect SIGINT, SIGTERM and SIGHUP; the old handlers come back at the end."""
-    request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {kind: signal.signal(kind, request.handle) for kind in kinds}
-    try:
-        with HandledElsewhere():
-            yield request
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
 
 
 def _stop_all(session: Session, running: Sequence[Task], stop: StopRequest) -> None:

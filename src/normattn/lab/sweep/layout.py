@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from normattn.atomic import write_json
 from normattn.errors import InputError
-from normattn.structured import read_object
+from normattn.io import read_object, write_json
 
 
 @dataclass(frozen=True)

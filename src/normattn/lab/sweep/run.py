@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from normattn.atomic import write_text
+from normattn.io import write_text
 from normattn.lab.report.terminal import say, tell
 from normattn.lab.runs import RunDirectory
 from normattn.lab.sweep.cell import child_arguments, write_cell

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from normattn.errors import InputError
-from normattn.structured import Settings, refuse_beyond
+from normattn.settings import Settings, refuse_beyond
 
 Model = TypeVar("Model", bound=BaseModel)
 Protocol = Literal[

@@ -25,7 +25,7 @@ from normattn.lab.sweep.settings import StudyPreset, merged, validated
 from normattn.lab.sweep.stages import Stage
 from normattn.lab.training import LoopConfig
 from normattn.lab.training.tasks.workload import Workload
-from normattn.structured import Settings, typed
+from normattn.settings import Settings, typed
 
 CORPUS = "training.data.corpus"
 

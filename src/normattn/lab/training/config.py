@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from normattn.errors import InputError
-from normattn.files import expanded
+from normattn.io import expanded, read_json, read_toml
 from normattn.lab.training.trackers import TrackerName
 from normattn.score import ScoreSpec
-from normattn.structured import Settings, read_json, read_toml, refuse_beyond
+from normattn.settings import Settings, refuse_beyond
 
 # Settings that leave the loss curve as it is (threads and parallel: up to rounding), so that a run
 # may be resumed with others. `tensorboard` stands in the settings of runs from before `track`.

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from normattn.atomic import write_json
 from normattn.errors import InputError
+from normattn.io import read_object, write_json
 from normattn.lab.data import TokenData
-from normattn.structured import read_object
 
 CORPUS_FILE = "corpus.json"
 TOKENISER_FILE = "tokeniser.json"

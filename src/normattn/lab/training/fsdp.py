@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from normattn.atomic import explain_os_errors
+from normattn.io import explain_os_errors
 from normattn.lab.runs import Checkpoint, Checkpoints
 from normattn.lab.training.distributed import Parallel, World, all_finite
 from normattn.lab.training.sharded_checkpoint import read_shards

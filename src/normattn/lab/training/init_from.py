@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, Field
 
 from normattn.errors import InputError
-from normattn.files import expanded
+from normattn.io import expanded, read_object
 from normattn.lab.data import TokenData
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.training.corpus_record import TOKENISER_FILE
@@ -16,7 +16,7 @@ from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import CONFIG_FILE, load_as
-from normattn.structured import Settings, read_object
+from normattn.settings import Settings
 
 KEPT = "kept"
 """The folder of a run in which models of chosen steps lie."""

@@ -25,11 +25,11 @@ from normattn.lab.training.divergence import find_origin
 from normattn.lab.training.progress import ProgressBar
 from normattn.lab.training.reports import Callback, Probe, StepReport, TrainingResult
 from normattn.lab.training.seeds import derive_seed
-from normattn.lab.training.signals import StopRequest, stop_on_signals
 from normattn.lab.training.state import pack, unpack
 from normattn.lab.training.step import StepValues, TrainStep
 from normattn.lab.training.task import Task
 from normattn.lab.training.trackers import Tracking
+from normattn.stopping import StopRequest
 from normattn.terminal import warn
 
 STATUS_SECONDS = 5.0
@@ -77,7 +77,7 @@ def train(
         # Before anything is written: a tracker that is not installed leaves no run behind.
         process.on_main(lambda: followers.extend(_trackers(config, run)))
         process.on_main(lambda: stack.enter_context(run.lock()))
-        request = stack.enter_context(stop_on_signals())
+        request = stack.enter_context(StopRequest())
         torch.manual_seed(derive_seed(config.seed, "initialisation"))
         task = make_task(process)
         stop = _StopAsked(request, should_stop)

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from normattn.atomic import write_json
 from normattn.errors import InputError
+from normattn.io import read_object, write_json
 from normattn.lab.runs import RunDirectory
 from normattn.lab.training.reports import StepReport
-from normattn.structured import read_object
 from normattn.terminal import warn
 
 TrackerName = Literal["tensorboard", "trackio", "wandb"]

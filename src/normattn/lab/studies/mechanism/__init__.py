@@ -33,7 +33,7 @@ from normattn.lab.training import TrainingConfig
 from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.planning import Cost
 from normattn.models.pretrained import load_model
-from normattn.structured import Settings
+from normattn.settings import Settings
 
 KIND = "mechanism"
 VARIANTS = (

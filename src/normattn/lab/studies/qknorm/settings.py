@@ -10,7 +10,7 @@ from normattn.lab.studies.qknorm.images import SCORES as IMAGE_SCORES
 from normattn.lab.studies.qknorm.rows import TRAINED_WITH
 from normattn.lab.studies.qknorm.translation import TranslationSettings
 from normattn.lab.sweep.settings import StudyPreset, merged
-from normattn.structured import Settings
+from normattn.settings import Settings
 
 SCORES = (
     *("Baseline", "QKLayerNorm", "QKRMSNorm", "QLayerNorm", "QRMSNorm", "KLayerNorm", "KRMSNorm"),

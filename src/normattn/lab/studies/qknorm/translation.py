@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 from pydantic import Field
 
-from normattn.atomic import write_json
+from normattn.io import write_json
 from normattn.lab.data.pairs import PairData, PairSplit
 from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.evaluation.translation import (
@@ -34,7 +34,7 @@ from normattn.models.pretrained import load_as
 from normattn.models.translator import Translator
 from normattn.score import ScoreSpec
 from normattn.score.parts import Part, SidedNorm, find
-from normattn.structured import Settings
+from normattn.settings import Settings
 
 TRANSLATION, RATES = "translation", "rates"
 """The experiments with translation models: the table of scores, the learning-rate sweep."""

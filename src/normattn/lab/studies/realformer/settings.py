@@ -11,7 +11,7 @@ from normattn.errors import InputError
 from normattn.lab.sweep.settings import StudyPreset, merged
 from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.models.config import NORMLESS, Placement
-from normattn.structured import Settings
+from normattn.settings import Settings
 
 
 class Row(Settings):

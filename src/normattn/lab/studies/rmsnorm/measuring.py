@@ -30,7 +30,7 @@ from normattn.lab.training.tasks.workload import MODEL
 from normattn.models.classifier import Classifier
 from normattn.models.flops import stack_flops
 from normattn.models.pretrained import load_as
-from normattn.structured import Settings
+from normattn.settings import Settings
 
 CLASSIFIED, STEP_TIME, DEVELOPMENT = "classification", "step time", "development"
 """The protocols; the first two are also the names of their frames."""

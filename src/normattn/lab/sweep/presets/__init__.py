@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from normattn.errors import InputError, unknown
+from normattn.io import read_toml
 from normattn.lab.sweep.settings import STUDY_GROUPS, Preset, validated
-from normattn.structured import read_toml
 
 OwnPreset = TypeVar("OwnPreset", bound=Preset)
 

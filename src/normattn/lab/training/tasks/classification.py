@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normattn.atomic import write_json
 from normattn.errors import InputError
+from normattn.io import write_json
 from normattn.lab.data.relations import (
     RelationBatches,
     RelationConfig,

@@ -38,7 +38,7 @@ from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.config import MaskedLMConfig
 from normattn.models.flops import flops_per_token, stack_flops
 from normattn.models.masked_lm import MaskedLM
-from normattn.structured import Settings
+from normattn.settings import Settings
 
 
 class TrainingConfig(BatchTrainingConfig):

@@ -26,7 +26,7 @@ from normattn.models.config import StackConfig
 from normattn.models.flops import planned_parameters
 from normattn.models.pretrained import check_weights, save_model
 from normattn.score import ScoreSpec
-from normattn.structured import Settings
+from normattn.settings import Settings
 from normattn.terminal import warn
 
 MODEL = "model"

@@ -8,14 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from normattn.atomic import (
-    explain_os_errors,
-    replace_directory,
-    write_directory,
-    write_new_text,
-    write_new_with,
-)
 from normattn.errors import InputError
+from normattn.io import explain_os_errors, write_directory, write_text, write_with
 
 
 def fill(folder: Path) -> None:
@@ -68,11 +62,11 @@ def test_a_new_file_takes_no_other_file_s_place(tmp_path: Path, when: str) -> No
         place.write_text("mine")
 
     with pytest.raises(InputError, match="place exists already: name a new file"):
-        write_new_with(place, write_late)
+        write_with(place, write_late, new=True)
     assert place.read_text() == "mine"
     assert names(tmp_path) == ["place"]
     place.unlink()
-    write_new_text(place, "ours")
+    write_text(place, "ours", new=True)
     assert place.read_text() == "ours"
     assert names(tmp_path) == ["place"]
 
@@ -92,7 +86,7 @@ def test_our_own_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     (place / "old").write_text("")
-    replace_directory(place, fill)
+    write_directory(place, fill, replace=True)
     assert names(place) == ["ours"]
     assert names(tmp_path) == ["place"]
 

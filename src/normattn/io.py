@@ -1,0 +1,399 @@
+"""Files: read with bounds, written whole or not at all, as text, JSON, TOML or safetensors."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import stat
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from normattn.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a full disk."""
+MOST_BYTES = 64 << 20
+"""Largest JSON file, and longest line of JSON lines."""
+MOST_TOML_BYTES = 1 << 20
+MOST_DEPTH = 200
+_MOST_BITS = 256
+_RUST_OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def expanded(path: str | Path) -> Path:
+    """Resolve `~` and `~user`; `InputError` for what cannot be the name of a file."""
+    text = str(path)
+    try:
+        os.fsencode(text)
+        resolved = Path(text).expanduser()
+        resolved.lstat()  # The system itself says which names are too long.
+    except UnicodeEncodeError as error:
+        raise InputError(f"{text!r} cannot be the name of a file: it is no text") from error
+    except ValueError as error:
+        raise InputError(f"{text!r} cannot be the name of a file: {error}") from error
+    except RuntimeError as error:
+        user = text[1:].partition("/")[0]
+        lacking = f"there is no user {user!r}" if user else "this user has no home directory"
+        raise InputError(f"{text} cannot be found: {lacking}; give a path without ~") from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise InputError(f"{text!r} cannot be the name of a file: it is too long") from error
+    return resolved
+
+
+def default_cache_dir() -> Path:
+    """Return $NORMATTN_CACHE, else $XDG_CACHE_HOME/normattn, else ~/.cache/normattn."""
+    own = os.environ.get("NORMATTN_CACHE")
+    if own:
+        return expanded(own)
+    try:
+        return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "normattn"
+    except InputError as error:
+        raise InputError(f"no place for the cache: {error}, in NORMATTN_CACHE") from error
+
+
+# Reading.
+
+
+def refuse_irregular(path: Path, mode: int) -> None:
+    """Raise `InputError` where `mode`, of a `stat`, is not that of a regular file.
+
+    A pipe or a device may never end, and a second reading gives something else.
+    """
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "a device")
+        raise InputError(f"{path} cannot be read: it is {kind}, and a file was expected")
+
+
+def stat_of(path: Path) -> os.stat_result:
+    """Return `path.stat()`; `InputError` where the system refuses."""
+    try:
+        return path.stat()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    """Return what differs after a file was written to.
+
+    Size and modification time can be set back; inode and change time are the system's own.
+    """
+    return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file for reading.
+
+    Raises `InputError` when it is missing, unreadable, or a folder, a pipe or a device, also when
+    that shows only while it is read.
+    """
+    try:
+        # Opening a pipe would wait for its writer.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(handle, "rb") as file:
+            refuse_irregular(path, os.fstat(handle).st_mode)
+            yield file
+    except FileNotFoundError as error:
+        raise InputError(f"{path} does not exist") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """Read a regular file of at most `most` bytes; `InputError` as `open_file`."""
+    with open_file(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise InputError(f"{path} is larger than {most:,} bytes, which none of its kind is")
+    return content
+
+
+def sha256_of(file: BinaryIO | Path) -> str:
+    """Return the SHA-256 of a file, or of what is left of an open one, read in pieces."""
+    if isinstance(file, Path):
+        with open_file(file) as opened:
+            return sha256_of(opened)
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+    """Read the value in a JSON file; `InputError` as `parse_json`."""
+    return parse_json(read_bytes(path, most), str(path))
+
+
+def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
+    """Read the object in a JSON file; `InputError` when it is missing, damaged or no object."""
+    value = read_json(path, most)
+    if not isinstance(value, dict):
+        raise InputError(f"{path} is damaged: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def parse_json(content: bytes | str, where: str) -> Any:
+    """Parse JSON; `where` names it in the message.
+
+    Raises `InputError` for what is not JSON (NaN and infinities are not), nested more than 200
+    deep, or beyond every number that is written here.
+    """
+    from pydantic_core import from_json
+
+    try:
+        value = from_json(content, allow_inf_nan=False)
+        _check_bounds(value, finite=True)
+    except ValueError as error:
+        raise InputError(f"{where} is damaged: it is not valid JSON ({error})") from error
+    return value
+
+
+def _check_bounds(value: Any, finite: bool, depth: int = 0) -> None:
+    """Raise `ValueError` for a value that is nested too deep, and for numbers without bounds."""
+    if depth > MOST_DEPTH:
+        raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for member in value:
+            _check_bounds(member, finite, depth + 1)
+    elif isinstance(value, float) and finite and not math.isfinite(value):
+        raise ValueError("a number is beyond every floating-point number")
+    elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise ValueError(f"an integer has more than {_MOST_BITS} bits")
+
+
+def json_lines(file: BinaryIO, where: Callable[[int], str]) -> Iterator[tuple[int, bytes]]:
+    """Yield the number, from 1, and the bytes of each line, its end included.
+
+    A line longer than 64 MiB is refused before it is held. `where(n)` names line n.
+    """
+    number = 0
+    while line := file.readline(MOST_BYTES + 1):
+        number += 1
+        if len(line) > MOST_BYTES:
+            raise InputError(f"{where(number)} is longer than {MOST_BYTES:,} bytes")
+        yield number, line
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read the table in a TOML file; `InputError` for what is not TOML in UTF-8."""
+    content = read_bytes(path, MOST_TOML_BYTES)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text ({error.reason})") from error
+    return parse_toml(text, str(path))
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Parse TOML; bounds as of `parse_json`, but NaN and infinity are TOML."""
+    try:
+        table = tomllib.loads(text)
+        _check_bounds(table, finite=False)
+    except RecursionError as error:
+        raise InputError(f"{where} is not valid TOML: it is nested too deep") from error
+    except ValueError as error:
+        raise InputError(f"{where} is damaged: it is not valid TOML ({error})") from error
+    return table
+
+
+# Writing.
+
+
+@contextmanager
+def explain_os_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the operating system, also a library's, into an `InputError` on `path`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        cause = os_error_in(error)
+        if cause is None or cause.errno is None:
+            raise
+        if cause.errno in FULL:
+            message = f"no space left on the disk that holds {path}; make room and run it again"
+        elif cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            message = f"{path} cannot be written: {cause.strerror}; choose a writable place"
+        else:
+            name = cause.filename
+            above = isinstance(name, str) and str(path).startswith(f"{name}{os.sep}")
+            folder = f"{name}: " if above else ""
+            message = f"{path} cannot be written: {folder}{cause.strerror}"
+        raise InputError(message) from error
+
+
+def os_error_in(error: BaseException) -> OSError | None:
+    """Return the `OSError` behind an exception; None when there is none.
+
+    Libraries written in Rust (safetensors, tokenizers) raise exceptions of their own, whose text
+    ends in "(os error 28)"; others chain the `OSError` as the cause.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError):
+            return seen
+        number = _RUST_OS_ERROR.search(str(seen))
+        if number is not None:
+            return OSError(int(number[1]), os.strerror(int(number[1])))
+        seen = seen.__cause__
+    return None
+
+
+def write_with(path: Path, write: Callable[[Path], object], new: bool = False) -> None:
+    """Let `write` fill a temporary file beside `path`, flush it, then rename it into place.
+
+    Raises `InputError` when the disk is full or the place cannot be written; the old file, if any,
+    is then untouched. With `new` it also does where a file is there, before or meanwhile.
+    """
+    if new and os.path.lexists(path):
+        raise InputError(f"{path} exists already: name a new file")
+    with explain_os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            _flush(temporary)
+            # mkstemp makes files private; a result is as readable as any other new file.
+            temporary.chmod(0o666 & ~_umask())
+            if new:
+                os.link(temporary, path)  # Unlike a rename, a link replaces nothing.
+            else:
+                temporary.replace(path)
+            _flush(path.parent)
+        except FileExistsError as error:
+            raise InputError(f"{path} exists already: name a new file") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write `content` to `path`, whole or not at all."""
+    write_with(path, lambda temporary: temporary.write_bytes(content))
+
+
+def write_text(path: Path, content: str, new: bool = False) -> None:
+    """Write `content` as UTF-8 to `path`, whole or not at all; `new` as of `write_with`."""
+    write_with(path, lambda temporary: temporary.write_bytes(content.encode()), new)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON to `path`; NaN and infinities are refused by `json`."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_directory(path: Path, fill: Callable[[Path], None], replace: bool = False) -> None:
+    """Let `fill` populate a temporary folder beside `path`, then rename it into place.
+
+    `path` must be absent or an empty folder, at the end as well as at the beginning: `InputError`
+    says when it was filled meanwhile, and nothing there changes. With `replace`, a folder of our
+    own (a checkpoint, a model, a cache) is replaced as a whole.
+    """
+    target = path if replace else Path(os.path.realpath(path))
+    with explain_os_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            fill(temporary)
+            _move_folder(temporary, target, replace)
+        except OSError as error:
+            if replace or error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise InputError(
+                f"{path} was filled by another process meanwhile; nothing in it was changed: "
+                "choose a new or empty folder"
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Rename `temporary`, a filled folder beside `path`, to it; an older one is replaced."""
+    with explain_os_errors(path):
+        _move_folder(temporary, path, replace=True)
+
+
+def _move_folder(temporary: Path, path: Path, replace: bool) -> None:
+    """Rename a folder once all of it is on the disk."""
+    for file in sorted(temporary.rglob("*")):
+        _flush(file)
+    temporary.chmod(0o777 & ~_umask())
+    if replace and path.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+        try:
+            path.replace(old / "old")
+            temporary.replace(path)
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+    else:
+        # rename(2) takes the place of an empty folder and of nothing else.
+        os.rename(temporary, path)
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    """Return the process's file-creation mask; it can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+# Tensors.
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors, which must not share memory, as safetensors; return the file's SHA-256."""
+    from safetensors.torch import save
+
+    # As bytes first: a full disk is then an OSError that says so.
+    content = save({name: x.detach().cpu().contiguous() for name, x in tensors.items()})
+    path.write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
+    """Read the tensors of a file, on the CPU, each in memory of its own.
+
+    Raises `InputError` where the file is missing, has another digest or is no safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    check_digest(path, sha256)
+    try:
+        with safe_open(path, "pt") as file:
+            # Copied: the file may change while its tensors are in use.
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} is damaged: {error}") from error
+
+
+def check_digest(path: Path, sha256: str) -> None:
+    """Raise `InputError` where a file is missing or its SHA-256 is another."""
+    if sha256_of(path) != sha256:
+        raise InputError(f"{path} is damaged: its SHA-256 does not match the one on record")
