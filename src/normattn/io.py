@@ -131,7 +131,10 @@ def sha256_of(file: BinaryIO | Path) -> str:
     if isinstance(file, Path):
         with open_file(file) as opened:
             return sha256_of(opened)
-    return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    while piece := file.read(1 << 20):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:

@@ -65,7 +65,7 @@ def cached_folder(path: Path, build: Callable[[Path], None], resumable: bool = F
         begun = path.with_name(f".{path.name}.begun") if resumable else None
         _sweep_leftovers(path, begun)
         if begun is None:
-            atomic.replace_directory(path, lambda folder: _fill(folder, build))
+            io.write_directory(path, lambda folder: _fill(folder, build), replace=True)
         else:
             _go_on(begun, path, build)
         expected = _manifest(path)
