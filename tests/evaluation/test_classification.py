@@ -24,7 +24,7 @@ from normattn.lab.evaluation.classification import (
     tune_threshold,
 )
 from normattn.lab.stats import Bootstrap, Identity, estimate, gathered, identified
-from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, Statistic
+from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, Metric
 from normattn.lab.training.reports import Probe
 from normattn.models.classifier import Classifier
 from normattn.models.config import ClassifierConfig
@@ -59,7 +59,7 @@ def who(row: str = "RMSNorm", seed: int = 1) -> Identity:
     return Identity("rmsnorm", row, row, seed, "classification", 0, 0)
 
 
-def value(statistic: Statistic, found: Predictions, threshold: float) -> float:
+def value(statistic: Metric, found: Predictions, threshold: float) -> float:
     """The statistic of all documents, by the sums that are kept of them."""
     names = [f"d{n}" for n in range(len(found.true))]
     counts = identified(who(), document_sums(found, threshold, names))

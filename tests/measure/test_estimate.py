@@ -29,7 +29,7 @@ from normattn.lab.stats import (
 )
 from normattn.lab.stats.arrays import left_out, on_common_sets
 from normattn.lab.stats.bootstrap import DRAWN_AT_ONCE
-from normattn.lab.stats.metrics import Statistic, accuracy, loss, median, quantile
+from normattn.lab.stats.metrics import Metric, accuracy, loss, median, quantile
 
 ACCURACY = accuracy()
 
@@ -55,7 +55,7 @@ def test_one_unit_gives_no_interval_and_no_probability() -> None:
 
 def test_nothing_varies_so_nothing_is_promised() -> None:
     frame = joined([counted(row, 0, [3 + (row == "B")] * 5) for row in "AB"])
-    gap = contrast([(1.0, of(frame, "B")), (-1.0, of(frame, "A"))], ACCURACY)
+    gap = contrast([(1.0, of(frame, "B")), (-1.0, of(frame, "A"))], ACCURACY.value)
     assert (gap.value, gap.low, gap.p) == (10.0, None, None)
 
 
@@ -66,7 +66,7 @@ def test_rounding_is_no_spread() -> None:
     assert len({b - a for a, b in zip(nats, rows["B"], strict=True)}) > 1
     frame = joined([counted(row, s, rows[row], [1.0] * 5, "loss") for row in rows for s in (0, 1)])
     sums = {row: gathered(frame, "loss", {"row": row}) for row in rows}
-    gap = contrast([(1.0, sums["B"]), (-1.0, sums["A"])], loss())  # type: ignore[list-item]
+    gap = contrast([(1.0, sums["B"]), (-1.0, sums["A"])], loss().value)  # type: ignore[list-item]
     assert (gap.value, gap.low, gap.high, gap.p) == (0.7, None, None, None)
     trained = of_seeds({0: 0.1 + 0.2, 1: 0.3})
     assert (trained.value, trained.low, trained.p) == (0.3, None, None)
@@ -76,7 +76,7 @@ def test_a_contrast_uses_shared_seeds_and_units_only() -> None:
     a = joined([counted("A", seed, [seed + 1, 2, 3]) for seed in (0, 1, 2)])
     b = joined([counted("B", seed, [1, seed, 3, 9]) for seed in (1, 2, 5)])
     frame = joined([a, b])
-    gap = contrast([(1.0, of(frame, "A")), (-1.0, of(frame, "B"))], ACCURACY)
+    gap = contrast([(1.0, of(frame, "A")), (-1.0, of(frame, "B"))], ACCURACY.value)
     assert gap.seeds == (1, 2)
     assert gap.units == 3
     assert gap.value == pytest.approx(100 * ((2 + 5 + 3 + 5) - (2 + 3 + 6)) / 60 - 100 * 0 / 60)
@@ -85,7 +85,7 @@ def test_a_contrast_uses_shared_seeds_and_units_only() -> None:
 def test_rows_without_a_common_seed_or_document_are_refused_by_name() -> None:
     frame = joined([counted("A", 0, [1, 2]), counted("B", 1, [1, 2])])
     with pytest.raises(InputError, match=r"A \(0\) and B \(1\) share no seed"):
-        contrast([(1.0, of(frame, "A")), (-1.0, of(frame, "B"))], ACCURACY)
+        contrast([(1.0, of(frame, "A")), (-1.0, of(frame, "B"))], ACCURACY.value)
 
 
 def test_incomplete_and_mixed_rows_are_refused() -> None:
@@ -150,7 +150,7 @@ def test_a_paired_difference_is_narrower_than_either_row() -> None:
             counted("B", 0, hard + generator.normal(2, 1, 60), np.full(60, 100.0)),
         ]
     )
-    gap = contrast([(1.0, of(frame, "B")), (-1.0, of(frame, "A"))], ACCURACY)
+    gap = contrast([(1.0, of(frame, "B")), (-1.0, of(frame, "A"))], ACCURACY.value)
     alone = estimate(of(frame, "A"), ACCURACY)
     assert gap.above_zero
     assert gap.half_width is not None
@@ -168,9 +168,9 @@ def test_a_contrast_with_itself_is_nothing_and_changes_sign(a: list[int], b: lis
     frame = joined([counted("A", 0, a[:count]), counted("B", 0, b[:count])])
     one, other = of(frame, "A"), of(frame, "B")
     drawn = Bootstrap(50)
-    assert contrast([(1.0, one), (-1.0, one)], ACCURACY, drawn).value == 0
-    there = contrast([(1.0, one), (-1.0, other)], ACCURACY, drawn)
-    back = contrast([(1.0, other), (-1.0, one)], ACCURACY, drawn)
+    assert contrast([(1.0, one), (-1.0, one)], ACCURACY.value, drawn).value == 0
+    there = contrast([(1.0, one), (-1.0, other)], ACCURACY.value, drawn)
+    back = contrast([(1.0, other), (-1.0, one)], ACCURACY.value, drawn)
     assert there.value == -back.value
     if there.low is not None and back.high is not None:
         assert there.low == pytest.approx(-back.high)
@@ -265,7 +265,7 @@ def test_seeds_are_models_and_not_one_model() -> None:
     )
     found = gathered(frame, "cosine", {"row": "A"})
     assert found is not None
-    middle = estimate(found, Statistic("cosine", "", quantile(0.5, (0.0, 1.0))))
+    middle = estimate(found, Metric("cosine", "", quantile(0.5, (0.0, 1.0))))
     assert middle.per_seed == (0.25, 0.75)
     assert middle.value == 0.5
 
@@ -283,7 +283,7 @@ def test_the_median_of_units_is_that_of_those_drawn() -> None:
 
 def test_every_unit_can_be_a_bin_of_its_own() -> None:
     rows = of(counted("A", 0, [5, 1, 9, 3, 4], [1] * 5), "A")
-    found = estimate(rows.by_unit(), Statistic("accuracy", "median", median()))
+    found = estimate(rows.by_unit(), Metric("accuracy", "median", median()))
     assert (found.value, found.units) == (4, 5)
     assert found.low is not None
     assert found.low < 4

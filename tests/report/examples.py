@@ -107,7 +107,7 @@ def table(first: str = "Baseline") -> Filled:
 
 def finding(verdict: Verdict, value: float, p: float | None) -> Finding:
     """A decided claim."""
-    claim = Claim(f"a claim, {verdict}", "arXiv 2012.11747", "accuracy at 512", digits=1)
+    claim = Claim(f"a claim, {verdict}", None, "arXiv 2012.11747", "accuracy at 512", digits=1)
     return Finding(claim, estimate(value), p, verdict)
 
 

@@ -18,7 +18,7 @@ from normattn.lab.report.markdown import aligned, page_json, page_markdown, tabl
 from normattn.lab.report.page import Page, context, write_page
 from normattn.lab.report.seeds import seeds_line
 from normattn.lab.report.table import NOTHING, Column, Row, Table, shown
-from normattn.lab.report.view import Term, View
+from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Estimate, joined, measurements
 from normattn.lab.stats.metrics import accuracy
 
@@ -39,8 +39,8 @@ def made(gap: float, seeds: int = 3, units: int = 40, noise: float = 1.0) -> pl.
 
 
 def claim(sign: int = 1, matters: float | None = None, margin: float = 0.0) -> Claim:
-    terms = (Term(1.0, {"row": "B"}), Term(-1.0, {"row": "A"}))
-    return Claim("B is better", "a paper", "B − A", ACCURACY, terms, sign, matters, margin=margin)
+    gap = ACCURACY.at(variant="B") - ACCURACY.at(variant="A")
+    return Claim("B is better", gap, "a paper", "B − A", sign, matters, margin)
 
 
 @pytest.mark.parametrize(
@@ -143,12 +143,12 @@ def test_a_margin_errs_no_more_often_than_it_says() -> None:
 
 
 def test_a_claim_that_cannot_be_tested_is_left_out() -> None:
-    terms = (Term(1.0, {"row": "nobody"}),)
-    assert decide([Claim("x", "y", "z", ACCURACY, terms)], View(made(1.0), SMALL)) == []
+    nobody = ACCURACY.at(variant="nobody")
+    assert decide([Claim("x", nobody, "y", "z")], View(made(1.0), SMALL)) == []
 
 
 def test_a_decision_of_its_own() -> None:
-    exact = Claim("x", "y", "z", test=lambda view: Estimate(3.0, p=0.01), sign=1)
+    exact = Claim("x", source="y", test=lambda view: Estimate(3.0, p=0.01), sign=1)
     assert decide([exact], View(made(1.0), SMALL))[0].verdict == "confirmed"
 
 
@@ -163,8 +163,8 @@ PAGE = Page(
             lambda view: [Row(name, {"row": name}) for name in view.values("row")],
             (
                 Column("accuracy", "accuracy", ACCURACY),
-                Column("gap", "− A", ACCURACY, ((1.0, {}), (-1.0, {"row": "A"})), signed=True),
-                Column("none", "never measured", ACCURACY, ((1.0, {"protocol": "other"}),)),
+                Column("gap", "− A", ACCURACY - ACCURACY.at(variant="A")),
+                Column("none", "never measured", ACCURACY.at(protocol="other")),
             ),
             notes=("a note",),
         ),
@@ -273,7 +273,7 @@ def test_what_rounds_to_zero_has_no_minus(value: float, digits: int, signed: boo
     [(None, "–"), (0.0, "<0.001"), (4e-4, "<0.001"), (0.001, "0.001"), (0.0214, "0.021")],
 )
 def test_no_p_is_shown_as_zero(p: float | None, words: str) -> None:
-    claim = Claim("A is above B", "a source", "A − B")
+    claim = Claim("A is above B")
     assert Finding(claim, Estimate(1.0), p, "confirmed").probability == words
 
 

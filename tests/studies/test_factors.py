@@ -10,8 +10,7 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.lab.data import prepare_tokens
-from normattn.lab.studies.factors import STUDY, FactorCell, resolve
-from normattn.lab.studies.factors.changes import CHANGES, words
+from normattn.lab.studies.factors import CHANGES, STUDY, FactorCell, resolve, words
 from normattn.lab.studies.keynorm import resolve as resolve_keynorm
 from normattn.lab.sweep.language import ReadCell
 from normattn.lab.sweep.layout import CellPaths

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.studies._variants import trained_in_variants
-from normattn.lab.studies.keynorm import METHODS, VARIANTS, resolve
+from normattn.lab.studies.keynorm import METHODS, VARIANTS, resolve, trained_in_variants
 from normattn.lab.sweep import presets
 from normattn.lab.sweep.language import ReadCell, TextConfig
 from normattn.lab.sweep.methods import Omission, grouped

@@ -49,7 +49,7 @@ def test_a_study_of_ones_own_is_run_and_reported_again(
     made_by = "reproduce ./my_study.py --preset ./tiny.toml --set training.steps=5 --seeds 3`"
     assert made_by in (out / "table.md").read_text()
     assert (out / "report.html").is_file()
-    assert (out / "figures" / "at_2l.png").is_file()
+    assert (out / "figures" / "columns.png").is_file()
     # Once is enough: drawing takes most of the time of a page.
     monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"not drawn again")
     before = (out / "table.md").read_bytes()

@@ -18,7 +18,7 @@ from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.report.terminal import tell
 from normattn.lab.runs import RunDirectory, require_finished
 from normattn.lab.stats import MeasurementStore
-from normattn.lab.studies._reading import label
+from normattn.lab.studies.base import label
 from normattn.lab.studies.reading import TASKS
 from normattn.lab.sweep.layout import is_of_a_study
 from normattn.lab.sweep.measuring import (

@@ -20,7 +20,7 @@ from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory, require_finished, unchanged
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.studies import find
-from normattn.lab.studies._reading import history_figure
+from normattn.lab.studies.base import history_figure
 from normattn.lab.sweep.collect import history
 from normattn.lab.sweep.measuring import EVALUATIONS, MODEL, asked_alone
 from normattn.lab.training import TrainingConfig

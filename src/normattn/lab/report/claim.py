@@ -15,16 +15,14 @@ else *differs (size unclear)* where it certainly is on that side.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from normattn.lab.report.table import shown
-from normattn.lab.report.view import Term, View
-from normattn.lab.stats import Bootstrap, Estimate, Statistic, holm
-from normattn.lab.stats.arrays import Where
+from normattn.lab.report.view import View
+from normattn.lab.stats import Bootstrap, Estimate, Metric, holm
 
 SEEDS = 3
 """Trainings on each side below which a claim about a score is not decided."""
@@ -38,52 +36,30 @@ Verdict = Literal[
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence, who says it, and the difference that tests it.
+    """A sentence, the metric that tests it, who says it, and how the metric is called.
 
-    `sign` is +1 where the source says that the difference is above 0, −1 where below. `margin` is
+    `sign` is +1 where the sentence says that the metric is above 0, −1 where below. `margin` is
     how far on the other side of 0 the sentence still holds. `matters` is the least difference that
-    would matter; None: any. `test` decides otherwise, where the units are
+    would matter; None: any. `test` decides in place of a metric where the units are
     chosen and not drawn (settings of a grid): it gives a difference and its exact p.
     """
 
     sentence: str
-    source: str
-    measured: str
-    statistic: Statistic | None = None
-    terms: tuple[Term, ...] = ()
+    metric: Metric | None = None
+    source: str = "asked here"
+    measured: str = ""
     sign: int = 1
     matters: float | None = None
+    margin: float = 0.0
     test: Callable[[View], Estimate | None] | None = None
     digits: int | None = None
-    margin: float = 0.0
 
     def difference(self, view: View) -> Estimate | None:
         """The difference, or None where the frame does not hold it."""
         if self.test is not None:
             return self.test(view)
-        assert self.statistic is not None
-        found = view.contrast(self.statistic, self.terms) if self.terms else None
-        return found if found is not None and math.isfinite(found.value) else None
-
-
-def difference(
-    sentence: str,
-    source: str,
-    measured: str,
-    statistic: Statistic,
-    ours: Where,
-    theirs: Where,
-    *,
-    sign: int = 1,
-    matters: float | None = None,
-    margin: float = 0.0,
-) -> Claim:
-    """The claim that a statistic is higher in `ours` than in `theirs` (`sign` −1: lower).
-
-    With a margin: that it is not lower (`sign` −1: higher) by as much as that.
-    """
-    terms = (Term(1.0, ours), Term(-1.0, theirs))
-    return Claim(sentence, source, measured, statistic, terms, sign, matters, margin=margin)
+        assert self.metric is not None
+        return view.known(self.metric)
 
 
 @dataclass(frozen=True)
@@ -120,7 +96,7 @@ class Finding:
     def _digits(self) -> int:
         if self.claim.digits is not None:
             return self.claim.digits
-        return self.claim.statistic.digits if self.claim.statistic else 2
+        return self.claim.metric.digits if self.claim.metric else 2
 
     @property
     def probability(self) -> str:

@@ -1,4 +1,4 @@
-"""Points of a line from the frame: a statistic bin by bin, or at several places."""
+"""Points of a line from the frame: a metric bin by bin, or at several places."""
 
 from __future__ import annotations
 
@@ -8,40 +8,36 @@ from typing import Any
 
 from normattn.lab.report.figure import Point
 from normattn.lab.report.view import View
-from normattn.lab.stats import Statistic, by_bin, select
+from normattn.lab.stats import Metric, by_bin, select
 from normattn.lab.stats.arrays import Where
 
 Bin = tuple[Any, ...]
 
 
 def bin_points(
-    view: View, statistic: Statistic, where: Where, x: Callable[[Bin], float]
+    view: View, metric: Metric, where: Where, x: Callable[[Bin], float]
 ) -> tuple[Point, ...]:
     """A point for every bin (layer, head, start, end) in which something was counted, at `x`."""
-    sums = view.sums(statistic.name, where)
+    sums = view.sums(metric.name, where)
     if sums is None:
         return ()
-    values = by_bin(sums, statistic, view.bootstrap)
+    values = by_bin(sums, metric, view.bootstrap)
     bins = zip(sums.bins, values, strict=True)
     return tuple(Point.of(float(x(bin_)), value) for bin_, value in bins if value is not None)
 
 
-def points(
-    view: View, statistic: Statistic, where: Iterable[tuple[float, Where]]
-) -> tuple[Point, ...]:
+def points(view: View, metric: Metric, where: Iterable[tuple[float, Where]]) -> tuple[Point, ...]:
     """A point at every x whose rows were measured."""
-    estimates = ((x, view.estimate(statistic, at)) for x, at in where)
+    estimates = ((x, view.estimate(metric, at)) for x, at in where)
     return tuple(Point.of(float(x), value) for x, value in estimates if value is not None)
 
 
-def octaves(
-    view: View, statistic: Statistic, where: Where
-) -> list[tuple[int, str, tuple[float, float]]]:
+def octaves(view: View, metric: Metric, where: Where) -> list[tuple[int, str, tuple[float, float]]]:
     """The bins of a position between 0, L, 2 L, 4 L …: where each begins, its title, its span.
 
     Rows that were read to other lengths have other bins, so these are told by where they are.
     """
-    chosen = select(view.frame, {**where, "statistic": statistic.name})
+    chosen = select(view.frame, {**where, "statistic": metric.name})
     if not chosen.height:
         return []
     length = int(chosen["train_length"][0])

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from normattn.lab.report.view import Bins, Term, View
-from normattn.lab.stats import Estimate, Statistic
+from normattn.lab.report.view import View
+from normattn.lab.stats import Estimate, Metric
 from normattn.lab.stats.arrays import Where
 
 
@@ -37,34 +37,66 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """One quantity of every row: Σ factor · statistic where the row is and the term says.
+    """One quantity of every row: a metric, read where the row is.
 
-    `terms` overlay the row's own place, so ((1, {}), (−1, {"row": "PostLN"})) is a difference to
-    PostLN. `interval` False shows the value alone, as for a number of parameters. `plain` makes
-    the text from the view instead, for what is no contrast.
+    `acc.at(8) - acc.at(8, variant="Baseline")` is a difference to Baseline: what a metric says of
+    its place stands before what the row says. `interval` False shows the value alone, as for a
+    number of parameters. `plain` makes the cell from the view instead, for what is no metric;
+    `without` stands where nothing was counted.
     """
 
     key: str
     title: str
-    statistic: Statistic | None = None
-    terms: tuple[tuple[float, Where], ...] = ((1.0, {}),)
-    bins: Bins | None = None
+    metric: Metric | None = None
     interval: bool = True
-    signed: bool = False
     plain: Callable[[View, Row], Cell] | None = None
+    without: str = "–"
 
     def cell(self, view: View, row: Row) -> Cell:
         """This column of a row."""
         if self.plain is not None:
             return self.plain(view, row)
-        assert self.statistic is not None
-        terms = [Term(f, {**row.where, **extra}, self.bins) for f, extra in self.terms]
-        if len(terms) > 1 and all(term.where == terms[0].where for term in terms[1:]):
-            return NOTHING  # a row's difference to itself
-        estimate = view.contrast(self.statistic, terms)
-        if estimate is None or not math.isfinite(estimate.value):
-            return NOTHING  # not measured, or nothing was counted
-        return Cell(shown(estimate, self.statistic.digits, self.signed, self.interval), estimate)
+        assert self.metric is not None
+        estimate = view.estimate(self.metric, row.where)
+        if estimate is None:
+            return NOTHING
+        if not math.isfinite(estimate.value):
+            return NOTHING if self.without == NOTHING.text else Cell(self.without)
+        return shown_cell(estimate, self.metric, self.interval)
+
+    def estimates(self, view: View, rows: Sequence[Row]) -> tuple[Estimate | None, ...]:
+        """The numbers of these rows."""
+        return tuple(self.cell(view, row).estimate for row in rows)
+
+
+def text_column(key: str, title: str, text: Callable[[View, Row], object]) -> Column:
+    """A column of words; a dash where there are none."""
+
+    def cell(view: View, row: Row) -> Cell:
+        words = text(view, row)
+        return NOTHING if words in (None, "") else Cell(str(words))
+
+    return Column(key, title, plain=cell)
+
+
+def estimate_column(
+    key: str,
+    title: str,
+    estimated: Callable[[View, Row], Estimate | None],
+    text: Callable[[Estimate], str],
+) -> Column:
+    """A column of numbers that are no metric, each with its text."""
+
+    def cell(view: View, row: Row) -> Cell:
+        estimate = estimated(view, row)
+        return NOTHING if estimate is None else Cell(text(estimate), estimate)
+
+    return Column(key, title, plain=cell)
+
+
+def shown_cell(estimate: Estimate, metric: Metric, interval: bool = True) -> Cell:
+    """A metric's value with its digits, and a sign if it is a difference."""
+    return Cell(shown(estimate, metric.digits, metric.is_difference, interval), estimate)
 
 
 @dataclass(frozen=True)

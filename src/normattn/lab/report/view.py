@@ -1,46 +1,29 @@
-"""The frame as a page reads it: contrasts by where they are looked up, each made once."""
+"""The measurements table as a page reads it: every number is computed once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import polars as pl
 
-from normattn.lab.stats import Bootstrap, Estimate, Statistic, Sums, contrast, gathered, select
+from normattn.lab.stats import Bootstrap, Estimate, Metric, Sums, contrast, gathered, select
 from normattn.lab.stats.arrays import Where
-
-Bins = slice | list[int] | tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Term:
-    """factor · statistic in the rows `where`, over some of their bins (None: all).
-
-    `bins` are the places of bins, or where on their axis they begin and end.
-    """
-
-    factor: float
-    where: Where
-    bins: Bins | None = None
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What tells it from other terms."""
-        return (self.factor, repr(self.bins), *sorted(self.where.items()))
+from normattn.lab.stats.metrics import Bins, Length, Term
 
 
 @dataclass
 class View:
-    """A frame to be asked; equal questions are answered once."""
+    """Cached queries over the measurements table."""
 
     frame: pl.DataFrame
     bootstrap: Bootstrap = field(default_factory=Bootstrap)
     _values: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict, repr=False)
     _parts: dict[tuple[Any, ...], pl.DataFrame] = field(default_factory=dict, repr=False)
     _sums: dict[tuple[Any, ...], Sums | None] = field(default_factory=dict, repr=False)
-    _contrasts: dict[tuple[Any, ...], Estimate | None] = field(default_factory=dict, repr=False)
+    _estimates: dict[tuple[Any, ...], Estimate | None] = field(default_factory=dict, repr=False)
 
     def values(self, column: str, where: Where | None = None) -> list[Any]:
         """What a column of the frame holds in some rows, in the order of its appearance."""
@@ -57,6 +40,14 @@ class View:
         values = self.values(column, where)
         return values[0] if len(values) == 1 else None
 
+    def lengths(self, protocol: str) -> list[int]:
+        """The lengths that a protocol was read at, ascending."""
+        return sorted(self.values("length", {"protocol": protocol}))
+
+    def longest(self, protocol: str) -> int | None:
+        """The longest length that a protocol was read at."""
+        return max(self.lengths(protocol), default=None)
+
     def sums(self, statistic: str, where: Where) -> Sums | None:
         """The sums of a statistic; None where nothing was measured."""
         key = (statistic, *sorted(where.items()))
@@ -70,33 +61,66 @@ class View:
             self._parts = self.frame.partition_by("statistic", as_dict=True)
         return self._parts.get((statistic,), self.frame.clear())
 
-    def contrast(self, statistic: Statistic, terms: Sequence[Term]) -> Estimate | None:
-        """Σ factor · statistic over the terms; None where one was not measured."""
-        key = (statistic, *(term.key for term in terms))
-        if key not in self._contrasts:
-            self._contrasts[key] = self._contrast(statistic, terms)
-        return self._contrasts[key]
+    def estimate(self, metric: Metric, where: Where | None = None) -> Estimate | None:
+        """The metric in some rows, with its interval.
 
-    def _contrast(self, statistic: Statistic, terms: Sequence[Term]) -> Estimate | None:
+        None where a part of it was not measured or no seed is shared, and for the difference of
+        a row to itself.
+        """
+        terms = self._resolved(metric.under(where or {}).terms)
+        if terms is None or (len(terms) > 1 and len({term.place for term in terms}) == 1):
+            return None
+        key = tuple(term.key for term in terms)
+        if key not in self._estimates:
+            self._estimates[key] = self._estimate(terms)
+        return self._estimates[key]
+
+    def known(self, metric: Metric, where: Where | None = None) -> Estimate | None:
+        """The same; None too where nothing was counted."""
+        estimate = self.estimate(metric, where)
+        return None if estimate is None or not math.isfinite(estimate.value) else estimate
+
+    def _estimate(self, terms: Sequence[Term]) -> Estimate | None:
         weighted = []
         for term in terms:
-            sums = _of_bins(self.sums(statistic.name, term.where), term.bins)
+            sums = _of_bins(self.sums(term.name, term.where), term.bins)
             if sums is None:
                 return None
             weighted.append((term.factor, sums))
         if not shares_seeds(weighted):
             return None
-        return contrast(weighted, statistic, self.bootstrap)
+        return contrast(weighted, [term.value for term in terms], self.bootstrap)
 
-    def estimate(self, statistic: Statistic, where: Where) -> Estimate | None:
-        """The statistic in some rows; None where nothing was measured."""
-        return self.contrast(statistic, [Term(1.0, where)])
+    def _resolved(self, terms: Sequence[Term]) -> list[Term] | None:
+        """The terms with their lengths as numbers; None where no such length was read."""
+        resolved = []
+        for term in terms:
+            length = term.where.get("length")
+            if isinstance(length, Length):
+                tokens = self._tokens(length, term.where)
+                if tokens is None:
+                    return None
+                term = replace(term, where={**term.where, "length": tokens})
+            resolved.append(term)
+        return resolved
+
+    def _tokens(self, length: Length, where: Where) -> int | None:
+        others = {name: value for name, value in where.items() if name != "length"}
+        if length.multiple:
+            trained = self.values("train_length", others)
+            return round(length.multiple * trained[0]) if trained else None
+        lengths = self.values("length", others)
+        return (max if length.name == "longest" else min)(lengths) if lengths else None
 
 
 def _of_bins(sums: Sums | None, bins: Bins | None) -> Sums | None:
     if sums is None or bins is None:
         return sums
-    return sums.between(*bins) if isinstance(bins, tuple) else sums.at(bins)
+    if callable(bins):
+        return bins(sums)
+    if isinstance(bins, tuple):
+        return sums.between(*bins)
+    return sums.at(bins if isinstance(bins, slice) else list(bins))
 
 
 def shares_seeds(terms: Sequence[tuple[float, Sums]]) -> bool:

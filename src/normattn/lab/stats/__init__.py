@@ -12,15 +12,17 @@ from normattn.lab.stats.estimate import (
     sign_test,
 )
 from normattn.lab.stats.measurements import Identity, fact, identified, joined, sums
-from normattn.lab.stats.metrics import Statistic
+from normattn.lab.stats.metrics import LONGEST, SHORTEST, Metric
 from normattn.lab.stats.store import MeasurementStore, collected, digest
 
 __all__ = [
     "Bootstrap",
     "Estimate",
     "Identity",
+    "LONGEST",
     "MeasurementStore",
-    "Statistic",
+    "Metric",
+    "SHORTEST",
     "Sums",
     "by_bin",
     "collected",

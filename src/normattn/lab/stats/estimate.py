@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from normattn.errors import InputError
 from normattn.lab.stats.arrays import Sums
 from normattn.lab.stats.bootstrap import Bootstrap
-from normattn.lab.stats.metrics import Statistic
+from normattn.lab.stats.metrics import Metric, Value
 
 
 def holm(p_values: Sequence[float], groups: Sequence[int] | None = None) -> list[float]:
@@ -138,31 +138,34 @@ class Estimate:
         }
 
 
-def estimate(sums: Sums, statistic: Statistic, bootstrap: Bootstrap | None = None) -> Estimate:
-    """The statistic of some rows with its interval."""
-    return contrast([(1.0, sums)], statistic, bootstrap)
+def estimate(sums: Sums, metric: Metric, bootstrap: Bootstrap | None = None) -> Estimate:
+    """The metric of some rows with its interval."""
+    return contrast([(1.0, sums)], metric.value, bootstrap)
 
 
 def contrast(
-    terms: Sequence[Term], statistic: Statistic, bootstrap: Bootstrap | None = None
+    terms: Sequence[Term],
+    values: Value | Sequence[Value],
+    bootstrap: Bootstrap | None = None,
 ) -> Estimate:
-    """Σ factor · statistic, paired over the seeds and units that all terms have.
+    """Σ factor · value(sums), paired over the seeds and units that all terms have.
 
-    Raises `InputError` where they share no seed or no unit.
+    `values` make a number of each term's sums. Raises `InputError` where the terms share no seed
+    or no unit.
     """
     drawn = bootstrap or Bootstrap()
     paired = pair(terms)
-    values = [factor * _values(sums, statistic) for factor, sums in paired]
-    resampled = [factor * _resampled(sums, statistic, drawn) for factor, sums in paired]
-    rounding = ROUNDING * sum(abs(float(term[0])) for term in values)
-    return _estimate(sum(values), sum(resampled), paired[0][1], drawn, rounding)  # type: ignore[arg-type]
+    each = [values] * len(paired) if callable(values) else values
+    parts = [(factor, sums, value) for (factor, sums), value in zip(paired, each, strict=True)]
+    whole = [factor * _values(sums, value) for factor, sums, value in parts]
+    resampled = [factor * _resampled(sums, value, drawn) for factor, sums, value in parts]
+    rounding = ROUNDING * sum(abs(float(term[0])) for term in whole)
+    return _estimate(sum(whole), sum(resampled), paired[0][1], drawn, rounding)  # type: ignore[arg-type]
 
 
-def by_bin(
-    sums: Sums, statistic: Statistic, bootstrap: Bootstrap | None = None
-) -> list[Estimate | None]:
-    """The statistic of every bin by itself, each with its interval; None where nothing counted."""
-    results = [estimate(sums.at([index]), statistic, bootstrap) for index in range(len(sums.bins))]
+def by_bin(sums: Sums, metric: Metric, bootstrap: Bootstrap | None = None) -> list[Estimate | None]:
+    """The metric of every bin by itself, each with its interval; None where nothing counted."""
+    results = [estimate(sums.at([index]), metric, bootstrap) for index in range(len(sums.bins))]
     return [result if np.isfinite(result.value) else None for result in results]
 
 
@@ -199,17 +202,17 @@ def pair(terms: Sequence[Term]) -> list[Term]:
     return [(factor, sums.only(seeds, units)) for factor, sums in terms]
 
 
-def _values(sums: Sums, statistic: Statistic) -> Array:
+def _values(sums: Sums, value: Value) -> Array:
     """The mean of the seeds' values, then each seed's: (1 + seeds,)."""
     numerator, denominator = sums.numerator.sum(1), sums.denominator.sum(1)
-    return _with_mean(statistic.value(numerator, denominator, numerator, denominator))
+    return _with_mean(value(numerator, denominator, numerator, denominator))
 
 
-def _resampled(sums: Sums, statistic: Statistic, bootstrap: Bootstrap) -> Array:
+def _resampled(sums: Sums, value: Value, bootstrap: Bootstrap) -> Array:
     """The same under every resample of the units: (resamples, 1 + seeds)."""
     drawn = bootstrap.sums(sums.numerator), bootstrap.sums(sums.denominator)
     whole = sums.numerator.sum(1), sums.denominator.sum(1)
-    return _with_mean(statistic.value(*drawn, *whole))
+    return _with_mean(value(*drawn, *whole))
 
 
 def _with_mean(values: Array) -> Array:

@@ -8,11 +8,15 @@ it is the mean of their values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from normattn.lab.stats.arrays import Sums
+from normattn.lab.stats.measurements import FACTOR, SCHEMA
 
 Array = NDArray[np.float64]
 ORDERS = 4
@@ -80,25 +84,131 @@ def _f1(numerator: Array, denominator: Array) -> Array:
 
 Value = Callable[[Array, Array, Array, Array], Array]
 """(sum, of, whole sum, whole of), each (…, bins) → (…): `whole` are the sums of all units."""
+Where = Mapping[str, Any]
+"""Columns of the measurements and the value that each must have (None: null)."""
+Bins = slice | Sequence[int] | tuple[float, float] | Callable[[Sums], Sums | None]
+"""Some bins of an axis: their places, where they begin and end, or a function that keeps some."""
 
 
 @dataclass(frozen=True)
-class Statistic:
-    """One column's number.
+class Length:
+    """A length that depends on what was measured: see `Metric.at`."""
 
-    `name` is the frame's statistic, `unit` what follows the number ("%", "nats"), `digits` those
-    after the point.
+    name: str
+    multiple: float = 0.0
+
+
+SHORTEST, LONGEST = Length("shortest"), Length("longest")
+"""The shortest and the longest length that the rows were read at."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One part of a metric: factor · value(rows that are `where`, some of their bins)."""
+
+    factor: float
+    name: str
+    value: Value
+    where: Where
+    bins: Bins | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from other terms."""
+        return (self.factor, self.name, self.value, *self.place)
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Which sums it reads."""
+        return (self.name, repr(self.bins), *sorted(self.where.items()))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number read from the measurements; metrics are selected, added and subtracted.
+
+        acc = Metric("accuracy")
+        gain = acc.at(8, variant="KNA") - acc.at(8, variant="Baseline")
+
+    `name` is the measured statistic, `unit` what follows the number ("%", "nats"), `digits` those
+    after the point. Known names bring their title, value and unit with them; any other is a mean.
     """
 
     name: str
-    title: str
-    value: Value
+    title: str = ""
+    value: Value = None  # type: ignore[assignment]
     unit: str = ""
-    digits: int = 1
+    digits: int = 2
+    parts: tuple[Term, ...] = ()
 
-    def titled(self, title: str) -> Statistic:
+    def __post_init__(self) -> None:
+        if self.value is None:
+            title, value, unit, digits = KNOWN.get(self.name, (self.name, ratio(), "", 2))
+            known = {"title": self.title or title, "value": value, "unit": unit, "digits": digits}
+            for name, given in known.items():
+                object.__setattr__(self, name, given)
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """Its parts: the metric is their sum."""
+        return self.parts or (Term(1.0, self.name, self.value, {}),)
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether something is subtracted, so that a sign is shown."""
+        return any(term.factor < 0 for term in self.terms)
+
+    def at(self, place: int | float | Length | Where | None = None, /, **columns: Any) -> Metric:
+        """The metric at a length, for a variant, a method, a protocol, or any other column.
+
+        A number is a multiple of the training length, of natural text unless `protocol` says
+        otherwise; a mapping has columns by their full names. `variant` is the trained row, and what
+        is no column of every table is a factor of the study: `at(step=0)`.
+        """
+        where = {_column(name): value for name, value in columns.items()}
+        if isinstance(place, Mapping):
+            where = {**place, **where}
+        elif isinstance(place, Length):
+            where["length"] = place
+        elif place is not None:
+            text = "train_length" if place == 1 else "non_repeated"
+            where = {"protocol": text, "length": Length("multiple", float(place)), **where}
+        return self._with(lambda term: replace(term, where={**term.where, **where}))
+
+    def under(self, where: Where) -> Metric:
+        """The metric in these rows, where it does not say otherwise itself."""
+        return self._with(lambda term: replace(term, where={**where, **term.where}))
+
+    def between(self, bins: Bins) -> Metric:
+        """The metric over some bins of its axis, as positions or layers."""
+        return self._with(lambda term: replace(term, bins=bins))
+
+    def titled(self, title: str) -> Metric:
         """The same under another title."""
         return replace(self, title=title)
+
+    def __add__(self, other: Metric) -> Metric:
+        return replace(self, parts=(*self.terms, *other.terms))
+
+    def __sub__(self, other: Metric) -> Metric:
+        unit = "points" if self.unit == "%" else self.unit
+        return replace(self + -other, unit=unit)
+
+    def __neg__(self) -> Metric:
+        return -1.0 * self
+
+    def __rmul__(self, factor: float) -> Metric:
+        return self._with(lambda term: replace(term, factor=factor * term.factor))
+
+    def _with(self, change: Callable[[Term], Term]) -> Metric:
+        return replace(self, parts=tuple(map(change, self.terms)))
+
+
+def _column(name: str) -> str:
+    """The column of the measurements that a keyword of `Metric.at` means."""
+    if name == "variant":
+        return "row"
+    return name if name in SCHEMA or name.startswith(FACTOR) else FACTOR + name
 
 
 def ratio(scale: float = 1.0) -> Value:
@@ -168,23 +278,31 @@ def _divided(numerator: Array, denominator: Array) -> Array:
         return np.where(denominator > 0, numerator / denominator, np.nan)
 
 
-def accuracy(title: str = "accuracy", name: str = "accuracy") -> Statistic:
+KNOWN: dict[str, tuple[str, Value, str, int]] = {
+    "accuracy": ("accuracy", ratio(100.0), "%", 1),
+    "accuracy_seen": ("seen", ratio(100.0), "%", 1),
+    "loss": ("loss", ratio(), "nats", 3),
+}
+"""Title, value, unit and digits of the metrics that every study knows."""
+
+
+def accuracy(title: str = "accuracy", name: str = "accuracy") -> Metric:
     """Correct predictions of all, in %."""
-    return Statistic(name, title, ratio(100.0), "%", 1)
+    return Metric(name, title, ratio(100.0), "%", 1)
 
 
-def loss(title: str = "loss", name: str = "loss", digits: int = 3) -> Statistic:
+def loss(title: str = "loss", name: str = "loss", digits: int = 3) -> Metric:
     """Nats per prediction."""
-    return Statistic(name, title, ratio(), "nats", digits)
+    return Metric(name, title, ratio(), "nats", digits)
 
 
-def mean(name: str, title: str, digits: int = 2) -> Statistic:
+def mean(name: str, title: str, digits: int = 2) -> Metric:
     """A plain mean: Σ sum / Σ of."""
-    return Statistic(name, title, ratio(), "", digits)
+    return Metric(name, title, ratio(), "", digits)
 
 
-BLEU = Statistic("bleu", "BLEU", lambda numerator, denominator, *whole: bleu(numerator), "", 1)
-CHRF = Statistic("chrf", "chrF", lambda numerator, denominator, *whole: chrf(numerator), "", 1)
-MICRO_F1 = Statistic("f1", "micro F1", ratio(100.0), "%", 2)
+BLEU = Metric("bleu", "BLEU", lambda numerator, denominator, *whole: bleu(numerator), "", 1)
+CHRF = Metric("chrf", "chrF", lambda numerator, denominator, *whole: chrf(numerator), "", 1)
+MICRO_F1 = Metric("f1", "micro F1", ratio(100.0), "%", 2)
 """Over bins of classes, sum = 2 · rightly predicted, of = predicted + true."""
-MACRO_F1 = Statistic("f1", "macro F1", macro_f1, "%", 2)
+MACRO_F1 = Metric("f1", "macro F1", macro_f1, "%", 2)

@@ -19,7 +19,8 @@ from normattn.errors import unknown
 if TYPE_CHECKING:
     from normattn.lab.sweep.study import Study
 
-_NOT_STUDIES = "_"
+_SHARED = ("base", "premise")
+"""Files that studies share."""
 OF_COMMANDS = ("extend", "gallery", "inspect")
 """Measured by commands of these names; here they are pages only, found but not listed."""
 
@@ -29,7 +30,7 @@ def names() -> list[str]:
     return sorted(
         module.name.rstrip("_")
         for module in pkgutil.iter_modules(__path__)
-        if not module.name.startswith(_NOT_STUDIES) and module.name not in OF_COMMANDS
+        if module.name[0] != "_" and module.name not in (*OF_COMMANDS, *_SHARED)
     )
 
 

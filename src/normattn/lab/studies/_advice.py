@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import polars as pl
 
 from normattn.lab.report.table import shown
-from normattn.lab.report.view import Term, View
+from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate
 from normattn.lab.stats.metrics import loss
-from normattn.lab.studies._reading import ranked
+from normattn.lab.studies.base import ranked
 
 LEAST_GAIN = 0.01
 """Nats per token, 1 % of perplexity: a smaller gain is no reason to change a model."""
@@ -107,8 +107,7 @@ def cost_at_train_length(view: View, method: str) -> Estimate | None:
     """
     at = {"protocol": TRAIN}
     base = view.estimate(LOSS, {**at, "method": ""})
-    terms = [Term(1.0, {**at, "method": method}), Term(-1.0, {**at, "method": ""})]
-    change = view.contrast(LOSS, terms) if method else None
+    change = view.estimate(LOSS.at(at, method=method) - LOSS.at(at, method=""))
     if base is None or change is None:
         return None
     scale = 100 / base.value
@@ -123,10 +122,8 @@ def _loss(view: View, method: str, length: int) -> Estimate | None:
 
 def _against(view: View, one: str, other: str, length: int) -> Estimate | None:
     """The loss of `one` minus that of `other`, paired over windows."""
-    at = {"protocol": LAST, "length": length}
-    return view.contrast(
-        LOSS, [Term(1.0, {**at, "method": one}), Term(-1.0, {**at, "method": other})]
-    )
+    last = LOSS.at(protocol=LAST, length=length)
+    return view.estimate(last.at(method=one) - last.at(method=other))
 
 
 def _best(view: View, length: int) -> _Best | None:

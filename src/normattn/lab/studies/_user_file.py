@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import traceback
 from collections.abc import Iterator
@@ -30,7 +31,9 @@ def load(path: Path) -> Study:
     study = getattr(module, "STUDY", None)
     if not isinstance(study, Study):
         raise InputError(f"{path} defines no STUDY = Study(…)")
-    return Study(**{**vars(study), "source": path})
+    own = copy.copy(study)
+    object.__setattr__(own, "source", path)  # a study is frozen once it is made
+    return own
 
 
 @contextmanager

@@ -1,13 +1,13 @@
 """Does a KeyNorm model need nothing changed when training continues at a longer length?
 
-Each score is trained at L and then continues at 4 L: KNA (and CosA, KNA-logn) as it is; Baseline as
-it is and with the usual remedies, PI, ABF, NTK and YaRN. Every model is read at L, 4 L and 16 L,
-before and along the way (kexue.fm/archives/9859).
+Each score is trained at L and then continues at 4 L: KNA (and CosA, KNA-logn) unchanged; Baseline
+unchanged and with the usual remedies, PI, ABF, NTK and YaRN. Every model is read at L, 4 L and
+16 L, before and along the way (kexue.fm/archives/9859).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import polars as pl
@@ -16,16 +16,22 @@ from pydantic import Field, field_validator, model_validator
 from normattn.errors import InputError
 from normattn.lab.data import TokenData
 from normattn.lab.data.windows import EvaluationSet, non_repeated_set, train_length_set
-from normattn.lab.report.claim import Claim, difference
+from normattn.lab.report.claim import Claim
 from normattn.lab.report.figure import Curves, Figure, Line, Panel
-from normattn.lab.report.page import Page
 from normattn.lab.report.points import points
-from normattn.lab.report.table import Cell, Column, Row, Table
+from normattn.lab.report.table import Column, Row, Table, text_column
 from normattn.lab.report.view import View
-from normattn.lab.studies._reading import ACCURACY, LOSS, VARIANT_ORDER, label, ranked
-from normattn.lab.sweep.collect import measured_below
+from normattn.lab.studies.base import (
+    ACCURACY,
+    LOSS,
+    VARIANT_ORDER,
+    Run,
+    Study,
+    label,
+    pairs_of,
+    ranked,
+)
 from normattn.lab.sweep.language import (
-    CausalCell,
     TextConfig,
     check_trainable,
     opened,
@@ -36,7 +42,7 @@ from normattn.lab.sweep.layout import CellPaths
 from normattn.lab.sweep.reading import KeptStage
 from normattn.lab.sweep.settings import EvaluationSettings, Preset, merged
 from normattn.lab.sweep.stages import UNKNOWN, Stage, TrainStage
-from normattn.lab.sweep.study import Request, Study, Sweep, cells_of, refuse_choices, seeds_of
+from normattn.lab.sweep.study import Request, Sweep, cells_of, refuse_choices, seeds_of
 from normattn.lab.training import TrainingConfig
 from normattn.score import ScoreSpec
 from normattn.settings import Settings
@@ -45,10 +51,10 @@ KIND = "continue"
 VARIANTS = ("Baseline", "KNA", "KNA-logn", "CosA")
 REMEDIES = ("PI", "ABF", "NTK", "YaRN")
 UNCHANGED = "as it is"
+STEP = "factor.step"
 MATTERS = 0.05
 """Nats: an undecided claim whose interval could have shown none but larger differences has too
 little data."""
-
 INSTEAD = {"multiples": "continued.read", "protocols": "the protocols of its question"}
 
 
@@ -91,59 +97,96 @@ class ContinuePreset(Preset):
 
 
 class ContinueConfig(TextConfig):
-    """What the study's cells share: also how training goes on."""
+    """What the study's runs share: also how training goes on."""
 
     continued: ContinueSettings
 
 
-class ContinueCell(CausalCell):
-    """One score trained at L, and gone on with under each of `methods`."""
+class ContinuedRun(Run):
+    """A score trained at L, and branches of further training that are read along the way."""
 
-    kind: Literal["continue"] = "continue"
-    methods: tuple[str, ...]
     continued: ContinueSettings
 
     @property
+    def branches(self) -> Mapping[str, Mapping[str, Any]]:
+        """Each branch by its name: settings of its training beside those that all share."""
+        raise NotImplementedError
+
+    @property
+    def sets(self) -> Callable[[TokenData, int, EvaluationSettings], Sequence[EvaluationSet]]:
+        """The held-out texts that every model is read on."""
+        raise NotImplementedError
+
+    def lengths(self, length: int) -> tuple[int, ...]:
+        """The lengths of these texts."""
+        return tuple(length * multiple for multiple in self.evaluation.multiples)
+
+    @property
     def readings(self) -> int:
-        """A row for every way of going on."""
-        return len(self.methods)
+        """A row for every branch."""
+        return len(self.branches)
 
     def after(self, paths: CellPaths) -> list[Stage]:
-        """Go on under each method, and read what each run kept."""
-        return [stage for method in self.methods for stage in self._branch(method, paths)]
+        """Train each branch, and read what it kept."""
+        return [
+            stage
+            for name, changes in self.branches.items()
+            for stage in self._branch(name, changes, paths)
+        ]
 
-    def _branch(self, method: str, paths: CellPaths) -> Iterator[Stage]:
-        config = self._continued_config(method, paths)
-        folder = paths.continued / (method or UNCHANGED)
-        length, settings = config.model.train_length, self.evaluation
+    def _branch(self, name: str, changes: Mapping[str, Any], paths: CellPaths) -> Iterator[Stage]:
+        settings, folder = self.continued, paths.continued / name
+        shared: dict[str, Any] = {
+            "steps": settings.steps,
+            "keep": settings.keep,
+            "optimiser.lr": settings.lr,
+            "schedule.warmup_steps": settings.warmup_steps,
+            "continued": {"start": str(paths.run / "model"), "weights": UNKNOWN},
+        }
+        fields = merged(self.training_config.model_dump(mode="json"), shared, changes)
+        config = TrainingConfig.parse(fields, f"the settings of {self.name}")
+        length = config.model.train_length
         yield TrainStage(self.workload, config, folder, essential=False)
         yield KeptStage(
             config=config,
             folder=folder,
-            sets=lambda data: evaluation_sets(data, length, settings),
-            lengths=tuple(length * multiple for multiple in settings.multiples),
-            settings=settings,
-            factors={"continued": method or UNCHANGED},
+            sets=lambda data: self.sets(data, length, self.evaluation),
+            lengths=self.lengths(length),
+            settings=self.evaluation,
+            factors={"continued": name},
         )
 
-    def _continued_config(self, method: str, paths: CellPaths) -> TrainingConfig:
-        length = self.training_config.model.train_length
-        settings = self.continued
-        changes: dict[str, Any] = {
-            "steps": settings.steps,
-            "keep": settings.keep,
-            "batch_size": settings.batch_size,
-            "optimiser.lr": settings.lr,
-            "schedule.warmup_steps": settings.warmup_steps,
-            "continued": {
-                "start": str(paths.run / "model"),
-                "weights": UNKNOWN,
-                "method": method,
-                "length": length * settings.multiple,
-            },
+
+class ContinueCell(ContinuedRun):
+    """One score trained at L, which goes on at a longer length under each of `methods`."""
+
+    kind: Literal["continue"] = "continue"
+    methods: tuple[str, ...]
+
+    @property
+    def branches(self) -> Mapping[str, Mapping[str, Any]]:
+        """One for each method."""
+        longer = self.training_config.model.train_length * self.continued.multiple
+        batch = {"batch_size": self.continued.batch_size, "continued.length": longer}
+        return {
+            method or UNCHANGED: {**batch, "continued.method": method} for method in self.methods
         }
-        fields = self.training_config.model_dump(mode="json")
-        return TrainingConfig.parse(merged(fields, changes), f"the settings of {self.name}")
+
+    @property
+    def sets(self) -> Callable[[TokenData, int, EvaluationSettings], list[EvaluationSet]]:
+        """Natural text of each length."""
+        return evaluation_sets
+
+
+def evaluation_sets(
+    data: TokenData, train_length: int, settings: EvaluationSettings
+) -> list[EvaluationSet]:
+    """Natural text of each of the lengths, every token scored."""
+    split, windows, seed = data.split(settings.split), settings.max_windows, settings.seed
+    sets = [train_length_set(split, train_length, max_windows=windows, seed=seed)]
+    for multiple in settings.multiples[1:]:
+        sets.append(non_repeated_set(split, train_length, multiple, max_windows=windows, seed=seed))
+    return sets
 
 
 def resolve(request: Request) -> Sweep:
@@ -155,13 +198,16 @@ def resolve(request: Request) -> Sweep:
     config = ContinueConfig.of_text(preset, read, continued=continued)
     for variant in VARIANTS:
         check_trainable(variant, config)
-    length = int(config.training["model"]["train_length"])
-    ways = {variant: _methods(variant, length, continued.multiple) for variant in VARIANTS}
+    ways = {v: _methods(v, config.train_length, continued.multiple) for v in VARIANTS}
     methods = {variant: {"methods": way} for variant, way in ways.items()}
     cells = cells_of(ContinueCell, config, seeds_of(request, preset), methods)
-    sweep = text_sweep(request, KIND, config, cells, evaluation_sets)
-    for stage in sweep.stages(cells[0]):
-        _ = stage.cost  # Settings that cannot be are refused now, not after the first training.
+    return checked(text_sweep(request, KIND, config, cells, evaluation_sets))
+
+
+def checked(sweep: Sweep) -> Sweep:
+    """The sweep; settings that cannot be are refused now, not after the first training."""
+    for stage in sweep.stages(sweep.cells[0]):
+        _ = stage.cost
     return sweep
 
 
@@ -186,93 +232,71 @@ def _methods(variant: str, length: int, multiple: int) -> tuple[str, ...]:
     return ("", *(spec.method_text for spec in stretched))
 
 
-def evaluation_sets(
-    data: TokenData, train_length: int, settings: EvaluationSettings
-) -> list[EvaluationSet]:
-    """Natural text of each of the lengths, every token scored."""
-    split, windows, seed = data.split(settings.split), settings.max_windows, settings.seed
-    sets = [train_length_set(split, train_length, max_windows=windows, seed=seed)]
-    for multiple in settings.multiples[1:]:
-        sets.append(non_repeated_set(split, train_length, multiple, max_windows=windows, seed=seed))
-    return sets
-
-
-STEP = "factor.step"
-
-
 def _read(view: View) -> pl.DataFrame:
     return view.frame.filter(pl.col("protocol") != "training")
-
-
-def _branches(view: View) -> list[tuple[str, str]]:
-    """Every (row, method) that training continued with."""
-    pairs = set(_read(view).select("row", "method").unique().rows())
-    return [
-        (row, method)
-        for row in ranked({row for row, _ in pairs}, VARIANT_ORDER)
-        for method in sorted(method for name, method in pairs if name == row)
-    ]
 
 
 def _lengths(view: View) -> list[int]:
     return sorted(_read(view)["length"].unique().to_list())
 
 
-def _steps(view: View, row: str, method: str) -> list[int]:
-    frame = _read(view).filter(pl.col("row") == row, pl.col("method") == method)
-    return sorted(frame[STEP].unique().to_list())
-
-
 def rows(view: View) -> list[Row]:
     """Every branch at every step that was kept."""
     return [
         Row(label(row, method), {"row": row, "method": method, STEP: step})
-        for row, method in _branches(view)
-        for step in _steps(view, row, method)
+        for row, method in sorted(pairs_of(_read(view)), key=_by_method)
+        for step in sorted(_read(view).filter(row=row, method=method)[STEP].unique().to_list())
     ]
 
 
-def columns(view: View) -> Sequence[Column]:
+def _by_method(branch: tuple[str, str]) -> tuple[int, str]:
+    """Scores in the order of tables, methods by their names."""
+    order = ranked([branch[0], *VARIANT_ORDER], VARIANT_ORDER)
+    return order.index(branch[0]), branch[1]
+
+
+def last_rows(view: View) -> list[Row]:
+    """Every branch after its last step."""
+    return list({row.label: row for row in rows(view)}.values())
+
+
+STEPS = text_column("step", "continued steps", lambda view, row: row.where[STEP])
+
+
+def columns(view: View) -> list[Column]:
     """Loss and accuracy at every length."""
-    all_columns = [
-        Column("step", "continued steps", plain=lambda view, row: Cell(str(row.where[STEP])))
-    ]
-    for key, statistic in (("loss", LOSS), ("accuracy", ACCURACY)):
-        for length in _lengths(view):
-            at = ((1.0, {"length": length}),)
-            all_columns.append(Column(f"{key}_{length}", f"{key} at {length:,}", statistic, at))
-    return all_columns
-
-
-def _last_rows(view: View) -> list[Row]:
     return [
-        Row(label(row, method), {"row": row, "method": method, STEP: _steps(view, row, method)[-1]})
-        for row, method in _branches(view)
+        STEPS,
+        *(
+            Column(f"{metric.name}_{n}", f"{metric.name} at {n:,}", metric.at(length=n))
+            for metric in (LOSS, ACCURACY)
+            for n in _lengths(view)
+        ),
     ]
 
 
-def _change_columns(view: View) -> Sequence[Column]:
+def changes(view: View) -> list[Column]:
     """The last step less step 0 of the same trained model without any method."""
-    changes = [columns(view)[0]]
-    for length in _lengths(view):
-        at = {"length": length}
-        terms = ((1.0, at), (-1.0, {**at, "method": "", STEP: 0}))
-        changes.append(Column(f"change_{length}", f"at {length:,}", LOSS, terms, signed=True))
-    return changes
+    return [
+        STEPS,
+        *(
+            Column(f"change_{n}", f"at {n:,}", LOSS.at(length=n) - LOSS.at(_BEFORE, length=n))
+            for n in _lengths(view)
+        ),
+    ]
+
+
+_BEFORE = {"method": "", STEP: 0}
 
 
 def claims(view: View) -> list[Claim]:
     """The scores with a norm, unchanged, against Baseline and its remedies after the last step."""
-    last = _last_rows(view)
+    last = last_rows(view)
     return [
-        difference(
+        Claim(
             f"{normed.where['row']}, unchanged, ends with a lower loss than {base.label}",
-            "kexue 9859",
-            f"loss at {length:,}, nats",
-            LOSS,
-            *({**row.where, "length": length} for row in (normed, base)),
-            sign=-1,
-            matters=MATTERS,
+            LOSS.at(normed.where, length=length) - LOSS.at(base.where, length=length),
+            *("kexue 9859", f"loss at {length:,}, nats", -1, MATTERS),
         )
         for base in last
         if base.where["row"].startswith("Baseline")
@@ -285,25 +309,32 @@ def claims(view: View) -> list[Claim]:
 def figures(view: View) -> list[Figure]:
     """Loss and accuracy by continued steps, a panel for every length."""
     panels = []
-    for statistic, unit in ((LOSS, "loss (nats per token)"), (ACCURACY, "accuracy (%)")):
+    for metric, unit in ((LOSS, "loss (nats per token)"), (ACCURACY, "accuracy (%)")):
         for length in _lengths(view):
             lines = []
-            for row, method in _branches(view):
-                where = {"row": row, "method": method, "length": length}
-                steps = ((n, {**where, STEP: n}) for n in _steps(view, row, method))
-                plotted = points(view, statistic, steps)
-                lines.append(Line(label(row, method), plotted, label(row, method), bool(method)))
-            title = f"{statistic.title}, read at {length:,}"
+            for last in last_rows(view):
+                steps = [row.where for row in rows(view) if row.label == last.label]
+                places = ((where[STEP], {**where, "length": length}) for where in steps)
+                plotted = points(view, metric, places)
+                lines.append(Line(last.label, plotted, last.label, bool(last.where["method"])))
+            title = f"{metric.title}, read at {length:,}"
             panels.append(Panel(title, tuple(lines), "continued steps", unit))
     title = "Training that continues at a longer length: with and without a change"
     return [Curves("continued", title, tuple(panels), shared_y=False)]
 
 
-PAGE = Page(
-    title="Training that continues at a longer length",
-    question="Trained at L, then continued at a longer length: does a model with normalised keys "
+STUDY = Study(
+    KIND,
+    "Trained at L, then continued at a longer length: does a model with normalised keys "
     "need any change, and does it end as well as Baseline with a stretched rotation?",
+    title="Training that continues at a longer length",
+    help="Train at L, continue at 4 L: KeyNorm as it is, Baseline as it is and with PI, ABF, NTK, "
+    "YaRN.\n\nEach model is read at L (what is forgotten), 4 L and 16 L before and along the "
+    "continued training; tables and a figure of loss and accuracy by continued steps. The settings "
+    "of the continued training are said once, in the preset, for all scores.",
     sources=("kexue.fm/archives/9859",),
+    resolve=resolve,
+    runs=(ContinueCell,),
     tables=(
         Table(
             "table",
@@ -316,30 +347,18 @@ PAGE = Page(
         Table(
             "changes",
             "What was forgotten and gained",
-            _last_rows,
-            _change_columns,
+            last_rows,
+            changes,
             intro="Change of the loss (nats) from the model as it was trained to the last step, "
             "paired; above 0 at the shortest length: forgotten.",
         ),
     ),
     claims=claims,
     figures=figures,
-)
-
-STUDY = Study(
-    name=KIND,
-    help="Train at L, continue at 4 L: KeyNorm as it is, Baseline as it is and with PI, ABF, NTK, "
-    "YaRN.\n\nEach model is read at L (what is forgotten), 4 L and 16 L before and along the "
-    "continued training; tables and a figure of loss and accuracy by continued steps. The settings "
-    "of the continued training are said once, in the preset, for all scores.",
-    resolve=resolve,
-    cells=(ContinueCell,),
-    page=PAGE,
     examples=(
         ("--preset smoke", "the whole path, small"),
         ("", "the study itself; `--plan` says how long it takes here"),
         ("--seeds 3", "with intervals over three trained models of each kind"),
         ("--set continued.multiple=8 --plan", "at 8 training lengths: its cost"),
     ),
-    collect=measured_below,
 )

@@ -28,7 +28,7 @@ from normattn.lab.report.points import bin_points, octaves
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table, shown
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
-from normattn.lab.stats import Estimate, MeasurementStore, Statistic
+from normattn.lab.stats import Estimate, MeasurementStore, Metric
 from normattn.lab.stats.arrays import Array, Where
 from normattn.lab.stats.metrics import accuracy, loss
 from normattn.lab.studies._advice import (
@@ -87,15 +87,15 @@ def _with_parameters(view: View, row: Row) -> Cell:
     return Cell(resolved(view, method)) if method else NOTHING
 
 
-def _by_length(key: str, statistic: Statistic) -> Callable[[View], Sequence[Column]]:
+def _by_length(key: str, statistic: Metric) -> Callable[[View], Sequence[Column]]:
     """A column for every length, of the last tokens."""
 
     def columns(view: View) -> list[Column]:
         whole = Column("parameters", "with its parameters", plain=_with_parameters)
         all_columns = [whole] if key == "loss" else []
         for length in lengths_of(view):
-            terms = ((1.0, {"protocol": LAST, "length": length}),)
-            all_columns.append(Column(f"{key}_{length}", spoken(length), statistic, terms))
+            last = statistic.at(protocol=LAST, length=length)
+            all_columns.append(Column(f"{key}_{length}", spoken(length), last))
         return all_columns
 
     return columns
@@ -103,25 +103,22 @@ def _by_length(key: str, statistic: Statistic) -> Callable[[View], Sequence[Colu
 
 def _changes(view: View) -> list[Column]:
     """By how much the loss lies above that of the model as it is after its training length."""
-    known = {"protocol": LAST, "length": home(view), "method": ""}
+    last = LOSS.at(protocol=LAST)
+    known = last.at(length=home(view), method="")
     return [
-        Column(
-            *(f"change_{length}", f"after {spoken(length)}", LOSS),
-            ((1.0, {"protocol": LAST, "length": length}), (-1.0, known)),
-            signed=True,
-        )
-        for length in lengths_of(view)
+        Column(f"change_{n}", f"after {spoken(n)}", last.at(length=n) - known)
+        for n in lengths_of(view)
     ]
 
 
-def _octaves(statistic: Statistic) -> Callable[[View], Sequence[Column]]:
+def _octaves(statistic: Metric) -> Callable[[View], Sequence[Column]]:
     """Loss or accuracy at the longest length in bins up to L, 2 L, 4 L …"""
 
     def columns(view: View) -> list[Column]:
-        at = ((1.0, {"protocol": POSITION}),)
+        at = {"protocol": POSITION}
         return [
-            Column(f"{statistic.name}_{low}", title, statistic, at, places, interval=False)
-            for low, title, places in octaves(view, statistic, at[0][1])
+            Column(f"{statistic.name}_{low}", title, statistic.at(at).between(span), interval=False)
+            for low, title, span in octaves(view, statistic, at)
         ]
 
     return columns
@@ -226,7 +223,7 @@ def figures(view: View) -> list[Figure]:
     ]
 
 
-def _position_lines(view: View, statistic: Statistic) -> tuple[Line, ...]:
+def _position_lines(view: View, statistic: Metric) -> tuple[Line, ...]:
     lines = []
     for method in methods_of(view):
         at = {"method": method, "protocol": POSITION}
@@ -286,7 +283,7 @@ PAGE = Page(
             "cost",
             "What it costs at the training length",
             (
-                Column("loss", "loss, nats", LOSS, ((1.0, {"protocol": TRAIN}),)),
+                Column("loss", "loss, nats", LOSS.at(protocol=TRAIN)),
                 Column("change", "more than as it is, %", plain=_change),
             ),
         ),

@@ -13,7 +13,7 @@ from typing import Any
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.lab.report.figure import Figure, IntervalColumn, Intervals
+from normattn.lab.report.figure import Figure
 from normattn.lab.report.page import Page
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table, shown
 from normattn.lab.report.view import View
@@ -29,6 +29,7 @@ from normattn.lab.studies._advice import (
     name_of,
     resolved,
 )
+from normattn.lab.studies.base import intervals
 from normattn.lab.studies.extend import EXACT, KEY, collect
 from normattn.lab.studies.extend import KIND as OF_EXTEND
 from normattn.lab.studies.extend import MEASUREMENTS as OF_WINDOWS
@@ -119,10 +120,8 @@ def _losses(view: View) -> list[Column]:
     """The loss after contexts of every multiple of L, what the longest one takes, and more."""
     losses = [Column("parameters", "with its parameters", plain=_with_parameters)]
     for multiple in _multiples(view):
-        at = {"protocol": LAST, MULTIPLE: multiple}
-        losses.append(
-            Column(f"loss_{multiple:g}", f"after {_spoken(multiple)}", LOSS, ((1.0, at),))
-        )
+        at = LOSS.at({MULTIPLE: multiple}, protocol=LAST)
+        losses.append(Column(f"loss_{multiple:g}", f"after {_spoken(multiple)}", at))
     return [
         *losses,
         _change(_multiples(view)),
@@ -135,9 +134,9 @@ def _change(multiples: Sequence[float]) -> Column:
     """By how much the loss after the longest context lies above that of the model as it is at L."""
     known = max((multiple for multiple in multiples if multiple <= 1), default=multiples[0])
     title = f"{_spoken(multiples[-1])} above as is at {_spoken(known)}"
-    at: Where = {"protocol": LAST, MULTIPLE: multiples[-1]}
-    terms = ((1.0, at), (-1.0, {"protocol": LAST, MULTIPLE: known, "method": ""}))
-    return Column("change", title, LOSS, terms, signed=True)
+    last = LOSS.at(protocol=LAST)
+    change = last.at({MULTIPLE: multiples[-1]}) - last.at({MULTIPLE: known}, method="")
+    return Column("change", title, change)
 
 
 def _with_parameters(view: View, row: Row) -> Cell:
@@ -157,8 +156,8 @@ def _subject(row: Row) -> Where:
 def _keys(view: View) -> list[Column]:
     """Pass keys found at the longest multiple."""
     longest = _multiples(view)[-1]
-    at = {"protocol": KEY, MULTIPLE: longest}
-    return [Column("keys", f"pass keys at {_spoken(longest)}, %", EXACT, ((1.0, at),))]
+    at = EXACT.at({MULTIPLE: longest}, protocol=KEY)
+    return [Column("keys", f"pass keys at {_spoken(longest)}, %", at)]
 
 
 def _advice(view: View) -> list[str]:
@@ -176,18 +175,9 @@ def _advice(view: View) -> list[str]:
 
 def figures(view: View) -> list[Figure]:
     """The loss of the same last tokens after every multiple of L, and what the longest takes."""
-    rows = _rows(view)
-    panels = tuple(
-        IntervalColumn(
-            column.title,
-            tuple(column.cell(view, row).estimate for row in rows),
-            zero=column.signed,
-        )
-        for column in _losses(view)
-        if column.statistic is LOSS
-    )
+    losses = [column for column in _losses(view) if column.metric and column.metric.name == "loss"]
     title = "Loss of the same last tokens as the context before them grows (nats)"
-    return [Intervals("gallery", title, tuple(row.label for row in rows), panels)]
+    return [intervals(view, "gallery", title, _rows(view), losses)]
 
 
 PAGE = Page(

@@ -1,36 +1,39 @@
 """Does normalising the keys let a model trained on short text read long text? (kexue 9859)
 
 Eight scores are trained (Baseline, QNA, KNA and CosA, each with and without log-n scaling), and
-each reads past its training length in four ways: as it is, and with NTK, YaRN or ReRoPE. "all"
+each reads past its training length in four ways: unmodified, and with NTK, YaRN or ReRoPE. "all"
 asks for the extended table: a row for every trained-in part, and every post-hoc method on
 Baseline, KNA and CosA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from normattn.errors import InputError
+from normattn.lab.report.claim import Claim
 from normattn.lab.report.figure import Figure
-from normattn.lab.report.page import Page
-from normattn.lab.report.table import Cell, Column, Row, Table
+from normattn.lab.report.table import Column, Row, Table, text_column
 from normattn.lab.report.view import View
-from normattn.lab.studies._premise import premise
-from normattn.lab.studies._published import SETTING, TABLE
-from normattn.lab.studies._reading import (
+from normattn.lab.stats import Metric
+from normattn.lab.studies.base import (
+    ACCURACY,
+    CHANGE,
+    LAST,
     LEGEND,
     MAIN_COLUMNS,
+    TRAINED,
+    Study,
     history_figure,
     in_short,
     length_figure,
+    past,
     position_figures,
     reading_columns,
     reading_rows,
     table_figure,
 )
-from normattn.lab.studies._sentences import sentences
-from normattn.lab.studies._variants import BASES, READ_WITH, trained_in_variants
-from normattn.lab.sweep.collect import measured_below
+from normattn.lab.studies.premise import EQUAL, premise
 from normattn.lab.sweep.language import (
     ReadCell,
     TextConfig,
@@ -43,13 +46,20 @@ from normattn.lab.sweep.language import (
 from normattn.lab.sweep.methods import ALL, Omission, candidates
 from normattn.lab.sweep.reading import AS_IS
 from normattn.lab.sweep.settings import Preset
-from normattn.lab.sweep.study import Request, Study, Sweep
+from normattn.lab.sweep.study import Request, Sweep
+from normattn.score.parts import Part, parts
 
 KIND = "keynorm"
+BASES = ("Baseline", "Baseline-logn", "KNA", "KNA-logn", "CosA", "CosA-logn")
+"""The scores that the extended table reads with every method."""
 VARIANTS = tuple(
     f"{base}{logn}" for base in ("Baseline", "QNA", "KNA", "CosA") for logn in ("", "-logn")
 )
 METHODS = (AS_IS, "NTK", "YaRN", "ReRoPE")
+READ_WITH = ("YaRN", "ReRoPE")
+"""The methods that other rows of the extended table are read with."""
+ORDERED = "QKRMSNorm"
+"""What a part of the slot `order` is shown on: it needs a norm, whose gain may matter."""
 
 
 def resolve(request: Request) -> Sweep:
@@ -62,10 +72,11 @@ def resolve(request: Request) -> Sweep:
     preset = opened(request, KIND, Preset)
     config = TextConfig.of_text(preset)
     variants, untrained = _variants(request, config)
-    asked = None if request.methods == (ALL,) else _methods(request, config)
-    methods, unread = usable(
-        {variant: asked or _every_method(variant) for variant in variants}, config
-    )
+    asked = None
+    if request.methods != (ALL,):
+        asked = checked_methods(_listed(request.methods, "--methods") or METHODS, config)
+    wanted = {variant: asked or _every_method(variant) for variant in variants}
+    methods, unread = usable(wanted, config)
     return read_sweep(request, KIND, preset, config, methods, [*untrained, *unread])
 
 
@@ -84,8 +95,26 @@ def _variants(request: Request, config: TextConfig) -> tuple[tuple[str, ...], li
     return tuple(dict.fromkeys(trained)), omissions
 
 
-def _methods(request: Request, config: TextConfig) -> tuple[str, ...]:
-    return checked_methods(_listed(request.methods, "--methods") or METHODS, config)
+def trained_in_variants(
+    layers: int, known: Mapping[str, type[Part]] | None = None
+) -> tuple[str, ...]:
+    """Baseline, KNA and CosA with and without log-n, and a row for every other trained-in part.
+
+    Other norms of the score are not among them: `reproduce mechanism` compares those. Each part
+    stands alone with its default parameters, on Baseline (NoPE on KNA too, where the source found
+    no extrapolation); a part that would change none of so few `layers` changes the last one.
+    """
+    rows = list(BASES)
+    for name, part in (parts() if known is None else known).items():
+        if part.when != "trained-in" or name in ("RoPE", "logn"):
+            continue
+        if part.slot.value == "order":
+            rows.append(f"{ORDERED}-{name}")
+        elif part.slot.value != "variant":
+            every = getattr(part, "every", 0)
+            text = f"{part.name}(every={layers})" if every > layers >= 2 else part.name
+            rows += [f"Baseline-{text}", *(["KNA-NoPE"] if name == "NoPE" else [])]
+    return tuple(rows)
 
 
 def _listed(names: tuple[str, ...] | None, option: str) -> tuple[str, ...] | None:
@@ -96,9 +125,197 @@ def _listed(names: tuple[str, ...] | None, option: str) -> tuple[str, ...] | Non
 
 def _every_method(variant: str) -> tuple[str, ...]:
     """What `all` stands for: every method on the scores of the table; a row that shows another part
-    is read as it is and with two methods.
+    is read unmodified and with two methods.
     """
     return (AS_IS, *(candidates() if variant in (*BASES, *VARIANTS) else READ_WITH))
+
+
+# Claims
+
+SOURCE, CONTROL = "kexue 9859", "control"
+PAST = {
+    "non_repeated": "natural text past L",
+    "repeated": "tiled text past L",
+    "last_segment": "the last segment after the longest context",
+}
+MATTERS = 5.0
+"""Points past L below which a difference is small beside the source's, of 23 and more: where the
+data could have shown none but larger ones, an undecided sentence has too little data; and a
+sentence that promises no loss, or nothing to gain, holds where less than these are lost, or won."""
+WITHIN = f"less than {MATTERS:.0f} points"
+
+
+def claims(view: View) -> list[Claim]:
+    """What the source says of normalised keys, sentence by sentence; two controls come last."""
+    return [
+        *_past_the_training_length(view),
+        *_at_the_training_length(),
+        *_with_methods(view),
+        *_as_contexts_grow(view),
+        *_controls(view),
+    ]
+
+
+def _at(view: View, protocol: str, variant: str, method: str = "") -> Metric:
+    """Accuracy over the longest texts of a protocol."""
+    return past(ACCURACY, view, protocol, variant=variant, method=method)
+
+
+def _past_the_training_length(view: View) -> Iterator[Claim]:
+    """Scores as they are against Baseline as it is."""
+    for row in ("KNA", "CosA", "KNA-logn", "CosA-logn"):
+        for protocol, words in PAST.items():
+            yield Claim(
+                f"{row} reads better than Baseline: {words}",
+                _at(view, protocol, row) - _at(view, protocol, "Baseline"),
+                *(SOURCE, f"{row} − Baseline, accuracy"),
+                matters=MATTERS,
+            )
+    yield Claim(
+        "normalising the queries alone does not help: KNA is above QNA on natural text",
+        _at(view, "non_repeated", "KNA") - _at(view, "non_repeated", "QNA"),
+        *(SOURCE, "KNA − QNA, accuracy"),
+        matters=MATTERS,
+    )
+
+
+def _at_the_training_length() -> Iterator[Claim]:
+    at_l = ACCURACY.at(TRAINED)
+    for row in ("KNA", "CosA", "QNA"):
+        yield Claim(
+            f"{row} is slightly better at the training length",
+            at_l.at(variant=row) - at_l.at(variant="Baseline"),
+            *(SOURCE, f"{row} − Baseline at L, accuracy"),
+            matters=EQUAL,
+        )
+
+
+def _with_methods(view: View) -> Iterator[Claim]:
+    """What methods are worth to normalised keys, and what normalised keys are worth beside them."""
+    for method in ("YaRN", "ReRoPE"):
+        baseline = _at(view, "non_repeated", "Baseline", method)
+        yield Claim(
+            f"KNA as it is reads natural text as well as Baseline with {method} ({WITHIN} worse)",
+            _at(view, "non_repeated", "KNA") - baseline,
+            *(SOURCE, f"KNA − Baseline-{method}, accuracy"),
+            matters=MATTERS,
+            margin=MATTERS,
+        )
+    for row in ("KNA", "CosA"):
+        for method in ("NTK", "YaRN", "ReRoPE"):
+            natural = _at(view, "non_repeated", row)
+            yield Claim(
+                f"{row} gains nothing from {method} on natural text ({WITHIN})",
+                natural.at(method=method) - natural,
+                *(SOURCE, f"{row}-{method} − {row}, accuracy", -1, MATTERS, MATTERS),
+            )
+    tiled = _at(view, "repeated", "KNA")
+    for method in ("NTK", "YaRN", "ReRoPE"):
+        yield Claim(
+            f"KNA gains from {method} on tiled text",
+            tiled.at(method=method) - tiled,
+            *(SOURCE, f"KNA-{method} − KNA, accuracy"),
+            matters=MATTERS,
+        )
+    yield Claim(
+        "KNA as it is does not make out positions past L: below Baseline with YaRN on tiled text",
+        tiled - _at(view, "repeated", "Baseline", "YaRN"),
+        *(SOURCE, "KNA − Baseline-YaRN, accuracy", -1, MATTERS),
+    )
+
+
+def _as_contexts_grow(view: View) -> Iterator[Claim]:
+    """The same last segment after L and after the longest context."""
+    lengths = view.lengths("last_segment")
+    if len(lengths) < 2:
+        return
+    near, far = lengths[0], lengths[-1]
+    longer = LAST.at(length=far, method="") - LAST.at(length=near, method="")
+    change = CHANGE.at(method="")
+    for row in ("KNA", "CosA"):
+        yield Claim(
+            f"{row} loses less than Baseline from L to the longest context",
+            change.at(variant=row) - change.at(variant="Baseline"),
+            *(SOURCE, f"change of {row} − change of Baseline, last segment"),
+            matters=MATTERS,
+        )
+        yield Claim(
+            f"{row} needs no change at all: longer contexts do not hurt it (by {WITHIN})",
+            longer.at(variant=row),
+            *(SOURCE, f"{row}, last segment: after {far:,} − after {near:,}"),
+            matters=MATTERS,
+            margin=MATTERS,
+        )
+    yield Claim(
+        "KNA does not extrapolate without rotary positions: longer contexts hurt KNA-NoPE",
+        longer.at(variant="KNA-NoPE"),
+        *(SOURCE, f"KNA-NoPE, last segment: after {far:,} − after {near:,}", -1, MATTERS),
+    )
+
+
+def _controls(view: View) -> Iterator[Claim]:
+    """KNA against what cannot extrapolate and cannot fail."""
+    natural = _at(view, "non_repeated", "KNA")
+    yield Claim(
+        "KNA as it is reads natural text past L better than a model with a window of L/4",
+        natural - natural.at(variant="Baseline-SlidingWindow"),
+        *(CONTROL, "KNA − Baseline-SlidingWindow, accuracy"),
+        matters=MATTERS,
+    )
+    yield Claim(
+        "KNA as it is reads natural text past L better than Baseline does by its first tokens and "
+        "a window",
+        natural - natural.at(variant="Baseline", method="StreamingLLM"),
+        *(CONTROL, "KNA − Baseline-StreamingLLM, accuracy"),
+        matters=MATTERS,
+    )
+
+
+# The source's table, to stand beside ours: another setting, never a target.
+
+SETTING = (
+    "100M-parameter GAU (24 layers, width 768, key size 128, DeepNorm, Tiger), trained at 512 "
+    "tokens, tested at 4096; corpus and number of steps unpublished (kexue.fm/archives/9859)"
+)
+# Accuracy in %: at L, then (repeated, non-repeated) unmodified and with NTK, YaRN, ReRoPE.
+PUBLISHED: dict[str, tuple[float, tuple[tuple[float, float], ...]]] = {
+    "Baseline": (49.41, ((24.17, 23.16), (60.57, 42.20), (80.10, 47.45), (76.11, 47.82))),
+    "Baseline-logn": (49.40, ((24.60, 24.02), (75.86, 47.06), (82.57, 46.52), (85.47, 48.87))),
+    "QNA": (49.55, ((22.45, 22.18), (52.28, 39.88), (82.53, 47.50), (78.22, 47.72))),
+    "QNA-logn": (49.42, ((19.55, 18.74), (57.44, 41.56), (80.08, 45.16), (84.71, 48.31))),
+    "KNA": (49.60, ((61.08, 47.69), (64.44, 43.02), (84.19, 47.44), (77.76, 47.73))),
+    "KNA-logn": (49.58, ((63.17, 46.40), (79.05, 47.43), (83.95, 47.16), (85.48, 48.78))),
+    "CosA": (49.73, ((58.90, 46.98), (62.50, 42.77), (83.40, 47.80), (77.82, 47.80))),
+    "CosA-logn": (49.67, ((64.74, 48.39), (78.97, 47.46), (82.28, 45.72), (85.67, 48.39))),
+}
+PUBLISHED_METHODS = ("", "NTK", "YaRN", "ReRoPE")
+
+
+def published(row: Row) -> dict[str, float] | None:
+    """What the source prints of a row: at L, on repeated and on other text; None for another."""
+    score, method = row.where["row"], row.where["method"]
+    if score not in PUBLISHED or method not in PUBLISHED_METHODS:
+        return None
+    train, pairs = PUBLISHED[score]
+    repeated, natural = pairs[PUBLISHED_METHODS.index(method)]
+    return {"train": train, "repeated": repeated, "non_repeated": natural}
+
+
+def _source_columns(view: View) -> Sequence[Column]:
+    """Ours and theirs, side by side."""
+
+    def theirs(key: str) -> Column:
+        return text_column(
+            f"{key}_source", "source", lambda view, row: f"{(published(row) or {})[key]:.2f}"
+        )
+
+    ours = {column.key: column for column in reading_columns(view)}
+    return [
+        column
+        for key in ("train", "repeated", "non_repeated")
+        if key in ours
+        for column in (Column(key, ours[key].title, ours[key].metric, interval=False), theirs(key))
+    ]
 
 
 def figures(view: View) -> list[Figure]:
@@ -106,34 +323,18 @@ def figures(view: View) -> list[Figure]:
     return [*position_figures(view), length_figure(view), table_figure(view), history_figure(view)]
 
 
-def _source_rows(view: View) -> list[Row]:
-    return [row for row in reading_rows(view) if (row.where["row"], row.where["method"]) in TABLE]
-
-
-def _source_columns(view: View) -> Sequence[Column]:
-    """Ours and theirs, side by side."""
-    ours = {column.key: column for column in reading_columns(view)}
-    paired = []
-    for key in ("train", "repeated", "non_repeated"):
-        if key not in ours:
-            continue
-
-        def theirs(view: View, row: Row, key: str = key) -> Cell:
-            published = TABLE[row.where["row"], row.where["method"]]
-            return Cell(f"{getattr(published, key):.2f}")
-
-        paired.append(
-            Column(key, ours[key].title, ours[key].statistic, ours[key].terms, interval=False)
-        )
-        paired.append(Column(f"{key}_source", "source", plain=theirs))
-    return paired
-
-
-PAGE = Page(
-    title="Accuracy past the training length",
-    question="Does normalising keys (KNA), queries (QNA) or both (CosA) let a model trained on "
+STUDY = Study(
+    KIND,
+    "Does normalising keys (KNA), queries (QNA) or both (CosA) let a model trained on "
     "short text read long text, as it is or with NTK, YaRN and ReRoPE?",
+    title="Accuracy past the training length",
+    help="Train each score, read to 8 times the training length each way, tabulate and plot.\n\n"
+    "The plan comes first: runs, tokens, FLOPs, time by a short measurement on this machine, disk. "
+    "Rows are added by running it again with other --variants, --methods or --seeds on the same "
+    "OUT; another setting that a result depends on is refused.",
     sources=("kexue.fm/archives/9859",),
+    resolve=resolve,
+    runs=(ReadCell,),
     tables=(
         Table(
             "table",
@@ -148,29 +349,18 @@ PAGE = Page(
         Table(
             "source",
             "Beside the source's table: another setting, not a target",
-            _source_rows,
+            lambda view: [row for row in reading_rows(view) if published(row)],
             _source_columns,
             intro=f"The source: {SETTING}. Accuracy in %. For CosA-logn as it is the source prints "
             "48.39 in its large table and 48.95 in its first.",
         ),
     ),
-    claims=sentences,
+    claims=claims,
     figures=figures,
     summary=in_short,
-)
-
-STUDY = Study(
-    name=KIND,
-    help="Train each score, read to 8 times the training length each way, tabulate and plot.\n\n"
-    "The plan comes first: runs, tokens, FLOPs, time by a short measurement on this machine, disk. "
-    "Rows are added by running it again with other --variants, --methods or --seeds on the same "
-    "OUT; another setting that a result depends on is refused.",
-    resolve=resolve,
-    cells=(ReadCell,),
-    page=PAGE,
-    variants="Trained scores, by commas; any that `normattn list` can name; or `all`. [default: "
-    "Baseline, QNA, KNA, CosA, each with and without -logn]",
-    methods="Ways of reading past L, or `all`: every one that a score can take, and a row for "
+    variants_help="Trained scores, by commas; any that `normattn list` can name; or `all`. "
+    "[default: Baseline, QNA, KNA, CosA, each with and without -logn]",
+    methods_help="Ways of reading past L, or `all`: every one that a score can take, and a row for "
     "every part that can be trained in. [default: as is,NTK,YaRN,ReRoPE]",
     headline=("train", "repeated_seen", "non_repeated", "change"),
     examples=(
@@ -181,5 +371,4 @@ STUDY = Study(
         ("--methods all", "every method, a row for every trained-in part"),
         ("--preset gpu-100m --corpus hf:NAME --plan", "its cost"),
     ),
-    collect=measured_below,
 )

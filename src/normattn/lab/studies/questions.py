@@ -1,7 +1,7 @@
 """What beside the norm decides: a gain, a learned scale, CosA's constant, residual scores?
 
-Four questions that kexue 9859 leaves open. Rows are trained in the preset's setting and read as
-they are; each is held against one other row, by its accuracy at L and by the number of `factors`:
+Four questions that kexue 9859 leaves open. Rows are trained in the preset's setting and read
+unmodified; each is compared with one other row, by its accuracy at L and by its change,
 
     change = accuracy(last segment after 8 L) − accuracy(last segment after L)
 
@@ -10,37 +10,34 @@ KRMSNorm without a gain is KNA, as √d·k/‖k‖ at scale 1/√d is k/‖k‖ 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from normattn.errors import unknown
 from normattn.lab.report.claim import Claim
-from normattn.lab.report.figure import Figure, IntervalColumn, Intervals
-from normattn.lab.report.page import Page
-from normattn.lab.report.table import Cell, Column, Row, Table
-from normattn.lab.report.view import Term, View
-from normattn.lab.stats.arrays import Where
-from normattn.lab.studies._premise import EQUAL, premise
-from normattn.lab.studies._reading import (
+from normattn.lab.report.figure import Figure
+from normattn.lab.report.table import Cell, Column, Row, Table, text_column
+from normattn.lab.report.view import View
+from normattn.lab.stats import Metric
+from normattn.lab.studies.base import (
     ACCURACY,
+    CHANGE,
     LEGEND,
-    POINTS,
     TRAINED,
-    change_terms,
+    Study,
     history_figure,
-    longest,
-    minus,
+    intervals,
+    past,
     position_figures,
     reading_columns,
     reading_rows,
-    whole_cell,
 )
-from normattn.lab.studies._sentences import MATTERS
-from normattn.lab.sweep.collect import measured_below
+from normattn.lab.studies.keynorm import MATTERS
+from normattn.lab.studies.premise import EQUAL, premise
 from normattn.lab.sweep.language import ReadCell, TextConfig, canonical, opened, read_sweep
 from normattn.lab.sweep.reading import AS_IS
 from normattn.lab.sweep.settings import Preset
-from normattn.lab.sweep.study import Request, Study, Sweep, refuse_choices
+from normattn.lab.sweep.study import Request, Sweep, refuse_choices
 from normattn.score import ScoreSpec
 
 NAME = "questions"
@@ -58,7 +55,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, the rows that answer it, each with the row that it is held against.
+    """A question, and pairs of rows that answer it: the second is the reference of the first.
 
     Rows are spelled as their measurements are, however they were written: a pair under another
     name would be trained and left out of the page.
@@ -77,7 +74,7 @@ class Question:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The rows held against come first."""
+        """The references come first."""
         others = (against for _, against in self.pairs)
         return tuple(dict.fromkeys([*others, *(row for row, _ in self.pairs)]))
 
@@ -133,7 +130,10 @@ def resolve(request: Request) -> Sweep:
     return read_sweep(request, NAME, preset, config, methods)
 
 
-def _pairs(view: View) -> list[Row]:
+AT_L, UNMODIFIED_CHANGE = ACCURACY.at(TRAINED), CHANGE.at(method="")
+
+
+def pairs(view: View) -> list[Row]:
     """Every pair that was read: its two rows and the question they answer."""
     known = set(view.values("row", TRAINED))
     return [
@@ -144,96 +144,72 @@ def _pairs(view: View) -> list[Row]:
     ]
 
 
-def _at_l(view: View, row: str) -> tuple[Term, ...]:
-    return (Term(1.0, {**TRAINED, "row": row}),)
-
-
-def _natural(view: View, row: str) -> tuple[Term, ...]:
-    at: Where = {"row": row, "protocol": "non_repeated", "method": ""}
-    length = longest(view, "non_repeated")
-    return () if length is None else (Term(1.0, {**at, "length": length}),)
-
-
-def _change(view: View, row: str) -> tuple[Term, ...]:
-    return change_terms(view, {"row": row, "method": ""})
-
-
-Measured = Callable[[View, str], tuple[Term, ...]]
-
-
-def _column(key: str, title: str, measured: Measured, against: bool) -> Column:
-    def cell(view: View, row: Row) -> Cell:
-        terms = measured(view, str(row.where["row"]))
-        if against:
-            terms = minus(terms, measured(view, str(row.where["other"])))
-        signed = against or measured is _change
-        return whole_cell(view, POINTS if signed else ACCURACY, terms, signed)
-
-    return Column(key, title, POINTS, plain=cell)
-
-
-COLUMNS = (
-    Column("question", "question", plain=lambda view, row: Cell(str(row.where["question"]))),
-    _column("at_l", "at L", _at_l, against=False),
-    _column("change", "change", _change, against=False),
-    _column("at_l_difference", "difference at L", _at_l, against=True),
-    _column("natural_difference", "difference on natural text past L", _natural, against=True),
-    _column("change_difference", "difference in change", _change, against=True),
-)
-
-
-def claims(view: View) -> list[Claim]:
-    """Of every pair, at L and in what longer contexts change."""
+def columns(view: View) -> list[Column]:
+    """The first row of a pair at L and its change; then differences to the second."""
+    natural = past(ACCURACY, view, "non_repeated", method="")
     return [
-        claim
-        for question in QUESTIONS.values()
-        for row, other in question.pairs
-        for claim in _of_pair(view, question, row, other)
+        text_column("question", "question", lambda view, row: row.where["question"]),
+        _of_pair("at_l", "at L", AT_L, difference=False),
+        _of_pair("change", "change", UNMODIFIED_CHANGE, difference=False),
+        _of_pair("at_l_difference", "difference at L", AT_L),
+        _of_pair("natural_difference", "difference on natural text past L", natural),
+        _of_pair("change_difference", "difference in change", UNMODIFIED_CHANGE),
     ]
 
 
-def _of_pair(view: View, question: Question, row: str, other: str) -> Iterator[Claim]:
-    for measured, expected, matters, words in (
-        (_at_l, question.at_l, EQUAL, f"{row} − {other} at L, accuracy"),
-        (_change, question.change, MATTERS, f"change of {row} − change of {other}, last segment"),
-    ):
-        terms = minus(measured(view, row), measured(view, other))
-        if terms:
-            yield Claim(
-                f"{row} {expected.words} {other}",
-                *(SOURCE, words, POINTS, terms, expected.sign, matters),
-                margin=expected.margin,
-            )
+def _of_pair(key: str, title: str, metric: Metric, difference: bool = True) -> Column:
+    def cell(view: View, row: Row) -> Cell:
+        ours, theirs = (metric.at(variant=row.where[name]) for name in ("row", "other"))
+        return Column(key, title, ours - theirs if difference else ours).cell(view, Row("", {}))
+
+    # The metric says in figures that differences have a 0.
+    return Column(key, title, metric - metric if difference else metric, plain=cell)
+
+
+def claims(view: View) -> Iterator[Claim]:
+    """Of every pair, at L and in what longer contexts change."""
+    for question in QUESTIONS.values():
+        for row, other in question.pairs:
+            for metric, expected, matters, measured in (
+                (AT_L, question.at_l, EQUAL, f"{row} − {other} at L, accuracy"),
+                (
+                    *(UNMODIFIED_CHANGE, question.change, MATTERS),
+                    f"change of {row} − change of {other}, last segment",
+                ),
+            ):
+                yield Claim(
+                    f"{row} {expected.words} {other}",
+                    metric.at(variant=row) - metric.at(variant=other),
+                    *(SOURCE, measured, expected.sign, matters, expected.margin),
+                )
 
 
 def figures(view: View) -> list[Figure]:
     """Every pair's differences; accuracy by position; the trainings."""
-    pairs = _pairs(view)
-    drawn: list[Figure] = []
-    if pairs:
-        panels = tuple(
-            IntervalColumn(
-                column.title, tuple(column.cell(view, row).estimate for row in pairs), zero=True
-            )
-            for column in COLUMNS
-            if column.key.endswith("_difference")
-        )
-        title = "Differences of accuracy, in points"
-        drawn.append(Intervals("questions", title, tuple(row.label for row in pairs), panels))
-    return [*drawn, *position_figures(view), history_figure(view)]
+    differences = [column for column in columns(view) if column.key.endswith("_difference")]
+    title = "Differences of accuracy, in points"
+    drawn = intervals(view, "questions", title, pairs(view), differences)
+    return [drawn, *position_figures(view), history_figure(view)]
 
 
-PAGE = Page(
-    title="What beside the norm decides",
-    question="Does a gain undo what a norm of queries and keys does past the training length, is a "
+STUDY = Study(
+    NAME,
+    "Does a gain undo what a norm of queries and keys does past the training length, is a "
     "learned scale or another constant better, and do residual scores go with it?",
+    title="What beside the norm decides",
+    help="Train scores with and without a gain, a learned scale, other constants and residual "
+    "scores; read each as it is to 8 training lengths.\n\n--variants chooses questions: "
+    + ", ".join(QUESTIONS)
+    + ".",
     sources=("kexue.fm/archives/9859",),
+    resolve=resolve,
+    runs=(ReadCell,),
     tables=(
         Table(
             "table",
             "",
-            _pairs,
-            COLUMNS,
+            pairs,
+            columns,
             head="row − reference",
             intro="Token accuracy in % of the first score as it is, and differences in points, "
             "paired over documents and seeds, with 95 % intervals.",
@@ -251,24 +227,12 @@ PAGE = Page(
             notes=lambda view: (*premise(view, view.values("row", TRAINED)), *LEGEND),
         ),
     ),
-    claims=claims,
+    claims=lambda view: [*claims(view)],
     figures=figures,
-)
-
-STUDY = Study(
-    name=NAME,
-    help="Train scores with and without a gain, a learned scale, other constants and residual "
-    "scores; read each as it is to 8 training lengths.\n\n--variants chooses questions: "
-    + ", ".join(QUESTIONS)
-    + ".",
-    resolve=resolve,
-    cells=(ReadCell,),
-    page=PAGE,
-    variants="Questions, by commas. [default: all]",
+    variants_help="Questions, by commas. [default: all]",
     examples=(
         ("--preset smoke --variants gain", "the whole path, small"),
         ("--preset workstation", "on models that copy"),
         ("--variants constant --seeds 3", "one question, with intervals over three seeds"),
     ),
-    collect=measured_below,
 )

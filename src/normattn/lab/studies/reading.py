@@ -7,25 +7,24 @@ runs that were evaluated by hand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import polars as pl
 
 from normattn.lab.report.figure import Curves, Figure, Grid, Line, Mark, Panel
-from normattn.lab.report.page import Page
 from normattn.lab.report.points import bin_points, octaves
 from normattn.lab.report.table import Column, Row, Table
 from normattn.lab.report.view import View
-from normattn.lab.stats.metrics import Statistic, accuracy
-from normattn.lab.studies._reading import (
+from normattn.lab.stats import Metric
+from normattn.lab.stats.metrics import accuracy
+from normattn.lab.studies.base import (
     ACCURACY,
     LEGEND,
     LOSS,
     METHOD_ORDER,
+    Study,
     history_figure,
     length_figure,
-    longest,
     pairs_of,
     position_figures,
     ranked,
@@ -34,7 +33,6 @@ from normattn.lab.studies._reading import (
     row_of,
     table_figure,
 )
-from normattn.lab.sweep.collect import measured_below
 from normattn.lab.sweep.language import (
     ReadCell,
     TextConfig,
@@ -47,7 +45,7 @@ from normattn.lab.sweep.language import (
 from normattn.lab.sweep.methods import ALL, candidates
 from normattn.lab.sweep.reading import AS_IS
 from normattn.lab.sweep.settings import EvaluationSettings, Preset, validated
-from normattn.lab.sweep.study import Request, Study, Sweep
+from normattn.lab.sweep.study import Request, Sweep
 from normattn.settings import Settings
 
 KIND = "reading"
@@ -95,13 +93,9 @@ def resolve(request: Request) -> Sweep:
     return read_sweep(request, KIND, preset, config, ways, skipped)
 
 
-def _rows_of(protocol: str) -> Any:
+def rows_of(protocol: str) -> Callable[[View], list[Row]]:
     """Rows that were read by one protocol."""
-
-    def rows(view: View) -> list[Row]:
-        return [row_of(*pair) for pair in pairs_of(view.frame.filter(protocol=protocol))]
-
-    return rows
+    return lambda view: [row_of(*pair) for pair in pairs_of(view.frame.filter(protocol=protocol))]
 
 
 def _standard_rows(view: View) -> list[Row]:
@@ -109,112 +103,100 @@ def _standard_rows(view: View) -> list[Row]:
     return reading_rows(View(read, view.bootstrap)) if read.height else []
 
 
-def _octave_columns(statistic: Statistic) -> Any:
-    def columns(view: View) -> Sequence[Column]:
-        at = ((1.0, {"protocol": POSITION}),)
-        return [
-            Column(f"{statistic.name}_{n}", title, statistic, at, bins=places)
-            for n, (_, title, places) in enumerate(octaves(view, ACCURACY, at[0][1]))
-        ]
-
-    return columns
+def octave_columns(metric: Metric) -> Callable[[View], Sequence[Column]]:
+    """The metric at positions up to L, 2 L, 4 L, …"""
+    at = metric.at(protocol=POSITION)
+    return lambda view: [
+        Column(f"{metric.name}_{number}", title, at.between(span))
+        for number, (_, title, span) in enumerate(octaves(view, ACCURACY, {"protocol": POSITION}))
+    ]
 
 
-_ASKED = (("exact", EXACT, "answers"), ("token", ACCURACY, "tokens"))
-
-
-def _retrieval_columns(view: View) -> Sequence[Column]:
-    columns: list[Column] = []
+def _retrieval_columns(view: View) -> list[Column]:
     if TASK not in view.frame.columns:
-        return columns
-    for task, title in TASKS.items():
-        for length in sorted(view.values("length", {"protocol": RETRIEVAL, TASK: task})):
-            at = ((1.0, {"protocol": RETRIEVAL, TASK: task, "length": length}),)
-            for key, statistic, words in _ASKED:
-                name = f"{task}_{key}_{length}"
-                columns.append(Column(name, f"{title}, {words}, {length:,}", statistic, at))
-    return columns
+        return []
+    return [
+        Column(
+            f"{task}_{key}_{length}",
+            f"{title}, {words}, {length:,}",
+            metric.at({TASK: task}, protocol=RETRIEVAL, length=length),
+        )
+        for task, title in TASKS.items()
+        for length in sorted(view.values("length", {"protocol": RETRIEVAL, TASK: task}))
+        for key, metric, words in (("exact", EXACT, "answers"), ("token", ACCURACY, "tokens"))
+    ]
 
 
 def figures(view: View) -> list[Figure]:
     """Accuracy and loss by position, retrieval by depth, and what the standard protocols give."""
-    all_figures: list[Figure] = []
+    drawn: list[Figure] = []
     standard = view.frame.filter(~pl.col("protocol").is_in(OWN_TABLES))
     if standard.filter(pl.col("protocol") != "training").height:
         plain = View(standard, view.bootstrap)
-        all_figures += [*position_figures(plain), length_figure(plain), table_figure(plain)]
+        drawn += [*position_figures(plain), length_figure(plain), table_figure(plain)]
     if standard.filter(pl.col("protocol") == "training").height:
-        all_figures.append(history_figure(view))
-    for row in view.values("row", {"protocol": POSITION}):
-        all_figures.append(_by_position(view, row))
-    return [*all_figures, *_by_depth(view)]
+        drawn.append(history_figure(view))
+    drawn += [_by_position(view, row) for row in view.values("row", {"protocol": POSITION})]
+    return [*drawn, *_by_depth(view)]
 
 
 def _by_position(view: View, row: str) -> Figure:
     where = {"row": row, "protocol": POSITION}
-    length = float(view.one("train_length", where) or 1)
+    mark = Mark(float(view.one("train_length", where) or 1), "L")
     panels = []
-    for statistic, unit in ((ACCURACY, "accuracy (%)"), (LOSS, "loss (nats)")):
+    for metric, unit in ((ACCURACY, "accuracy (%)"), (LOSS, "loss (nats)")):
         lines = []
         for method in ranked(view.values("method", where), METHOD_ORDER):
             at = {**where, "method": method}
-            plotted = bin_points(view, statistic, at, lambda bin_: bin_[3])
+            plotted = bin_points(view, metric, at, lambda bin_: bin_[3])
             if plotted:
                 lines.append(Line(method or "as is", plotted, method or "as is"))
-        panels.append(
-            Panel(
-                statistic.title,
-                tuple(lines),
-                "position",
-                unit,
-                log_x=True,
-                marks=(Mark(length, "L"),),
-            )
-        )
+        panel = Panel(metric.title, tuple(lines), "position", unit, log_x=True, marks=(mark,))
+        panels.append(panel)
     name = f"reading_by_position_{row}".replace("(", "_").replace(")", "").replace("=", "")
     return Curves(name, f"{row}: by position", tuple(panels), shared_y=False)
 
 
-def _by_depth(view: View) -> list[Figure]:
+def _by_depth(view: View) -> Iterator[Figure]:
     """Tokens of the answers that are right, by depth of the fact, at the longest length."""
-    length = longest(view, RETRIEVAL)
+    length = view.longest(RETRIEVAL)
     if length is None:
-        return []
-    grids: list[Figure] = []
+        return
     for task in view.values(TASK, {"protocol": RETRIEVAL}):
         where = {"protocol": RETRIEVAL, TASK: task, "length": length}
-        rows = _rows_of(RETRIEVAL)(view)
-        values: list[tuple[float, ...]] = []
-        depths: list[str] = []
-        for row in rows:
-            sums = view.sums(ACCURACY.name, {**row.where, **where})
-            if sums is None:
-                values.append(())
-                continue
-            depths = [f"{bin_:.2f}" for _, _, bin_, _ in sums.bins]
-            shares = 100 * sums.numerator.sum((0, 1)) / sums.denominator.sum((0, 1))
-            values.append(tuple(float(v) for v in shares))
-        kept = [(row, line) for row, line in zip(rows, values, strict=True) if line]
-        grids.append(
-            Grid(
-                f"retrieval_{task}",
-                f"{TASKS[task]} at {length:,} tokens: answer tokens right, %",
-                tuple(row.label for row, _ in kept),
-                tuple(depths),
-                tuple(line for _, line in kept),
-                tuple(tuple(f"{v:.0f}" for v in line) for _, line in kept),
-                x_title="depth of the fact (0: beginning)",
-                scale_title="%",
-            )
+        read = {row.label: view.sums("accuracy", {**row.where, **where}) for row in rows(view)}
+        known = {name: sums for name, sums in read.items() if sums is not None}
+        if not known:
+            continue
+        depths = [f"{depth:.2f}" for _, _, depth, _ in next(iter(known.values())).bins]
+        values = tuple(
+            tuple((100 * sums.numerator.sum((0, 1)) / sums.denominator.sum((0, 1))).tolist())
+            for sums in known.values()
         )
-    return grids
+        yield Grid(
+            f"retrieval_{task}",
+            f"{TASKS[task]} at {length:,} tokens: answer tokens right, %",
+            tuple(known),
+            tuple(depths),
+            values,
+            tuple(tuple(f"{value:.0f}" for value in line) for line in values),
+            x_title="depth of the fact (0: beginning)",
+            scale_title="%",
+        )
 
 
-PAGE = Page(
-    title="Reading past the training length",
-    question="How far does each score, and each post-hoc method, let a model read past the length "
+rows = rows_of(RETRIEVAL)
+
+STUDY = Study(
+    KIND,
+    "How far does each score, and each post-hoc method, let a model read past the length "
     "it was trained at?",
+    title="Reading past the training length",
+    help="Train Baseline, KNA and CosA-logn and read them to 64 times the training length by every "
+    "post-hoc method, by position and by retrieval.",
     sources=("kexue.fm/archives/9708", "kexue.fm/archives/9859"),
+    resolve=resolve,
+    runs=(ReadCell,),
     tables=(
         Table(
             "table",
@@ -227,17 +209,17 @@ PAGE = Page(
         Table(
             "accuracy_by_position",
             "Accuracy by position, %",
-            _rows_of(POSITION),
-            _octave_columns(ACCURACY),
+            rows_of(POSITION),
+            octave_columns(ACCURACY),
             intro="Natural held-out text, every token scored, in octaves of the training length.",
         ),
         Table(
-            "loss_by_position", "Loss by position, nats", _rows_of(POSITION), _octave_columns(LOSS)
+            "loss_by_position", "Loss by position, nats", rows_of(POSITION), octave_columns(LOSS)
         ),
         Table(
             "retrieval",
             "Facts stated in a long text and asked for at its end, %",
-            _rows_of(RETRIEVAL),
+            rows,
             _retrieval_columns,
             notes=(
                 "answers: right as a whole, as greedy decoding would give them; tokens: of "
@@ -246,20 +228,11 @@ PAGE = Page(
         ),
     ),
     figures=figures,
-)
-
-STUDY = Study(
-    name=KIND,
-    help="Train Baseline, KNA and CosA-logn and read them to 64 times the training length by every "
-    "post-hoc method, by position and by retrieval.",
-    resolve=resolve,
-    cells=(ReadCell,),
-    page=PAGE,
-    variants="Trained scores, by commas. [default: Baseline, KNA, CosA-logn]",
-    methods="Ways of reading, or `all`. [default: all]",
+    variants_help="Trained scores, by commas. [default: Baseline, KNA, CosA-logn]",
+    methods_help="Ways of reading, or `all`. [default: all]",
     examples=(
         ("--preset smoke --variants KNA --methods 'as is,ReRoPE'", "the whole path, small"),
         ("--plan", "what the study itself costs here"),
     ),
-    collect=measured_below,
 )
+PAGE = STUDY.page

@@ -16,13 +16,12 @@ import polars as pl
 from pydantic import Field, field_validator
 
 from normattn.errors import InputError
-from normattn.lab.report.claim import Claim, difference
+from normattn.lab.report.claim import Claim
 from normattn.lab.report.figure import Curves, Figure, Line, Panel, Point
-from normattn.lab.report.page import Page
 from normattn.lab.report.points import points
-from normattn.lab.report.table import Cell, Column, Row, Table
+from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table, text_column
 from normattn.lab.report.view import View
-from normattn.lab.studies._reading import ACCURACY, LEGEND, POINTS, longest, reading_columns
+from normattn.lab.studies.base import ACCURACY, LEGEND, Study, past, reading_columns
 from normattn.lab.sweep.collect import measured_below
 from normattn.lab.sweep.language import (
     ReadCell,
@@ -34,13 +33,15 @@ from normattn.lab.sweep.language import (
 )
 from normattn.lab.sweep.reading import AS_IS
 from normattn.lab.sweep.settings import Preset
-from normattn.lab.sweep.study import Request, Study, Sweep, refuse_choices
+from normattn.lab.sweep.study import Request, Sweep, refuse_choices
 from normattn.score import ScoreSpec
 from normattn.settings import Settings
 
 KIND = "window"
 VARIANTS = ("Baseline", "Baseline-logn")
-PLAIN, POST_HOC, TRAINED = "no log-n", "logn+", "logn"
+FORM, WINDOW = "factor.logn", "factor.window"
+FORMS = PLAIN, POST_HOC, TRAINED = "no log-n", "logn+", "logn"
+DRAWN = ("non_repeated", "repeated", "last_segment")
 
 
 class WindowSettings(Settings):
@@ -63,7 +64,7 @@ class WindowPreset(Preset):
 
 
 class WindowConfig(TextConfig):
-    """What the study's cells share: also the windows."""
+    """What the study's runs share: also the windows."""
 
     window: WindowSettings
 
@@ -81,7 +82,7 @@ def resolve(request: Request) -> Sweep:
 
 
 def _methods(variant: str, config: WindowConfig) -> tuple[str, ...]:
-    """As is, then every window; for the model without log-n also with logn+."""
+    """Unmodified, then every window; for the model without log-n also with logn+."""
     sizes = [max(1, round(share * config.train_length)) for share in config.window.shares]
     if len(set(sizes)) < len(sizes):
         raise InputError(
@@ -92,11 +93,6 @@ def _methods(variant: str, config: WindowConfig) -> tuple[str, ...]:
     if ScoreSpec.parse(variant).logn is None:
         methods += ["logn+", *(f"ReRoPE(window={size})-logn+" for size in sizes)]
     return checked_methods(methods, config)
-
-
-FORM, WINDOW = "factor.logn", "factor.window"
-FORMS = (PLAIN, POST_HOC, TRAINED)
-DRAWN = ("non_repeated", "repeated", "last_segment")
 
 
 def collect(out: Path) -> pl.DataFrame:
@@ -110,9 +106,7 @@ def collect(out: Path) -> pl.DataFrame:
         {
             "score": [text for text, _ in specs],
             FORM: [_form(spec) for _, spec in specs],
-            WINDOW: [
-                None if spec.remapping is None else spec.remapping.window for _, spec in specs
-            ],
+            WINDOW: [spec.remapping.window if spec.remapping else None for _, spec in specs],
         },
         schema={"score": pl.String, FORM: pl.String, WINDOW: pl.Int64},
     )
@@ -136,108 +130,104 @@ def rows(view: View) -> list[Row]:
 def columns(view: View) -> Sequence[Column]:
     """The window, then what a method reads past L."""
     kept = ("repeated", "repeated_seen", "non_repeated", "last_", "cost")
+    read = [column for column in reading_columns(view) if column.key.startswith(kept)]
     return [
-        Column("share", "w / L", plain=_share),
-        Column("window", "w", plain=lambda view, row: Cell(str(row.where[WINDOW] or "–"))),
-        *(
-            replace(column, plain=_cost) if column.key == "cost" else column
-            for column in reading_columns(view)
-            if column.key.startswith(kept)
-        ),
+        *_window_columns(view),
+        *(replace(c, plain=_cost) if c.key == "cost" else c for c in read),
+    ]
+
+
+def _window_columns(view: View) -> list[Column]:
+    length = int(max(view.values("train_length")))
+
+    def share(view: View, row: Row) -> Fraction | None:
+        return row.where[WINDOW] and Fraction(row.where[WINDOW], length)
+
+    return [
+        text_column("share", "w / L", share),
+        text_column("window", "w", lambda view, row: row.where[WINDOW]),
     ]
 
 
 def _cost(view: View, row: Row) -> Cell:
-    """What the method changes at L, against the same trained model as it is."""
-    trained = TRAINED if row.where[FORM] == TRAINED else PLAIN
-    base = {FORM: trained, WINDOW: None}
+    """What the method changes at L, against the same trained model without it."""
+    base = {FORM: TRAINED if row.where[FORM] == TRAINED else PLAIN, WINDOW: None}
     if row.where == base:
-        return Cell("–")
-    at = {"protocol": "train_length"}
-    terms = ((1.0, at), (-1.0, {**at, **base}))
-    return Column("cost", "cost at L", POINTS, terms, signed=True).cell(view, row)
+        return NOTHING
+    at_l = ACCURACY.at(protocol="train_length")
+    return Column("cost", "cost at L", at_l - at_l.at(base)).cell(view, row)
 
 
-def _share(view: View, row: Row) -> Cell:
-    window = row.where[WINDOW]
-    if window is None:
-        return Cell("–")
-    return Cell(str(Fraction(window, _train_length(view))))
+def gains(view: View) -> list[Column]:
+    """What a form of log-n adds to none at the same window."""
+    metrics = {name: past(ACCURACY, view, name) for name in DRAWN if view.longest(name)}
+    return [
+        *_window_columns(view),
+        *(
+            Column(name, _title(view, name), metric - metric.at({FORM: PLAIN}))
+            for name, metric in metrics.items()
+        ),
+    ]
 
 
-def _train_length(view: View) -> int:
-    return int(max(view.values("train_length")))
-
-
-def _gains(view: View) -> list[Row]:
-    """Every row that has a form of log-n, beside none at the same window."""
-    return [row for row in rows(view) if row.where[FORM] != PLAIN]
-
-
-def _gain_columns(view: View) -> Sequence[Column]:
-    gains = [*columns(view)[:2]]
-    for protocol in DRAWN:
-        length = longest(view, protocol)
-        if length is not None:
-            at = {"protocol": protocol, "length": length}
-            terms = ((1.0, at), (-1.0, {**at, FORM: PLAIN}))
-            title = f"{protocol.replace('_', ' ')} ({length:,})"
-            gains.append(Column(protocol, title, POINTS, terms, signed=True))
-    return gains
+def _title(view: View, protocol: str) -> str:
+    return f"{protocol.replace('_', ' ')} ({view.longest(protocol):,})"
 
 
 def claims(view: View) -> list[Claim]:
     """logn+ helps ReRoPE at every window: the mean over windows would hide which."""
-    length = longest(view, "non_repeated")
+    natural = past(ACCURACY, view, "non_repeated")
+    gain = natural.at({FORM: POST_HOC}) - natural.at({FORM: PLAIN})
     windows = [row.where[WINDOW] for row in rows(view) if row.where[FORM] == PLAIN]
-    at = {"protocol": "non_repeated", "length": length}
     return [
-        difference(
+        Claim(
             f"logn+ improves ReRoPE with w = {window}",
-            "kexue 9708",
-            "logn+ − no log-n, non-repeated accuracy",
-            POINTS,
-            *({**at, WINDOW: window, FORM: form} for form in (POST_HOC, PLAIN)),
+            gain.at({WINDOW: window}),
+            *("kexue 9708", "logn+ − no log-n, non-repeated accuracy"),
         )
         for window in windows
-        if window is not None and length is not None
+        if window is not None
     ]
 
 
 def figures(view: View) -> list[Figure]:
     """Accuracy against w / L, one line per form of log-n; dotted: without ReRoPE."""
-    panels = []
-    for protocol in DRAWN:
-        length = longest(view, protocol)
-        if length is None:
-            continue
-        lines = []
-        for form in FORMS:
-            at = {"protocol": protocol, "length": length, FORM: form}
-            level = view.estimate(ACCURACY, {**at, WINDOW: None})
-            windows = [row.where[WINDOW] for row in rows(view) if row.where[FORM] == form]
-            places = (
-                (window / _train_length(view), {**at, WINDOW: window})
-                for window in windows
-                if window is not None
-            )
-            shares = points(view, ACCURACY, places)
-            if shares:
-                lines.append(Line(form, shares, form))
-            if level is not None and shares:
-                flat = tuple(Point.of(x, level) for x in (shares[0].x, shares[-1].x))
-                lines.append(Line(f"{form}, no ReRoPE", flat, form, dashed=True))
-        title = f"{protocol.replace('_', ' ')} ({length:,})"
-        panels.append(Panel(title, tuple(lines), "w / L", "accuracy (%)"))
+    panels = [
+        Panel(_title(view, name), tuple(_lines(view, name)), "w / L", "accuracy (%)")
+        for name in DRAWN
+        if view.longest(name)
+    ]
     title = "Accuracy past the training length against ReRoPE's window"
     return [Curves("accuracy_by_window", title, tuple(panels), shared_y=False)]
 
 
-PAGE = Page(
-    title="ReRoPE's window",
-    question="How wide should ReRoPE's window w be, and what does log-n scaling add, trained in or "
+def _lines(view: View, protocol: str) -> list[Line]:
+    length, lines = max(view.values("train_length")), []
+    for form in FORMS:
+        at = {"protocol": protocol, "length": view.longest(protocol), FORM: form}
+        level = view.estimate(ACCURACY, {**at, WINDOW: None})
+        windows = [row.where[WINDOW] for row in rows(view) if row.where[FORM] == form]
+        places = ((w / length, {**at, WINDOW: w}) for w in windows if w is not None)
+        shares = points(view, ACCURACY, places)
+        if shares:
+            lines.append(Line(form, shares, form))
+        if level is not None and shares:
+            flat = tuple(Point.of(x, level) for x in (shares[0].x, shares[-1].x))
+            lines.append(Line(f"{form}, no ReRoPE", flat, form, dashed=True))
+    return lines
+
+
+STUDY = Study(
+    KIND,
+    "How wide should ReRoPE's window w be, and what does log-n scaling add, trained in or "
     "switched on afterwards (logn+)?",
+    title="ReRoPE's window",
+    help="Read with ReRoPE at windows of ⅛ to 1 training lengths, without log-n, with it and "
+    "logn+.\n\nTrains Baseline and Baseline-logn, reads to 8 times the training length, and "
+    "writes one table and one figure: accuracy against the window, a line for each form of log-n.",
     sources=("kexue.fm/archives/9708",),
+    resolve=resolve,
+    runs=(ReadCell,),
     tables=(
         Table(
             "table",
@@ -251,28 +241,18 @@ PAGE = Page(
         Table(
             "gains",
             "What log-n adds at the same window, in points",
-            _gains,
-            _gain_columns,
+            lambda view: [row for row in rows(view) if row.where[FORM] != PLAIN],
+            gains,
             head="log-n",
         ),
     ),
     claims=claims,
     figures=figures,
-)
-
-STUDY = Study(
-    name=KIND,
-    help="Read with ReRoPE at windows of ⅛ to 1 training lengths, without log-n, with it and "
-    "logn+.\n\nTrains Baseline and Baseline-logn, reads to 8 times the training length, and "
-    "writes one table and one figure: accuracy against the window, a line for each form of log-n.",
-    resolve=resolve,
-    cells=(ReadCell,),
-    page=PAGE,
+    collect=collect,
     examples=(
         ("--preset smoke", "the whole path, small"),
         ("", "the study itself"),
         ("--seeds 3", "with intervals over three trained models"),
         ('--set "window.shares=[0.25,0.5,1,2]"', "other windows"),
     ),
-    collect=collect,
 )

@@ -11,9 +11,9 @@ from normattn.kernels.cosines import BINS
 from normattn.lab.diagnostics.ranges import TAIL, trained_range
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, shown
 from normattn.lab.report.view import View
-from normattn.lab.stats import Sums
-from normattn.lab.stats.metrics import Array, Statistic, crossing, mean
-from normattn.lab.studies._reading import VARIANT_ORDER, ranked
+from normattn.lab.stats import Metric, Sums
+from normattn.lab.stats.metrics import Array, crossing, mean
+from normattn.lab.studies.base import VARIANT_ORDER, ranked
 
 SOURCE_OPEN = "kexue 9859, left open"
 """Of a question that the source asks and does not answer."""
@@ -56,7 +56,7 @@ def where(view: View, **more: object) -> dict[str, object]:
 
 
 def column(
-    key: str, title: str, statistic: Statistic, length: int, without: str = NOTHING.text
+    key: str, title: str, statistic: Metric, length: int, without: str = NOTHING.text
 ) -> Column:
     """A statistic at a length; `without` where nothing was counted."""
 
@@ -77,25 +77,24 @@ def cosine_columns(view: View, key: str, length: int) -> list[Column]:
         Column(
             f"cosine_{key}_{share:g}",
             f"cosine, {share:.1%} at {length:,}",
-            cosine_quantile(share),
-            ((1.0, where(view, length=length)),),
+            cosine_quantile(share).at(where(view, length=length)),
         )
         for share in QUANTILES
     ]
 
 
 @cache
-def cosine_quantile(share: float) -> Statistic:
+def cosine_quantile(share: float) -> Metric:
     """A quantile of the cosines, the mean over heads."""
 
     def value(above: Array, below: Array, *whole: Array) -> Array:
         heads = above.reshape(*above.shape[:-1], -1, BINS)
         return np.asarray(crossing(heads, share, (-1.0, 1.0)).mean(-1))
 
-    return Statistic("cosine", "cosine", value, "", 2)
+    return Metric("cosine", "cosine", value, "", 2)
 
 
-def outside(near: Sums) -> Statistic:
+def outside(near: Sums) -> Metric:
     """The share (%) of cosines in bins that hold none of the cosines at L, but for their tails.
 
     Each seed is a model with a range of its own.
@@ -106,4 +105,4 @@ def outside(near: Sums) -> Statistic:
     def value(above: Array, below: Array, *whole: Array) -> Array:
         return np.asarray(100 * np.where(allowed, 0.0, above).sum(-1) / above.sum(-1))
 
-    return Statistic("cosine", "outside", value, "%", 2)
+    return Metric("cosine", "outside", value, "%", 2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from normattn.lab.diagnostics.ranges import TAIL
-from normattn.lab.report.claim import Claim, difference
+from normattn.lab.report.claim import Claim
 from normattn.lab.report.page import Page
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table, shown
-from normattn.lab.report.view import Term, View
+from normattn.lab.report.view import View
 from normattn.lab.studies.mechanism import positions, unseen
 from normattn.lab.studies.mechanism.figures import figures
 from normattn.lab.studies.mechanism.measured import (
@@ -29,12 +29,12 @@ SOURCE = "kexue 9859"
 def columns(view: View) -> Sequence[Column]:
     """Correlations, the spread of norms, the range of cosines at both lengths."""
     near, far = lengths(view)
-    at = ((1.0, where(view)),)
+    at = where(view)
     return [
         Column("correlation", CORRELATION.title, plain=_correlation),
         Column("heads", "heads + / − / all", plain=_heads),
-        Column("raw_correlation", RAW.title, RAW, at),
-        Column("spread", SPREAD.title, SPREAD, at),
+        Column("raw_correlation", RAW.title, RAW.at(at)),
+        Column("spread", SPREAD.title, SPREAD.at(at)),
         *cosine_columns(view, "near", near),
         Column("ends_near", f"least, largest at {near:,}", plain=_ends(near)),
         *cosine_columns(view, "far", far),
@@ -97,26 +97,21 @@ def claims(view: View) -> list[Claim]:
     highest, baseline = cosine_quantile(1 - TAIL), where(view, row="Baseline")
     decides = Claim(
         "without a norm a key's size decides how much attention it receives",
-        SOURCE,
-        "Baseline: rank correlation of ‖k‖ and attention received",
-        CORRELATION,
-        (Term(1.0, baseline),),
+        CORRELATION.at(baseline),
+        *(SOURCE, "Baseline: rank correlation of ‖k‖ and attention received"),
     )
     further = [
-        difference(
+        Claim(
             f"on longer text {row}'s cosines reach further{remark}",
-            SOURCE,
-            f"{row}: {1 - TAIL:.1%} quantile of cos(q, k), at {far:,} − at {near:,}",
-            highest,
-            *(where(view, row=row, length=length) for length in (far, near)),
+            highest.at(where(view, row=row, length=far)) - highest.at(where(view, row=row)),
+            *(SOURCE, f"{row}: {1 - TAIL:.1%} quantile of cos(q, k), at {far:,} − at {near:,}"),
         )
         for row, remark in (("Baseline", ""), ("KNA", WIDENED), ("KNA-NoPE", WIDENED))
     ]
-    widens = difference(
+    widens = Claim(
         "KeyNorm widens the range of cosines that training reaches",
-        SOURCE,
-        f"{1 - TAIL:.1%} quantile at {near:,}: KNA − Baseline",
-        *(highest, where(view, row="KNA"), baseline),
+        highest.at(where(view, row="KNA")) - highest.at(baseline),
+        *(SOURCE, f"{1 - TAIL:.1%} quantile at {near:,}: KNA − Baseline"),
     )
     return [decides, *further, widens, *positions.claims(view), *unseen.claims(view)]
 

@@ -9,8 +9,9 @@ import numpy as np
 from normattn.lab.diagnostics.key_norms import FIRST
 from normattn.lab.report.claim import Claim
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table
-from normattn.lab.report.view import Term, View
-from normattn.lab.stats.metrics import Array, Statistic, Value, mean
+from normattn.lab.report.view import View
+from normattn.lab.stats import Metric
+from normattn.lab.stats.metrics import Array, Value, mean
 from normattn.lab.studies.mechanism.measured import (
     SOURCE_OPEN,
     column,
@@ -46,9 +47,7 @@ def table() -> Table:
 
 def _columns(view: View, side: str, said: str) -> list[Column]:
     position, first, at = f"{side}position", f"{side}first_norms", lengths(view)[0]
-    one, more = (
-        Statistic(first, "", _of_first(part), "", 2) for part in (slice(1), slice(1, None))
-    )
+    one, more = (Metric(first, "", _of_first(part), "", 2) for part in (slice(1), slice(1, None)))
     size = mean(f"{side}position_size", "")
     return [
         column(position, f"rank correlation, {said}", mean(position, ""), at, "one norm"),
@@ -101,10 +100,9 @@ def claims(view: View) -> list[Claim]:
     return [
         Claim(
             "a key's norm carries its position, whichever way",
+            SIZE.at(where(view, row="Baseline")),
             SOURCE_OPEN,
             "Baseline: rank correlation of ‖k‖ and its position, its size (heads + / − / all: "
             f"{counted})",
-            SIZE,
-            (Term(1.0, where(view, row="Baseline")),),
         )
     ]

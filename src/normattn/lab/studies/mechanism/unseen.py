@@ -11,8 +11,9 @@ from normattn.lab.diagnostics.ranges import READINGS, REGIONS, TAIL
 from normattn.lab.report.claim import Claim
 from normattn.lab.report.figure import Figure, IntervalColumn, Intervals
 from normattn.lab.report.table import Column, Table
-from normattn.lab.report.view import Term, View
-from normattn.lab.stats.metrics import Array, Statistic
+from normattn.lab.report.view import View
+from normattn.lab.stats import Metric
+from normattn.lab.stats.metrics import Array
 from normattn.lab.studies.mechanism.measured import (
     SOURCE_OPEN,
     column,
@@ -25,14 +26,14 @@ Weights = Callable[[Array, Array], Array]
 """(sums, counts), each (…, bins of the axis), to a number."""
 
 
-def _percent(name: str, bins: int, weights: Weights) -> Statistic:
+def _percent(name: str, bins: int, weights: Weights) -> Metric:
     """Per cent, made of the sums over layers and heads of each bin of an axis."""
 
     def value(above: Array, below: Array, *whole: Array) -> Array:
         parts = (x.reshape(*x.shape[:-1], -1, bins).sum(-2) for x in (above, below))
         return np.asarray(100 * weights(*parts))
 
-    return Statistic(name, "", value, "%", 2)
+    return Metric(name, "", value, "%", 2)
 
 
 def _share(part: Array, whole: Array) -> Array:
@@ -46,12 +47,12 @@ def _outside(near_or_far: int) -> Weights:
     return lambda above, _: _share(above[..., outside], above[..., inside] + above[..., outside])
 
 
-def _attention(region: str) -> Statistic:
+def _attention(region: str) -> Metric:
     index = REGIONS.index(region)
     return _percent("attention", len(REGIONS), lambda *sums: _share(*sums)[..., index])
 
 
-def _reading(name: str, ours: str, theirs: str | None = None) -> Statistic:
+def _reading(name: str, ours: str, theirs: str | None = None) -> Metric:
     """Of the last L tokens in one reading, or less that in another; a loss is in nats."""
     first, second = (READINGS.index(reading or ours) for reading in (ours, theirs))
 
@@ -61,7 +62,7 @@ def _reading(name: str, ours: str, theirs: str | None = None) -> Statistic:
 
     if name == "last_accuracy":
         return _percent(name, len(READINGS), weights)
-    return Statistic(name, "", lambda above, below, *whole: weights(above, below), "nats", 3)
+    return Metric(name, "", lambda above, below, *whole: weights(above, below), "nats", 3)
 
 
 PAIRS = len(REGIONS)
@@ -166,10 +167,8 @@ def claims(view: View) -> list[Claim]:
     return [
         Claim(
             sentence.format(row),
-            SOURCE_OPEN,
-            f"{row}: {measured}",
-            statistic,
-            (Term(1.0, where(view, row=row, length=longer)),),
+            statistic.at(where(view, row=row, length=longer)),
+            *(SOURCE_OPEN, f"{row}: {measured}"),
         )
         for sentence, measured, statistic in said
         for row in ("Baseline", "KNA")

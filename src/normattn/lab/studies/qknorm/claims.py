@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from normattn.lab.report.claim import SEEDS, Claim, difference
+from normattn.lab.report.claim import SEEDS, Claim
 from normattn.lab.report.view import View
-from normattn.lab.stats import Estimate, sign_test
-from normattn.lab.stats.metrics import BLEU, Statistic
+from normattn.lab.stats import Estimate, Metric, sign_test
+from normattn.lab.stats.metrics import BLEU
 from normattn.lab.studies.qknorm.images import IMAGES
 from normattn.lab.studies.qknorm.measured import (
     BASE,
@@ -79,17 +79,15 @@ def _clipped(view: View) -> Iterator[Claim]:
         yield _fails_less(sentence, HERE, clipped, normed)
         for experiment, rate in ((RATES, high), (TRANSLATION, None)):
             at = "" if rate is None else f"at {as_multiple(rate)} of the learning rate "
-            ours, theirs = (rows_of(experiment, row, rate) for row in (clipped, normed))
-            yield difference(
+            ours, theirs = (LOSS.at(rows_of(experiment, row, rate)) for row in (clipped, normed))
+            yield Claim(
                 f"{clipped} {at}{as_good} {normed} {not_above}",
-                HERE,
-                _measured(clipped, normed, rate, LOSS),
-                *(LOSS, ours, theirs),
-                sign=-1,
+                ours - theirs,
+                *(HERE, _measured(clipped, normed, rate, LOSS), -1),
             )
 
 
-def _measured(ours: str, theirs: str, rate: float | None, statistic: Statistic) -> str:
+def _measured(ours: str, theirs: str, rate: float | None, statistic: Metric) -> str:
     at = "" if rate is None else f" at {as_multiple(rate)}"
     return f"{ours} − {theirs}{at}, {statistic.title}"
 
@@ -97,7 +95,7 @@ def _measured(ours: str, theirs: str, rate: float | None, statistic: Statistic) 
 def _against(
     says: str,
     source: str,
-    statistic: Statistic,
+    statistic: Metric,
     score: str,
     experiment: str,
     rate: float | None = None,
@@ -106,8 +104,8 @@ def _against(
 ) -> Claim:
     """A score minus Baseline in the same experiment, at the same learning rate."""
     measured = _measured(score, base, rate, statistic)
-    places = (rows_of(experiment, row, rate) for row in (score, base))
-    return difference(f"{score} {says} {base}", source, measured, statistic, *places, sign=sign)
+    ours, theirs = (statistic.at(rows_of(experiment, row, rate)) for row in (score, base))
+    return Claim(f"{score} {says} {base}", ours - theirs, source, measured, sign)
 
 
 def _fails_less(sentence: str, source: str, score: str, than: str) -> Claim:
@@ -138,6 +136,7 @@ def _fails_less(sentence: str, source: str, score: str, than: str) -> Claim:
 
     return Claim(
         sentence,
+        None,
         source,
         f"trainings in which only {than} fails − only {score} (exact sign test)",
         test=test,

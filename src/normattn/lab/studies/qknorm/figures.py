@@ -5,9 +5,9 @@ from __future__ import annotations
 from normattn.lab.report.figure import Curves, Figure, IntervalColumn, Intervals, Line, Panel, Point
 from normattn.lab.report.points import points
 from normattn.lab.report.view import View
-from normattn.lab.stats import Statistic
+from normattn.lab.stats import Metric
 from normattn.lab.stats.metrics import BLEU
-from normattn.lab.studies._reading import loss_points, step_points
+from normattn.lab.studies.base import step_points
 from normattn.lab.studies.qknorm.images import IMAGES
 from normattn.lab.studies.qknorm.measured import (
     IMAGE_ACCURACY,
@@ -51,7 +51,7 @@ def figures(view: View) -> list[Figure]:
 
 
 def _by_score(
-    view: View, name: str, title: str, experiment: str, statistics: tuple[Statistic, ...]
+    view: View, name: str, title: str, experiment: str, statistics: tuple[Metric, ...]
 ) -> Figure:
     """Every score at the preset's learning rate; of fewer than two there is nothing to compare."""
     rows = [
@@ -80,7 +80,7 @@ def _losses(view: View) -> Figure:
     return Curves("loss_by_learning_rate", "Test loss by learning rate", (panel,))
 
 
-def _by_rate(view: View, experiment: str, statistic: Statistic) -> tuple[Line, ...]:
+def _by_rate(view: View, experiment: str, statistic: Metric) -> tuple[Line, ...]:
     """A line for every score trained at several rates; no point where every seed ended in NaN."""
     lines = []
     for score in scores(view, experiment):
@@ -112,7 +112,7 @@ def _history(view: View) -> Figure:
     lines = tuple(
         Line(score, steps, score)
         for score in scores(view, TRANSLATION)
-        if (steps := loss_points(view, training(rows_of(TRANSLATION, score))))
+        if (steps := step_points(view, "loss", training(rows_of(TRANSLATION, score))))
     )
     panel = Panel("", lines, "training step", "training loss (nats per token)")
     return Curves("training_loss", "Training loss; bands: all seeds", (panel,))

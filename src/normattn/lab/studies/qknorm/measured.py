@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 
 from normattn.lab.evaluation.masked import learnt_nothing
 from normattn.lab.report.view import View
-from normattn.lab.stats import Estimate, select
+from normattn.lab.stats import Estimate, Metric, select
 from normattn.lab.stats.arrays import Where
-from normattn.lab.stats.metrics import Statistic, accuracy, loss
-from normattn.lab.studies._reading import ranked
+from normattn.lab.stats.metrics import accuracy, loss
+from normattn.lab.studies.base import ranked
 from normattn.lab.studies.qknorm.rows import CLIP, parts
 from normattn.lab.studies.qknorm.settings import SCORES
 from normattn.lab.studies.qknorm.translation import RATES
 
 BASE = "Baseline"
 LOSS, ACCURACY = loss(), accuracy()
-IMAGE_ACCURACY = Statistic("accuracy", "accuracy", ACCURACY.value, "%", 2)
+IMAGE_ACCURACY = Metric("accuracy", "accuracy", ACCURACY.value, "%", 2)
 IMAGE_LOSS = loss(digits=4)
 UNIGRAM = loss("unigram baseline", "unigram_loss")
 

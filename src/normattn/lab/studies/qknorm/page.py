@@ -8,10 +8,9 @@ from normattn.lab.evaluation.masked import MARGIN
 from normattn.lab.report.page import Page
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table
 from normattn.lab.report.view import View
-from normattn.lab.stats import Statistic
-from normattn.lab.stats.arrays import Where
+from normattn.lab.stats import Metric
 from normattn.lab.stats.metrics import BLEU, CHRF
-from normattn.lab.studies._reading import ranked
+from normattn.lab.studies.base import ranked
 from normattn.lab.studies.qknorm.claims import claims
 from normattn.lab.studies.qknorm.figures import figures
 from normattn.lab.studies.qknorm.images import IMAGES
@@ -41,7 +40,11 @@ SOURCE_BLEU = (28.5, 29.2)
 """What the source reports without and with QK-Norm, on a corpus and at a size of its own."""
 COMPARED = ("QKLayerNorm", "QKRMSNorm", "QKNorm2020")
 """The rows that the source's sentence speaks of; QKNorm2020 is its own form of the norm."""
-TO_BASE: tuple[tuple[float, Where], ...] = ((1.0, {}), (-1.0, {"row": BASE}))
+
+
+def to_base(metric: Metric) -> Metric:
+    """The difference to Baseline."""
+    return metric - metric.at(variant=BASE)
 
 
 def translation_rows(view: View) -> list[Row]:
@@ -108,11 +111,9 @@ RATE = Column("learning_rate", "learning rate", plain=_rate)
 FAILED = Column("failed", "failed", plain=_failed)
 
 
-def _results(*statistics: Statistic) -> tuple[Column, ...]:
+def _results(*statistics: Metric) -> tuple[Column, ...]:
     """Each of them, then each one's difference to Baseline."""
-    changes = (
-        Column(f"change_{s.name}", f"Δ {s.title}", s, TO_BASE, signed=True) for s in statistics
-    )
+    changes = (Column(f"change_{s.name}", f"Δ {s.title}", to_base(s)) for s in statistics)
     return (*(Column(s.name, s.title, s) for s in statistics), *changes)
 
 
@@ -253,9 +254,9 @@ PAGE = Page(
             "Beside the source's sentence: another corpus and size, not a target",
             _source_rows,
             (
-                Column("without", "without: BLEU", BLEU, ((1.0, {"row": BASE}),)),
+                Column("without", "without: BLEU", BLEU.at(variant=BASE)),
                 Column("with", "with: BLEU", BLEU),
-                Column("change", "Δ BLEU", BLEU, TO_BASE, signed=True),
+                Column("change", "Δ BLEU", to_base(BLEU)),
                 Column("source", "the source", plain=_source),
             ),
         ),

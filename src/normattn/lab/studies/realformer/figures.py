@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from normattn.lab.report.figure import Curves, Figure, Grid, Line, Panel, Point
 from normattn.lab.report.points import bin_points
 from normattn.lab.report.view import View
-from normattn.lab.stats.metrics import Statistic
-from normattn.lab.studies._reading import loss_points
+from normattn.lab.stats import Metric
+from normattn.lab.studies.base import step_points
 from normattn.lab.studies.realformer.reading import BY_LAYER, SIZE, depth, grid, names, sizes
 from normattn.lab.studies.realformer.settings import ROWS
 
@@ -83,7 +83,7 @@ def _losses(view: View) -> Figure:
             title,
             # The loss on record of a row with a start is that of its start's training.
             tuple(
-                _line(row, loss_points(view, {"row": row, SIZE: size}))
+                _line(row, step_points(view, "loss", {"row": row, SIZE: size}))
                 for row in rows
                 if ROWS[row].start is None
             ),
@@ -95,7 +95,7 @@ def _losses(view: View) -> Figure:
     return Curves("training_loss", "Training loss; bands: all seeds", panels)
 
 
-def _by_layer(view: View, statistic: Statistic) -> Figure:
+def _by_layer(view: View, statistic: Metric) -> Figure:
     name, title, label = _FIGURES[statistic.name]
     panels = []
     for panel, size, rows in _groups(view):

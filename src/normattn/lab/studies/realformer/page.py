@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from normattn.lab.evaluation.masked import MARGIN
 from normattn.lab.report.page import Page
@@ -18,7 +17,6 @@ from normattn.lab.studies.realformer.reading import (
     BY_LAYER,
     DROPOUT,
     LOSS,
-    POINTS,
     POSTLN,
     RATE,
     SIZE,
@@ -55,21 +53,14 @@ def _seeds(view: View, row: Row) -> str:
 
 def _fact(name: str, title: str, digits: int = 0) -> Column:
     """A number of the training; all seeds of a row have the same."""
-    statistic = mean(name, title, digits)
-    return Column(name, title, statistic, ((1.0, _TRAINING),), interval=False)
+    return Column(name, title, mean(name, title, digits).at(_TRAINING), interval=False)
 
 
 COLUMNS = (
     _SIZE,
-    Column("accuracy", "accuracy", ACCURACY, ((1.0, _MASKED),)),
-    Column(
-        "gain",
-        "− PostLN",
-        replace(POINTS, digits=1),
-        ((1.0, _MASKED), (-1.0, {**_MASKED, "row": POSTLN})),
-        signed=True,
-    ),
-    Column("loss", "loss", LOSS, ((1.0, _MASKED),)),
+    Column("accuracy", "accuracy", ACCURACY.at(_MASKED)),
+    Column("gain", "− PostLN", ACCURACY.at(_MASKED) - ACCURACY.at(_MASKED, variant=POSTLN)),
+    Column("loss", "loss", LOSS.at(_MASKED)),
     _fact("planned_steps", "steps"),
     _fact("parameters", "parameters"),
     Column("seeds", "seeds", plain=_text(_seeds)),
@@ -142,7 +133,7 @@ LAYERS = (
     _SIZE,
     Column("layer", "layer", plain=_text(lambda view, row: row.where["layer"])),
     *(
-        Column(statistic.name, statistic.title, statistic, ((1.0, _DEPTH),), interval=False)
+        Column(statistic.name, statistic.title, statistic.at(_DEPTH), interval=False)
         for statistic in BY_LAYER
     ),
 )

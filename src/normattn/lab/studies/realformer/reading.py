@@ -15,10 +15,11 @@ import polars as pl
 from normattn.errors import InputError
 from normattn.lab.evaluation.masked import learnt_nothing
 from normattn.lab.report.view import View
+from normattn.lab.stats import Metric
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import FACTOR
-from normattn.lab.stats.metrics import Statistic, accuracy, loss, mean, ratio
-from normattn.lab.studies._reading import ranked
+from normattn.lab.stats.metrics import accuracy, loss, mean, ratio
+from normattn.lab.studies.base import ranked
 from normattn.lab.studies.realformer.settings import ROWS
 
 REALFORMER, POSTLN, PRELN = "RealFormer", "PostLN", "PreLN"
@@ -26,10 +27,10 @@ SIZE = f"{FACTOR}size"
 RATE, DROPOUT, WARMUP = f"{FACTOR}learning_rate", f"{FACTOR}dropout", f"{FACTOR}warmup"
 
 ACCURACY, LOSS = accuracy(), loss()
-POINTS = Statistic(ACCURACY.name, "accuracy", ACCURACY.value, "points", 2)
+POINTS = Metric(ACCURACY.name, "accuracy", ACCURACY.value, "points", 2)
 UNIGRAM = loss("unigram baseline", "unigram_loss")
 BY_LAYER = (
-    Statistic("exit_accuracy", "accuracy after it, %", ratio(100.0), "%", 1),
+    Metric("exit_accuracy", "accuracy after it, %", ratio(100.0), "%", 1),
     mean("variance", "variance of the stream", 3),
     mean("entropy", "attention entropy, nats", 3),
     mean("agreement", "agreement with the layer below", 3),

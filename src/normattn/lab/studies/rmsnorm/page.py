@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from normattn.lab.report.claim import SEEDS, Claim, difference
+from normattn.lab.report.claim import SEEDS, Claim
 from normattn.lab.report.figure import Curves, Figure, Line, Panel, Point
 from normattn.lab.report.page import Page
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table, shown
 from normattn.lab.report.view import View
-from normattn.lab.stats import Estimate, Statistic, contrast, estimate, of_seeds, select
+from normattn.lab.stats import Estimate, Metric, contrast, estimate, of_seeds, select
 from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, mean, median, ratio
-from normattn.lab.studies._reading import ranked, step_points
+from normattn.lab.studies.base import ranked, step_points
 from normattn.lab.studies.rmsnorm.measuring import CLASSIFIED, DEVELOPMENT, STEP_TIME
 
 LAYER, RMS = "LayerNorm", "RMSNorm"
@@ -30,8 +30,8 @@ LOST = PUBLISHED[LAYER][0] - PUBLISHED[RMS][0]
 EARLY = 0.1
 """The share of the steps that counts as early in a training."""
 
-LOSS = Statistic("loss", "loss, mnats", ratio(1000.0), "mnats", 2)
-STEP = Statistic("step_time", "step, ms", median(1000.0), "ms", 1)
+LOSS = Metric("loss", "loss, mnats", ratio(1000.0), "mnats", 2)
+STEP = Metric("step_time", "step, ms", median(1000.0), "ms", 1)
 LOG_STEP = replace(STEP, value=lambda *sums: np.log(STEP.value(*sums)))
 THRESHOLD = mean("threshold", "threshold")
 PARAMETERS = mean("parameters", "parameters", 0)
@@ -72,13 +72,13 @@ def _source_seconds(view: View, row: Row) -> Cell:
 
 
 COLUMNS = (
-    Column("micro_f1", "micro F1, %", MICRO_F1, ((1.0, TESTED),)),
-    Column("macro_f1", "macro F1, %", MACRO_F1, ((1.0, TESTED),)),
-    Column("loss", LOSS.title, LOSS, ((1.0, TESTED),)),
+    Column("micro_f1", "micro F1, %", MICRO_F1.at(TESTED)),
+    Column("macro_f1", "macro F1, %", MACRO_F1.at(TESTED)),
+    Column("loss", LOSS.title, LOSS.at(TESTED)),
     Column("threshold", "threshold", plain=_threshold),
-    Column("parameters", "parameters", PARAMETERS, ((1.0, TRAINED),), interval=False),
+    Column("parameters", "parameters", PARAMETERS.at(TRAINED), interval=False),
     Column("step_ms", STEP.title, plain=_step),
-    Column("training_seconds", SECONDS.title, SECONDS, ((1.0, TRAINED),), interval=False),
+    Column("training_seconds", SECONDS.title, SECONDS.at(TRAINED), interval=False),
     Column("source_f1", "source: F1, %", plain=_source_f1),
     Column("source_seconds", "source: s", plain=_source_seconds),
 )
@@ -122,6 +122,7 @@ def claims(view: View) -> list[Claim]:
         ),
         Claim(
             saves,
+            None,
             SOURCE,
             "RMSNorm to LayerNorm, median time of a step, change in %, paired over rounds",
             test=step_change,
@@ -131,6 +132,7 @@ def claims(view: View) -> list[Claim]:
         ),
         Claim(
             saves,
+            None,
             SOURCE,
             "RMSNorm to LayerNorm, time of whole trainings, change in % (beside other work, so "
             "without an interval)",
@@ -140,6 +142,7 @@ def claims(view: View) -> list[Claim]:
         ),
         Claim(
             "RMSNorm's loss is higher early in training",
+            None,
             SOURCE,
             f"RMSNorm − LayerNorm, training loss of the first {EARLY:.0%} of the steps in "
             "thousandths of a nat, paired over seeds",
@@ -150,12 +153,12 @@ def claims(view: View) -> list[Claim]:
 
 
 def _tested(
-    sentence: str, source: str, statistic: Statistic, words: str, sign: int, matters: float | None
+    sentence: str, source: str, statistic: Metric, words: str, sign: int, matters: float | None
 ) -> Claim:
     """RMSNorm − LayerNorm on the test set, paired over documents and seeds."""
-    places = ({"row": row, **TESTED} for row in (RMS, LAYER))
-    said = f"{RMS} − {LAYER}, {words}"
-    return difference(sentence, source, said, statistic, *places, sign=sign, matters=matters)
+    tested = statistic.at(TESTED)
+    change = tested.at(variant=RMS) - tested.at(variant=LAYER)
+    return Claim(sentence, change, source, f"{RMS} − {LAYER}, {words}", sign, matters)
 
 
 def step_change(view: View) -> Estimate | None:
@@ -167,7 +170,7 @@ def step_change(view: View) -> Estimate | None:
     if both[0] is None or both[1] is None:
         return None
     terms = [(1.0, both[0].by_unit()), (-1.0, both[1].by_unit())]
-    value = contrast(terms, LOG_STEP, view.bootstrap)
+    value = contrast(terms, LOG_STEP.value, view.bootstrap)
     # Rounds vary here, not trainings: no number of seeds stands behind it.
     return Estimate(
         _percent(value.value),
@@ -201,7 +204,7 @@ def early_difference(view: View) -> Estimate | None:
     return change if len(shared) >= SEEDS else replace(change, p=None)
 
 
-def _per_seed(view: View, statistic: Statistic, row: str) -> dict[int, float]:
+def _per_seed(view: View, statistic: Metric, row: str) -> dict[int, float]:
     measured = view.estimate(statistic, {"row": row, **TRAINED})
     return {} if measured is None else dict(zip(measured.seeds, measured.per_seed, strict=True))
 

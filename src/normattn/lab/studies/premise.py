@@ -17,17 +17,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from normattn.lab.report.table import shown
-from normattn.lab.report.view import Term, View
+from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate, contrast, select
-from normattn.lab.studies._reading import (
-    ACCURACY,
-    POINTS,
-    SEEN,
-    TRAINED,
-    VARIANT_ORDER,
-    longest,
-    ranked,
-)
+from normattn.lab.studies.base import ACCURACY, SEEN, TRAINED, VARIANT_ORDER, ranked
 from normattn.lab.sweep import presets
 from normattn.score.parts.rope_scaling import YaRN
 
@@ -55,8 +47,9 @@ def premise(view: View, copiers: Sequence[str] | None = None) -> list[str]:
 
 def at_training_length(view: View) -> dict[str, Estimate]:
     """Every other row's accuracy at L minus Baseline's, in points, as they were trained."""
+    at_l = ACCURACY.at(TRAINED)
     differences = {
-        row: view.contrast(POINTS, [Term(1.0, _at(row)), Term(-1.0, _at(BASELINE))])
+        row: view.estimate(at_l.at(variant=row) - at_l.at(variant=BASELINE))
         for row in _rows(view)
         if row != BASELINE
     }
@@ -144,13 +137,9 @@ def _rows(view: View) -> list[str]:
     return compared if len(compared) > 1 else rows
 
 
-def _at(row: str) -> dict[str, str]:
-    return {**TRAINED, "row": row}
-
-
 def _copied(view: View, row: str) -> Estimate | None:
-    lengths = [longest(view, protocol) for protocol in ("repeated", "non_repeated")]
-    within = view.one("train_length", _at(row))
+    lengths = [view.longest(protocol) for protocol in ("repeated", "non_repeated")]
+    within = view.one("train_length", {**TRAINED, "row": row})
     if None in lengths or lengths[0] != lengths[1] or within is None:
         return None
     where = {"row": row, "method": "", "length": lengths[0]}
@@ -167,7 +156,7 @@ def _copied(view: View, row: str) -> Estimate | None:
     # Few documents are read in both ways; drawn together, each counts where it was read.
     units = tuple(sorted({*tiled.units, *natural.units}))
     terms = [(1.0, tiled.at(bins).over(units)), (-1.0, natural.at(bins).over(units))]
-    return contrast(terms, POINTS, view.bootstrap)
+    return contrast(terms, ACCURACY.value, view.bootstrap)
 
 
 def _within(known: Estimate, points: float) -> bool:

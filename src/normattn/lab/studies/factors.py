@@ -1,0 +1,376 @@
+"""Which difference to the source's setting makes KeyNorm decay past the training length?
+
+The source's 100M GAU with KNA reads 8 L about as well as L (kexue 9859); the small MHA model of the
+preset `laptop` does not. Baseline and KNA are trained in the preset's setting and with one change
+each, and one number is watched: what the longest context takes from the same last L tokens,
+
+    change = accuracy(last segment after 8 L) − accuracy(last segment after L)
+
+Changes are joined by "+": `gau+no-tiling`. Seeds and everything else stay the preset's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import polars as pl
+
+from normattn.errors import InputError, unknown
+from normattn.lab.report.claim import Claim
+from normattn.lab.report.figure import Figure
+from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table
+from normattn.lab.report.view import View
+from normattn.lab.stats import Metric, Sums
+from normattn.lab.studies.base import ACCURACY, CHANGE, SEEN, Run, Study, intervals, ranked
+from normattn.lab.studies.keynorm import MATTERS
+from normattn.lab.sweep.collect import measured_below
+from normattn.lab.sweep.language import TextConfig, described, opened
+from normattn.lab.sweep.layout import CellPaths
+from normattn.lab.sweep.measuring import evaluation_sets
+from normattn.lab.sweep.methods import Omission
+from normattn.lab.sweep.reading import AS_IS, ReadStage
+from normattn.lab.sweep.settings import Preset, merged, value_at
+from normattn.lab.sweep.stages import Stage
+from normattn.lab.sweep.study import Cell as AnyRun
+from normattn.lab.sweep.study import Request, Sweep, refuse_choices, seeds_of, sweep_of
+from normattn.lab.training import TrainingConfig
+from normattn.models.config import without_foreign
+
+NAME = "factors"
+SCORES = ("Baseline", "KNA")
+AS_PRESET, ENGLISH = "preset", "english"
+NO_ENGLISH = "no corpus of English text was named (--set factors.english=FOLDER)"
+
+# Changes of the setting
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change: `settings` by dotted name, products of the preset's own numbers
+    (`times`), and the base of the rotation.
+    """
+
+    words: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    times: Mapping[str, float] = field(default_factory=dict)
+    base: int | None = None
+
+    def applied(self, training: Mapping[str, Any]) -> dict[str, Any]:
+        """The preset's training settings with this change; unchanged if it has that block."""
+        scaled = {
+            name: type(value := value_at(training, name))(value * factor)
+            for name, factor in self.times.items()
+        }
+        changed = {**self.settings, **scaled}
+        if changed.get("model.block") == training["model"].get("block", "mha"):
+            return dict(training)
+        kept = {**training, "model": without_foreign(training["model"], changed.get("model.block"))}
+        if "optimiser" in changed:  # Another one has settings of its own.
+            del kept["optimiser"]
+        return merged(kept, changed)
+
+
+def _longer(times: int) -> Mapping[str, float]:
+    """A longer training length with as many tokens in a step."""
+    return {"model.train_length": float(times), "batch_size": 1 / times}
+
+
+# Half of the pairs of a rotation of base 130 finish a turn within 64 tokens, a quarter of base
+# 10,000, whatever the size of the head; in the source's setting (512 tokens) half do.
+TURNING = 130
+# Relative to the size of each parameter (kexue 9512); not searched for in this setting, so a row
+# with Tiger says what this rate does, not what Tiger can do.
+TIGER = {"optimiser": {"name": "tiger", "lr": 5e-3}}
+HALF, QUARTER = {"model.heads": 1 / 2}, {"model.heads": 1 / 4}
+CHANGES: Mapping[str, Change] = {
+    AS_PRESET: Change("the preset as it is"),
+    "base-130": Change("RoPE with base 130", base=TURNING),
+    "length-2x": Change("twice the training length", times=_longer(2)),
+    "length-4x": Change("four times the training length", times=_longer(4)),
+    "no-tiling": Change("no tiled text", {"data.tiled_fraction": 0.0}),
+    "steps-third": Change("a third of the steps", times={"steps": 1 / 3}),
+    "steps-half": Change("half of the steps", times={"steps": 0.5}),
+    "steps-4x": Change("four times the steps", times={"steps": 4.0}),
+    "one-head": Change("one head", {"model.heads": 1}),
+    "heads-2x": Change("heads twice as large, base 130", times=HALF, base=TURNING),
+    "heads-4x": Change("heads 4 times as large, base 130", times=QUARTER, base=TURNING),
+    "deepnorm": Change("DeepNorm", {"model.placement": "DeepNorm"}),
+    "preln": Change("PreLN", {"model.placement": "PreLN"}),
+    "tiger": Change("Tiger at 5e-3, not searched for", TIGER),
+    "gau": Change("gated attention units", {"model.block": "gau"}),
+    "mha": Change("multi-head attention and SwiGLU", {"model.block": "mha", "model.heads": 4}),
+    "layers-6": Change("6 layers", {"model.layers": 6}),
+    "layers-12": Change("12 layers", {"model.layers": 12}),
+    ENGLISH: Change("English text"),
+}
+
+
+def parts(change: str) -> list[Change]:
+    """The single changes that a name joins; `InputError` names the nearest known one."""
+    for name in change.split("+"):
+        if name not in CHANGES:
+            raise unknown("change", name, CHANGES, ", and several of them joined by +")
+    return [CHANGES[name] for name in change.split("+")]
+
+
+def words(change: str) -> str:
+    """A change as the page calls it."""
+    return " + ".join(part.words for part in parts(change))
+
+
+def changed(change: str, config: FactorsConfig) -> dict[str, Any]:
+    """The training settings of a change; `InputError` for English text without a corpus."""
+    training = dict(config.training)
+    for part in parts(change):
+        training = part.applied(training)
+    if ENGLISH not in change.split("+"):
+        return training
+    if not config.english:
+        raise InputError(NO_ENGLISH)
+    return merged(training, {"data.corpus": config.english})
+
+
+# Runs
+
+
+class FactorCell(Run):
+    """Baseline or KNA trained with a change of the setting, and read after L and after 8 L."""
+
+    kind: Literal["factor"] = "factor"
+    change: str
+    row: str
+
+    @property
+    def training_config(self) -> TrainingConfig:
+        """The settings with the change; the score with its base."""
+        bases = {change.base for change in parts(self.change) if change.base}
+        rotary = "".join(f"-RoPE(base={base})" for base in bases)
+        varied = {"seed": self.seed, "model.score": self.row + rotary}
+        return TrainingConfig.parse(merged(self.training, varied), f"the settings of {self.name}")
+
+    def after(self, paths: CellPaths) -> list[Stage]:
+        """Read the run unmodified."""
+        factors = {"change": self.change, "row": self.row}
+        return [
+            ReadStage(self.training_config, paths.run, (AS_IS,), self.evaluation, factors=factors)
+        ]
+
+
+class FactorsConfig(TextConfig):
+    """What the runs share, before any change; `english` is the corpus of the English row."""
+
+    english: str = ""
+
+
+def resolve(request: Request) -> Sweep:
+    """One run for each change, score and seed; `--variants` chooses changes.
+
+    Raises `InputError` for an unknown change and for settings that a change makes impossible. The
+    row of English text needs `--set factors.english=CORPUS` and is left out without it.
+    """
+    refuse_choices(request, NAME)
+    english = str(request.changes.get("factors.english", ""))
+    own = {k: v for k, v in request.changes.items() if k != "factors.english"}
+    preset = opened(Request(**{**vars(request), "changes": own}), NAME, Preset)
+    ends = preset.evaluation.multiples[:: max(1, len(preset.evaluation.multiples) - 1)]
+    config = FactorsConfig.of_text(preset, {"multiples": ends}, english=english)
+    changes, skipped = _changes(request, config)
+    cells = [
+        _cell(change, score, seed, config)
+        for seed in seeds_of(request, preset)
+        for change in changes
+        for score in SCORES
+    ]
+    return sweep_of(request, NAME, config, cells, _describe, config.facts, skipped)
+
+
+def _changes(request: Request, config: FactorsConfig) -> tuple[list[str], list[Omission]]:
+    """The changes to train; of all of them those that the preset cannot have are left out."""
+    kept, skipped = [], []
+    plain = [_cell(AS_PRESET, score, 0, config).training_config for score in SCORES]
+    for change in dict.fromkeys(request.variants or CHANGES):
+        try:
+            configs = [_cell(change, score, 0, config).training_config for score in SCORES]
+            if change != AS_PRESET and configs == plain:
+                raise InputError(f"{change} changes nothing in the preset {config.preset}")
+        except InputError as error:
+            if request.variants:
+                raise
+            skipped.append(Omission(change, "", str(error)))
+        else:
+            kept.append(change)
+    return kept, skipped
+
+
+def _cell(change: str, score: str, seed: int, config: FactorsConfig) -> FactorCell:
+    return FactorCell(
+        variant=f"{change}-{score}",
+        seed=seed,
+        change=change,
+        row=score,
+        training=changed(change, config),
+        evaluation=config.evaluation,
+    )
+
+
+def _describe(cell: AnyRun, data: Any) -> Sequence[str]:
+    assert isinstance(cell, FactorCell)
+    length = cell.training_config.model.train_length
+    return described(lambda read: evaluation_sets(read, length, cell.evaluation))(cell, data)
+
+
+def collect(out: Any) -> pl.DataFrame:
+    """What was measured; trainings too have the change and the score as factors."""
+    return measured_below(out, factors=("change", "row"))
+
+
+# Tables, claims, figure
+
+
+def rows(view: View) -> list[Row]:
+    """The changes whose models were read, the unchanged preset first."""
+    known = view.values("factor.change", {"protocol": "last_segment", "method": ""})
+    return [Row(words(name), {"factor.change": name}) for name in ranked(known, tuple(CHANGES))]
+
+
+def _change(score: str) -> Metric:
+    """What a longer context does to a score."""
+    return CHANGE.at({"factor.row": score}, method="")
+
+
+def columns(view: View) -> list[Column]:
+    """How good the models are at L, whether they copy, and what a longer context does."""
+    shown = []
+    for score in SCORES:
+        at = {"factor.row": score}
+        at_l = ACCURACY.at(at, protocol="train_length")
+        copies = SEEN.at(at, protocol="repeated").between(_within(view))
+        shown.append(Column(f"{score}_at_l", f"{score} at L", at_l))
+        shown.append(Column(f"{score}_copies", f"{score}, copies at L", copies))
+    shown += [Column(f"{name}_change", f"change of {name}", _change(name)) for name in SCORES]
+    gap = _change("KNA") - _change("Baseline")
+    shown.append(Column("gap", "change of KNA − of Baseline", gap))
+    shown.append(_effect("effect", "effect on KNA's change", lambda change: AS_PRESET))
+    if _several(view):
+        shown.append(_effect("last", "effect of the last of several", _without_last))
+    return shown
+
+
+def _within(view: View) -> Callable[[Sums], Sums]:
+    """The bins within the training length, of tiled text that ends beyond it."""
+
+    def bins(sums: Sums) -> Sums:
+        # Models of other training lengths have other documents, and so another digest.
+        length = view.values("train_length", {"data": sums.data})[0]
+        return sums.at([n for n, (*_, end) in enumerate(sums.bins) if end <= length])
+
+    return bins
+
+
+def _several(view: View) -> bool:
+    """Whether changes were joined."""
+    return any(_without_last(str(row.where["factor.change"])) for row in rows(view))
+
+
+def _without_last(change: str) -> str | None:
+    """What a joined change adds its last part to; None for a single one."""
+    return change.rpartition("+")[0] or None
+
+
+def _effect(key: str, title: str, against: Callable[[str], str | None]) -> Column:
+    """The change of KNA minus the same under another change of the setting."""
+    ours = _change("KNA")
+
+    def cell(view: View, row: Row) -> Cell:
+        change = str(row.where["factor.change"])
+        other = against(change)
+        if other is None or not _comparable(view, change, other):
+            return NOTHING
+        return Column(key, title, ours - ours.at({"factor.change": other})).cell(view, row)
+
+    return Column(key, title, plain=cell)
+
+
+def _comparable(view: View, change: str, other: str) -> bool:
+    """Whether the other change was read too, in the same documents."""
+    units = [
+        set(view.values("unit", {"factor.change": name, "protocol": "last_segment"}))
+        for name in (change, other)
+    ]
+    return change != other and bool(units[0] & units[1])
+
+
+def claims(view: View) -> list[Claim]:
+    """Of every change whether it takes away KNA's loss."""
+    ours = _change("KNA")
+    return [
+        Claim(
+            f"{row.label}: KNA loses less from L to the longest context",
+            ours.at(row.where) - ours.at({"factor.change": AS_PRESET}),
+            "asked here, as kexue 9859 differs",
+            "change of KNA − its change in the preset as it is, last segment",
+            matters=MATTERS,
+        )
+        for row in rows(view)
+        if _comparable(view, row.where["factor.change"], AS_PRESET)
+    ]
+
+
+def figures(view: View) -> list[Figure]:
+    """The change of either score under every change of the setting."""
+    drawn = [c for c in columns(view) if c.key in ("Baseline_change", "KNA_change", "gap")]
+    title = "Accuracy of the last segment after the longest context minus after L, in points"
+    return [intervals(view, "factors", title, rows(view), drawn)]
+
+
+def notes(view: View) -> tuple[str, ...]:
+    """What the columns are."""
+    always = (
+        "copies at L: tiled text within the training length, the tokens whose answer "
+        "stands earlier. A model that copies no better than it reads has little to lose.",
+        "effect: the change of KNA minus that in the preset as it is, paired over "
+        "documents and seeds; none for a text that shares no document.",
+    )
+    last = (
+        "effect of the last of several: of changes that are joined, minus the change of KNA under "
+        "all of them but the last."
+    )
+    return (*always, last) if _several(view) else always
+
+
+STUDY = Study(
+    NAME,
+    "Which difference to the source's setting makes a small model with normalised keys "
+    "lose accuracy past its training length?",
+    title="Why KeyNorm decays",
+    help="Train Baseline and KNA with one change of the setting each; read after L and 8 L.\n\n"
+    "One number is watched: what the longest context takes from the same last segment. --variants "
+    "chooses changes, and joins several by +: " + ", ".join(CHANGES) + ".",
+    sources=("kexue.fm/archives/9859",),
+    resolve=resolve,
+    runs=(FactorCell,),
+    tables=(
+        Table(
+            "table",
+            "",
+            rows,
+            columns,
+            head="change",
+            intro="Token accuracy in %; change: the last segment after the longest context minus "
+            "after L, in points, with 95 % intervals over documents and seeds.",
+            notes=notes,
+        ),
+    ),
+    claims=claims,
+    figures=figures,
+    collect=collect,
+    variants_help="Changes, by commas, several at once joined by +. [default: all, one at a time]",
+    examples=(
+        ("--preset smoke --variants preset,no-tiling", "the whole path, small"),
+        ("--seeds 3", "the study itself"),
+        ("--seeds 3 --variants preset,gau+no-tiling+deepnorm", "several changes together"),
+        ("--set factors.english=books/", "with the row of English text"),
+    ),
+)
