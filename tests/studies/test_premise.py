@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from normattn.lab.studies.base import position_figures
 
 from normattn.lab.report.figure import Curves
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.lab.studies.base import position_figures
 from normattn.lab.studies.keynorm import STUDY
 from normattn.lab.studies.premise import at_training_length, copying, premise
 from normattn.score.parts import rope_frequencies

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from normattn.errors import InputError
 from normattn.lab.report.table import shown
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Estimate, Metric, holm
@@ -53,6 +54,14 @@ class Claim:
     margin: float = 0.0
     test: Callable[[View], Estimate | None] | None = None
     digits: int | None = None
+
+    def __post_init__(self) -> None:
+        terms = self.metric.terms if self.metric is not None else ()
+        if len(terms) > 1 and len({term.place for term in terms}) == 1:
+            raise InputError(
+                f"the claim {self.sentence!r} compares a row with itself; name another variant, "
+                "length or method on one side"
+            )
 
     def difference(self, view: View) -> Estimate | None:
         """The difference, or None where the frame does not hold it."""
