@@ -21,8 +21,9 @@ def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_PARTS", dict(registry._PARTS))
 
 
-def test_there_are_three_scripts_and_a_notebook() -> None:
+def test_there_are_four_scripts_and_a_notebook() -> None:
     assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {
+        "key_shards.py",
         "one_page.py",
         "own_score.py",
         "read_further.py",

@@ -58,7 +58,7 @@ def test_the_fastest_that_can() -> None:
     )
     assert choose(problem(window=2, cap=1.0, **far)).name == "chunked"
     bias = torch.zeros(2, 5, dtype=torch.float64)
-    assert choose(problem(bias=bias)).name == "bias"
+    assert choose(problem(bias=bias)).name == "chunked"
     assert choose(problem(bias=bias, cap=1.0)).name == "chunked"
     learning = torch.zeros(5, 5, dtype=torch.float64, requires_grad=True)
     assert choose(problem(mask=learning)).name == "strips"
@@ -85,7 +85,7 @@ def test_an_unknown_backend_names_the_known_ones() -> None:
         attend(problem(), "flash")
     assert BACKENDS[0] == "auto"
     others = {"carried", "concatenated"}
-    named = {"fused", "two-regime", "flex", "bias", "chunked", "strips", "reference"}
+    named = {"fused", "two-regime", "flex", "chunked", "strips", "reference"}
     assert named | others == {*BACKENDS[1:]}
 
 

@@ -37,13 +37,12 @@ def test_who_flushes_already_goes_on_to() -> None:
     assert flushes()
 
 
-@pytest.mark.parametrize("backend", ["bias", "chunked"])
-def test_only_what_is_below_every_normal_number_is_lost(backend: str) -> None:
+def test_only_what_is_below_every_normal_number_is_lost() -> None:
     """Steep biases: weights down to exp(-100), whose sums are those of the reference."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 4, 700, 16, requires_grad=True) for _ in range(3))
     made = []
-    for kernel in (backend, "reference"):
+    for kernel in ("chunked", "reference"):
         out = attention(q, k, v, "Baseline-ALiBi", backend=kernel)
         made.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
         assert not flushes()

@@ -9,19 +9,23 @@ from normattn.kernels.cross_entropy import (
 from normattn.kernels.dispatch import (
     BACKENDS,
     TABLE,
+    AttentionOutput,
     Decision,
     attend,
     capability_table,
     choose,
     reasons,
+    run_kernel,
 )
 from normattn.kernels.inputs import AttentionInputs, AttentionMask
+from normattn.kernels.numerics import merge_by_lse
 
 __all__ = [
     "BACKENDS",
     "TABLE",
     "AttentionInputs",
     "AttentionMask",
+    "AttentionOutput",
     "Decision",
     "LinearCrossEntropy",
     "TokenScores",
@@ -29,6 +33,8 @@ __all__ = [
     "capability_table",
     "choose",
     "linear_cross_entropy",
+    "merge_by_lse",
     "reasons",
+    "run_kernel",
     "token_scores",
 ]

@@ -50,7 +50,7 @@ def cosine_counts(
     for group in plan.groups(bare.q):
         scores = TileScores(bare, plan, group)
         at = group.batch, slice(group.heads.start * plan.repeat, group.heads.stop * plan.repeat)
-        for tile in plan.tiles:
+        for tile in group.tiles:
             if not tile.width:
                 continue
             scores.weights(tile, kept=True)

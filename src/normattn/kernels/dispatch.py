@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels.bias import bias_attention
-from normattn.kernels.flex import flex
+from normattn.kernels.flex import flex, flex_with_lse
 from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import showing_divergence
-from normattn.kernels.reference import reference, strip_rows, strips
+from normattn.kernels.reference import reference, reference_with_lse, strip_rows, strips
 from normattn.kernels.residual import carried, concatenated
 from normattn.kernels.sdpa import PROCESSOR_FEATURES, fused
-from normattn.kernels.stats import Eye, look_over, observer
+from normattn.kernels.stats import Eye, Observation, look_over, observer
 from normattn.kernels.tiled import Plan
-from normattn.kernels.tiled_backward import tiled
+from normattn.kernels.tiled_backward import tiled, tiled_with_lse
 from normattn.kernels.two_regime import two_regime
 from normattn.plain import transformed
 
@@ -59,12 +59,7 @@ FEATURES: Mapping[str, Feature] = {
         lambda p: not p.two_regimes, "it is for two regimes, and there is only one"
     ),
     "two regimes": Feature(lambda p: p.two_regimes, "it has one score per pair, not two regimes"),
-    "no bias": Feature(lambda p: p.bias is None, "it is for a bias by distance, and there is none"),
     "bias": Feature(lambda p: p.bias is not None, "it adds no bias to the score"),
-    "short bias": Feature(
-        lambda p: p.bias is not None and p.bias.shape[1] < p.v.shape[2],
-        "its bias must have as many distances as there are keys",
-    ),
     "pairs": Feature(
         lambda p: p.pairs is not None, "it takes no bias that depends on both positions of a pair"
     ),
@@ -131,7 +126,7 @@ FEATURES: Mapping[str, Feature] = {
 # Keys are counted by v: with two regimes there may be fewer near keys than far ones.
 _ALL = frozenset(FEATURES)
 _PLAIN = _ALL - {
-    *("bias", "short bias", "pairs", "normaliser", "selection", "carry", "torch.func"),
+    *("bias", "pairs", "normaliser", "selection", "carry", "torch.func"),
     *("sink", "cap", "sliding window", "documents"),
     *("mask", "mask gradient", "padding", "irregular positions"),
 }
@@ -140,13 +135,17 @@ _TILED = _ALL - {"pairs", "normaliser", "selection", "mask gradient", "carry", "
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute attention: what it serves, whether it differentiates twice, and a remark."""
+    """A way to compute attention: what it serves, whether it differentiates twice, and a remark.
+
+    `run_with_lse` also gives the log-sum-exp of each row; None where the kernel cannot.
+    """
 
     name: str
     run: Run
     serves: frozenset[str]
     second_derivative: bool
     note: str
+    run_with_lse: Callable[[AttentionInputs], tuple[Tensor, Tensor]] | None = None
 
     def why_not(self, inputs: AttentionInputs) -> str | None:
         """The reason why it cannot serve the inputs, or None."""
@@ -178,13 +177,7 @@ KERNELS: tuple[Kernel, ...] = (
         _TILED - {"dropout", "no rows", "float64", "gradients on a CPU"},
         False,
         "flex_attention, compiled: nearly anything on CUDA, two regimes in two calls",
-    ),
-    Kernel(
-        "bias",
-        bias_attention,
-        (_PLAIN | {"bias"}) - {"no bias", "two regimes", "more rows than keys", "dropout"},
-        False,
-        "a bias by distance as a strided view of one line; its gradient by diagonal sums",
+        flex_with_lse,
     ),
     Kernel(
         "carried",
@@ -200,7 +193,14 @@ KERNELS: tuple[Kernel, ...] = (
         False,
         "the features of all layers side by side, by any kernel that serves the rest",
     ),
-    Kernel("chunked", tiled, _TILED, False, "tiles of nearly any inputs; no T × S matrix"),
+    Kernel(
+        "chunked",
+        tiled,
+        _TILED,
+        False,
+        "tiles of nearly any inputs; no T × S matrix",
+        tiled_with_lse,
+    ),
     Kernel(
         "strips",
         strips,
@@ -208,7 +208,14 @@ KERNELS: tuple[Kernel, ...] = (
         True,
         "the definition by strips of whole rows, each computed once more in the backward",
     ),
-    Kernel("reference", reference, _ALL, True, "the definition; holds the whole T × S matrix"),
+    Kernel(
+        "reference",
+        reference,
+        _ALL,
+        True,
+        "the definition; holds the whole T × S matrix",
+        reference_with_lse,
+    ),
 )
 TABLE: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
 BACKENDS: tuple[str, ...] = ("auto", *TABLE)
@@ -234,6 +241,15 @@ def why_not(kernel: str, inputs: AttentionInputs) -> str | None:
     return None if inputs.carry is None else inputs.carry.elsewhere(kernel)
 
 
+def _no_lse(kernel: Kernel, inputs: AttentionInputs) -> str | None:
+    """The reason why a kernel gives no log-sum-exp of the inputs, or None."""
+    if kernel.run_with_lse is None:
+        return "it gives no log-sum-exp"
+    if inputs.normaliser is not None:
+        return "weights that are not those of softmax have no log-sum-exp"
+    return None
+
+
 def capability_table() -> str:
     """The table in Markdown: a line per feature, a column per kernel."""
     lines = ["| inputs with | " + " | ".join(TABLE) + " |", "| --- |" + " --- |" * len(TABLE)]
@@ -241,7 +257,9 @@ def capability_table() -> str:
         marks = ("yes" if name in row.serves else "no" for row in TABLE.values())
         lines.append(f"| {name} | " + " | ".join(marks) + " |")
     twice = ("yes" if row.second_derivative else "no" for row in TABLE.values())
-    return "\n".join([*lines, "| a second derivative | " + " | ".join(twice) + " |"])
+    lines.append("| a second derivative | " + " | ".join(twice) + " |")
+    sums = ("no" if row.run_with_lse is None else "yes" for row in TABLE.values())
+    return "\n".join([*lines, "| the log-sum-exp | " + " | ".join(sums) + " |"])
 
 
 # Query rows at which tiles beat torch's kernel in float32 on cores that have AVX-512 but not its
@@ -269,7 +287,6 @@ def _cpu_order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
     """The same on a CPU. A compiler unrolls hand-written loops, but tiles are one node for it."""
     rows, eager = inputs.q.shape[2], not torch.compiler.is_compiling()
     if eager and rows > 1:
-        yield "bias", "the bias is a strided view of one line, added tile by tile"
         yield "two-regime", "both parts go to torch's flash kernel, merged by log-sum-exp"
     if rows == 1 and _step_by_tiles(inputs):
         yield "chunked", "for one query over many keys on a CPU plain products stand first"
@@ -318,19 +335,25 @@ def _step_by_tiles(inputs: AttentionInputs) -> bool:
     return inputs.q.element_size() != 2 and inputs.v.shape[2] >= 2048 and shared
 
 
-def choose(inputs: AttentionInputs, backend: str = "auto") -> Kernel:
+def choose(inputs: AttentionInputs, backend: str = "auto", lse: bool = False) -> Kernel:
     """The kernel of that name, or the first by the rule that can serve the inputs.
 
-    Raises `InputError` for an unknown name and for a kernel that cannot serve the inputs.
+    With `lse` it has to give the log-sum-exp too. Raises `InputError` for an unknown name and for
+    a kernel that cannot serve the inputs.
     """
+
+    def objection(kernel: Kernel) -> str | None:
+        return kernel.why_not(inputs) or (_no_lse(kernel, inputs) if lse else None)
+
     if backend == "auto":
-        able = (TABLE[name] for name, _ in _order(inputs))
-        return next(kernel for kernel in able if kernel.why_not(inputs) is None)
-    if backend not in TABLE:
+        able = [TABLE[name] for name, _ in _order(inputs)]
+        kernel = next((kernel for kernel in able if objection(kernel) is None), able[-1])
+    elif backend in TABLE:
+        kernel = TABLE[backend]
+    else:
         raise InputError(f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}")
-    kernel = TABLE[backend]
-    if reason := kernel.why_not(inputs):
-        raise InputError(f"the {backend} kernel cannot serve this: {reason}")
+    if reason := objection(kernel):
+        raise InputError(f"the {kernel.name} kernel cannot serve this: {reason}")
     return kernel
 
 
@@ -404,7 +427,6 @@ def _tile(inputs: AttentionInputs) -> int:
 # Kernels that show their tiles to an observer, and those that give way to tiles for it.
 _SEEN_INTO: Mapping[str, Callable[[AttentionInputs, Eye], Tensor]] = {
     "chunked": tiled,
-    "bias": bias_attention,
     "carried": carried,
     "strips": strips,
     "reference": reference,
@@ -412,43 +434,74 @@ _SEEN_INTO: Mapping[str, Callable[[AttentionInputs, Eye], Tensor]] = {
 _STOCK = ("fused", "two-regime")
 
 
-def attend(inputs: AttentionInputs, backend: str = "auto") -> Float[Tensor, "b h t e"]:
-    """softmax(score) · v by the chosen kernel; scores are never in less than float32.
+class AttentionOutput(NamedTuple):
+    """What a kernel gives: the output, and what else was asked for (None where it was not).
 
-    While an `observer` is on, a CPU's tiles take what torch's kernel would, so that they can be
-    read as they are computed; a kernel that cannot be looked into is followed by a pass that only
-    looks.
+    `lse` (B, H, T) is ln Σ_j exp s(i, j) over all that softmax chooses among: the visible keys and
+    a learned sink. It is in float32 or wider, −∞ where there is nothing to choose, and known to
+    autograd.
+    """
+
+    out: Float[Tensor, "b h t e"]
+    lse: Float[Tensor, "b h t"] | None = None
+    statistics: Observation | None = None
+
+
+def run_kernel(
+    inputs: AttentionInputs,
+    backend: str = "auto",
+    *,
+    lse: bool = False,
+    statistics: bool = False,
+    functions: Float[Tensor, "f r"] | None = None,
+) -> AttentionOutput:
+    """softmax(score) · v by the chosen kernel, and what is asked for beside it.
+
+    `statistics` are those of each row's softmax, with the means of `functions` of the distance
+    0 … R − 1. On a CPU tiles give them in place of torch's kernel, as they are computed; a kernel
+    that gives none is followed by a pass that only reads scores. Raises `InputError` as `choose`
+    does.
     """
     device = inputs.q.device.type
     if torch.is_autocast_enabled(device):
         # The tensors' own type decides, for every score alike.
         with torch.autocast(device, enabled=False):
-            return attend(inputs, backend)
-    kernel, by = choose(inputs, backend), observer()
-    if kernel.name == "concatenated":
-        # What it makes of the inputs comes by here once more.
-        return kernel.run(inputs)
+            return run_kernel(inputs, backend, lse=lse, statistics=statistics, functions=functions)
+    kernel = choose(inputs, backend, lse)
     shown = showing_divergence(inputs)
-    eager = not torch.compiler.is_compiling()
-    if (
-        shown is not inputs
-        and eager
-        and inputs.q.device.type == "cpu"
-        and kernel.name in (*_STOCK, "bias")
-    ):
-        # On a CPU these make 0 of NaN, or show it in earlier rows.
+    eager_cpu = device == "cpu" and not torch.compiler.is_compiling()
+    diverged = shown is not inputs and eager_cpu
+    if kernel.name in _STOCK and (diverged or (statistics and eager_cpu and backend == "auto")):
+        # On a CPU these make 0 of NaN, or show it in earlier rows; and they give no statistics.
         kernel = TABLE["chunked"]
-    inputs = shown
-    if by is None:
-        return kernel.run(inputs)
-    eye = Eye(inputs, by.functions(inputs))
-    if backend == "auto" and device == "cpu" and kernel.name in _STOCK:
-        kernel = TABLE["chunked"]
-    look_in = _SEEN_INTO.get(kernel.name)
-    if look_in is not None:
-        out = look_in(inputs, eye)
+    inputs, eye = shown, Eye(shown, functions) if statistics else None
+    if lse and kernel.run_with_lse is not None:
+        out, sums = kernel.run_with_lse(inputs)
+        if eye is not None:
+            look_over(inputs, eye)
     else:
-        out = kernel.run(inputs)
-        look_over(inputs, eye)
-    by.see(inputs, eye.observation())
-    return out
+        sums = None
+        if eye is None:
+            out = kernel.run(inputs)
+        elif kernel.name in _SEEN_INTO:
+            out = _SEEN_INTO[kernel.name](inputs, eye)
+        else:
+            out = kernel.run(inputs)
+            look_over(inputs, eye)
+    return AttentionOutput(out, sums, None if eye is None else eye.observation())
+
+
+def attend(inputs: AttentionInputs, backend: str = "auto") -> Float[Tensor, "b h t e"]:
+    """softmax(score) · v by the chosen kernel; scores are never in less than float32.
+
+    An `observer` that is on gets the statistics of the call.
+    """
+    if inputs.carry is not None and choose(inputs, backend).name == "concatenated":
+        return attend(concatenated(inputs))
+    by = observer()
+    if by is None:
+        return run_kernel(inputs, backend).out
+    output = run_kernel(inputs, backend, statistics=True, functions=by.functions(inputs))
+    assert output.statistics is not None
+    by.see(inputs, output.statistics)
+    return output.out

@@ -1,13 +1,10 @@
 """CUDA: everything that is not absorbed into q and k, by torch's `flex_attention`.
 
 A mask function says which keys a query sees, a score function caps a score and adds biases. Two
-regimes are two calls merged by their log-sum-exp,
-
-    o = o_near + (o_far − o_near) · λ,   λ = 1 / (1 + exp(ℓ_near − ℓ_far)),
-
-and a learned sink, one more logit with value 0, scales the output by 1 / (1 + exp(sink − ℓ)). On
-CUDA the calls are compiled. On a CPU they run eagerly with the whole T × S matrix and without
-gradients, for tests of the two functions.
+regimes are two calls merged by their log-sum-exp ℓ, and a learned sink, one more logit with value
+0, scales the output by 1 / (1 + exp(sink − ℓ)). The block mask is made once for a shape and a kind
+of mask. On CUDA the calls are compiled. On a CPU they run eagerly with the whole T × S matrix and
+without gradients, for tests of the two functions.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D score and E value size.
 
@@ -16,6 +13,7 @@ Source: FlexAttention, https://arxiv.org/abs/2412.05496.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -25,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs
+from normattn.kernels.numerics import merge_by_lse
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query, key) to whether the query sees the key."""
@@ -34,20 +33,23 @@ ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def flex(inputs: AttentionInputs) -> Float[Tensor, "b h t e"]:
     """softmax(score) · v by one call of `flex_attention`, or by two where there are two regimes."""
+    return flex_with_lse(inputs)[0]
+
+
+def flex_with_lse(
+    inputs: AttentionInputs,
+) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
+    """The same, and the log-sum-exp of each row's scores."""
     p, start = inputs, inputs.near_start
     far = None if p.window is None else False
-    out, sums = _call(p, p.q, p.k, p.v[:, :, start:], start, far)
+    out, lse = _call(p, p.q, p.k, p.v[:, :, start:], start, far)
     if p.far_q is not None and p.far_k is not None:
-        far_out, far_sums = _call(p, p.far_q, p.far_k, p.v, 0, True)
-        # A row that sees no key has −∞ in both, whose difference would be NaN.
-        least = torch.finfo(sums.dtype).min / 4
-        sums, far_sums = sums.clamp(min=least), far_sums.clamp(min=least)
-        share = (far_sums - sums).sigmoid()[..., None].to(out.dtype)
-        out, sums = torch.lerp(out, far_out, share), torch.logaddexp(sums, far_sums)
+        out, lse = merge_by_lse(out, lse, *_call(p, p.far_q, p.far_k, p.v, 0, True))
     if p.sink is not None:
-        share = (sums - p.sink.to(sums)[None, :, None]).sigmoid()
-        out = out * share[..., None].to(out.dtype)
-    return out
+        sink = p.sink.to(lse)[None, :, None]
+        out = out * (lse - sink).sigmoid()[..., None].to(out.dtype)
+        lse = torch.logaddexp(lse, sink.expand(lse.shape))
+    return out, lse
 
 
 def mask_function(inputs: AttentionInputs, start: int, far: bool | None) -> MaskFunction:
@@ -56,10 +58,11 @@ def mask_function(inputs: AttentionInputs, start: int, far: bool | None) -> Mask
     `far` confines it to distant pairs or to near ones; None to neither.
     """
     seen, window = inputs.visibility, inputs.window
+    place = _places(inputs, start)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         column = key + start
-        i, j = _pick(seen.query, batch, query), _pick(seen.key, batch, column)
+        i, j = place(batch, query, key)
         sees = column >= 0
         if seen.causal:
             sees = sees & (j <= i)
@@ -87,42 +90,46 @@ def score_function(inputs: AttentionInputs, start: int) -> ScoreFunction | None:
     added = None if seen.mask is None or seen.mask.dtype == torch.bool else seen.mask
     if cap is None and bias is None and added is None:
         return None
+    place = _places(inputs, start)
 
     def changed(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        column = key + start
         if cap is not None:
             score = cap * torch.tanh(score / cap)
         if bias is not None:
-            distance = _pick(seen.query, batch, query) - _pick(seen.key, batch, column)
+            i, j = place(batch, query, key)
             # A distance without a bias occurs only where the key is hidden.
-            score = score + bias[head, distance.abs().clamp(max=bias.shape[1] - 1)]
+            score = score + bias[head, (i - j).abs().clamp(max=bias.shape[1] - 1)]
         if added is not None:
-            score = score + _mask_value(added, batch, head, query, column)
+            score = score + _mask_value(added, batch, head, query, key + start)
         return score
 
     return changed
+
+
+def _places(
+    inputs: AttentionInputs, start: int
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(batch, query, key) to the positions of both; where they are counted, without a look."""
+    seen, shift = inputs.visibility, inputs.v.shape[2] - inputs.q.shape[2]
+
+    def pick(positions: Tensor, batch: Tensor, index: Tensor) -> Tensor:
+        return positions[index] if positions.dim() == 1 else positions[batch, index]
+
+    def place(batch: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if seen.aligned:
+            return query + shift, key + start
+        return pick(seen.query, batch, query), pick(seen.key, batch, key + start)
+
+    return place
 
 
 def _call(
     inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor, start: int, far: bool | None
 ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
     """Output and log-sum-exp of the keys from `start` on."""
-    visible, changed = mask_function(inputs, start, far), score_function(inputs, start)
-    attend, make_mask = _functions(q.device.type == "cuda")
-    seen = inputs.visibility
-    alike = seen.mask is None or seen.mask.dim() < 4 or seen.mask.shape[0] == 1
-    positions = seen.query.dim() == seen.key.dim() == 1
-    one = seen.padding is None and seen.query_documents is None and alike and positions
-    by_head = seen.mask is not None and seen.mask.dim() > 2 and seen.mask.shape[-3] > 1
-    # flex_attention counts the arguments of a function, which a wrapper would hide: lambdas.
-    blocks = make_mask(
-        lambda batch, head, query, key: visible(batch, head, query, key),
-        None if one else q.shape[0],
-        q.shape[1] if by_head else None,
-        q.shape[2],
-        k.shape[2],
-        device=q.device,
-    )
+    changed = score_function(inputs, start)
+    attend, _ = _functions(q.device.type == "cuda")
+    # flex_attention counts the arguments of a function, which a wrapper would hide: a lambda.
     out, sums = attend(
         q,
         k,
@@ -130,16 +137,68 @@ def _call(
         score_mod=None
         if changed is None
         else lambda score, batch, head, query, key: changed(score, batch, head, query, key),
-        block_mask=blocks,
+        block_mask=_block_mask(inputs, start, far),
         scale=1.0,
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out, sums
 
 
-def _pick(positions: Tensor, batch: Tensor, index: Tensor) -> Tensor:
-    """The position of a token, by text where texts have their own."""
-    return positions[index] if positions.dim() == 1 else positions[batch, index]
+# Block masks that are kept: of shapes alone, and of given tensors, which a mask keeps alive.
+_OF_SHAPES, _OF_TENSORS = 64, 4
+_KEPT: tuple[OrderedDict[Any, Any], OrderedDict[Any, Any]] = (OrderedDict(), OrderedDict())
+
+
+def _block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> Any:
+    """The block mask of the keys from `start` on, made once for its shapes and its tensors.
+
+    The layers of a model share their mask's tensors, so that one mask serves a forward and its
+    backward. A tensor that was written to since is another one.
+    """
+    seen, q = inputs.visibility, inputs.q
+    parts = [seen.padding, seen.mask, seen.query_documents, seen.key_documents]
+    parts += [] if seen.aligned else [seen.query, seen.key]
+    tensors = [x for x in parts if x is not None]
+    if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):
+        return _make_block_mask(inputs, start, far)
+    name = (
+        *(q.device, q.shape[:3], inputs.v.shape[2], start, far, inputs.window),
+        *(seen.causal, seen.window, seen.kept, seen.aligned),
+        *((None if x is None else (id(x), x._version)) for x in parts),
+    )
+    kept, most = (_KEPT[1], _OF_TENSORS) if tensors else (_KEPT[0], _OF_SHAPES)
+    if name not in kept:
+        # Its tensors are kept beside it: another one may not get the number of one that is gone.
+        kept[name] = _make_block_mask(inputs, start, far), tensors
+        while len(kept) > most:
+            kept.popitem(last=False)
+    kept.move_to_end(name)
+    return kept[name][0]
+
+
+def _make_block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> Any:
+    seen, q = inputs.visibility, inputs.q
+    # The mask may be kept: it must hold no queries, keys and values.
+    visible = mask_function(_without_numbers(inputs), start, far)
+    alike = seen.mask is None or seen.mask.dim() < 4 or seen.mask.shape[0] == 1
+    positions = seen.query.dim() == seen.key.dim() == 1
+    one = seen.padding is None and seen.query_documents is None and alike and positions
+    by_head = seen.mask is not None and seen.mask.dim() > 2 and seen.mask.shape[-3] > 1
+    return _functions(q.device.type == "cuda")[1](
+        lambda batch, head, query, key: visible(batch, head, query, key),
+        None if one else q.shape[0],
+        q.shape[1] if by_head else None,
+        q.shape[2],
+        inputs.v.shape[2] - start,
+        device=q.device,
+    )
+
+
+def _without_numbers(inputs: AttentionInputs) -> AttentionInputs:
+    """The same shapes, mask and window, and tensors that hold nothing."""
+    parts = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    q, k, v = (x.new_empty(()).expand(x.shape) for x in parts)
+    return AttentionInputs(q, k, v, inputs.visibility, window=inputs.window)
 
 
 def _mask_value(mask: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

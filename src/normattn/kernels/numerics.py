@@ -103,6 +103,26 @@ def refuse_second_derivative(who: str, instead: str) -> None:
         raise InputError(f"{who} gives no second derivatives (create_graph=True); use {instead}")
 
 
+def merge_by_lse(
+    out: Float[Tensor, "b h t e"],
+    lse: Float[Tensor, "b h t"],
+    other_out: Float[Tensor, "b h t e"],
+    other_lse: Float[Tensor, "b h t"],
+) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
+    """Attention over the keys of two shards, of the outputs and log-sum-exps over each.
+
+    o = o₁ + (o₂ − o₁) · λ with λ = 1 / (1 + exp(ℓ₁ − ℓ₂)), and ℓ = ln(exp ℓ₁ + exp ℓ₂). A row that
+    sees no key in either has ℓ = −∞ and the output 0.
+    """
+    # The difference of two −∞ would be NaN, and so would its gradient.
+    least = torch.finfo(lse.dtype).min / 4
+    mine, theirs = lse.clamp(min=least), other_lse.clamp(min=least)
+    share = (theirs - mine).sigmoid()[..., None].to(out.dtype)
+    nothing = (lse == -torch.inf) & (other_lse == -torch.inf)
+    sums = torch.logaddexp(mine, theirs).masked_fill(nothing, -torch.inf)
+    return torch.lerp(out, other_out, share), sums
+
+
 def flushes() -> bool:
     """Whether this thread takes subnormal numbers for 0."""
     return _LEAST * _ONE == 0.0

@@ -27,6 +27,26 @@ def reference(
 
     `eye` looks on; the queries are the `rows` of what it looks at.
     """
+    return _whole(inputs, eye, rows)[0]
+
+
+def reference_with_lse(
+    inputs: AttentionInputs,
+) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
+    """The same, and the log-sum-exp of each row's scores."""
+    out, score, nothing = _whole(inputs, None, slice(None))
+    lse = torch.logsumexp(score, -1)
+    if nothing is not None:
+        lse = lse.masked_fill(nothing.squeeze(-1), -torch.inf)
+    if inputs.sink is not None:
+        lse = torch.logaddexp(lse, inputs.sink.to(lse)[None, :, None].expand(lse.shape))
+    return out, lse
+
+
+def _whole(
+    inputs: AttentionInputs, eye: Eye | None, rows: slice
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The output, the scores, and the rows that see no key, whose scores are 0."""
     p = inputs.widened().expanded()
     score = _products(p)
     if p.carry is not None:
@@ -55,7 +75,7 @@ def reference(
     if eye is not None:
         show_whole(eye, p, bare, weight, rows)
     weight = torch.nn.functional.dropout(weight, p.dropout)
-    return (weight.to(p.v.dtype) @ p.v).to(inputs.v.dtype)
+    return (weight.to(p.v.dtype) @ p.v).to(inputs.v.dtype), score, nothing
 
 
 def _products(p: AttentionInputs) -> Float[Tensor, "b h t s"]:

@@ -225,7 +225,7 @@ class Ledger:
             above = AttentionInputs(q, k, inputs.v, inputs.visibility).widened()
             for group in plan.groups(above.q):
                 scores = TileScores(above, plan, group)
-                for tile in plan.tiles:
+                for tile in group.tiles:
                     scores.accumulate(self.sums.tile(group, tile), tile, sign=-1)
             self.undone(self.at)
 
@@ -332,7 +332,7 @@ class _Carried(torch.autograd.Function):
             ledger.remembered[position.number] = given.q.detach(), given.k.detach()
         ctx.save_for_backward(*tensors)
         ctx.rest = ledger, position, settings, seed
-        out = forward_tiles(wide, plan, seed, partial(ResidualTileScores, layer), eye)
+        out, _ = forward_tiles(wide, plan, seed, partial(ResidualTileScores, layer), eye)
         return out.to(given.v.dtype), token.new_empty(0)
 
     @staticmethod

@@ -358,6 +358,6 @@ def look_over(inputs: AttentionInputs, eye: Eye) -> None:
     plan = Plan.of(inputs)
     for group in plan.groups(inputs.q):
         scores = TileScores(inputs, plan, group)
-        for tile in plan.tiles:
+        for tile in group.tiles:
             scores.weights(tile, kept=True)
             show_tile(eye, scores, tile)

@@ -6,6 +6,10 @@ once more instead of keeping them. The columns of a tile are spans laid side by 
 keys where there are two regimes, the first keys and the last ones with a sliding window. So a tile
 multiplies only what it needs. Half-precision inputs are widened to float32: no score is rounded.
 
+A bias by distance is one (c, S + c) Toeplitz matrix per group of heads; the bias of each of its
+tiles is a slice of it. Where a bias falls so far that no score can make up for it (`_reach`), the
+keys beyond that distance are left out, which is most of them in ALiBi's steep heads.
+
 Legend: B batch, H query heads, G key heads, r query heads per key head, T queries, S keys, D score
 size, E value size; n = b·g key heads of a group, c token rows of a tile, W its columns, X further
 logits (1 with a sink, else 0).
@@ -13,6 +17,7 @@ logits (1 with a sink, else 0).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -22,11 +27,14 @@ import torch
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs, AttentionMask
+from normattn.kernels.numerics import readable
 
 # Scores of one tile, in bytes: about the second-level cache of a core; and rows of its products.
 TILE_BYTES, ROWS = 2**20, 128
 # Rows of a product below which a strided operand costs more than a copy of it.
 _FEW = 16
+# Keys from which on the reach of a bias is worth computing.
+REACH_FROM = 512
 
 
 @dataclass(frozen=True)
@@ -68,16 +76,20 @@ class Tile:
 
 @dataclass(frozen=True)
 class Group:
-    """Slices of the batch and of the key heads, and the mask of this part of the batch."""
+    """Slices of the batch and of the key heads, their mask, and the tiles that they need."""
 
     batch: slice
     heads: slice
     seen: AttentionMask
+    tiles: tuple[Tile, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the inputs are cut into groups of heads, and each group into tiles."""
+    """How the inputs are cut into groups of heads, and each group into tiles.
+
+    `reach` holds for each query head the distance from which on every weight counts as 0.
+    """
 
     queries: int
     keys: int
@@ -86,15 +98,16 @@ class Plan:
     window: int | None
     near_start: int
     seen: AttentionMask
+    reach: tuple[int, ...] | None = None
 
     @staticmethod
-    def of(inputs: AttentionInputs) -> Plan:
-        """The plan of some inputs."""
+    def of(inputs: AttentionInputs, narrow: bool = False) -> Plan:
+        """The plan of some inputs; `narrow` leaves out the keys beyond the reach of a bias."""
         q = inputs.q
         repeat = q.shape[1] // inputs.k.shape[1]
         return Plan(
             *(q.shape[2], inputs.v.shape[2], repeat, max(1, ROWS // repeat), inputs.window),
-            *(inputs.near_start, inputs.visibility),
+            *(inputs.near_start, inputs.visibility, _reach(inputs) if narrow else None),
         )
 
     @property
@@ -102,10 +115,9 @@ class Plan:
         """Whether i − j is known from the row and the column alone."""
         return self.seen.aligned and self.queries <= self.keys
 
-    @property
-    def alone(self) -> bool:
-        """Whether one near span of one tile holds every column."""
-        spans = [(span.far, span.columns) for tile in self.tiles for span in tile.spans]
+    def alone(self, group: Group) -> bool:
+        """Whether one near span of one tile of a group holds every column."""
+        spans = [(span.far, span.columns) for tile in group.tiles for span in tile.spans]
         return spans == [(False, slice(0, self.keys))] and self.near_start == 0
 
     def groups(self, q: Tensor) -> Iterator[Group]:
@@ -125,15 +137,21 @@ class Plan:
 
     def _group(self, batch: slice, heads: slice) -> Group:
         queries = slice(heads.start * self.repeat, heads.stop * self.repeat)
-        return Group(batch, heads, self.seen.of_heads(batch, queries))
+        tiles = self.tiles
+        if self.reach is not None:
+            tiles = self._tiles(max(self.reach[queries]))
+        return Group(batch, heads, self.seen.of_heads(batch, queries), tiles)
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """The tiles of a group, rows upwards."""
+        """The tiles of a group that needs every key, rows upwards."""
+        return self._tiles(self.keys)
+
+    def _tiles(self, reach: int) -> tuple[Tile, ...]:
         tiles = []
         for start in range(0, self.queries, self.rows):
             rows = slice(start, min(start + self.rows, self.queries))
-            spans = self._aligned(rows) if self.aligned else self._whole()
+            spans = self._aligned(rows, reach) if self.aligned else self._whole()
             tiles.append(Tile(rows, tuple(span for span in spans if span.start < span.stop)))
         return tuple(tiles)
 
@@ -143,14 +161,15 @@ class Plan:
             yield Span(far=True, start=0, stop=self.keys)
         yield Span(far=False, start=self.near_start, stop=self.keys)
 
-    def _aligned(self, rows: slice) -> Iterator[Span]:
-        """The columns that a row among `rows` sees, with the bounds on i − j."""
+    def _aligned(self, rows: slice, reach: int) -> Iterator[Span]:
+        """The columns within `reach` that a row among `rows` sees, with the bounds on i − j."""
         first = rows.start + self.keys - self.queries
         last = rows.stop + self.keys - self.queries - 1
         sliding, kept = self.seen.window, self.seen.kept
         lowest = 0 if self.seen.causal else None
         if sliding is None:
-            yield from self._regimes((0, self.keys), first, last, lowest, None)
+            bounds = max(0, first - reach + 1), min(self.keys, last + reach)
+            yield from self._regimes(bounds, first, last, lowest, None)
             return
         begin = max(0, first - sliding + 1)
         kept = min(kept, last + 1) if self.seen.causal else kept
@@ -180,6 +199,30 @@ class Plan:
         high = self.window - 1 if highest is None else min(highest, self.window - 1)
         begin = max(start, first - self.window + 1)
         yield Span(False, begin, stop, lowest, high)
+
+
+def _reach(inputs: AttentionInputs) -> tuple[int, ...] | None:
+    """For each head a distance from which on every weight is below the normal numbers of q.
+
+    By Cauchy and Schwarz the weight of a key at distance d is at most
+    exp(2 max|q| max|k| + b(d) − b(0)), if the key at distance 0 is seen. None where nothing is
+    left out, or where to ask would cost more than it saves: of few keys, and on another device,
+    where the host would have to wait.
+    """
+    q, k, bias, keys = inputs.q, inputs.k, inputs.bias, inputs.v.shape[2]
+    seen = inputs.visibility
+    itself = seen.plain and seen.aligned and q.shape[2] <= keys and inputs.window is None
+    if bias is None or not itself or keys < REACH_FROM or bias.shape[1] < keys or not readable(q):
+        return None
+    least = math.log(torch.finfo(q.dtype).smallest_normal)
+    fall = bias.detach()[:, :keys] - bias.detach()[:, :1]
+    if fall.amin() >= least:
+        return None
+    of_q, of_k = (torch.linalg.vector_norm(x.detach(), dim=-1).amax((0, 2)) for x in (q, k))
+    most = fall + 2 * (of_q * of_k.repeat_interleave(len(of_q) // len(of_k)))[:, None]
+    unseen = (most < least).flip(-1).to(torch.uint8)
+    # How many distances at the end are all below.
+    return tuple(keys - n for n in unseen.cumprod(-1).sum(-1).tolist())
 
 
 def hide_edges(score: Tensor, tile: Tile, shift: int) -> None:
@@ -252,8 +295,40 @@ class TileScores:
         if inputs.sink is not None:
             self.sink = inputs.sink.to(self.q.dtype).view(-1, 1, plan.repeat, 1)[group.heads]
         self.further = 0 if self.sink is None else 1
+        self.toeplitz: Tensor | None = None
+        if inputs.bias is not None and plan.aligned:
+            self.toeplitz = self._toeplitz(self.heads(inputs.bias).to(self.q.dtype))
         self.pair: tuple[Tensor, Tensor] | None = None
         self._rooms: dict[str, Tensor] = {}
+
+    def _toeplitz(self, bias: Tensor) -> Tensor:
+        """b(h, |r − x + S − 1|) of row r and column x of any tile, (H, c, ·).
+
+        Column x of a tile whose first row is at position i is the key i + x − (S − 1).
+        """
+        rows, keys = min(self.plan.rows, self.plan.queries), self.plan.keys
+        width = keys + (rows if self.plan.seen.causal else keys) - 1
+        distance = (keys + rows - 2 - torch.arange(width + rows - 1, device=bias.device)).abs()
+        line = bias[:, distance.clamp_(max=bias.shape[1] - 1)]
+        # Entry (r, x) is line[x − r + c − 1]. In copies of the line side by side, each row of the
+        # matrix starts one entry less than a line after the one above.
+        heads, length = line.shape
+        strides = rows * length, length - 1, 1
+        return line.repeat(1, rows).as_strided((heads, rows, width), strides, rows - 1)
+
+    def bias_of(self, tile: Tile, span: Span) -> Tensor:
+        """The bias of a span's pairs, broadcastable to (b, g, c, r, s)."""
+        first = tile.rows.start + self.plan.keys - self.plan.queries
+        if self.toeplitz is not None:
+            start = span.start - first + self.plan.keys - 1
+            rows = slice(0, tile.rows.stop - tile.rows.start)
+            return self.spread(self.toeplitz[:, rows, start : start + span.stop - span.start])
+        assert self.inputs.bias is not None
+        bias = self.heads(self.inputs.bias).to(self.q.dtype)
+        distance = self.group.seen.distance(tile.rows, span.columns).abs()
+        values = bias[:, distance.clamp(max=bias.shape[1] - 1)]
+        # (H, b, 1, c, s) where every batch row has its own positions, else (H, c, s).
+        return self.spread(values.squeeze(2).transpose(0, 1) if distance.dim() == 4 else values)
 
     def enter(self, tile: Tile) -> None:
         """Called before the weights of a tile in a forward."""
@@ -295,7 +370,7 @@ class TileScores:
         q, plan = self.q, self.plan
         if name not in self._rooms:
             largest = max(
-                (t.rows.stop - t.rows.start) * (t.width + self.further) for t in plan.tiles
+                (t.rows.stop - t.rows.start) * (t.width + self.further) for t in self.group.tiles
             )
             self._rooms[name] = q.new_empty(q.shape[0] * plan.repeat * largest)
         lines = self.lines(tile)
@@ -336,13 +411,22 @@ class TileScores:
         `by_product`; `kept` the scores beside their weights, as `pair`.
         """
         score = self.room("score", tile)
-        self.products(tile, score)
-        return self.softmax(score, tile, capped, kept)
+        if self.toeplitz is None or self.inputs.cap is not None or score.shape[1] < _FEW:
+            self.products(tile, score)
+            return self.softmax(score, tile, capped, kept)
+        # The products are added to the bias: one pass less than the other way round.
+        apart = self.apart(score)
+        for span, where in tile.laid():
+            apart[..., where].copy_(self.bias_of(tile, span))
+        self.accumulate(score[..., : tile.width], tile)
+        return self.softmax(score, tile, capped, kept, biased=True)
 
-    def softmax(self, score: Tensor, tile: Tile, capped: bool, kept: bool) -> Tensor:
+    def softmax(
+        self, score: Tensor, tile: Tile, capped: bool, kept: bool, biased: bool = False
+    ) -> Tensor:
         """Everything that comes after the products, in place; as for `weights`.
 
-        With `kept` the weights have a place of their own.
+        With `kept` the weights have a place of their own; `biased` scores hold the bias already.
         """
         apart = self.apart(score)
         if self.inputs.cap is not None:
@@ -350,11 +434,14 @@ class TileScores:
             if capped:
                 self.room("tanh", tile)[..., : tile.width].copy_(seen)
             seen.mul_(self.inputs.cap)
-        self._add_bias(apart, tile)
+        if self.inputs.bias is not None and not biased:
+            for span, where in tile.laid():
+                apart[..., where] += self.bias_of(tile, span)
         certain = self._hide(apart, tile)
         if self.sink is not None:
             apart[..., tile.width :].copy_(self.sink)
         if score.shape[-1] == 0:
+            self.pair = score, score
             return score
         nothing = None if certain else (score == -torch.inf).all(-1, keepdim=True)
         weight = torch.softmax(score, -1, out=self.room("weight", tile) if kept else score)
@@ -363,6 +450,19 @@ class TileScores:
         if kept:
             self.pair = score, weight
         return weight
+
+    def log_sum_exp(self) -> Tensor:
+        """ln Σ exp of each row of the last tile that was `kept`, (b, g, c, r)."""
+        assert self.pair is not None
+        score, weight = self.pair
+        if not score.shape[-1]:
+            return self.apart(score).new_full(self.apart(score).shape[:-1], -torch.inf)
+        top = score.amax(-1, keepdim=True)
+        # The largest weight is exp(0) over the sum.
+        lse = (top - weight.amax(-1, keepdim=True).log()).masked_fill_(
+            top == -torch.inf, -torch.inf
+        )
+        return self.apart(lse).squeeze(-1)
 
     def by_product(self, by_score: Tensor, tile: Tile) -> Tensor:
         """The gradient of the products from that of the scores, which may be overwritten."""
@@ -380,17 +480,6 @@ class TileScores:
             times([(weight[..., : tile.width], v[:, columns])], out)
             return
         times(((weight[..., where], v[:, span.columns]) for span, where in tile.laid()), out)
-
-    def _add_bias(self, apart: Tensor, tile: Tile) -> None:
-        if self.inputs.bias is None:
-            return
-        bias = self.heads(self.inputs.bias).to(apart.dtype)
-        for span, where in tile.laid():
-            distance = self.group.seen.distance(tile.rows, span.columns).abs()
-            values = bias[:, distance]
-            # (H, b, 1, c, s) where every batch row has its own positions, else (H, c, s).
-            values = values.squeeze(2).transpose(0, 1) if distance.dim() == 4 else values
-            apart[..., where] += self.spread(values)
 
     def _hide(self, apart: Tensor, tile: Tile) -> bool:
         """−∞ where no key is seen; whether every row is certain to see one."""

@@ -44,24 +44,31 @@ def forward_tiles(
     seed: int = 0,
     make: MakeScores = TileScores,
     eye: Eye | None = None,
-) -> Float[Tensor, "b h t e"]:
-    """softmax(score) · v in the type of the (wide) inputs; `eye` looks at every tile."""
+    with_lse: bool = False,
+) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "*rows"]]:
+    """softmax(score) · v in the type of the (wide) inputs, and the log-sum-exp of each row.
+
+    The latter is empty without `with_lse`. `eye` looks at every tile.
+    """
     q, v = inputs.q, inputs.v
     out = v.new_empty(*grouped(q, plan.repeat).shape[:-1], v.shape[-1])
+    lse = out.new_empty(out.shape[:-1] if with_lse else 0)
     number = 0
     for group in plan.groups(q):
         scores = make(inputs, plan, group)
         target = out[group.batch, group.heads].flatten(0, 1).flatten(1, 2)
-        for tile in plan.tiles:
+        for tile in group.tiles:
             scores.enter(tile)
-            weight = scores.weights(tile, kept=eye is not None)
+            weight = scores.weights(tile, kept=eye is not None or with_lse)
+            if with_lse:
+                lse[group.batch, group.heads, tile.rows] = scores.log_sum_exp()
             if eye is not None:
                 show_tile(eye, scores, tile)
             if inputs.dropout:
                 weight[..., : tile.width] *= keep_mask(weight, tile, inputs.dropout, seed + number)
             scores.values(weight, tile, target[:, scores.lines(tile)])
             number += 1
-    return ungrouped(out)
+    return ungrouped(out), ungrouped(lse) if with_lse else lse
 
 
 @flushing
@@ -71,16 +78,23 @@ def backward_tiles(
     by_out: Float[Tensor, "b h t e"],
     seed: int = 0,
     make: MakeScores = TileScores,
+    by_lse: Float[Tensor, "b h t"] | None = None,
+    fixed_bias: bool = False,
 ) -> Gradients:
-    """The gradients, the weights computed once more."""
+    """The gradients, the weights computed once more; ∂ lse_i / ∂ s_ij = α_ij.
+
+    A `fixed_bias` gets none.
+    """
     sums = Gradients.like(inputs, plan)
+    sums.bias = None if fixed_bias else sums.bias
     by_out = grouped(by_out, plan.repeat)
+    by_lse = None if by_lse is None else grouped(by_lse, plan.repeat)
     number = 0
     for group in plan.groups(inputs.q):
         scores = make(inputs, plan, group)
         part = _GroupGradients(sums, scores)
         grad = by_out[group.batch, group.heads].flatten(0, 1).flatten(1, 2)
-        for tile in plan.tiles:
+        for tile in group.tiles:
             weight = scores.weights(tile, capped=True)
             here = grad[:, scores.lines(tile)]
             by_weight = _by_weight(scores, here, tile)
@@ -91,6 +105,9 @@ def backward_tiles(
                 by_weight[..., : tile.width] *= keep
             part.add_values(here, used, tile)
             torch._softmax_backward_data(by_weight, weight, -1, weight.dtype, grad_input=by_weight)
+            if by_lse is not None:
+                along = scores.rows_of(by_lse, tile)[..., None]
+                scores.apart(by_weight).addcmul_(scores.apart(weight), along)
             part.add_scores(by_weight, tile)
             scores.leave(tile)
             number += 1
@@ -198,7 +215,7 @@ class _GroupGradients:
         """Nothing is added yet."""
         self.whole, self.scores = whole, scores
         self.where = (scores.group.batch, scores.group.heads)
-        alone = scores.sink is None and scores.plan.alone
+        alone = scores.sink is None and scores.plan.alone(scores.group)
         self.k, self.v = self._columns(whole.k, alone), self._columns(whole.v, alone)
         self.far_k = None if whole.far_k is None else self._columns(whole.far_k, False)
 
@@ -238,19 +255,24 @@ class _GroupGradients:
         times(pairs, target[:, lines])
 
     def _add_bias(self, by_score: Tensor, tile: Tile) -> None:
-        """Scatter to each head's distances."""
+        """To each head's distances: where positions are counted these are a tile's diagonals."""
         scores, bias = self.scores, self.whole.bias
         assert bias is not None
         apart, repeat = scores.apart(by_score), scores.plan.repeat
+        first = tile.rows.start + scores.plan.keys - scores.plan.queries
         heads = slice(*(repeat * x for x in (self.where[1].start, self.where[1].stop)))
         for span, where in tile.laid():
-            distance = scores.group.seen.distance(tile.rows, span.columns).abs()
             block = ungrouped(apart[..., where])
-            if distance.dim() == 2:
-                bias[heads].index_add_(1, distance.flatten(), block.sum(0).flatten(1))
-                continue
-            index = distance[:, 0].expand(block.shape[0], *block.shape[2:])
-            bias[heads].index_add_(1, index.flatten(), block.transpose(0, 1).flatten(1))
+            if scores.plan.aligned:
+                by_diagonal = _diagonals(block)
+                last = first - span.start + block.shape[2] - 1
+                index = last - torch.arange(by_diagonal.shape[1], device=bias.device)
+            else:
+                index = scores.group.seen.distance(tile.rows, span.columns)
+                index = index.reshape(-1, *block.shape[2:]).expand(len(block), -1, -1).flatten()
+                by_diagonal = block.transpose(0, 1).flatten(1)
+            index = index.abs().clamp(max=bias.shape[1] - 1)
+            bias[heads].index_add_(1, index, by_diagonal)
 
     def close(self) -> None:
         """Write what has gathered over tiles."""
@@ -259,29 +281,67 @@ class _GroupGradients:
                 columns.close()
 
 
+def _diagonals(block: Tensor) -> Tensor:
+    """Sums of (b, n, c, s) over b and equal column − row, from 1 − c on: (n, s + c − 1)."""
+    _, n, rows, width = block.shape
+    padded = block.new_zeros(n, rows, width + 2 * (rows - 1))
+    torch.sum(block, 0, out=padded[..., rows - 1 : rows - 1 + width])
+    # Each row starts one entry later, so that a diagonal becomes a column.
+    strides = padded.stride(0), padded.stride(1) + 1, 1
+    return padded.as_strided((n, rows, width + rows - 1), strides).sum(1)
+
+
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, settings: Mapping[str, Any], seed: int, eye: Eye | None, *tensors: Tensor | None
-    ) -> Tensor:
+        ctx: Any,
+        settings: Mapping[str, Any],
+        seed: int,
+        with_lse: bool,
+        eye: Eye | None,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         inputs = AttentionInputs.of(settings, tensors)
         ctx.save_for_backward(*tensors)
-        ctx.settings = settings, seed
-        wide = inputs.widened()
-        return forward_tiles(wide, Plan.of(wide), seed, eye=eye).to(inputs.v.dtype)
+        ctx.settings = settings, seed, with_lse
+        out, lse = _forward(inputs, seed, with_lse, eye)
+        if not with_lse:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the chunked kernel", "backend='reference'")
-        settings, seed = ctx.settings
+        settings, seed, with_lse = ctx.settings
         inputs = AttentionInputs.of(settings, ctx.saved_tensors)
-        return (None, None, None, *_gradients(inputs, grads[0], seed))
+        by_lse = grads[1] if with_lse else None
+        fixed = not ctx.needs_input_grad[4 + LEARNED.index("bias")]
+        return (None, None, None, None, *_gradients(inputs, grads[0], by_lse, seed, fixed))
 
 
-def _gradients(inputs: AttentionInputs, by_out: Tensor, seed: int) -> tuple[Tensor | None, ...]:
+def _forward(
+    inputs: AttentionInputs, seed: int, with_lse: bool, eye: Eye | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, computed in float32 or wider."""
+    wide = inputs.widened()
+    plan = Plan.of(wide, narrow=eye is None)
+    out, lse = forward_tiles(wide, plan, seed, eye=eye, with_lse=with_lse)
+    return out.to(inputs.v.dtype), lse
+
+
+def _gradients(
+    inputs: AttentionInputs,
+    by_out: Tensor,
+    by_lse: Tensor | None,
+    seed: int,
+    fixed_bias: bool = False,
+) -> tuple[Tensor | None, ...]:
     """The gradients of `inputs.tensors`."""
     wide = inputs.widened()
-    return backward_tiles(wide, Plan.of(wide), by_out.to(wide.v.dtype), seed).all(inputs)
+    plan, by_out = Plan.of(wide, narrow=True), by_out.to(wide.v.dtype)
+    return backward_tiles(wide, plan, by_out, seed, by_lse=by_lse, fixed_bias=fixed_bias).all(
+        inputs
+    )
 
 
 def tiled(inputs: AttentionInputs, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
@@ -290,12 +350,24 @@ def tiled(inputs: AttentionInputs, eye: Eye | None = None) -> Float[Tensor, "b h
     A floating mask gets no gradient here: the capability table refuses one that wants it. `eye`
     looks on, and changes nothing. A compiler sees one operator.
     """
+    return _both(inputs, False, eye)[0]
+
+
+def tiled_with_lse(
+    inputs: AttentionInputs,
+) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
+    """The same, and the log-sum-exp of each row's scores, to which gradients come as well."""
+    return _both(inputs, True, None)
+
+
+def _both(inputs: AttentionInputs, with_lse: bool, eye: Eye | None) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
-        out: Tensor = _forward_node(*_flat(inputs))[0]
-        return out
-    seed = draw_seed(inputs)
-    attended: Tensor = _Tiled.apply(inputs.settings, seed, eye, *inputs.tensors)  # type: ignore[no-untyped-call]
-    return attended
+        out, lse, _ = _forward_node(*_flat(inputs), with_lse)
+        return out, lse
+    both: tuple[Tensor, Tensor] = _Tiled.apply(  # type: ignore[no-untyped-call]
+        *(inputs.settings, draw_seed(inputs), with_lse, eye, *inputs.tensors)
+    )
+    return both
 
 
 _MASK = ("causal", "query", "key", "aligned", "padding", "mask", "window", "kept")
@@ -305,9 +377,9 @@ _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? far_q, Tensor? far_k, Tensor? bias, Tensor? sink, "
     "bool causal, Tensor query, Tensor key, bool aligned, Tensor? padding, Tensor? mask, "
     "SymInt? sliding_window, SymInt kept, Tensor? query_documents, Tensor? key_documents, "
-    "SymInt? window, float dropout, float? cap, SymInt near_start"
+    "SymInt? window, float dropout, float? cap, SymInt near_start, bool with_lse"
 )
-"""What a node takes, in this order: `LEARNED`, then the mask's fields, then the settings."""
+"""What a node takes, in order: `LEARNED`, the mask's fields, the settings, whether to give LSE."""
 
 
 def _flat(inputs: AttentionInputs) -> tuple[Any, ...]:
@@ -316,58 +388,62 @@ def _flat(inputs: AttentionInputs) -> tuple[Any, ...]:
     return (*inputs.tensors, *seen, *(getattr(inputs, name) for name in _SETTINGS))
 
 
-def _unflat(*values: Any) -> AttentionInputs:
-    """The inputs of the arguments of a node."""
+def _unflat(*values: Any) -> tuple[AttentionInputs, bool]:
+    """The inputs of the arguments of a node, and whether the log-sum-exp is wanted."""
+    values, with_lse = values[:-1], values[-1]
     count, end = len(LEARNED), len(LEARNED) + len(_MASK) + len(_DOCUMENTS)
     seen = AttentionMask(**dict(zip((*_MASK, *_DOCUMENTS), values[count:end], strict=True)))
     learned = dict(zip(LEARNED, values[:count], strict=True))
-    return AttentionInputs(
-        visibility=seen, **learned, **dict(zip(_SETTINGS, values[end:], strict=True))
-    )
+    given = dict(zip(_SETTINGS, values[end:], strict=True))
+    return AttentionInputs(visibility=seen, **learned, **given), with_lse
 
 
 @torch.library.custom_op(
-    "normattn::tiled", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)"
+    "normattn::tiled", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)"
 )
-def _forward_node(*values: Any) -> tuple[Tensor, Tensor]:
-    inputs = _unflat(*values)
-    wide, seed = inputs.widened(), draw_seed(inputs)
-    out = forward_tiles(wide, Plan.of(wide), seed).to(inputs.v.dtype)
-    return out.contiguous(), torch.tensor(seed)
+def _forward_node(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs, with_lse = _unflat(*values)
+    seed = draw_seed(inputs)
+    out, lse = _forward(inputs, seed, with_lse)
+    return out.contiguous(), lse.contiguous(), torch.tensor(seed)
 
 
 @_forward_node.register_fake
-def _(*values: Any) -> tuple[Tensor, Tensor]:
-    p = _unflat(*values)
-    return p.v.new_empty(*p.q.shape[:3], p.v.shape[-1]), torch.empty((), dtype=torch.int64)
+def _(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    p, with_lse = _unflat(*values)
+    shape = p.q.shape[:3]
+    wide = torch.float64 if p.q.dtype == torch.float64 else torch.float32
+    lse = p.v.new_empty(shape if with_lse else (0,), dtype=wide)
+    return p.v.new_empty(*shape, p.v.shape[-1]), lse, torch.empty((), dtype=torch.int64)
 
 
 @torch.library.custom_op(
     "normattn::tiled_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor seed, {_SCHEMA}) -> Tensor[]",
+    schema=f"(Tensor grad, Tensor by_lse, Tensor seed, {_SCHEMA}) -> Tensor[]",
 )
-def _backward_node(grad: Tensor, seed: Tensor, *values: Any) -> list[Tensor]:
-    gradients = _gradients(_unflat(*values), grad, int(seed.item()))
+def _backward_node(grad: Tensor, by_lse: Tensor, seed: Tensor, *values: Any) -> list[Tensor]:
+    inputs, with_lse = _unflat(*values)
+    gradients = _gradients(inputs, grad, by_lse if with_lse else None, int(seed.item()))
     return [x.contiguous() for x in gradients if x is not None]
 
 
 @_backward_node.register_fake
-def _(grad: Tensor, seed: Tensor, *values: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in _unflat(*values).tensors if x is not None]
+def _(grad: Tensor, by_lse: Tensor, seed: Tensor, *values: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in _unflat(*values)[0].tensors if x is not None]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
     ctx.tensors = [isinstance(x, Tensor) for x in inputs]
-    ctx.save_for_backward(output[1], *(x for x in inputs if isinstance(x, Tensor)))
+    ctx.save_for_backward(output[2], *(x for x in inputs if isinstance(x, Tensor)))
 
 
-def _node_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _node_gradients(ctx: Any, grad: Tensor, by_lse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     seed, *saved = ctx.saved_tensors
     given = iter(saved)
     values = [next(given) if at else x for at, x in zip(ctx.tensors, ctx.others, strict=True)]
-    sums = iter(_backward_node(grad, seed, *values))
+    sums = iter(_backward_node(grad, by_lse, seed, *values))
     learned = [None if x is None else next(sums) for x in values[: len(LEARNED)]]
     return (*learned, *[None] * (len(values) - len(LEARNED)))
 

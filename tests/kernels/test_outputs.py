@@ -1,0 +1,221 @@
+"""What kernels give beside the output: log-sum-exp with gradients, and statistics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from layers.written_out import of_program
+from normattn import InputError
+from normattn.kernels import (
+    AttentionInputs,
+    AttentionMask,
+    attend,
+    choose,
+    merge_by_lse,
+    run_kernel,
+)
+from normattn.kernels.inputs import LEARNED
+
+B, H, G, T, S, D = 2, 4, 2, 11, 17, 8
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "not causal": {"causal": False},
+    "window": {"window": 4, "kept": 1},
+    "padding": {"padding": torch.arange(S).expand(B, -1) < torch.tensor([[2], [13]])},
+    "added": {"mask": torch.linspace(-2, 2, T * S, dtype=torch.float64).view(T, S)},
+    "irregular": {"aligned": False},
+}
+CHANGES = ("plain", "bias", "sink", "cap", "two regimes", "all")
+
+
+def _leaf(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).requires_grad_()
+
+
+def _inputs(kind: str, change: str) -> AttentionInputs:
+    torch.manual_seed(0)
+    at = torch.arange(S)
+    where = {"causal": True, "query": at[S - T :], "key": at, "aligned": True}
+    seen = AttentionMask(**{**where, **KINDS[kind]})
+    inputs = AttentionInputs(_leaf(B, H, T, D), _leaf(B, G, S, D), _leaf(B, G, S, D), seen)
+    whole = change == "all"
+    if whole or change == "two regimes":
+        inputs = replace(inputs, far_q=_leaf(B, H, T, D), far_k=_leaf(B, G, S, D), window=5)
+    inputs = replace(inputs, bias=_leaf(H, S)) if whole or change == "bias" else inputs
+    inputs = replace(inputs, sink=_leaf(H)) if whole or change == "sink" else inputs
+    return replace(inputs, cap=2.0) if whole or change == "cap" else inputs
+
+
+def _score(p: AttentionInputs) -> Tensor:
+    """The logits of every pair and the sink, by formula; −∞ where a key is hidden."""
+    k = p.k.repeat_interleave(H // G, 1)
+    score = p.q @ k.mT
+    distance = p.visibility.query[:, None] - p.visibility.key
+    if p.far_q is not None and p.far_k is not None and p.window is not None:
+        far = p.far_q @ p.far_k.repeat_interleave(H // G, 1).mT
+        score = torch.where(distance >= p.window, far, score)
+    score = score if p.cap is None else p.cap * torch.tanh(score / p.cap)
+    score = score if p.bias is None else score + p.bias[:, distance.abs()]
+    seen = p.visibility
+    score = score if seen.mask is None else score + seen.mask
+    hidden = torch.zeros(B, 1, T, S, dtype=torch.bool)
+    if seen.causal:
+        hidden = hidden | (distance < 0)
+    if seen.window is not None:
+        hidden = hidden | ((distance.abs() >= seen.window) & (seen.key >= seen.kept))
+    if seen.padding is not None:
+        hidden = hidden | seen.padding[:, None, None]
+    score = score.masked_fill(hidden, -torch.inf)
+    if p.sink is None:
+        return score
+    return torch.cat((score, p.sink[None, :, None, None].expand(B, H, T, 1)), -1)
+
+
+def _lse(score: Tensor) -> Tensor:
+    """ln Σ exp, −∞ without any term, where autograd's own rule gives NaN."""
+    nothing = (score == -torch.inf).all(-1)
+    return score.masked_fill(nothing[..., None], 0.0).logsumexp(-1).masked_fill(nothing, -torch.inf)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_log_sum_exp_and_its_gradients(kind: str, change: str, backend: str) -> None:
+    inputs = _inputs(kind, change)
+    names = [name for name in LEARNED if name != "v" and getattr(inputs, name) is not None]
+    leaves = [getattr(inputs, name) for name in names]
+    output, expected = run_kernel(inputs, backend, lse=True), _lse(_score(inputs))
+    assert output.lse is not None
+    torch.testing.assert_close(output.out, attend(inputs, backend), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(output.lse, expected, rtol=1e-11, atol=1e-11)
+    some = expected > -torch.inf
+    along = torch.randn(int(some.sum()), dtype=torch.float64)
+    mine = torch.autograd.grad((output.lse[some] * along).sum(), leaves, retain_graph=True)
+    hers = torch.autograd.grad((expected[some] * along).sum(), leaves)
+    for name, one, other in zip(names, mine, hers, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10, msg=name)
+    # Beside the gradient of the output it is added.
+    both = torch.autograd.grad(
+        output.out.sum() + (output.lse[some] * along).sum(), leaves, retain_graph=True
+    )
+    alone = torch.autograd.grad(output.out.sum(), leaves)
+    for total, one, other in zip(both, mine, alone, strict=True):
+        torch.testing.assert_close(total, one + other, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_flex_gives_the_same_numbers(kind: str, change: str) -> None:
+    wide = _inputs(kind, change)
+    inputs = AttentionInputs.of(
+        wide.settings, [None if x is None else x.float() for x in wide.tensors]
+    )
+    output, expected = run_kernel(inputs, "flex", lse=True), run_kernel(wide, "reference", lse=True)
+    for ours, exact in zip(output[:2], expected[:2], strict=True):
+        assert ours is not None
+        assert exact is not None
+        torch.testing.assert_close(ours.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize("split", [0, 3, 9, S])
+def test_two_shards_of_keys_merged(split: int, backend: str) -> None:
+    """Outputs and all gradients, a shard without keys and rows that see none in one included."""
+    whole = _inputs("plain", "cap")
+    parts = []
+    for keys in (slice(0, split), slice(split, S)):
+        seen = replace(whole.visibility, key=whole.visibility.key[keys], aligned=False)
+        shard = replace(whole, k=whole.k[:, :, keys], v=whole.v[:, :, keys], visibility=seen)
+        output = run_kernel(shard, backend, lse=True)
+        assert output.lse is not None
+        parts += [output.out, output.lse]
+    out, lse = merge_by_lse(*parts)
+    expected = run_kernel(whole, "reference", lse=True)
+    torch.testing.assert_close(out, expected.out)
+    torch.testing.assert_close(lse, expected.lse)
+    leaves = (whole.q, whole.k, whole.v)
+    mine = torch.autograd.grad(out.square().sum() + lse.sum(), leaves)
+    assert expected.lse is not None
+    hers = torch.autograd.grad(expected.out.square().sum() + expected.lse.sum(), leaves)
+    for one, other in zip(mine, hers, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_gives_sums_in_float32(dtype: torch.dtype) -> None:
+    wide = _inputs("plain", "plain")
+    half = [None if x is None else x.detach().to(dtype) for x in wide.tensors]
+    inputs = AttentionInputs.of(wide.settings, half)
+    exact = AttentionInputs.of(wide.settings, [None if x is None else x.double() for x in half])
+    for backend in ("auto", "reference"):
+        lse = run_kernel(inputs, backend, lse=True).lse
+        assert lse is not None
+        assert lse.dtype == torch.float32
+        expected = run_kernel(exact, "reference", lse=True).lse
+        assert expected is not None
+        torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+PROGRAM = """
+import json, torch
+from dataclasses import replace
+from normattn.kernels import AttentionInputs, AttentionMask, run_kernel
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 2, 7, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+at = torch.arange(7)
+inputs = AttentionInputs(q, k, v, AttentionMask(True, at, at, True), bias=-at.double().repeat(2, 1))
+
+def both(q):
+    output = run_kernel(replace(inputs, q=q), "chunked", lse=True)
+    return output.out.sum() + output.lse.square().sum()
+
+made, plain = torch.compile(both, fullgraph=True, backend="aot_eager")(q), both(q)
+(mine,), (hers,) = (torch.autograd.grad(x, (q,)) for x in (made, plain))
+print(json.dumps([float((made - plain).abs()), float((mine - hers).abs().max())]))
+"""
+
+
+def test_a_compiled_function_gives_it() -> None:
+    """In a process of its own: the run-time type checks of the tests cannot be traced."""
+    assert max(of_program(PROGRAM)) < 1e-12
+
+
+def test_it_is_chosen_by_who_gives_it_and_refused_in_words() -> None:
+    inputs = _inputs("plain", "plain")
+    assert choose(replace(inputs, q=inputs.q[:, :, -1:]), lse=True).name == "chunked"
+    for backend in ("fused", "strips", "two-regime"):
+        with pytest.raises(InputError, match=f"the {backend} kernel cannot serve this"):
+            run_kernel(inputs, backend, lse=True)
+
+
+@pytest.mark.parametrize("backend", ["auto", "chunked", "strips", "reference"])
+def test_statistics_are_an_output(backend: str) -> None:
+    inputs = _inputs("padding", "all")
+    distance = torch.arange(float(S), dtype=torch.float64)[None]
+    output = run_kernel(inputs, backend, statistics=True, functions=distance)
+    found, score = output.statistics, _score(inputs)
+    assert found is not None
+    torch.testing.assert_close(output.out, attend(inputs, backend), rtol=1e-11, atol=1e-12)
+    some = (score[..., :-1] > -torch.inf).any(-1)
+    weight = score.softmax(-1)
+    entropy = -torch.special.xlogy(weight, weight).sum(-1)
+    apart = (inputs.visibility.query[:, None] - inputs.visibility.key).abs()
+    mean = (weight[..., :-1] * apart).sum(-1)
+    assert found.sink is not None
+    assert found.mean is not None
+    for ours, expected in (
+        (found.lse, _lse(score)),
+        (found.largest, score[..., :-1].amax(-1)),
+        (found.entropy, entropy),
+        (found.sink, weight[..., -1]),
+        (found.mean[0], mean),
+    ):
+        torch.testing.assert_close(ours[some], expected[some], rtol=1e-9, atol=1e-9)
