@@ -39,8 +39,8 @@ def test_it_names_the_kernel_that_runs(
     taken: list[Any] = []
     choose = dispatch.choose
 
-    def spy(problem: AttentionInputs, backend: str = "auto") -> dispatch.Kernel:
-        kernel = choose(problem, backend)
+    def spy(problem: AttentionInputs, *given: Any) -> dispatch.Kernel:
+        kernel = choose(problem, *given)
         taken.append(kernel.name)
         return kernel
 
