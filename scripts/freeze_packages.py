@@ -16,10 +16,11 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
+from normattn.io import sha256_of
 from normattn.lab.data import DataConfig, prepare_tokens
 from normattn.lab.data import frozen_packages as frozen
-from normattn.lab.data.cache import sha256_of
 from normattn.lab.data.packages import NearDuplicates
 
 RECORD = Path(__file__).parents[1] / "tests" / "data" / "frozen_tokens.json"
@@ -54,10 +55,22 @@ def freeze(requirements: list[str], out: Path = frozen.LIST) -> None:
         total = frozen.write_documents(folder, listed, folder / "text")
         made = dataclasses.replace(listed, text_sha256=sha256_of(folder / "text"), text_bytes=total)
     stored = {**dataclasses.asdict(made), "near_duplicates": sorted(repeated)}
-    out.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    out.write_text(_one_entry_a_line(stored), encoding="utf-8")
     print(
         f"{len(wheels)} wheels, {size:,} bytes; {total:,} bytes of text, {len(repeated)} repeated"
     )
+
+
+def _one_entry_a_line(stored: dict[str, Any]) -> str:
+    """JSON with one wheel or name on each line."""
+    lines = []
+    for key, value in stored.items():
+        text = json.dumps(value)
+        if isinstance(value, list | tuple):
+            inner = ",\n  ".join(json.dumps(entry, ensure_ascii=False) for entry in value)
+            text = f"[\n  {inner}\n ]"
+        lines.append(f' "{key}": {text}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def check() -> int:

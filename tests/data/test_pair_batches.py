@@ -76,19 +76,6 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
         )
 
 
-def test_like_lengths_stand_together() -> None:
-    generator = np.random.default_rng(0)
-    lengths = [
-        (int(n), max(1, int(n) + int(generator.integers(-3, 4))))
-        for n in generator.integers(1, 60, 3000)
-    ]
-    made = split(lengths)
-    batches = PairBatches(made, 4096, 0)
-    real = made.source_total + made.target_total
-    assert batches.padded_tokens < 1.25 * real
-    assert len(batches.shapes()) == len(batches)
-
-
 def test_bad_input() -> None:
     with pytest.raises(InputError, match=r"make 512 tokens, more than batch_tokens \(500\)"):
         PairBatches(split([(30, 30)]), 500, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from string import ascii_lowercase
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.data import DataConfig, packages, parse_corpus, prepare_tokens
+from normattn.lab.data import DataConfig, parse_corpus, prepare_tokens
 from normattn.lab.data.packages import NearDuplicates, is_generated, is_wanted
 
 Install = Callable[..., None]
@@ -65,14 +64,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 def documents(limit: int | None = None) -> dict[str, str]:
     return {doc.name: doc.text for doc in parse_corpus("python-packages").documents(limit)}
-
-
-def test_the_address_prints_and_parses_back() -> None:
-    assert str(parse_corpus("python-packages")) == "python-packages"
-    with pytest.raises(InputError, match=r"'python-packages' has no option 'split'"):
-        parse_corpus("python-packages?split=train")
-    with pytest.raises(InputError, match=r"did you mean 'python-packages'\?"):
-        parse_corpus("python-package")
 
 
 def test_source_and_documentation_are_documents_of_their_package(install: Install) -> None:
@@ -151,13 +142,6 @@ def test_of_near_duplicates_the_first_is_kept() -> None:
     ]
 
 
-def test_a_vendored_copy_under_another_name_is_left_out(install: Install) -> None:
-    text = source("shared", 100)
-    install("alpha", {"alpha/core.py": text, "alpha/own.py": source("alpha")})
-    install("beta", {"beta/copied.py": "# copied\n" + text, "beta/own.py": source("beta")})
-    assert set(documents()) == {"alpha/alpha/core.py", "alpha/alpha/own.py", "beta/beta/own.py"}
-
-
 def test_the_split_is_by_distribution(install: Install, tmp_path: Path) -> None:
     for i in range(40):
         name = f"package{i}"
@@ -170,33 +154,6 @@ def test_the_split_is_by_distribution(install: Install, tmp_path: Path) -> None:
     assert sum(map(len, packages)) == len(set.union(*packages)) == 40
     assert all(len(split) == 3 * len(p) for split, p in zip(splits, packages, strict=True))
     assert data.sources == {f"package{i}": "1.0" for i in range(40)}
-
-
-def test_the_order_mixes_packages_and_repeats(install: Install) -> None:
-    for name in ("alpha", "beta"):
-        install(name, {f"{name}/m{i}.py": source(f"{name}m{i}") for i in range(20)})
-    names = list(documents())
-    assert names == list(documents())
-    assert names != sorted(names)
-    assert {name.partition("/")[0] for name in names[:10]} == {"alpha", "beta"}
-
-
-def test_a_limit_takes_evenly_from_all_packages(install: Install) -> None:
-    for name in ("alpha", "beta", "gamma"):
-        install(name, {f"{name}/m{i}.py": source(f"{name}m{i}") for i in range(20)})
-    whole = sum(len(text) for text in documents().values())
-    some = documents(whole // 3)
-    assert whole / 4 < sum(len(text) for text in some.values()) <= whole // 3
-    counts = [sum(n.startswith(name) for n in some) for name in ("alpha", "beta", "gamma")]
-    assert max(counts) - min(counts) <= 1
-
-
-def test_no_package_gives_more_than_its_share(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install("large", {f"large/m{i}.py": source(f"large{i}") for i in range(20)})
-    monkeypatch.setattr(packages, "PACKAGE_BYTES", 5 * len(source("large10")))
-    assert 4 <= len(documents()) <= 5
 
 
 def test_the_fingerprint_follows_names_versions_and_contents(install: Install) -> None:
@@ -234,22 +191,6 @@ def test_a_record_of_versions_names_the_same_text_among_other_packages(
     record.write_text("{}")
     with pytest.raises(InputError, match=r"names no packages: expected the corpus.json of a run"):
         again.fingerprint()
-
-
-def test_any_environment_will_do(install: Install, tmp_path: Path) -> None:
-    """Lost files, other encodings, broken text, no record, this project itself: all passed over."""
-    latin = "# -*- coding: latin-1 -*-\n# é\n".encode("latin-1") + source("latin").encode()
-    install("alpha", {"a/gone.py": source("gone"), "a/latin.py": latin, "a/bad.py": b"# \xff\n"})
-    os.unlink(tmp_path / "site" / "a" / "gone.py")
-    install("unrecorded", {"unrecorded/a.py": source("unrecorded")}, recorded=False)
-    install("normattn", {"normattn/a.py": source("own")})
-    assert set(documents()) == {"alpha/a/latin.py"}
-    assert "é" in documents()["alpha/a/latin.py"]
-
-
-def test_an_environment_without_packages_is_one_sentence(install: Install) -> None:
-    with pytest.raises(InputError, match=r"finds no installed package with source: install some"):
-        list(parse_corpus("python-packages").documents())
 
 
 def test_without_datasketch_the_sentence_says_how_to_get_it(

@@ -64,19 +64,6 @@ def test_shares_make_up_the_batch_and_have_its_length() -> None:
             batches.batch(1, share, shares)
 
 
-def test_documents_of_a_batch_are_of_like_length() -> None:
-    generator = np.random.default_rng(0)
-    lengths = generator.integers(1, 60, size=800).tolist()
-    batches = RelationBatches(make_split(lengths), 3, 0, 16, seed=0)
-    share = np.mean([batches.batch(step).padding.mean() for step in range(1, 51)])
-    assert share < 0.2  # unsorted: 0.47
-
-
-def test_a_split_of_less_than_a_batch_is_refused() -> None:
-    with pytest.raises(InputError, match="3 documents, fewer than one batch of 4"):
-        RelationBatches(make_split([1, 1, 1]), 3, 0, 4, 0)
-
-
 def test_rows_are_padded_on_the_right() -> None:
     ids, padding = padded([[5], [6, 7]], 9, length=3)
     assert ids.tolist() == [[5, 9, 9], [6, 7, 9]]

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from normattn.errors import InputError
 from normattn.lab.data import CopyTask, RetrievalSet, TokenData, retrieval_set, train_tokeniser
@@ -147,35 +145,6 @@ def test_code_is_written_as_code() -> None:
     assert keys.count(keys[-1]) == 2
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    task=st.sampled_from(TASKS),
-    multiple=st.integers(1, 8),
-    seed=st.integers(0, 1000),
-    kind=st.sampled_from(list(DATA)),
-)
-def test_windows_hold_no_separator_and_score_only_their_end(
-    task: str, multiple: int, seed: int, kind: str
-) -> None:
-    found = retrieval_set(DATA[kind](), task, L, multiple, 5, seed)
-    assert found.windows.shape == (1, len(DEPTHS), multiple * L + 1)
-    assert 0 not in found.windows
-    scored = np.flatnonzero(found.scored[0])
-    assert scored[-1] == multiple * L - 1
-    ends = found.windows[0][:, scored[0] + 1 :]
-    assert (ends == ends[0]).all()
-    # All but the order is the same at every depth.
-    assert all(sorted(window) == sorted(found.windows[0, 0]) for window in found.windows[0])
-
-
-def test_few_documents_give_several_samples_with_other_names() -> None:
-    found = make("code", "passkey", multiple=16, windows=60)
-    assert len(found) == 12
-    assert len(set(found.documents)) <= 3
-    ends = {tuple(np.concatenate(asked(found, sample, "code")[0])) for sample in range(12)}
-    assert len(ends) == 12
-
-
 def test_senseless_requests_are_refused() -> None:
     with pytest.raises(InputError, match="no retrieval task is called 'needle'"):
         retrieval_set(code_data(), "needle", L)
@@ -187,14 +156,6 @@ def test_senseless_requests_are_refused() -> None:
         retrieval_set(code_data(), "passkey", L, 0)
     with pytest.raises(InputError, match="at least 1 window"):
         make("code", "passkey", windows=0)
-
-
-def test_a_vocabulary_too_small_for_distinct_names_is_refused() -> None:
-    tiny = CopyTask(tokens=100, documents=2, document_tokens=2000).token_data(4, 0)
-    with pytest.raises(InputError, match="100 times the names and values drawn for passkey"):
-        retrieval_set(tiny, "passkey", L, 16)
-    with pytest.raises(InputError, match="vocabulary of at least 4"):
-        retrieval_set(CopyTask(tokens=9, documents=2).token_data(3, 0), "passkey", L, 1)
 
 
 def test_key_value_texts_are_full_of_pairs_in_one_order() -> None:
@@ -214,24 +175,3 @@ def test_key_value_texts_are_full_of_pairs_in_one_order() -> None:
         assert [line for line in lines if line != asked_line] == pairs[0][1:-1]
     # No room is left for another pair.
     assert all(len(text[0]) < 40 for text in texts)
-
-
-def test_names_that_are_used_up_leave_the_rest_to_the_text() -> None:
-    tiny = CopyTask(tokens=100, documents=2, document_tokens=4000).token_data(6, 0)
-    found = retrieval_set(tiny, "key_value", L, 32, 5)
-    window = found.windows[0, 0]
-    first = found.places[0, 0]
-    # Names of three of the tokens from 2 to 5: at most 4^3, and the question.
-    assert 32 < (window[first:] == 1).sum() <= 4**3 + 1
-    assert first > len(window) / 2
-
-
-def test_a_copied_passage_is_four_values_long() -> None:
-    tokeniser = code_data().tokeniser
-    assert tokeniser is not None
-    found = make("code", "copy")
-    statement, asked_line = (
-        line for line in tokeniser.decode(found.windows[0, 2]).split("\n") if line[3:4] == "="
-    )
-    assert statement == asked_line
-    assert len(statement.split("=")[1]) == 16

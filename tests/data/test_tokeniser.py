@@ -38,20 +38,6 @@ def test_the_separator_is_id_0_and_text_cannot_forge_it() -> None:
     assert reloaded.decode(reloaded.encode(forged)) == forged
 
 
-def test_special_tokens_take_the_first_ids_and_cannot_be_forged() -> None:
-    specials = ("<pad>", "<bos>", "<eos>")
-    tokeniser = train_tokeniser(TEXTS, 300, specials=specials)
-    assert [tokeniser.decode([i]) for i in range(3)] == list(specials)
-    assert min(tokeniser.encode("a<eos>b")) >= 3
-    with pytest.raises(InputError, match="at least 259 entries"):
-        train_tokeniser(TEXTS, 258, specials=specials)
-
-
-def test_a_batch_equals_its_texts_one_by_one() -> None:
-    texts = ["ab cd", "", "zyx é"]
-    assert TOKENISER.encode_batch(texts) == [TOKENISER.encode(text) for text in texts]
-
-
 def test_training_twice_gives_the_same_tokeniser_under_any_hash_seed_and_threads() -> None:
     code = (
         "import json, sys; from normattn.lab.data import train_tokeniser; "
@@ -67,27 +53,6 @@ def test_training_twice_gives_the_same_tokeniser_under_any_hash_seed_and_threads
         check=True,
     )
     assert found == {other.stdout.strip()}
-
-
-def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    TOKENISER.encode("x")
-    assert "TOKENIZERS_PARALLELISM" not in os.environ
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    TOKENISER.encode("x")
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
-
-
-def test_only_the_sample_is_read() -> None:
-    read = []
-
-    def texts() -> object:
-        for i in range(100):
-            read.append(i)
-            yield "x" * 100
-
-    train_tokeniser(texts(), 257, sample_bytes=350)  # type: ignore[arg-type]
-    assert read == [0, 1, 2, 3]
 
 
 def test_saving_loading_and_what_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 from pydantic import ValidationError
 
 from normattn.errors import InputError
-from normattn.io import default_cache_dir
+from normattn.io import sha256_of
 from normattn.lab.data import (
     Corpus,
     DataConfig,
@@ -163,29 +163,6 @@ def test_a_damaged_cache_is_named_and_built_again(
     assert again.fingerprint == good.fingerprint
 
 
-def test_a_write_behind_the_check_of_a_large_cache_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_folder(tmp_path / "text", 10)
-    prepare_tokens(config(folder), tmp_path / "cache")
-    (cached,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
-    hashed = cache_module.sha256_of
-
-    def overtaken(path: Path) -> str:
-        digest = hashed(path)
-        if path.name == "train.tokens.00000":
-            content = path.read_bytes()
-            path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-        return digest
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cache_module, "HASHED_BYTES", 0)
-        patch.setattr(cache_module, "sha256_of", overtaken)
-        assert cache_module.damage(cached) is None
-    monkeypatch.setattr(cache_module, "HASHED_BYTES", 0)
-    assert "train.tokens.00000 has changed" in str(cache_module.damage(cached))
-
-
 def test_a_large_cache_is_read_whole_once_and_again_when_it_was_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,13 +171,13 @@ def test_a_large_cache_is_read_whole_once_and_again_when_it_was_written_to(
     prepare_tokens(config(folder), tmp_path / "cache")
     (cached,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     read: list[str] = []
-    hashed = cache_module.sha256_of
+    hashed = sha256_of
 
     def noting(path: Path) -> str:
         read.append(path.name)
         return hashed(path)
 
-    monkeypatch.setattr(cache_module, "sha256_of", noting)
+    monkeypatch.setattr("normattn.lab.data.cache.sha256_of", noting)
     prepare_tokens(config(folder), tmp_path / "cache")
     assert read == []  # it was read whole when it was built
     shutil.copytree(cached, tmp_path / "copy" / cached.name)
@@ -254,16 +231,6 @@ def test_a_build_that_fails_keeps_what_it_did(
     assert data.fingerprint == prepare_tokens(made, tmp_path / "other").fingerprint
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
     assert {path.name for path in cache.iterdir()} == {folder.name, f"{folder.name}.lock"}
-
-
-def test_leftovers_of_killed_builds_are_swept(tmp_path: Path) -> None:
-    folder, cache = write_folder(tmp_path / "text", 10), tmp_path / "cache"
-    prepare_tokens(config(folder), cache)
-    (built,) = (path for path in cache.iterdir() if path.is_dir())
-    shutil.rmtree(built)
-    (cache / f".{built.name}.killed").mkdir()
-    prepare_tokens(config(folder), cache)
-    assert {path.name for path in cache.iterdir()} == {built.name, f"{built.name}.lock"}
 
 
 def _prepare(folder: Path, cache: Path, log: Path, barrier: Any) -> None:
@@ -342,47 +309,6 @@ def test_text_streams_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.Monk
         assert sum(len(data.split(name)) for name in ("train", "validation", "test")) == count
     # 0.5 MB and 2.7 MB of text; the batches in hand are the same.
     assert peaks[1] < 1.5 * peaks[0]
-
-
-def test_progress_reaches_the_whole(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "text", 100)
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    calls: list[tuple[int, int | None]] = []
-    prepare_tokens(
-        config(folder), tmp_path / "cache", lambda done, all_: calls.append((done, all_))
-    )
-    assert len(calls) > 1
-    assert calls[-1] == (size, size)
-    assert calls == sorted(calls)
-
-
-def test_max_bytes_caps_the_text(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "text")
-    data = prepare_tokens(config(folder, max_bytes=10_000), tmp_path / "cache")
-    read = sum(data.split(name).text_bytes for name in ("train", "validation", "test"))
-    assert 5_000 < read <= 10_000
-
-
-def homeless(path: Path) -> Path:
-    """What pathlib does for a user without a home."""
-    raise RuntimeError("Could not determine home directory.")
-
-
-def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.delenv("NORMATTN_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert default_cache_dir() == Path("/home/me/.cache/normattn")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert default_cache_dir() == Path("/x/normattn")
-    monkeypatch.setenv("NORMATTN_CACHE", "~/n")
-    assert default_cache_dir() == Path("/home/me/n")
-    monkeypatch.delenv("NORMATTN_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "~/y")
-    assert default_cache_dir() == Path("/home/me/y/normattn")
-    monkeypatch.setattr(Path, "expanduser", homeless)
-    with pytest.raises(InputError, match=r"no home directory; give a path .* NORMATTN_CACHE"):
-        default_cache_dir()
 
 
 def test_bad_corpora_and_places_are_sentences_and_leave_no_cache(tmp_path: Path) -> None:

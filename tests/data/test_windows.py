@@ -103,15 +103,6 @@ def test_repeated_windows_tile_equal_shares_of_segments(
         assert looked_up == known.tolist()
 
 
-def test_only_segments_that_repeat_are_used() -> None:
-    split = make_split([100] * 4)
-    found = repeated_set(split, 8, multiple=2, max_windows=9)
-    assert found.segments is not None
-    assert Counter(found.segments.tolist()) == {4: 4, 8: 4}
-    with pytest.raises(InputError, match="no segment is shorter"):
-        repeated_set(split, 1, multiple=1)
-
-
 MAKERS: list[Callable[[TokenSplit, int], EvaluationSet]] = [
     lambda split, seed: train_length_set(split, 8, max_windows=6, seed=seed),
     lambda split, seed: non_repeated_set(split, 4, max_windows=6, seed=seed),
@@ -135,12 +126,6 @@ def test_the_fingerprint_sees_what_is_scored() -> None:
     last = last_segment_sets(split, 4, multiples=[8])[0]
     np.testing.assert_array_equal(whole.windows, last.windows)
     assert whole.fingerprint != last.fingerprint
-
-
-def test_documents_long_enough_are_found() -> None:
-    split = make_split([5, 33, 32, 0, 34])
-    np.testing.assert_array_equal(split.documents_at_least(33), [1, 4])
-    assert set(non_repeated_set(split, 4).documents) == {"doc1", "doc4"}
 
 
 def test_too_short_documents_and_bad_numbers_are_refused() -> None:

@@ -10,8 +10,7 @@ import torch
 
 from diagnostics.test_diagnostics import model_of, texts_of
 from normattn.lab.diagnostics import measure_mechanism
-from normattn.lab.diagnostics.key_norms import Documents
-from normattn.lab.diagnostics.ranges import READINGS, ClampedReading
+from normattn.lab.diagnostics.ranges import READINGS
 from normattn.models import CausalLM
 
 
@@ -46,11 +45,3 @@ def test_a_record_holds_the_readings_by_document(score: str) -> None:
             ]
         assert hits["sum"].item() == sum(right for right, _ in expected)
         assert loss["sum"].item() == pytest.approx(sum(nats for _, nats in expected), rel=1e-9)
-
-
-def test_within_the_trained_length_nothing_is_clamped() -> None:
-    texts = texts_of(16)
-    counts = ClampedReading(Documents(texts.documents, 2), 16)
-    counts.add(slice(0, 5), model_of("Baseline"), torch.from_numpy(texts.windows))
-    np.testing.assert_allclose(counts.loss, counts.loss[:, :1].repeat(3, 1), rtol=1e-9)
-    assert counts.tokens.tolist() == [[16.0] * 3, [32.0] * 3, [32.0] * 3]

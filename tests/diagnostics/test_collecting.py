@@ -17,8 +17,8 @@ from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
 from normattn.lab.diagnostics import DiagnosticsProbe, collecting, inspect_model, layer_names
 from normattn.lab.diagnostics.angles import Stage, unseen_angles
-from normattn.lab.diagnostics.inspection import by_head, by_position, cosine_counts, totals
-from normattn.lab.diagnostics.lines import DiagnosticsLine, LayerLine, read_diagnostics
+from normattn.lab.diagnostics.inspection import by_position, cosine_counts, totals
+from normattn.lab.diagnostics.lines import DiagnosticsLine, read_diagnostics
 from normattn.lab.diagnostics.weights import attention_weights
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.score import Score, ScoreSpec
@@ -65,39 +65,6 @@ def test_means_by_head_and_position(score: str) -> None:
                     # Weights are looked at in float32.
                     assert found == pytest.approx(float(expected), abs=1e-6), field
                 assert totals(measured, "entropy", layer)[1][head, place] == 12
-
-
-def test_norms_and_cosines() -> None:
-    """‖q‖ and ‖k‖ before and after the score's norm; cosines within their histogram's bins."""
-    model, ids = model_of("KNA"), ids_of(2, 9)
-    measured = inspect_model(model, ids, cosines=True, bins=2)
-    found: list[tuple[Tensor, Tensor]] = []
-    for module in model.modules():
-        if isinstance(module, Score):
-            module.register_forward_hook(lambda m, given, out: found.append((given[0], given[1])))
-    prepared: list[Any] = []
-    for module in model.modules():
-        if isinstance(module, Score):
-            module.register_forward_hook(lambda m, given, out: prepared.append(out))
-    with torch.no_grad():
-        model(ids)
-    for layer, ((q, k), out) in enumerate(zip(found, prepared, strict=True)):
-        means = {name: by_head(measured, name, layer) for name in ("q_norm", "k_norm", "k_normed")}
-        assert means["q_norm"] == pytest.approx(q.norm(dim=-1).mean((0, 2)).numpy())
-        assert means["k_norm"] == pytest.approx(k.norm(dim=-1).mean((0, 2)).numpy())
-        assert means["k_normed"] == pytest.approx([1.0, 1.0])
-        assert not len(by_head(measured, "q_normed", layer))
-        q, k = (nn.functional.normalize(x, dim=-1) for x in (out.q, out.k))
-        cosine = q @ k.repeat_interleave(2, 1).transpose(-1, -2)
-        seen = torch.ones(9, 9).tril().bool()
-        counts = cosine_counts(measured, layer).sum(1)
-        least, most = (by_head(measured, f"{end}_cosine", layer) for end in ("least", "largest"))
-        for head in range(4):
-            values = cosine[:, head][:, seen].flatten()
-            assert least[head] == pytest.approx(float(values.min()), abs=1e-9)
-            assert most[head] == pytest.approx(float(values.max()), abs=1e-9)
-            expected = np.histogram(values.numpy(), BINS, (-1, 1))[0]
-            assert np.abs(counts[head] - expected).sum() <= 2  # a value at an edge
 
 
 @pytest.mark.parametrize(
@@ -327,11 +294,6 @@ def test_a_probe_leaves_lines_and_changes_nothing(tmp_path: Path) -> None:
         read_diagnostics(tmp_path)
 
 
-def test_when_a_probe_looks() -> None:
-    probe = DiagnosticsProbe(4)
-    assert [step for step in range(1, 11) if probe.due(step, 10)] == [1, 4, 8, 10]
-
-
 def test_warnings_come_once_a_kind() -> None:
     said: list[str] = []
     probe, model, ids = DiagnosticsProbe(1, warn=said.append), model_of("QKNorm2020"), ids_of(2, 60)
@@ -360,14 +322,3 @@ def test_a_run_that_goes_on_is_not_warned_again(tmp_path: Path) -> None:
     assert len(said) == 1
     probed(model, DiagnosticsProbe(1, warn=said.append, run=tmp_path), 3, ids)
     assert len(said) == 2
-
-
-def test_a_learned_sink_is_measured() -> None:
-    measured = inspect_model(model_of("Baseline-Sink"), ids_of(1, 11), bins=2)
-    assert (by_head(measured, "sink_mass", 0) > 0).all()
-    assert not len(by_head(measured, "sink", 0))
-
-
-def test_a_line_takes_no_unknown_field() -> None:
-    with pytest.raises(ValueError, match="extra"):
-        LayerLine.model_validate({"entropie": (1.0,)})

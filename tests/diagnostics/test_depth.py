@@ -12,9 +12,9 @@ from torch import Tensor
 
 from data.helpers import make_split
 from normattn.lab.data.batches import Masking
-from normattn.lab.data.windows import MaskedSet, masked_set
+from normattn.lab.data.windows import masked_set
 from normattn.lab.diagnostics.depth import SAMPLED, layer_gradients, measure_depth
-from normattn.lab.evaluation.masked import documents_of, score_masked, unigram_loss
+from normattn.lab.evaluation.masked import documents_of
 from normattn.layers.attention import Attention
 from normattn.models.config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
@@ -108,27 +108,3 @@ def test_gradients_are_those_of_the_loss() -> None:
             )
             assert norm == pytest.approx(float(sum(g.square().sum() for g in grads)) ** 0.5)
     assert layer_gradients(_model(shared_layers=True), TEXTS) == []
-
-
-def test_scores_by_document() -> None:
-    model = _model()
-    found = score_masked(model, TEXTS, tokens_per_batch=2 * LENGTH)
-    rows = [torch.from_numpy(each) for each in TEXTS.rows]
-    scores = model.token_scores(*rows)
-    assert found.documents == ("doc0", "doc1", "doc2")
-    for index, name in enumerate(found.documents):
-        own = [w for w, document in enumerate(TEXTS.documents) if document == name]
-        assert found.windows[index] == len(own)
-        assert found.tokens[index] == 4 * len(own)
-        assert found.loss[index] == pytest.approx(float(scores.loss[own].sum()))
-        assert found.correct[index, -1] == int(scores.correct[own].sum())
-        for layer in range(3):
-            assert found.correct[index, layer] == int(scores.exit_correct[layer][own].sum())
-
-
-def test_word_frequencies() -> None:
-    train = make_split([3])  # Tokens 1, 2, 3 and the separator, once each.
-    texts = MaskedSet(4, Masking(5).rows(np.array([[1, 2, 4, 4]]), 0), ["a"])
-    target = int(texts.rows.targets[0, 0])
-    share = (1 if target == 4 else 2) / 9
-    assert unigram_loss(train, texts, 5) == pytest.approx(-np.log(share))

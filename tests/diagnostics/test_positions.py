@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -17,24 +16,13 @@ from diagnostics.test_diagnostics import NAMES, brute_weights, ids_of, look, mod
 from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.diagnostics import BINS, measure_mechanism
 from normattn.lab.diagnostics.key_norms import (
-    FIRST,
     first_norms,
     position_correlation,
-    signed_elsewhere,
-    varied,
 )
-from normattn.lab.diagnostics.ranges import REGIONS, TAIL, pairs_by_region, trained_range
+from normattn.lab.diagnostics.ranges import TAIL, pairs_by_region, trained_range
 from normattn.models import CausalLM
 
 Array = NDArray[np.float64]
-
-
-def test_norms_that_grow_from_the_fifth_on_rank_as_their_positions_do() -> None:
-    norms = torch.tensor([9.0, 8.0, 7.0, 6.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    assert FIRST == 4
-    assert float(position_correlation(norms)) == pytest.approx(1.0)
-    assert float(position_correlation(10 - norms)) == pytest.approx(-1.0)
-    assert first_norms(norms).tolist() == pytest.approx([3.0, 8 / 3, 7 / 3, 2.0])
 
 
 def test_rounding_does_not_rank_equal_norms() -> None:
@@ -58,38 +46,6 @@ def test_correlation_and_first_norms(length: int) -> None:
         expected = stats.spearmanr(rest, np.arange(len(rest))).statistic
         assert float(correlation[at]) == pytest.approx(expected, abs=1e-12)
         np.testing.assert_allclose(first[at], norms[at][:4] / np.median(rest), rtol=1e-12)
-
-
-def test_norms_that_differ_by_rounding_do_not_vary() -> None:
-    norms = torch.tensor([[1.0, 1 + 1e-6, 1.0, 1 - 1e-6], [1.0, 1.1, 1.0, 0.9]])
-    assert varied(norms).tolist() == [False, True]
-
-
-def test_a_sign_comes_from_other_documents_alone() -> None:
-    total = np.array([[2.0, -3.0, 1.0], [4.0, -1.0, 2.0], [1.0, 2.0, -1.0], [-5.0, 6.0, 3.0]])
-    count = np.array([[1.0, 2.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0], [3.0, 1.0, 1.0]])
-    above, below = signed_elsewhere(total, count)
-    # Signs of the first and third document together: +3, −1, and none.
-    assert above.tolist() == [[0, 0, 0], [4, 1, 0], [0, 0, 0], [-5, -6, 0]]
-    assert below.tolist() == [[0, 0, 0], [2, 1, 0], [0, 0, 0], [3, 1, 0]]
-    for few in (1, 2, 3):
-        assert not signed_elsewhere(total[:few], count[:few])[1].any()
-
-
-def test_chance_has_no_size_and_is_rarely_taken_for_one() -> None:
-    """2,000 models of three heads and 64 documents."""
-    random = np.random.default_rng(0)
-    noise = random.standard_t(4, size=(64, 2000, 3)) + random.normal(size=(64, 2000, 1))
-    above, below = signed_elsewhere(noise, np.ones_like(noise))
-    values = above[1::2].mean(-1)
-    assert below.sum() == noise.size / 2
-    z = values.mean(0) / (values.std(0, ddof=1) / math.sqrt(len(values)))
-    assert abs(z.mean()) < 0.1
-    limit = stats.t.ppf(0.975, 31)
-    assert 0.015 < (z > limit).mean() < 0.04
-    heads = random.choice([-1.0, 1.0], size=(2000, 3)) * 5
-    above, below = signed_elsewhere(noise + heads, np.ones_like(noise))
-    assert above.sum() / below.sum() == pytest.approx(5, abs=0.05)
 
 
 @pytest.mark.parametrize("score", NAMES)
@@ -173,27 +129,3 @@ def test_a_record_holds_them_by_document(score: str, raw: bool) -> None:
         np.testing.assert_allclose(first["sum"], expected_first, rtol=1e-9)
         assert first["of"].to_list() == [2, 2, 2, 2]
     assert record.filter(statistic=f"{side}position")["head"].n_unique() == 2  # of keys
-
-
-def test_regions_of_a_record_add_up() -> None:
-    record = measure_mechanism(model_of("Baseline"), texts_of(), seed=0, weights="w")
-    whole = record.filter(statistic="cosine", length=64)["sum"].sum()
-    pairs, attention = (record.filter(statistic=name) for name in ("pairs", "attention"))
-    assert pairs["sum"].sum() == whole
-    assert pairs["length"].unique().to_list() == [64]
-    far = pairs.filter(pl.col("bin") >= 2)["sum"].sum()
-    assert far == 5 * 8 * sum(range(64 - 16 + 1))  # texts, heads of both layers
-    one = attention.group_by("unit", "layer", "head").agg(pl.col("sum").sum(), pl.col("of").first())
-    np.testing.assert_allclose(one["sum"], one["of"], rtol=1e-12)
-    counted = dict(attention.group_by("unit").agg(pl.col("of").first()).rows())
-    assert counted == {"a": 48, "b": 96, "c": 96}
-    assert len(REGIONS) == attention["bin"].n_unique() == 4
-
-
-def test_texts_too_short_for_a_rank_have_no_rows_of_norms_by_position() -> None:
-    changes: dict[str, Any] = {"train_length": 5}
-    windows = np.random.default_rng(3).integers(40, size=(2, 11))
-    texts = EvaluationSet("non_repeated", 10, 5, windows, ["a", "b"])
-    record = measure_mechanism(model_of("Baseline", **changes), texts, seed=0, weights="w")
-    assert "position" not in set(record["statistic"])
-    assert {"correlation", "pairs"} <= set(record["statistic"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import polars as pl
 import pytest
@@ -115,28 +113,6 @@ def test_the_threshold_is_the_best_and_of_equal_ones_the_nearest_to_a_half() -> 
     assert (threshold, reached) == (0.3, 1.0)
     easy = made([[0.9], [0.1]], [[1], [0]])
     assert tune_threshold(easy) == (0.5, 1.0)
-
-
-def test_predictions_do_not_depend_on_the_batches() -> None:
-    model, split = classifier(), data(documents=17).split("test")
-    whole = predict(model, split, 0)
-    single = predict(model, split, 0, max_tokens=1)
-    np.testing.assert_allclose(whole.probabilities, single.probabilities, atol=1e-6)
-    np.testing.assert_allclose(whole.loss, single.loss, atol=1e-6)
-    assert model.training
-    ids = torch.tensor([split.tokens[3]])
-    alone = model.eval()(ids).sigmoid()[0].detach().numpy()
-    np.testing.assert_allclose(whole.probabilities[3], alone, atol=1e-6)
-    assert whole.true.argmax(1).tolist() == [i % 3 for i in range(17)]
-
-
-def test_the_threshold_knows_nothing_of_the_test_set() -> None:
-    model, given_data = classifier(), data()
-    other = data(documents=5)
-    mixed = replace(given_data, test=other.test)
-    first, second = (evaluate_classifier(model, each, who()) for each in (given_data, mixed))
-    assert known(first, "threshold") == known(second, "threshold")
-    assert second.filter(pl.col("statistic") == "loss").height == 5
 
 
 def test_every_document_is_measured_and_the_facts_are_torchmetrics_own() -> None:

@@ -12,14 +12,13 @@ from polars.testing import assert_frame_equal
 
 from normattn.kernels.cross_entropy import TokenScores
 from normattn.lab.data.windows import EvaluationSet
-from normattn.lab.evaluation import evaluate_cell, evaluate_run, from_causal_lm
-from normattn.lab.evaluation.scorer import recalling
+from normattn.lab.evaluation import evaluate_run
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.stats.measurements import sorted_rows
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 
-from .make import Counter, info, make_set
+from .make import make_set
 
 L = 8
 
@@ -81,26 +80,3 @@ def test_what_was_measured_before_is_no_loss(
     evaluate_run(model, chosen[1:2], seed=0, factor=4.0, store=store)
     evaluate_run(model, chosen, seed=0, factor=4.0, store=store)
     assert asked == [5, 5, 5]
-
-
-def test_scores_are_dropped_with_the_last_set_that_reads_them() -> None:
-    scorer = Counter()
-    chosen = texts()
-    scorer_of = recalling(scorer, chosen)
-    own = [scorer_of(one) for one in chosen]
-    assert own[0] is scorer
-    assert own[1] is own[2] is own[3]
-    for one, its in zip(chosen, own, strict=True):
-        evaluate_cell(its, one, info())
-    assert scorer.shapes == [(5, L + 1), (5, 4 * L + 1)]
-    assert recalling(scorer, chosen[1:2])(chosen[1]) is scorer
-
-
-def test_other_windows_are_scored_anew(model: CausalLM) -> None:
-    natural = texts()[1]
-    other = replace(natural, windows=natural.windows[::-1].copy(), protocol="by_position")
-    scorer = Counter(from_causal_lm(model))
-    scorer_of = recalling(scorer, [natural, other])
-    for one in (natural, other):
-        evaluate_cell(scorer_of(one), one, info())
-    assert len(scorer.shapes) == 2

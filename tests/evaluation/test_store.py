@@ -41,20 +41,6 @@ def test_whatever_decides_the_outcome_is_in_the_key(tmp_path: Path, change: dict
     assert len(store) == 2
 
 
-def test_other_data_is_another_evaluation(tmp_path: Path) -> None:
-    store, scorer = MeasurementStore(tmp_path), Counter()
-    for chosen in (
-        make_set([counting()]),
-        make_set([counting(broken_at=1)]),
-        make_set([counting()], documents=["other"]),
-        make_set([counting()], start=4),
-        make_set([counting()], train_length=4),
-        make_set([counting()], segments=[3]),
-    ):
-        evaluate_cell(scorer, chosen, info(), store=store)
-    assert len(scorer.shapes) == len(store) == 6
-
-
 def test_a_damaged_file_is_named_and_redone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,28 +65,6 @@ def test_a_damaged_file_is_named_and_redone(
         assert path.read_bytes() == whole
     assert len(scorer.shapes) == 4
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_a_foreign_file_is_named_and_not_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store, scorer = MeasurementStore(tmp_path), Counter()
-    first = evaluate_cell(scorer, make_set([counting()]), info(), store=store)
-    [path] = tmp_path.iterdir()
-    whole = path.read_bytes()
-    store.path("other").write_bytes(whole)
-    assert store.get("other") is None
-    assert f"{store.path('other')} is damaged: it holds" in capsys.readouterr().err
-    evaluate_cell(scorer, make_set([counting(broken_at=3)]), info(), store=store)
-    [foreign] = set(tmp_path.iterdir()) - {path, store.path("other")}
-    foreign.rename(path)
-    redone = evaluate_cell(scorer, make_set([counting()]), info(), store=store)
-    assert_frame_equal(redone, first, check_exact=True)
-    assert path.read_bytes() == whole
-    assert f"{path} is damaged: it holds the evaluation {foreign.stem}" in capsys.readouterr().err
-    # A frame that no evaluation left there, as a page's measurements, is none of the store's.
-    measurements.write(path, first)
-    assert store.get(path.stem) is None
 
 
 def test_an_unwritable_store_is_said(tmp_path: Path) -> None:

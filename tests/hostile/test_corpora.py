@@ -59,35 +59,6 @@ def test_what_is_no_file_is_named(kind: str, place: str, tmp_path: Path) -> None
         list(parse_corpus(str(odd if place == "itself" else folder)).documents())
 
 
-_LISTED_ONLY = """
-import os, sys
-from normattn.errors import InputError
-from normattn.lab.data import parse_corpus
-os.setegid(65534); os.seteuid(65534)
-try:
-    list(parse_corpus(sys.argv[1]).documents())
-except InputError as error:
-    print(error)
-"""
-
-
-def test_a_folder_that_lists_but_does_not_open_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    (folder / "a.txt").write_text("text")
-    if os.geteuid() == 0:  # The superuser may open everything, and so becomes nobody.
-        for each in (tmp_path, *tmp_path.parents):
-            if "pytest-of-" in str(each):
-                each.chmod(0o755)
-    folder.chmod(0o444)
-    code = _LISTED_ONLY if os.geteuid() == 0 else _LISTED_ONLY.replace("os.set", "len#")
-    ran = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=60
-    )
-    folder.chmod(0o755)
-    assert "a.txt cannot be read: Permission denied" in ran.stdout, ran.stderr
-
-
 _MEMORY = """
 import resource, sys
 from pathlib import Path

@@ -14,10 +14,10 @@ MOST_CHARACTERS = 2500
 
 
 def run(campaign: Campaign) -> Iterator[Count]:
-    """Every call of `hostile.calls`, and three operands drawn at random beside them."""
+    """Every call of `odd_calls`, and three operands drawn at random beside them."""
     from jaxtyping import config
 
-    from hostile.calls import OPERANDS, calls
+    from fault_campaign.odd_calls import OPERANDS, calls
     from normattn.errors import InputError
     from normattn.layers.attend import attention
 

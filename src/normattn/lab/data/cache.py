@@ -13,7 +13,7 @@ from typing import Any
 
 from normattn import io
 from normattn.errors import InputError
-from normattn.io import default_cache_dir, identity, read_object
+from normattn.io import default_cache_dir, identity, read_object, sha256_of
 from normattn.locks import locked
 
 MANIFEST = "manifest.json"
@@ -163,12 +163,6 @@ def _manifest(path: Path) -> dict[str, tuple[int, str]]:
 def manifest(path: Path) -> dict[str, str]:
     """The sha256 of every file of a whole folder, by name."""
     return {name: digest for name, (_, digest) in _manifest(path).items()}
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fill(folder: Path, build: Callable[[Path], None]) -> None:

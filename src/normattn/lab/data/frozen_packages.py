@@ -18,8 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 from normattn.errors import InputError
-from normattn.io import open_file, read_object
-from normattn.lab.data.cache import prepared, sha256_of
+from normattn.io import open_file, read_object, sha256_of
+from normattn.lab.data.cache import prepared
 from normattn.lab.data.packages import README, decoded, is_generated, is_wanted
 from normattn.lab.data.sources import Corpus, Document, capped, evenly, take_options
 

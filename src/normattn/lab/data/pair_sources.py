@@ -15,16 +15,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from normattn.errors import InputError
-from normattn.io import expanded, identity, open_file, parse_json, stat_of
+from normattn.io import expanded, identity, open_file, stat_of
 from normattn.lab.data.packages import files_of
 from normattn.lab.data.sources import split_address, take_options
 from normattn.lab.data.splits import SPLITS, SplitName
 from normattn.lab.data.text_files import (
+    LINES,
+    TABLES,
     is_packed,
     not_utf8,
     open_bytes,
-    text_lines,
-    without_surrogates,
+    read_rows,
+    suffix_of,
+    text_of,
 )
 
 PACKAGES = ("mercurial", "gramps")
@@ -38,7 +41,6 @@ _STARTS: Mapping[SplitName, tuple[str, ...]] = {
     "validation": ("val", "dev"),
     "test": ("test",),
 }
-_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _CONTEXT = "\x04"  # gettext writes "context\x04message"
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 _FILLED_IN = re.compile(
@@ -79,8 +81,9 @@ def parse_pairs(text: str, source: str, target: str) -> PairSource:
 
     `catalogues[?packages=NAME,NAME]`: messages of installed packages. `FOLDER[?test=NAME]`: files
     `NAME.LANGUAGE`, NAME beginning with train, val (dev) or test. `FILE,FILE`, the source language
-    first. `FILE.jsonl`: objects with a field for each language, also inside `translation`. `.gz`
-    of any file. Raises `InputError` for anything else and for options that the kind does not know.
+    first. `FILE.jsonl`, `.parquet`, `.csv` or `.tsv`: rows with a field for each language, also
+    inside `translation`. `.gz` of text and JSON lines. Raises `InputError` for anything else and
+    for options that the kind does not know.
     """
     if source == target:
         raise InputError(
@@ -98,12 +101,13 @@ def parse_pairs(text: str, source: str, target: str) -> PairSource:
         return PairSource("aligned", partial(_aligned_pairs, [(*files, None)]), stamp(files))
     if path.is_dir():
         return _folder(path, source, target, take_options(body, options, ["test"])["test"])
-    if body.endswith(_LINES) and path.is_file():
+    if suffix_of(path) in LINES | TABLES and path.is_file():
         take_options(body, options, [])
-        return PairSource("json", partial(read_json_pairs, path, source, target), stamp([path]))
+        return PairSource("rows", partial(read_pairs, path, source, target), stamp([path]))
     raise InputError(
         f"corpus {body!r} holds no sentence pairs: expected catalogues, a folder of train/val/test "
-        "files by language, two aligned files as FILE,FILE, or a .jsonl file"
+        "files by language, two aligned files as FILE,FILE, or a .jsonl, .parquet, .csv or .tsv "
+        "file"
     )
 
 
@@ -152,31 +156,25 @@ def _lines(path: Path) -> Iterator[str]:
             yield (line.removeprefix("\ufeff") if number == 0 else line).rstrip("\r\n")
 
 
-def read_json_pairs(path: Path, source: str, target: str) -> Iterator[Pair]:
-    """One object a line, each language's sentence under its name (or under `translation`).
+def read_pairs(path: Path, source: str, target: str) -> Iterator[Pair]:
+    """Read JSON lines or a table: each language's sentence in its field (or in `translation`).
 
     A field `split` of "train", "validation" or "test" is followed; without it splits are drawn by
-    sentence. Blank lines are passed over. `InputError` names the line that is no pair.
+    sentence. `InputError` names the row that is no pair.
     """
-    for number, line in text_lines(path, lambda n: f"{path}:{n}"):
+    for number, row in read_rows(path):
         where = f"{path}:{number}"
-        value = parse_json(line, where)
-        fields = value.get("translation", value) if isinstance(value, dict) else value
+        fields = row.get("translation", row)
         if not isinstance(fields, dict):
-            raise InputError(f"{where} is not a JSON object of sentences by language")
-        split = value.get("split")
+            raise InputError(f"{where} is not an object of sentences by language")
+        split = row.get("split")
         if split is not None and split not in SPLITS:
             expected = ", ".join(SPLITS)
             raise InputError(f"{where}: split is {split!r}; expected one of {expected}")
-        yield Pair(_sentence(fields, source, where), _sentence(fields, target, where), split)
-
-
-def _sentence(fields: Mapping[str, Any], language: str, where: str) -> str:
-    text = fields.get(language)
-    if not isinstance(text, str):
-        known = ", ".join(map(repr, fields)) or "none"
-        raise InputError(f"{where} has no sentence under {language!r} (its fields: {known})")
-    return without_surrogates(text)
+        here, there = (
+            text_of(fields, side, where, "source=, target=") for side in (source, target)
+        )
+        yield Pair(here, there, split)
 
 
 def _folder(folder: Path, source: str, target: str, test: str | None) -> PairSource:

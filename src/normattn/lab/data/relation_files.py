@@ -1,6 +1,6 @@
 """Relation data in files, as NYT24 and WebNLG come: train, dev and test files, rel2id.json.
 
-A file is a JSON array, or JSON lines, of objects with a text and its triples.
+A file is a JSON array, JSON lines or Parquet of rows with a `text` and a `triple_list`.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from json import JSONDecodeError
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from normattn.errors import InputError
-from normattn.io import open_file, parse_json
+from normattn.io import parse_json, sha256_of
 from normattn.lab.data.splits import SPLITS, SplitName
-from normattn.lab.data.text_files import read_text, text_lines, without_surrogates
+from normattn.lab.data.text_files import read_rows, read_text
 
 STEMS: Mapping[SplitName, tuple[str, ...]] = {
     "train": ("train",),
@@ -24,9 +25,25 @@ STEMS: Mapping[SplitName, tuple[str, ...]] = {
 }
 """What a split's file may be called, with `_triples` behind it or not."""
 
-_SUFFIXES = (".json", ".jsonl")
+_SUFFIXES = (".json", ".jsonl", ".parquet")
 LABELS_FILE = "rel2id.json"
 _FORM = '{"text": "…", "triple_list": [["subject", "relation", "object"], …]}'
+_Name = Annotated[str, Field(min_length=1)]
+
+
+class _Triple(NamedTuple):
+    subject: Any
+    relation: _Name
+    object: Any
+
+
+class _Row(NamedTuple):
+    text: Annotated[str, Field(pattern=r"\S")]
+    triple_list: list[_Triple]
+
+
+_ROW = TypeAdapter(_Row)
+_LABELS = TypeAdapter(dict[str, int])
 
 
 @dataclass(frozen=True)
@@ -50,15 +67,16 @@ class RelationCorpus:
 
 
 def read_folder(folder: Path) -> RelationCorpus:
-    """The three splits in `folder`, and its labels.
+    """Read the three splits in `folder`, and its labels.
 
     The files are `train_triples.json`, `dev_triples.json` (or valid, validation, val) and
-    `test_triples.json`, with or without `_triples`, `.json` or `.jsonl`. The labels are those of
-    rel2id.json in the order of their numbers, and without that file every relation that occurs in
-    any split, sorted. Raises `InputError` for a file that is missing, ambiguous or damaged, and for
-    a relation that rel2id.json does not list.
+    `test_triples.json`, with or without `_triples`, `.json`, `.jsonl` or `.parquet`. The labels
+    are those of rel2id.json in the order of their numbers, and without that file every relation
+    that occurs in any split, sorted. Raises `InputError` for a file that is missing, ambiguous or
+    damaged, and for a relation that rel2id.json does not list.
     """
-    splits = {name: tuple(read_relations(_file(folder, name))) for name in SPLITS}
+    files = split_files(folder)
+    splits = {name: tuple(read_relations(path)) for name, path in files.items()}
     occurring = {
         label for split in splits.values() for document in split for label in document.labels
     }
@@ -68,146 +86,90 @@ def read_folder(folder: Path) -> RelationCorpus:
     if unlisted:
         raise InputError(f"{listed} does not list the relation {unlisted[0]!r}, which occurs")
     if not any(document.labels for document in splits["train"]):
-        raise InputError(f"no document of {_file(folder, 'train')} has a relation")
+        raise InputError(f"no document of {files['train']} has a relation")
     return RelationCorpus(splits, labels)
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """Hash of the content of the files that are read; `InputError` where one is not there."""
+    """Hash the content of the files that are read; `InputError` where one is not there."""
     digest = hashlib.sha256()
     listed = folder / LABELS_FILE
-    paths = [_file(folder, name) for name in SPLITS]
-    for path in [*paths, *([listed] if listed.exists() else [])]:
-        with open_file(path) as file:
-            content = hashlib.sha256(file.read())
-        digest.update(f"{path.name}\0".encode() + content.digest())
+    for path in [*split_files(folder).values(), *([listed] if listed.exists() else [])]:
+        digest.update(f"{path.name}\0{sha256_of(path)}".encode())
     return digest.hexdigest()
 
 
-def look_for_folder(folder: Path) -> None:
-    """Raise `InputError` where the folder has not one file of each split."""
-    for name in SPLITS:
-        _file(folder, name)
-
-
 def read_relations(path: Path) -> list[RelationDocument]:
-    """The documents of a `.json` file (one array) or a `.jsonl` file (an object a line).
+    """Read the documents of a `.json` file (one array), JSON lines or Parquet.
 
     Each has a `text` and a `triple_list` of [subject, relation, object]; its labels are the
-    relations in that list. Documents are called `FILE:17`, by line or by item of the array,
-    counted from 1. Raises `InputError` naming file, place and what was expected.
+    relations in that list. Documents are called `FILE:17`, by line, or by item of the array from
+    1. Raises `InputError` naming file, place and what was expected.
     """
-    items = _lines(path) if path.suffix == ".jsonl" else _array(path)
-    documents = [_document(item, where) for where, item in items]
+    documents = []
+    for number, row in _rows(path):
+        where = f"{path}:{number}"
+        try:
+            text, triples = _ROW.validate_python(
+                (row.get("text"), row.get("triple_list")) if isinstance(row, dict) else row
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = "".join(f"[{part!r}]" for part in first["loc"])
+            raise InputError(f"{where}{place}: {first['msg']}; expected {_FORM}") from error
+        labels = tuple(sorted({triple.relation for triple in triples}))
+        documents.append(RelationDocument(f"{path.name}:{number}", text, labels))
     if not documents:
         raise InputError(f"{path} holds no document: expected objects {_FORM}")
     return documents
 
 
-def _array(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        items = parse_json(read_text(path), str(path))
-    except InputError as error:
-        if not (isinstance(error.__cause__, JSONDecodeError) and "Extra data" in str(error)):
-            raise
-        raise InputError(f"{error}; if it holds one object a line, call it .jsonl") from error
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    if path.suffix != ".json":
+        yield from read_rows(path)
+        return
+    items = parse_json(read_text(path), str(path))
     if not isinstance(items, list):
         raise InputError(
-            f"{path} holds {_kind(items)}; expected one array of objects {_FORM} "
+            f"{path} holds a {type(items).__name__}; expected one array of objects {_FORM} "
             "(a file of one object a line is called .jsonl)"
         )
-    for number, item in enumerate(items, start=1):
-        yield f"{path}, item {number}", item
+    yield from enumerate(items, start=1)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in text_lines(path, lambda n: f"{path}, line {n}"):
-        where = f"{path}, line {number}"
-        yield where, parse_json(line, where)
-
-
-def _document(item: Any, where: str) -> RelationDocument:
-    if not isinstance(item, dict):
-        raise InputError(f"{where} is {_kind(item)}; expected an object {_FORM}")
-    for field in ("text", "triple_list"):
-        if field not in item:
-            names = ", ".join(map(repr, item)) or "none"
-            raise InputError(f"{where} has no field {field!r} (its fields: {names})")
-    text = item["text"]
-    if not isinstance(text, str) or not text.strip():
-        problem = "empty" if isinstance(text, str) else _kind(text)
-        raise InputError(f"{where}: field 'text' is {problem}; expected some text")
-    path, _, position = where.rpartition(", ")
-    name = f"{Path(path).name}:{position.rpartition(' ')[2]}"
-    labels = _labels(item["triple_list"], where)
-    return RelationDocument(name, without_surrogates(text), labels)
-
-
-def _labels(triples: Any, where: str) -> tuple[str, ...]:
-    """The relations of the triples, sorted, each once."""
-    if not isinstance(triples, list):
-        raise InputError(f"{where}: field 'triple_list' is {_kind(triples)}; expected an array")
-    relations = set()
-    for number, triple in enumerate(triples, start=1):
-        if not isinstance(triple, list) or len(triple) != 3:
-            shown = f"an array of {len(triple)}" if isinstance(triple, list) else _kind(triple)
-            raise InputError(
-                f"{where}: triple {number} is {shown}; expected [subject, relation, object]"
-            )
-        relation = triple[1]
-        if not isinstance(relation, str) or not relation:
-            raise InputError(
-                f"{where}: the relation of triple {number} is {_kind(relation)}; expected its name"
-            )
-        relations.add(relation)
-    return tuple(sorted(relations))
-
-
-def _kind(value: Any) -> str:
-    """What a JSON value is, in words."""
-    if value is None:
-        return "null"
-    kinds = {dict: "an object", list: "an array", str: "a string", bool: "true or false"}
-    return kinds.get(type(value), "a number")
-
-
-def _file(folder: Path, split: SplitName) -> Path:
-    """The one file of a split."""
+def split_files(folder: Path) -> dict[SplitName, Path]:
+    """Find the one file of each split; `InputError` where there is none or more than one."""
     if not folder.is_dir():
         state = "is a file" if folder.exists() else "does not exist"
         raise InputError(
             f"the relation corpus {folder} {state}; expected python-imports or a folder with "
             "train, dev and test files"
         )
-    names = [
-        f"{stem}{ending}{suffix}"
-        for stem in STEMS[split]
-        for ending in ("_triples", "")
-        for suffix in _SUFFIXES
-    ]
-    paths = [folder / name for name in names if (folder / name).is_file()]
-    if not paths:
-        there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-        raise InputError(
-            f"{folder} has no file of the {split} split: expected {names[0]} or another of "
-            f"{', '.join(names[1:])}; it holds {there}"
-        )
-    if len(paths) > 1:
-        raise InputError(
-            f"{folder} has two files of the {split} split, {paths[0].name} and {paths[1].name}; "
-            "leave one"
-        )
-    return paths[0]
+    files: dict[SplitName, Path] = {}
+    for split in SPLITS:
+        stems = [f"{stem}{end}" for stem in STEMS[split] for end in ("_triples", "")]
+        names = [f"{stem}{suffix}" for stem in stems for suffix in _SUFFIXES]
+        paths = [folder / name for name in names if (folder / name).is_file()]
+        if len(paths) != 1:
+            holds = " and ".join(path.name for path in paths) or "none"
+            raise InputError(
+                f"{folder} needs one file of the {split} split, called {names[0]} or another of "
+                f"{', '.join(names[1:])}; it has {holds}"
+            )
+        files[split] = paths[0]
+    return files
 
 
 def read_labels(path: Path) -> tuple[str, ...]:
-    """The labels of a rel2id.json: [{number: name}, {name: number}], or only the second object."""
+    """Read the labels of a rel2id.json: [{number: name}, {name: number}], or the second object."""
     value = parse_json(read_text(path), str(path))
-    ids = value[-1] if isinstance(value, list) and value else value
-    whole = isinstance(ids, dict) and all(type(number) is int for number in ids.values())
-    if not (whole and ids and sorted(ids.values()) == list(range(len(ids)))):
+    try:
+        ids = _LABELS.validate_python(value[-1] if isinstance(value, list) else value, strict=True)
+        if not ids or sorted(ids.values()) != list(range(len(ids))):
+            raise ValueError("the numbers are not 0, 1, …")
+    except (ValueError, IndexError) as error:
         raise InputError(
             f"{path}: expected relations numbered from 0, as "
             '[{"0": "country", …}, {"country": 0, …}]'
-        )
-    return tuple(sorted(ids, key=lambda name: int(ids[name])))
+        ) from error
+    return tuple(sorted(ids, key=lambda name: ids[name]))

@@ -15,15 +15,15 @@ from pydantic import Field, model_validator
 
 from normattn import io
 from normattn.errors import InputError
-from normattn.io import expanded, read_object
+from normattn.io import expanded, read_object, sha256_of
 from normattn.lab.data import cache
 from normattn.lab.data.batches import refuse_uneven_shares, uniforms
 from normattn.lab.data.python_imports import imports_fingerprint, read_python_imports
 from normattn.lab.data.relation_files import (
     RelationCorpus,
     folder_fingerprint,
-    look_for_folder,
     read_folder,
+    split_files,
 )
 from normattn.lab.data.sources import split_address, take_options
 from normattn.lab.data.splits import SPLITS, SplitName, Splits, check_fractions
@@ -145,7 +145,7 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
     """
     source = imports_fingerprint() if config.embedded else folder_fingerprint(config.folder)
     given = config.vocabulary_file
-    vocabulary = None if given is None else cache.sha256_of(given)
+    vocabulary = None if given is None else sha256_of(given)
     settings = config.model_dump(mode="json", exclude={"corpus", "vocabulary"})
     decides = [FORMAT, tokenizers.__version__, source, vocabulary, settings]
 
@@ -166,7 +166,7 @@ def read_corpus(config: RelationConfig) -> RelationCorpus:
 def look_for_relations(config: RelationConfig) -> None:
     """Raise `InputError` where a corpus's files or its vocabulary are not there; none is read."""
     if not config.embedded:
-        look_for_folder(config.folder)
+        split_files(config.folder)
     _ = config.vocabulary_file
 
 

@@ -7,10 +7,10 @@ import gzip
 import io
 import tokenize
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import polars as pl
 
@@ -46,78 +46,77 @@ def is_packed(path: Path) -> bool:
 
 
 def documents_of(path: Path, name: str, field: str) -> Iterator[Document]:
-    """The documents of one file: of a table its rows, of JSON lines its lines, of text pieces.
+    """Yield the documents of one file: pieces of a text, or the rows of JSON lines or a table.
 
-    `field` is the column or key that holds the text. Raises `InputError` as the file is read.
+    `field` is the key or column that holds the text of a row. Raises `InputError` as the file is
+    read.
     """
-    suffix = suffix_of(path)
-    if suffix in TABLES:
-        return read_table(path, name, field)
-    if suffix in LINES:
-        return read_json_lines(path, name, field)
-    texts = enumerate(pieces(text_chunks(path), PIECE_CHARACTERS))
-    return (Document(f"{name}#{index:05}", text) for index, text in texts)
+    if suffix_of(path) not in LINES | TABLES:
+        for index, text in enumerate(pieces(text_chunks(path), PIECE_CHARACTERS)):
+            yield Document(f"{name}#{index:05}", text)
+        return
+    for number, row in read_rows(path, [field]):
+        yield Document(f"{name}:{number}", text_of(row, field, f"{path}:{number}"))
 
 
-def read_json_lines(path: Path, name: str, field: str) -> Iterator[Document]:
-    """Documents `name:1`, `name:2`, … (line numbers); blank lines are passed over.
+def text_of(row: Mapping[str, Any], field: str, where: str, hint: str = "?field=") -> str:
+    """Return the text in a field of a row; `InputError` where it is missing or no text."""
+    if field not in row:
+        fields = ", ".join(map(repr, row)) or "none"
+        raise InputError(
+            f"{where} has no field {field!r} (its fields: {fields}); choose with {hint}"
+        )
+    text = row[field]
+    if not isinstance(text, str):
+        kind = "has no value" if text is None else f"is not text but a {type(text).__name__}"
+        raise InputError(f"{where}: field {field!r} {kind}")
+    return text
 
-    Raises `InputError` naming file and line where a line is no JSON object with a text `field`.
+
+def read_rows(
+    path: Path, fields: Sequence[str] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of JSON lines, or of a Parquet, CSV or TSV file, each with its number.
+
+    Lines are numbered from 1, and blank ones are passed over; rows of tables are numbered from 0,
+    and only their `fields` are read (default: all). Memory holds one line, or some hundred rows of
+    a table (some row groups of Parquet). Raises `InputError` naming file and place.
     """
+    if suffix_of(path) in TABLES:
+        yield from enumerate(_table_rows(path, fields))
+        return
     for number, line in text_lines(path, lambda n: f"{path}:{n}"):
-        where = f"{path}:{number}"
-        value = parse_json(line, where)
+        value = parse_json(line, f"{path}:{number}")
         if not isinstance(value, dict):
-            raise InputError(f"{where} is not a JSON object but a {type(value).__name__}")
-        text = value.get(field)
-        if field not in value:
-            fields = ", ".join(map(repr, value)) or "none"
-            raise InputError(
-                f"{where} has no field {field!r} (its fields: {fields}); choose with ?field="
-            )
-        if not isinstance(text, str):
-            raise InputError(f"{where}: field {field!r} is not text but a {type(text).__name__}")
-        yield Document(f"{name}:{number}", without_surrogates(text))
+            kind = type(value).__name__
+            raise InputError(f"{path}:{number} is not a JSON object but a {kind}")
+        yield number, value
 
 
-def read_table(path: Path, name: str, field: str) -> Iterator[Document]:
-    """Documents `name:0`, `name:1`, … (row numbers) of a Parquet, CSV or TSV file.
-
-    Read in batches by polars: of Parquet some row groups are held at a time. Raises `InputError`
-    where the file is damaged, or its column is missing or holds something else than text in UTF-8.
-    """
+def _table_rows(path: Path, fields: Sequence[str] | None) -> Iterator[dict[str, Any]]:
     row = 0
     with open_file(path):  # says in words what is no regular file
         pass
+    suffix = suffix_of(path)
     try:
-        frame = _scanned(path)
-        schema = frame.collect_schema()
-        if field not in schema:
-            columns = ", ".join(map(repr, schema)) or "none"
-            raise InputError(
-                f"{path} has no column {field!r} (its columns: {columns}); choose with ?field="
-            )
-        if schema[field] != pl.String:
-            kind = str(schema[field]).lower()
-            raise InputError(f"{path}: column {field!r} is not text but {kind}")
-        batches = frame.select(field).collect_batches(chunk_size=_ROWS, maintain_order=True)
-        for batch in batches:
-            for text in batch.to_series():
-                if text is None:
-                    raise InputError(f"{path}, row {row}: column {field!r} has no value")
-                yield Document(f"{name}:{row}", text)
+        if suffix == ".parquet":
+            frame = pl.scan_parquet(path, glob=False)
+        else:
+            separator = "\t" if suffix == ".tsv" else ","
+            frame = pl.scan_csv(path, separator=separator, infer_schema=False, glob=False)
+        columns = frame.collect_schema().names()
+        chosen = [name for name in columns if fields is None or name in fields]
+        if not chosen:
+            # What text_of says of a row holds for the whole table, also for one without rows.
+            text_of(dict.fromkeys(columns), (fields or [""])[0], str(path))
+        for batch in frame.select(chosen).collect_batches(chunk_size=_ROWS, maintain_order=True):
+            for values in batch.iter_rows(named=True):
+                yield values
                 row += 1
     except (pl.exceptions.PolarsError, OSError, UnicodeDecodeError) as error:
         first = (str(error).strip().splitlines() or ["damaged"])[0]
-        kind = suffix_of(path).removeprefix(".")
+        kind = suffix.removeprefix(".")
         raise InputError(f"{path} cannot be read as {kind}, from row {row}: {first}") from error
-
-
-def _scanned(path: Path) -> pl.LazyFrame:
-    if suffix_of(path) == ".parquet":
-        return pl.scan_parquet(path, glob=False)
-    separator = "\t" if suffix_of(path) == ".tsv" else ","
-    return pl.scan_csv(path, separator=separator, infer_schema=False, glob=False)
 
 
 @contextmanager
@@ -163,12 +162,6 @@ def text_lines(path: Path, where: Callable[[int], str]) -> Iterator[tuple[int, s
             line = line.removeprefix("\ufeff") if number == 1 else line
             if line.strip():
                 yield number, line
-
-
-def without_surrogates(text: str) -> str:
-    """The text with a question mark for what is no Unicode."""
-    # A lone surrogate (\ud800) is legal JSON but no Unicode text.
-    return text.encode("utf-8", "replace").decode()
 
 
 def decode_python(raw: bytes) -> str:

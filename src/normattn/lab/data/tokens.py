@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from normattn import io
 from normattn.errors import InputError
-from normattn.io import read_object
+from normattn.io import read_object, sha256_of
 from normattn.lab.data import cache
 from normattn.lab.data.batches import Tiling
 from normattn.lab.data.corpora import Corpus, Document, parse_corpus
@@ -392,7 +392,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 def _fingerprint(folder: Path, index: TokenIndex) -> str:
     """A hash of the tokeniser and of all sequences, whatever files they are divided into."""
-    digests = [cache.sha256_of(folder / _TOKENISER)]
+    digests = [sha256_of(folder / _TOKENISER)]
     for name in SPLITS:
         tokens, offsets, *names = (column.paths(folder) for column in index.columns(name))
         # Only where documents end: the first one always begins at 0.
