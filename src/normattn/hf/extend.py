@@ -9,7 +9,7 @@ keep all that they have.
 
 from __future__ import annotations
 
-import sys
+import itertools
 from collections.abc import Callable
 from functools import lru_cache
 from types import TracebackType
@@ -28,6 +28,7 @@ from normattn.hf.native import FIELD, TRAINED, native, put_fields, trained
 from normattn.hf.plan import HANDLE, INDICES, Plan, plan, resolved_values
 from normattn.hf.private_configs import PrivateConfigs
 from normattn.hf.probe import rotary_buffers
+from normattn.hf.recorder import same_attention
 from normattn.hf.rope_detection import Layer
 from normattn.hf.rope_override import (
     KeepMask,
@@ -60,8 +61,8 @@ def extend(
         parameters: those of the method, e.g. window=, factor=, s=, group=, base=.
 
     Returns the extension, switched on: `.remove()` or leaving its `with` block undoes it exactly.
-    `.resolved` says every value. What `torch.compile` has compiled, here or elsewhere, is compiled
-    anew at the next call, after `remove()` too. YaRN's factor reaches the features that turn, on
+    `.resolved` says every value. What `torch.compile` has made of the model is compiled again at
+    the next call, after `remove()` too. YaRN's factor reaches the features that turn, on
     queries and on keys, as in transformers. Raises `InputError` where the model or a value cannot
     serve.
     """
@@ -112,7 +113,6 @@ class Extension:
         self._undo: list[Callable[[], object]] = []
         self._memory = ForwardMemory()
         self._configs = PrivateConfigs()
-        self._hooked = False
         try:
             self._switch_on(planned, by_hooks)
         except BaseException:
@@ -129,8 +129,6 @@ class Extension:
         while self._undo:
             self._undo.pop()()
         self._memory.clear()
-        if self._hooked:
-            _compile_anew()
 
     def __enter__(self) -> Extension:
         return self
@@ -157,13 +155,18 @@ class Extension:
         if inside or spec.logn is not None:
             name = _register_attention(_attention_of(parts), bool(choosing))
             self._serve_by_our_attention(served, spec, inside)
-        self._rename(parts, layers, name)
+            for start in _CONTINUOUS:
+                self._set(parts.model, start, _refuse_continuous_batching)
         but = served if by_hooks else choosing if inside else []
         undo, hooked = override_buffers(layers, spec, but)
         self._undo += undo
         hooked += [layer for layer in but if layer.rotation is not None]
         self._hook_layers(hooked, choosing if name is not None else [])
-        if name is not None and any(hasattr(part, "mrope_section") for part in _modules(parts)):
+        if hooked:
+            name = self._own_name(name or _attention_of(parts))
+        self._rename(parts, layers, name)
+        ours = inside or spec.logn is not None
+        if ours and any(hasattr(part, "mrope_section") for part in _modules(parts)):
             for module in _modules(parts):
                 if rotary_buffers(module):
                     self._hook(module.register_forward_pre_hook(refuse_images, with_kwargs=True))
@@ -200,9 +203,23 @@ class Extension:
             if other is not None:
                 tables = LayerTables(layer, other, self._memory)
                 self._hook(layer.module.register_forward_pre_hook(tables, with_kwargs=True))
-        if hooked or choosing:
-            self._hooked = True
-            _compile_anew()
+
+    def _own_name(self, attention: str) -> str:
+        """A name of this extension alone for an attention, so that compiled code is made again.
+
+        torch.compile looks for no new hooks on a module, but for the name of its attention.
+        """
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        name = f"{attention}_{next(_NUMBERS)}"
+        name = name if name.startswith("normattn_") else f"normattn_as_{name}"
+        AttentionInterface.register(name, same_attention(attention))
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[attention])
+        self._undo.append(lambda: ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name))
+        self._undo.append(lambda: ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(name))
+        return name
 
     def _begin_forward(self, *_: object) -> None:
         """Forget the forward before; raise `InputError` where another attention has been set."""
@@ -291,14 +308,15 @@ def _modules(parts: ModelParts) -> list[nn.Module]:
     return list(parts.decoder.modules())
 
 
-def _compile_anew() -> None:
-    """Forget what torch.compile has compiled, which looks for no new hooks on a module.
+_NUMBERS = itertools.count()
+_CONTINUOUS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
-    It would go on as if nothing had been switched on or off, and the code may be that of any caller
-    of the model. Buffers and the name of an attention it looks for itself.
-    """
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+
+def _refuse_continuous_batching(*_: Any, **__: Any) -> Any:
+    raise InputError(
+        "continuous batching keeps keys in pages, which a method that changes attention cannot "
+        "read: use generate(), or a method that changes frequencies alone (PI, ABF, NTK, YaRN)"
+    )
 
 
 def _shared(made: list[MethodTables], spec: ScoreSpec, rotation: HeadRotation) -> MethodTables:

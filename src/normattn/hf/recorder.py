@@ -110,6 +110,15 @@ def _function_named(name: str, module: nn.Module, plain: bool) -> AttentionFunct
     return function
 
 
+def same_attention(name: str) -> AttentionFunction:
+    """A function that computes as the attention of that name does."""
+
+    def attend(module: nn.Module, *given: Any, **more: Any) -> tuple[Tensor, Any]:
+        return _function_named(name, module, False)(module, *given, **more)
+
+    return attend
+
+
 def _attend_selected(
     attend: AttentionFunction,
     module: nn.Module,
