@@ -6,17 +6,20 @@ import datetime
 import gc
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterable, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from normattn.lab.runs.environment import describe_environment
-from normattn.lab.runs.timing import LEAST_SECONDS, Step, Timing, interleave, ratio, threads
+from normattn.lab.runs.timing import LEAST_SECONDS, Step, Timing, interleave, threads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_RESAMPLES, _LEVEL = 2000, 0.95
 PEERS = ("transformers", "x-transformers")
 
 
@@ -63,6 +66,37 @@ class Result:
             yield self.case, name, f"{middle:.3f} ({low:.3f} to {high:.3f})", compared
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of medians and its 95 % bootstrap interval (the value itself where none exists)."""
+
+    value: float
+    low: float
+    high: float
+
+
+def ratio(ours: Sequence[float], peer: Sequence[float]) -> Ratio:
+    """median(ours) / median(peer).
+
+    Where both have the same number of values (≥ 2), values of one round belong together and rounds
+    are resampled as pairs: the interval lies between the 2.5th and the 97.5th percentile.
+    """
+    value = statistics.median(ours) / statistics.median(peer)
+    if len(ours) != len(peer) or len(ours) < 2:
+        return Ratio(value, value, value)
+    drawn = np.random.default_rng(0).integers(len(ours), size=(_RESAMPLES, len(ours)))
+    above, below = (np.median(np.asarray(x)[drawn], axis=1) for x in (ours, peer))
+    tail = 50 * (1 - _LEVEL)
+    low, high = np.percentile(above / below, [tail, 100 - tail])
+    return Ratio(value, float(low), float(high))
+
+
+def _summary(timing: Timing) -> dict[str, Any]:
+    """Median, low and high, and every round, as JSON values."""
+    names = ("median", "low", "high", "calls")
+    return {**{name: getattr(timing, name) for name in names}, "rounds": list(timing.rounds)}
+
+
 def measure(case: Case, options: Options) -> Result:
     """Time the entries of a case in turn, in `options.rounds` rounds."""
     with threads(options.threads):
@@ -102,7 +136,7 @@ def write_record(results: Iterable[Result], options: Options, out: Path) -> str:
             {
                 "case": result.case,
                 "peer": result.peer,
-                "seconds": {name: timing.summary() for name, timing in result.seconds.items()},
+                "seconds": {name: _summary(timing) for name, timing in result.seconds.items()},
             }
             for result in kept
         ],

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import attention, decoding, extending
 from benchmarks.__main__ import BENCHMARKS, main, parse
-from benchmarks.harness import Case, Options, measure, write_record
+from benchmarks.harness import Case, Options, measure, ratio, write_record
 
 QUICK = Options(quick=True, dtypes=("fp32",))
 
@@ -105,3 +105,10 @@ def test_every_benchmark_has_cases_with_a_peer() -> None:
         for case in function(QUICK):
             assert case.peer in case.entries
             assert len(case.entries) > 1
+
+
+def test_paired_rounds_cancel_the_drift_of_the_machine() -> None:
+    drift = [1.0, 5.0, 2.0, 9.0, 3.0, 4.0, 8.0, 6.0, 7.0]
+    found = ratio([1.5 * x for x in drift], drift)
+    assert found.low == pytest.approx(1.5)
+    assert found.high == pytest.approx(1.5)

@@ -23,7 +23,7 @@ from normattn.lab.evaluation.classification import (
 )
 from normattn.lab.stats import Bootstrap, Identity, estimate, gathered, identified
 from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, Metric
-from normattn.lab.training.reports import Probe
+from normattn.lab.training.task import Probe
 from normattn.models.classifier import Classifier
 from normattn.models.config import ClassifierConfig
 

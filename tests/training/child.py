@@ -9,7 +9,7 @@ from pathlib import Path
 
 from normattn.errors import Interrupted, NormattnError
 from normattn.lab.training.loop import train
-from normattn.lab.training.reports import StepReport
+from normattn.lab.training.task import StepReport
 
 from .toy import ToyTask, config, open_run
 

@@ -14,7 +14,7 @@ from normattn.lab.data import TrainingBatches, prepare_tokens
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.runs import Checkpoints, read_metrics, read_status
 from normattn.lab.training import StepReport, TrainingConfig, train_causal
-from normattn.lab.training.seeds import derive_seed
+from normattn.lab.training.task import derive_seed
 from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.models import CausalLM
 from normattn.models.pretrained import load_model

@@ -14,7 +14,7 @@ from normattn.lab.data import TrainingBatches, prepare_tokens
 from normattn.lab.runs import read_metrics
 from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.init_from import Continuation
-from normattn.lab.training.seeds import derive_seed
+from normattn.lab.training.task import derive_seed
 from normattn.lab.training.tasks.workload import kept_model
 from normattn.models.pretrained import load_model
 

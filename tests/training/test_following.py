@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from normattn.lab.training.progress import ProgressBar
-from normattn.lab.training.reports import StepReport
+from normattn.lab.training.task import StepReport
 from normattn.terminal import Console
 
 REPORT = StepReport(10, 10, 1.23456, 0.5, 1e-3, {}, 640, 4321.0, 1.0)

@@ -13,7 +13,7 @@ from normattn.lab.data import TrainingBatches, prepare_tokens
 from normattn.lab.data.batches import Masking
 from normattn.lab.runs import read_metrics
 from normattn.lab.training import StepReport
-from normattn.lab.training.seeds import derive_seed
+from normattn.lab.training.task import derive_seed
 from normattn.lab.training.tasks.text import MaskedConfig, MaskedWorkload, train_masked
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_as

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from normattn.errors import InputError
 from normattn.lab.training.config import AdamWConfig, MuonConfig
 from normattn.lab.training.optim import make_optimiser
+from normattn.layers import Attention
 
 CONFIG = MuonConfig(lr=0.02, momentum=0.9, weight_decay=0.1)
 
@@ -95,7 +98,48 @@ def test_saved_and_loaded_it_goes_on_to_the_bit(steps: int) -> None:
         assert torch.equal(p, other), name
 
 
-def test_an_older_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(InputError, match=r"muon needs torch 2\.9 or later"):
-        make_optimiser(Net(), CONFIG)
+def test_it_is_torchs_to_the_bit_where_nothing_is_split() -> None:
+    nets = [Net(), Net()]
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimiser = make_optimiser(nets[0], CONFIG)
+    theirs = torch.optim.Muon(
+        [nets[1].linear.weight, nets[1].wide.weight],
+        lr=0.02,
+        weight_decay=0.1,
+        momentum=0.9,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    source, again = np.random.default_rng(1), np.random.default_rng(1)
+    for _ in range(3):
+        gradients(nets[0], source)
+        gradients(nets[1], again)
+        optimiser.step(0.02)
+        theirs.step()  # type: ignore[no-untyped-call]
+    assert torch.equal(nets[0].linear.weight, nets[1].linear.weight)
+    assert torch.equal(nets[0].wide.weight, nets[1].wide.weight)
+
+
+@pytest.mark.parametrize(("split", "rows"), [("qkv", [16, 8, 8]), ("heads", [4] * 8), (None, [32])])
+def test_projections_that_are_split_move_as_matrices_of_their_own(
+    split: Literal["qkv", "heads"] | None, rows: list[int]
+) -> None:
+    torch.manual_seed(0)
+    layer = Attention(16, heads=4, kv_heads=2)
+    parts = nn.ParameterList(x.clone() for x in torch.split(layer.qkv.weight, rows))
+    own = make_optimiser(layer, CONFIG.model_copy(update={"split": split}))
+    apart = make_optimiser(parts, CONFIG)
+    for _ in range(2):
+        layer.zero_grad()
+        layer(torch.randn(2, 5, 16)).square().sum().backward()
+        assert layer.qkv.weight.grad is not None
+        for part, gradient in zip(parts, torch.split(layer.qkv.weight.grad, rows), strict=True):
+            part.grad = gradient.clone()
+        own.step(0.02)
+        apart.step(0.02)
+    # Heads go through Newton-Schulz as one batch, which rounds otherwise in bf16.
+    torch.testing.assert_close(layer.qkv.weight, torch.cat([*parts]), rtol=0, atol=2e-3)
+
+
+def test_a_split_without_projections_is_refused() -> None:
+    with pytest.raises(InputError, match=r"optimiser\.split"):
+        make_optimiser(Net(), CONFIG.model_copy(update={"split": "heads"}))

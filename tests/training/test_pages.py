@@ -13,7 +13,7 @@ import pytest
 PROGRAM = """
 import ctypes, pathlib, resource, sys, tempfile
 from normattn.lab.training.loop import train
-from normattn.lab.training.pages import keep_pages
+from normattn.lab.runs.environment import keep_pages
 from training.toy import ToyTask, config, open_run
 
 libc = ctypes.CDLL(None)
@@ -27,15 +27,22 @@ def taken():
     libc.free(block)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
+def faults():
+    taken()
+    print(taken())
+
 if sys.argv[1] == "train":
     with tempfile.TemporaryDirectory() as folder:
         settings = config(steps=6)
         run = open_run(pathlib.Path(folder, "run"), settings)
         train(ToyTask, settings, run, show_progress=False)
+        faults()
 else:
-    keep_pages()
-taken()
-print(taken())
+    with keep_pages():
+        if sys.argv[1] == "keep":
+            faults()
+    if sys.argv[1] == "after":
+        faults()
 """
 
 
@@ -55,5 +62,6 @@ def test_a_block_that_was_freed_has_its_pages_still() -> None:
 
     assert again() < 100
     assert again("train") >= 8
+    assert again("after") >= 8
     # Mapped one by one, as asked: each page is a fault (one for 2 MiB where pages are huge).
     assert again(MALLOC_MMAP_THRESHOLD_="65536") >= 8

@@ -12,8 +12,7 @@ import pytest
 from normattn.errors import InputError, Interrupted
 from normattn.lab.runs import read_metrics
 from normattn.lab.training.loop import train
-from normattn.lab.training.reports import Probe
-from normattn.lab.training.task import Task
+from normattn.lab.training.task import Probe, Task
 
 from .toy import ToyTask, config, open_run
 

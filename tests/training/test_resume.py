@@ -16,7 +16,7 @@ from normattn.errors import InputError, Interrupted
 from normattn.lab.runs import read_metrics, read_status
 from normattn.lab.training.distributed import World
 from normattn.lab.training.loop import train
-from normattn.lab.training.reports import TrainingResult
+from normattn.lab.training.task import TrainingResult
 
 from .processes import start
 from .toy import ToyModel, ToyTask, config, open_run
@@ -87,6 +87,16 @@ def test_a_resumed_run_reads_its_checkpoint_once(tmp_path: Path) -> None:
     size = stored.stat().st_size
     assert size > 4e6
     assert size <= read < 1.5 * size
+
+
+def test_fp16_goes_on_with_its_loss_scale(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path / "stopped", stop_at=20, precision="fp16")
+    for name in ("stopped", "unbroken"):
+        run(tmp_path / name, precision="fp16")
+    assert_same(tmp_path / "stopped", tmp_path / "unbroken")
+    meta = json.loads((tmp_path / f"stopped/checkpoints/step-{STEPS:08d}/meta.json").read_text())
+    assert 0 < meta["meta"]["loss_scale"]["_growth_tracker"] <= STEPS
 
 
 def assert_same(path: Path, unbroken: Path) -> None:

@@ -122,3 +122,28 @@ def test_activations_computed_again_give_the_same_steps(score: str) -> None:
 def test_a_task_without_blocks_cannot_compute_activations_again() -> None:
     with pytest.raises(InputError, match="activation checkpointing"):
         stepper(config(activation_checkpointing=True))
+
+
+def test_fp16_computes_in_fp16_and_follows_fp32() -> None:
+    taker = stepper(config(precision="fp16"))
+    fp16 = [taker.step(step) for step in range(1, 9)]
+    fp32 = curve(config())
+    assert [v.loss for v in fp16] == pytest.approx([v.loss for v in fp32], rel=0.01)
+    norms = [v.gradient_norm for v in fp32]
+    assert [v.gradient_norm for v in fp16] == pytest.approx(norms, rel=0.02)
+    assert {p.dtype for p in taker.task.model.parameters()} == {torch.float32}
+
+
+def test_gradients_that_overflow_are_taken_again_with_half_the_scale() -> None:
+    taker, plain = stepper(config(precision="fp16")), stepper(config(precision="fp16"))
+    taker.scaler.load_state_dict({**taker.scaler.state_dict(), "scale": 2.0**40})
+    values, wanted = taker.step(1), plain.step(1)
+    assert taker.scaler.get_scale() < 2.0**40
+    assert values.finite
+    assert values.loss == wanted.loss
+    assert values.gradient_norm == pytest.approx(wanted.gradient_norm, rel=5e-3)
+
+
+def test_fp16_with_parts_of_a_model_is_refused() -> None:
+    with pytest.raises(InputError, match="fp16"):
+        LoopConfig.parse({"parallel": "fsdp", "precision": "fp16"})

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from normattn.errors import InputError, Interrupted
 from normattn.lab.data.images import ImageBatches, prepare_images
 from normattn.lab.training import StepReport
-from normattn.lab.training.seeds import derive_seed
+from normattn.lab.training.task import derive_seed
 from normattn.lab.training.tasks.vision import VisionTrainingConfig, VisionWorkload, train_vision
 from normattn.models.flops import flops_per_image
 from normattn.models.pretrained import load_as

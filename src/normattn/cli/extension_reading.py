@@ -20,7 +20,7 @@ from normattn.hf.model_parts import model_parts
 from normattn.lab.data.retrieval import RetrievalSet
 from normattn.lab.evaluation import TokenScorer, evaluate_cell, evaluate_retrieval
 from normattn.lab.evaluation.scorer import identity
-from normattn.lab.runs.memory import peak, resident
+from normattn.lab.runs.environment import peak, resident
 from normattn.lab.stats import Identity, digest, fact, identified, joined
 from normattn.lab.studies.extend import KIND, PEAK, PREFILL, SECONDS
 

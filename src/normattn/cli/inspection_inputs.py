@@ -25,7 +25,7 @@ from normattn.lab.data.windows import choose_places
 from normattn.lab.runs import unchanged
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import LoopConfig
-from normattn.lab.training.corpus_record import HasFingerprint, refuse_other_data
+from normattn.lab.training.init_from import HasFingerprint, refuse_other_data
 from normattn.lab.training.tasks.classification import ClassificationConfig
 from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.lab.training.tasks.translation import TranslationConfig

@@ -24,7 +24,7 @@ from normattn.lab.sweep.corpora import Corpora
 from normattn.lab.sweep.measuring import asked_alone
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import CHANGEABLE
-from normattn.lab.training.corpus_record import CORPUS_FILE
+from normattn.lab.training.init_from import CORPUS_FILE
 from normattn.terminal import warn
 
 _ALIKE = CHANGEABLE | {

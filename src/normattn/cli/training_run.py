@@ -11,12 +11,12 @@ from normattn.cli.asking import settings
 from normattn.cli.options.train import TrainOptions
 from normattn.errors import InputError
 from normattn.lab.report.terminal import tell
+from normattn.lab.runs.environment import keep_pages
 from normattn.lab.sweep import presets
 from normattn.lab.sweep.settings import merged, value_at
 from normattn.lab.sweep.stages import diagnostics_probes
 from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.config import read_settings
-from normattn.lab.training.pages import keep_pages
 from normattn.lab.training.planning import describe_plan
 from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.models.config import without_foreign
@@ -91,7 +91,7 @@ def train_run(config: TrainingConfig, out: Path) -> None:
     console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     for line in (*CausalWorkload().look(config), describe(config)):
         tell(line, console)
-    keep_pages()
-    result = train_causal(config, out, probes=diagnostics_probes(config, out))
+    with keep_pages():
+        result = train_causal(config, out, probes=diagnostics_probes(config, out))
     said = f"loss {result.loss:.4f} after {result.steps:,} steps; the model is in {out / 'model'}"
     tell(said, console)

@@ -21,8 +21,7 @@ from normattn.kernels.cross_entropy import (
 from normattn.models.cache import CHUNK, ModelCache
 from normattn.models.config import CausalLMConfig
 from normattn.models.generation import Answer, generate
-from normattn.models.initialisation import initialise
-from normattn.models.transformer import AttentionContext, Blocks, first_norm, last_norm
+from normattn.models.transformer import AttentionContext, Blocks, first_norm, initialise, last_norm
 from normattn.models.utils import MethodHandle, checked_ids, embed, without_dropout
 from normattn.plain import plain_operations
 from normattn.score import Score, ScoreSpec

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.models.config import ClassifierConfig
-from normattn.models.initialisation import initialise
-from normattn.models.transformer import AttentionContext, Blocks, first_norm, last_norm
+from normattn.models.transformer import AttentionContext, Blocks, first_norm, initialise, last_norm
 from normattn.models.utils import checked_ids, embed
 from normattn.plain import plain_operations
 

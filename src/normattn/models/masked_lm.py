@@ -16,12 +16,12 @@ from normattn.errors import InputError
 from normattn.kernels.cross_entropy import linear_cross_entropy, token_scores
 from normattn.layers.norms import LayerNorm
 from normattn.models.config import MaskedLMConfig
-from normattn.models.initialisation import initialise
 from normattn.models.transformer import (
     AfterLayer,
     AttentionContext,
     Blocks,
     first_norm,
+    initialise,
     last_norm,
 )
 from normattn.models.utils import checked_ids, embed, without_dropout

@@ -21,12 +21,12 @@ from normattn.layers.cross_attention import Memory
 from normattn.models.beam_search import Hypothesis, beam_search
 from normattn.models.cache import ModelCache
 from normattn.models.config import TranslatorConfig
-from normattn.models.initialisation import initialise
 from normattn.models.transformer import (
     AttentionContext,
     Blocks,
     DecoderBlocks,
     first_norm,
+    initialise,
     last_norm,
 )
 from normattn.models.utils import checked_ids, embed, without_dropout

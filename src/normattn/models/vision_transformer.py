@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.models.config import VisionConfig
-from normattn.models.initialisation import initialise
 from normattn.models.transformer import (
     AfterLayer,
     AttentionContext,
     Blocks,
     first_norm,
+    initialise,
     last_norm,
 )
 from normattn.models.utils import without_dropout
@@ -107,7 +107,7 @@ class VisionTransformer(nn.Module):
     ) -> ImageLoss:
         """Mean cross-entropy of the `labels`, and hits."""
         logits = self(images, backend)
-        loss = F.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits, labels)
+        loss = F.cross_entropy(logits.float() if logits.element_size() == 2 else logits, labels)
         return ImageLoss(loss, (logits.argmax(-1) == labels).sum())
 
     @torch.no_grad()

@@ -28,7 +28,7 @@ from normattn.models.utils import without_dropout
 TokenScorer = Callable[[Tensor], TokenScores]
 """Maps ids (b, T + 1) to the loss (b, T) in nats and the correctness (b, T) of tokens 1 … T."""
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 
 _ROWS = 256  # logits rows turned into log-probabilities at a time
 
@@ -51,7 +51,7 @@ def from_causal_lm(model: CausalLM, precision: Precision = "fp32") -> TokenScore
     """Score with a `CausalLM`, which streams its head: tokens × vocabulary never exists whole.
 
     The model is in evaluation mode and without gradient while it scores; every submodule's mode is
-    then as it was. `precision` "bf16" scores under autocast.
+    then as it was. `precision` "bf16" or "fp16" scores under autocast.
     """
     return ModelScorer(model, precision)
 
@@ -106,7 +106,11 @@ def _device(logits_of: Callable[[Tensor], Tensor], ids: Tensor) -> torch.device:
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     """Half precision inside, where it is asked for."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+    return torch.autocast(
+        device.type,
+        dtype=torch.float16 if precision == "fp16" else torch.bfloat16,
+        enabled=precision != "fp32",
+    )
 
 
 AnySet = EvaluationSet | RetrievalSet

@@ -8,19 +8,16 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
 Step = Callable[[], object]
 
 # One timed sample lasts at least this long, so that the clock and the loop around it vanish.
 LEAST_SECONDS = 0.02
-_RESAMPLES, _LEVEL = 2000, 0.95
 
 
 @dataclass(frozen=True)
@@ -44,41 +41,6 @@ class Timing:
     def high(self) -> float:
         """The slowest round."""
         return max(self.rounds)
-
-    def summary(self) -> dict[str, Any]:
-        """Median, low and high, and every round, as JSON values."""
-        return {
-            "median": self.median,
-            "low": self.low,
-            "high": self.high,
-            "calls": self.calls,
-            "rounds": list(self.rounds),
-        }
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A ratio of medians and its 95 % bootstrap interval (the value itself where none exists)."""
-
-    value: float
-    low: float
-    high: float
-
-
-def ratio(ours: Sequence[float], peer: Sequence[float]) -> Ratio:
-    """median(ours) / median(peer).
-
-    Where both have the same number of values (≥ 2), values of one round belong together and rounds
-    are resampled as pairs: the interval lies between the 2.5th and the 97.5th percentile.
-    """
-    value = statistics.median(ours) / statistics.median(peer)
-    if len(ours) != len(peer) or len(ours) < 2:
-        return Ratio(value, value, value)
-    drawn = np.random.default_rng(0).integers(len(ours), size=(_RESAMPLES, len(ours)))
-    above, below = (np.median(np.asarray(x)[drawn], axis=1) for x in (ours, peer))
-    tail = 50 * (1 - _LEVEL)
-    low, high = np.percentile(above / below, [tail, 100 - tail])
-    return Ratio(value, float(low), float(high))
 
 
 def interleave(

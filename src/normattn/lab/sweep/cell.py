@@ -10,12 +10,12 @@ from pathlib import Path
 
 from normattn.errors import DivergedError, InputError
 from normattn.io import read_object
+from normattn.lab.runs.environment import keep_pages
 from normattn.lab.stats import measurements
 from normattn.lab.sweep.launchers import DIVERGED, FINISHED
 from normattn.lab.sweep.layout import CellPaths, note_progress, write_if_changed
 from normattn.lab.sweep.stages import Note
 from normattn.lab.sweep.study import Cell, Study, diverged
-from normattn.lab.training.pages import keep_pages
 from normattn.locks import InUseError, locked
 from normattn.stopping import stop_with_parent
 from normattn.terminal import warn
@@ -32,10 +32,9 @@ def run_cell(job: Path, study: Study, parent: int = 0) -> int:
     """
     if parent:
         stop_with_parent(parent)
-    keep_pages()
     paths = CellPaths.of_job(job)
     cell = read_cell(paths.settings, study)
-    with _only_one(paths.lock):
+    with keep_pages(), _only_one(paths.lock):
         data = cell.prepare()
         for number, stage in enumerate(cell.stages(paths)):
             try:

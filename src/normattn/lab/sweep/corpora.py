@@ -9,7 +9,7 @@ from pathlib import Path
 
 from normattn.errors import InputError
 from normattn.io import read_object, write_json
-from normattn.lab.training.corpus_record import CORPUS_FILE
+from normattn.lab.training.init_from import CORPUS_FILE
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from normattn.lab.stats.measurements import Factor
 from normattn.lab.stats.store import BESIDE
 from normattn.lab.sweep.settings import EvaluationSettings
 from normattn.lab.training import TrainingConfig
-from normattn.lab.training.corpus_record import refuse_other_data
 from normattn.lab.training.distributed import choose_device
+from normattn.lab.training.init_from import refuse_other_data
 from normattn.models import CausalLM
 from normattn.models.pretrained import load_model
 

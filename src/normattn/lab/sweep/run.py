@@ -29,8 +29,8 @@ from normattn.lab.sweep.study import (
     free_settings,
     with_added,
 )
-from normattn.lab.training.corpus_record import HasFingerprint
 from normattn.lab.training.distributed import choose_device
+from normattn.lab.training.init_from import HasFingerprint
 from normattn.terminal import Console, warn
 
 # Above this number, the sentences about rows left out are only written to a file.

@@ -18,7 +18,7 @@ from normattn.lab.sweep.measuring import EVALUATIONS
 from normattn.lab.training import LoopConfig, StepReport, TrainingConfig
 from normattn.lab.training.init_from import Continuation
 from normattn.lab.training.planning import Cost
-from normattn.lab.training.reports import Probe
+from normattn.lab.training.task import Probe
 from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.lab.training.tasks.workload import Workload, train_workload
 

@@ -3,8 +3,7 @@
 from normattn.lab.training.config import AdamWConfig, LoopConfig, ScheduleConfig, TigerConfig
 from normattn.lab.training.loop import train
 from normattn.lab.training.optim import Tiger
-from normattn.lab.training.reports import Callback, StepReport, TrainingResult
-from normattn.lab.training.task import Task
+from normattn.lab.training.task import Callback, StepReport, Task, TrainingResult
 from normattn.lab.training.tasks.text import (
     CausalWorkload,
     MaskedConfig,

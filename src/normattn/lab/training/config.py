@@ -54,7 +54,9 @@ class TigerConfig(Settings):
 class MuonConfig(Settings):
     """Muon (arXiv 2502.16982) for matrices, AdamW with `betas` and `eps` for all else.
 
-    One `lr` for both. Weight decay acts on matrices and embeddings only.
+    One `lr` for both. Weight decay acts on matrices and embeddings only. `split`: attention's
+    matrix of queries, keys and values takes its step as one (None), for each of the three ("qkv"),
+    or for each of their heads ("heads").
     """
 
     moments: ClassVar[int] = 1
@@ -64,6 +66,9 @@ class MuonConfig(Settings):
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0.0, le=1.0)
     weight_decay: float = Field(default=0.1, ge=0.0, le=10.0)
+    split: Annotated[
+        Literal["qkv", "heads"] | None, Field(exclude_if=lambda split: split is None)
+    ] = None
 
 
 OptimiserConfig = Annotated[AdamWConfig | TigerConfig | MuonConfig, Field(discriminator="name")]
@@ -95,7 +100,8 @@ class LoopConfig(Settings):
         steps: optimiser steps in all.
         accumulate: micro-batches of a step on each process.
         clip: largest gradient norm, None for no clipping.
-        precision: fp32, or bf16 autocast (weights stay fp32).
+        precision: fp32, or autocast in bf16 or fp16 (weights stay fp32). Under fp16 the loss is
+            scaled up; a step whose gradients overflow is taken again with half the scale.
         device: auto (CUDA where there is one), cpu, cuda, cuda:N.
         seed: of everything random.
         threads: of torch on the CPU.
@@ -116,7 +122,7 @@ class LoopConfig(Settings):
     steps: int = Field(default=1000, ge=1, le=10**9)
     accumulate: int = Field(default=1, ge=1, le=10**6)
     clip: float | None = Field(default=1.0, gt=0.0)
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     compile: bool = False
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -174,6 +180,7 @@ class LoopConfig(Settings):
         for asked, why in (
             (name != "adamw", f"a step of the optimiser {name} needs whole matrices"),
             (self.qk_clip is not None, "qk_clip needs whole heads"),
+            (self.precision == "fp16", "the loss scale of fp16 needs whole gradients"),
             (self.compile, "under it nothing is compiled"),
             (bool(self.inspect_every), "under it no layer is inspected"),
         ):

@@ -23,11 +23,16 @@ from normattn.lab.training.config import LoopConfig
 from normattn.lab.training.distributed import World, world
 from normattn.lab.training.divergence import find_origin
 from normattn.lab.training.progress import ProgressBar
-from normattn.lab.training.reports import Callback, Probe, StepReport, TrainingResult
-from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.state import pack, unpack
 from normattn.lab.training.step import StepValues, TrainStep
-from normattn.lab.training.task import Task
+from normattn.lab.training.task import (
+    Callback,
+    Probe,
+    StepReport,
+    Task,
+    TrainingResult,
+    derive_seed,
+)
 from normattn.lab.training.trackers import Tracking
 from normattn.stopping import StopRequest
 from normattn.terminal import warn
@@ -200,7 +205,7 @@ class _Loop:
 
     def _resume(self) -> int:
         """Load the last whole checkpoint, bring the files in line with it; return its step."""
-        step, final = self.world.on_main(self._prepare_files)
+        step, meta = self.world.on_main(self._prepare_files)
         if step > 0:
             # The writing process has read it already, to see whether it is whole.
             checkpoint, self._found = self._found, None
@@ -208,11 +213,12 @@ class _Loop:
                 checkpoint = self.run.checkpoints.load(step)
             tensors = self.parallel.load(checkpoint, self.task.model)
             unpack(tensors, self.task.model, self.stepper.optimiser)
+            self.stepper.scaler.load_state_dict(meta.get("loss_scale", {}))
+            self.last = StepReport(**meta["last"])
         self.saved_step = step
-        self.last = StepReport(**final) if final is not None else None
         return step
 
-    def _prepare_files(self) -> tuple[int, dict[str, Any] | None]:
+    def _prepare_files(self) -> tuple[int, dict[str, Any]]:
         """On the writing process: pick the checkpoint, cut the metrics, record the environment."""
         checkpoint = self._found = self.run.checkpoints.latest()
         step = checkpoint.step if checkpoint else 0
@@ -227,7 +233,7 @@ class _Loop:
             )
         self._record_environment(step)
         self.run.set_status("running", step, self.config.steps)
-        return step, checkpoint.meta["last"] if checkpoint else None
+        return step, checkpoint.meta if checkpoint else {}
 
     def _record_environment(self, step: int) -> None:
         current = describe_environment(
@@ -319,6 +325,8 @@ class _Loop:
         self._flush_logs()
         tensors = pack(self.task.model, self.stepper.optimiser)
         meta = {"metrics_lines": self.run.metrics.lines, "last": _as_json(self.last)}
+        if self.stepper.scaler.is_enabled():
+            meta["loss_scale"] = self.stepper.scaler.state_dict()
         self.parallel.save(self.run.checkpoints, step, tensors, meta)
         self.saved_step = step
         if self.world.main:

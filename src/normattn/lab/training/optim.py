@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, Literal, overload
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.lab.training.config import AdamWConfig, MuonConfig, OptimiserConfig, TigerConfig
+from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
 
 Kind = Literal["matrix", "embedding", "vector"]
 Named = dict[str, nn.Parameter]
@@ -124,7 +126,7 @@ def make_optimiser(model: nn.Module, config: OptimiserConfig) -> Optimiser:
     if isinstance(config, TigerConfig):
         return Optimiser([(Tiger(groups, config.lr, config.beta, config.weight_decay), names)])
     if isinstance(config, MuonConfig):
-        return Optimiser(_muon(groups, config))
+        return Optimiser(_muon(model, groups, config))
     decayed, plain = {**groups.matrices, **groups.embeddings}, groups.vectors
     return Optimiser([(_adamw(decayed, plain, config, fused=True), names)])
 
@@ -148,41 +150,116 @@ def _adamw(
 
 
 def _muon(
-    groups: ParameterGroups, config: MuonConfig
+    model: nn.Module, groups: ParameterGroups, config: MuonConfig
 ) -> list[tuple[torch.optim.Optimizer, list[str]]]:
-    """Muon for matrices, AdamW for embeddings, the head, gains, biases and what a score learns.
-
-        m ← β·m + (1 − β)·g
-        θ ← θ − η·(0.2·√max(rows, columns)·NS(β·m + (1 − β)·g) + wd·θ)
-
-    NS is five Newton-Schulz steps towards U·Vᵀ of U·S·Vᵀ, in bf16 (torch's). The factor gives a
-    step the size of AdamW's, so that both parts share one η. The `qkv` of multi-head attention is
-    one matrix, not three. Raises `InputError` where torch has no Muon (before 2.9). Sources: Jordan
-    et al. 2024 (kellerjordan.github.io/posts/muon), arXiv 2502.16982.
-    """
-    make: Any = getattr(torch.optim, "Muon", None)
-    if make is None:
-        raise InputError(f"the optimiser muon needs torch 2.9 or later, not {torch.__version__}")
+    """Muon for matrices, AdamW for embeddings, the head, gains, biases and what a score learns."""
     matrices: Named = {}
     decayed: Named = {}
     for name, parameter in groups.matrices.items():
         hidden = parameter.ndim == 2 and not name.startswith("head.")
         (matrices if hidden else decayed)[name] = parameter
     decayed |= groups.embeddings
+    rows = {} if config.split is None else projection_rows(model, config.split)
+    if config.split is not None and matrices.keys().isdisjoint(rows):
+        raise InputError(
+            f"optimiser.split is {config.split!r}, but the model has no projections of attention "
+            "to take apart; leave it out"
+        )
     members: list[tuple[torch.optim.Optimizer, list[str]]] = []
     if matrices:
-        muon = make(
-            matrices.values(),
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        members.append((muon, [*matrices]))
+        parts = [rows.get(name, [len(p)]) for name, p in matrices.items()]
+        members.append((Muon(matrices.values(), parts, config), [*matrices]))
     if decayed or groups.vectors:
         adamw = _adamw(decayed, groups.vectors, config, fused=False)
         members.append((adamw, [*decayed, *groups.vectors]))
     return members
+
+
+def projection_rows(model: nn.Module, split: Literal["qkv", "heads"]) -> dict[str, list[int]]:
+    """How many rows each projection has in a weight that holds several, by the weight's name.
+
+    "qkv" takes queries, keys and values apart, "heads" also their heads. A gated attention unit,
+    which has one head, always gives u, v and its shared or separate keys.
+    """
+    rows: dict[str, list[int]] = {}
+    for name, layer in model.named_modules():
+        path = f"{name}." if name else ""
+        if isinstance(layer, GatedAttentionUnit):
+            rows[f"{path}expand.weight"] = layer.widths
+        elif isinstance(layer, Attention | CrossAttention):
+            heads = [[layer.head_dim] * count for count in (layer.heads, layer.kv_heads)]
+            q, kv = heads if split == "heads" else [[sum(part)] for part in heads]
+            if isinstance(layer, Attention):
+                rows[f"{path}qkv.weight"] = [*q, *kv, *kv]
+            else:
+                rows[f"{path}q.weight"] = q
+                rows[f"{path}kv.weight"] = [*kv, *kv]
+    return rows
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon: momentum whose singular values are made nearly one, for each part of a matrix.
+
+        m ← β·m + (1 − β)·g
+        θ ← θ − η·(0.2·√max(rows, columns)·NS(β·m + (1 − β)·g) + wd·θ)
+
+    NS is `orthogonalise`. The factor gives a step the size of AdamW's, so that one η serves both.
+    `parts` are the numbers of rows of the parts of each parameter, which take their steps apart.
+    Sources: Jordan et al. 2024 (kellerjordan.github.io/posts/muon), arXiv 2502.16982.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], parts: Sequence[list[int]], config: MuonConfig
+    ) -> None:
+        defaults = {"weight_decay": config.weight_decay, "momentum": config.momentum}
+        super().__init__(parameters, {"lr": config.lr, **defaults})
+        self._parts = dict(zip(self.param_groups[0]["params"], parts, strict=True))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Move every parameter that has a gradient."""
+        for group in self.param_groups:
+            lr, beta = group["lr"], group["momentum"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                momentum = state["momentum_buffer"]
+                momentum.lerp_(parameter.grad, 1 - beta)
+                update = parameter.grad.lerp(momentum, beta)
+                parameter.mul_(1 - lr * group["weight_decay"])
+                for theta, direction in self._split(parameter, update):
+                    size = 0.2 * math.sqrt(max(theta.shape[-2:]))
+                    theta.add_(orthogonalise(direction), alpha=-lr * size)
+
+    def _split(self, parameter: Tensor, update: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of a parameter's parts with their updates; equal neighbours come as one batch."""
+        start = 0
+        for rows, equal in groupby(self._parts[parameter]):
+            count = len([*equal])
+            shape = (rows, -1) if count == 1 else (count, rows, parameter.shape[1])
+            part = slice(start, start + count * rows)
+            yield parameter[part].view(shape), update[part].reshape(shape)
+            start += count * rows
+
+
+def orthogonalise(update: Float[Tensor, "*n r c"]) -> Float[Tensor, "*n r c"]:
+    """U·Vᵀ, nearly, of each matrix U·S·Vᵀ: five Newton-Schulz steps in bf16.
+
+    Each step is x ← a·x + (b·x·xᵀ + c·(x·xᵀ)²)·x, from x = update / ‖update‖.
+    """
+    a, b, c = 3.4445, -4.775, 2.0315
+    tall = update.shape[-2] > update.shape[-1]
+    x: Tensor = update.bfloat16()
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    multiply: Any = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for _ in range(5):
+        gram = x @ x.mT
+        x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 class Tiger(torch.optim.Optimizer):

@@ -70,7 +70,7 @@ def make_plan(config: LoopConfig, cost: Cost, processes: int = 1) -> Plan:
         held = max(held / processes, 1.0)
     step_tokens = cost.trained / config.steps / processes
     tokens = step_tokens / config.accumulate
-    number = BYTES // 2 if config.precision == "bf16" else BYTES
+    number = BYTES if config.precision == "fp32" else BYTES // 2
     return Plan(
         cost.parameters,
         round(tokens),

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from normattn.lab.training.reports import StepReport
+from normattn.lab.training.task import StepReport
 from normattn.terminal import Console
 
 _REDRAW_SECONDS = 0.2

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,13 +21,13 @@ from normattn.lab.training.config import LoopConfig, multiplier
 from normattn.lab.training.distributed import Parallel, World
 from normattn.lab.training.optim import make_optimiser
 from normattn.lab.training.qk_clip import QKClip
-from normattn.lab.training.seeds import derive_seed
 from normattn.lab.training.state import kept_buffers
-from normattn.lab.training.task import Task
+from normattn.lab.training.task import Task, derive_seed
 from normattn.models.transformer import set_activation_checkpointing
 from normattn.score import project_parameters
 
 LARGEST = "largest_logit"
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ class TrainStep:
         # Wrapped first: to divide a parameter is to make a new one.
         objective = self.parallel.wrap(Objective(task))
         self.optimiser = make_optimiser(task.model, config.optimiser)
+        device, half = world.device.type, config.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(device, enabled=half)
         self._clip = None if config.qk_clip is None else QKClip(task.model, config.qk_clip, world)
         self._stop_asked = stop_asked
         self._buffers = kept_buffers(task.model)
@@ -126,9 +128,8 @@ class TrainStep:
 
     def autocast(self) -> AbstractContextManager[object]:
         """The precision of forward passes."""
-        if self.config.precision == "bf16":
-            return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
-        return nullcontext()
+        dtype = _AUTOCAST.get(self.config.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.world.device.type, dtype)
 
     def batches(self, step: int) -> list[Any]:
         """This rank's micro-batches of `step`, on the device."""
@@ -137,11 +138,38 @@ class TrainStep:
         return self._ready[1]
 
     def step(self, step: int) -> StepValues:
-        """Take optimiser step `step` (from 1), unless its loss or gradient norm is not finite."""
+        """Take optimiser step `step` (from 1), unless its loss or gradient norm is not finite.
+
+        Where only fp16's scaled gradients overflow, it is taken again with half the scale.
+        """
         self._before = [buffer.clone() for buffer in self._buffers]
+        values, gradients = self._evaluate(step)
+        while not values.finite and math.isfinite(values.loss) and self._lower_scale():
+            self.undo_buffers()
+            values, gradients = self._evaluate(step)
+        if values.finite:
+            self._update(gradients, values)
+            if self.scaler.is_enabled():
+                self.scaler.update()
+            project_parameters(self.task.model)
+            if self._clip is not None:
+                return replace(values, metrics={**values.metrics, LARGEST: self._clip.clip()})
+        return values
+
+    def _lower_scale(self) -> bool:
+        """Halve the loss scale after gradients overflowed; False where that cannot help."""
+        before = self.scaler.get_scale()
+        if self.scaler.is_enabled():
+            self.scaler.update()
+        return 1.0 <= self.scaler.get_scale() < before
+
+    def _evaluate(self, step: int) -> tuple[StepValues, list[Tensor]]:
+        """The values of a step before its update, and the gradients, unscaled and averaged."""
         means = self._accumulate(step)
         self.parallel.average()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        for member, _ in self.optimiser.members:
+            self.scaler.unscale_(member)
         norm = self.parallel.whole(torch.nn.utils.get_total_norm(gradients))
         names = list(means)
         stop = torch.full((), float(self._stop_asked()), device=norm.device)
@@ -154,12 +182,7 @@ class TrainStep:
         metrics = dict(zip(names, numbers, strict=True))
         rate = self.config.optimiser.lr * multiplier(self.config.schedule, step, self.config.steps)
         values = StepValues(metrics.pop("loss"), gradient_norm, rate, metrics, stopped > 0.0)
-        if values.finite:
-            self._update(gradients, values)
-            project_parameters(self.task.model)
-            if self._clip is not None:
-                metrics[LARGEST] = self._clip.clip()
-        return values
+        return values, gradients
 
     @torch.no_grad()
     def undo_buffers(self) -> None:
@@ -178,7 +201,7 @@ class TrainStep:
                 with self.autocast(), self._watching():
                     loss, metrics = self._call(batch)
                 part = loss / len(batches) if len(batches) > 1 else loss
-                part.backward()
+                self.scaler.scale(part).backward()
             for name, value in {"loss": loss, **metrics}.items():
                 mean = value.detach() / len(batches) if len(batches) > 1 else value.detach()
                 sums[name] = sums[name] + mean if name in sums else mean

@@ -16,84 +16,48 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from normattn.errors import InputError
 from normattn.io import read_object, write_json
 from normattn.lab.runs import RunDirectory
-from normattn.lab.training.reports import StepReport
+from normattn.lab.training.task import StepReport
 from normattn.terminal import warn
 
 TrackerName = Literal["tensorboard", "trackio", "wandb"]
+Log = Callable[[Mapping[str, float], int], object]
+Opened = tuple[Log, Callable[[], object]]
+"""What takes the values of a step, and what writes everything out at the end."""
+Open = Callable[[RunDirectory, int], Opened]
+"""Opens a run in a tracker, or goes on with it after so many steps; may fail."""
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """What a tracker is told of a run: its directory, its settings, its name (of no other run)."""
-
-    path: Path
-    config: Mapping[str, Any]
-    name: str
-
-
-@runtime_checkable
-class Tracker(Protocol):
-    """A place that takes numbers by step. Made without arguments; any method may fail."""
-
-    def begin(self, run: TrackedRun, done: int) -> None:
-        """Open the run, or go on with it after `done` steps."""
-        ...
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Take the values of a step; a step that it has already stays as it is."""
-        ...
-
-    def end(self) -> None:
-        """Write everything out."""
-        ...
-
-
-class TensorBoard:
+def tensorboard() -> Open:
     """Scalars; what an interrupted run wrote past its last checkpoint is hidden on resume."""
+    from torch.utils.tensorboard.writer import SummaryWriter
 
-    def __init__(self) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
+    make: Any = SummaryWriter
 
-        self._make: Any = SummaryWriter
-        self._writer: Any = None
+    def start(run: RunDirectory, done: int) -> Opened:
+        writer = make(str(run.path / "tensorboard"), purge_step=done + 1)
 
-    def begin(self, run: TrackedRun, done: int) -> None:
-        """Open an event file that follows on step `done`."""
-        self._writer = self._make(str(run.path / "tensorboard"), purge_step=done + 1)
+        def log(values: Mapping[str, float], step: int) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add the scalars of a step."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        return log, writer.close
 
-    def end(self) -> None:
-        """Close the event file."""
-        if self._writer is not None:
-            self._writer.close()
+    return start
 
 
-class Trackio:
+def trackio() -> Open:
     """One run of a project, found again by its name."""
+    import trackio as package
 
-    def __init__(self) -> None:
-        import trackio
-
-        self._trackio: Any = trackio
-        self._run: Any = None
-        self._next = 0
-
-    def begin(self, run: TrackedRun, done: int) -> None:
-        """Make the run, or go on with the one of this name."""
-        self._run = self._trackio.init(
+    def start(run: RunDirectory, done: int) -> Opened:
+        opened: Any = package.init(
             project=os.environ.get("TRACKIO_PROJECT", "normattn"),
-            name=run.name,
+            name=_name_of(run),
             config=dict(run.config),
             resume="allow",
             embed=False,
@@ -102,56 +66,43 @@ class Trackio:
         )
         # Steps since the last checkpoint are taken once more, with the same values; the database
         # would hold them twice. The run knows, but has no public name for it.
-        self._next = getattr(self._run, "_next_step", 0)
+        first = getattr(opened, "_next_step", 0)
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add the values of a step that the run has not."""
-        if step >= self._next:
-            self._run.log(dict(values), step=step)
+        def log(values: Mapping[str, float], step: int) -> None:
+            if step >= first:
+                opened.log(dict(values), step=step)
 
-    def end(self) -> None:
-        """Wait until the database has everything."""
-        if self._run is not None:
-            self._trackio.finish()
+        return log, package.finish
+
+    return start
 
 
-class WandB:
+def wandb() -> Open:
     """One run, found again by its id; wandb itself drops a step that the run has already."""
+    import wandb as package
 
-    def __init__(self) -> None:
-        import wandb
-
-        self._wandb: Any = wandb
-        self._run: Any = None
-
-    def begin(self, run: TrackedRun, done: int) -> None:
-        """Make the run, or go on with the one of this id."""
-        self._run = self._wandb.init(
+    def start(run: RunDirectory, done: int) -> Opened:
+        name = _name_of(run)
+        opened: Any = package.init(
             project=os.environ.get("WANDB_PROJECT", "normattn"),
-            id=run.name,
-            name=run.name,
+            id=name,
+            name=name,
             config=dict(run.config),
             dir=str(run.path),
             resume="allow",
             mode=os.environ.get("WANDB_MODE", "offline"),
             # It would take our stdout and stderr for its own log, and speak on them.
-            settings=self._wandb.Settings(console="off", silent=True),
+            settings=package.Settings(console="off", silent=True),
         )
+        return lambda values, step: opened.log(dict(values), step=step), opened.finish
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add the values of a step."""
-        self._run.log(dict(values), step=step)
-
-    def end(self) -> None:
-        """Wait until everything is written, or sent."""
-        if self._run is not None:
-            self._run.finish()
+    return start
 
 
-TRACKERS: Mapping[TrackerName, type[Tracker]] = {
-    "tensorboard": TensorBoard,
-    "trackio": Trackio,
-    "wandb": WandB,
+TRACKERS: Mapping[TrackerName, Callable[[], Open]] = {
+    "tensorboard": tensorboard,
+    "trackio": trackio,
+    "wandb": wandb,
 }
 
 
@@ -166,19 +117,29 @@ class Tracking:
     """
 
     def __init__(self, tracker: TrackerName, run: RunDirectory, every: int = 1) -> None:
-        self._name = tracker
-        self._tracker: Tracker | None = _loaded(tracker)
-        self._run = run
-        self._every = every
+        self._name, self._run, self._every = tracker, run, every
+        self._opened: Opened | None = None
+        try:
+            self._open = TRACKERS[tracker]()
+        except ImportError as error:
+            raise InputError(
+                f"the tracker {tracker} cannot be loaded ({error}): `pip install "
+                "'normattn[track]'` brings it, or train without --track"
+            ) from error
 
     def start(self, done: int, steps: int) -> None:
         """Open the run in the tracker, or go on with it."""
-        self._ask(lambda tracker: tracker.begin(_tracked(self._run), done), f"after step {done}")
+
+        def open_it() -> None:
+            self._opened = self._open(self._run, done)
+
+        self._try(open_it, f"after step {done}")
 
     def step(self, report: StepReport) -> None:
         """Give the values of this step, where it is due."""
-        if report.step % self._every and report.step != report.steps:
+        if self._opened is None or (report.step % self._every and report.step != report.steps):
             return
+        log = self._opened[0]
         values = {
             "loss": report.loss,
             "gradient_norm": report.gradient_norm,
@@ -187,44 +148,32 @@ class Tracking:
             **report.metrics,
         }
         named = {f"train/{name}": float(value) for name, value in values.items()}
-        self._ask(lambda tracker: tracker.log(named, report.step), f"at step {report.step}")
+        self._try(lambda: log(named, report.step), f"at step {report.step}")
 
     def stop(self) -> None:
         """Have everything written out."""
-        self._ask(lambda tracker: tracker.end(), "at the end")
+        if self._opened is not None:
+            self._try(self._opened[1], "at the end")
 
-    def _ask(self, request: Callable[[Tracker], None], when: str) -> None:
-        if self._tracker is None:
-            return
+    def _try(self, request: Callable[[], object], when: str) -> None:
         try:
             with redirect_stdout(sys.stderr):
-                request(self._tracker)
+                request()
         # A tracker is another's program with a disk and a network: whatever it raises ends it only.
         except Exception as error:
-            self._tracker = None
-            said = " ".join(str(error).split()) or type(error).__name__
+            self._opened = None
+            reason = " ".join(str(error).split()) or type(error).__name__
             warn(
-                f"warning: the tracker {self._name} failed {when} ({said:.200}); the training "
+                f"warning: the tracker {self._name} failed {when} ({reason:.200}); the training "
                 "goes on without it"
             )
 
 
-def _loaded(name: TrackerName) -> Tracker:
-    """The tracker of this name, which loads its package when it is made."""
-    try:
-        return TRACKERS[name]()
-    except ImportError as error:
-        raise InputError(
-            f"the tracker {name} cannot be loaded ({error}): `pip install 'normattn[track]'` "
-            "brings it, or train without --track"
-        ) from error
-
-
-def _tracked(run: RunDirectory) -> TrackedRun:
-    """The run as a tracker sees it; its name is drawn once and kept in RUN/tracker.json."""
+def _name_of(run: RunDirectory) -> str:
+    """The run's name in a tracker, drawn once and kept in RUN/tracker.json."""
     file = run.path / "tracker.json"
     if not file.exists():
         folders = "-".join(run.path.resolve().parts[-2:])
         name = re.sub(r"[^\w.-]+", "-", folders).strip("-")[:100]
         write_json(file, {"name": f"{name}-{secrets.token_hex(4)}"})
-    return TrackedRun(run.path, run.config, str(read_object(file)["name"]))
+    return str(read_object(file)["name"])

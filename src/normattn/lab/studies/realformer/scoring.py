@@ -24,7 +24,7 @@ from normattn.lab.sweep.study import Cell, diverged
 from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.init_from import new_masked_model
 from normattn.lab.training.planning import Cost
-from normattn.lab.training.seeds import derive_seed
+from normattn.lab.training.task import derive_seed
 from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.models.flops import planned_parameters, stack_flops
 from normattn.models.masked_lm import MaskedLM

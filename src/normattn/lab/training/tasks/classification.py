@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.io import write_json
@@ -18,13 +19,10 @@ from normattn.lab.data.relations import (
     look_for_relations,
     prepare_relations,
 )
-from normattn.lab.training.planning import Cost
-from normattn.lab.training.reports import TrainingResult
 from normattn.lab.training.tasks.workload import (
     BatchTrainingConfig,
     Loss,
     Workload,
-    cost_of,
     train_workload,
 )
 from normattn.models.classifier import Classifier
@@ -66,14 +64,9 @@ class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
     kind = "classification"
     config_class = ClassificationConfig
 
-    def prepare(self, config: ClassificationConfig) -> RelationData:
-        """The documents as word pieces."""
-        return prepare_relations(config.data)
-
-    def look(self, config: ClassificationConfig) -> tuple[str, ...]:
-        """Whether the folder has its files, and the vocabulary is there."""
-        look_for_relations(config.data)
-        return ()
+    model_class = Classifier
+    prepare_data = staticmethod(prepare_relations)
+    look_for_data = staticmethod(look_for_relations)
 
     def check(self, config: ClassificationConfig, data: RelationData, shards: int) -> None:
         """As many labels as the model has, and at least one batch of documents."""
@@ -83,10 +76,6 @@ class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
                 f"{len(data.labels)} labels"
             )
         super().check(config, data, shards)
-
-    def make_model(self, config: ClassificationConfig) -> nn.Module:
-        """A fresh classifier."""
-        return Classifier(config.model)
 
     def batches(
         self, config: ClassificationConfig, data: RelationData, seed: int
@@ -107,12 +96,11 @@ class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
         mean: float = batches.mean_tokens
         return round(config.batch_size * mean)
 
-    def cost(self, config: ClassificationConfig) -> Cost:
+    def work(self, config: ClassificationConfig) -> tuple[int, float]:
         """Every token of every step, for documents of a nominal length."""
         length = min(NOMINAL_LENGTH, config.data.max_tokens)
         tokens = config.steps * config.batch_size * length
-        flops = tokens * stack_flops(config.model, length).training
-        return cost_of(config, Classifier, tokens, flops)
+        return tokens, tokens * stack_flops(config.model, length).training
 
     def leave(self, data: RelationData, out: Path) -> None:
         """The names of the labels, and the word pieces."""
@@ -120,8 +108,5 @@ class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
         data.pieces.save(out / VOCABULARY)
 
 
-def train_classifier(
-    config: ClassificationConfig, out: Path | str, **choices: Any
-) -> TrainingResult:
-    """Train a classifier in the run directory `out`; `choices` as `train_workload`."""
-    return train_workload(ClassificationWorkload(), config, out, **choices)
+train_classifier = partial(train_workload, ClassificationWorkload())
+"""Train a classifier as `train_workload` does, from `config` and `out`."""

@@ -17,21 +17,19 @@ from normattn.lab.data import (
 )
 from normattn.lab.data.batches import MaskedBatches, Masking
 from normattn.lab.training.config import CHANGEABLE
-from normattn.lab.training.corpus_record import leave_tokeniser
 from normattn.lab.training.init_from import (
     Continuation,
+    leave_tokeniser,
     new_masked_model,
     new_model,
     refuse_other_tokeniser,
 )
-from normattn.lab.training.planning import Cost
-from normattn.lab.training.reports import TrainingResult
+from normattn.lab.training.task import TrainingResult
 from normattn.lab.training.tasks.workload import (
     BatchTrainingConfig,
     Config,
     Loss,
     Workload,
-    cost_of,
     train_workload,
 )
 from normattn.models import CausalLM, CausalLMConfig
@@ -124,13 +122,8 @@ class TextWorkload(Workload[Config, TokenData]):
     # The weights decide where a continued run starts; their folder may move.
     changeable = CHANGEABLE | {"continued.start"}
 
-    def prepare(self, config: Any) -> TokenData:
-        """The corpus as tokens."""
-        return prepare_tokens(config.data)
-
-    def look(self, config: Any) -> tuple[str, ...]:
-        """What the corpus needs, where there is such a one."""
-        return look_for_tokens(config.data)
+    prepare_data = staticmethod(prepare_tokens)
+    look_for_data = staticmethod(look_for_tokens)
 
     def check(self, config: Any, data: TokenData, shards: int) -> None:
         """Every micro-batch must have as many sequences, each no longer than the corpus.
@@ -150,6 +143,7 @@ class CausalWorkload(TextWorkload[TrainingConfig]):
 
     kind = "causal-lm"
     config_class = TrainingConfig
+    model_class = CausalLM
 
     def make_model(self, config: TrainingConfig) -> nn.Module:
         """A fresh model, or the one that training continues from."""
@@ -169,11 +163,10 @@ class CausalWorkload(TextWorkload[TrainingConfig]):
         """Targets in the global batch."""
         return config.batch_size * config.sequence_length
 
-    def cost(self, config: TrainingConfig) -> Cost:
+    def work(self, config: TrainingConfig) -> tuple[int, float]:
         """Every target of every step."""
         tokens = config.steps * config.batch_size * config.sequence_length
-        flops = flops_per_token(config.model, config.sequence_length).training
-        return cost_of(config, CausalLM, tokens, tokens * flops)
+        return tokens, tokens * flops_per_token(config.model, config.sequence_length).training
 
 
 class MaskedWorkload(TextWorkload[MaskedConfig]):
@@ -181,6 +174,7 @@ class MaskedWorkload(TextWorkload[MaskedConfig]):
 
     kind = "masked-lm"
     config_class = MaskedConfig
+    model_class = MaskedLM
 
     def make_model(self, config: MaskedConfig) -> nn.Module:
         """A fresh model, or the one that training continues from."""
@@ -204,7 +198,7 @@ class MaskedWorkload(TextWorkload[MaskedConfig]):
         """Tokens that are read in the global batch; a share of them are targets."""
         return config.batch_size * config.model.train_length
 
-    def cost(self, config: MaskedConfig) -> Cost:
+    def work(self, config: MaskedConfig) -> tuple[int, float]:
         """Every token that is read; the head, and those of the exits, see the chosen ones."""
         model, length = config.model, config.model.train_length
         rows = config.steps * config.batch_size
@@ -212,7 +206,7 @@ class MaskedWorkload(TextWorkload[MaskedConfig]):
         heads = 1 + (model.layers - 1 if model.exits else 0)
         head = 3 * 2.0 * model.vocab_size * model.dim * heads
         flops = rows * (length * stack_flops(model, length).training + chosen * head)
-        return cost_of(config, MaskedLM, rows * length, flops)
+        return rows * length, flops
 
 
 def train_causal(config: TrainingConfig, out: Path | str, **choices: Any) -> TrainingResult:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import Field
-from torch import nn
 
 from normattn.errors import InputError
 from normattn.lab.data.pairs import (
@@ -20,14 +20,11 @@ from normattn.lab.data.pairs import (
     look_for_pairs,
     prepare_pairs,
 )
-from normattn.lab.training.planning import Cost
-from normattn.lab.training.reports import TrainingResult
-from normattn.lab.training.seeds import derive_seed
+from normattn.lab.training.task import derive_seed
 from normattn.lab.training.tasks.workload import (
     Loss,
     ModelTrainingConfig,
     Workload,
-    cost_of,
     train_workload,
 )
 from normattn.models.config import TranslatorConfig
@@ -80,22 +77,13 @@ class TranslationWorkload(Workload[TranslationConfig, PairData]):
     kind = "translation"
     config_class = TranslationConfig
 
-    def prepare(self, config: TranslationConfig) -> PairData:
-        """The sentence pairs as tokens."""
-        return prepare_pairs(config.data)
-
-    def look(self, config: TranslationConfig) -> tuple[str, ...]:
-        """Whether there are such files of sentence pairs."""
-        look_for_pairs(config.data)
-        return ()
+    model_class = Translator
+    prepare_data = staticmethod(prepare_pairs)
+    look_for_data = staticmethod(look_for_pairs)
 
     def check(self, config: TranslationConfig, data: PairData, shards: int) -> None:
         """The longest pairs must fit into a batch, and the batch must divide."""
         self._batches(config, data).batch(1, 0, shards)
-
-    def make_model(self, config: TranslationConfig) -> nn.Module:
-        """A fresh translator."""
-        return Translator(config.model)
 
     def batches(self, config: TranslationConfig, data: PairData, seed: int) -> PairBatches:
         """Sentence pairs of like length together."""
@@ -124,11 +112,11 @@ class TranslationWorkload(Workload[TranslationConfig, PairData]):
         tokens: int = batches.split.target_total
         return round(tokens / len(batches))
 
-    def cost(self, config: TranslationConfig) -> Cost:
+    def work(self, config: TranslationConfig) -> tuple[int, float]:
         """As of full batches of sentences of `NOMINAL_LENGTH`: the data is not looked at."""
         pairs = config.steps * config.batch_tokens / (2 * NOMINAL_LENGTH)
         flops = translator_flops(config.model, NOMINAL_LENGTH, NOMINAL_LENGTH).training
-        return cost_of(config, Translator, round(pairs * NOMINAL_LENGTH), pairs * flops)
+        return round(pairs * NOMINAL_LENGTH), pairs * flops
 
     def leave(self, data: PairData, out: Path) -> None:
         """The tokenisers."""
@@ -136,9 +124,8 @@ class TranslationWorkload(Workload[TranslationConfig, PairData]):
         data.target_tokeniser.save(out / "target.tokeniser.json")
 
 
-def train_translation(config: TranslationConfig, out: Path | str, **choices: Any) -> TrainingResult:
-    """Train a translation model in the run directory `out`; `choices` as `train_workload`."""
-    return train_workload(TranslationWorkload(), config, out, **choices)
+train_translation = partial(train_workload, TranslationWorkload())
+"""Train a translation model as `train_workload` does, from `config` and `out`."""
 
 
 def epochs(config: TranslationConfig, data: PairData) -> float:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from pydantic import Field
-from torch import nn
 
 from normattn.errors import InputError
 from normattn.lab.data.images import (
@@ -19,13 +18,10 @@ from normattn.lab.data.images import (
     look_for_images,
     prepare_images,
 )
-from normattn.lab.training.planning import Cost
-from normattn.lab.training.reports import TrainingResult
 from normattn.lab.training.tasks.workload import (
     BatchTrainingConfig,
     Loss,
     Workload,
-    cost_of,
     train_workload,
 )
 from normattn.models.config import VisionConfig
@@ -60,14 +56,9 @@ class VisionWorkload(Workload[VisionTrainingConfig, ImageData]):
     kind = "vision"
     config_class = VisionTrainingConfig
 
-    def prepare(self, config: VisionTrainingConfig) -> ImageData:
-        """The images, split."""
-        return prepare_images(config.data)
-
-    def look(self, config: VisionTrainingConfig) -> tuple[str, ...]:
-        """Whether the package or the folder is there."""
-        look_for_images(config.data)
-        return ()
+    model_class = VisionTransformer
+    prepare_data = staticmethod(prepare_images)
+    look_for_data = staticmethod(look_for_images)
 
     def check(self, config: VisionTrainingConfig, data: ImageData, shards: int) -> None:
         """The images must be of the model's shape, and every micro-batch have as many."""
@@ -78,10 +69,6 @@ class VisionWorkload(Workload[VisionTrainingConfig, ImageData]):
                     f"{config.data.source} have {value}; leave it out"
                 )
         super().check(config, data, shards)
-
-    def make_model(self, config: VisionTrainingConfig) -> nn.Module:
-        """A fresh Vision Transformer."""
-        return VisionTransformer(config.model)
 
     def batches(self, config: VisionTrainingConfig, data: ImageData, seed: int) -> ImageBatches:
         """Images in −1 … 1 and the class of each."""
@@ -97,13 +84,12 @@ class VisionWorkload(Workload[VisionTrainingConfig, ImageData]):
         """Tokens that the blocks read in the global batch."""
         return config.batch_size * config.model.tokens
 
-    def cost(self, config: VisionTrainingConfig) -> Cost:
+    def work(self, config: VisionTrainingConfig) -> tuple[int, float]:
         """Every token of every image."""
         images = config.steps * config.batch_size
         flops = images * flops_per_image(config.model).training
-        return cost_of(config, VisionTransformer, images * config.model.tokens, flops)
+        return images * config.model.tokens, flops
 
 
-def train_vision(config: VisionTrainingConfig, out: Path | str, **choices: Any) -> TrainingResult:
-    """Train a Vision Transformer in the run directory `out`; `choices` as `train_workload`."""
-    return train_workload(VisionWorkload(), config, out, **choices)
+train_vision = partial(train_workload, VisionWorkload())
+"""Train a Vision Transformer as `train_workload` does, from `config` and `out`."""

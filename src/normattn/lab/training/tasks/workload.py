@@ -15,13 +15,11 @@ from torch.utils._pytree import tree_map
 from normattn.errors import InputError
 from normattn.lab.runs import RunDirectory, read_metrics
 from normattn.lab.training.config import CHANGEABLE, LoopConfig, explain
-from normattn.lab.training.corpus_record import begin_corpus
 from normattn.lab.training.distributed import World, world
-from normattn.lab.training.init_from import KEPT
+from normattn.lab.training.init_from import KEPT, begin_corpus
 from normattn.lab.training.loop import OnStep, train
 from normattn.lab.training.planning import Cost, check_memory
-from normattn.lab.training.reports import Callback, Probe, TrainingResult
-from normattn.lab.training.seeds import derive_seed
+from normattn.lab.training.task import Callback, Probe, TrainingResult, derive_seed
 from normattn.models.config import StackConfig
 from normattn.models.flops import planned_parameters
 from normattn.models.pretrained import check_weights, save_model
@@ -140,26 +138,32 @@ class Workload(ABC, Generic[Config, Data]):
     """One kind of training: its data, its model and loss, and what is left at the end.
 
     `kind` names the run directories, `changeable` the settings that may differ when a run resumes.
+    `prepare_data` and `look_for_data` take the settings of the data, `model_class` the model's.
     """
 
     kind: ClassVar[str]
     config_class: ClassVar[type[ModelTrainingConfig]]
+    model_class: ClassVar[Any]
+    prepare_data: ClassVar[Any]
+    look_for_data: ClassVar[Any]
     changeable: ClassVar[frozenset[str]] = CHANGEABLE
 
-    @abstractmethod
     def prepare(self, config: Config) -> Data:
         """The data, from its cache where there is one; `InputError` for data that cannot be."""
+        data: Data = self.prepare_data(config.data)
+        return data
 
     def look(self, config: Config) -> tuple[str, ...]:
         """What a plan says of the data before anything is done; quick, no data is prepared.
 
         Raises `InputError` where the data, or a library that reads it, is plainly not there.
         """
-        return ()
+        return tuple(self.look_for_data(config.data) or ())
 
-    @abstractmethod
     def make_model(self, config: Config) -> nn.Module:
         """The model that training begins with."""
+        model: nn.Module = self.model_class(config.model)
+        return model
 
     @abstractmethod
     def batches(self, config: Config, data: Data, seed: int) -> Any:
@@ -181,13 +185,23 @@ class Workload(ABC, Generic[Config, Data]):
         """Targets in the global batch, on average."""
 
     @abstractmethod
+    def work(self, config: Config) -> tuple[int, float]:
+        """The tokens of the whole training, and its floating-point operations."""
+
     def cost(self, config: Config) -> Cost:
         """What the whole training takes."""
+        tokens, flops = self.work(config)
+        parameters = planned_parameters(self.model_class, config.model)
+        kept = config.model.dim * config.model.layers
+        return Cost(trained=tokens, flops=flops, parameters=parameters, kept=kept)
 
     def check(self, config: Config, data: Data, shards: int) -> None:
         """Raise `InputError` for what cannot be trained, before the run directory is made."""
-        if isinstance(config, BatchTrainingConfig):
-            rows_per_shard(config.batch_size, shards)
+        if isinstance(config, BatchTrainingConfig) and config.batch_size % shards:
+            raise InputError(
+                f"batch_size {config.batch_size} does not divide into {shards} micro-batches "
+                "(processes × accumulate)"
+            )
         self._batches(config, data)
 
     def task(
@@ -207,13 +221,6 @@ class Workload(ABC, Generic[Config, Data]):
 
     def _batches(self, config: Config, data: Data) -> Any:
         return self.batches(config, data, derive_seed(config.seed, "batches"))
-
-
-def cost_of(config: ModelTrainingConfig, model: Any, tokens: int, flops: float) -> Cost:
-    """The cost of training `model(config.model)` on so many tokens, with so many FLOPs."""
-    parameters = planned_parameters(model, config.model)
-    kept = config.model.dim * config.model.layers
-    return Cost(trained=tokens, flops=flops, parameters=parameters, kept=kept)
 
 
 def train_workload(
@@ -267,15 +274,6 @@ def train_workload(
 def kept_model(run: Path, step: int) -> Path:
     """Where the run in `run` keeps its model of `step`, one of its configuration's `keep`."""
     return run / KEPT / f"step-{step:08d}"
-
-
-def rows_per_shard(rows: int, shards: int, name: str = "batch_size") -> int:
-    """How many of `rows` each shard gets; `InputError` where they do not divide."""
-    if rows % shards:
-        raise InputError(
-            f"{name} {rows} does not divide into {shards} micro-batches (processes × accumulate)"
-        )
-    return rows // shards
 
 
 def _open(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> RunDirectory:
