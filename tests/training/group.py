@@ -15,7 +15,7 @@ from torch import Tensor
 
 import apart
 from normattn.errors import NormattnError
-from normattn.lab.training import TrainingResult, train_causal
+from normattn.lab.training import StepReport, TrainingResult, train_causal
 from normattn.lab.training.distributed import World
 from normattn.lab.training.loop import train
 from normattn.lab.training.step import TrainStep
@@ -142,6 +142,32 @@ def fail_on_main(rank: int, kind: type[BaseException]) -> tuple[str, str]:
     try:
         World(rank, torch.distributed.get_world_size(), torch.device("cpu")).on_main(fail)
     except BaseException as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+class FailsOnMain:
+    """Follows a training on the first process, which it ends at step 3."""
+
+    def start(self, done: int, steps: int) -> None: ...
+
+    def step(self, report: StepReport) -> None:
+        if report.step == 3:
+            raise KeyError("the disk is gone")
+
+    def stop(self) -> None: ...
+
+
+def fail_while_others_train(rank: int, out: Path, parallel: str) -> tuple[str, str]:
+    """The error that each process gets where the first one fails alone between two steps."""
+    try:
+        train_causal(
+            small(**CURVE, parallel=parallel),
+            out,
+            show_progress=False,
+            callbacks=[FailsOnMain()],
+        )
+    except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""
 

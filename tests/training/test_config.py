@@ -52,7 +52,7 @@ def test_the_resolved_whole_reads_back_as_itself() -> None:
         ("optimiser.lr", 0.0, r"lr: .*greater than 0"),
         ("optimiser.lr", float("nan"), r"lr: "),
         ("optimiser.name", "adam", "adam"),
-        ("precision", "fp8", "precision: .*'fp32' or 'bf16'"),
+        ("precision", "fp8", "precision: .*'fp16'"),
         ("schedule.warmup_steps", 13, "warmup_steps is 13, more than the 12 steps"),
         ("accumulate", 3, "batch_size 8 does not divide into 3"),
         ("model.dim", -4, "dim"),

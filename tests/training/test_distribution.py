@@ -18,7 +18,7 @@ from normattn.lab.runs import read_metrics, read_status
 from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.loop import train
 
-from .group import fail_on_main, give_what_cannot_travel, together
+from .group import fail_on_main, fail_while_others_train, give_what_cannot_travel, together
 from .processes import TESTS, environment
 from .toy import ToyTask, config, open_run
 
@@ -93,6 +93,14 @@ def test_whatever_fails_on_the_first_process_fails_on_all(
     (own, said), (other, told) = together(2, fail_on_main, kind)
     assert own == kind.__name__
     assert other == others
+    assert "the disk is gone" in said
+    assert "the disk is gone" in told
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_what_the_first_process_fails_in_alone_reaches_all(tmp_path: Path, parallel: str) -> None:
+    (own, said), (other, told) = together(2, fail_while_others_train, tmp_path / "run", parallel)
+    assert (own, other) == ("KeyError", "RuntimeError")
     assert "the disk is gone" in said
     assert "the disk is gone" in told
 

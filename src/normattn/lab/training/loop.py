@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -111,13 +111,16 @@ def _finish(
 
 
 class _StopAsked:
-    """A stop by signal or by `should_stop`, and a name for it."""
+    """A stop by signal, by `should_stop` or by a failure of this process, and a name for it."""
 
     def __init__(self, request: StopRequest, should_stop: Callable[[], bool] | None) -> None:
         self._request = request
         self._should_stop = should_stop
+        self.failure: Exception | None = None
 
     def __call__(self) -> bool:
+        if self.failure is not None:
+            return True
         if self._request.by is None and self._should_stop is not None and self._should_stop():
             self._request.by = "the caller's request"
         return self._request.by is not None
@@ -163,22 +166,20 @@ class _Loop:
         """Take the remaining steps."""
         start = self._resume()
         self._begin_clocks(start)
-        for callback in self.callbacks:
-            callback.start(start, self.config.steps)
+        self._alone(lambda: self._tell_start(start))
         try:
             for step in range(start + 1, self.config.steps + 1):
                 values = self._take(step)
                 if not values.finite:
                     self._diverge(step, values)
-                self._report(step, values)
+                self._alone(lambda step=step, values=values: self._report(step, values))
                 # Before any checkpoint of this step: a resumed run finds every kept model there.
                 if step in self.config.keep:
                     self._keep(step)
                 if values.stop and step < self.config.steps:
                     self._interrupt(step)
-                self._save_when_due(step)
-            self._save(self.config.steps)
-            self.parallel.settle()
+                self._alone(lambda step=step: self._save_when_due(step))
+            self._save_for_all(self.config.steps)
         finally:
             for callback in self.callbacks:
                 callback.stop()
@@ -189,18 +190,55 @@ class _Loop:
                     log.close()
         return self._result()
 
+    def _alone(self, work: Callable[[], object]) -> None:
+        """Do what this process does while others go on.
+
+        Where there are others, an error stops all of them after the next step: they would wait.
+        """
+        try:
+            work()
+        except Exception as error:
+            if self.world.size == 1:
+                raise
+            self.stop.failure = self.stop.failure or error
+
+    def _raise_failure(self) -> None:
+        """Raise on every process what went wrong on the first one, if anything did."""
+
+        def failed() -> None:
+            if self.stop.failure is not None:
+                raise self.stop.failure
+
+        self.world.on_main(failed)
+
+    def _save_for_all(self, step: int) -> None:
+        """Save, and raise on every process what the first one could not do."""
+        self._alone(lambda: self._save(step))
+        self.parallel.settle()
+        self._raise_failure()
+
+    def _tell_start(self, start: int) -> None:
+        for callback in self.callbacks:
+            callback.start(start, self.config.steps)
+
     def _take(self, step: int) -> StepValues:
         """One step, with those probes around it that are due."""
         with ExitStack() as stack:
-            due = [
-                (log, stack.enter_context(probe.around(self.task, step)))
-                for probe, log in self.probes
-                if probe.due(step, self.config.steps)
-            ]
+            due: list[tuple[MetricsLog, Callable[[], Mapping[str, Any]]]] = []
+
+            def enter() -> None:
+                for probe, log in self.probes:
+                    if probe.due(step, self.config.steps):
+                        due.append((log, stack.enter_context(probe.around(self.task, step))))
+
+            def read() -> None:
+                for log, line in due:
+                    log.append({"step": step, **line()})
+
+            self._alone(enter)
             values = self.stepper.step(step)
             if values.finite:
-                for log, read in due:
-                    log.append({"step": step, **read()})
+                self._alone(read)
         return values
 
     def _resume(self) -> int:
@@ -322,7 +360,9 @@ class _Loop:
         if not self.parallel.finite(self.task.model):
             return
         before = time.monotonic()
-        self._flush_logs()
+        self._alone(self._flush_logs)
+        if not self.parallel.due(lambda: self.stop.failure is None):
+            return
         tensors = pack(self.task.model, self.stepper.optimiser)
         meta = {"metrics_lines": self.run.metrics.lines, "last": _as_json(self.last)}
         if self.stepper.scaler.is_enabled():
@@ -340,12 +380,11 @@ class _Loop:
             log.flush()
 
     def _interrupt(self, step: int) -> None:
+        self._raise_failure()
         message = f"stopped by {self.stop.by} after step {step} of {self.config.steps}"
-        self._save(step)
-        self.parallel.settle()
-        if self.world.main:
-            self.run.set_status("interrupted", step, self.config.steps, message)
-        self.world.barrier()
+        self._save_for_all(step)
+        steps = self.config.steps
+        self.world.on_main(lambda: self.run.set_status("interrupted", step, steps, message))
         raise Interrupted(f"{message}; rerun the command to resume from there")
 
     def _diverge(self, step: int, values: StepValues) -> None:
@@ -360,8 +399,7 @@ class _Loop:
             f"the gradient norm ({values.gradient_norm}), every loss and gradient being finite"
         )
         if step > 1:
-            self._save(step - 1)
-        self.parallel.settle()
+            self._save_for_all(step - 1)
         kept = self.world.on_main(self.run.checkpoints.last_path)
         error = DivergedError(step, where, str(kept) if kept else None)
         if self.world.main:
