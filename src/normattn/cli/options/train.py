@@ -68,7 +68,7 @@ class TrainOptions:
     batch_size: int | None = option(None, setting="batch_size", min=1, help="Sequences in a step.")
     optimiser: str | None = option(None, setting="optimiser.name", help="adamw, tiger or muon.")
     lr: float | None = option(None, setting="optimiser.lr", help="Peak learning rate.")
-    precision: str | None = option(None, setting="precision", help="fp32 or bf16.")
+    precision: str | None = option(None, setting="precision", help="fp32, bf16 or fp16.")
     seed: int | None = option(None, setting="seed", min=0, help="Of weights, order and dropout.")
     threads: int | None = option(
         None, setting="threads", min=1, help="CPU threads of this process."

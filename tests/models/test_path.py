@@ -1,0 +1,48 @@
+"""A reader follows q from a model to a kernel in ten files, and the architecture names them."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import normattn
+from normattn.kernels import sdpa
+from normattn.models import CausalLM, CausalLMConfig
+from normattn.score import rotary
+
+ROOT = Path(normattn.__file__).parent
+PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+
+
+def _files() -> list[str]:
+    """Our files in the stack of calls, outermost first."""
+    paths = [Path(frame.filename) for frame in traceback.extract_stack()]
+    return [str(path.relative_to(ROOT)) for path in paths if path.is_relative_to(ROOT)]
+
+
+def test_a_query_passes_ten_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[str] = []
+    product, turn = F.scaled_dot_product_attention, rotary.Rotation.__call__
+
+    def spy(*args: Tensor, **words: object) -> Tensor:
+        met.extend(_files())
+        return product(*args, **words)  # type: ignore[arg-type]
+
+    def spied(self: rotary.Rotation, x: Tensor) -> Tensor:
+        met.extend(_files())
+        return turn(self, x)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(rotary.Rotation, "__call__", spied)
+    config = CausalLMConfig(vocab_size=7, dim=8, layers=1, heads=2, train_length=8)
+    CausalLM(config)(torch.zeros(1, 5, dtype=torch.int64))
+    # Tables and the problem itself are made on the way, and not called through.
+    named = re.findall(r"^\| `(\w+/\w+\.py)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(named) == 10
+    assert set(met) == set(named) - {"score/rotary.py", "kernels/inputs.py"}
