@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,13 +173,13 @@ class _Loop:
                 values = self._take(step)
                 if not values.finite:
                     self._diverge(step, values)
-                self._alone(lambda step=step, values=values: self._report(step, values))
+                self._alone(partial(self._report, step, values))
                 # Before any checkpoint of this step: a resumed run finds every kept model there.
                 if step in self.config.keep:
                     self._keep(step)
                 if values.stop and step < self.config.steps:
                     self._interrupt(step)
-                self._alone(lambda step=step: self._save_when_due(step))
+                self._alone(partial(self._save_when_due, step))
             self._save_for_all(self.config.steps)
         finally:
             for callback in self.callbacks:
