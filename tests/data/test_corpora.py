@@ -17,10 +17,8 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.lab.data import corpora, parse_corpus
-from normattn.lab.data.sources import shares, spread
+from normattn.lab.data.sources import spread
 from normattn.lab.data.text_files import PIECE_CHARACTERS
-
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 
 
 def names_and_texts(address: object, limit: int | None = None) -> list[tuple[str, str]]:
@@ -308,26 +306,3 @@ def test_the_fingerprint_sees_changes_but_not_the_place(tmp_path: Path) -> None:
     (tmp_path / "a").rename(tmp_path / "c")
     assert parse_corpus(str(tmp_path / "c")).fingerprint() == first
     assert write(tmp_path / "c", "TEXT") != first
-
-
-def test_a_file_larger_than_what_is_left_is_cut(tmp_path: Path) -> None:
-    assert shares([10] * 10, 160) == [10] * 10
-    assert shares([1] * 80, 40) == spread([1] * 80, 40)
-    assert shares([5, 5], None) == shares([5, 5], 10) == [5, 5]
-    for name, size in (("a", 300), ("b", 1_000_000), ("c", 300), ("d", 1_000_000)):
-        (tmp_path / f"{name}.txt").write_text(f"{name * 9}\n" * (size // 10), encoding="utf-8")
-    read = names_and_texts(tmp_path, limit=1_000_000)
-    by_file = {name: sum(len(t) for n, t in read if n.startswith(name)) for name in "abcd"}
-    assert 999_900 < sum(by_file.values()) <= 1_000_000
-    assert abs(by_file["b"] - by_file["d"]) < 1000
-
-
-@pytest.mark.parametrize("name", ["wikitext-2", "shakespeare", "multi30k"])
-def test_real_text_comes_through_whole(name: str) -> None:
-    folder = SHARED / name
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is not here: the real text is kept outside the repository")
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".txt", ".gz"))
-    read = [gzip.decompress(f.read_bytes()) if f.suffix == ".gz" else f.read_bytes() for f in files]
-    expected = sum(map(len, read))
-    assert sum(len(text.encode()) for _, text in names_and_texts(folder)) == expected

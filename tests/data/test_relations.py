@@ -138,11 +138,6 @@ def test_a_folder_that_lacks_a_split_or_has_it_twice_is_refused(tmp_path: Path) 
         read_folder(tmp_path / "a")
 
 
-def test_settings_of_the_embedded_corpus_are_refused_for_a_folder() -> None:
-    with pytest.raises(ValueError, match="modules is a setting of python-imports"):
-        RelationConfig(corpus="somewhere", modules=3)
-
-
 @pytest.mark.parametrize("corpus", ["python-imports", "folder"])
 def test_options_that_nothing_reads_are_refused(tmp_path: Path, corpus: str) -> None:
     write_relations(tmp_path / "folder")
@@ -158,12 +153,6 @@ def test_a_piece_is_labelled_by_the_imports_that_its_code_uses() -> None:
     assert pieces["def shadow(self, os):"].labels == ("collections",)
     assert pieces["def plain():"].labels == ()
     assert pieces["async def packed(data):"].labels == ("collections", "sys", "zlib")
-
-
-def test_the_own_package_is_no_label() -> None:
-    source = "import os, email\ndef f():\n    return os, email\n"
-    assert next(iter(pieces_of("email/x.py", source))).labels == ("os",)
-    assert next(iter(pieces_of("os.py", source))).labels == ("email",)
 
 
 def test_the_embedded_corpus_splits_by_file_and_leaks_no_import() -> None:

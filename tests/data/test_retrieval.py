@@ -11,7 +11,7 @@ import pytest
 from normattn.errors import InputError
 from normattn.lab.data import CopyTask, RetrievalSet, TokenData, retrieval_set, train_tokeniser
 from normattn.lab.data.retrieval import DEPTHS
-from normattn.lab.data.retrieval_facts import KEYS, TASKS
+from normattn.lab.data.retrieval_facts import TASKS
 from normattn.lab.data.splits import SPLITS
 from normattn.lab.data.token_data import TokenSplit
 
@@ -125,24 +125,6 @@ def test_the_passkey_stands_at_its_depth_of_one_document(kind: str) -> None:
         assert occurrences(np.array(text), np.array(fillers[0]))
     assert (found.places[:, 0] <= 4 * L / 16 + 1).all()
     assert (found.windows[:, -1, -1] == found.windows[:, 0, -1]).all()
-
-
-def test_code_is_written_as_code() -> None:
-    tokeniser = code_data().tokeniser
-    assert tokeniser is not None
-    found = make("code", "variable_tracking")
-    text = tokeniser.decode(found.windows[0, 2])
-    end = text.rsplit("\n", 3)[1:]
-    (last, middle), (_, first), (_, value) = (line.split("=") for line in end)
-    assert value.isdecimal()
-    assert len(value) == 4
-    for line in (f"\n{last}={middle}", f"\n{middle}={first}", f"\n{first}={value}"):
-        assert text.count(line) == 2
-    assert text.index(f"\n{first}=") < text.index(f"\n{middle}=") < text.index(f"\n{last}=")
-    lines = tokeniser.decode(make("code", "multi_key").windows[0, 1]).split("\n")
-    keys = [line for line in lines if "=" in line and " " not in line]
-    assert len(keys) == KEYS + 1
-    assert keys.count(keys[-1]) == 2
 
 
 def test_senseless_requests_are_refused() -> None:

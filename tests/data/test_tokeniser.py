@@ -94,11 +94,3 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(
     whole = TOKENISER._bpe.encode(text, add_special_tokens=False).ids
     assert TOKENISER.encode(text) == whole
     assert len(list(tokeniser.cut_pieces(text))) > 5
-
-
-def test_a_run_without_a_space_is_learned_from_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokeniser, "RUNS_LEARNED", 3 * tokeniser.RUN_CHARACTERS)
-    run = "ab" * (5 * tokeniser.RUN_CHARACTERS)
-    learned = list(tokeniser._sample([run, "a few words"], 1 << 20))
-    assert sum(map(len, learned[:-1])) == 3 * tokeniser.RUN_CHARACTERS
-    assert learned[-1] == "a few words"

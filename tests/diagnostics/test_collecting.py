@@ -141,26 +141,6 @@ def test_a_cache_is_looked_at_alike(method: str) -> None:
                 assert a == pytest.approx(b, abs=1e-7), field
 
 
-def test_layers_have_names_of_their_own() -> None:
-    names = [name for each in layer_names(model_of()).values() for name in each]
-    assert names == [f"blocks.{layer}.mixer.sublayer" for layer in range(3)]
-    shared = model_of(shared_layers=True)
-    assert [name for each in layer_names(shared).values() for name in each] == names
-    with collecting(shared) as collector:
-        for _ in range(2):
-            shared(ids_of(1, 6))
-    assert list(collector.lines()) == names
-    rows = {tuple(line.entropy) for line in collector.lines().values()}
-    assert len(rows) == 3
-
-
-def state(model: nn.Module) -> list[tuple[bool, int, int]]:
-    return [
-        (each.training, len(each._forward_hooks), len(each._forward_pre_hooks))
-        for each in model.modules()
-    ]
-
-
 def test_nothing_stays_behind() -> None:
     model, ids = model_of("QKLayerNorm"), ids_of(1, 6)
     before = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from polars.testing import assert_frame_equal
 from normattn.kernels.cross_entropy import TokenScores
 from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation import evaluate_run
-from normattn.lab.stats import MeasurementStore
 from normattn.lab.stats.measurements import sorted_rows
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
@@ -70,13 +68,3 @@ def test_windows_in_common_are_read_once_under_each_method(
     ]
     for together, (alone,) in zip(measured, singly, strict=True):
         assert_frame_equal(sorted_rows(together), sorted_rows(alone), check_exact=True)
-
-
-def test_what_was_measured_before_is_no_loss(
-    model: CausalLM, asked: list[int], tmp_path: Path
-) -> None:
-    store = MeasurementStore(tmp_path)
-    chosen = texts()
-    evaluate_run(model, chosen[1:2], seed=0, factor=4.0, store=store)
-    evaluate_run(model, chosen, seed=0, factor=4.0, store=store)
-    assert asked == [5, 5, 5]

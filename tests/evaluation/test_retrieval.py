@@ -18,12 +18,10 @@ from normattn.lab.data.retrieval import DEPTHS
 from normattn.lab.data.retrieval_facts import PASSAGE, TASKS
 from normattn.lab.evaluation import evaluate_retrieval
 from normattn.lab.stats import MeasurementStore, measurements
-from normattn.score import ScoreSpec
 
 from .make import Counter, info, one, table
 
 L, VOCABULARY = 64, 32
-KNA = ScoreSpec.parse("KNA")
 
 
 @cache
@@ -47,14 +45,6 @@ def copying(ids: Tensor) -> TokenScores:
             before = [text[i + 4] for i in range(t - 3) if text[i : i + 4] == context]
             correct[row, t] = bool(before) and before[-1] == text[t + 1]
     return TokenScores(loss=1.0 - correct.float(), correct=correct)
-
-
-def guessing(ids: Tensor) -> TokenScores:
-    """Predicts tokens at random."""
-    generator = torch.Generator().manual_seed(int(ids.sum()))
-    guess = torch.randint(VOCABULARY, ids[:, 1:].shape, generator=generator)
-    loss = torch.full(guess.shape, float(np.log(VOCABULARY)))
-    return TokenScores(loss=loss, correct=guess == ids[:, 1:])
 
 
 @pytest.mark.parametrize("task", TASKS)
