@@ -355,3 +355,28 @@ def test_models_that_cannot_serve(command: Command, text: Path, tmp_path: Path) 
     assert said.code == 2
     assert "cannot be loaded by transformers" in said.err.splitlines()[-1]
     assert not (tmp_path / "run").exists()
+
+
+def test_lengths_are_checked_before_weights_are_loaded(
+    command: Command, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("normattn.cli.extending.load", load)
+    within = command("extend", model, "--lengths", 64)
+    assert (within.code, "training length of 512" in within.sentence) == (2, True)
+    wide = command("extend", model, "--lengths", 1024, "--window", 513, "--methods", "ReRoPE")
+    assert (wide.code, "--window 513" in wide.sentence) == (2, True)
+
+
+def test_time_left_and_the_page_are_printed(
+    command: Command, model: Path, text: Path, tmp_path: Path
+) -> None:
+    said = command(
+        "extend", model, "--text", text, *SHORT, "--methods", "PI", "--out", tmp_path / "o"
+    )
+    assert said.code == 0, said.err
+    assert "by the first window, the rest takes about" in said.err
+    assert "In short" in said.out
+    assert str(tmp_path / "o" / "report.html") in said.out

@@ -162,3 +162,16 @@ def test_help_teaches(command: Command) -> None:
     assert said.code == 0
     for words in ("entropy", "--attention", "inspect_every=50", "beyond L"):
         assert words in said.out
+
+
+def test_half_precision_on_a_named_device(command: Command, trained: Path, tmp_path: Path) -> None:
+    for dtype in ("fp32", "bf16"):
+        rest = ("--dtype", dtype, "--device", "cpu", "--windows", 2, "--out", tmp_path / dtype)
+        said = command("inspect", trained, *rest)
+        assert said.code == 0, said.err
+        assert "In short" in said.out
+        assert str(tmp_path / dtype / "report.html") in said.out
+    tables = [json.loads((tmp_path / name / "table.json").read_text()) for name in ("fp32", "bf16")]
+    entropies = [[row["entropy"]["value"] for row in t["tables"]["table"]] for t in tables]
+    assert entropies[0] == pytest.approx(entropies[1], rel=0.05)
+    assert entropies[0] != entropies[1]

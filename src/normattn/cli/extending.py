@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.progress import TextColumn
 
-from normattn.cli.extension_progress import ReadingProgress, work
 from normattn.cli.extension_reading import OutOfMemoryError, Reader, Unit
 from normattn.cli.extension_settings import (
     ALL,
@@ -29,18 +31,25 @@ from normattn.cli.extension_settings import (
 from normattn.cli.extension_texts import DEFAULT_TEXT, Texts, prepare_texts
 from normattn.cli.options.extend import ExtendOptions
 from normattn.errors import InputError, NormattnError
+from normattn.files import expanded
 from normattn.hf import extend, load, token_scorer
 from normattn.io import write_directory
+from normattn.hf.native import take_record
+from normattn.hf.tiny_model import read_configuration, small_model
 from normattn.lab.evaluation import weights_digest
+from normattn.lab.report.terminal import Bar, say
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import Identity, MeasurementStore
 from normattn.lab.studies._advice import Advice, advise
 from normattn.lab.studies.extend import KIND, MEASUREMENTS, STUDY
+from normattn.lab.sweep.plan import duration
 from normattn.lab.training.distributed import choose_device
 from normattn.terminal import show
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_QUADRATIC_FROM = 16_384
+"""Tokens at which attention takes about as long as all else, in small models."""
 
 
 def extend_model(asked: ExtendOptions) -> Advice:
@@ -58,6 +67,7 @@ def extend_model(asked: ExtendOptions) -> Advice:
     lengths = None if asked.lengths is None else parse_lengths(asked.lengths)
     refuse_unused(methods, asked.factor, asked.window)
     _check_saving(asked, methods)
+    _check_configuration(asked, lengths)
     model, tokeniser = load(asked.model, asked.gguf, _DTYPES[asked.dtype])
     model = model.to(choose_device(asked.device))
     settings, texts, notes = _resolve(asked, model, tokeniser, lengths)
@@ -68,12 +78,25 @@ def extend_model(asked: ExtendOptions) -> Advice:
     with run.lock():
         failed = _read_all(run, reader, plan, (*notes, *refused))
         advice = _report(out, settings)
-        for sentence in advice.sentences:
-            show(sentence)
         _save(asked, model, tokeniser, settings, advice)
     if failed:
         raise NormattnError("; ".join(failed))
     return advice
+
+
+def _check_configuration(asked: ExtendOptions, lengths: tuple[int, ...] | None) -> None:
+    """Refuse what a GGUF's header or a config.json rules out, before any weight is loaded.
+
+    The configuration of a name on the hub comes with its weights and is checked after them.
+    """
+    source = expanded(asked.model) if asked.gguf is None else expanded(asked.model) / asked.gguf
+    if not source.exists():
+        return
+    config = read_configuration(source)
+    take_record(config, source)  # A model saved under a method is read as it was trained.
+    length = asked.train_length or trained_length(small_model(config))
+    chosen_window(asked.window, length)
+    chosen_factor(asked.factor, (lengths or default_lengths(length))[-1], length)
 
 
 def _resolve(
@@ -196,7 +219,7 @@ def _read_method(
 ) -> str | None:
     """Read what is missing of one method; a sentence where it failed, whose rest is left out."""
     missing = [unit for unit in plan if not _has(store, unit)]
-    progress.done(math.fsum(work(unit.length) for unit in plan if unit not in missing))
+    progress.skip(math.fsum(work(unit.length) for unit in plan if unit not in missing))
     if not missing:
         return None
     settings = reader.settings
@@ -210,7 +233,7 @@ def _read_method(
             except NormattnError as error:
                 if isinstance(error, InputError):
                     raise
-                progress.done(math.fsum(work(unit.length) for unit in missing[number:]))
+                progress.skip(math.fsum(work(unit.length) for unit in missing[number:]))
                 sentence = _failure(error, unit, settings, store)
                 progress.say(sentence)
                 return sentence
@@ -258,12 +281,16 @@ def _has(store: MeasurementStore, unit: Unit) -> bool:
 
 
 def _report(out: Path, settings: ExtensionSettings) -> Advice:
-    """Write the page of what was read; return what is advised."""
+    """Write the page of what was read, print it in short, and return what is advised."""
     measured = STUDY.measurements(out)
     if not measured.height:
-        return Advice(("No length was read in all its windows: nothing can be advised.",), None)
-    STUDY.report(measured, out, settings.model_dump())
-    return advise(View(measured))
+        nothing = "No length was read in all its windows: nothing can be advised."
+        show(nothing)
+        return Advice((nothing,), None)
+    written = STUDY.report(measured, out, settings.model_dump())
+    advice = advise(View(measured))
+    say(out, replace(written, summary=advice.sentences))
+    return advice
 
 
 def _check_saving(asked: ExtendOptions, methods: Sequence[str]) -> None:
@@ -297,3 +324,40 @@ def _save(
     with _using(model, method, settings):
         write_directory(asked.save, fill)
     show(f'{asked.save}: {method}, to be loaded by normattn.from_pretrained("{asked.save}")')
+
+
+def work(length: int) -> float:
+    """About how much a window of `length` tokens costs, in tokens of a short one."""
+    return length * (1 + length / _QUADRATIC_FROM)
+
+
+class ReadingProgress(Bar):
+    """A bar, or lines where stderr is no terminal, with the time left by the windows so far."""
+
+    def __init__(self, total: float) -> None:
+        super().__init__(TextColumn(" {task.fields[left]}"))
+        self._task = self.progress.add_task("reading", total=total, left="")
+        self._total, self._done, self._measured = total, 0.0, 0.0
+        self._started = time.monotonic()
+
+    def begin(self, description: str) -> None:
+        """Say what is being read."""
+        self.progress.update(self._task, description=description)
+
+    def skip(self, amount: float) -> None:
+        """Count work that was done before, or that is left out."""
+        self._done += amount
+        self.progress.update(self._task, completed=self._done)
+
+    def done(self, amount: float, description: str) -> None:
+        """Count work that was measured just now; the first gives the estimate of the whole."""
+        first, self._done = not self._measured, self._done + amount
+        self._measured += amount
+        rate = (time.monotonic() - self._started) / self._measured
+        over = self._done >= self._total
+        left = "" if over else f"about {duration(rate * (self._total - self._done))} left"
+        self.progress.update(self._task, completed=self._done, left=left)
+        if first and not over:
+            self.say(f"by the first window, the rest takes {left.removesuffix(' left')}")
+        if not self.console.is_terminal:
+            self.say(f"{description}: {left or 'done'}")

@@ -26,7 +26,7 @@ from normattn.lab.diagnostics.inspection import Collecting, by_head
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.diagnostics.weights import MOST_TOKENS, attention_weights
 from normattn.lab.evaluation.scorer import weights_digest
-from normattn.lab.report.terminal import print_table
+from normattn.lab.report.terminal import print_table, say
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory, require_finished
 from normattn.lab.stats import Identity, identified, joined, sums
@@ -38,7 +38,7 @@ from normattn.lab.training.tasks import classification, text, translation, visio
 from normattn.models import CausalLM
 from normattn.models.config import StackConfig, TranslatorConfig, without_position
 from normattn.models.pretrained import load_any
-from normattn.terminal import Console, show, warn
+from normattn.terminal import Console, warn
 
 KINDS: dict[str, type[LoopConfig]] = {
     workload.kind: workload.config_class
@@ -52,7 +52,7 @@ KINDS: dict[str, type[LoopConfig]] = {
 }
 FOLDER, CONFIG = "inspection", "config.json"
 DRAWN_HEADS = 64
-_NOT_KEPT = ("out", "as_json", "threads")
+_NOT_KEPT = ("out", "as_json", "threads", "device")
 """Options that no measurement depends on."""
 
 
@@ -75,11 +75,13 @@ def inspect_run(asked: InspectOptions) -> None:
     _check_method(method, config)
     torch.set_num_threads(asked.threads)
     expected = config.model  # type: ignore[attr-defined]
-    model = load_any(run / "model", expected).to(choose_device(config.device))
+    device = choose_device(asked.device or config.device)
+    model = load_any(run / "model", expected).to(device)
     inputs = inputs_of(config, asked, model)
     folder = folder_of(run / FOLDER if asked.out is None else asked.out)
     whose = _identity(model, config, inputs, asked)
-    with _using(model, method, config, inputs.length):
+    half = torch.autocast(device.type, torch.bfloat16, enabled=asked.dtype == "bf16")
+    with _using(model, method, config, inputs.length), half:
         measured = look(model, inputs, asked, _collecting(model, config))
         heads = drawn(inputs, chosen, measured, lambda: _weights_of(model, inputs))
     trained = replace(whose, protocol=TRAINING, method="", split="train", data="")
@@ -118,8 +120,20 @@ def write_page(
         return
     view = View(frame)
     print_table(STUDY.page.tables[0].fill(view), title=STUDY.page.notes(view)[0])
-    for path in (folder / "report.html", *written.figures):
-        show(path)
+    say(folder, replace(written, summary=(*written.summary, *_in_short(measured))))
+
+
+def _in_short(measured: pl.DataFrame) -> list[str]:
+    """The sharpest head and the largest logit of all layers."""
+    names = measured["factor.layer"].unique(maintain_order=True).to_list()
+    layer, head = _sharpest(measured, len(names))
+    share = float(by_head(measured, "entropy_share", layer)[head])
+    largest = [float(np.max(by_head(measured, "largest", layer))) for layer in range(len(names))]
+    most = int(np.nanargmax(largest))
+    return [
+        f"The sharpest head is head {head} of {names[layer]}: its entropy is {share:.0%} of ln n.",
+        f"The largest logit is {largest[most]:.3g}, in {names[most]}.",
+    ]
 
 
 def _opened(run: Path) -> LoopConfig:

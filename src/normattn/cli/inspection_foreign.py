@@ -43,8 +43,11 @@ def inspect_foreign(asked: InspectOptions) -> None:
     """
     torch.set_num_threads(asked.threads)
     path = expanded(asked.run)
-    model, tokeniser = load(asked.run)
-    model = model.to(choose_device("auto"))
+    device = choose_device(asked.device or "auto")
+    model, tokeniser = load(
+        asked.run, dtype=torch.bfloat16 if asked.dtype == "bf16" else torch.float32
+    )
+    model = model.to(device)
     inputs = _inputs(model, tokeniser, asked)
     folder = folder_of(asked.out or Path("runs") / f"inspect-{path.name.removesuffix('.gguf')}")
     with _using(model, asked.method):

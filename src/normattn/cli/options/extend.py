@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from normattn.cli import values
 from normattn.cli.asking import argument, option
-from normattn.errors import InputError
 
 EPILOG = """
 **Examples**
@@ -44,14 +44,9 @@ them: table.md, table.json, a CSV of each table, report.html and figures (`norma
 makes it again). What was measured is not measured again: rerun the command to resume after a stop,
 with other --methods to add them; another model, text or length needs another directory.
 
-Time grows with the square of the length: begin with one window and few methods.
+Time grows with the square of the length. After the first window the command says how long the
+rest takes.
 """
-
-
-def _dtype(text: str, option: str) -> str:
-    if text not in ("fp32", "bf16"):
-        raise InputError(f"{option} is fp32 or bf16, not {text!r}")
-    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +94,7 @@ class ExtendOptions:
         None, help="Last tokens that are scored. [default: shortest length / 8]"
     )
     passkey: bool = option(True, "--passkey/--no-passkey", help="Whether a pass key is hidden.")
-    dtype: Literal["fp32", "bf16"] = option("fp32", read=_dtype, help="fp32 or bf16.")
+    dtype: Literal["fp32", "bf16"] = option("fp32", read=values.dtype, help="fp32 or bf16.")
     device: str = option("auto", help="auto, cpu, cuda or cuda:N.")
     threads: int | None = option(None, min=1, help="CPU threads. [default: as torch chooses]")
     seed: int = option(0, min=0, help="Chooses windows and pass keys.")

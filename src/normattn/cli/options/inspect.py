@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from normattn.cli import values
 from normattn.cli.asking import argument, flag, option
 
 EPILOG = """
@@ -95,4 +97,10 @@ class InspectOptions:
     as_json: bool = flag("--json", "Print the tables as JSON instead.")
     max_tokens: int = option(8192, min=1, help="Tokens in a batch, at most; bounds the memory.")
     seed: int = option(0, min=0, help="Chooses the windows.")
+    dtype: Literal["fp32", "bf16"] = option("fp32", read=values.dtype, help="fp32 or bf16.")
+    device: str | None = option(
+        None,
+        help="auto, cpu, cuda or cuda:N. [default: that of the run's training; for a model of "
+        "transformers auto]",
+    )
     threads: int = option(1, min=1, help="CPU threads of this process.")
