@@ -32,12 +32,19 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
     arguments = ("evaluate", run, "--protocols", "retrieval,by-position", "--max-windows", 5)
     said = command(*arguments, "--lengths", "64,128", "--methods", "as is,ReRoPE")
     assert said.code == 0, said.err
-    for expected in ("KNA-ReRoPE", "by_position", "multi-key", "128"):
+    for expected in (
+        "KNA-ReRoPE",
+        "by_position, 128 tokens",
+        "multi_key",
+        "In short",
+        str(run / "report"),
+    ):
         assert expected in said.out
     first = records(run)
     assert len(first) == 2 * (1 + len(TASKS) * 2)
     again = command(*arguments, "--lengths", "64,128", "--methods", "as is,ReRoPE")
     assert again.out == said.out
+    assert (run / "report" / "table.md").exists()
     assert records(run) == first
     # Another length in the middle asks nothing again that was asked as it is, nor at the longest.
     wider = command(*arguments, "--lengths", "64,96,128", "--methods", "as is,ReRoPE")

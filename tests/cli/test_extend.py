@@ -365,9 +365,9 @@ def test_lengths_are_checked_before_weights_are_loaded(
 
     monkeypatch.setattr("normattn.cli.extending.load", load)
     within = command("extend", model, "--lengths", 64)
-    assert (within.code, "training length of 512" in within.sentence) == (2, True)
-    wide = command("extend", model, "--lengths", 1024, "--window", 513, "--methods", "ReRoPE")
-    assert (wide.code, "--window 513" in wide.sentence) == (2, True)
+    assert (within.code, "training length of 128" in within.sentence) == (2, True)
+    wide = command("extend", model, "--lengths", 1024, "--window", 129, "--methods", "ReRoPE")
+    assert (wide.code, "--window 129" in wide.sentence) == (2, True)
 
 
 def test_time_left_and_the_page_are_printed(

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import TINY, Command
-from normattn.cli.generation import TextStream
 
 
 def test_answers(command: Command, trained: Path, tmp_path: Path) -> None:
@@ -95,31 +94,3 @@ def test_generated_tokens_are_no_text(command: Command, tmp_path: Path) -> None:
     said = command("generate", run, "--prompt", "a")
     assert said.code == 2
     assert "generated tokens of synthetic:copy" in said.sentence
-
-
-def _decode(tokens: object) -> str:
-    assert isinstance(tokens, list)
-    return bytes(tokens).decode(errors="replace")
-
-
-def _streamed(text: str, stops: list[str], end: str) -> list[str]:
-    told: list[str] = []
-    stream = TextStream(_decode, stops, told.append)
-    for byte in text.encode():
-        stream.add(byte)
-    stream.finish(end)
-    return told
-
-
-def test_text_streams_by_whole_characters() -> None:
-    assert _streamed("aé€b", [], "aé€b") == ["a", "é", "€", "b"]
-    # Bytes that never become a character come with the end.
-    assert (
-        "".join(_streamed("ab", [], "ab\N{REPLACEMENT CHARACTER}")) == "ab\N{REPLACEMENT CHARACTER}"
-    )
-
-
-def test_what_may_become_a_stop_string_is_held_back() -> None:
-    assert _streamed("one <end", ["<end>"], "one <end") == [*"one ", "<end"]
-    assert "".join(_streamed("one <end>", ["<end>"], "one ")) == "one "
-    assert "".join(_streamed("<en<end>", ["<end>", "zzz"], "<en")) == "<en"

@@ -1,25 +1,26 @@
-"""One finished run measured by itself, and what was found printed as a table."""
+"""`normattn evaluate`: one finished run measured, its page written and its numbers printed."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import polars as pl
 import torch
 from rich.table import Column, Table
 
 from normattn.cli.options.evaluate import EvaluateOptions
+from normattn.cli.report_runs import of_runs
 from normattn.errors import InputError, unknown
 from normattn.lab.data.tokens import prepare_tokens
-from normattn.lab.report.terminal import tell
+from normattn.lab.report.terminal import say, tell
 from normattn.lab.runs import RunDirectory, require_finished
 from normattn.lab.stats import MeasurementStore
-from normattn.lab.studies.base import label
-from normattn.lab.studies.reading import TASKS
+from normattn.lab.studies import find
 from normattn.lab.sweep.layout import is_of_a_study
 from normattn.lab.sweep.measuring import (
     EVALUATIONS,
@@ -34,9 +35,13 @@ from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.score import ScoreSpec
 from normattn.terminal import Console
 
+TASK = "factor.task"
+PAGE = "report"
+"""The folder of a run that takes the page of its evaluations."""
+
 
 def evaluate_run(asked: EvaluateOptions) -> None:
-    """Evaluate the run in the directory `asked.run` and print what was measured.
+    """Evaluate the run in the directory `asked.run` and report all that is on record of it.
 
     "all" among the methods is the model as it is and every registered post-hoc method that its
     score can take; a sentence is printed for each that it cannot. Raises `InputError` for a
@@ -76,7 +81,7 @@ def evaluate_run(asked: EvaluateOptions) -> None:
             on_done=lambda done: status.update(f"evaluating: {done} of {total}"),
             store=_records_of(run),
         )
-    _show(measured)
+    _report(run, measured)
 
 
 def _records_of(run: Path) -> MeasurementStore:
@@ -116,59 +121,57 @@ def _multiples(asked: EvaluateOptions, train_length: int) -> list[int]:
     return [length // train_length for length in lengths]
 
 
+def _report(run: Path, measured: pl.DataFrame) -> None:
+    """Write the page of all records of the run, or of this evaluation where they do not compare."""
+    study, out = find("reading"), run / PAGE
+    try:
+        whole = of_runs([(None, run)])
+    except InputError as error:
+        tell(f"the page holds this evaluation alone: {error}")
+        whole = measured.with_columns(pl.lit(study.name).alias("study"))
+    written = study.report(whole, out, {})
+    _show(measured)
+    say(out, replace(written, summary=(*written.summary, *_in_short(measured))))
+
+
 def _show(measured: pl.DataFrame) -> None:
-    """Tables of accuracies and losses; intervals come with `normattn report`."""
-    counted = measured.filter(pl.col("protocol") != "retrieval")
-    asked = measured.filter(pl.col("protocol") == "retrieval")
-    console = Console(highlight=False)
-    if counted.height:
-        console.print(_reading_table(counted))
-    if asked.height:
-        console.print(_retrieval_table(asked))
-
-
-def _totals(measured: pl.DataFrame, *places: str) -> list[dict[str, Any]]:
-    """Σ sum and Σ of of every statistic, a dictionary for each row and place."""
-    keys = ["row", "method", *places, "length"]
-    added = measured.group_by(*keys, "statistic", maintain_order=True).agg(
+    """A line for every score, protocol and length; intervals are on the page."""
+    task = pl.col(TASK) if TASK in measured.columns else pl.lit(None, pl.String)
+    keys = ["row", "method", "protocol", "length"]
+    named = measured.with_columns(pl.coalesce(task, "protocol").alias("protocol"))
+    added = named.group_by(*keys, "statistic", maintain_order=True).agg(
         pl.col("sum").sum(), pl.col("of").sum()
     )
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in added.iter_rows(named=True):
-        key = tuple(line[name] for name in keys)
-        fields = rows.setdefault(key, {name: line[name] for name in keys})
-        fields[line["statistic"]] = (line["sum"], line["of"])
-    return list(rows.values())
+    table = Table(Column("score", no_wrap=True), "protocol", "length", "accuracy, %", "loss, nats")
+    for (row, method, protocol, length), lines in added.group_by(*keys, maintain_order=True):
+        found = {
+            line["statistic"]: line["sum"] / line["of"] for line in lines.iter_rows(named=True)
+        }
+        right, loss = (found.get(name) for name in ("accuracy", "loss"))
+        table.add_row(
+            f"{row}-{method}" if method else str(row),
+            f"{protocol}",
+            f"{length:,}",
+            "" if right is None else f"{100 * right:.2f}",
+            "" if loss is None else f"{loss:.4f}",
+        )
+    Console(highlight=False).print(table)
 
 
-def _reading_table(counted: pl.DataFrame) -> Table:
-    def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
-        (correct, tokens), (nats, _) = line["accuracy"], line["loss"]
-        shares = (f"{100 * correct / tokens:.2f}", f"{nats / tokens:.4f}")
-        return (line["protocol"], str(line["length"]), f"{tokens:,.0f}", *shares)
-
-    head = ("protocol", "length", "tokens", "accuracy, %", "loss, nats")
-    return _table(_totals(counted, "protocol"), head, cells)
-
-
-def _retrieval_table(asked: pl.DataFrame) -> Table:
-    def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
-        (right, answers), (correct, tokens) = line["exact"], line["accuracy"]
-        shares = (f"{100 * right / answers:.1f}", f"{100 * correct / tokens:.1f}")
-        return (TASKS[line["factor.task"]], str(line["length"]), f"{answers:.0f}", *shares)
-
-    head = ("task", "length", "answers", "right, %", "tokens, %")
-    return _table(_totals(asked, "factor.task"), head, cells)
-
-
-def _table(
-    lines: Sequence[Mapping[str, Any]],
-    head: Sequence[str],
-    cells: Callable[[Mapping[str, Any]], Sequence[str]],
-) -> Table:
-    """A line for each row of the page; the names in full, for scores differ at their ends."""
-    names = [label(line["row"], line["method"]) for line in lines]
-    table = Table(Column("score", min_width=max(map(len, names))), *head)
-    for name, line in zip(names, lines, strict=True):
-        table.add_row(name, *cells(line))
-    return table
+def _in_short(measured: pl.DataFrame) -> list[str]:
+    """The accuracy of every protocol at its longest length, unmodified and by the best method."""
+    right = measured.filter(pl.col("statistic") == "accuracy")
+    longest = right.filter(pl.col("length") == pl.col("length").max().over("protocol"))
+    shares = longest.group_by("protocol", "length", "method", maintain_order=True).agg(
+        (100 * pl.col("sum").sum() / pl.col("of").sum()).alias("share")
+    )
+    sentences = []
+    for (protocol, length), rows in shares.group_by("protocol", "length", maintain_order=True):
+        found = dict(rows.select("method", "share").iter_rows())
+        words = [f"{found['']:.1f} % unmodified"] if "" in found else []
+        methods = {method: share for method, share in found.items() if method}
+        if methods:
+            best = max(methods, key=methods.__getitem__)
+            words.append(f"{methods[best]:.1f} % with {best}, the best of {len(methods)}")
+        sentences.append(f"Accuracy, {protocol}, {length:,} tokens: {'; '.join(words)}.")
+    return sentences

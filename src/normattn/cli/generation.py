@@ -1,9 +1,9 @@
-"""A finished run continues prompts, and its first answer appears while it is made."""
+"""`normattn generate`: a finished run continues prompts."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,55 +21,6 @@ from normattn.score import ScoreSpec
 from normattn.terminal import visible
 
 
-class TextStream:
-    """Text as it grows token by token, told on as soon as it is certain.
-
-    Held back are a character that still lacks bytes and what may yet become a stop string.
-    """
-
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        stops: Sequence[str],
-        tell: Callable[[str], None],
-    ) -> None:
-        self._decode, self._stops, self._tell = decode, tuple(stops), tell
-        self._pending: list[int] = []
-        self._text = ""
-        self._told = 0
-
-    def add(self, token: int) -> None:
-        """One more token."""
-        self._pending.append(token)
-        new = self._decode(self._pending)
-        if new.endswith("\N{REPLACEMENT CHARACTER}"):
-            return
-        self._pending.clear()
-        self._text += new
-        self._tell_up_to(len(self._text) - self._held())
-
-    def finish(self, text: str) -> None:
-        """The whole text is known."""
-        self._text = text
-        self._tell_up_to(len(text))
-
-    def _tell_up_to(self, end: int) -> None:
-        if end > self._told:
-            self._tell(self._text[self._told : end])
-            self._told = end
-
-    def _held(self) -> int:
-        """How long the end is that a stop string may begin with, or that holds one."""
-        starts = [at for at in (self._text.find(stop) for stop in self._stops) if at >= 0]
-        if starts:
-            return len(self._text) - min(starts)
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for size in range(min(longest, len(self._text)), 0, -1):
-            if any(stop.startswith(self._text[-size:]) for stop in self._stops):
-                return size
-        return 0
-
-
 def generate_run(asked: GenerateOptions) -> None:
     """Print how the finished run in the directory `asked.run` continues each prompt.
 
@@ -85,13 +36,6 @@ def generate_run(asked: GenerateOptions) -> None:
     torch.set_num_threads(asked.threads)
     model = load_model(asked.run / "model", config.model).to(choose_device(config.device))
 
-    def tell(text: str) -> None:
-        sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
-        sys.stdout.flush()
-
-    stream = TextStream(tokeniser.decode, stop, tell)
-    if len(texts) > 1:
-        tell(_heading(texts[0]))
     with model.using(spec):
         answers = generate(
             model,
@@ -103,16 +47,12 @@ def generate_run(asked: GenerateOptions) -> None:
             stop=[SEPARATOR_ID, *stop],
             decode=tokeniser.decode,
             seed=asked.seed,
-            on_token=lambda row, token: stream.add(token) if row == 0 else None,
         )
-    stream.finish(answers[0].text or "")
-    tell("\n")
-    for text, answer in zip(texts[1:], answers[1:], strict=True):
-        tell(f"\n{_heading(text)}{answer.text}\n")
-
-
-def _heading(prompt: str) -> str:
-    return f"> {prompt}\n"
+    shown = [answer.text or "" for answer in answers]
+    if len(texts) > 1:
+        shown = [f"> {text}\n{answer}" for text, answer in zip(texts, shown, strict=True)]
+    whole = "\n\n".join(shown)
+    print(visible(whole) if sys.stdout.isatty() else whole)
 
 
 def opened(run: Path) -> tuple[TrainingConfig, Tokeniser]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,7 @@ from normattn.models.flops import parameter_count
 _MODEL_FIELDS = ("score", "layers", "dim", "heads", "kv_heads", "block", "placement", "norm")
 _TRAINING_FIELDS = ("steps", "batch_size", "precision", "seed")
 _CARD = """---
-{licence_field}library_name: transformers
-pipeline_tag: {task}
-tags:
-- normattn
+{data}
 ---
 
 # {name}
@@ -68,11 +64,14 @@ def card_text(
     `task` and `auto` are transformers' names of what the model does and of its Auto class; `table`
     is the report's, None where nothing was evaluated.
     """
+    from huggingface_hub import ModelCardData  # It comes with transformers.
+
     shape: Any = config.model  # type: ignore[attr-defined]
     corpus = str(config.data.corpus)  # type: ignore[attr-defined]
     return _CARD.format(
-        licence_field="" if licence is None else f"license: {json.dumps(licence)}\n",
-        task=task,
+        data=ModelCardData(
+            license=licence, library_name="transformers", pipeline_tag=task, tags=["normattn"]
+        ).to_yaml(),
         name=name,
         kind=type(model).__name__,
         score=shape.score.name,

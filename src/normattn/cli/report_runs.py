@@ -25,6 +25,7 @@ from normattn.lab.sweep.measuring import asked_alone
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import CHANGEABLE
 from normattn.lab.training.init_from import CORPUS_FILE
+from normattn.structured import first_difference
 from normattn.terminal import warn
 
 _ALIKE = CHANGEABLE | {
@@ -186,40 +187,22 @@ def _refuse_other_trainings(runs: Sequence[LabelledRun]) -> None:
 
 def _difference(one: Path, other: Path) -> tuple[str, str, str] | None:
     """The first setting in which two trainings differ, with its two values."""
-    here, there = _settings(one), _settings(other)
-    for name in sorted(here.keys() | there.keys()):
-        values = here.get(name, "none"), there.get(name, "none")
-        if values[0] != values[1] and not (name == _CORPUS and _same_text(one, other)):
-            return name, *values
-    return None
-
-
-def _same_text(one: Path, other: Path) -> bool:
-    """Whether two addresses name one text."""
-    known = [
+    texts = [
         Corpora.read(run / CORPUS_FILE).fingerprints
         for run in (one, other)
         if (run / CORPUS_FILE).is_file()
     ]
-    return len(known) == 2 and known[0] == known[1] != frozenset()
+    # Two addresses may name one text, which its tokens tell.
+    same_text = len(texts) == 2 and texts[0] == texts[1] != frozenset()
+    free = _ALIKE | ({_CORPUS} if same_text else frozenset())
+    return first_difference(_settings(one), _settings(other), free)
 
 
-def _settings(run: Path) -> dict[str, str]:
-    """The training settings that decide what is learned, by dotted name."""
+def _settings(run: Path) -> dict[str, Any]:
+    """The training settings of a run, whole where it is that of a language model."""
     config = language_model(run)
-    if config is None:
-        return _flat(RunDirectory.existing(run).config)
-    return _flat(config.model_dump(mode="json"))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if name in _ALIKE or value is None:
-            continue
-        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: str(value)}
-    return flat
+    stored: dict[str, Any] = RunDirectory.existing(run).config
+    return stored if config is None else config.model_dump(mode="json")
 
 
 def _refuse_other_windows(run: LabelledRun) -> None:

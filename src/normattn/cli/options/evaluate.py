@@ -31,8 +31,8 @@ class EvaluateOptions:
     The last segment is read after every tested length, retrieval is asked
     at each; repeated, non-repeated and by-position text is read at the longest, which over L is
     also the factor that NTK, YaRN and PI stretch by. Records go to RUN/evaluations, those of a
-    study's run to RUN/evaluations/beside, which the study's page leaves out; `normattn report RUN`
-    makes tables and figures of them.
+    study's run to RUN/evaluations/beside, which the study's page leaves out. RUN/report gets the
+    page.
     """
 
     run: Path = argument(help="The directory of a finished run.")
