@@ -42,8 +42,8 @@ def _refuse_little_memory() -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
         print(
-            f"normattn: the limit of address space is {limit / 1e6:,.0f} MB, and at least "
-            f"{LEAST_ADDRESS_SPACE / 1e6:,.0f} MB are needed: raise it (ulimit -v)",
+            f"normattn: too little memory: the address space is limited to {limit / 1e6:,.0f} MB, "
+            f"and at least {LEAST_ADDRESS_SPACE / 1e6:,.0f} MB are needed (ulimit -v)",
             file=sys.stderr,
         )
         sys.exit(2)

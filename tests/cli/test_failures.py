@@ -105,6 +105,7 @@ _SCORE = [sys.executable, "-m", "normattn", "score", "/nowhere/model"]
         ("exec {} <&-", 2, 1, "/nowhere/model"),
         ("exec {} 2>/dev/full", 2, 0, ""),
         ("ulimit -v 150000; exec {}", 2, 1, "memory"),
+        ("ulimit -v 850000; exec {}", 2, 1, "ulimit -v"),
     ],
 )
 def test_a_lost_place_is_one_sentence(shell: str, code: int, lines: int, word: str) -> None:

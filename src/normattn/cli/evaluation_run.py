@@ -122,16 +122,21 @@ def _multiples(asked: EvaluateOptions, train_length: int) -> list[int]:
 
 
 def _report(run: Path, measured: pl.DataFrame) -> None:
-    """Write the page of all records of the run, or of this evaluation where they do not compare."""
+    """Print what was measured, and write the page of all that is on record of the run.
+
+    Records that do not compare, as of two factors of one method, have no page together.
+    """
     study, out = find("reading"), run / PAGE
-    try:
-        whole = of_runs([(None, run)])
-    except InputError as error:
-        tell(f"the page holds this evaluation alone: {error}")
-        whole = measured.with_columns(pl.lit(study.name).alias("study"))
-    written = study.report(whole, out, {})
     _show(measured)
-    say(out, replace(written, summary=(*written.summary, *_in_short(measured))))
+    sentences = _in_short(measured)
+    try:
+        written = study.report(of_runs([(None, run)]), out, {})
+    except InputError as error:
+        tell("In short")
+        for sentence in [*sentences, f"There is no page of all records: {error}."]:
+            tell(f"  {sentence}")
+    else:
+        say(out, replace(written, summary=(*written.summary, *sentences)))
 
 
 def _show(measured: pl.DataFrame) -> None:

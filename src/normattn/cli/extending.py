@@ -31,11 +31,10 @@ from normattn.cli.extension_settings import (
 from normattn.cli.extension_texts import DEFAULT_TEXT, Texts, prepare_texts
 from normattn.cli.options.extend import ExtendOptions
 from normattn.errors import InputError, NormattnError
-from normattn.files import expanded
 from normattn.hf import extend, load, token_scorer
-from normattn.io import write_directory
 from normattn.hf.native import take_record
 from normattn.hf.tiny_model import read_configuration, small_model
+from normattn.io import expanded, write_directory
 from normattn.lab.evaluation import weights_digest
 from normattn.lab.report.terminal import Bar, say
 from normattn.lab.report.view import View

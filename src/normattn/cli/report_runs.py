@@ -26,6 +26,7 @@ from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import CHANGEABLE
 from normattn.lab.training.init_from import CORPUS_FILE
 from normattn.structured import first_difference
+from normattn.settings import first_difference
 from normattn.terminal import warn
 
 _ALIKE = CHANGEABLE | {
@@ -202,7 +203,8 @@ def _settings(run: Path) -> dict[str, Any]:
     """The training settings of a run, whole where it is that of a language model."""
     config = language_model(run)
     stored: dict[str, Any] = RunDirectory.existing(run).config
-    return stored if config is None else config.model_dump(mode="json")
+    stored = stored if config is None else config.model_dump(mode="json")
+    return dict(sorted(stored.items()))
 
 
 def _refuse_other_windows(run: LabelledRun) -> None:
