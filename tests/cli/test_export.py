@@ -69,7 +69,7 @@ def test_model_tokeniser_and_card(command: Command, unread: Path, tmp_path: Path
         assert tokeniser.decode(mine.encode(text)) == text
     assert tokeniser.decode([0]) == SEPARATOR
     card = (out / "README.md").read_text("utf-8")
-    data = huggingface_hub.ModelCard(card).data.to_dict()
+    data = vars(huggingface_hub.ModelCard(card).data)
     assert (data["license"], data["library_name"]) == ("apache-2.0", "transformers")
     for needed in ("KNA", "4 steps", "trained to read 8 tokens", "## Evaluation", "apache-2.0"):
         assert needed in card
