@@ -25,7 +25,6 @@ from normattn.lab.sweep.measuring import asked_alone
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import CHANGEABLE
 from normattn.lab.training.init_from import CORPUS_FILE
-from normattn.structured import first_difference
 from normattn.settings import first_difference
 from normattn.terminal import warn
 
