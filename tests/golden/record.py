@@ -194,44 +194,99 @@ def record_families() -> dict[str, Any]:
     }
 
 
-TRAININGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "keynorm/quick": ("keynorm", "quick", ("--variants", "KNA-logn")),
-    "keynorm/laptop": ("keynorm", "laptop", ("--variants", "CosA")),
-    "keynorm/workstation": ("keynorm", "workstation", ("--variants", "KNA")),
-    "keynorm/workstation-mha": ("keynorm", "workstation-mha", ("--variants", "KNA")),
-    "realformer/laptop": ("realformer", "laptop", ("--variants", "RealFormer")),
+TEXT = ("training.batch_size=4", "training.data.vocab_size=300")
+SMALL_MODEL = ("training.model.layers=2", "training.model.dim=64", "training.model.heads=2")
+SMALL_UNIT = (*SMALL_MODEL[:2], "training.model.train_length=64")
+ONE_VISION_STEP = ("vision.training.steps=1", "vision.training.schedule.warmup_steps=1")
+PAIRS = (
+    *("training.batch_tokens=2048", "training.data.vocab_size=300", "rates.training.steps=1"),
+    *("rates.training.schedule.warmup_steps=1", *ONE_VISION_STEP),
+)
+RELATIONS = (
+    *("training.batch_size=4", "training.data.vocab_size=500"),
+    *("evaluation.every=100", "timing.rounds=2"),
+)
+
+TRAININGS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "keynorm/quick": ("KNA-logn", TEXT),
+    "keynorm/laptop": ("CosA", TEXT),
+    "keynorm/workstation": ("KNA", TEXT),
+    "keynorm/workstation-mha": ("KNA", TEXT),
+    "keynorm/gpu-100m": ("KNA", (*TEXT, *SMALL_UNIT)),
+    "realformer/laptop": ("RealFormer", TEXT),
+    "realformer/workstation": ("RealFormer", TEXT),
+    "qknorm/laptop": ("QKRMSNorm", PAIRS),
+    "qknorm/multi30k": ("QKRMSNorm", PAIRS[:2]),
+    "qknorm/gpu": ("QKRMSNorm", (*PAIRS, *SMALL_MODEL)),
+    "rmsnorm/laptop": ("RMSNorm", RELATIONS),
+    "rmsnorm/gpu": ("RMSNorm", (*RELATIONS, *SMALL_MODEL, "training.model.hidden=128")),
 }
+"""A variant of each preset of each study, and what makes it small enough for a processor."""
 
 
-def corpus(folder: Path) -> Path:
-    """A folder of texts made of a counter: the same bytes everywhere, in any version."""
-    folder.mkdir()
+def corpora(folder: Path) -> Path:
+    """Text, sentence pairs and relations made of a counter: the same bytes in any version."""
     noise = random.Random("corpus")
     words = ["".join(noise.choices("etaoinshrdlu", k=noise.randint(2, 8))) for _ in range(400)]
+    write_text(folder / "corpus", words, noise)
+    write_pairs(folder / "pairs.jsonl", words, random.Random("pairs"))
+    write_relations(folder / "relations", words, random.Random("relations"))
+    return folder
+
+
+def write_text(folder: Path, words: list[str], noise: random.Random) -> None:
+    """Sixty files of random words."""
+    folder.mkdir()
     for number in range(60):
         lines = (" ".join(noise.choices(words, k=12)) for _ in range(60))
         (folder / f"text{number:02}.txt").write_text("\n".join(lines), encoding="utf-8")
-    return folder
+
+
+def write_pairs(file: Path, words: list[str], noise: random.Random) -> None:
+    """Sentences; their translation is each word backwards."""
+    rows = []
+    for _ in range(1200):
+        sentence = noise.choices(words, k=noise.randint(3, 12))
+        translation = " ".join(word[::-1] for word in sentence)
+        rows.append(json.dumps({"en": " ".join(sentence), "de": translation}))
+    file.write_text("\n".join(rows), encoding="utf-8")
+
+
+def write_relations(folder: Path, words: list[str], noise: random.Random) -> None:
+    """Documents in the form of NYT24; a relation is the first letter of an early word."""
+    folder.mkdir()
+    for split, documents in {"train": 400, "dev": 40, "test": 40}.items():
+        rows = []
+        for _ in range(documents):
+            text = noise.choices(words, k=40)
+            relations = sorted({word[0] for word in text[:3]})
+            triples = [[text[0], relation, text[1]] for relation in relations]
+            rows.append(json.dumps({"text": " ".join(text), "triple_list": triples}))
+        (folder / f"{split}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+
+
+CORPUS = {"qknorm": "pairs.jsonl", "rmsnorm": "relations"}
+"""The corpus of a study; the others read text."""
 
 
 def first_losses(name: str, folder: Path) -> dict[str, Any]:
     """The digest of the tokens and the losses of 100 steps of a preset, in float32."""
-    study, preset, options = TRAININGS[name]
+    (study, preset), (variant, settings) = name.split("/"), TRAININGS[name]
     out = folder / name.replace("/", "-")
     settings = (
-        *(f"training.data.corpus={folder / 'corpus'}", "training.data.vocab_size=300"),
-        *("training.steps=100", "training.batch_size=4", "training.log_every=1"),
-        *("training.precision=fp32", "training.schedule.warmup_steps=5"),
+        *(*settings, "training.steps=100", "training.log_every=1", "training.precision=fp32"),
+        *("training.schedule.warmup_steps=5",),
     )
     run(
-        *("reproduce", study, "--preset", preset, "--seeds", "1", "--jobs", "1", "--out", out),
-        *options,
+        *("reproduce", study, "--preset", preset, "--variants", variant, "--seeds", "1"),
+        *("--jobs", "1", "--out", out, "--corpus", folder / CORPUS.get(study, "corpus")),
         *(word for each in settings for word in ("--set", each)),
     )
-    metrics = next(out.rglob("metrics.jsonl")).read_text("utf-8").splitlines()
+    trainings = [file.read_text("utf-8").splitlines() for file in out.rglob("metrics.jsonl")]
+    losses = next(lines for lines in trainings if len(lines) == 100)
     measured = polars.read_parquet(out / "measurements.parquet")
     return {
-        "losses": [round(json.loads(line)["loss"], 6) for line in metrics],
+        "losses": [round(json.loads(line)["loss"], 6) for line in losses],
         "tokens": sorted(set(measured["data"].drop_nulls()) - {""}),
     }
 
@@ -249,7 +304,7 @@ def run(*words: object) -> str:
 def record_losses() -> dict[str, Any]:
     """Every preset's."""
     with tempfile.TemporaryDirectory() as folder:
-        corpus(Path(folder) / "corpus")
+        corpora(Path(folder))
         return {name: first_losses(name, Path(folder)) for name in TRAININGS}
 
 
