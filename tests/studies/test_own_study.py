@@ -7,13 +7,18 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from normattn.cli.app import main
 from normattn.errors import InputError
+from normattn.lab.report.view import View
+from normattn.lab.stats import Identity, identified, joined, sums
 from normattn.lab.studies import find, find_typed, names, summary
+from normattn.lab.studies.base import Claim, Eval, Metric, Study, Variant
 from normattn.lab.sweep.launchers import Local
-from normattn.lab.sweep.study import CORPUS
+from normattn.lab.sweep.study import CORPUS, Request
+from normattn.lab.sweep.study import Study as OneStudy
 from studies import here
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-study.md"
@@ -105,3 +110,51 @@ def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
     path.write_text("x = 1\n")
     with pytest.raises(InputError, match="STUDY"):
         find_typed(str(path))
+
+
+def test_a_variant_changes_settings_of_its_training(tiny: Path) -> None:
+    study = Study(
+        "wide",
+        question="Does width matter?",
+        variants=["KNA", Variant("KNA-short", "KNA", {"steps": 3})],
+        evals=[Eval(lengths=(1, 2))],
+        columns={"at L": Metric("accuracy").at(1)},
+    )
+    assert isinstance(study, OneStudy)
+    sweep = study.resolve(Request(preset=str(tiny), seeds=(0, 1)))
+    steps = {cell.name: cell.training_config.steps for cell in sweep.cells}
+    plain = steps["KNA seed 0"]
+    assert plain != 3
+    assert steps == {
+        **{f"KNA seed {seed}": plain for seed in (0, 1)},
+        **{f"KNA-short seed {seed}": 3 for seed in (0, 1)},
+    }
+    scores = {
+        cell.training_config.model_dump(mode="json")["model"]["score"] for cell in sweep.cells
+    }
+    assert len(scores) == 1
+
+
+def test_metrics_are_added_and_subtracted() -> None:
+    """Three documents of one model at two lengths: sums made by hand."""
+    names = ("a", "b", "c")
+    measured = joined(
+        identified(
+            Identity("own", row, row, 0, "non_repeated" if n > 4 else "train_length", n, 4),
+            [sums("accuracy", names, right, np.full(3, 10))],
+        )
+        for row, n, right in (
+            *(("Baseline", 4, [5, 6, 7]), ("Baseline", 8, [2, 3, 4])),
+            *(("KNA", 4, [5, 5, 8]), ("KNA", 8, [4, 6, 8])),
+        )
+    )
+    view, acc = View(measured), Metric("accuracy")
+    lost = acc.at(1) - acc.at(2)
+    assert view.estimate(lost.at(variant="Baseline")).value == pytest.approx(30)  # type: ignore[union-attr]
+    gap = lost.at(variant="Baseline") - lost.at(variant="KNA")
+    assert view.estimate(gap).value == pytest.approx(30)  # type: ignore[union-attr]
+    assert view.estimate(0.5 * gap).value == pytest.approx(15)  # type: ignore[union-attr]
+    assert view.estimate(acc.at(2) - acc.at(2, variant="KNA"), {"row": "KNA"}) is None
+    assert view.estimate(acc.at(16, variant="KNA")) is None
+    with pytest.raises(InputError, match="itself"):
+        Claim("nothing", (acc.at(2) - acc.at(2, variant="Baseline")).at(variant="KNA"))

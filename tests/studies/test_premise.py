@@ -13,10 +13,7 @@ from normattn.lab.report.figure import Curves
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
 from normattn.lab.studies.base import position_figures
-from normattn.lab.studies.keynorm import STUDY
 from normattn.lab.studies.premise import at_training_length, copying, premise
-from normattn.score.parts import rope_frequencies
-from normattn.score.parts.rope_scaling import YaRN
 
 L, LONGEST, DOCUMENTS = 4, 16, 40
 EDGES = [*range(0, LONGEST + 1, 2)]
@@ -98,14 +95,6 @@ def test_a_control_is_drawn_beside_the_models_as_they_are() -> None:
             assert shown == panels
 
 
-def test_controls_are_no_part_of_the_premise() -> None:
-    rows = {"Baseline": 30.0, "KNA": 30.4, "Baseline-SlidingWindow": 25.0}
-    assert "The premise is met: " in said(frame(rows))
-    assert "SlidingWindow" not in said(frame(rows))
-    del rows["KNA"]
-    assert "Baseline-SlidingWindow −5.0" in said(frame(rows)).replace("-5.0", "−5.0")
-
-
 def test_without_a_baseline_nothing_is_said_of_the_premise() -> None:
     assert "premise" not in said(frame({"KNA": 30.0, "CosA": 31.0}))
 
@@ -138,43 +127,3 @@ def test_copying_that_some_have_learned_is_said_by_name() -> None:
     learned, not_learned = frame({"CosA": 30.0}, copied=25.0), frame({"Baseline": 30.0}, copied=9.0)
     assert "is learned by CosA and not by the other 1" in said(joined([not_learned, learned]))
     assert "Copying is not learned by any score" in said(not_learned)
-
-
-def test_longer_trainings_are_pointed_at_from_shorter_ones() -> None:
-    shorter = said(frame({"Baseline": 30.0}, steps=900))
-    assert "took 900 steps" in shorter
-    assert "results/keynorm-workstation" in shorter
-    assert "steps" not in said(frame({"Baseline": 30.0}, steps=3000))
-
-
-def test_many_rows_are_told_by_the_lowest_and_the_highest() -> None:
-    many = said(frame({"Baseline": 30.0, **{f"Row{n}": 32.0 + n for n in range(9)}}))
-    assert "of 9 from Row0 +2.0" in many
-    assert "Row8 +10.0" in many
-    assert "Row4" not in many
-
-
-def test_it_stands_below_the_table() -> None:
-    table = STUDY.page.tables[0]
-    shown = view(frame({"Baseline": 30.0, "KNA": 30.4}))
-    notes = table.notes(shown) if callable(table.notes) else table.notes
-    assert notes[: len(premise(shown))] == tuple(premise(shown))
-
-
-@pytest.mark.parametrize(("length", "told"), [(64, "turns 10 times"), (4096, None)])
-def test_a_short_length_gives_yarn_a_ramp_without_a_fast_end(length: int, told: str | None) -> None:
-    parts = [
-        measured(
-            Identity("keynorm", "KNA", "KNA", 0, "train_length", length, length, method=method),
-            "accuracy",
-            20.0 + NOISE,
-            [0, length],
-        )
-        for method in ("", "YaRN")
-    ]
-    assert ("but the fastest" in said(joined(parts))) is (told is not None)
-    plain = rope_frequencies(128, 10000.0)
-    slowed = YaRN(factor=8.0).inverse_frequencies(128, 10000.0, length) < plain * (1 - 1e-6)
-    assert (int((~slowed).sum()) == 1) is (told is not None)
-    assert told is None or told in said(joined(parts))
-    assert "YaRN" not in said(parts[0])

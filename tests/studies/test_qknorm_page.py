@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -12,16 +11,14 @@ import numpy as np
 import polars as pl
 import pytest
 
-from normattn.lab.report.markdown import page_json, page_markdown, table_csv
+from normattn.lab.report.markdown import page_json, page_markdown
 from normattn.lab.report.page import context
 from normattn.lab.report.view import View
-from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.lab.stats import Bootstrap, Identity, identified, joined, sums
 from normattn.lab.stats.metrics import bleu
 from normattn.lab.studies.qknorm.measured import (
     base_of,
     failures,
-    largest_logit,
-    last_entropy,
     rows_of,
     tolerated,
 )
@@ -121,28 +118,6 @@ def ended(trained: Identity, step: int = 41, where: str = "blocks.0") -> pl.Data
     return identified(replace(trained, protocol="training", data="", settings=""), [row])
 
 
-def image_scores(score: str, seed: int, share: float, rate: float = 1.0) -> pl.DataFrame:
-    """A Vision Transformer that names about `share` of 60 images."""
-    drawn = np.random.default_rng([seed, 3]).uniform(size=60)
-    correct = (drawn < share).astype(float)
-    units, ones = [str(n) for n in range(60)], np.ones(60)
-    who = replace(identity("images", score, seed, rate), length=17, train_length=17)
-    return joined(
-        [
-            identified(
-                who,
-                [
-                    sums("accuracy", units, correct, ones),
-                    sums("loss", units, 2 - correct - drawn / 2, ones),
-                ],
-            ),
-            identified(
-                replace(who, protocol="training"), [fact("parameters", 1000), fact("classes", 10)]
-            ),
-        ]
-    )
-
-
 def tables(parts: Iterable[pl.DataFrame]) -> dict[str, dict[str, dict[str, Any]]]:
     """The numbers of the page: table, row, column."""
     made = json.loads(page_json(context(PAGE, joined(parts), bootstrap=DRAWN)))
@@ -182,40 +157,6 @@ def test_a_difference_is_paired_over_sentences_and_seeds() -> None:
     assert rows["QKRMSNorm"]["seeds"] == "0 1 2"
 
 
-def test_one_sentence_gives_no_interval_and_no_verdict() -> None:
-    """A single unit says nothing of others: no interval of width 0, no difference that is sure."""
-    parts = [
-        translated(score, seed, gain, count=1)
-        for score, gain in (("Baseline", 0.0), ("QKRMSNorm", 0.1))
-        for seed in (0, 1, 2)
-    ]
-    row = tables(parts)["table"]["QKRMSNorm"]
-    for key in ("loss", "bleu", "change_loss", "change_bleu"):
-        assert row[key]["units"] == 1
-        assert (row[key]["low"], row[key]["high"]) == (None, None)
-    assert row["change_loss"]["value"] < 0
-    found = verdicts(parts)
-    assert set(found.values()) == {"inconclusive"}
-    assert len(found) == 2
-    made = context(PAGE, joined(parts), bootstrap=DRAWN)
-    assert "[no interval]" in page_markdown(made)
-
-
-def test_claims_are_found_opposite_or_undecided() -> None:
-    def of(*gains: float) -> dict[str, str]:
-        ours = [translated("QKLayerNorm", seed, gain) for seed, gain in enumerate(gains)]
-        return verdicts([*ours, *(translated("Baseline", seed) for seed in range(len(gains)))])
-
-    better, lower = (
-        f"QKLayerNorm {says} Baseline"
-        for says in ("translates better than", "has a lower loss than")
-    )
-    assert of(0.1, 0.1, 0.1) == {better: "confirmed", lower: "confirmed"}
-    assert of(-0.1, -0.1, -0.1) == {better: "contradicted", lower: "contradicted"}
-    assert of(0.02, -0.02, 0.0) == {better: "not confirmed", lower: "not confirmed"}
-    assert of(0.1, 0.1) == {better: "inconclusive", lower: "inconclusive"}
-
-
 def test_what_the_sweep_says() -> None:
     parts = [
         *(swept("Baseline", rate, nats) for rate, nats in ((1, 3.0), (4, 5.45), (16, None))),
@@ -253,19 +194,6 @@ def test_what_the_sweep_says() -> None:
         "unigram baseline, which guesses each word by its frequency in the training pairs, 5.50"
         in (page_markdown(context(PAGE, joined(parts), bootstrap=DRAWN)))
     )
-
-
-def test_the_largest_logit_is_a_maximum_over_steps_and_seeds() -> None:
-    """Also where a training ended early: its steps are fewer."""
-    view = View(joined([swept("KNA", 4, 2.0), swept("KNA", 4, None, seed=1, steps=1)]), DRAWN)
-    largest = largest_logit(view, rows_of("rates", "KNA", 4.0))
-    assert largest is not None
-    assert (largest.value, largest.seeds, largest.per_seed) == (61.0, (0, 1), (60.0, 61.0))
-    entropy = last_entropy(view, rows_of("rates", "KNA", 4.0))
-    assert entropy is not None
-    assert entropy.per_seed == (0.5, 0.8)  # that of the last step of each
-    assert entropy.value == pytest.approx(0.65)
-    assert largest_logit(view, rows_of("rates", "KNA", 1.0)) is None
 
 
 def test_failing_less_is_an_exact_test_of_three_seeds() -> None:
@@ -330,77 +258,6 @@ def test_a_row_is_compared_with_baseline_by_its_own_optimiser() -> None:
     assert "QKRMSNorm+Muon at ×4 of the learning rate has a lower loss than Baseline+Muon" in text
     assert text.count("one of the row's own, which may differ from that of other rows") == 2
     assert text.count("passed τ = 30 are") == 2
-
-
-def test_images_by_score_and_rate() -> None:
-    shares = {"KNA": 0.95, "Baseline": 0.7, "QKRMSNorm": 0.7}
-    parts = [image_scores(score, seed, share) for seed in (1, 0) for score, share in shares.items()]
-    parts += [image_scores("KNA", seed, 0.9, rate=4.0) for seed in (0, 1)]
-    parts += [image_scores("Baseline", 1, 0.2, rate=4.0)]
-    parts += [ended(identity("images", "Baseline", 0, 4.0), 7)]
-    parts += [ended(identity("images", "QNA", 0), 5, "blocks.1")]
-    rows = tables(parts)["vision"]
-    assert list(rows) == [
-        *("Baseline ×1", "Baseline ×4", "QKRMSNorm ×1", "QNA ×1", "KNA ×1", "KNA ×4")
-    ]
-    drawn = np.stack([np.random.default_rng([seed, 3]).uniform(size=60) for seed in (0, 1)])
-    kna = rows["KNA ×1"]
-    assert kna["accuracy"]["value"] == pytest.approx(100 * (drawn < 0.95).mean(), abs=1e-8)
-    assert (kna["accuracy"]["units"], kna["accuracy"]["seeds"]) == (60, [0, 1])
-    change = 100 * ((drawn < 0.95).mean() - (drawn < 0.7).mean())
-    assert kna["change_accuracy"]["value"] == pytest.approx(change, abs=1e-8)
-    same = rows["QKRMSNorm ×1"]["change_accuracy"]
-    assert (same["value"], same["low"], same["high"]) == (0.0, 0.0, 0.0)
-    fast = rows["KNA ×4"]["change_accuracy"]  # to Baseline at the same rate, on the seed of both
-    assert fast["seeds"] == [1]
-    assert fast["value"] == pytest.approx(100 * ((drawn[1] < 0.9).mean() - (drawn[1] < 0.2).mean()))
-    assert rows["Baseline ×4"]["diverged"] == "step 7 (seed 0)"
-    assert rows["QNA ×1"]["accuracy"] is None
-    assert rows["QNA ×1"]["learning_rate"] == "0.001"
-    text = page_markdown(context(PAGE, joined(parts), bootstrap=DRAWN))
-    assert "10 classes, 17 tokens an image, 1,000 parameters." in text
-    assert "diverged at step 7; the first value that is not finite came from blocks.0" in text
-    assert "KNA at ×4 of the learning rate is more accurate on images than Baseline" in text
-
-
-def test_the_whole_page_from_any_order() -> None:
-    parts = [
-        *(translated(name, seed, gain) for name, gain in GAINS.items() for seed in (0, 1)),
-        translated("KNA", 0),
-        ended(identity("translation", "CosA", 0), 17, "the loss"),
-        ended(identity("translation", "KNA", 1), 30, "blocks.1"),
-        *(swept("Baseline", rate, nats) for rate, nats in ((1, 3.0), (2, None))),
-        *(
-            image_scores(score, 0, 0.7, rate)
-            for score in ("Baseline", "KNA")
-            for rate in (1.0, 4.0)
-        ),
-    ]
-    made = context(PAGE, joined(parts), bootstrap=DRAWN)
-    assert [table.key for table in made.tables] == [
-        *("table", "source", "tolerance", "rates", "vision")
-    ]
-    assert {figure.name for figure in made.figures} == {
-        *("bleu_by_score", "loss_by_learning_rate", "largest_logit", "attention_entropy"),
-        *("vision_by_score", "vision_by_learning_rate"),
-    }
-    text = page_markdown(made)
-    for expected in (
-        "step 17 (seed 0)",
-        "step 30 (seed 1)",
-        "seed 1: diverged at step 30; the first value that is not finite came from blocks.1",
-        "28.5 → 29.2 (+0.7)",
-        "translated with beam 4; BLEU|nrefs:1",
-    ):
-        assert expected in text, expected
-    rows = [row.label for row in made.tables[0].rows]
-    assert rows == ["Baseline", "QKRMSNorm", "KNA", "CosA"]
-    for table in made.tables:
-        assert len({len(line) for line in csv.reader(table_csv(table).splitlines())}) == 1
-    again = context(PAGE, joined(parts[::-1]), bootstrap=DRAWN)
-    assert page_markdown(again) == text
-    assert page_json(again) == page_json(made)
-    assert again.figures == made.figures
 
 
 GAINS = {"Baseline": 0.0, "QKRMSNorm": 0.1}

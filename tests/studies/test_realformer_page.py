@@ -12,7 +12,7 @@ import pytest
 from normattn.errors import InputError
 from normattn.lab.report.claim import Finding
 from normattn.lab.report.context import PageContext
-from normattn.lab.report.figure import Curves, Grid
+from normattn.lab.report.figure import Grid
 from normattn.lab.report.page import context
 from normattn.lab.report.table import Filled
 from normattn.lab.report.view import View
@@ -162,24 +162,6 @@ def test_rows_pool_their_seeds_and_statistics_are_ratios_of_sums() -> None:
     assert "unigram baseline has a loss of 2.800" in made["table"].notes[0]
 
 
-def test_layers_have_a_row_each() -> None:
-    table = tables(page([encoder("PostLN", 40)]))["layers"]
-    assert column(table, "layer") == ["0", "1", "2", "3", "4"]
-    small = noise(0, 1).mean() / 1000
-    variance = [each.value for each in column(table, "variance")]
-    assert variance == pytest.approx([n * (1 + small) / 2 for n in range(5)])
-    exits = column(table, "exit_accuracy")
-    assert exits[0] == "–"
-    assert np.diff([each.value for each in exits[1:]]) == pytest.approx([7, 6, 7])
-    assert column(table, "agreement")[:2] == ["–", "–"]
-    batches = noise(0, 1)[:3].mean() / 1000
-    gradients = column(table, "gradients")[1:]
-    assert [each.value for each in gradients] == pytest.approx(
-        [n * (1 + batches) for n in range(1, 5)]
-    )
-    assert {each.units for each in gradients} == {3}
-
-
 def test_a_claim_counts_only_beyond_its_interval() -> None:
     rows = {"PostLN": 40, "RealFormer": 46, "PreLN": 46, "ReZero": 52}
     parts = [encoder(row, hits, seed) for row, hits in rows.items() for seed in SEEDS]
@@ -219,50 +201,6 @@ def test_a_claim_counts_only_beyond_its_interval() -> None:
     assert variance.verdict == "confirmed"
 
 
-def test_claims_about_layers() -> None:
-    parts = [
-        encoder(row, 40, seed, entropy=entropy, gradient=gradient)
-        for row, entropy, gradient in (("PostLN", 2.0, 2.0), ("RealFormer", 1.5, 1.0))
-        for seed in SEEDS
-    ]
-    found = {each.claim.measured: each for each in page(parts).findings}
-    for measured, value in (
-        ("small: RealFormer − PostLN, entropy in nats, mean over layers", -0.5),
-        ("small: RealFormer, entropy in nats, last − first layer", -0.3),
-        ("small: RealFormer − PostLN, agreement head by head, upper half", 0.0),
-        ("small: RealFormer − PostLN, agreement of mean heads, upper half", 0.0),
-        ("small: RealFormer − PostLN, points lost by leaving after layer 2 of 4", 0.0),
-        ("small: PostLN, gradient norm, top − bottom layer", 6.0),
-        ("small: RealFormer − PostLN, gradient norm before training, top − bottom layer", -3.0),
-    ):
-        assert found[measured].difference.value == pytest.approx(value, abs=0.01), measured
-
-
-def test_two_seeds_are_too_little_data() -> None:
-    parts = [
-        encoder(row, 40 + 9 * (row != "PostLN"), seed)
-        for row in ("PostLN", "RealFormer")
-        for seed in (0, 1)
-    ]
-    (found,) = (
-        each
-        for each in page(parts).findings
-        if each.claim.measured == "small: RealFormer − PostLN, accuracy in points"
-    )
-    assert found.verdict == "inconclusive"
-    assert found.remark == "2 seeds on both sides; 3 are needed"
-
-
-def test_what_sharing_costs() -> None:
-    hits = {"PostLN": 40, "PostLN-shared": 30, "RealFormer": 40, "RealFormer-shared": 36}
-    parts = [encoder(row, value, seed) for row, value in hits.items() for seed in SEEDS]
-    (found,) = (
-        each for each in page(parts).findings if each.claim.sentence.startswith("sharing one block")
-    )
-    assert found.difference.value == pytest.approx(6.0, abs=0.2)
-    assert found.verdict == "confirmed"
-
-
 @pytest.mark.parametrize(("failing", "verdict"), [(6, "confirmed"), (5, "not confirmed")])
 def test_stability_is_decided_by_settings_that_one_alone_fails(failing: int, verdict: str) -> None:
     """Six settings that only PostLN fails are sure at 5 %, five are not: 2 / 2⁶ and 2 / 2⁵."""
@@ -279,39 +217,6 @@ def test_stability_is_decided_by_settings_that_one_alone_fails(failing: int, ver
         assert found.difference.value == counts[0] - counts[1]
         expected = "contradicted" if bad == "RealFormer" and verdict == "confirmed" else verdict
         assert found.verdict == expected
-
-
-def test_claims_about_warm_up() -> None:
-    """Without warm-up PostLN fails in all of six settings, RealFormer loses 10 hundredths."""
-    nats = {("PostLN", 5): 90, ("PostLN", 0): 280, ("RealFormer", 5): 90, ("RealFormer", 0): 100}
-    parts = [
-        setting(Setting(row, warmup, 1e-3 * (n + 1), 0.1), value, seed)
-        for (row, warmup), value in nats.items()
-        for n in range(6)
-        for seed in SEEDS
-    ]
-    found = decided(page(parts))
-    needs = found[
-        "PostLN needs warm-up (it fails in more settings without)",
-        "grid, settings that failed: PostLN without warm-up 6 − with 0 of 6 "
-        "(only one of them: 6, 0)",
-    ]
-    less = found[
-        "RealFormer needs warm-up less than PostLN",
-        "grid, settings that failed: without warm-up: RealFormer 0 − PostLN 6 of 6 "
-        "(only one of them: 0, 6)",
-    ]
-    assert (needs.difference.value, less.difference.value) == (6, -6)
-    assert needs.difference.p == pytest.approx(2 / 64)
-    assert less.difference.p == pytest.approx(2 / 64)
-    # Corrected for four claims neither is sure.
-    assert (needs.verdict, less.verdict) == ("not confirmed", "not confirmed")
-    loss = found[
-        "RealFormer needs warm-up less than PostLN",
-        "grid: RealFormer − PostLN, loss without − with warm-up, mean over 6 settings, nats",
-    ]
-    assert loss.difference.value == pytest.approx((10 - 190) / 100, abs=0.01)
-    assert loss.verdict == "confirmed"
 
 
 def states(parts: Iterable[pl.DataFrame]) -> Mapping[Setting, str]:
@@ -349,35 +254,6 @@ def test_the_grid_tells_learned_stuck_and_diverged() -> None:
         "PostLN, dropout 0.0, learning rate 1.0, size small, warmup 5, seed 0: diverged at step 3; "
         "the first value that is not finite came from blocks.0.",
     )
-
-
-def test_a_grid_of_failures_alone_is_drawn() -> None:
-    made = page([setting(Setting("PostLN", 5, 1e-2, 0.0), 280)])
-    (figure,) = made.figures
-    assert isinstance(figure, Grid)
-    assert figure.texts == (("2.80 stuck",),)
-
-
-def test_figures_group_their_rows() -> None:
-    rows = ("PostLN", "RealFormer", "RealFormer-half", "ReZero", "PostLN-shared")
-    made = page([encoder(row, 40) for row in rows])
-    figures = {figure.name: figure for figure in made.figures}
-    exits = figures["accuracy_by_exit"]
-    assert isinstance(exits, Curves)
-    assert [panel.title for panel in exits.panels] == [
-        *("residual scores", "placements", "one block for all layers"),
-    ]
-    first = exits.panels[0]
-    assert [(line.label, line.family, line.dashed) for line in first.lines] == [
-        ("PostLN", "PostLN", False),
-        ("RealFormer", "RealFormer", False),
-        ("RealFormer-half", "RealFormer", True),
-    ]
-    assert [point.x for point in first.lines[0].points] == [1, 2, 3, 4]
-    variance = figures["residual_variance"]
-    assert isinstance(variance, Curves)
-    assert variance.panels[0].log_y
-    assert [point.x for point in variance.panels[0].lines[0].points] == [0, 1, 2, 3, 4]
 
 
 def test_seeds_that_were_trained_differently_are_refused() -> None:

@@ -13,7 +13,6 @@ from normattn.errors import InputError
 from normattn.lab.evaluation.classification import Predictions, document_sums
 from normattn.lab.report.claim import Finding
 from normattn.lab.report.context import PageContext
-from normattn.lab.report.figure import Curves
 from normattn.lab.report.page import context
 from normattn.lab.report.table import Cell
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
@@ -100,29 +99,6 @@ def finding(made: PageContext, measured: str) -> Finding:
     return found
 
 
-def test_rows_pool_seeds_and_say_what_each_column_is() -> None:
-    parts = [classified("RMSNorm", seed, wrong=6 * seed) for seed in (1, 0)]
-    made = page(*parts, classified("LayerNorm"), *steps(1.0))
-    layer, rms = (line(made, row) for row in ("LayerNorm", "RMSNorm"))
-    assert [cells[0].text for cells in made.tables[0].cells] == ["LayerNorm", "RMSNorm"]
-    assert layer["micro_f1"].estimate is not None
-    assert layer["micro_f1"].estimate.value == 100
-    for key in ("micro_f1", "macro_f1"):
-        found = rms[key].estimate
-        assert found is not None
-        # 114 of 120 decisions: 2 · 114/(120 + 120); each label misses two and gains two.
-        assert found.value == pytest.approx(95)
-        assert (found.seeds, found.units) == ((0, 1), DOCUMENTS)
-    assert rms["loss"].text.startswith("100.50 [")
-    assert (layer["threshold"].text, rms["threshold"].text) == ("0.40", "0.40 to 0.50")
-    assert (rms["parameters"].text, rms["training_seconds"].text) == ("1,000", "12")
-    assert layer["step_ms"].text.startswith(f"{1000 * np.median(SAME):,.1f} [")
-    assert (rms["source_f1"].text, rms["source_seconds"].text) == ("95.59", "215")
-    notes = "\n".join(made.tables[0].notes)
-    assert "Which of 3 labels a document has; 60 test documents." in notes
-    assert "(16 documents, fp32, cpu, 1 thread), both norms in turn in one process, 40" in notes
-
-
 def models(wrong: int, seeds: Sequence[int] = (0, 1, 2)) -> list[pl.DataFrame]:
     """Both norms with each seed; RMSNorm errs in `wrong` and a few more of the documents."""
     return [
@@ -194,19 +170,6 @@ def test_a_step_saves_time_costs_time_does_neither_or_cannot_be_told() -> None:
     assert wide.remark.startswith("smallest detectable effect ±")
 
 
-def test_whole_trainings_are_compared_without_an_interval() -> None:
-    parts = [classified("LayerNorm", 0), classified("RMSNorm", 0)]
-    slower = parts[1].with_columns(
-        pl.when(pl.col("statistic") == "training_seconds")
-        .then(2 * pl.col("sum"))
-        .otherwise(pl.col("sum"))
-        .alias("sum")
-    )
-    found = finding(page(parts[0], slower), "whole trainings")
-    assert found.difference.value == pytest.approx(100)
-    assert (found.verdict, found.remark) == ("inconclusive", "no interval")
-
-
 def early(*differences: float) -> Finding:
     """What is said of the loss early in training when RMSNorm's is higher by so much."""
     parts = [
@@ -227,20 +190,6 @@ def test_the_loss_early_in_training_is_paired_over_seeds() -> None:
     assert early(0.1, -0.1, 0.02).verdict == "not confirmed"
     two = early(0.1, 0.11)
     assert (two.verdict, two.remark) == ("inconclusive", "2 seeds on both sides; 3 are needed")
-
-
-def test_the_figure_shows_the_trainings_by_step() -> None:
-    made = page(*[trained(row, 0, 2.0) for row in ("RMSNorm", "LayerNorm")])
-    (figure,) = made.figures
-    assert isinstance(figure, Curves)
-    assert [len(panel.lines) for panel in figure.panels] == [2, 2, 2, 2]
-    f1, _, loss, batches = (panel.lines[0] for panel in figure.panels)
-    assert f1.label == "LayerNorm"
-    assert [(point.x, point.value) for point in f1.points] == [(10, 10), (20, 20)]
-    assert [point.value for point in loss.points] == [100, 200]
-    assert [point.value for point in batches.points] == [2000] * 2 + [1000] * 18
-    assert not figure.panels[0].lines[0].dashed
-    assert figure.panels[0].lines[1].dashed
 
 
 def test_other_documents_cannot_be_compared() -> None:

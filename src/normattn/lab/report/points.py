@@ -48,3 +48,19 @@ def octaves(view: View, metric: Metric, where: Where) -> list[tuple[int, str, tu
         if ends:
             spans.append((low, f"{low + 1:,} to {max(ends):,.0f}", (float(low), max(ends))))
     return spans
+
+
+def step_points(view: View, statistic: str, where: Where) -> tuple[Point, ...]:
+    """What a training recorded, by step: the mean of the seeds that came so far, and their range.
+
+    `where` chooses the trainings of one row; it may name another protocol than "training".
+    """
+    per_step: dict[float, list[float]] = {}
+    training = {"protocol": "training", "axis": "step", "statistic": statistic}
+    chosen = select(view.frame, {**training, **where})
+    for start, above, below in chosen.sort("bin", "seed").select("bin", "sum", "of").rows():
+        if below:
+            per_step.setdefault(start, []).append(above / below)
+    return tuple(
+        Point(step, sum(v) / len(v), min(v), max(v)) for step, v in sorted(per_step.items())
+    )

@@ -41,10 +41,10 @@ from normattn.lab.report.figure import (
     Point,
 )
 from normattn.lab.report.page import Page
-from normattn.lab.report.points import bin_points, points
+from normattn.lab.report.points import bin_points, points, step_points
 from normattn.lab.report.table import Cell, Column, Row, Table
 from normattn.lab.report.view import View
-from normattn.lab.stats import LONGEST, SHORTEST, Metric, select
+from normattn.lab.stats import LONGEST, SHORTEST, Metric
 from normattn.lab.stats.arrays import Where
 from normattn.lab.sweep import study as sweep
 from normattn.lab.sweep.collect import measured_below
@@ -494,19 +494,3 @@ def history_figure(view: View) -> Figure:
     panel = Panel("", tuple(lines), "training step", "training loss (nats per token)")
     title = "Training loss; bands: all seeds"
     return Curves("training_loss", title, (panel,), first=FAMILIES)
-
-
-def step_points(view: View, statistic: str, where: Where) -> tuple[Point, ...]:
-    """What a training recorded, by step: the mean of the seeds that came so far, and their range.
-
-    `where` chooses the trainings of one row; it may name another protocol than "training".
-    """
-    per_step: dict[float, list[float]] = {}
-    training = {"protocol": "training", "axis": "step", "statistic": statistic}
-    chosen = select(view.frame, {**training, **where})
-    for start, above, below in chosen.sort("bin", "seed").select("bin", "sum", "of").rows():
-        if below:
-            per_step.setdefault(start, []).append(above / below)
-    return tuple(
-        Point(step, sum(v) / len(v), min(v), max(v)) for step, v in sorted(per_step.items())
-    )

@@ -294,6 +294,7 @@ PAGE = Page(
         ),
     ),
     figures=figures,
+    summary=lambda view: advise(view).sentences[:2],
 )
 
 STUDY = Study(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from normattn.lab.report.figure import Curves, Figure, IntervalColumn, Intervals, Line, Panel, Point
-from normattn.lab.report.points import points
+from normattn.lab.report.points import points, step_points
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
 from normattn.lab.stats.metrics import BLEU
-from normattn.lab.studies.base import step_points
 from normattn.lab.studies.qknorm.images import IMAGES
 from normattn.lab.studies.qknorm.measured import (
     IMAGE_ACCURACY,

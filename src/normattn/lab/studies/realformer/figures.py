@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from normattn.lab.report.figure import Curves, Figure, Grid, Line, Panel, Point
-from normattn.lab.report.points import bin_points
+from normattn.lab.report.points import bin_points, step_points
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
-from normattn.lab.studies.base import step_points
 from normattn.lab.studies.realformer.reading import BY_LAYER, SIZE, depth, grid, names, sizes
 from normattn.lab.studies.realformer.settings import ROWS
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from normattn.lab.evaluation.masked import MARGIN
 from normattn.lab.report.page import Page
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table
+from normattn.lab.report.table import shown as shown_estimate
 from normattn.lab.report.view import View
 from normattn.lab.stats.measurements import FACTOR
 from normattn.lab.stats.metrics import mean
@@ -18,11 +19,14 @@ from normattn.lab.studies.realformer.reading import (
     DROPOUT,
     LOSS,
     POSTLN,
+    PRELN,
     RATE,
+    REALFORMER,
     SIZE,
     UNIGRAM,
     WARMUP,
     grid,
+    masked,
     names,
     outcome,
     sizes,
@@ -178,6 +182,25 @@ FAILURES = (
     Column("cold", "failed without", plain=_failures(warm=False)),
 )
 
+
+def in_short(view: View) -> list[str]:
+    """What RealFormer is worth beside PostLN and PreLN, at every size."""
+    sentences = []
+    for size in sizes(view):
+        shown = []
+        for other in (POSTLN, PRELN):
+            ours, theirs = (ACCURACY.at(masked(row, size)) for row in (REALFORMER, other))
+            difference = view.known(ours - theirs)
+            if difference is not None:
+                shown.append(f"{other} {shown_estimate(difference, 2, signed=True)}")
+        if shown:
+            sentences.append(
+                f"RealFormer's accuracy on hidden tokens at size {size}, in points above: "
+                f"{', '.join(shown)}."
+            )
+    return sentences
+
+
 PAGE = Page(
     title="Residual scores and where norms stand",
     question="Does adding each layer's attention scores to those of the layers below make a better "
@@ -237,4 +260,5 @@ PAGE = Page(
     ),
     claims=claims,
     figures=figures,
+    summary=in_short,
 )

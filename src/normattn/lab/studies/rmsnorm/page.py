@@ -13,11 +13,12 @@ import polars as pl
 from normattn.lab.report.claim import SEEDS, Claim
 from normattn.lab.report.figure import Curves, Figure, Line, Panel, Point
 from normattn.lab.report.page import Page
+from normattn.lab.report.points import step_points
 from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table, shown
 from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate, Metric, contrast, estimate, of_seeds, select
 from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, mean, median, ratio
-from normattn.lab.studies.base import ranked, step_points
+from normattn.lab.studies.base import ranked
 from normattn.lab.studies.rmsnorm.measuring import CLASSIFIED, DEVELOPMENT, STEP_TIME
 
 LAYER, RMS = "LayerNorm", "RMSNorm"
