@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from normattn.layers.attend import attention
+from normattn.layers.attention import attention
 from normattn.models import CausalLM, CausalLMConfig, generate
 
 ODD: dict[str, Callable[[], Any]] = {

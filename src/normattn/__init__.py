@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from normattn.hf.saved import from_pretrained
     from normattn.hf.score_of import score_of
     from normattn.hf.verify import verify
-    from normattn.layers.attend import attention
-    from normattn.layers.attention import Attention
+    from normattn.layers.attention import Attention, attention
     from normattn.layers.explain import Explanation, explain
     from normattn.layers.gau import GatedAttentionUnit
     from normattn.models.causal_lm import CausalLM
@@ -55,7 +54,7 @@ _HOMES = {
     "NormattnError": "errors",
     "Score": "score.module",
     "ScoreSpec": "score.spec",
-    "attention": "layers.attend",
+    "attention": "layers.attention",
     "explain": "layers.explain",
     "extend": "hf.extend",
     "from_pretrained": "hf.saved",

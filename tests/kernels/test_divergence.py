@@ -13,9 +13,9 @@ from kernels.carried_layers import CASES, WAYS, make_layers, run_layers
 from normattn import Score
 from normattn.kernels import AttentionInputs, AttentionMask, attend, numerics, tiled
 from normattn.kernels.dispatch import KERNELS
-from normattn.layers import one_token
-from normattn.layers.attend_cached import attention_cached
+from normattn.layers import decode
 from normattn.layers.cache import GrowingCache
+from normattn.layers.decode import attention_cached
 
 # In bf16 only the rows that must be NaN are asked about: of 16 n + 1 rows of odd length oneDNN's
 # AMX product, and so torch's own linear layer, shows a NaN of the last row in the one before too.
@@ -112,7 +112,7 @@ def test_no_infinite_key_is_kept_where_the_host_cannot_look(
     score: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA: every new key goes through x + 0·x, and later tokens read a NaN."""
-    for module in (numerics, one_token):
+    for module in (numerics, decode):
         monkeypatch.setattr(module, "readable", lambda x: False)
     layer, cache = Score(score, 2, D, 1).eval(), GrowingCache()
     for step in range(3):
@@ -120,7 +120,7 @@ def test_no_infinite_key_is_kept_where_the_host_cannot_look(
         if step == 1:
             k[:, :, 0, :2] = value
         attention_cached(q, k, v, layer, cache)
-    assert cache.one_token is not None
+    assert cache.step is not None
     kept, _ = cache.append(k[:, :, :0], v[:, :, :0])
     assert kept[:, :, 1, 0].isnan().all()
     assert not kept.isinf().any()

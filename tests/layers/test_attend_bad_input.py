@@ -45,7 +45,7 @@ CASES = [
     (
         "query padding",
         "attention(q, k, v, 'KNA', query_padding=padding[:, 1:])",
-        "query_padding must be boolean (batch, queries) = (2, 5)",
+        "query_padding must be boolean of shape (2, 5)",
     ),
     ("mask shape", "attention(q, k, v, 'KNA', attn_mask=mask[:3])", "broadcast to (2, 4, 5, 5)"),
     ("mask axes", "attention(q, k, v, 'KNA', attn_mask=mask[0])", "attn_mask must be boolean"),
@@ -88,7 +88,7 @@ PROGRAM = """
 import json, sys, torch
 from normattn import Attention, GatedAttentionUnit, InputError, Score, ScoreSpec, attention
 from normattn.layers import CrossAttention
-from normattn.layers.attend_cached import attention_cached
+from normattn.layers.decode import attention_cached
 from normattn.layers.cache import GrowingCache
 q, k, v = (torch.zeros(2, heads, 5, 4) for heads in (4, 2, 2))
 at, padding = torch.arange(5), torch.zeros(2, 5, dtype=torch.bool)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
 from normattn.kernels.stats import Observation, observing
-from normattn.layers.attend import attention
+from normattn.layers.attention import attention
 from normattn.layers.cross_attention import CrossAttention
 from normattn.layers.residual_scores import residual_layers
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.layers.attend import attention
-from normattn.layers.attend_cached import attention_cached
+from normattn.layers.attention import attention
 from normattn.layers.cache import GrowingCache
+from normattn.layers.decode import attention_cached
 from normattn.score import Score
 
 H, G, D = 4, 2, 8

@@ -10,9 +10,9 @@ from normattn import Attention, InputError, Score, ScoreSpec, attention, explain
 from normattn.kernels import reference
 from normattn.kernels.stats import observing
 from normattn.lab.diagnostics.alpha import alpha
-from normattn.layers.attend import standing
-from normattn.layers.attend_cached import attention_cached
 from normattn.layers.cache import GrowingCache, KeyValueCache, StaticCache, WindowCache
+from normattn.layers.decode import attention_cached
+from normattn.layers.prepare import prepare
 from normattn.models import CausalLM, CausalLMConfig
 from score.cases import tensors
 from score.test_normalisers import _Notes
@@ -146,7 +146,8 @@ def test_an_observer_sees_what_softmax_sees() -> None:
 def test_weights_of_chosen_rows_are_those_of_the_whole() -> None:
     q, k, v = tensors(*SHAPES)
     score = Score(NAME, H, D, 1).double()
-    problem = score(q, k, v, *standing(score.spec, q, k, True))
+    plan = prepare(score.spec, T, T, B, q.device, True)
+    problem = score(q, k, v, plan.positions, plan.mask)
     whole, rows = alpha(problem), torch.tensor([2, 7, 10])
     torch.testing.assert_close(whole @ v, attention(q, k, v, score))
     torch.testing.assert_close(alpha(problem, rows), whole[:, :, rows])

@@ -44,7 +44,7 @@ TEXTS = (
 
 def _forget() -> None:
     rotary._CACHE.clear()
-    prepare.forget_positions()
+    prepare.forget_plans()
     prepare._built.cache_clear()
 
 

@@ -19,7 +19,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
 
     from fault_campaign.odd_calls import OPERANDS, calls
     from normattn.errors import InputError
-    from normattn.layers.attend import attention
+    from normattn.layers.attention import attention
 
     refused = Count("a call without sense ends in an InputError, within 20 s and with few words")
     config.update("jaxtyping_disable", True)

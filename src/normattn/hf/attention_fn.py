@@ -18,7 +18,7 @@ from normattn.hf.probe import KNOWN
 from normattn.hf.rotated_key_cache import RotatedKeyCache
 from normattn.hf.rotation_tables import HeadRotation, MethodTables, query_factor
 from normattn.kernels import AttentionInputs, attend
-from normattn.layers.attend import in_blocks
+from normattn.layers.prepare import in_blocks
 from normattn.score import Positions, ScoreSpec
 from normattn.score.rotary import (
     ChunkKeys,

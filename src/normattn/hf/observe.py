@@ -25,7 +25,7 @@ from normattn.hf.attention_fn import ATTRIBUTE, one_type
 from normattn.hf.recorder import AttentionFunction, hidden, recording
 from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels.stats import Observation, Observer, announce, observer, observing
-from normattn.layers.attend import regular_positions
+from normattn.layers.prepare import regular_positions
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
 _CONFIRMED: WeakSet[nn.Module] = WeakSet()

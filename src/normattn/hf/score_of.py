@@ -32,8 +32,8 @@ from normattn.hf.score_fit import (
 from normattn.hf.score_names import position_words, rope_of, temperature_words
 from normattn.hf.score_output import Gating, Masking, gating, masking
 from normattn.hf.score_recorder import RecordedLayer, record_layers
-from normattn.layers.attend import attention
-from normattn.layers.gates import gated
+from normattn.layers.attention import attention
+from normattn.layers.gates import apply_gate
 from normattn.score import Score, ScoreSpec
 
 AGREES = 1e-5
@@ -360,6 +360,6 @@ def _difference(
     theirs, logits = layer.out.double().cpu(), gate.logits
     if logits is not None:
         logits = logits.double().cpu()
-        theirs = gated(spec, theirs.transpose(1, 2), logits).transpose(1, 2)
+        theirs = apply_gate(spec, theirs.transpose(1, 2), logits).transpose(1, 2)
     ours = attention(q, k, v, score.cpu(), mask.causal, mask.operand, gate=logits)
     return float((ours.transpose(1, 2) - theirs).abs().max() / theirs.abs().max())

@@ -54,7 +54,7 @@ def sdpa(
     if q.shape[2] == 1:
         causal = False
     dtype = v.dtype
-    if slow_type(q):
+    if q.element_size() == 2 and slow_type(q):
         q, k, v = q.float(), k.float(), v.float()
     out = scaled_dot_product_attention(
         q,

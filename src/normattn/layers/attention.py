@@ -1,4 +1,7 @@
-"""Multi-head and grouped-query attention whose score is a value."""
+"""Multi-head and grouped-query attention whose score is a value: a function and a layer.
+
+Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,144 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.layers.attend import attention
-from normattn.layers.attend_cached import attention_cached, refuse_beside_cache
+from normattn.kernels.inputs import check_shapes
+from normattn.kernels.stats import announce
 from normattn.layers.cache import KeyValueCache
-from normattn.layers.gates import forget_projection, gate_projection
-from normattn.layers.residual_scores import ResidualLayer
+from normattn.layers.checks import (
+    BOOLEAN,
+    check_documents,
+    check_dropout,
+    check_forget,
+    check_gate,
+    check_input,
+    check_mask,
+    check_order,
+    check_positions,
+    check_restarts,
+    check_score,
+    check_tensor,
+)
+from normattn.layers.decode import attention_cached
+from normattn.layers.gates import (
+    forget_projection,
+    gate_projection,
+    log_gates,
+    pair_values,
+    sum_gates,
+)
+from normattn.layers.prepare import find_plan, prepare, without_parameters
+from normattn.layers.residual_scores import ResidualLayer, check_residual
 from normattn.score import Score, ScoreSpec
+from normattn.score.positions import numbered
 from normattn.score.spec import as_spec
+
+
+def attention(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s e"],
+    score: Score | ScoreSpec | str,
+    causal: bool = True,
+    attn_mask: Tensor | None = None,
+    key_padding: Bool[Tensor, "b s"] | None = None,
+    query_padding: Bool[Tensor, "b t"] | None = None,
+    q_positions: Int[Tensor, "*bq t"] | None = None,
+    k_positions: Int[Tensor, "*bk s"] | None = None,
+    documents: Int[Tensor, "b s"] | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+    residual: ResidualLayer | None = None,
+    gate: Float[Tensor, "b t gates"] | None = None,
+    forget: Float[Tensor, "b s logits"] | None = None,
+) -> Float[Tensor, "b h t e"]:
+    """o_i = Σ_j softmax_j(s(i, j)) v_j with the score that `score` specifies.
+
+    Args:
+        q: queries (B, H, T, D), not yet normalised, scaled or rotated.
+        k: keys (B, G, S, D); G divides H.
+        v: values (B, G, S, E).
+        score: a `Score` (which holds what is learned), or a specification that learns nothing;
+            of these, a graph compiled with fullgraph=True takes a `Score` alone.
+        causal: a query sees keys at its own position or before; the queries are the last T of
+            the keys unless positions say otherwise.
+        attn_mask: broadcastable to (B, H, T, S); boolean (True = seen) or floating (added, −∞ or
+            the lowest number of its type hides). Keys that it hides do not count in n.
+        key_padding: True where a key is padding; positions then count from the first real token.
+        query_padding: True where a query is padding. Only statistics over the queries (BatchNorm,
+            InstanceNorm) leave it out; without it all queries are real, whatever the keys are.
+        q_positions: 0-based positions (T,) or (B, T).
+        k_positions: 0-based positions (S,) or (B, S), in any order. Causal positions that begin
+            anew, as of texts packed into one row, are refused without `documents`: a query would
+            see keys of the texts after its own. A compiler cannot look, and does not ask.
+        documents: the number of each key's document, for a score with `Packed`, which hides keys
+            of other documents and counts positions within each. A document is a run of one number:
+            where the number comes back later it is another one. Padding ends none.
+        dropout_p: probability of dropping an attention weight.
+        backend: auto, or one kernel's name; `reference` is float64-capable, the definition, and of
+            plain operations: any derivative, torch.func too.
+        residual: what the layers below hand on, for a score with `RealFormer`, `ResidualQK` or
+            `ResidualQKV`: `residual_layers(spec, layers)[n]` for layer n of a stack.
+        gate: for a score with `Gate`, by whose `act` o is multiplied: (B, T, H·E), or
+            (B, T, H) per head.
+        forget: for a score with `FoX`, the logits of the forgetting gate of each key (B, S, H).
+            A compiler cannot look whether given positions go forward, as `FoX` and `Selective`
+            need; uncompiled, this is checked.
+
+    A query that sees no key gets 0. Raises `InputError` for shapes that do not fit, scores that
+    cannot be used so, and backends that cannot serve the request.
+    """
+    # Written out: a generator would cost as many calls as all the rest.
+    whole = attn_mask is None and key_padding is None and query_padding is None
+    whole = whole and q_positions is None and k_positions is None and documents is None
+    if whole and residual is None and gate is None and forget is None and dropout_p == 0:
+        plan = find_plan(score, q, k, v, causal, backend)
+        if plan is not None and plan.tables is not None:
+            module = score if isinstance(score, Score) else plan.tables.score
+            assert module is not None
+            return plan.run_folded(plan.tables, module, q, k, v)
+    check_shapes(q, k, v)
+    module = score if isinstance(score, Score) else without_parameters(score, q, k)
+    spec, (batch, heads, queries, _), keys = module.spec, q.shape, k.shape[2]
+    check_score(module, q, k)
+    check_mask(attn_mask, (batch, heads, queries, keys))
+    check_dropout(dropout_p)
+    padding_is = ", True where one is padding"
+    check_tensor("key_padding", key_padding, ((batch, keys),), BOOLEAN, padding_is)
+    check_tensor("query_padding", query_padding, ((batch, queries),), BOOLEAN, padding_is)
+    check_positions("q_positions", q_positions, batch, queries)
+    check_positions("k_positions", k_positions, batch, keys)
+    check_documents(spec, documents, batch, queries, keys)
+    check_residual(spec, residual)
+    check_gate(spec, gate, q, v)
+    check_forget(spec, forget, q, k)
+    if causal and k_positions is not None and documents is None:
+        check_restarts("k_positions", k_positions, key_padding)
+    if documents is not None:
+        documents = numbered(documents, key_padding)
+    plan = prepare(
+        *(spec, queries, keys, batch, q.device, causal, backend),
+        attn_mask=attn_mask,
+        key_padding=key_padding,
+        q_positions=q_positions,
+        k_positions=k_positions,
+        documents=documents,
+    )
+    at = plan.positions
+    if q_positions is not None or k_positions is not None:
+        check_order(spec, at, documents)
+    sums = None
+    if forget is not None:
+        sums = sum_gates(log_gates(forget, k.shape[1], k.dtype, key_padding), heads)
+    announce(module, q, k, query_padding, key_padding, at.query, at.key)
+    return plan.run(
+        *(module, q, k, pair_values(spec, v, k.shape[-1])),
+        residual=residual,
+        gate=gate,
+        forget_sums=sums,
+        query_padding=query_padding,
+        dropout=dropout_p,
+    )
+
 
 Operands = tuple[
     Float[Tensor, "b h t d"], Float[Tensor, "b g t d"], Float[Tensor, "b g t e"], Tensor | None
@@ -75,9 +209,12 @@ class SelfAttention(nn.Module, ABC):
         gate = None if self.gate is None else self.gate(x)
         forget = None if self.forget is None else self.forget(x)
         if cache is not None:
-            refuse_beside_cache(causal, attn_mask, self.training and self.dropout > 0)
-            told = (key_padding, positions, documents, backend, residual, gate, forget)
-            o = attention_cached(q, k, v, self.score, cache, *told, attn_mask, causal)
+            if self.training and self.dropout > 0:
+                raise InputError("a cache is for inference: call .eval() first, dropout is on")
+            o = attention_cached(
+                *(q, k, v, self.score, cache, key_padding, positions, documents, backend),
+                *(residual, gate, forget, attn_mask, causal),
+            )
             return self.output(o, beside)
         o = attention(
             q,
@@ -161,7 +298,7 @@ class Attention(SelfAttention):
     @torch.no_grad()
     def shrink(self, factor: Float[Tensor, " h"]) -> None:
         """Multiply the logits q·k of each query head by its factor, by the weights of q and k."""
-        query, key = shared_between(factor, self.kv_heads)
+        query, key = share_factor(factor, self.kv_heads)
         scale_heads(self.qkv, torch.cat((query, key, torch.ones_like(key))))
 
     def extra_repr(self) -> str:
@@ -169,16 +306,7 @@ class Attention(SelfAttention):
         return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
 
 
-def check_input(name: str, x: Tensor, width: int) -> None:
-    """Refuse what is no (B, T, width)."""
-    if x.dim() != 3 or x.shape[-1] != width:
-        raise InputError(
-            f"{name} must be (batch, tokens, width) with a width of {width}, but it is "
-            f"{tuple(x.shape)}"
-        )
-
-
-def shared_between(
+def share_factor(
     factor: Float[Tensor, " h"], kv_heads: int
 ) -> tuple[Float[Tensor, " h"], Float[Tensor, " g"]]:
     """Factors of q and k whose products are `factor`: a key head takes the root of its smallest."""

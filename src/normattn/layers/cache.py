@@ -6,6 +6,7 @@ Legend: B batch, G key heads, T new tokens, S tokens in all, D key size, E value
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.score import ScoreSpec
+
+if TYPE_CHECKING:
+    from normattn.layers.decode import DecodeStep
 
 _SMALLEST = 64
 
@@ -93,10 +97,10 @@ class Room:
 
 
 class KeyValueCache(ABC):
-    """Keys, as `Score.store` makes them, and values of the tokens that one layer has read.
+    """Keys, as `Score.cache_keys` makes them, and values of the tokens that one layer has read.
 
-    `length` counts the tokens read. The first `dropped` of them may be forgotten. `turned` holds
-    keys turned by the spectrum of a block of rows, where the spectrum moves, and `one_token` what
+    `length` counts the tokens read. The first `dropped` of them may be forgotten. `rotated` holds
+    keys as the rows of a block read them, where the score works by blocks, and `step` what
     a single token's attention needs of its score beforehand; `near` has the keys before token
     `near_end` at their near positions, where there are two regimes. `selected` has
     what queries took from each key (B, S), by the number of tokens read then: now, and a call
@@ -108,8 +112,8 @@ class KeyValueCache(ABC):
         self.length = 0
         self.dropped = 0
         self.window = 0
-        self.turned: dict[int, Room] = {}
-        self.one_token: object = None
+        self.rotated: dict[int, Room] = {}
+        self.step: DecodeStep | None = None
         self.near, self.near_end = Room(2), 0
         self.selected: dict[int, Tensor] = {}
         self._limit = limit
@@ -170,7 +174,7 @@ class KeyValueCache(ABC):
         self.check_cut(length)
         for room in (self._keys, self._values):
             room.used = max(0, length - self.dropped)
-        for room in self.turned.values():
+        for room in self.rotated.values():
             room.used = min(room.used, self._keys.used)
         if self.selected:
             self.selected = {at: taken for at, taken in self.selected.items() if at <= length}
@@ -181,7 +185,7 @@ class KeyValueCache(ABC):
         self.length = length
         if not length:
             # An empty cache may be filled by a model that has been trained further.
-            self.one_token = None
+            self.step = None
 
     def check_cut(self, length: int) -> None:
         """Raise `InputError` where what rows after `length` must see is forgotten."""
@@ -213,7 +217,7 @@ class KeyValueCache(ABC):
         return taken + sum(room.nbytes for room in self._rooms())
 
     def _rooms(self) -> tuple[Room, ...]:
-        return self._keys, self._values, self.near, *self.turned.values()
+        return self._keys, self._values, self.near, *self.rotated.values()
 
 
 class GrowingCache(KeyValueCache):
@@ -258,7 +262,7 @@ class WindowCache(KeyValueCache):
             for room in (self._keys, self._values):
                 room.drop(0, gone, capacity)
             self.selected = {at: taken[:, gone:] for at, taken in self.selected.items()}
-            self.turned.clear()  # Its columns were those of the keys before.
+            self.rotated.clear()  # Its columns were those of the keys before.
             self.dropped += gone
 
 

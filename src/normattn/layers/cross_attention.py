@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.kernels import AttentionMask
 from normattn.kernels.stats import announce
-from normattn.layers.attend import in_chunks, joined
 from normattn.layers.attention import (
-    check_input,
     checked_head_dim,
     checked_probability,
     scale_heads,
-    shared_between,
+    share_factor,
 )
+from normattn.layers.checks import BOOLEAN, check_input, check_positions, check_tensor
+from normattn.layers.prepare import AttentionPlan, hide_other_chunks
 from normattn.layers.residual_scores import ResidualLayer, check_residual
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.spec import as_spec
@@ -111,17 +111,17 @@ class CrossAttention(nn.Module):
         has none.
         """
         check_input("source", source, self.kv.in_features)
-        _check_tokens("padding", padding, source, whole=True)
+        check_tensor("padding", padding, (source.shape[:2],), BOOLEAN)
         kv = self.kv(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
         spec = self.score.spec
-        if _placed(spec):
-            positions = _needed("positions", positions, spec)
-            _check_tokens("positions", positions, source, whole=False)
+        if _has_positions(spec):
+            positions = _require("positions", positions, spec)
+            check_positions("positions", positions, *source.shape[:2])
         else:
             positions = None
         places = torch.arange(k.shape[2], device=k.device) if positions is None else positions
-        stored = self.score.store(k, places, padding=padding)
+        stored = self.score.cache_keys(k, places, padding=padding)
         if padding is None:
             count = torch.full((1,), k.shape[2], device=k.device)
         else:
@@ -156,40 +156,41 @@ class CrossAttention(nn.Module):
                 f"this memory holds keys of {memory.spec}, and {self.score.spec} cannot read them: "
                 "remember the source again after switching methods"
             )
-        _check_tokens("query_padding", query_padding, x, whole=True)
+        check_tensor("query_padding", query_padding, (x.shape[:2],), BOOLEAN)
         if query_padding is not None:
             query_padding = query_padding.reshape(sources, -1)
         q = self.q(x).reshape(sources, -1, self.heads, self.head_dim).transpose(1, 2)
-        at = self._standing(x, memory, positions)
+        at = self._positions(x, memory, positions)
         announce(self.score, q, memory.raw, query_padding, memory.padding, at.query, at.key)
-        seen = AttentionMask(False, at.query, at.key, at.regular, memory.padding)
+        mask = AttentionMask(False, at.query, at.key, at.regular, memory.padding)
         if self.score.spec.chunk is not None:
-            seen = in_chunks(seen, self.score.spec.chunk, sources)
-        dropout = self.dropout if self.training else 0.0
-        problem = self.score.recall(
-            q, memory.keys, memory.values, at, seen, query_padding, dropout=dropout
+            mask = hide_other_chunks(mask, self.score.spec.chunk, sources)
+        o = AttentionPlan(at, mask, backend, cached=True).run(
+            *(self.score, q, memory.keys, memory.values),
+            residual=residual,
+            query_padding=query_padding,
+            dropout=self.dropout if self.training else 0.0,
         )
-        o = joined(residual, problem, backend)
         y: Tensor = self.out(o.transpose(1, 2).reshape(rows, x.shape[1], -1))
         return y
 
     @torch.no_grad()
     def shrink(self, factor: Float[Tensor, " h"]) -> None:
         """Multiply the logits q·k of each query head by its factor, by the weights of q and k."""
-        query, key = shared_between(factor, self.kv_heads)
+        query, key = share_factor(factor, self.kv_heads)
         scale_heads(self.q, query)
         scale_heads(self.kv, torch.cat((key, torch.ones_like(key))))
 
-    def _standing(self, x: Tensor, memory: Memory, positions: Tensor | None) -> Positions:
-        """Where the queries, those of all rows of a source in one line, and the keys stand."""
+    def _positions(self, x: Tensor, memory: Memory, positions: Tensor | None) -> Positions:
+        """Positions of the queries, those of all rows of a source in one line, and of the keys."""
         repeats = x.shape[0] // memory.keys.shape[0]
         if memory.positions is None:
             query = torch.arange(repeats * x.shape[1], device=x.device)
             key = torch.arange(memory.keys.shape[2], device=x.device)
             regular = memory.padding is None
             return Positions(query, key, memory.count, causal=False, regular=regular)
-        positions = _needed("positions", positions, self.score.spec)
-        _check_tokens("positions", positions, x, whole=False)
+        positions = _require("positions", positions, self.score.spec)
+        check_positions("positions", positions, *x.shape[:2])
         if positions.dim() == 1:
             query = positions.repeat(repeats)
         else:
@@ -218,32 +219,16 @@ def refuse_across(spec: ScoreSpec) -> None:
         )
 
 
-def _placed(spec: ScoreSpec) -> bool:
+def _has_positions(spec: ScoreSpec) -> bool:
     """Whether the score depends on where tokens stand."""
     visible = spec.window[0] is not None or spec.chunk is not None
     return spec.position.rotary or spec.bias is not None or visible
 
 
-def _needed(name: str, positions: Tensor | None, spec: ScoreSpec) -> Tensor:
+def _require(name: str, positions: Tensor | None, spec: ScoreSpec) -> Tensor:
     if positions is None:
         raise InputError(
             f"{spec.name} has positions, and two sequences share no count of them: give {name}=…, "
             "or name the score with NoPE"
         )
     return positions
-
-
-def _check_tokens(name: str, value: Tensor | None, x: Tensor, *, whole: bool) -> None:
-    """Refuse a boolean (B, T), or positions that may be (T,) as well, that do not fit `x`."""
-    if value is None:
-        return
-    batch, tokens = x.shape[:2]
-    shapes = [(batch, tokens)] if whole else [(tokens,), (batch, tokens)]
-    kinds = (torch.bool,) if whole else (torch.int64, torch.int32)
-    if tuple(value.shape) not in shapes or value.dtype not in kinds:
-        kind = "boolean" if whole else "int64 or int32"
-        wanted = " or ".join(str(shape) for shape in shapes)
-        raise InputError(
-            f"{name} must be {kind} of shape {wanted}, but it is {value.dtype} of "
-            f"{tuple(value.shape)}"
-        )

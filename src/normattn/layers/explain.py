@@ -17,8 +17,8 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionInputs, reasons
 from normattn.kernels.dispatch import working_bytes
 from normattn.kernels.inputs import check_shapes
-from normattn.layers.attend import by_problems, standing
-from normattn.layers.gates import log_gates, paired_values, summed
+from normattn.layers.gates import log_gates, pair_values, sum_gates
+from normattn.layers.prepare import prepare
 from normattn.layers.residual_scores import residual_layers
 from normattn.score import Score, ScoreSpec
 from normattn.score.parts import Part
@@ -83,10 +83,10 @@ def explain(
         raise InputError(f"kernels run on a CPU or a CUDA device, not on {device}")
     k_shape = q_shape if k_shape is None else k_shape
     shapes = (q_shape, k_shape, k_shape if v_shape is None else v_shape)
-    problem = _problem(spec, shapes, dtype, device, causal)
-    decision = reasons(problem, backend)
-    folded, left = _told(spec)
-    q = problem.q
+    inputs = _inputs(spec, shapes, dtype, device, causal)
+    decision = reasons(inputs, backend)
+    folded, left = _folded_and_left(spec)
+    q = inputs.q
     named = ", ".join(f"{name} {tuple(x)}" for name, x in zip("qkv", shapes, strict=True))
     return Explanation(
         str(spec),
@@ -97,7 +97,7 @@ def explain(
         decision.why,
         decision.refused,
         math.prod(q_shape[:3]) * shapes[2][3] * q.element_size(),
-        working_bytes(decision.kernel, problem),
+        working_bytes(decision.kernel, inputs),
     )
 
 
@@ -122,49 +122,56 @@ class _StandIn(Tensor):
         raise TypeError(f"{func} needs numbers, and a stand-in has none")
 
 
-def _problem(
+def _inputs(
     spec: ScoreSpec,
     shapes: Sequence[Sequence[int]],
     dtype: torch.dtype,
     device: torch.device | str,
     causal: bool,
 ) -> AttentionInputs:
-    """The problem that a kernel would get, the last one where there is one for each block."""
+    """The inputs that a kernel would get, the last one where there is one for each block."""
     # One number each, however large the shape.
     check_shapes(*(torch.zeros((), dtype=dtype).expand(tuple(shape)) for shape in shapes))
     with torch.device("meta"):
         q, k, v = (torch.empty(tuple(shape), dtype=dtype) for shape in shapes)
         score = Score(spec, q.shape[1], q.shape[3], k.shape[1])
-        v = paired_values(spec, v, k.shape[-1])
+        v = pair_values(spec, v, k.shape[-1])
         documents = sums = None
         if spec.documents is not None:
             documents = torch.empty(k.shape[0], k.shape[2], dtype=torch.int64)
         if spec.forgets:
             gates = log_gates(torch.empty(k.shape[0], k.shape[2], q.shape[1]), k.shape[1], dtype)
-            sums = summed(gates, q.shape[1])
+            sums = sum_gates(gates, q.shape[1])
     residual, problems = residual_layers(spec, 1), []
 
-    def note(problem: AttentionInputs) -> Tensor:
-        problems.append(problem if residual is None else residual[0].join(problem))
-        return problem.v.new_empty(*problem.q.shape[:3], problem.v.shape[3])
+    def note(inputs: AttentionInputs) -> Tensor:
+        problems.append(inputs if residual is None else residual[0].join(inputs))
+        return inputs.v.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
 
-    here = standing(spec, q, k, causal, documents=documents)
-    by_problems(score, q, k, v, *here, note, forgotten=sums)
+    plan = prepare(
+        *(spec, q.shape[2], k.shape[2], q.shape[0], q.device, causal), documents=documents
+    )
+    gate = None
+    if spec.gate is not None:
+        size = v.shape[-1] if spec.difference is None else v.shape[-1] // 2
+        wide = q.shape[1] * (size if spec.gate.per == "feature" else 1)
+        gate = q.new_empty(q.shape[0], q.shape[2], wide)
+    plan.run(score, q, k, v, gate=gate, forget_sums=sums, kernel=note)
     tensors = [None if x is None else _StandIn(x, device) for x in problems[-1].tensors]
     return replace(AttentionInputs.of(problems[-1].settings, tensors), carry=problems[-1].carry)
 
 
-def _told(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _folded_and_left(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What is folded into q and k, and what a kernel has to do."""
 
-    def told(*parts: Part | None) -> list[str]:
+    def named(*parts: Part | None) -> list[str]:
         return [f"{part.name}: {part.summary}" for part in parts if part is not None]
 
     scores = spec.residual is not None and spec.residual.carries == "scores"
     features = None if scores else spec.residual
-    folded = told(spec.variant, spec.logn, spec.order, spec.position, spec.rope_scaling, features)
+    folded = named(spec.variant, spec.logn, spec.order, spec.position, spec.rope_scaling, features)
     carried = spec.residual if scores else None
-    left = told(
+    left = named(
         spec.remapping,
         spec.chunk_remapping,
         carried,

@@ -31,7 +31,7 @@ def gate_projection(spec: ScoreSpec, dim: int, heads: int, size: int) -> nn.Line
     return nn.Linear(dim, heads * (size if spec.gate.per == "feature" else 1), bias=False)
 
 
-def gated(
+def apply_gate(
     spec: ScoreSpec, o: Float[Tensor, "b h t e"], gate: Float[Tensor, "b t gates"] | None
 ) -> Float[Tensor, "b h t e"]:
     """act(gate) ⊙ o, gate (B, T, H) or (B, T, H·E) as the score says; o itself without `Gate`."""
@@ -39,26 +39,6 @@ def gated(
         return o
     logits = gate.reshape(*gate.shape[:2], o.shape[1], -1).transpose(1, 2)
     return o * (torch.sigmoid(logits) if spec.gate.act == "sigmoid" else F.softplus(logits))
-
-
-def check_gate(spec: ScoreSpec, gate: Tensor | None, q: Tensor, v: Tensor) -> None:
-    """Refuse a gate that the score does not have, one that is missing, and other shapes."""
-    if spec.gate is None:
-        if gate is not None:
-            raise InputError(f"a gate is given, but {spec.name} has none: name {spec.name}-Gate")
-        return
-    heads, size = q.shape[1], v.shape[-1]
-    wide = heads * (size if spec.gate.per == "feature" else 1)
-    expected = (q.shape[0], q.shape[2], wide)
-    if gate is None:
-        raise InputError(
-            f"{spec.name} gates its output and needs gate=…, W_g x of shape {expected}"
-        )
-    if tuple(gate.shape) != expected or not gate.is_floating_point():
-        raise InputError(
-            f"gate must be floating of shape {expected} for {spec.name}, but it is {gate.dtype} of "
-            f"{tuple(gate.shape)}"
-        )
 
 
 def forget_projection(spec: ScoreSpec, dim: int, heads: int) -> nn.Linear | None:
@@ -83,7 +63,7 @@ def log_gates(
     return _parts(gates, dtype)
 
 
-def summed(gates: Float[Tensor, "b g s f"], heads: int) -> Float[Tensor, "b h s"]:
+def sum_gates(gates: Float[Tensor, "b g s f"], heads: int) -> Float[Tensor, "b h s"]:
     """C of every head, of the `log_gates` of all tokens from the first on."""
     wide = torch.float64 if gates.dtype == torch.float64 else torch.float32
     whole = gates.to(wide).reshape(*gates.shape[:3], heads // gates.shape[1], -1).sum(-1)
@@ -91,7 +71,7 @@ def summed(gates: Float[Tensor, "b g s f"], heads: int) -> Float[Tensor, "b h s"
     return sums
 
 
-def forgetting(
+def add_forgetting(
     problem: AttentionInputs, sums: Float[Tensor, "b h s"] | None, rows: slice, queries: int
 ) -> AttentionInputs:
     """The problem of some of the last `queries` tokens with C among its features, in all regimes.
@@ -110,28 +90,6 @@ def forgetting(
         return replace(problem, q=q, k=k)
     far_q, far_k = torch.cat((problem.far_q, q_more), -1), torch.cat((problem.far_k, k_more), -1)
     return replace(problem, q=q, k=k, far_q=far_q, far_k=far_k)
-
-
-def check_forget(spec: ScoreSpec, forget: Tensor | None, q: Tensor, k: Tensor) -> None:
-    """Refuse gates that the score does not have, gates that are missing, and other shapes."""
-    heads, queries = q.shape[1], q.shape[2]
-    if not spec.forgets:
-        if forget is not None:
-            raise InputError(f"forget is given, but {spec.name} forgets nothing: name FoX in it")
-        return
-    expected = (k.shape[0], k.shape[2], heads)
-    if queries > k.shape[2]:
-        raise InputError(
-            f"with {spec.name} the queries are the last of the keys, but there are {queries} "
-            f"queries and {k.shape[2]} keys"
-        )
-    if forget is None:
-        raise InputError(f"{spec.name} needs forget=…, a gate's logit for each key, {expected}")
-    if tuple(forget.shape) != expected or not forget.is_floating_point():
-        raise InputError(
-            f"forget must be floating of shape {expected}, but it is {forget.dtype} of "
-            f"{tuple(forget.shape)}"
-        )
 
 
 def _parts(x: Float[Tensor, "b g s r"], dtype: torch.dtype) -> Float[Tensor, "b g s f"]:
@@ -161,7 +119,7 @@ def _features(
     return torch.cat((own, chosen), -1), torch.cat((ones, sums), -1)
 
 
-def paired_values(
+def pair_values(
     spec: ScoreSpec, v: Float[Tensor, "b g s d"], head_dim: int
 ) -> Float[Tensor, "b g s e"]:
     """The values of each head and its partner side by side, E = 2·D; v itself without pairs."""
@@ -177,7 +135,7 @@ def paired_values(
     return both.repeat_interleave(2, 1)
 
 
-def joined_pairs(score: Score, o: Float[Tensor, "b h t e"]) -> Float[Tensor, "b h t d"]:
+def join_pairs(score: Score, o: Float[Tensor, "b h t e"]) -> Float[Tensor, "b h t d"]:
     """What each pair makes of the outputs of its heads, in two halves, as heads; else o itself."""
     part = score.spec.difference
     if part is None or score.difference is None:

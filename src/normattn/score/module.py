@@ -137,18 +137,18 @@ class Score(nn.Module):
         far_k = _turned(k, tables.far, after)
         return replace(problem, far_q=q_far, far_k=far_k, window=spec.remapping.window)
 
-    def store(
+    def cache_keys(
         self,
         k: Float[Tensor, "b g s d"],
         places: Int[Tensor, "*bk s"],
         first: int | None = None,
         padding: Bool[Tensor, "b s"] | None = None,
-    ) -> Float[Tensor, "b g s stored"]:
+    ) -> Float[Tensor, "b g s cached"]:
         """Prepare keys for a cache; their positions count from `first` on where it is given.
 
         Normalised and rotated keys; rotated at their far position where there are two regimes, not
         at all where the score is blockwise. A normalisation that follows the rotation is left to
-        `recall` then. Statistics over tokens leave out the padded ones.
+        `with_cached_keys` then. Statistics over tokens leave out the padded ones.
         """
         spec = self._spec
         norm = partial(self._normed_keys, padding=padding)
@@ -161,21 +161,22 @@ class Score(nn.Module):
             return _turned(k, tables.far)
         return _turned(k, tables.near, None if spec.order is None else norm)
 
-    def recall(
+    def with_cached_keys(
         self,
         q: Float[Tensor, "b h t d"],
-        stored: Float[Tensor, "b g s stored"],
+        cached: Float[Tensor, "b g s cached"],
         v: Float[Tensor, "b g s e"],
         positions: Positions,
         seen: AttentionMask,
         query_padding: Bool[Tensor, "b t"] | None = None,
         block: int = 0,
         dropout: float = 0.0,
-        turned: Float[Tensor, "b g s wide"] | None = None,
+        rotated: Float[Tensor, "b g s wide"] | None = None,
     ) -> AttentionInputs:
-        """`forward` for keys that `store` has made; if causal, the queries are the last of them.
+        """`forward` for keys of `cache_keys`; if causal, the queries are the last of them.
 
-        `turned` is what `turn` has made of the keys where the score is blockwise, if at hand.
+        `rotated` is what `rotate_cached_keys` makes of the keys where the score is blockwise, if
+        that is at hand.
         """
         spec = self._spec.for_block(block) if self._spec.blockwise else self._spec
         self._refuse(positions)
@@ -183,35 +184,37 @@ class Score(nn.Module):
         given = v, positions, seen, dropout, pairs
         if self._spec.blockwise:
             whole = 0 if positions.regular else None
-            k = self.turn(stored, positions.key, block, whole) if turned is None else turned
+            k = rotated
+            if k is None:
+                k = self.rotate_cached_keys(cached, positions.key, block, whole)
             return self._problem(q_near, k, *given)
         if q_far is None or spec.remapping is None or spec.remapping.window is None:
-            return self._problem(q_near, stored, *given)
+            return self._problem(q_near, cached, *given)
         after = self._normed_keys if spec.order is not None else None
         # The first column that the first of these rows reads in the near regime.
-        start = max(0, stored.shape[2] - q.shape[2] - spec.remapping.window + 1)
+        start = max(0, cached.shape[2] - q.shape[2] - spec.remapping.window + 1)
         near = positions.key[..., start:]
         first = start if positions.regular else None
-        turn = far_to_near(spec, self.head_dim, near, stored.dtype, first)
+        turn = far_to_near(spec, self.head_dim, near, cached.dtype, first)
         return replace(
-            self._problem(q_near, _turned(stored[:, :, start:], turn, after), *given),
+            self._problem(q_near, _turned(cached[:, :, start:], turn, after), *given),
             far_q=q_far,
-            far_k=stored if after is None else after(stored),
+            far_k=cached if after is None else after(cached),
             window=spec.remapping.window,
             near_start=start,
         )
 
-    def turn(
+    def rotate_cached_keys(
         self,
-        stored: Float[Tensor, "b g s d"],
+        cached: Float[Tensor, "b g s d"],
         places: Int[Tensor, "*bk s"],
         block: int,
         first: int | None = None,
     ) -> Float[Tensor, "b g s wide"]:
-        """Rotate keys of `store` as the rows of `block` read them, where the score is blockwise."""
+        """Rotate keys of `cache_keys` as the rows of `block` read them, for a blockwise score."""
         spec = self._spec.for_block(block)
-        tables = key_tables(spec, self.head_dim, places, stored.dtype, first).for_block(block)
-        return _turned(stored, tables.near, None if spec.order is None else self._normed_keys)
+        tables = key_tables(spec, self.head_dim, places, cached.dtype, first).for_block(block)
+        return _turned(cached, tables.near, None if spec.order is None else self._normed_keys)
 
     def _refuse(self, positions: Positions) -> None:
         spec = self._spec

@@ -94,6 +94,10 @@ class _L2(torch.autograd.Function):
         return torch.addcmul(by_y, y, along * free, value=-1).mul_(inverse), None
 
 
+# Past what `apply` does for torch.func, which takes as long as a small norm.
+_l2_directly: Any = super(torch.autograd.Function, _L2).apply
+
+
 class L2Norm(nn.Module):
     """x / max(‖x‖, eps): a result of Euclidean norm 1 (not √d), eps = 1e-12 by default."""
 
@@ -107,11 +111,20 @@ class L2Norm(nn.Module):
         """Normalise each head's vector to length 1."""
         rows = x.to(wide(x.dtype))
         # A decode step has so little to do that the recording of a backward would show.
-        if plain() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or plain():
             norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
             return (rows * norm.clamp(min=self.eps).reciprocal()).to(x.dtype)
         y, _ = _L2.apply(rows, self.eps)  # type: ignore[no-untyped-call]
         return y.to(x.dtype)  # type: ignore[no-any-return]
+
+    def apply_directly(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
+        """The same in few calls, where neither a compiler nor torch.func looks on."""
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
+            return self(x)  # type: ignore[no-any-return]
+        if not torch.is_grad_enabled():
+            return self.forward(x)
+        rows = x if x.element_size() > 2 else x.float()
+        return _l2_directly(rows, self.eps)[0].to(x.dtype)  # type: ignore[no-any-return]
 
 
 class FeatureNorm(nn.Module):
@@ -132,28 +145,46 @@ class FeatureNorm(nn.Module):
         self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
     ) -> Float[Tensor, "b h t d"]:
         """Normalise over the last axis (or over heads and the last axis)."""
-        rows = x.to(wide(x.dtype))
-        gain = None if self.weight is None else self.weight.to(rows.dtype)
-        bias = None if self.bias is None else self.bias.to(rows.dtype)
+        rows = x if x.element_size() > 2 else x.float()
+        gain: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
+        gain = None if gain is None else gain.to(rows.dtype)
+        bias = None if bias is None else bias.to(rows.dtype)
+        shape, last = tuple(x.shape[-1:]), (gain, bias)
         if self.across == "each":
-            y = self._over(rows, (x.shape[-1],), None, None)
-            y = y if gain is None else y * gain[:, None]
-            return (y if bias is None else y + bias[:, None]).to(x.dtype)
-        if self.across == "head":
-            return self._over(rows, (x.shape[-1],), gain, bias).to(x.dtype)
-        shape = (x.shape[1], x.shape[-1])
-        return self._over(rows.transpose(1, 2), shape, gain, bias).transpose(1, 2).to(x.dtype)
-
-    def _over(
-        self, rows: Tensor, shape: tuple[int, ...], gain: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
+            last = (None, None)
+        elif self.across == "all":
+            shape, rows = (x.shape[1], x.shape[-1]), rows.transpose(1, 2)
         if self.kind == "layer":
-            return F.layer_norm(rows, shape, gain, bias, self.eps)
-        return (
-            rms_norm(rows, gain, self.eps)
-            if len(shape) == 1
-            else F.rms_norm(rows, shape, gain, self.eps)
-        )
+            y = torch.layer_norm(rows, shape, *last, self.eps)
+        elif self.across == "all":
+            y = F.rms_norm(rows, shape, gain, self.eps)
+        else:
+            y = rms_norm(rows, last[0], self.eps)
+        if self.across == "all":
+            y = y.transpose(1, 2)
+        elif self.across == "each":
+            y = y if gain is None else y * gain[:, None]
+            y = y if bias is None else y + bias[:, None]
+        return y.to(x.dtype)
+
+    def apply_directly(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
+        """The same in few calls, where neither a compiler nor torch.func looks on."""
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
+            return self(x)  # type: ignore[no-any-return]
+        if self.across == "all" or self.kind != "rms" or not x.is_cpu:
+            return self.forward(x)
+        rows = x if x.element_size() > 2 else x.float()
+        gain: Tensor | None = self.weight
+        gain = None if gain is None else gain.to(rows.dtype)
+        own = gain if self.across == "head" else None
+        if torch.is_grad_enabled():
+            y = _rms_directly(x if self.across == "head" else rows, own, self.eps)
+        else:
+            y, _ = _normed(x if self.across == "head" else rows, own, self.eps)
+        if self.across == "each" and gain is not None:
+            y = (y * gain[:, None]).to(x.dtype)
+        return y.to(x.dtype)  # type: ignore[no-any-return]
 
 
 def _moments(x: Tensor, padding: Tensor | None, dims: tuple[int, ...], sync: bool) -> list[Tensor]:
@@ -273,8 +304,8 @@ def _pieces(x: Tensor, rows: int) -> tuple[Tensor, ...]:
 def _normed(x: Tensor, gain: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """y, in the dtype of x, and r = (mean(x²) + eps)^−½ of every row."""
     rows = max(1, CHUNK_BYTES // (4 * x.shape[-1]))
-    pieces = _pieces(x, rows)
-    if len(pieces) > 1:
+    if x.numel() > rows * x.shape[-1] and x.is_contiguous():
+        pieces = _pieces(x, rows)
         y, inverse = (
             torch.empty_like(x),
             x.new_empty(x.numel() // x.shape[-1], 1, dtype=wide(x.dtype)),
@@ -284,7 +315,7 @@ def _normed(x: Tensor, gain: Tensor | None, eps: float) -> tuple[Tensor, Tensor]
             out.copy_(own)
             r.copy_(own_r)
         return y, inverse.view(*x.shape[:-1], 1)
-    wide_x = x.to(wide(x.dtype))
+    wide_x = x if x.element_size() > 2 else x.float()
     norm: Tensor = torch.linalg.vector_norm(wide_x, dim=-1, keepdim=True)
     inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     normal = wide_x * inverse
@@ -318,6 +349,9 @@ class _RMSNorm(torch.autograd.Function):
             if by_gain is not None and own_gain is not None:
                 by_gain += own_gain
         return by_x, by_gain, None
+
+
+_rms_directly: Any = super(torch.autograd.Function, _RMSNorm).apply
 
 
 def _gradients(

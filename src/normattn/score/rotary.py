@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from normattn.plain import plain
 from normattn.score.parts import RotaryPosition, rope_frequencies
 from normattn.score.positions import Positions
 from normattn.score.spec import ScoreSpec
+
+RotationArguments = tuple[Tensor, Tensor, Tensor, bool, int]
+"""cos, sin and rest of a `Rotation`, whether pairs are interleaved, and the first that turns."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +50,10 @@ class Rotation:
         y: Tensor = _Rotate.apply(x, *tables, self.interleaved, self.start, False)  # type: ignore[no-untyped-call]
         return y
 
-    def turn(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
-        """The same where neither a compiler nor torch.func looks into the operations."""
-        tables = self.cos, self.sin, self.rest
-        if x.requires_grad and torch.is_grad_enabled():
-            # Past what `apply` does for torch.func, which takes as long as a small rotation.
-            apply: Any = super(torch.autograd.Function, _Rotate).apply
-            y: Tensor = apply(x, *tables, self.interleaved, self.start, False)
-            return y
-        return _turn(x, *tables, self.interleaved, self.start, False)
+    @property
+    def arguments(self) -> RotationArguments:
+        """What `rotate_rows` and `rotate_with_gradient` take behind the tensor."""
+        return self.cos, self.sin, self.rest, self.interleaved, self.start
 
     def rows(self, rows: slice) -> Rotation:
         """The rotation of some of the positions."""
@@ -457,6 +456,7 @@ def _refuse_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -
         )
 
 
+@lru_cache(maxsize=256)
 def _pairs(start: int, count: int, interleaved: bool) -> tuple[slice, slice]:
     """The first and the second features of the pairs that turn."""
     end = start + 2 * count
@@ -465,9 +465,10 @@ def _pairs(start: int, count: int, interleaved: bool) -> tuple[slice, slice]:
     return slice(start, start + count), slice(start + count, end)
 
 
-def _turn(
+def rotate_rows(
     x: Tensor, cos: Tensor, sin: Tensor, rest: Tensor, interleaved: bool, start: int, back: bool
 ) -> Tensor:
+    """Turn pair (a, b) of x into (a·cos − b·sin, b·cos + a·sin), or `back`, without a gradient."""
     wide = x if x.dtype == cos.dtype else x.to(cos.dtype)
     y = torch.empty_like(wide, memory_format=torch.contiguous_format)
     end = start + 2 * cos.shape[-1]
@@ -513,18 +514,23 @@ class _Rotate(torch.autograd.Function):
         start: int,
         back: bool,
     ) -> Tensor:
-        ctx.save_for_backward(cos, sin, rest)
+        # The tables are constants: no hook on saved tensors needs to see them.
+        ctx.tables = cos, sin, rest
         ctx.settings = interleaved, start, back
-        return _turn(x, cos, sin, rest, interleaved, start, back)
+        return rotate_rows(x, cos, sin, rest, interleaved, start, back)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin, rest = ctx.saved_tensors
+        cos, sin, rest = ctx.tables
         interleaved, start, back = ctx.settings
         if plain():
             turned = _turn_plainly(grads[0], cos, sin if back else -sin, rest, interleaved, start)
             return turned, None, None, None, None, None, None
         # With gradients on, a derivative of this derivative is wanted: it is a rotation as well.
-        turn = _Rotate.apply if torch.is_grad_enabled() else _turn
+        turn = _Rotate.apply if torch.is_grad_enabled() else rotate_rows
         turned = turn(grads[0], cos, sin, rest, interleaved, start, not back)
         return turned, None, None, None, None, None, None
+
+
+rotate_with_gradient: Any = super(torch.autograd.Function, _Rotate).apply
+"""`rotate_rows` known to autograd, past what `apply` does for torch.func, which takes as long."""
