@@ -26,6 +26,8 @@ CASES = [
         "GrowingCache())",
         "bfloat16 or float16",
     ),
+    ("float8 in a layer", "Attention(8, 2)(x.to(e4m3))", "x must be float32, float64"),
+    ("float8 in a unit", "GatedAttentionUnit(8, 4)(x.to(e5m2))", "but it is torch.float8_e5m2"),
     ("integers", "attention(q.int(), k.int(), v.int(), 'KNA')", "must be float32, float64"),
     ("float8", "attention(*(x.to(e4m3) for x in (q, k, v)), 'KNA')", "bfloat16 or float16"),
     ("other float8", "attention(*(x.to(e5m2) for x in (q, k, v)), 'Baseline')", "they are torch"),

@@ -69,9 +69,13 @@ def test_pieces_are_the_whole(text: str, kind: str) -> None:
 
 
 @torch.no_grad()
-def test_a_layer_with_a_window_that_forgets() -> None:
+@pytest.mark.parametrize(
+    "text", ["KNA-SlidingWindow(window=3)", "KNA-logn-SlidingWindow(window=3)@8"]
+)
+def test_a_layer_with_a_window_that_forgets(text: str) -> None:
+    """n counts what the mask shows of all tokens, also of those that the cache has forgotten."""
     torch.manual_seed(0)
-    layer = Attention(16, 2, score="KNA-SlidingWindow(window=3)").double().eval()
+    layer = Attention(16, 2, score=text).double().eval()
     x = torch.randn(1, 40, 16, dtype=torch.float64)
     mask = torch.ones(40, 40, dtype=torch.bool)
     mask[:, 7], mask[:, 30] = False, False
@@ -101,3 +105,14 @@ def test_what_cannot_be_is_refused_before_the_cache_changes() -> None:
     layer = Attention(16, 2).eval()
     with pytest.raises(InputError, match="attn_mask"):
         layer(torch.zeros(1, 3, 16), causal=False, cache=GrowingCache())
+
+
+@torch.no_grad()
+def test_positions_of_all_tokens_for_every_row_at_once() -> None:
+    layer = Attention(16, 2, score="KNA").eval()
+    x, at = torch.randn(2, 9, 16), 3 * torch.arange(9)
+    cache = GrowingCache()
+    pieces = [layer(x[:, a:b], cache=cache, positions=at[:b]) for a, b in ((0, 4), (4, 8), (8, 9))]
+    torch.testing.assert_close(torch.cat(pieces, 1), layer(x, positions=at))
+    with pytest.raises(InputError, match="positions must be int64 or int32"):
+        layer(x[:, :1], cache=cache, positions=torch.arange(10.0))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from layers.written_out import of_program
 from normattn import InputError, Score, ScoreSpec, attention
+from normattn.layers.prepare import zero_or_nan
 from score.cases import tensors
 
 SCORES = [
@@ -159,5 +160,30 @@ json.dump({text: [calls(text, on) for on in (False, True)] for text in json.load
 
 
 def test_few_python_calls_between_a_layer_and_the_kernel() -> None:
-    for text, counts in of_program(CALLS, ["Baseline", "Baseline-logn-YaRN(factor=2)@64"]).items():
+    """For every score that folds by a norm, a rotation and λ, without gradients and with."""
+    norms = ("QKRMSNorm", "QRMSNorm", "QKLayerNorm", "KLayerNorm")
+    scores = [f"{norm}(gain={gain})" for norm in norms for gain in ("true", "false")]
+    scores += [f"QKRMSNorm(across={across},gain=true)" for across in ("all", "each")]
+    scores += [f"QKLayerNorm(across={across},gain=true)" for across in ("all", "each")]
+    scores += ["Baseline", "KNA", "QNA", "Baseline-XPos", "KNA-NoPE", "QKNorm2020@64"]
+    scores += ["CosA-logn-YaRN(factor=2)@64", "CosA@64", "Baseline-PI(factor=2)@64"]
+    for text, counts in of_program(CALLS, scores).items():
         assert max(counts) <= 30, (text, counts)
+
+
+def test_a_norm_with_a_hook_calls_it() -> None:
+    q, k, v = _qkv(6, 6)
+    score, seen = Score("KNA", 4, 8, 2).double(), []
+    assert score.key_norm is not None
+    score.key_norm.register_forward_hook(lambda *_: seen.append(1))
+    attention(q, k, v, score)
+    assert seen == [1]
+
+
+def test_what_a_device_shows_without_waiting() -> None:
+    """Added to outputs off the CPU: 0, and NaN for rows of the batch that are not finite."""
+    q, k = torch.full((3, 2, 4, 8), 3e38), torch.ones(3, 1, 4, 8)
+    q[1, 0, 2, 5], k[2, 0, 0, 0] = torch.inf, -torch.inf
+    shown = zero_or_nan(q, k).flatten()
+    assert shown[0] == 0
+    assert shown[1:].isnan().all()
