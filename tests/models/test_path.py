@@ -1,4 +1,4 @@
-"""A reader follows q from a model to a kernel in ten files, and the architecture names them."""
+"""A reader follows q from a model to a kernel by the files that the architecture names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _files() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths if path.is_relative_to(ROOT)]
 
 
-def test_a_query_passes_ten_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_passes_the_files_that_the_architecture_names(monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[str] = []
     product, turn = F.scaled_dot_product_attention, rotary.Rotation.__call__
 
@@ -44,5 +44,4 @@ def test_a_query_passes_ten_files(monkeypatch: pytest.MonkeyPatch) -> None:
     CausalLM(config)(torch.zeros(1, 5, dtype=torch.int64))
     # Tables and the problem itself are made on the way, and not called through.
     named = re.findall(r"^\| `(\w+/\w+\.py)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(named) == 10
     assert set(met) == set(named) - {"score/rotary.py", "kernels/inputs.py"}
