@@ -26,7 +26,9 @@ def _files() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths if path.is_relative_to(ROOT)]
 
 
-def test_a_query_passes_the_files_that_the_architecture_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_passes_the_files_that_the_architecture_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     met: list[str] = []
     product, turn = F.scaled_dot_product_attention, rotary.Rotation.__call__
 

@@ -167,7 +167,9 @@ def test_a_study_that_fails_while_it_is_asked_is_named_too(
         "from normattn.lab.studies.keynorm import STUDY as THEIRS\n"
         "def resolve(request):\n"
         "    return 1 / 0\n"
-        "STUDY = type(THEIRS)(**{**vars(THEIRS), 'name': 'mine', 'resolve': resolve})\n"
+        "from copy import copy\n"
+        "STUDY = copy(THEIRS)\n"
+        "vars(STUDY).update(name='mine', resolve=resolve)\n"
     )
     assert _run("reproduce", path, "--plan") == 2
     sentence = capsys.readouterr().err.strip().splitlines()[-1]

@@ -164,6 +164,11 @@ class ContinueCell(ContinuedRun):
     methods: tuple[str, ...]
 
     @property
+    def readings(self) -> int:
+        """A row for every method."""
+        return len(self.methods)
+
+    @property
     def branches(self) -> Mapping[str, Mapping[str, Any]]:
         """One for each method."""
         longer = self.training_config.model.train_length * self.continued.multiple
