@@ -18,7 +18,7 @@ import pytest
 
 from normattn.errors import InputError, Interrupted
 from normattn.lab.studies import find
-from normattn.lab.sweep import launchers
+from normattn.lab.sweep import clusters, launchers
 from normattn.lab.sweep.clusters import Ray, RemoteJob, Slurm
 from normattn.lab.sweep.launchers import Job, Launcher, Local, Needs, run_jobs
 from normattn.lab.sweep.run import reproduce
@@ -270,7 +270,7 @@ def test_what_a_launcher_does_not_have_is_named(
     name: str, settings: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
-        launchers.launcher(name, settings)
+        clusters.launcher(name, settings)
 
 
 @pytest.mark.parametrize(("kind", "needs"), [(Slurm(), "submitit"), (Ray(), "ray")])
@@ -298,8 +298,8 @@ def test_the_settings_of_a_launcher_are_apart_from_those_of_the_study() -> None:
     own, study = launchers.split_changes({"launcher.time": 5, "training.steps": 7, "launcherx": 1})
     assert own == {"time": 5}
     assert study == {"training.steps": 7, "launcherx": 1}
-    assert launchers.launcher("slurm", own).describe() == "slurm: time 5"
-    assert launchers.launcher("local", {}) == Local()
+    assert clusters.launcher("slurm", own).describe() == "slurm: time 5"
+    assert clusters.launcher("local", {}) == Local()
 
 
 def test_what_a_cell_asks_for() -> None:

@@ -107,7 +107,7 @@ def _command(study: Study) -> Any:
 
     def run(options: ReproduceOptions) -> None:
         from normattn.lab.studies import errors_in
-        from normattn.lab.sweep import launchers
+        from normattn.lab.sweep import clusters, launchers
         from normattn.lab.sweep.run import reproduce
         from normattn.lab.sweep.study import CORPUS, Request
 
@@ -119,7 +119,7 @@ def _command(study: Study) -> Any:
             methods=options.methods,
             seeds=options.seeds,
             jobs=options.jobs,
-            launcher=launchers.launcher(options.launcher, own),
+            launcher=clusters.launcher(options.launcher, own),
             out=options.out,
             changes={**({CORPUS: options.corpus} if options.corpus else {}), **changes},
         )

@@ -306,7 +306,7 @@ class TileScores:
 
         Column x of a tile whose first row is at position i is the key i + x − (S − 1).
         """
-        rows, keys = min(self.plan.rows, self.plan.queries), self.plan.keys
+        rows, keys = max(1, min(self.plan.rows, self.plan.queries)), self.plan.keys
         width = keys + (rows if self.plan.seen.causal else keys) - 1
         distance = (keys + rows - 2 - torch.arange(width + rows - 1, device=bias.device)).abs()
         line = bias[:, distance.clamp_(max=bias.shape[1] - 1)]

@@ -6,7 +6,6 @@ Legend: B batch, G key heads, T new tokens, S tokens in all, D key size, E value
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -14,9 +13,6 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.score import ScoreSpec
-
-if TYPE_CHECKING:
-    from normattn.layers.decode import DecodeStep
 
 _SMALLEST = 64
 
@@ -113,7 +109,7 @@ class KeyValueCache(ABC):
         self.dropped = 0
         self.window = 0
         self.rotated: dict[int, Room] = {}
-        self.step: DecodeStep | None = None
+        self.step: Any = None  # the `DecodeStep` of `layers.decode`, which imports this file
         self.near, self.near_end = Room(2), 0
         self.selected: dict[int, Tensor] = {}
         self._limit = limit

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,17 +30,19 @@ from typing import Any, ClassVar, Literal, NoReturn
 import psutil
 from pydantic import Field
 
-from normattn.errors import InputError
+from normattn.errors import InputError, unknown
 from normattn.lab.sweep.launchers import (
     Child,
     Job,
     Launcher,
+    Local,
     Needs,
     Outcome,
     Session,
     Task,
     visible_gpus,
 )
+from normattn.lab.sweep.settings import validated
 
 INHERITED = ("PYTHONPATH", "NORMATTN_CACHE", "XDG_CACHE_HOME")
 """Where a job finds code and data; other hosts may have other values."""
@@ -460,3 +462,11 @@ def _line(error: BaseException, first: bool = False) -> str:
     """The first or the last line of what an exception says."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip(" -")]
     return lines[0 if first else -1] if lines else type(error).__name__
+
+
+def launcher(name: str, settings: Mapping[str, Any]) -> Launcher:
+    """The launcher called `name` with these settings; `InputError` for unknown ones."""
+    known: dict[str, type[Launcher]] = {kind.name: kind for kind in (Local, Slurm, Ray)}
+    if name not in known:
+        raise unknown("launcher", name, known)
+    return validated(known[name], settings, f"the {name} launcher")

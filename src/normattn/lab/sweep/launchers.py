@@ -20,8 +20,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from normattn.errors import Interrupted, unknown
-from normattn.lab.sweep.settings import validated
+from normattn.errors import Interrupted
 from normattn.settings import Settings
 from normattn.stopping import StopRequest
 
@@ -131,16 +130,6 @@ class Launcher(Settings, ABC):
         changed = self.model_dump(exclude_defaults=True)
         words = ", ".join(f"{name} {value}" for name, value in changed.items())
         return f"{self.name}: {words}" if words else self.name
-
-
-def launcher(name: str, settings: Mapping[str, Any]) -> Launcher:
-    """The launcher called `name` with these settings; `InputError` for unknown ones."""
-    from normattn.lab.sweep.clusters import Ray, Slurm
-
-    known: dict[str, type[Launcher]] = {kind.name: kind for kind in (Local, Slurm, Ray)}
-    if name not in known:
-        raise unknown("launcher", name, known)
-    return validated(known[name], settings, f"the {name} launcher")
 
 
 def split_changes(changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -233,7 +233,7 @@ class Parallel:
         """The tensors of a checkpoint, whoever wrote it, each as this process holds it."""
         if not checkpoint.sharded:
             return checkpoint.tensors
-        from normattn.lab.training.fsdp import read_shards
+        from normattn.lab.training.sharded_checkpoint import read_shards
 
         return read_shards(checkpoint, model)
 
