@@ -6,6 +6,7 @@ Legend: B batch, G key heads, T new tokens, S tokens in all, D key size, E value
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int

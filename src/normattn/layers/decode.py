@@ -96,7 +96,7 @@ def attention_cached(
     plain = all(x is None for x in given) and causal and backend == "auto" and observer() is None
     # Tables laid out for tokens to come would tie a compiled graph to their number.
     plain = plain and (score.spec.remapping is not None or not torch.compiler.is_compiling())
-    step = cache.step
+    step: DecodeStep | None = cache.step
     ready = plain and gate is None and step is not None and step.bare
     if ready and step is not None and step.fits(score, q, k, v, cache):
         cache.claim(score.spec)
