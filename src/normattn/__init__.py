@@ -10,10 +10,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from normattn import hf as hf
     from normattn.errors import InputError, NormattnError
+    from normattn.hf.engine_check import verify
     from normattn.hf.extend import extend
     from normattn.hf.saved import from_pretrained
     from normattn.hf.score_of import score_of
-    from normattn.hf.verify import verify
     from normattn.layers.attention import Attention, attention
     from normattn.layers.explain import Explanation, explain
     from normattn.layers.gau import GatedAttentionUnit
@@ -60,7 +60,7 @@ _HOMES = {
     "from_pretrained": "hf.saved",
     "generate": "models.generation",
     "score_of": "hf.score_of",
-    "verify": "hf.verify",
+    "verify": "hf.engine_check",
 }
 
 if not TYPE_CHECKING:  # a type checker that saw it would let every name pass

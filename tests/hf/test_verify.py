@@ -12,8 +12,9 @@ import transformers
 import normattn
 from normattn import InputError
 from normattn.cli.app import main
-from normattn.hf.emit import ENGINES, Wanted, emit
-from normattn.hf.gguf import values, write_gguf
+from normattn.hf.engines import ENGINES, Wanted, emit
+from normattn.hf.gguf import write_gguf
+from normattn.hf.llama_cpp import values
 from normattn.hf.plan import plan
 
 from .families import build, configuration
@@ -193,9 +194,8 @@ def test_layers_within_a_window_are_compared_too(family: str, tmp_path: Path) ->
     method = None if family == "Mistral" else YARN  # all its layers attend within a window
     verdict = normattn.verify(tmp_path / "plain", _told(tmp_path, told), method)
     assert not verdict.equal
-    assert [each.partition(":")[0] for each in verdict.differences] == 2 * [
-        "layers within a window"
-    ]
+    found = [each.partition(":")[0] for each in verdict.differences]
+    assert found[:2] == 2 * ["layers within a window"]
     if named:
         told["rope_parameters"] = {**named, "sliding_attention": own["sliding_attention"]}
         assert normattn.verify(tmp_path / "plain", _told(tmp_path, told), method).equal
@@ -276,7 +276,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "a list of kinds": ("told.json", '{"rope_scaling": {"rope_type": ["yarn"]}}', "must be a name"),
     "no decoder": ("told.json", '{"text_config": 3}', "the text model of a llama configuration"),
     "endless layers": ("told.json", '{"num_hidden_layers": 100000000}', "num_hidden_layers"),
-    "an endless length": ("told", "vllm -c inf --rope-scale 2", "no finite number above 0"),
+    "an endless length": ("told", "vllm serve m --max-model-len inf", "no finite number above 0"),
     "a scale of 0": ("told", "llama-server --rope-freq-scale 0", "no finite number above 0"),
     "no key's value": (
         "told",

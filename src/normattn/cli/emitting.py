@@ -18,13 +18,13 @@ from normattn.cli.extension_settings import (
 )
 from normattn.cli.options.extend import ExtendOptions
 from normattn.errors import InputError
-from normattn.hf.emit import ENGINES, Wanted, emit, gguf_values
+from normattn.hf.engines import CHECKED, Wanted, emit, gguf_values, refuse_engine
 from normattn.hf.gguf import architecture_of, read_values, write_gguf
 from normattn.hf.native import refuse_applied
 from normattn.hf.plan import plan
 from normattn.hf.tiny_model import read_configuration, small_model
 from normattn.io import expanded, write_text
-from normattn.terminal import show
+from normattn.terminal import show, warn
 
 
 def emit_method(asked: ExtendOptions, engine: str) -> None:
@@ -34,8 +34,7 @@ def emit_method(asked: ExtendOptions, engine: str) -> None:
     file. Raises `InputError` for an engine without the method, before anything is written, and
     where `out` exists.
     """
-    if engine not in ENGINES:
-        raise InputError(f"--emit knows {', '.join(ENGINES)}, not {engine!r}")
+    refuse_engine(engine)
     methods = [method for method in parse_methods(asked.methods) if method != AS_IS]
     if len(methods) != 1:
         raise InputError("--emit needs one method, such as --methods 'YaRN(factor=4)'")
@@ -46,6 +45,7 @@ def emit_method(asked: ExtendOptions, engine: str) -> None:
     source = expanded(model) if gguf is None else expanded(model) / gguf
     wanted = _wanted(asked, source, methods[0])
     text = emit(wanted, engine)
+    warn(f"checked with {CHECKED[engine]}")
     if out is None:
         print(text, end="")
         return
@@ -75,7 +75,7 @@ def _wanted(asked: ExtendOptions, source: Path, method: str) -> Wanted:
     if source.suffix == ".gguf":
         architecture = str(read_values(source).get("general.architecture"))
     model = str(source if source.exists() else asked.model)
-    return Wanted(model, planned, longest, architecture, _inside(config))
+    return Wanted(model, planned, longest, architecture, _inside(config), asked.engine_version)
 
 
 def _inside(config: Any) -> str | None:

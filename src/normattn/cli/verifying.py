@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 from normattn.cli.options.verify import VerifyOptions
-from normattn.hf.verify import verify
+from normattn.hf.engine_check import verify
 from normattn.terminal import show
 
 

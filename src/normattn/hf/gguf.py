@@ -1,14 +1,7 @@
-"""A rotary scaling in llama.cpp's words: its flags, and the keys of a GGUF file.
-
-ggml-org/llama.cpp: tools/server/README.md (flags), gguf-py/gguf/constants.py (keys). Its YaRN is
-the paper's, with ⌊ ⌋ and ⌈ ⌉, and multiplies cos and sin by attn_factor·(1 + 0.1·ln factor)
-(`ggml_rope_yarn_corr_dims`, `rope_yarn`).
-"""
+"""GGUF files: read their values, copy them with other values, refuse what is not read."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,49 +15,6 @@ _FACTORS = ("rope_freqs.", "rope_factors_")
 """How tensors begin that divide frequencies: those of Llama 3.1 and of LongRoPE."""
 
 
-def flags(rope: Mapping[str, Any]) -> list[str]:
-    """The flags that say these rope parameters. Raises `InputError` for what has none."""
-    kind, base = _kind(rope), rope.get("rope_theta")
-    options = [] if base is None else [f"--rope-freq-base {_number(base)}"]
-    if kind == "default":
-        return options
-    options.append(f"--rope-scaling {kind} --rope-scale {_number(rope['factor'])}")
-    if kind == "yarn":
-        options.append(f"--yarn-orig-ctx {rope['original_max_position_embeddings']}")
-        options += [
-            f"--yarn-{name.replace('_', '-')} {_number(rope[name])}"
-            for name in ("beta_fast", "beta_slow")
-            if name in rope
-        ]
-        if "attention_factor" in rope:
-            options.append(f"--yarn-attn-factor {_number(_beside_own(rope))}")
-    return options
-
-
-def values(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """The keys of a GGUF file that say these fields, with the kind of each value."""
-    rope = fields["rope_parameters"]
-    kind = _kind(rope)
-    keys: dict[str, tuple[str, Any]] = {
-        "context_length": ("u32", int(fields["max_position_embeddings"]))
-    }
-    if rope.get("rope_theta") is not None:
-        keys["rope.freq_base"] = ("f32", float(rope["rope_theta"]))
-    scaling: dict[str, tuple[str, Any]] = {"type": ("str", kind.replace("default", "none"))}
-    if kind != "default":
-        scaling["factor"] = ("f32", float(rope["factor"]))
-    if kind == "yarn":
-        length = int(rope["original_max_position_embeddings"])
-        scaling["original_context_length"] = ("u32", length)
-        for name in ("beta_fast", "beta_slow"):
-            if name in rope:
-                scaling[f"yarn_{name}"] = ("f32", float(rope[name]))
-        if "attention_factor" in rope:
-            scaling["attn_factor"] = ("f32", _beside_own(rope))
-    keys |= {f"rope.scaling.{name}": value for name, value in scaling.items()}
-    return {f"{architecture}.{name}": value for name, value in keys.items()}
-
-
 def architecture_of(model_type: str) -> str | None:
     """What a GGUF of a family of transformers calls its architecture; None if it is not known."""
     from gguf.constants import MODEL_ARCH_NAMES
@@ -73,6 +23,21 @@ def architecture_of(model_type: str) -> str | None:
     names = (_SAME.get(name, name), name.replace("_", "-"), name.replace("_", ""))
     known = set(MODEL_ARCH_NAMES.values())
     return next((candidate for candidate in names if candidate in known), None)
+
+
+def read_divisors(path: Path) -> Any:
+    """The numbers that divide the frequencies (`rope_freqs.weight`), or None.
+
+    Raises `InputError` for a file whose numbers are LongRoPE's, which differ with the length.
+    """
+    from gguf import GGUFReader
+
+    for tensor in GGUFReader(str(path)).tensors:
+        if str(tensor.name).startswith("rope_factors_"):
+            raise InputError(f"{path} holds {tensor.name}: LongRoPE of a GGUF is not compared here")
+        if str(tensor.name).startswith("rope_freqs."):
+            return tensor.data
+    return None
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -164,24 +129,3 @@ def write_gguf(source: Path, target: Path, changed: Mapping[str, tuple[str, Any]
         writer.close()
 
     write_with(target, fill, new=True)
-
-
-def _kind(rope: Mapping[str, Any]) -> str:
-    """none, linear or yarn."""
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise InputError(
-            "llama.cpp and GGUF hold one kind of scaling for all layers, and this model has rotary "
-            "frequencies of two kinds"
-        )
-    if rope.get("truncate") is False:
-        raise InputError("llama.cpp has YaRN with ⌊ ⌋ and ⌈ ⌉ only, not truncate=false")
-    return str(rope.get("rope_type", "default"))
-
-
-def _beside_own(rope: Mapping[str, Any]) -> float:
-    """The factor beside the 1 + 0.1·ln s that llama.cpp multiplies with by itself."""
-    return float(rope["attention_factor"]) / (1 + 0.1 * math.log(rope["factor"]))
-
-
-def _number(value: float) -> str:
-    return re.sub(r"\.0$", "", f"{value:.10g}")

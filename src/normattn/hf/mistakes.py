@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from normattn.hf.config_values import ROPE_NAMES, ROPE_NUMBERS
-from normattn.hf.served import Told
+from normattn.hf.engine_input import Told
 from normattn.score import ScoreSpec
 
 _COUNTED = ("yarn", "llama3", "longrope")
@@ -38,16 +38,20 @@ class Meant:
 class Given:
     """What an engine was told, and what came of it.
 
-    `plain`: its frequencies are those of training. `as_meant`: nothing differs from what is meant.
+    `plain`: its positions are those of training. `as_meant`: nothing differs from what is meant.
+    `own`: the rope parameters that the model's own configuration has.
     """
 
     told: Told
     plain: bool
     as_meant: bool
+    own: frozenset[str]
 
 
 def mistakes(meant: Meant, given: Given) -> Iterator[str]:
-    """Every usual mistake that was made."""
+    """Every usual mistake that was made; none where the model's own configuration was told."""
+    if given.as_meant and meant.spec is None:
+        return
     for rope in given.told.rope.values():
         kind = str(rope.get("rope_type", rope.get("type", "default")))
         if kind in _COUNTED:
@@ -84,7 +88,8 @@ def _ignored(meant: Meant, given: Given, rope: Rope, kind: str) -> Iterator[str]
         for name, value in rope.items()
         if "factor" in name and "partial" not in name and _number(value) not in ("1", "None")
     }
-    unknown = sorted(rope.keys() - _KNOWN - ({"mixed_b"} if kind == "ntk" else set()))
+    engine = {"vllm": {"mixed_b"}, "sglang": {"attn_factor"}}.get(given.told.engine, set())
+    unknown = sorted(rope.keys() - _KNOWN - given.own - engine)
     for name in unknown:
         yield f"{name} is no rope parameter: it is ignored"
     if given.plain and factors and (meant.spec is not None or kind == "default"):
@@ -107,10 +112,11 @@ def _why_ignored(told: Told, kind: str) -> str:
 
 def _base(meant: Meant, given: Given, rope: Rope) -> Iterator[str]:
     told = rope.get("rope_theta")
-    if told is None and rope and not given.as_meant and _lost(given.told):
+    bases = set(meant.bases) - {_DEFAULT_BASE}
+    if told is None and rope and not given.as_meant and bases and _lost(given.told):
         yield (
             "rope_theta is missing beside the scaling, which replaces all there was: the base is "
-            f"{_DEFAULT_BASE:,.0f} instead of {max(meant.bases, default=_DEFAULT_BASE):,.0f}"
+            f"{_DEFAULT_BASE:,.0f} instead of {max(bases):,.0f}"
         )
 
 

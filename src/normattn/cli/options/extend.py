@@ -103,6 +103,11 @@ class ExtendOptions:
     emit: str | None = option(
         None,
         metavar="ENGINE",
-        help="Read no text: print what hf, vllm, sglang, llama.cpp or gguf needs to serve the "
+        help="Read no text: print what hf, vllm, sglang, llama.cpp, gguf or mlx needs to serve the "
         "model under the one of --methods, or write it to the new file --out.",
+    )
+    engine_version: str | None = option(
+        None,
+        help="The version of --emit's engine, where older ones differ. [default: that which was "
+        "checked]",
     )

@@ -14,7 +14,7 @@ import torch
 
 from normattn import InputError
 from normattn.cli.app import main
-from normattn.hf.emit import ENGINES, Wanted, emit
+from normattn.hf.engines import ENGINES, Wanted, emit
 from normattn.hf.gguf import architecture_of, read_values
 from normattn.hf.native import native_fields
 from normattn.hf.plan import Plan, plan
@@ -97,13 +97,15 @@ def _llama_cpp(said: dict[str, str], size: int = 16) -> tuple[torch.Tensor, floa
         return theta * scale, 1.0
     fast, slow = (float(said.get(f"--yarn-beta-{n}", v)) for n, v in (("fast", 32), ("slow", 1)))
     ramp = _ramp(size, base, float(said["--yarn-orig-ctx"]), fast, slow)
-    own = float(said.get("--yarn-attn-factor", 1))
+    own = float(said.get("llama.rope.scaling.attn_factor", 1))
     return theta * scale * ramp + theta * (1 - ramp), own * (1 + 0.1 * math.log(1 / scale))
 
 
 def _options(text: str) -> dict[str, str]:
     words = shlex.split(text.replace("\\\n", " "))
-    return {a: b for a, b in itertools.pairwise(words) if a.startswith("-")}
+    options = {a: b for a, b in itertools.pairwise(words) if a.startswith("-")}
+    typed = [b.partition("=") for a, b in itertools.pairwise(words) if a == "--override-kv"]
+    return options | {name: value.partition(":")[2] for name, _, value in typed}
 
 
 def _same(one: tuple[torch.Tensor, float], other: tuple[torch.Tensor, float]) -> None:
@@ -122,12 +124,15 @@ def test_every_engine_computes_what_the_method_means(method: str) -> None:
     given = json.loads(served["--hf-overrides"])
     _same(_vllm(given["rope_parameters"]), meant)
     assert served["--max-model-len"] == str(LONGEST)
-    # vLLM makes linear's and yarn's tables for factor times the trained length by itself.
-    multiplied = given["rope_parameters"]["rope_type"] in ("linear", "yarn")
+    # vLLM multiplies the length by linear's factor, but not by yarn's.
+    multiplied = given["rope_parameters"]["rope_type"] == "linear"
     assert given.get("max_position_embeddings") == (None if multiplied else LONGEST)
     served = _options(emit(wanted, "sglang"))
     given = json.loads(served["--json-model-override-args"])
-    _same(_vllm(given["rope_parameters"]), meant)
+    rope = given["rope_parameters"]
+    if "attn_factor" in rope:  # SGLang's multiple of 0.1·ln s + 1
+        rope["attention_factor"] = rope.pop("attn_factor") * (0.1 * math.log(FACTOR) + 1)
+    _same(_vllm(rope), meant)
     linear = given["rope_parameters"]["rope_type"] == "linear"
     assert given.get("max_position_embeddings") == (None if linear else LONGEST)
     assert served["--context-length"] == str(LONGEST)
@@ -135,7 +140,8 @@ def test_every_engine_computes_what_the_method_means(method: str) -> None:
     _same(_llama_cpp(served), meant)
     assert served["-m"] == "my model.gguf"
     assert served["--ctx-size"] == str(LONGEST)
-    assert served["--override-kv"] == f"llama.context_length=int:{LONGEST}"
+    assert served["llama.context_length"] == str(LONGEST)
+    assert "--yarn-attn-factor" not in served  # overwritten where YaRN is on
 
 
 def test_ntk_mixed_is_vllms_alone() -> None:
@@ -172,17 +178,50 @@ def test_models_whose_configuration_cannot_say_it() -> None:
 
     refused("within a window share their rope_parameters", "gemma2")
     refused("rotary module of Phimoe.* makes something else", "phimoe")
-    refused("two kinds", "gemma3_text", "llama.cpp")
-    refused("two kinds", "gemma3_text", "gguf")
+    refused("two kinds", "gemma3_text", "mlx")
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     refused("has linear frequencies already", "llama", rope_parameters=linear)
-    with pytest.raises(InputError, match="no engine 'ollama' is known, of: hf, vllm"):
-        emit(_wanted("PI(factor=4)"), "ollama")
+    for engine in ("ollama", "tgi", "exllama", "lmdeploy"):
+        with pytest.raises(InputError, match=f"cannot say it for {engine}: "):
+            emit(_wanted("PI(factor=4)"), engine)
+    with pytest.raises(InputError, match=r"knows hf, vllm.*not 'nothing'"):
+        emit(_wanted("PI(factor=4)"), "nothing")
     with pytest.raises(InputError, match="truncate=false"):
         emit(_wanted("YaRN(factor=4,truncate=false)"), "gguf")
     nameless = Wanted("m", plan(_model("llama"), "PI(factor=4)"), LONGEST)
-    with pytest.raises(InputError, match="what a GGUF of llama calls its architecture"):
-        emit(nameless, "llama.cpp")
+    assert "llama.context_length" in emit(nameless, "llama.cpp")
+
+
+def test_versions() -> None:
+    def emitted(engine: str, version: str, method: str = "YaRN(factor=4)") -> str:
+        planned = plan(_model("llama"), method)
+        return emit(Wanted("m", planned, LONGEST, "llama", version=version), engine)
+
+    old = json.loads(emitted("hf", "4.57.1"))
+    assert old["rope_theta"] == 10000.0
+    assert old["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": LENGTH,
+    }
+    assert json.loads(emitted("hf", "4.57", "NTK(factor=4)"))["rope_scaling"] is None
+    assert "rope_parameters" in json.loads(emitted("hf", "5.1"))
+    assert "rope_parameters" in emitted("vllm", "0.33.0")
+    for engine, version in (("vllm", "0.10.2"), ("sglang", "0.4"), ("vllm", "new")):
+        with pytest.raises(InputError, match=f"--engine-version '?{version}"):
+            emitted(engine, version)
+
+
+def test_gemma_3_scales_the_layers_that_see_everything() -> None:
+    """llama.cpp leaves layers within a window as they are; vLLM skips the factor."""
+    planned = plan(_model("gemma3_text"), "YaRN(factor=4)")
+    wanted = Wanted("m", planned, LONGEST, "gemma3")
+    served = _options(emit(wanted, "llama.cpp"))
+    rope = wanted.fields["rope_parameters"]["full_attention"]
+    _same(_llama_cpp(served), _vllm(rope))
+    linear = Wanted("m", plan(_model("gemma3_text"), "PI(factor=4)"), LONGEST)
+    given = json.loads(_options(emit(linear, "vllm"))["--hf-overrides"])
+    assert given["max_position_embeddings"] == LONGEST
 
 
 def test_layers_within_a_window_keep_theirs_and_parts_are_nested() -> None:
@@ -275,4 +314,4 @@ def test_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
         assert why in error
     code, _, error = _run(capfd, folder, "--methods", "YaRN", "--emit", "ollama")
     assert code == 2
-    assert "--emit knows hf, vllm, sglang, llama.cpp, gguf, not 'ollama'" in error
+    assert "ollama" in error

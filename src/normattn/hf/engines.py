@@ -1,0 +1,275 @@
+"""What an engine needs to serve a model under a method: a JSON to paste, flags, or GGUF keys.
+
+Engines apply a method by its frequencies and its factor alone. What they are told is checked
+against the model's own rotary module before it is printed (`native`), and a method that an engine
+has not is refused. `CHECKED` names the version of each engine whose code said the rule.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from normattn.errors import InputError
+from normattn.hf.gguf import architecture_of
+from normattn.hf.llama_cpp import flags, values
+from normattn.hf.native import native_fields, said
+from normattn.hf.plan import Plan
+from normattn.score.parts import RopeScaling
+from normattn.score.parts.rope_scaling import NTKMixed
+
+CHECKED = {
+    "hf": "transformers 5.23.0, run",
+    "vllm": "vLLM 0.33.0, whose get_rope and length rule were run",
+    "sglang": "SGLang of October 2026, read",
+    "llama.cpp": "llama.cpp of October 2026 (xllamacpp 2026.10), run",
+    "gguf": "llama.cpp of October 2026 (xllamacpp 2026.10), run",
+    "mlx": "mlx-lm of 2026 (rope_utils.py), read",
+}
+"""The version of each engine that its settings were checked with, and how."""
+_OLDEST = {"hf": 4, "vllm": 0.33}
+_REFUSED = {
+    "ollama": "its Modelfile has no parameter for rotary scaling: make a GGUF by --emit gguf",
+    "tgi": "text-generation-inference is told a factor alone and computes the rest by its version",
+    "exllama": "its rule has not been checked here: convert the model with the fields of --emit hf",
+    "exllamav2": "its rule has not been checked here: convert the model with those of --emit hf",
+    "lmdeploy": "its rule has not been checked here: it reads config.json, see --emit hf",
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A method with all its values for one model, to be said in an engine's words.
+
+    Attributes:
+        model: how the engine is told of the model: a folder, a file, a name on the hub.
+        plan: the method for this model.
+        longest: tokens that the engine shall read.
+        architecture: what a GGUF of the model calls its architecture; None where that is not known.
+        inside: the name of the text configuration in a configuration of several, if it is one.
+        version: the engine's version; None for the one that was checked.
+    """
+
+    model: str
+    plan: Plan
+    longest: int
+    architecture: str | None = None
+    inside: str | None = None
+    version: str | None = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of the text configuration in transformers' words."""
+        return native_fields(self.plan.parts, self.plan.layers, self.plan.spec, self.longest)
+
+    def nested(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields where the whole configuration has them."""
+        return fields if self.inside is None else {self.inside: fields}
+
+
+def emit(wanted: Wanted, engine: str) -> str:
+    """What `engine` needs, as text: one of `ENGINES`.
+
+    Raises `InputError` for an engine or a version that is not known, a method that it has not, and
+    a model whose configuration cannot say the method.
+    """
+    refuse_engine(engine)
+    lacks = _lacks(wanted.plan.spec.rope_scaling, engine)
+    if wanted.plan.spec.chunk_remapping is not None:
+        lacks = "its dual chunk attention, if it has one, holds far queries one position further"
+    elif wanted.plan.spec.remapping is not None:
+        lacks = "it attends in one regime of positions, by rotated keys"
+    elif wanted.plan.spec.logn is not None:
+        lacks = "it has no factor that grows with the logarithm of the position"
+    if lacks is not None:
+        raise InputError(
+            f"{engine} has no {wanted.plan.spec.method_text}: {lacks}; normattn.extend applies it"
+        )
+    _refuse_version(engine, wanted.version)
+    return ENGINES[engine](wanted)
+
+
+def refuse_engine(engine: str) -> None:
+    """Raise `InputError` for an engine that is not known, by name where it is one."""
+    if engine in _REFUSED:
+        raise InputError(f"--emit cannot say it for {engine}: {_REFUSED[engine]}")
+    if engine not in ENGINES:
+        raise InputError(f"--emit knows {', '.join(ENGINES)}, not {engine!r}")
+
+
+def _refuse_version(engine: str, version: str | None) -> None:
+    if version is None:
+        return
+    number = version_number(version)
+    oldest = _OLDEST.get(engine)
+    if oldest is None or number < oldest:
+        raise InputError(
+            f"--engine-version {version}: {engine} was checked with {CHECKED[engine]}, and older "
+            "ones have other words and rules that were not"
+        )
+
+
+def version_number(version: str) -> float:
+    """`"0.33.0"` as 0.33. `InputError` for what is no version."""
+    major, _, rest = version.removeprefix("v").partition(".")
+    minor = rest.partition(".")[0] or "0"
+    if not (major.isdigit() and minor.isdigit()):
+        raise InputError(f"--engine-version {version!r} is no version such as 0.33.0")
+    return int(major) + int(minor) / 100
+
+
+def _lacks(spectrum: RopeScaling | None, engine: str) -> str | None:
+    if spectrum is not None and spectrum.blockwise:
+        return (
+            "what is called dynamic NTK there gives one base to a whole text, by its length or for "
+            "all lengths alike, and not to each position its own"
+        )
+    if isinstance(spectrum, NTKMixed) and engine != "vllm":
+        return "only vLLM has a base for each frequency"
+    return None
+
+
+def _hf(wanted: Wanted) -> str:
+    """Fields for config.json (`modeling_rope_utils.py`); version 4 has other names for them."""
+    fields = wanted.fields
+    if wanted.version is not None and version_number(wanted.version) < 5:
+        fields = _as_version_4(fields)
+    return json.dumps(wanted.nested(fields), indent=2) + "\n"
+
+
+def _mlx(wanted: Wanted) -> str:
+    """Fields for config.json in the words that mlx-lm reads (`initialize_rope`, rope_utils.py)."""
+    fields = _as_version_4(wanted.fields)
+    if "truncate" in (fields.get("rope_scaling") or {}):
+        raise InputError("mlx-lm has YaRN with ⌊ ⌋ and ⌈ ⌉ only, not truncate=false")
+    return json.dumps(wanted.nested(fields), indent=2) + "\n"
+
+
+def _as_version_4(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """rope_theta beside rope_scaling, as transformers had them before version 5."""
+    rope = dict(fields["rope_parameters"])
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise InputError(
+            "one rope_scaling, as transformers had it before version 5, cannot say frequencies of "
+            "two kinds"
+        )
+    made: dict[str, Any] = {"max_position_embeddings": fields["max_position_embeddings"]}
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            made[name] = rope.pop(name)
+    made["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+    return made
+
+
+def _vllm(wanted: Wanted) -> str:
+    """`--hf-overrides` and `--max-model-len`.
+
+    rope_parameters replace the whole, so that rope_theta is said again. vLLM multiplies
+    max_position_embeddings by the factor of `linear` and `ntk`, but not by that of `yarn`, and
+    never for Gemma 3 (`_get_and_verify_max_len`); `ntk` with mixed_b is NTK-mixed
+    (ntk_scaling_rope.py).
+    """
+    spectrum = wanted.plan.spec.rope_scaling
+    if isinstance(spectrum, NTKMixed):
+        more = {"rope_type": "ntk", "factor": spectrum.stretch, "mixed_b": spectrum.b}
+        rope = said(wanted.plan.parts, wanted.plan.layers, wanted.plan.spec, more)
+        fields = {"rope_parameters": rope, "max_position_embeddings": wanted.longest}
+    else:
+        gemma = "gemma3" in str(wanted.plan.parts.config.model_type)
+        fields = _multiplied(wanted, () if gemma else ("linear",))
+    return _command(
+        f"vllm serve {shlex.quote(wanted.model)}",
+        f"--hf-overrides {shlex.quote(json.dumps(wanted.nested(fields)))}",
+        f"--max-model-len {wanted.longest}",
+    )
+
+
+def _sglang(wanted: Wanted) -> str:
+    """`--json-model-override-args` and `--context-length`.
+
+    get_rope in sglang/srt/layers/rotary_embedding/factory.py reads attn_factor, a multiple of
+    0.1·ln s + 1, and no attention_factor; rope_parameters whole, for an override of rope_scaling
+    alone has dropped the rotary base (sgl-project/sglang issue 41227). get_context_length
+    multiplies max_position_embeddings by the factor where no original length stands beside it.
+    """
+    fields = _multiplied(wanted, ("linear",))
+    rope = fields["rope_parameters"]
+    for own in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if "attention_factor" in own:
+            usual = 0.1 * math.log(own["factor"]) + 1
+            own["attn_factor"] = own.pop("attention_factor") / usual
+    return _command(
+        f"python -m sglang.launch_server --model-path {shlex.quote(wanted.model)}",
+        f"--json-model-override-args {shlex.quote(json.dumps(wanted.nested(fields)))}",
+        f"--context-length {wanted.longest}",
+    )
+
+
+def _multiplied(wanted: Wanted, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """The fields without the length where the engine itself multiplies the trained one."""
+    fields = copy.deepcopy(wanted.fields)
+    rope = fields["rope_parameters"]
+    named = {rope.get("rope_type")} | {
+        nested.get("rope_type") for nested in rope.values() if isinstance(nested, dict)
+    }
+    if named & set(kinds):
+        del fields["max_position_embeddings"]
+    return fields
+
+
+def _llama_cpp(wanted: Wanted) -> str:
+    """Flags of llama-server and its like (tools/server/README.md of ggml-org/llama.cpp).
+
+    The server caps a slot at the context_length of the file whatever --ctx-size asks for, hence
+    --override-kv.
+    """
+    file = wanted.model if wanted.model.endswith(".gguf") else f"{wanted.model}.gguf"
+    architecture = _architecture(wanted)
+    return _command(
+        f"llama-server -m {shlex.quote(file)}",
+        f"--ctx-size {wanted.longest}",
+        *flags(wanted.fields["rope_parameters"], architecture),
+        f"--override-kv {architecture}.context_length=int:{wanted.longest}",
+    )
+
+
+def _gguf(wanted: Wanted) -> str:
+    """Keys of a GGUF file, as key=type:value."""
+    keys = gguf_values(wanted)
+    return "".join(f"{name}={kind}:{value}\n" for name, (kind, value) in keys.items())
+
+
+def gguf_values(wanted: Wanted) -> dict[str, tuple[str, Any]]:
+    """The keys of a GGUF file that say the method, with the kind of each value."""
+    return values(_architecture(wanted), wanted.fields)
+
+
+def _architecture(wanted: Wanted) -> str:
+    kind = wanted.plan.parts.config.model_type
+    name = wanted.architecture or architecture_of(kind)
+    if name is None:
+        raise InputError(
+            f"what a GGUF of {kind} calls its architecture is not known here: give the GGUF file "
+            "itself"
+        )
+    return name
+
+
+def _command(*lines: str) -> str:
+    return " \\\n  ".join(lines) + "\n"
+
+
+ENGINES: dict[str, Callable[[Wanted], str]] = {
+    "hf": _hf,
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "llama.cpp": _llama_cpp,
+    "gguf": _gguf,
+    "mlx": _mlx,
+}
+"""By the names that `--emit` takes."""
