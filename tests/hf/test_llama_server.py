@@ -142,6 +142,8 @@ def test_emitted_commands_give_the_extended_models_probabilities(
         off = [_off(one, model, text) for one, text in zip(found, texts, strict=True)]
     assert max(off) < TOLERANCE, (off, plain)
     assert plain[1] > 2 * TOLERANCE, (off, plain)
+    if "beta" in method:
+        return  # only flags say those
     keys = tmp_path / "keys.gguf"
     write_gguf(smollm, keys, gguf_values(wanted))
     command = f"llama-server -m {keys} --ctx-size {LONGEST}"

@@ -246,7 +246,13 @@ def _gguf(wanted: Wanted) -> str:
 
 def gguf_values(wanted: Wanted) -> dict[str, tuple[str, Any]]:
     """The keys of a GGUF file that say the method, with the kind of each value."""
-    return values(_architecture(wanted), wanted.fields)
+    keys = values(_architecture(wanted), wanted.fields)
+    if any(".yarn_beta_" in name for name in keys):
+        raise InputError(
+            "llama.cpp reads beta_fast and beta_slow from flags, not from a file's keys: take "
+            "--emit llama.cpp"
+        )
+    return keys
 
 
 def _architecture(wanted: Wanted) -> str:
