@@ -25,11 +25,11 @@ from normattn.score.parts.rope_scaling import NTKMixed
 
 CHECKED = {
     "hf": "transformers 5.23.0, run",
-    "vllm": "vLLM 0.33.0, whose get_rope and length rule were run",
-    "sglang": "SGLang of October 2026, read",
-    "llama.cpp": "llama.cpp of October 2026 (xllamacpp 2026.10), run",
-    "gguf": "llama.cpp of October 2026 (xllamacpp 2026.10), run",
-    "mlx": "mlx-lm of 2026 (rope_utils.py), read",
+    "vllm": "vLLM 0.33.0 (get_rope, _get_and_verify_max_len), read",
+    "sglang": "SGLang at commit 108c36c (get_rope), read",
+    "llama.cpp": "llama.cpp of xllamacpp 2026.10.11549, YaRN run, the rest read",
+    "gguf": "llama.cpp of xllamacpp 2026.10.11549, YaRN run, the rest read",
+    "mlx": "mlx-lm at commit 060aa43 (rope_utils.py), read",
 }
 """The version of each engine that its settings were checked with, and how."""
 _OLDEST = {"hf": 4, "vllm": 0.33}
@@ -249,8 +249,8 @@ def gguf_values(wanted: Wanted) -> dict[str, tuple[str, Any]]:
     keys = values(_architecture(wanted), wanted.fields)
     if any(".yarn_beta_" in name for name in keys):
         raise InputError(
-            "llama.cpp reads beta_fast and beta_slow from flags, not from a file's keys: take "
-            "--emit llama.cpp"
+            "a file with keys for beta_fast and beta_slow gave other probabilities than the flags "
+            "do when tried: take --emit llama.cpp"
         )
     return keys
 
