@@ -225,6 +225,14 @@ def test_a_saved_model_and_a_gguf_file(tmp_path: Path) -> None:
     fields = {"rope_parameters": rope, "max_position_embeddings": 64}
     write_gguf(source, longer, values("llama", fields))
     assert normattn.verify(source, longer, YARN).equal
+    usual = {"beta_fast": 32.0, "beta_slow": 1.0}
+    fields["rope_parameters"] = rope | usual
+    write_gguf(source, tmp_path / "usual.gguf", values("llama", fields))
+    assert normattn.verify(source, tmp_path / "usual.gguf", YARN).equal
+    fields["rope_parameters"] = rope | usual | {"beta_slow": 2.0}
+    write_gguf(source, tmp_path / "betas.gguf", values("llama", fields))
+    with pytest.raises(InputError, match=r"yarn_beta_slow in some .*: say --yarn-beta-slow"):
+        normattn.verify(source, tmp_path / "betas.gguf", YARN)
     verdict = normattn.verify(source, longer, "YaRN(factor=8)")
     assert "longest text: 64 instead of 128 tokens" in verdict.differences
 
@@ -246,6 +254,22 @@ def test_a_model_without_rotary_positions_is_refused(tmp_path: Path) -> None:
     GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="no layer of a gpt2 model turns by its position"):
         normattn.verify(tmp_path, tmp_path / "config.json")
+
+
+def test_a_family_that_rejects_positions_further_on_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its values at a short length do not stand in for those at a long one."""
+    own = transformers.LlamaModel.forward
+
+    def forward(self: Any, *args: Any, **more: Any) -> Any:
+        if more.get("position_ids") is not None:
+            raise TypeError("got an unexpected keyword argument 'position_ids'")
+        return own(self, *args, **more)
+
+    monkeypatch.setattr(transformers.LlamaModel, "forward", forward)
+    with pytest.raises(InputError, match=f"computes at {LENGTH} tokens: its forward rejects"):
+        normattn.verify(folder, folder / "config.json")
 
 
 BAD: dict[str, tuple[str, str, str]] = {
@@ -282,6 +306,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         "told",
         "x --rope-scale 2 --override-kv a.context_length=int:x",
         "'x' is no",
+    ),
+    "a key that most architectures ignore": (
+        "told",
+        "llama.rope.scaling.type=str:yarn\nllama.rope.scaling.yarn_beta_fast=f32:16",
+        "reads rope.scaling.yarn_beta_fast in some architectures and ignores it in most",
     ),
     "bytes": ("told", "\udcff", "not JSON, not GGUF, not text"),
 }

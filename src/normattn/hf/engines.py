@@ -249,8 +249,8 @@ def gguf_values(wanted: Wanted) -> dict[str, tuple[str, Any]]:
     keys = values(_architecture(wanted), wanted.fields)
     if any(".yarn_beta_" in name for name in keys):
         raise InputError(
-            "a file with keys for beta_fast and beta_slow gave other probabilities than the flags "
-            "do when tried: take --emit llama.cpp"
+            "llama.cpp reads a file's beta_fast and beta_slow in some architectures and ignores "
+            "them in most: take --emit llama.cpp, whose flags it reads in all"
         )
     return keys
 

@@ -33,6 +33,13 @@ ENVIRONMENT = {
 FLAGS = frozenset(ENVIRONMENT.values())
 _KINDS = ("none", "linear", "yarn", "longrope")
 _DEFAULT_BASE = 10000.0
+_OF_ARCHITECTURE = {
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_ext_factor": -1.0,
+    "yarn_attn_factor": 1.0,
+}
+"""Keys that only the loaders of some architectures read, and what the others take instead."""
 Keys = Mapping[str, Any]
 
 
@@ -157,14 +164,9 @@ def serve(
     trained = number.flag("--yarn-orig-ctx") or float(
         keys.get("rope.scaling.original_context_length") or context
     )
-    betas = [number.flag(f"--yarn-{name}", -1.0) for name in ("beta-fast", "beta-slow")]
-    stored_betas = (
-        keys.get("rope.scaling.yarn_beta_fast", 32.0),
-        keys.get("rope.scaling.yarn_beta_slow", 1.0),
-    )
-    fast, slow = (
-        float(old) if new < 0 else new for new, old in zip(betas, stored_betas, strict=True)
-    )
+    _refuse_keys_of_architectures(keys, kind, number, file)
+    fast = number.at_least_0("--yarn-beta-fast", _OF_ARCHITECTURE["yarn_beta_fast"])
+    slow = number.at_least_0("--yarn-beta-slow", _OF_ARCHITECTURE["yarn_beta_slow"])
     log_multiplier = float(keys.get("rope.scaling.yarn_log_multiplier", 0.0)) / 0.1
     amplitude, gain = _amplitude(keys, number, factor, mix, log_multiplier)
     angles = _angles(width, base, divisors)
@@ -181,6 +183,22 @@ def serve(
     )
 
 
+def _refuse_keys_of_architectures(keys: Keys, kind: str, number: _Numbers, file: str) -> None:
+    """Raise `InputError` for a key that llama.cpp reads or ignores, by the architecture.
+
+    The loaders of grok and laguna read them; those of llama and most others do not (a file of
+    llama with 16 and 2 as its betas gave the probabilities of 32 and 1). A flag wins over the key.
+    """
+    for name, default in _OF_ARCHITECTURE.items():
+        key, flag = f"rope.scaling.{name}", f"--{name.replace('_', '-')}"
+        usual = {default, 1.0 if kind == "yarn" else 0.0} if "ext" in name else {default}
+        if float(keys.get(key, default)) not in usual and number.flag(flag, -1.0) < 0:
+            raise InputError(
+                f"{file}: llama.cpp reads {key} in some architectures and ignores it in most, so "
+                f"what it computes is not known here: say {flag} instead"
+            )
+
+
 def _in_words(kind: str, base: float, factor: float, trained: float) -> dict[str, Any]:
     if kind == "none" or factor == 1:
         return {"rope_type": "default", "rope_theta": base}
@@ -194,10 +212,7 @@ def _amplitude(
     """What cos and sin, and what DeepSeek's scores, are multiplied with."""
     stored = float(keys.get("rope.scaling.attn_factor", 1.0))
     if mix == 0:
-        own = number.flag("--yarn-attn-factor", -1.0)
-        return (
-            float(keys.get("rope.scaling.yarn_attn_factor", 1.0)) if own < 0 else own
-        ) * stored, 1.0
+        return number.at_least_0("--yarn-attn-factor", 1.0) * stored, 1.0
     deepseek = keys.get("general.architecture") == "deepseek2"
     if log_multiplier == 0:
         amplitude = _mscale(factor, 1.0) * stored
@@ -272,6 +287,11 @@ class _Numbers:
         if not math.isfinite(value):
             raise InputError(f"{self._file}: {name} {text!r} is no finite number above 0")
         return value
+
+    def at_least_0(self, name: str, default: float) -> float:
+        """The number of a flag; the default where it is below 0, which llama.cpp takes as unset."""
+        value = self.flag(name, -1.0)
+        return default if value < 0 else value
 
     def positive(self, name: str) -> float:
         """The number of a flag that must be above 0."""

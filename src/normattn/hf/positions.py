@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts, model_parts
-from normattn.hf.probe import AttentionCall, Probed, ProbedLayer, probe, replay
+from normattn.hf.probe import AttentionCall, Probed, ProbedLayer, probe, replay, short
 from normattn.hf.rope_tables import read_tables, spectra_of
 from normattn.hf.tiny_model import small_model
 
@@ -51,10 +51,18 @@ Positions = dict[int, Layers]
 
 
 def read_positions(config: Any, lengths: Sequence[int]) -> Positions:
-    """What each layer of a configuration's model computes at each length."""
+    """What each layer of a configuration's model computes at each length.
+
+    At the short length alone where no layer rotates. Raises `InputError` for a family that cannot
+    be asked about positions further on.
+    """
     parts = model_parts(small_model(config))
     probed = probe(parts)
-    return {length: _at(parts, probed, length) for length in sorted({SHORT, *lengths})}
+    positions = {SHORT: _at(parts, probed, SHORT)}
+    if rotates(positions):
+        longer = sorted(length for length in set(lengths) if length > SHORT)
+        positions |= {length: _at(parts, probed, length) for length in longer}
+    return positions
 
 
 def _at(parts: ModelParts, probed: Probed, length: int) -> Layers:
@@ -62,6 +70,8 @@ def _at(parts: ModelParts, probed: Probed, length: int) -> Layers:
     layers = {}
     for position, (module, one) in enumerate(probed.layers.items()):
         index = getattr(module, "layer_idx", None)
+        if length > SHORT and module not in calls:
+            raise InputError(f"{parts.name}: a layer is not called at {length:,} tokens")
         call = calls.get(module, one.call)
         frequencies, amplitude = _rotation(parts, one, length)
         given = call.more.get("scaling")
@@ -86,9 +96,9 @@ def _window(call: AttentionCall) -> int | None:
 
 
 def _calls(parts: ModelParts, probed: Probed, length: int) -> dict[nn.Module, AttentionCall]:
-    """The layers' calls for the last tokens of a text of this length.
+    """The layers' calls for the last tokens of a text of this length; none for a short text.
 
-    None for families that take no position ids: their layers are then read at the short length.
+    Raises `InputError` for families that take no position ids.
     """
     if length <= SHORT:
         return {}
@@ -96,8 +106,11 @@ def _calls(parts: ModelParts, probed: Probed, length: int) -> dict[nn.Module, At
         calls, _ = replay(parts, probed, start=length - SHORT)
     except InputError:
         raise
-    except Exception:  # a family whose forward takes no position ids, or not these
-        return {}
+    except Exception as error:  # a family whose forward takes no position ids, or not these
+        raise InputError(
+            f"{parts.name} cannot be asked what it computes at {length:,} tokens: its forward "
+            f"rejects their position ids ({short(error)})"
+        ) from error
     return {module: made[0] for module, made in calls.items()}
 
 
@@ -109,6 +122,11 @@ def _rotation(parts: ModelParts, one: ProbedLayer, length: int) -> tuple[Tensor 
         made = _ask_rotary(*one.rotary, one.tables, length)
         if made is not None:
             return made
+        if length > SHORT:
+            raise InputError(
+                f"{parts.name} cannot be asked what it computes at {length:,} tokens: its rotary "
+                "module takes other arguments than a tensor, position ids and a type of layer"
+            )
     tables = read_tables(one.tables, spectra_of(parts.model))
     return (None, 1.0) if tables is None else (tables.frequencies, tables.amplitude)
 
