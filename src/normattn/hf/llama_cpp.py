@@ -186,8 +186,8 @@ def serve(
 def _refuse_keys_of_architectures(keys: Keys, kind: str, number: _Numbers, file: str) -> None:
     """Raise `InputError` for a key that llama.cpp reads or ignores, by the architecture.
 
-    The loaders of grok and laguna read them; those of llama and most others do not (a file of
-    llama with 16 and 2 as its betas gave the probabilities of 32 and 1). A flag wins over the key.
+    The loaders of grok and laguna read them; that of llama does not: a file of llama with 16 and 2
+    as its betas gave other probabilities than the flags. A flag wins over the key.
     """
     for name, default in _OF_ARCHITECTURE.items():
         key, flag = f"rope.scaling.{name}", f"--{name.replace('_', '-')}"
