@@ -9,7 +9,7 @@ import warnings
 from normattn.stopping import run_stoppable
 
 LEAST_ADDRESS_SPACE = 1_500_000_000
-"""Bytes that the libraries need; with less, OpenBLAS waits for ever or aborts as it is loaded."""
+"""Bytes that the libraries need; with less, OpenBLAS hangs or aborts while it loads."""
 LIGHT = {"-h", "--help", "--version"}
 
 

@@ -14,7 +14,7 @@ def read_score(model: str, tokens: int, as_json: bool) -> int:
     Returns 0 where every layer's score is verified, 1 where one is not.
 
     Raises `InputError` for what holds no configuration, a kind that transformers does not know, and
-    layers that cannot be listened to.
+    layers that cannot be recorded.
     """
     from normattn.hf.score_of import ModelScore, score_of
     from normattn.hf.tiny_model import in_float64, read_configuration, small_model

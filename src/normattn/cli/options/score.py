@@ -30,5 +30,7 @@ class ScoreOptions:
     """Name the attention score of every layer of a transformers model, and check the name."""
 
     model: str = argument(help="A folder, a GGUF file, a config.json or a name on the hub.")
-    tokens: int = option(48, min=8, max=4096, help="Tokens that the layers read while listened to.")
+    tokens: int = option(
+        48, min=8, max=4096, help="Tokens that the layers read while they are recorded."
+    )
     as_json: bool = flag("--json", "Print a record as JSON instead of lines.")

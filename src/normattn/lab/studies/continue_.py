@@ -7,6 +7,7 @@ unchanged and with the usual remedies, PI, ABF, NTK and YaRN. Every model is rea
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -102,20 +103,20 @@ class ContinueConfig(TextConfig):
     continued: ContinueSettings
 
 
-class ContinuedRun(Run):
+class ContinuedRun(Run, ABC):
     """A score trained at L, and branches of further training that are read along the way."""
 
     continued: ContinueSettings
 
     @property
+    @abstractmethod
     def branches(self) -> Mapping[str, Mapping[str, Any]]:
         """Each branch by its name: settings of its training beside those that all share."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def sets(self) -> Callable[[TokenData, int, EvaluationSettings], Sequence[EvaluationSet]]:
         """The held-out texts that every model is read on."""
-        raise NotImplementedError
 
     def lengths(self, length: int) -> tuple[int, ...]:
         """The lengths of these texts."""

@@ -329,7 +329,7 @@ STUDY = Study(
     "short text read long text, as it is or with NTK, YaRN and ReRoPE?",
     title="Accuracy past the training length",
     help="Train each score, read to 8 times the training length each way, tabulate and plot.\n\n"
-    "The plan comes first: runs, tokens, FLOPs, time by a short measurement on this machine, disk. "
+    "The plan comes first: runs, tokens, FLOPs, a range of time, disk. "
     "Rows are added by running it again with other --variants, --methods or --seeds on the same "
     "OUT; another setting that a result depends on is refused.",
     sources=("kexue.fm/archives/9859",),
