@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from normattn.cli import reproduce
+from normattn.cli import demo, reproduce
 from normattn.cli.asking import told
 from normattn.cli.checked import Commands
 from normattn.cli.failures import exit_code_of
@@ -32,6 +32,8 @@ from normattn.stopping import asked_to_stop
 
 EPILOG = """
 **Examples**
+
+`normattn demo` – two small models read past their training length: a collapse and its rescue
 
 `normattn list` – every part a score can be made of; `normattn list YaRN` – all about one
 
@@ -91,6 +93,11 @@ def _command(name: str, epilog: str, **settings: Any) -> Callable[[Callable[[Any
     The functions import what they do only when they are called: `--help` waits for no library.
     """
     return lambda work: app.command(name, epilog=epilog, **settings)(told(work))
+
+
+@_command("demo", demo.EPILOG)
+def _demo(options: demo.DemoOptions) -> None:
+    demo.run_demo(options)
 
 
 @_command("list", listing.EPILOG)

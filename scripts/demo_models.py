@@ -1,0 +1,34 @@
+"""The two models of `normattn demo`: take them from a finished training, in bfloat16.
+
+    normattn reproduce keynorm --preset workstation-mha --set training.model.heads=1 \\
+        --set training.precision=fp32 --set evaluation.precision=fp32 \\
+        --set training.data.corpus=python-packages-2026 \\
+        --variants Baseline,KNA --methods "as is,YaRN,ReRoPE" --seeds 20, --out RUN
+    python scripts/demo_models.py RUN
+
+The frozen corpus holds text under the MIT, BSD, Apache and ISC licences alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from normattn.lab.demo import FOLDER, MODELS
+from normattn.models import load_model
+from normattn.models.pretrained import save_model
+
+
+def main(run: Path, seed: int = 20) -> None:
+    """Copy the tokeniser, and each model with its weights rounded to bfloat16."""
+    for name in MODELS:
+        trained = run / "cells" / name / f"seed{seed}"
+        save_model(load_model(trained / "model").to(torch.bfloat16), FOLDER / name)
+        shutil.copy(trained / "tokeniser.json", FOLDER / "tokeniser.json")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,194 @@
+"""Two small trained models, shipped with the package, read eight times their training length.
+
+One has plain RoPE, the other normalises its keys as well (KeyNorm). They differ in nothing else:
+six layers, one head of 128, 1.4 million parameters, trained on 128 tokens at a time. The text is
+this package's own source, which neither has seen. `normattn demo` prints what `read` measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int64
+from numpy.typing import NDArray
+
+from normattn.errors import InputError
+from normattn.lab.data.tokeniser import Tokeniser
+from normattn.lab.report.context import PageContext
+from normattn.lab.report.figure import Curves, Line, Mark, Panel, Point
+from normattn.lab.report.table import Cell, Column, Filled, Row
+from normattn.lab.stats import Estimate
+from normattn.models import CausalLM, load_model
+
+FOLDER = Path(__file__).parent / "demo_models"
+TRAINED = 128
+LENGTH = 8 * TRAINED
+MODELS = {"Baseline": "plain RoPE", "KNA": "KeyNorm"}
+METHODS = {"": "unmodified", "YaRN(factor=8)": "YaRN", "ReRoPE": "ReRoPE"}
+SOURCES = ("score/parts", "layers", "kernels", "models")
+"""The folders of this package whose source is read."""
+_BIN = TRAINED // 2
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Which next tokens one model predicted right, in windows of `LENGTH` tokens."""
+
+    model: str
+    method: str
+    correct: Bool[np.ndarray, "windows length"]
+
+    @property
+    def label(self) -> str:
+        """The model and the method in words."""
+        method = METHODS[self.method]
+        return f"{MODELS[self.model]}, {method if not self.method else f'with {method}'}"
+
+    @property
+    def near(self) -> float:
+        """Accuracy in % over the first `TRAINED` tokens."""
+        return 100 * float(self.correct[:, :TRAINED].mean())
+
+    @property
+    def far(self) -> float:
+        """Accuracy in % over the last `TRAINED` tokens."""
+        return 100 * float(self.correct[:, -TRAINED:].mean())
+
+
+def demo_model(name: str) -> CausalLM:
+    """A shipped model by the name of its score, "Baseline" or "KNA", in float32 and eval mode."""
+    if name not in MODELS:
+        raise InputError(f"there is no demo model {name!r}; there are {' and '.join(MODELS)}")
+    return load_model(FOLDER / name).float().eval()
+
+
+def demo_windows(text: str | None = None, windows: int = 24) -> Int64[np.ndarray, "windows tokens"]:
+    """The first windows of `LENGTH` + 1 tokens of a text, which do not overlap.
+
+    Without `text`, of this package's own source. Raises `InputError` where the text is shorter
+    than one window.
+    """
+    tokeniser = Tokeniser.load(FOLDER / "tokeniser.json")
+    ids = tokeniser.encode_batch([own_source() if text is None else text])[0]
+    count = min(windows, len(ids) // (LENGTH + 1))
+    if count < 1:
+        raise InputError(
+            f"the text has {len(ids):,} tokens; a window needs {LENGTH + 1:,} "
+            f"(about {4 * LENGTH:,} characters)"
+        )
+    return np.asarray(ids[: count * (LENGTH + 1)], dtype=np.int64).reshape(count, LENGTH + 1)
+
+
+def own_source() -> str:
+    """The source of this package's score, layers, kernels and models."""
+    package = Path(__file__).parents[1]
+    files = [path for folder in SOURCES for path in sorted((package / folder).glob("*.py"))]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
+def read(
+    windows: Int64[np.ndarray, "windows tokens"],
+    progress: Callable[[Reading], None] = lambda reading: None,
+) -> list[Reading]:
+    """Both models on the windows: unmodified, with YaRN, and with ReRoPE."""
+    readings = []
+    for name in MODELS:
+        model = demo_model(name)
+        for method in METHODS:
+            readings.append(Reading(name, method, correct_tokens(model, method, windows)))
+            progress(readings[-1])
+    return readings
+
+
+def correct_tokens(
+    model: CausalLM, method: str, windows: Int64[np.ndarray, "windows tokens"]
+) -> Bool[np.ndarray, "windows length"]:
+    """Which next tokens the model predicts right under a method ("": unmodified)."""
+    spec = model.config.score.with_method(method).resolve(train_length=TRAINED)
+    rows = []
+    with torch.inference_mode(), model.using(spec):
+        for row in torch.from_numpy(windows):
+            predicted = model(row[None, :-1])[0].argmax(-1)
+            rows.append((predicted == row[1:]).numpy())
+    return np.stack(rows)
+
+
+def in_short(readings: Sequence[Reading]) -> tuple[str, ...]:
+    """What the six rows say, in two sentences made from the numbers."""
+    far = {(each.model, each.method): each.far for each in readings}
+    near = {each.model: each.near for each in readings if not each.method}
+    yarn, rerope = list(METHODS)[1:]
+    plain, keys = MODELS
+    return (
+        f"Trained on {TRAINED} tokens, plain RoPE predicts {near[plain]:.0f} % of the next tokens "
+        f"within them and {far[plain, '']:.0f} % at the end of {LENGTH:,}; "
+        f"YaRN makes that {far[plain, yarn]:.0f} %, ReRoPE {far[plain, rerope]:.0f} %.",
+        f"With normalised keys (KeyNorm) the unmodified model goes from {near[keys]:.0f} to "
+        f"{far[keys, '']:.0f} %.",
+    )
+
+
+def page(readings: Sequence[Reading], text: str, command: str) -> PageContext:
+    """The report: the sentences, the curves by position, and the table of six rows."""
+    return PageContext(
+        title="Reading past the training length",
+        question=f"What happens when a model trained on {TRAINED} tokens reads {LENGTH:,}, and "
+        "what brings it back?",
+        summary=in_short(readings),
+        settings={
+            "models": "six layers, one head of 128, 1.4 million parameters, one seed",
+            "text": text,
+            "windows": f"{len(readings[0].correct)} of {LENGTH:,} tokens",
+        },
+        tables=(_table(readings),),
+        figures=(_curves(readings),),
+        notes=("One model of each kind: an example, not a measurement with error bars.",),
+        command=command,
+    )
+
+
+def _table(readings: Sequence[Reading]) -> Filled:
+    columns = (
+        Column("model", "model"),
+        Column("near", f"tokens 1 to {TRAINED}, % right"),
+        Column("far", f"tokens {LENGTH - TRAINED + 1} to {LENGTH:,}, % right"),
+    )
+    rows = tuple(Row(each.label, {"row": each.model}) for each in readings)
+    cells = tuple(
+        (Cell(each.label), _percent(each.near), _percent(each.far)) for each in readings
+    )
+    return Filled("demo", "Next tokens predicted right", "", (), columns, rows, cells)
+
+
+def _percent(value: float) -> Cell:
+    return Cell(f"{value:.1f}", Estimate(value, value, value, units=1))
+
+
+def _curves(readings: Sequence[Reading]) -> Curves:
+    """Accuracy by position, a panel for each model."""
+    panels = [
+        Panel(
+            label,
+            tuple(
+                Line(METHODS[each.method], tuple(_points(each.correct)), METHODS[each.method])
+                for each in readings
+                if each.model == name
+            ),
+            "position in the text",
+            "next tokens right, %",
+            marks=(Mark(TRAINED, "training length"),),
+        )
+        for name, label in MODELS.items()
+    ]
+    title = f"Accuracy by position, trained on {TRAINED} tokens"
+    return Curves("demo", title, tuple(panels), first=tuple(METHODS.values()))
+
+
+def _points(correct: NDArray[np.bool_]) -> Iterator[Point]:
+    """The accuracy of every `_BIN` tokens, at their middle."""
+    for start in range(0, correct.shape[1], _BIN):
+        yield Point(start + _BIN / 2, 100 * float(correct[:, start : start + _BIN].mean()))
