@@ -21,9 +21,7 @@ from normattn.lab.demo import demo_model, demo_windows
 def loss(model: Any, ids: Tensor, last: int = 128) -> float:
     """Mean loss in nats of the last tokens of each row."""
     logits = model(ids[:, :-1]).logits[:, -last:]
-    return torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), ids[:, -last:].flatten()
-    ).item()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, -last:].flatten()).item()
 
 
 @torch.inference_mode()

@@ -18,15 +18,24 @@ from pathlib import Path
 import torch
 
 from normattn.lab.demo import FOLDER, MODELS
-from normattn.models import load_model
+from normattn.models import CausalLM, load_model
 from normattn.models.pretrained import save_model
 
 
+def with_gains(model: CausalLM) -> CausalLM:
+    """The same function with gains of one in its norms, as models of other libraries have them."""
+    made = CausalLM(model.config.model_copy(update={"norm_gain": True}))
+    missing = made.load_state_dict(model.state_dict(), strict=False)
+    assert not missing.unexpected_keys
+    assert all(bool((made.state_dict()[name] == 1).all()) for name in missing.missing_keys)
+    return made
+
+
 def main(run: Path, seed: int = 20) -> None:
-    """Copy the tokeniser, and each model with its weights rounded to bfloat16."""
+    """Copy the tokeniser, and each model rounded to bfloat16."""
     for name in MODELS:
         trained = run / "cells" / name / f"seed{seed}"
-        save_model(load_model(trained / "model").to(torch.bfloat16), FOLDER / name)
+        save_model(with_gains(load_model(trained / "model")).to(torch.bfloat16), FOLDER / name)
         shutil.copy(trained / "tokeniser.json", FOLDER / "tokeniser.json")
 
 

@@ -118,17 +118,16 @@ def correct_tokens(
 
 
 def in_short(readings: Sequence[Reading]) -> tuple[str, ...]:
-    """What the six rows say, in two sentences made from the numbers."""
+    """What the six rows say, in sentences made from the numbers."""
     far = {(each.model, each.method): each.far for each in readings}
     near = {each.model: each.near for each in readings if not each.method}
     yarn, rerope = list(METHODS)[1:]
     plain, keys = MODELS
     return (
-        f"Trained on {TRAINED} tokens, plain RoPE predicts {near[plain]:.0f} % of the next tokens "
-        f"within them and {far[plain, '']:.0f} % at the end of {LENGTH:,}; "
-        f"YaRN makes that {far[plain, yarn]:.0f} %, ReRoPE {far[plain, rerope]:.0f} %.",
-        f"With normalised keys (KeyNorm) the unmodified model goes from {near[keys]:.0f} to "
-        f"{far[keys, '']:.0f} %.",
+        f"Plain RoPE, trained on {TRAINED} tokens, predicts {near[plain]:.0f} % of the first "
+        f"{TRAINED} tokens right, and {far[plain, '']:.0f} % of the last {TRAINED} of {LENGTH:,}.",
+        f"YaRN makes the latter {far[plain, yarn]:.0f} %, ReRoPE {far[plain, rerope]:.0f} %.",
+        f"KeyNorm, unmodified, has {near[keys]:.0f} % and {far[keys, '']:.0f} %.",
     )
 
 
@@ -158,9 +157,7 @@ def _table(readings: Sequence[Reading]) -> Filled:
         Column("far", f"tokens {LENGTH - TRAINED + 1} to {LENGTH:,}, % right"),
     )
     rows = tuple(Row(each.label, {"row": each.model}) for each in readings)
-    cells = tuple(
-        (Cell(each.label), _percent(each.near), _percent(each.far)) for each in readings
-    )
+    cells = tuple((Cell(each.label), _percent(each.near), _percent(each.far)) for each in readings)
     return Filled("demo", "Next tokens predicted right", "", (), columns, rows, cells)
 
 
