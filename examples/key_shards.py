@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from normattn import Positions, Score
+from normattn import Score
 from normattn.kernels import AttentionMask, merge_by_lse, run_kernel
+from normattn.score.positions import Positions
 
 torch.manual_seed(0)
 tokens, half = 64, 32

@@ -31,7 +31,7 @@ def test_the_command_writes_a_report(command: Command, tmp_path: Path) -> None:
     assert "In short" in said.out
     assert str(tmp_path / "out" / "report.html") in said.out
     tables = json.loads((tmp_path / "out" / "table.json").read_text("utf-8"))
-    assert len(tables["tables"][0]["rows"]) == 6
+    assert len(tables["tables"]["demo"]) == 6
     assert "<html" in (tmp_path / "out" / "report.html").read_text("utf-8")
 
 

@@ -86,6 +86,7 @@ def test_commands_are_understood(
         return noted
 
     for place in (
+        "cli.demo.run_demo",
         "cli.training_run.train_run",
         "cli.training_run.describe_plan",
         "cli.evaluation_run.evaluate_run",

@@ -177,7 +177,7 @@ def _curves(readings: Sequence[Reading]) -> Curves:
             ),
             "position in the text",
             "next tokens right, %",
-            marks=(Mark(TRAINED, "training length"),),
+            marks=(Mark(float(TRAINED), "training length"),),
         )
         for name, label in MODELS.items()
     ]
