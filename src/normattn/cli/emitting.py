@@ -19,7 +19,7 @@ from normattn.cli.extension_settings import (
 from normattn.cli.options.extend import ExtendOptions
 from normattn.errors import InputError
 from normattn.hf.engines import CHECKED, Wanted, emit, gguf_values, refuse_engine
-from normattn.hf.gguf import architecture_of, read_values, write_gguf
+from normattn.hf.gguf import architecture_of, read_gguf, write_gguf
 from normattn.hf.native import refuse_applied
 from normattn.hf.plan import plan
 from normattn.hf.tiny_model import read_configuration, small_model
@@ -73,7 +73,7 @@ def _wanted(asked: ExtendOptions, source: Path, method: str) -> Wanted:
         longest = int(length * getattr(planned.spec.rope_scaling, "stretch", longest / length))
     architecture = architecture_of(config.get_text_config().model_type)
     if source.suffix == ".gguf":
-        architecture = str(read_values(source).get("general.architecture"))
+        architecture = read_gguf(source).architecture
     model = str(source if source.exists() else asked.model)
     return Wanted(model, planned, longest, architecture, _inside(config), asked.engine_version)
 

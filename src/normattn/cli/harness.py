@@ -19,12 +19,12 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.hf.adapters import FILE, is_adapter, read_adapter_record
+from normattn.hf.native import ADAPTER_FILE, take_record
+from normattn.hf.saved import is_adapter, read_adapter_record
 from normattn.hf.extend import extend
 from normattn.hf.gguf import refuse_scaled
-from normattn.hf.load import _explained, _source
-from normattn.hf.model_parts import known_length, model_parts, moving
-from normattn.hf.native import take_record
+from normattn.hf.load import explained, source_of
+from normattn.hf.model_parts import known_length, length_dependent, model_parts
 from normattn.io import expanded
 from normattn.score.grammar import read
 
@@ -78,11 +78,11 @@ class NormattnLM(HFLM):
         if run is not None:
             self._read_run(expanded(run), train_length, options)
             return
-        source, file = _source(str(pretrained), options.pop("gguf_file", None))
+        source, file = source_of(str(pretrained), options.pop("gguf_file", None))
         if file is not None:
             options["gguf_file"] = file
             refuse_scaled(Path(source) / file)
-        with _explained(str(pretrained)):
+        with explained(str(pretrained)):
             super().__init__(source, **options)
         self._alone()
 
@@ -124,7 +124,11 @@ class NormattnLM(HFLM):
             more["config"] = self._config  # as trained: transformers' own words would apply it
         super()._create_model(*given, **more)
         adapter = more.get("peft")
-        if adapter and is_adapter(adapter) and (Path(adapter).expanduser() / FILE).is_file():
+        if (
+            adapter
+            and is_adapter(adapter)
+            and (Path(adapter).expanduser() / ADAPTER_FILE).is_file()
+        ):
             self._record = read_adapter_record(adapter)
         method, length = self._method, self._asked_length
         if method is None and self._record is not None:
@@ -143,7 +147,7 @@ class NormattnLM(HFLM):
 
     def _alone(self) -> None:
         """Read one row at a time where the longest row would change the frequencies of others."""
-        self._moves = bool(moving(model_parts(self._model)))
+        self._moves = bool(length_dependent(model_parts(self._model)))
         if self._moves:
             self.batch_size_per_gpu = 1
 

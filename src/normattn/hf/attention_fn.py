@@ -1,12 +1,16 @@
-"""The attention function of an extended layer: from un-rotated q and k to a kernel's problem.
+"""The attention function of an extended layer: from q and k to the inputs of a kernel.
+
+Queries and keys arrive un-rotated (or, where only log-n is added, rotated by the model). The
+rotation is that of the model's own frequencies, scaled where the method says so.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,34 +18,15 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.masks import Placing, placing
-from normattn.hf.probe import KNOWN
+from normattn.hf.probe import KNOWN, hide_unselected
+from normattn.hf.rope_detection import HeadRotation, method_frequencies, method_gain
 from normattn.hf.rotated_key_cache import RotatedKeyCache
-from normattn.hf.rotation_tables import HeadRotation, MethodTables, query_factor
 from normattn.kernels import AttentionInputs, attend
 from normattn.layers.prepare import in_blocks
 from normattn.score import Positions, ScoreSpec
-from normattn.score.rotary import (
-    ChunkKeys,
-    ChunkQueries,
-    RotaryTables,
-    Rotation,
-    scale_column,
-    scaled,
-)
+from normattn.score.rotary import RotaryTables, Rotation, Rotator, TableCache, scale_column, scaled
 
 ATTRIBUTE = "normattn_layer"
-MASK_BEFORE, OWN_TABLES = "mask before", "own tables"
-"""What a layer's hooks keep: its mask before it chooses keys, its own position embeddings."""
-
-
-@dataclass(frozen=True)
-class CallOptions:
-    """What a layer asks of attention beside its tensors."""
-
-    scaling: float
-    dropout: float
-    softcap: float | None
-    sink: Float[Tensor, " h"] | None
 
 
 class ForwardMemory:
@@ -54,26 +39,108 @@ class ForwardMemory:
         """Forget everything; takes what a hook is given."""
         self._kept = {}
 
-    def get(self, name: str, given: tuple[object, ...]) -> Any:
+    def get(self, name: str, *given: object) -> Any:
         """What was kept for these very objects, or None."""
         kept = self._kept.get(name)
         if kept is None or len(kept[0]) != len(given):
             return None
-        same = all(a is b for a, b in zip(kept[0], given, strict=True))
-        return kept[1] if same else None
+        return kept[1] if all(a is b for a, b in zip(kept[0], given, strict=True)) else None
 
-    def keep(self, name: str, given: tuple[object, ...], value: Any) -> None:
-        """Keep a value for these very objects; a compiler keeps nothing."""
+    def keep(self, name: str, value: Any, *given: object) -> Any:
+        """Keep a value for these very objects, and return it; a compiler keeps nothing."""
         if not torch.compiler.is_compiling():
             self._kept[name] = (given, value)
+        return value
+
+
+def query_factor(spec: ScoreSpec, scaling: float, n: Tensor) -> Tensor | float:
+    """λ at n visible keys: the model's own scale, and log-n."""
+    if spec.logn is None:
+        return scaling
+    assert spec.train_length is not None
+    return spec.logn.factor(n.double(), spec.train_length) * scaling
+
+
+class MethodTables:
+    """A method's rotary tables over the rotation that a model brings with it, cached."""
+
+    def __init__(self, spec: ScoreSpec, rotation: HeadRotation) -> None:
+        self.spec, self.rotation = spec, rotation
+        self._amplitude = rotation.amplitude * method_gain(spec)
+        # The rows of one block of DynamicNTK are few: only its keys are worth keeping.
+        self._kept = TableCache(32 if spec.blockwise else 8)
+        # Far keys that all stand at 0 need no rotation (ReRoPE).
+        self._far_still = False
+        if spec.remapping is not None and self._amplitude == 1:
+            some = torch.tensor([1.0, 2.0**20])
+            self._far_still = not bool(spec.remapping.far_positions(some, some)[1].any())
+
+    def queries(
+        self, at: Positions, block: int, scaling: float, dtype: torch.dtype
+    ) -> RotaryTables:
+        """The tables of queries, as the rows of `block` read them, with the model's own λ."""
+
+        def make(places: Tensor) -> RotaryTables:
+            spec, rotator = self._rotator(block)
+            scale = query_factor(spec, scaling, places.clamp(min=0) + 1)
+            return rotator.queries(spec, places, scale, dtype)
+
+        if self.spec.blockwise:
+            return make(at.query).for_block(block)
+        last = at.key.shape[-1]
+        bounds = (last - at.query.shape[-1], last)
+        return self._cached(at, at.query, bounds, ("queries", scaling, dtype), make)
+
+    def keys(self, at: Positions, start: int, block: int, dtype: torch.dtype) -> RotaryTables:
+        """The tables of keys from column `start` on, as the rows of `block` read them."""
+
+        def make(places: Tensor) -> RotaryTables:
+            spec, rotator = self._rotator(block)
+            made = rotator.keys(spec, places, dtype)
+            return replace(made, far=None) if self._far_still else made
+
+        bounds = (start, at.key.shape[-1])
+        # Rules by chunks rotate keys alike for every block, and lay them out for each.
+        name = ("keys", 0 if self.spec.chunk_remapping is not None else block, dtype)
+        return self._cached(at, at.key[..., start:], bounds, name, make).for_block(block)
+
+    def _rotator(self, block: int) -> tuple[ScoreSpec, Rotator]:
+        """The method as the rows of `block` read it, and how it rotates."""
+        spec = self.spec.for_block(block)
+        theta = method_frequencies(spec, self.rotation)
+        amplitude = self.rotation.amplitude * method_gain(spec)
+        return spec, Rotator(theta, self.rotation.interleaved, amplitude=amplitude)
+
+    def _cached(
+        self,
+        at: Positions,
+        places: Tensor,
+        bounds: tuple[int, int],
+        name: tuple[object, ...],
+        make: Callable[[Tensor], RotaryTables],
+    ) -> RotaryTables:
+        if not at.regular or torch.compiler.is_compiling():
+            return make(places)
+        room = max(64, 1 << (bounds[1] - 1).bit_length())
+        return self._kept.counted(name, bounds, room, places.device, make)
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """What a layer passes to attention beside its tensors."""
+
+    scaling: float
+    dropout: float
+    softcap: float | None
+    sink: Float[Tensor, " h"] | None
 
 
 @dataclass(frozen=True)
 class ExtendedLayer:
     """How one layer attends while its model is extended.
 
-    `tables` turns queries and keys; None where they come as they shall be multiplied: rotated by
-    the model, or never (a NoPE layer). `kept` are the keys that it has turned, where it keeps any.
+    `tables` rotates queries and keys; None where they come as they shall be multiplied: rotated by
+    the model, or never (a NoPE layer). `kept` are the keys that it has rotated, where it keeps any.
     """
 
     spec: ScoreSpec
@@ -93,147 +160,119 @@ class ExtendedLayer:
         v: Float[Tensor, "b g s e"],
         mask: Tensor | None,
         position_ids: Tensor | None,
-        asked: CallOptions,
+        options: CallOptions,
     ) -> Float[Tensor, "b h t e"]:
         """softmax(score) · v for the queries, the last of the keys that the mask names."""
-        placement = self._placing(mask, q, k, position_ids)
+        before: Tensor | None = self.memory.get("mask")
+        given = (mask, before, position_ids, self.tables)
+        placed: Placing | None = self.memory.get("placing", *given)
+        if placed is None:
+            sizes = (q.shape[2], k.shape[2], q.shape[0])
+            placed = placing(mask, *sizes, position_ids, self.tables is not None, before)
+            self.memory.keep("placing", placed, *given)
         if self.kept is not None:
-            self.kept.begin(k, q.shape[2], whole=placement.runs is None)
-        if placement.runs is None:
-            return self._attend(
-                q, k[:, :, : placement.keys], v[:, :, : placement.keys], placement, asked
-            )
+            self.kept.begin(k, q.shape[2], whole=placed.runs is None)
+        if placed.runs is None:
+            return self._attend(q, k[:, :, : placed.keys], v[:, :, : placed.keys], placed, options)
         out = v.new_zeros(*q.shape[:3], v.shape[-1])
-        for run in placement.runs:
+        for run in placed.runs:
             if run.inner.keys:
-                columns = (run.batch, slice(None), run.keys)
-                own = q[run.batch, :, run.queries]
-                out[run.batch, :, run.queries] = self._attend(
-                    own, k[columns], v[columns], run.inner, asked
-                )
+                own, columns = q[run.batch, :, run.queries], (run.batch, slice(None), run.keys)
+                made = self._attend(own, k[columns], v[columns], run.inner, options)
+                out[run.batch, :, run.queries] = made
         return out
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, placement: Placing, asked: CallOptions
+        self, q: Tensor, k: Tensor, v: Tensor, placed: Placing, options: CallOptions
     ) -> Float[Tensor, "b h t e"]:
-        """The same for keys and queries that stand where `placement` says."""
+        """The same for keys and queries that stand where `placed` says."""
+        extra = {"dropout": options.dropout, "cap": options.softcap, "sink": options.sink}
 
         def part(rows: slice, keys: int, block: int) -> Tensor:
-            seen = placement.seen.part(rows, keys)
-            own, k_own = q[:, :, rows], k[:, :, :keys]
-            if self.tables is None:
-                scale = query_factor(self.spec, asked.scaling, placement.positions.n[..., rows])
-                problem = AttentionInputs(
-                    scaled(own, scale_column(scale)), k_own, v[:, :, :keys], seen
-                )
-            else:
-                problem = self._rotated(own, k_own, v[:, :, :keys], placement, rows, block, asked)
-                problem = replace(problem, visibility=seen)
-            problem = replace(problem, dropout=asked.dropout, cap=asked.softcap, sink=asked.sink)
-            problem = one_type(problem)
-            return attend(problem)
+            given = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]
+            seen = placed.seen.part(rows, keys)
+            if self.tables is not None:
+                inputs = self._rotated(*given, placed, rows, block, options.scaling)
+                return attend(one_type(replace(inputs, visibility=seen, **extra)))
+            scale = query_factor(self.spec, options.scaling, placed.positions.n[..., rows])
+            inputs = AttentionInputs(
+                scaled(given[0], scale_column(scale)), *given[1:], seen, **extra
+            )
+            return attend(one_type(inputs))
 
         if self.tables is None:
-            return part(slice(0, q.shape[2]), placement.keys, 0)
-        q, k = _arranged(self.tables.rotation, q, 0), _arranged(self.tables.rotation, k, 1)
-        return in_blocks(self.spec, placement.positions, part)
+            return part(slice(0, q.shape[2]), placed.keys, 0)
+        rotation = self.tables.rotation
+        q, k = _arranged(rotation, q, 0), _arranged(rotation, k, 1)
+        return in_blocks(self.spec, placed.positions, part)
 
     def _rotated(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        placement: Placing,
+        placed: Placing,
         rows: slice,
         block: int,
-        asked: CallOptions,
+        scaling: float,
     ) -> AttentionInputs:
-        """The problem of some rows: queries and keys at their near and far positions."""
+        """The inputs of some rows: queries and keys at their near and far positions."""
         assert self.tables is not None
-        at = placement.positions.part(rows, k.shape[2])
-        regime = self.spec.remapping
-        start = 0
-        if regime is not None and at.regular and regime.window is not None:
-            start = max(0, k.shape[2] - q.shape[2] - regime.window + 1)
-        name = f"{rows} {k.shape[2]} {block} {asked.scaling} {q.dtype}"
-        given = (placement, self.tables)
-        folds: tuple[RotaryTables, RotaryTables, RotaryTables] | None = self.memory.get(name, given)
-        if folds is None:
+        at = placed.positions.part(rows, k.shape[2])
+        remapping, start = self.spec.remapping, 0
+        if remapping is not None and at.regular and remapping.window is not None:
+            start = max(0, k.shape[2] - q.shape[2] - remapping.window + 1)
+        name = f"{rows} {k.shape[2]} {block} {scaling} {q.dtype}"
+        made: tuple[RotaryTables, RotaryTables, RotaryTables] | None
+        made = self.memory.get(name, placed, self.tables)
+        if made is None:
             far = self.tables.keys(at, 0, block, q.dtype)
-            folds = (
-                self.tables.queries(at, block, asked.scaling, q.dtype),
-                far if start == 0 else self.tables.keys(at, start, block, q.dtype),
-                far,
-            )
-            self.memory.keep(name, given, folds)
-        queries, near, far = folds
+            near = far if start == 0 else self.tables.keys(at, start, block, q.dtype)
+            made = self.tables.queries(at, block, scaling, q.dtype), near, far
+            self.memory.keep(name, made, placed, self.tables)
+        queries, near, far = made
         assert queries.near is not None
         assert near.near is not None
         near_q = _evened(self.tables.rotation, queries.near(q))
-        if regime is None or queries.far is None:
+        if remapping is None or queries.far is None:
             near_k = self._keys(k, near.near, at, block, "near")
-            return AttentionInputs(near_q, near_k, v, placement.seen)
+            return AttentionInputs(near_q, near_k, v, placed.seen)
         near_k = near.near(k[:, :, start:])
         far_q = _evened(self.tables.rotation, queries.far(q))
         far_k = k if far.far is None else self._keys(k, far.far, at, block, "far")
-        return AttentionInputs(
-            *(near_q, near_k, v, placement.seen, far_q, far_k, regime.window), near_start=start
-        )
+        inputs = AttentionInputs(near_q, near_k, v, placed.seen, far_q, far_k, remapping.window)
+        return replace(inputs, near_start=start)
 
-    def _keys(
-        self,
-        k: Tensor,
-        whole: Rotation | ChunkQueries | ChunkKeys,
-        at: Positions,
-        block: int,
-        side: Literal["near", "far"],
-    ) -> Tensor:
+    def _keys(self, k: Tensor, whole: Any, at: Positions, block: int, side: str) -> Tensor:
         """All keys at their near or far positions: those of the calls before as they were kept."""
         tables, kept = self.tables, self.kept
-        counted = at.regular and isinstance(whole, Rotation)
-        if kept is None or tables is None or not (kept.open and counted):
-            return whole(k)
+        if tables is None or kept is None or not kept.open or not at.regular:
+            return whole(k)  # type: ignore[no-any-return]
+        if not isinstance(whole, Rotation):
+            return whole(k)  # type: ignore[no-any-return]
 
-        def turn(first: int) -> Tensor:
-            made = getattr(tables.keys(at, first, block, k.dtype), side)
-            turned: Tensor = made(k[:, :, first:])
-            return turned
+        def rotate(first: int) -> Tensor:
+            made: Tensor = getattr(tables.keys(at, first, block, k.dtype), side)(k[:, :, first:])
+            return made
 
-        return kept.rotated((side, block), k, turn)
-
-    def _placing(
-        self, mask: Tensor | None, q: Tensor, k: Tensor, position_ids: Tensor | None
-    ) -> Placing:
-        before: Tensor | None = self.memory.get(MASK_BEFORE, ())
-        given = (mask, before, position_ids, self.tables)
-        placement: Placing | None = self.memory.get("placing", given)
-        if placement is None:
-            counted = self.tables is not None
-            sizes = (q.shape[2], k.shape[2], q.shape[0])
-            placement = placing(mask, *sizes, position_ids, counted, before)
-            self.memory.keep("placing", given, placement)
-        return placement
+        return kept.rotated((side, block), k, rotate)
 
 
-def one_type(problem: AttentionInputs) -> AttentionInputs:
-    """The problem in autocast's type where that is on, as the stock attention computes it.
+def one_type(inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs in autocast's type where that is on, as the stock attention computes them.
 
     A model's rotation makes float32 of queries and keys there, while values stay as they are.
     """
-    device = problem.q.device.type
+    device = inputs.q.device.type
     if not torch.is_autocast_enabled(device):
-        return problem
+        return inputs
     dtype = torch.get_autocast_dtype(device)
-    tensors = {
-        name: value.to(dtype)
-        for name in ("q", "k", "v", "far_q", "far_k", "sink")
-        if (value := getattr(problem, name)) is not None
-    }
-    return replace(problem, **tensors)
+    given = {name: getattr(inputs, name) for name in ("q", "k", "v", "far_q", "far_k", "sink")}
+    return replace(inputs, **{name: x.to(dtype) for name, x in given.items() if x is not None})
 
 
 def _arranged(rotation: HeadRotation, x: Tensor, side: int) -> Tensor:
-    """Queries (side 0) or keys (1) with the features that turn first, and evenly."""
+    """Queries (side 0) or keys (1) with the features that rotate first, and evenly."""
     x = rotation.arranged(x)
     return x if rotation.gains is None else x * rotation.gains[side].to(x.device, x.dtype)
 
@@ -276,15 +315,20 @@ def attention_function(
     for name, given in more.items():
         ignored = name not in KNOWN or name == "output_attentions"
         if ignored and given is not None and given is not False:
-            raise InputError(f"an extended model takes no {name}: {_instead(name)}")
+            instead = "leave it out, or remove the extension for that"
+            if name.startswith(("cu_seq_lens", "max_length")):
+                instead = "give position_ids that begin at 0 with every document"
+            raise InputError(f"an extended model takes no {name}: {instead}")
     if more.get("is_causal") is False:
         raise InputError("an extended model is causal, but is_causal=False was asked for")
     if indices is not None:
-        attention_mask = _selected(attention_mask, indices)
+        if attention_mask is None or attention_mask.dtype != torch.bool:
+            raise InputError("an indexer selects keys, but its layer got no mask of every pair")
+        attention_mask = hide_unselected(attention_mask, indices)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    asked = CallOptions(scale, float(dropout), softcap, s_aux)
+    options = CallOptions(scale, float(dropout), softcap, s_aux)
     run = _uncompiled if layer.by_blocks else type(layer).__call__
-    out = run(layer, query, key, value, attention_mask, position_ids, asked)
+    out = run(layer, query, key, value, attention_mask, position_ids, options)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -295,17 +339,3 @@ def _uncompiled(layer: ExtendedLayer, *given: Any) -> Tensor:
     """What a compiled model runs between its graphs."""
     out: Tensor = layer(*given)
     return out
-
-
-def _instead(name: str) -> str:
-    if name.startswith(("cu_seq_lens", "max_length")):
-        return "give position_ids that begin at 0 with every document"
-    return "leave it out, or remove the extension for that"
-
-
-def _selected(mask: Tensor | None, indices: Tensor) -> Tensor:
-    """The mask of every pair without the keys that were not selected."""
-    if mask is None or mask.dim() != 4 or mask.dtype != torch.bool:
-        raise InputError("an indexer selects keys, but its layer got no mask of every pair")
-    chosen = torch.zeros_like(mask[:, 0]).scatter(-1, indices.long(), True)
-    return mask & chosen[:, None]

@@ -45,9 +45,8 @@ class AttentionCallback(TrainerCallback):
             raise InputError(f"diagnostics look every 1 or more steps, got {every!r}")
         if trainer is not None and not callable(getattr(trainer, "log", None)):
             raise InputError(f"trainer must be a Trainer, but it is a {type(trainer).__name__}")
-        self.every = every
-        self.trainer = trainer
-        self._open: ExitStack | None = None
+        self.every, self.trainer = every, trainer
+        self._open = ExitStack()
         self._statistics: LayerStatistics | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -60,25 +59,27 @@ class AttentionCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Begin to observe, where the step is due: the first, and every so many."""
-        self._close()
+        self.on_train_end(args, state, control)
         step = state.global_step + 1
         if state.is_world_process_zero and (step == 1 or step % self.every == 0):
-            self._open = ExitStack()
             self._statistics = self._open.enter_context(collect_statistics(more["model"]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Write what was observed."""
         statistics = self._statistics
-        self._close()
+        self.on_train_end(args, state, control)
         if statistics is None:
             return
         lines = statistics.lines()
-        _append(Path(args.output_dir) / FILE, state.global_step, lines)
-        largest = {
-            f"{LARGEST}/{name}": max(logit for logit in line["largest"] if logit is not None)
+        path = Path(args.output_dir) / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": state.global_step, "layers": lines}) + "\n")
+        logits = {
+            f"{LARGEST}/{name}": [x for x in line.get("largest", ()) if x is not None]
             for name, line in lines.items()
-            if any(logit is not None for logit in line.get("largest", ()))
         }
+        largest = {name: max(values) for name, values in logits.items() if values}
         if self.trainer is not None:
             self.trainer.log(largest)
         else:
@@ -86,15 +87,5 @@ class AttentionCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Stop observing."""
-        self._close()
-
-    def _close(self) -> None:
-        stack, self._open, self._statistics = self._open, None, None
-        if stack is not None:
-            stack.close()
-
-
-def _append(path: Path, step: int, lines: dict[str, dict[str, list[float | None]]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "layers": lines}) + "\n")
+        self._statistics = None
+        self._open.close()

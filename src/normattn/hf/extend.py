@@ -1,9 +1,9 @@
 """`extend`: a transformers model reads past its training length, until the handle is removed.
 
 Nothing global is patched. A frequency method changes the buffers of the rotary modules. A method
-that changes attention gives the modules above its layers a private copy of their configuration that
-names our attention, and lets the layers hand it queries and keys that are not rotated. So neither
-the configuration nor any other model built from it learns of it. Layers that attend within a window
+that changes attention gives the modules above its layers a view of their configuration that names
+our attention, and lets the layers hand it queries and keys that are not rotated. So neither the
+configuration nor any other model built from it learns of it. Layers that attend within a window
 keep all that they have.
 """
 
@@ -11,36 +11,39 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.adapters import refuse_lost_method, save_with_adapter
-from normattn.hf.attention_fn import ATTRIBUTE, ExtendedLayer, ForwardMemory, attention_function
-from normattn.hf.checks import verify_extension
+from normattn.hf.attention_fn import (
+    ATTRIBUTE,
+    ExtendedLayer,
+    ForwardMemory,
+    MethodTables,
+    attention_function,
+)
+from normattn.hf.checks import check_extension
 from normattn.hf.masks import mask_function
-from normattn.hf.model_parts import ModelParts, model_parts
-from normattn.hf.native import FIELD, TRAINED, native, put_fields, trained
-from normattn.hf.plan import HANDLE, INDICES, Plan, plan, resolved_values
-from normattn.hf.private_configs import PrivateConfigs
-from normattn.hf.probe import rotary_buffers
-from normattn.hf.recorder import same_attention
+from normattn.hf.model_parts import model_parts
+from normattn.hf.native import save_with_method
+from normattn.hf.plan import HANDLE, Plan, plan, replaces_attention, rotates_inside
+from normattn.hf.probe import INTERNAL, attention_named, recorded_as, rotary_buffers
 from normattn.hf.rope_detection import Layer
 from normattn.hf.rope_override import (
-    KeepMask,
-    LayerTables,
-    OwnTables,
-    frequencies_of,
+    LayerHook,
     override_buffers,
+    own_tables,
     refuse_images,
+    spectrum_of,
 )
 from normattn.hf.rotated_key_cache import RotatedKeyCache
-from normattn.hf.rotation_tables import HeadRotation, MethodTables
-from normattn.score import ScoreSpec
+
+_NUMBERS = itertools.count()
+_CONTINUOUS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
 
 def extend(
@@ -68,29 +71,23 @@ def extend(
     """
     planned = plan(model, method, train_length, **parameters)
     try:
-        return _verified(planned, by_hooks=False)
+        return _checked(planned, by_hooks=False)
     except InputError:
         # Some families make their tables of more than the frequencies that their modules hold.
-        if not _has_positions(planned):
+        told = all(x.probed.has_ids for x in planned.served if x.rotation is not None)
+        if not told and not rotates_inside(planned.spec):
             raise
-    return _verified(planned, by_hooks=True)
+    return _checked(planned, by_hooks=True)
 
 
-def _verified(planned: Plan, by_hooks: bool) -> Extension:
+def _checked(planned: Plan, by_hooks: bool) -> Extension:
     extension = Extension(planned, by_hooks)
     try:
-        verify_extension(planned.parts, planned.layers, planned.spec, planned.probed)
+        check_extension(planned)
     except BaseException:
         extension.remove()
         raise
     return extension
-
-
-def _has_positions(planned: Plan) -> bool:
-    """Whether every layer can be given tables of its own: it is told where its tokens stand."""
-    inside = planned.spec.remapping is not None or planned.spec.blockwise
-    turned = [layer for layer in planned.layers if layer.rotation is not None]
-    return inside or all(layer.probed.has_ids for layer in turned)
 
 
 def extension_of(model: Any) -> Extension | None:
@@ -108,11 +105,11 @@ class Extension:
     """
 
     def __init__(self, planned: Plan, by_hooks: bool = False) -> None:
-        self.spec = planned.spec
-        self.resolved = resolved_values(planned.spec, planned.source, planned.layers)
+        self.spec, self.resolved = planned.spec, planned.resolved
         self._undo: list[Callable[[], object]] = []
         self._memory = ForwardMemory()
-        self._configs = PrivateConfigs()
+        self._views: dict[int, Any] = {}
+        self._attention: str | None = None
         try:
             self._switch_on(planned, by_hooks)
         except BaseException:
@@ -147,62 +144,64 @@ class Extension:
         )
 
     def _switch_on(self, planned: Plan, by_hooks: bool) -> None:
-        parts, layers, spec = planned.parts, planned.layers, planned.spec
-        inside = spec.remapping is not None or spec.blockwise
-        served = [layer for layer in layers if layer.sliding is None]
-        choosing = [layer for layer in served if _chooses(layer)]
-        name = None
-        if inside or spec.logn is not None:
-            name = _register_attention(_attention_of(parts), bool(choosing))
-            self._serve_by_our_attention(served, spec, inside)
-            for start in _CONTINUOUS:
-                self._set(parts.model, start, _refuse_continuous_batching)
-        but = served if by_hooks else choosing if inside else []
-        undo, hooked = override_buffers(layers, spec, but)
+        parts, spec, served = planned.parts, planned.spec, planned.served
+        inside, ours = rotates_inside(spec), replaces_attention(spec)
+        selecting = [layer for layer in served if layer.selects]
+        own = str(parts.config._attn_implementation or "eager")
+        self._undo.append(
+            save_with_method(parts, planned.layers, spec, parts.model.__dict__["config"])
+        )
+        if ours:
+            self._attention = _register_attention(own, bool(selecting))
+            self._serve(served)
+            self._refuse_unserved(planned)
+        but = served if by_hooks else selecting if inside else []
+        undo, hooked = override_buffers(planned.layers, spec, but)
         self._undo += undo
         hooked += [layer for layer in but if layer.rotation is not None]
-        self._hook_layers(hooked, choosing if name is not None else [])
+        self._hook_layers(hooked, selecting if ours else [])
         if hooked:
-            name = self._own_name(name or _attention_of(parts))
-        self._rename(parts, layers, name)
-        ours = inside or spec.logn is not None
-        if ours and any(hasattr(part, "mrope_section") for part in _modules(parts)):
-            for module in _modules(parts):
-                if rotary_buffers(module):
-                    self._hook(module.register_forward_pre_hook(refuse_images, with_kwargs=True))
-        if parts.adapted is None:
-            self._hook(refuse_lost_method(parts.model, spec.method_text))
-        else:
-            self._undo.append(save_with_adapter(parts.adapted, _record(spec)))
+            self._attention = self._own_name(self._attention or own)
+        if self._attention is not None:
+            self._rename(planned, self._attention)
         self._hook(parts.decoder.register_forward_pre_hook(self._begin_forward))
         self._hook(parts.decoder.register_forward_hook(self._memory.clear, always_call=True))
         self._set(parts.decoder, HANDLE, self)
 
-    def _serve_by_our_attention(self, served: list[Layer], spec: ScoreSpec, inside: bool) -> None:
-        """Tell each layer's module how our attention serves it."""
+    def _serve(self, served: list[Layer]) -> None:
+        """Tell each layer's module how our attention serves it; layers that are alike share."""
         made: list[MethodTables] = []
         for layer in served:
-            rotation = layer.rotation if inside else None
-            tables = None if rotation is None else _shared(made, spec, rotation)
-            kept = None if tables is None else RotatedKeyCache()
-            self._set(layer.module, ATTRIBUTE, ExtendedLayer(spec, tables, self._memory, kept))
-            if kept is not None:
+            tables, kept = None, None
+            if layer.rotation is not None and rotates_inside(self.spec):
+                alike = [one for one in made if one.rotation.alike(layer.rotation)]
+                tables = alike[0] if alike else MethodTables(self.spec, layer.rotation)
+                made += [] if alike else [tables]
+                kept = RotatedKeyCache()
                 self._hook(layer.module.register_forward_pre_hook(kept, with_kwargs=True))
+            how = ExtendedLayer(self.spec, tables, self._memory, kept)
+            self._set(layer.module, ATTRIBUTE, how)
 
-    def _hook_layers(self, hooked: list[Layer], choosing: list[Layer]) -> None:
-        """Give layers tables of their own by hooks, and keep what those that choose keys need."""
-        parts = {part for layer in choosing for part in layer.module.modules()}
-        for part in parts - {layer.module for layer in choosing}:
-            hook = OwnTables(self._memory)
-            self._hook(part.register_forward_pre_hook(hook, with_kwargs=True))
-        for layer in choosing:
-            keep = KeepMask(self._memory)
-            self._hook(layer.module.register_forward_pre_hook(keep, with_kwargs=True))
-        for layer in hooked:
-            other = frequencies_of(layer, self.spec)
-            if other is not None:
-                tables = LayerTables(layer, other, self._memory)
-                self._hook(layer.module.register_forward_pre_hook(tables, with_kwargs=True))
+    def _refuse_unserved(self, planned: Plan) -> None:
+        """Refuse, when they come, pages of keys and the places of images."""
+        for start in _CONTINUOUS:
+            self._set(planned.parts.model, start, _refuse_continuous_batching)
+        modules = list(planned.parts.decoder.modules())
+        if any(hasattr(part, "mrope_section") for part in modules):
+            for module in filter(rotary_buffers, modules):
+                self._hook(module.register_forward_pre_hook(refuse_images, with_kwargs=True))
+
+    def _hook_layers(self, hooked: list[Layer], selecting: list[Layer]) -> None:
+        """Give layers tables of their own by hooks, and keep what those that select keys need."""
+        for layer in dict.fromkeys([*hooked, *selecting]):
+            spectrum = spectrum_of(layer, self.spec) if layer in hooked else None
+            hook = LayerHook(layer, spectrum, self._memory, layer in selecting)
+            self._hook(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
+        for layer in selecting:
+            for part in layer.module.modules():
+                if part is not layer.module:
+                    keep = own_tables(self._memory)
+                    self._hook(part.register_forward_pre_hook(keep, with_kwargs=True))
 
     def _own_name(self, attention: str) -> str:
         """A name of this extension alone for an attention, so that compiled code is made again.
@@ -215,53 +214,37 @@ class Extension:
 
         name = f"{attention}_{next(_NUMBERS)}"
         name = name if name.startswith("normattn_") else f"normattn_as_{name}"
-        AttentionInterface.register(name, same_attention(attention))
+        AttentionInterface.register(name, partial(_attend_as, attention))
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[attention])
         self._undo.append(lambda: ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name))
         self._undo.append(lambda: ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(name))
         return name
 
+    def _rename(self, planned: Plan, name: str) -> None:
+        """Give every module but the layers within a window a configuration that names `name`."""
+        parts = planned.parts
+        kept = {layer.module for layer in planned.layers if layer.sliding is not None}
+        way = {parts.model, *parts.decoder.modules()} - kept
+        way |= {module for module in parts.model.modules() if parts.decoder in module.modules()}
+        for module in parts.model.modules():
+            own = module.__dict__.get("config")
+            if module in way and hasattr(own, INTERNAL):
+                if id(own) not in self._views:
+                    self._views[id(own)] = _view(own, name, self._views)
+                self._set(module, "config", self._views[id(own)])
+
     def _begin_forward(self, *_: object) -> None:
         """Forget the forward before; raise `InputError` where another attention has been set."""
         self._memory.clear()
-        if self._attention is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
-        for now in self._configs.attentions() - {self._attention}:
-            raise InputError(
-                f"the attention implementation was changed to {now} while the model is extended: "
-                "remove() the extension first"
-            )
-
-    def _rename(self, parts: ModelParts, layers: tuple[Layer, ...], name: str | None) -> None:
-        """Private copies of the configurations on the way to the layers, naming our attention.
-
-        Without a name they keep theirs; the model's own tells of the method when it is saved.
-        """
-        self._attention = name
-        self._undo.append(self._configs.restore)
-        kept = {layer.module for layer in layers if layer.sliding is not None}
-        way = {parts.model, *parts.decoder.modules()} - kept
-        way |= {module for module in parts.model.modules() if parts.decoder in module.modules()}
-
-        def tell(config: Any) -> None:
-            self._tell(parts, layers, config)
-
-        for module in parts.model.modules():
-            if module in way and (name is not None or module is parts.model):
-                change = tell if module is parts.model else None
-                self._configs.replace(module, lambda own: name or own, change)
-
-    def _tell(self, parts: ModelParts, layers: tuple[Layer, ...], saved: Any) -> None:
-        """Write the method into the copy that `save_pretrained` saves.
-
-        In transformers' own words as well, where it has them; what they replace is kept beside.
-        """
-        record = _record(self.spec)
-        fields = native(parts, layers, self.spec)
-        if fields is not None:
-            record[TRAINED] = trained(parts.config)
-            put_fields(saved.get_text_config(), fields)
-        setattr(saved, FIELD, record)
+        for view in self._views.values():
+            now = recorded_as(str(view._attn_implementation))
+            if now != self._attention:
+                raise InputError(
+                    f"the attention implementation was changed to {now} while the model is "
+                    "extended: remove() the extension first"
+                )
 
     def _hook(self, handle: Any) -> None:
         self._undo.append(handle.remove)
@@ -280,11 +263,38 @@ class Extension:
         self._undo.append(back)
 
 
+def _view(config: Any, name: str, views: dict[int, Any]) -> Any:
+    """A configuration that shares every field with another, and names an attention of its own.
+
+    transformers builds all modules of a model on one configuration object, which a caller may share
+    between models: what is edited through the view is edited there, but the name is not.
+    """
+    kind, attention = type(config), [name]
+
+    class View(kind):  # type: ignore[misc, valid-type]
+        _attn_implementation_internal = property(
+            lambda self: attention[0], lambda self, value: attention.__setitem__(0, value)
+        )
+
+        def get_text_config(self, *given: Any, **more: Any) -> Any:
+            found = super().get_text_config(*given, **more)
+            return views.get(id(found), found)
+
+    View.__name__, View.__qualname__ = kind.__name__, kind.__qualname__
+    made = object.__new__(View)
+    object.__setattr__(made, "__dict__", config.__dict__)
+    return made
+
+
+def _attend_as(name: str, module: nn.Module, *given: Any, **more: Any) -> tuple[Tensor, Any]:
+    return attention_named(name, module)(module, *given, **more)
+
+
 @lru_cache
 def _register_attention(before: str, pairs: bool) -> str:
     """The name of our attention for a model whose own is `before`; registered once.
 
-    `pairs`: its layers get a mask of every pair, since they choose keys of their own. The name says
+    `pairs`: its layers get a mask of every pair, since they select keys of their own. The name says
     what was there before, since the layers that are left alone still want the masks of that; it
     holds no "flash", which transformers would read as flash attention.
     """
@@ -299,39 +309,8 @@ def _register_attention(before: str, pairs: bool) -> str:
     return name
 
 
-def _record(spec: ScoreSpec) -> dict[str, Any]:
-    """What a saved model tells of a method."""
-    return {"method": spec.method_text, "train_length": spec.train_length}
-
-
-def _modules(parts: ModelParts) -> list[nn.Module]:
-    return list(parts.decoder.modules())
-
-
-_NUMBERS = itertools.count()
-_CONTINUOUS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
-
-
 def _refuse_continuous_batching(*_: Any, **__: Any) -> Any:
     raise InputError(
         "continuous batching keeps keys in pages, which a method that changes attention cannot "
         "read: use generate(), or a method that changes frequencies alone (PI, ABF, NTK, YaRN)"
     )
-
-
-def _shared(made: list[MethodTables], spec: ScoreSpec, rotation: HeadRotation) -> MethodTables:
-    """One set of tables for all layers that rotate alike."""
-    alike = [tables for tables in made if tables.rotation.alike(rotation)]
-    if not alike:
-        alike = [MethodTables(spec, rotation)]
-        made += alike
-    return alike[0]
-
-
-def _attention_of(parts: ModelParts) -> str:
-    return str(parts.config._attn_implementation or "eager")
-
-
-def _chooses(layer: Layer) -> bool:
-    """Whether a layer chooses among the keys that it may see, by an indexer or by a mask."""
-    return INDICES in layer.unserved or not layer.masked

@@ -2,17 +2,80 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from normattn.errors import InputError
 from normattn.io import open_file, write_with
 
 _SAME = {"mistral": "llama", "mixtral": "llama"}
 """What the converter of llama.cpp writes as another architecture."""
-_FACTORS = ("rope_freqs.", "rope_factors_")
+_DIVISORS, _LONGROPE = "rope_freqs.", "rope_factors_"
 """How tensors begin that divide frequencies: those of Llama 3.1 and of LongRoPE."""
+_TENSOR_BYTES, _VALUE_BYTES = 24, 13
+"""The least that the description of a tensor and of a value take in a file."""
+
+
+class Gguf(NamedTuple):
+    """The values of a file by key, lists left out; its tensors by name; how many numbers it holds."""
+
+    values: dict[str, Any]
+    tensors: dict[str, Any]
+    numbers: int
+
+    @property
+    def architecture(self) -> str:
+        """What its keys begin with."""
+        return str(self.values.get("general.architecture"))
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The values by key, without the architecture."""
+        prefix = f"{self.architecture}."
+        return {name.removeprefix(prefix): value for name, value in self.values.items()}
+
+    @property
+    def divisors(self) -> Any:
+        """The numbers that divide the frequencies (`rope_freqs.weight`), or None.
+
+        Raises `InputError` for a file whose numbers are LongRoPE's, which differ with the length.
+        """
+        for name in self.tensors:
+            if name.startswith(_LONGROPE):
+                raise InputError(f"the file holds {name}: LongRoPE of a GGUF is not compared here")
+        held = (tensor for name, tensor in self.tensors.items() if name.startswith(_DIVISORS))
+        return next((tensor.data for tensor in held), None)
+
+
+def read_gguf(path: Path) -> Gguf:
+    """The head of a GGUF file, no weight. Raises `InputError` for a damaged one.
+
+    Its counts are compared with its size before they are believed.
+    """
+    from gguf import GGUFReader, GGUFValueType
+
+    with open_file(path) as file:
+        start = file.read(24)
+        size = file.seek(0, 2)
+    if start[:4] != b"GGUF" or len(start) < 24:
+        raise InputError(f"{path} is not a GGUF file, or cut within its header")
+    _, tensors, values = struct.unpack("<IQQ", start[4:])
+    if tensors * _TENSOR_BYTES + values * _VALUE_BYTES > size:
+        raise InputError(
+            f"{path} is damaged: its header counts {tensors:,} tensors and {values:,} values, more "
+            f"than its {size:,} bytes can hold"
+        )
+    try:
+        reader = GGUFReader(str(path))
+        fields = [x for x in reader.fields.values() if GGUFValueType.ARRAY not in x.types]
+        named = {str(tensor.name): tensor for tensor in reader.tensors}
+        numbers = sum(prod(int(n) for n in tensor.shape) for tensor in reader.tensors)
+        return Gguf({field.name: field.contents() for field in fields}, named, numbers)
+    except Exception as error:  # the reader fails as its arrays do, in many ways
+        raise InputError(f"{path} is cut or damaged: {type(error).__name__}: {error}") from error
 
 
 def architecture_of(model_type: str) -> str | None:
@@ -25,58 +88,22 @@ def architecture_of(model_type: str) -> str | None:
     return next((candidate for candidate in names if candidate in known), None)
 
 
-def read_divisors(path: Path) -> Any:
-    """The numbers that divide the frequencies (`rope_freqs.weight`), or None.
-
-    Raises `InputError` for a file whose numbers are LongRoPE's, which differ with the length.
-    """
-    from gguf import GGUFReader
-
-    for tensor in GGUFReader(str(path)).tensors:
-        if str(tensor.name).startswith("rope_factors_"):
-            raise InputError(f"{path} holds {tensor.name}: LongRoPE of a GGUF is not compared here")
-        if str(tensor.name).startswith("rope_freqs."):
-            return tensor.data
-    return None
-
-
-def read_values(path: Path) -> dict[str, Any]:
-    """The values of a GGUF file by key, lists left out. Raises `InputError` for a damaged file."""
-    return _read(path)[0]
-
-
-def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The values of a GGUF file, and the names of its tensors."""
-    from gguf import GGUFReader, GGUFValueType
-
-    with open_file(path):
-        pass
-    try:
-        reader = GGUFReader(str(path))
-        fields = reader.fields.values()
-        single = [field for field in fields if GGUFValueType.ARRAY not in field.types]
-        held = {field.name: field.contents() for field in single}
-        return held, tuple(str(tensor.name) for tensor in reader.tensors)
-    except Exception as error:  # the reader fails as its arrays do, in many ways
-        raise InputError(f"{path} is cut or damaged: {type(error).__name__}: {error}") from error
-
-
 def refuse_scaled(path: Path) -> None:
     """Raise `InputError` for a file whose frequencies are scaled, by its keys or by a tensor.
 
     transformers (5.23) reads neither, and would compute with plain frequencies.
     """
-    held, tensors = _read(path)
-    before = f"{held.get('general.architecture')}.rope."
-    factor = held.get(f"{before}scaling.factor") or held.get(f"{before}scale_linear") or 1.0
+    held = read_gguf(path)
+    keys = held.own
+    factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0
     # As llama.cpp reads a factor without a type.
-    kind = held.get(f"{before}scaling.type", "none" if factor == 1.0 else "linear")
+    kind = keys.get("rope.scaling.type", "none" if factor == 1.0 else "linear")
     if kind != "none":
         raise InputError(
             f"{path} says a {kind} scaling already, which transformers does not read: give the "
             "file as it was before, or the model as a folder"
         )
-    scaled = next((name for name in tensors if name.startswith(_FACTORS)), None)
+    scaled = next((name for name in held.tensors if name.startswith((_DIVISORS, _LONGROPE))), None)
     if scaled is not None:
         raise InputError(
             f"{path} holds {scaled}, which scales its frequencies and which transformers does not "
@@ -91,36 +118,26 @@ def write_gguf(source: Path, target: Path, changed: Mapping[str, tuple[str, Any]
     """
     import gguf
 
-    kinds = {
-        "u32": gguf.GGUFValueType.UINT32,
-        "f32": gguf.GGUFValueType.FLOAT32,
-        "str": gguf.GGUFValueType.STRING,
-    }
     reader = gguf.GGUFReader(str(source))
-    own = {gguf.Keys.General.ARCHITECTURE}
-    held = [
-        field
-        for field in reader.fields.values()
-        if field.name not in own and not field.name.startswith("GGUF.")
-    ]
+    array, kinds = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType
+    typed = {"u32": kinds.UINT32, "f32": kinds.FLOAT32, "str": kinds.STRING}
+    own = gguf.Keys.General.ARCHITECTURE
 
     def fill(temporary: Path) -> None:
-        architecture = reader.fields[gguf.Keys.General.ARCHITECTURE].contents()
+        architecture = reader.fields[own].contents()
         writer = gguf.GGUFWriter(temporary, architecture, endianess=reader.endianess)
         alignment = reader.fields.get(gguf.Keys.General.ALIGNMENT)
         if alignment is not None:
             writer.data_alignment = alignment.contents()
-        for field in held:
-            if field.name not in changed:
-                inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        for field in reader.fields.values():
+            if field.name not in changed and field.name != own and field.name[:5] != "GGUF.":
+                inner = field.types[-1] if field.types[0] == array else None
                 writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
         for name, (kind, value) in changed.items():
-            writer.add_key_value(name, value, kinds[kind])
+            writer.add_key_value(name, value, typed[kind])
         for tensor in reader.tensors:
-            data = tensor.data
-            writer.add_tensor_info(
-                tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type
-            )
+            data, size = tensor.data, tensor.data.nbytes
+            writer.add_tensor_info(tensor.name, data.shape, data.dtype, size, tensor.tensor_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()

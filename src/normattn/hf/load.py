@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version as _version
@@ -21,30 +20,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from normattn.errors import InputError, NormattnError
-from normattn.hf.gguf import refuse_scaled
+from normattn.hf.gguf import read_gguf, refuse_scaled
 from normattn.io import expanded, open_file, read_object
 from normattn.models.utils import on_meta
 
-_WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_TENSOR_BYTES, _VALUE_BYTES = 24, 13
-"""The least that the description of a tensor and of a value take in a GGUF file."""
+_WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
 _LAYER = re.compile(r"\.(\d+)\.")
-
-
-def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
-    """The tokeniser alone, of what `load_model` takes. Raises `InputError` as that does."""
-    source, gguf = _source(model, gguf)
-    with _explained(gguf or source):
-        from transformers import AutoTokenizer
-
-        tokeniser = AutoTokenizer.from_pretrained(source, **_options(source, gguf))
-    longest = tokeniser.model_max_length
-    if not isinstance(longest, int | float) or isinstance(longest, bool):
-        raise InputError(
-            f"the tokeniser of {gguf or source}: model_max_length must be a number, not {longest!r}"
-        )
-    return tokeniser
 
 
 def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> Any:
@@ -54,38 +36,43 @@ def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> An
     except ImportError:
         raise InputError("loading a model needs transformers: pip install normattn[hf]") from None
     auto: Any = transformers.AutoModelForCausalLM
-    source, gguf = _source(model, gguf)
-    given = {**_options(source, gguf), **options}
-    if gguf is not None:
-        given |= _unpacked()
-    else:
+    source, gguf = source_of(model, gguf)
+    given = {**options_of(source, gguf), **options}
+    if gguf is None:
         given["use_safetensors"] = True
+    else:
+        given |= _unpacked()
     refuse_sizes(source, gguf)
     if gguf is not None and not Path(source).is_dir():
         _refuse_scaled_there(source, gguf, options)
-    with _explained(gguf or source), _without_report():
-        made, info = auto.from_pretrained(source, output_loading_info=True, **given)
+    before = transformers.logging.get_verbosity()
+    # Its report of names in a file prints escapes in them too; `_refuse_differences` reports.
+    transformers.logging.set_verbosity(logging.ERROR)
+    try:
+        with explained(gguf or source):
+            made, info = auto.from_pretrained(source, output_loading_info=True, **given)
+    finally:
+        transformers.logging.set_verbosity(before)
     _refuse_differences(made, info, gguf or source)
     return made.eval()
 
 
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """Without the report that transformers prints of names in a file, escapes of theirs included.
+def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
+    """The tokeniser alone, of what `load_model` takes. Raises `InputError` as that does."""
+    source, gguf = source_of(model, gguf)
+    with explained(gguf or source):
+        from transformers import AutoTokenizer
 
-    `_refuse_differences` says what matters of it.
-    """
-    import transformers
-
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(before)
+        tokeniser = AutoTokenizer.from_pretrained(source, **options_of(source, gguf))
+    longest = tokeniser.model_max_length
+    if not isinstance(longest, int | float) or isinstance(longest, bool):
+        raise InputError(
+            f"the tokeniser of {gguf or source}: model_max_length must be a number, not {longest!r}"
+        )
+    return tokeniser
 
 
-def _source(model: str | Path, gguf: str | None) -> tuple[str, str | None]:
+def source_of(model: str | Path, gguf: str | None = None) -> tuple[str, str | None]:
     """The folder or name on the hub, and the GGUF file in it, if any."""
     path = expanded(model)
     if path.is_file():
@@ -97,7 +84,13 @@ def _source(model: str | Path, gguf: str | None) -> tuple[str, str | None]:
     elif path.exists() and not path.is_dir():
         raise InputError(f"{path} is neither a file nor a folder")
     if gguf is not None:
-        _refuse_gguf(path, gguf)
+        for package in ("gguf", "accelerate"):
+            if importlib.util.find_spec(package) is None:
+                raise InputError(
+                    f"a GGUF file needs the package {package}: pip install normattn[hf]"
+                )
+        if path.is_dir() and not (path / gguf).is_file():
+            raise InputError(f"there is no file {path / gguf}")
     elif path.is_dir() and not (path / "config.json").exists():
         held = ", ".join(sorted(file.name for file in path.glob("*.gguf"))) or "no GGUF file either"
         raise InputError(f"{path} holds no config.json of transformers, and {held}")
@@ -108,12 +101,10 @@ def _source(model: str | Path, gguf: str | None) -> tuple[str, str | None]:
     return (str(path) if path.is_dir() else str(model)), gguf
 
 
-def _options(source: str, gguf: str | None) -> dict[str, Any]:
+def options_of(source: str, gguf: str | None) -> dict[str, Any]:
     """No code of the model's own is run, nobody is asked, and a folder needs no network."""
-    options: dict[str, Any] = {
-        "trust_remote_code": False,
-        "local_files_only": Path(source).is_dir(),
-    }
+    local = Path(source).is_dir()
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     return options if gguf is None else {**options, "gguf_file": gguf}
 
 
@@ -130,7 +121,7 @@ def refuse_kind(file: Path) -> None:
 
 
 @contextmanager
-def _explained(subject: str) -> Iterator[None]:
+def explained(subject: str) -> Iterator[None]:
     """Whatever transformers raises, the user gets a sentence."""
     try:
         yield
@@ -156,23 +147,25 @@ def refuse_sizes(source: str, gguf: str | None, config: Any = None) -> None:
     folder = Path(source)
     if not folder.is_dir():
         return
-    _refuse_unreadable(folder)
-    if gguf is not None:
-        tensors, numbers, named = _held_by_gguf(folder / gguf)
-        refuse_scaled(folder / gguf)
+    for entry in sorted(folder.iterdir()):
+        if not entry.is_dir():
+            with open_file(entry):  # reading a pipe or a device would never end
+                pass
+    if gguf is None:
+        numbers = _numbers_in_safetensors(folder)
     else:
-        tensors, numbers = _held_by_safetensors(folder)
-        named = read_object(folder / "config.json")
-    for name, value in _layer_counts(named):
-        if value > max(tensors, 1):
-            raise InputError(
-                f"{folder / (gguf or 'config.json')}: {name} is {value:,}, but the weights are "
-                f"{tensors:,} tensors in all"
-            )
+        numbers = read_gguf(folder / gguf).numbers
+        refuse_scaled(folder / gguf)
     # On torch's meta device nothing takes memory, not even what a configuration checks itself by.
-    with _explained(gguf or source), on_meta():
+    with explained(gguf or source), on_meta():
         if config is None:
-            config = transformers.AutoConfig.from_pretrained(source, **_options(source, gguf))
+            config = transformers.AutoConfig.from_pretrained(source, **options_of(source, gguf))
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        if isinstance(layers, int) and layers > numbers:
+            raise InputError(
+                f"the files of {gguf or source} hold {numbers:,} numbers, but its configuration "
+                f"describes a model of {layers:,} layers"
+            )
         auto: Any = transformers.AutoModelForCausalLM
         shell = auto.from_config(config, trust_remote_code=False)
         shell.tie_weights()
@@ -184,26 +177,8 @@ def refuse_sizes(source: str, gguf: str | None, config: Any = None) -> None:
         )
 
 
-def _refuse_unreadable(folder: Path) -> None:
-    """Refuse a pipe or a device among what transformers would open: reading it never ends."""
-    for entry in sorted(folder.iterdir()):
-        if not entry.is_dir():
-            with open_file(entry):
-                pass
-
-
-def _layer_counts(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Every number of layers in a configuration, which may be nested, or in a GGUF header."""
-    for name, value in values.items():
-        counts = name.endswith(".block_count") or ("layer" in name and name != "max_window_layers")
-        if isinstance(value, Mapping):
-            yield from _layer_counts(value)
-        elif counts and type(value) is int:
-            yield name, value
-
-
-def _held_by_safetensors(folder: Path) -> tuple[int, int]:
-    """How many tensors the safetensors of a folder hold, and how many floating numbers."""
+def _numbers_in_safetensors(folder: Path) -> int:
+    """How many floating numbers the safetensors of a folder hold."""
     files, index = [folder / WEIGHTS], folder / INDEX
     if not files[0].exists() and index.exists():
         places = read_object(index).get("weight_map")
@@ -214,7 +189,7 @@ def _held_by_safetensors(folder: Path) -> tuple[int, int]:
             if not isinstance(name, str) or Path(name).name != name or "\\" in name:
                 raise InputError(f"{index} points outside its folder: {str(name)[:200]!r}")
         files = [folder / name for name in sorted(set(places.values()))]
-    tensors = numbers = 0
+    numbers = 0
     for file in files:
         if not file.is_file():
             raise InputError(
@@ -223,45 +198,12 @@ def _held_by_safetensors(folder: Path) -> tuple[int, int]:
             )
         try:
             with safe_open(str(file), framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  # not a dictionary
-                    part = opened.get_slice(name)
-                    tensors += 1
-                    floating = str(part.get_dtype()).startswith(("F", "BF"))
-                    numbers += prod(part.get_shape()) if floating else 0
+                parts = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118
+                floating = [x for x in parts if str(x.get_dtype()).startswith(("F", "BF"))]
+                numbers += sum(prod(part.get_shape()) for part in floating)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file} is no whole safetensors file: {error}") from error
-    return tensors, numbers
-
-
-def _held_by_gguf(path: Path) -> tuple[int, int, dict[str, Any]]:
-    """How many tensors and numbers a GGUF file holds, and how many blocks its header says.
-
-    Its counts are compared with its size before they are believed.
-    """
-    with open_file(path) as file:
-        start = file.read(24)
-        size = file.seek(0, 2)
-    if start[:4] != b"GGUF" or len(start) < 24:
-        raise InputError(f"{path} is not a GGUF file, or cut within its header")
-    _, tensors, values = struct.unpack("<IQQ", start[4:])
-    if tensors * _TENSOR_BYTES + values * _VALUE_BYTES > size:
-        raise InputError(
-            f"{path} is damaged: its header counts {tensors:,} tensors and {values:,} values, more "
-            f"than its {size:,} bytes can hold"
-        )
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(str(path))
-        shapes = [tuple(int(n) for n in tensor.shape) for tensor in reader.tensors]
-        named = {
-            name: field.contents()
-            for name, field in reader.fields.items()
-            if name.endswith(".block_count")
-        }
-    except Exception as error:  # the reader fails as its arrays do, in many ways
-        raise InputError(f"{path} is cut or damaged: {type(error).__name__}: {error}") from error
-    return len(shapes), sum(map(prod, shapes)), named
+    return numbers
 
 
 def _refuse_scaled_there(source: str, gguf: str, options: Mapping[str, Any]) -> None:
@@ -269,7 +211,7 @@ def _refuse_scaled_there(source: str, gguf: str, options: Mapping[str, Any]) -> 
     from transformers.utils import hub
 
     where = {name: options[name] for name in _WHERE if name in options}
-    with _explained(gguf):
+    with explained(gguf):
         file = hub.cached_file(source, gguf, **where)
     refuse_scaled(Path(str(file)))
 
@@ -282,20 +224,17 @@ def _refuse_differences(model: Any, info: Any, source: str) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and not bool(torch.isfinite(buffer).all()):
             raise InputError(f"the configuration in {source} gives rotary frequencies without end")
-    lacking = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
-    if lacking:
-        raise InputError(
-            f"the weights in {source} are not those of its configuration: {lacking[0]} is missing "
-            "or has another shape"
-        )
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lacking = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
+    spare = []
     for name in sorted(map(str, info["unexpected_keys"])):
         number = _LAYER.search(name)
         if number is not None and isinstance(layers, int) and int(number[1]) >= layers:
-            raise InputError(
-                f"the weights in {source} are not those of its configuration: they hold {name}, "
-                f"but num_hidden_layers is {layers}"
-            )
+            spare.append(name)
+    if lacking or spare:
+        why = f"{lacking[0]} is missing or has another shape" if lacking else None
+        why = why or f"they hold {spare[0]}, but num_hidden_layers is {layers}"
+        raise InputError(f"the weights in {source} are not those of its configuration: {why}")
 
 
 def _unpacked() -> dict[str, Any]:
@@ -307,12 +246,3 @@ def _unpacked() -> dict[str, Any]:
 
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
-
-
-def _refuse_gguf(folder: Path, name: str) -> None:
-    """Refuse what is missing, and a name that leads out of the folder."""
-    for package in ("gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise InputError(f"a GGUF file needs the package {package}: pip install normattn[hf]")
-    if folder.is_dir() and not (folder / name).is_file():
-        raise InputError(f"there is no file {folder / name}")

@@ -35,7 +35,10 @@ One row of a caller's own that is of this type cannot be told from them."""
 
 @dataclass(frozen=True)
 class Placing:
-    """Where the queries and the first `keys` keys stand, and who sees whom."""
+    """Where the queries and the first `keys` keys stand, and who sees whom.
+
+    `runs`, where there are any, are batches without padding that say the same.
+    """
 
     keys: int
     positions: Positions
@@ -45,10 +48,7 @@ class Placing:
 
 @dataclass(frozen=True)
 class Run:
-    """Rows of a batch whose real tokens lie side by side in the same columns: a batch of its own.
-
-    `inner` is how they are placed among themselves: simply counted.
-    """
+    """Rows of a batch whose real tokens lie side by side in the same columns."""
 
     batch: slice
     queries: slice
@@ -77,7 +77,10 @@ def compact_mask(
         )
     fixed = isinstance(q_offset, Tensor) and q_length == 1
     used = kv_length if fixed else int(q_offset) + q_length
-    real = None if attention_mask is None else _fitted(attention_mask, used)
+    real = None
+    if attention_mask is not None:  # what it does not name is hidden
+        missing = max(0, used - attention_mask.shape[-1])
+        real = torch.nn.functional.pad(attention_mask.bool(), (0, missing))[:, :used]
     if not fixed and (real is None or bool(real.all())):
         return torch.empty((1, 1, 0, used), dtype=_OURS, device=device)
     if real is None:
@@ -88,17 +91,10 @@ def compact_mask(
     return torch.cat((places, places[:, columns]), -1)[:, None, None].to(_OURS)
 
 
-def _fitted(mask: Tensor, keys: int) -> Tensor:
-    """The padding mask of `keys` keys: what it does not name is hidden."""
-    short = keys - mask.shape[-1]
-    mask = mask.bool()
-    return torch.nn.functional.pad(mask, (0, short)) if short > 0 else mask[:, :keys]
-
-
 def mask_function(over: Callable[..., Any], pairs: bool = False) -> Callable[..., Tensor | None]:
     """What is registered beside our attention; `over` makes the masks of layers left alone.
 
-    `pairs`: masks of every pair, for layers that choose among the keys themselves.
+    `pairs`: masks of every pair, for layers that select among the keys themselves.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -114,16 +110,16 @@ def mask_function(over: Callable[..., Any], pairs: bool = False) -> Callable[...
         **more: Any,
     ) -> Tensor | None:
         sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
+        whole = (mask_function, attention_mask)
+        mask: Tensor | None
         if local_size is not None:
-            mask: Tensor | None = over(
-                *sizes, mask_function, attention_mask, local_size=local_size, **more
-            )
-            return mask
-        if mask_function is causal_mask_function and not pairs:
-            return compact_mask(*sizes, attention_mask, more["device"])
-        more["allow_is_causal_skip"] = False
-        make_whole: Callable[..., Tensor | None] = sdpa_mask
-        return make_whole(*sizes, mask_function, attention_mask, **more)
+            mask = over(*sizes, *whole, local_size=local_size, **more)
+        elif mask_function is causal_mask_function and not pairs:
+            mask = compact_mask(*sizes, attention_mask, more["device"])
+        else:
+            every_pair: Callable[..., Tensor | None] = sdpa_mask
+            mask = every_pair(*sizes, *whole, **{**more, "allow_is_causal_skip": False})
+        return mask
 
     return make
 
@@ -139,35 +135,41 @@ def placing(
 ) -> Placing:
     """What a mask says. `counted`: whether the score depends on where each single key stands.
 
-    `before` is the mask before the layer chose among the keys, from which positions are counted.
+    `before` is the mask before the layer selected keys, from which positions are counted.
     """
     if mask is None or mask.dim() != 4:
         raise InputError(
             "an extended layer got no mask of its own: it cannot be called outside of its model"
         )
     if mask.dtype != _OURS or mask.shape[2] > 1:
-        _check_matrix(mask)
-        return _of_matrix(mask, queries, keys, position_ids, counted, before)
+        return _of_pairs(mask, queries, keys, position_ids, counted, before)
     if mask.shape[2] == 0:
-        used = mask.shape[3]
-        placement = _counted(queries, used, mask.device)
-        _check_ids(position_ids, placement.positions.query.expand(batch, -1))
-        return placement
+        placed = _regular(queries, mask.shape[3], mask.device)
+        _check_ids(position_ids, placed.positions.query.expand(batch, -1))
+        return placed
     places = mask[:, 0, 0].long().expand(batch, -1)
     used = places.shape[-1] - queries
     query, key = places[:, used:], places[:, :used]
     _check_ids(position_ids, query)
     runs = None if torch.compiler.is_compiling() else _runs(query, key)
-    # What a padded query reads is nobody's; it stands where a real one could.
-    query = query.clamp(min=0)
-    at = Positions(query, key, query + 1, True, False, ordered=False)
-    return Placing(used, at, AttentionMask(True, query, key, False, padding=key < 0), runs)
+    return _padded(query, key, runs=runs)
 
 
-def _counted(queries: int, keys: int, device: torch.device) -> Placing:
+def _regular(queries: int, keys: int, device: torch.device) -> Placing:
     """The queries are the last of keys that are simply counted."""
     at = regular_positions(queries, keys, device)
     return Placing(keys, at, AttentionMask(True, at.query, at.key, at.regular))
+
+
+def _padded(
+    query: Int[Tensor, "b t"], key: Int[Tensor, "b s"], mask: Tensor | None = None, runs: Any = None
+) -> Placing:
+    """Causal attention over keys at these places, −1 where one is hidden."""
+    # What a padded query reads is nobody's; it stands where a real one could.
+    query = query.clamp(min=0)
+    at = Positions(query, key, query + 1, True, False, ordered=False)
+    seen = AttentionMask(True, query, key, False, padding=key < 0, mask=mask)
+    return Placing(key.shape[-1], at, seen, runs)
 
 
 def _runs(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[Run, ...] | None:
@@ -181,68 +183,60 @@ def _runs(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[Run, ...]
     first, start = real.int().argmax(-1), (key >= 0).int().argmax(-1)
     rows = torch.arange(query.shape[1], device=query.device) - first[:, None]
     columns = torch.arange(key.shape[1], device=key.device) - start[:, None]
-    asks = (rows >= 0) & (rows < count[:, None])
-    holds = (columns >= 0) & (columns < last[:, None])
-    good = (asks == real) & (~asks | (query == rows + (last - count)[:, None]))
-    if not bool(good.all()) or not bool((~holds | (key == columns)).all()):
+    in_row = (rows >= 0) & (rows < count[:, None])
+    held = (columns >= 0) & (columns < last[:, None])
+    good = (in_row == real) & (~in_row | (query == rows + (last - count)[:, None]))
+    if not bool(good.all()) or not bool((~held | (key == columns)).all()):
         return None
     runs: list[Run] = []
     kinds = torch.stack((first, count, start, last), 1).tolist()
-    for row, (begin, many, left, keys) in enumerate(kinds):
-        if row and kinds[row - 1] == kinds[row]:
-            before = runs[-1]
-            runs[-1] = replace(before, batch=slice(before.batch.start, row + 1))
+    for row, kind in enumerate(kinds):
+        begin, many, left, keys = kind
+        if row and kinds[row - 1] == kind:
+            runs[-1] = replace(runs[-1], batch=slice(runs[-1].batch.start, row + 1))
             continue
-        inner = _counted(many, keys, query.device)
-        queries, held = slice(begin, begin + many), slice(left, left + keys)
-        runs.append(Run(slice(row, row + 1), queries, held, inner))
+        places = slice(begin, begin + many), slice(left, left + keys)
+        runs.append(Run(slice(row, row + 1), *places, _regular(many, keys, query.device)))
     return tuple(runs)
 
 
-def _check_matrix(mask: Tensor) -> None:
-    """Refuse whole numbers: they do not say whether they are added or which keys are seen."""
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise InputError(
-            f"a mask of every pair must be boolean (True = seen) or floating (added), but it is "
-            f"{mask.dtype} of {tuple(mask.shape)}"
-        )
-
-
-def _of_matrix(
+def _of_pairs(
     mask: Tensor,
     queries: int,
     keys: int,
     position_ids: Tensor | None,
     counted: bool,
-    before: Tensor | None = None,
+    before: Tensor | None,
 ) -> Placing:
     """A mask of every pair: positions are those that the caller gave the tokens.
 
     Those of cached keys are counted, where the mask is one of keys that are real or not.
     """
-    chosen = before is not None and before is not mask
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InputError(
+            f"a mask of every pair must be boolean (True = seen) or floating (added), but it is "
+            f"{mask.dtype} of {tuple(mask.shape)}"
+        )
+    selected = before is not None and before is not mask
     places = None
-    if chosen or (counted and queries != keys):
+    if selected or (counted and queries != keys):
         places = _places(mask if before is None else before[..., :keys], queries)
     if places is not None:
-        key, query = places
-        at = Positions(query, key, query + 1, True, False, ordered=False)
-        own = mask[..., :keys] if chosen else None
-        return Placing(keys, at, AttentionMask(True, query, key, False, padding=key < 0, mask=own))
+        return _padded(*places, mask[..., :keys] if selected else None)
     if position_ids is None or (counted and queries != keys):
         raise InputError(
             "a mask of every pair does not say where cached keys stand: give a padding mask "
             "(batch, tokens), or read without a cache"
         )
-    at = Positions(position_ids, position_ids, position_ids + 1, True, False, ordered=False)
+    at_keys = position_ids
     if queries != keys:
-        blank = torch.zeros(1, keys, dtype=torch.int64, device=mask.device)
-        at = Positions(position_ids, blank, position_ids + 1, True, False, ordered=False)
+        at_keys = torch.zeros(1, keys, dtype=torch.int64, device=mask.device)
+    at = Positions(position_ids, at_keys, position_ids + 1, True, False, ordered=False)
     return Placing(keys, at, AttentionMask(False, at.query, at.key, False, mask=mask))
 
 
 def _places(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None:
-    """Where keys and queries stand by a mask of every pair (B, 1, T, S); None if it does not say.
+    """Where queries and keys stand by a mask of every pair (B, 1, T, S); None if it does not say.
 
     It says where each query sees the first of those keys that the last one sees, itself included;
     queries of padding on the left see none.
@@ -256,10 +250,8 @@ def _places(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None:
     expected = (key[:, None] >= 0) & (key[:, None] <= query[..., None])
     last = torch.arange(1 - queries, 1, device=mask.device)
     counted = (query[:, -1:] + last).clamp(min=-1)
-    if not bool((rows == expected).all()) or not bool((query == counted).all()):
-        return None
-    # What a padded query reads is nobody's; it stands where a real one could.
-    return (key, query.clamp(min=0)) if bool((query[:, -1] >= 0).all()) else None
+    good = (rows == expected).all() & (query == counted).all() & (query[:, -1] >= 0).all()
+    return (query, key) if bool(good) else None
 
 
 def _check_ids(position_ids: Tensor | None, places: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,24 @@ from typing import Any
 from torch import nn
 
 from normattn.errors import InputError
-from normattn.hf.config_values import refuse_odd_values
 
-_MOVING = {
+ROPE_NAMES = {"rope_type", "type"}
+ROPE_NUMBERS = {
+    *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor"),
+    *("low_freq_factor", "high_freq_factor", "alpha"),
+}
+_NUMBERS = ROPE_NUMBERS | {
+    *("rotary_emb_base", "rope_local_base_freq", "rotary_pct", "max_position_embeddings"),
+    *("head_dim", "sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping"),
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "qk_rope_head_dim"),
+}
+_LISTS = {"short_factor": (int, float), "long_factor": (int, float), "mrope_section": (int,)}
+_ROPES = ("rope_parameters", "rope_scaling")
+_DYNAMIC = {
     "dynamic": "set its rope_type to 'default' and take DynamicNTK",
-    "longrope": "its frequencies change with the length of what is read, and a cache then holds "
-    "keys of both kinds",
+    "longrope": "its frequencies change with the length of the text, and a cache then holds keys "
+    "of both kinds",
 }
 
 
@@ -42,26 +55,30 @@ class ModelParts:
     @property
     def ropes(self) -> tuple[Mapping[str, Any], ...]:
         """Every set of rope parameters in the configuration."""
-        return tuple(_nested(getattr(self.config, "rope_parameters", None)))
+        return tuple(innermost(getattr(self.config, "rope_parameters", None)))
+
+    def layer_type(self, layer: nn.Module) -> str | None:
+        """The type of a layer, where the configuration tells layers apart."""
+        types = getattr(self.config, "layer_types", None)
+        index = getattr(layer, "layer_idx", None)
+        known = types and isinstance(index, int) and index < len(types)
+        return str(types[index]) if known else None
 
     def rope(self, layer: nn.Module) -> Mapping[str, Any]:
         """The rope parameters of a layer; none where the configuration does not say."""
         given = getattr(self.config, "rope_parameters", None) or {}
-        types = getattr(self.config, "layer_types", None)
-        index = getattr(layer, "layer_idx", None)
-        if types and isinstance(index, int) and index < len(types):
-            own = given.get(types[index])
-            if isinstance(own, Mapping):
-                return own
+        own = given.get(self.layer_type(layer))
+        if isinstance(own, Mapping):
+            return own
         return {} if any(isinstance(value, Mapping) for value in given.values()) else given
 
 
-def _nested(given: Any) -> Iterator[Mapping[str, Any]]:
+def innermost(given: Any) -> Iterator[Mapping[str, Any]]:
     """The innermost mappings: rope parameters may stand under the types of layers."""
     if isinstance(given, Mapping):
         inner = [value for value in given.values() if isinstance(value, Mapping)]
         for mapping in inner:
-            yield from _nested(mapping)
+            yield from innermost(mapping)
         if not inner and given:
             yield given
 
@@ -79,11 +96,9 @@ def model_parts(model: Any) -> ModelParts:
     adapted = None
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         adapted, model = model, model.get_base_model()
-    if not isinstance(model, PreTrainedModel):
-        raise InputError(
-            f"extend() takes a model of transformers, but this is a {type(model).__name__}"
-        )
     name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise InputError(f"extend() takes a model of transformers, but this is a {name}")
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"{name} is an encoder-decoder: only causal language models are extended")
     whole: Any = model
@@ -95,18 +110,16 @@ def model_parts(model: Any) -> ModelParts:
     return ModelParts(model, config, decoder, adapted)
 
 
-def moving(parts: ModelParts) -> list[str]:
-    """The kinds of the model's own frequencies that change with the length of what is read."""
-    return [kind for kind in _MOVING if any(rope.get("rope_type") == kind for rope in parts.ropes)]
+def length_dependent(parts: ModelParts) -> list[str]:
+    """The kinds of the model's own frequencies that change with the length of the text."""
+    return [kind for kind in _DYNAMIC if any(rope.get("rope_type") == kind for rope in parts.ropes)]
 
 
-def refuse_moving(parts: ModelParts, layers: list[nn.Module]) -> None:
-    """Raise `InputError` for layers whose own frequencies change with what is read."""
-    for kind in [parts.rope(layer).get("rope_type") for layer in layers]:
-        if kind in _MOVING:
-            raise InputError(
-                f"{parts.name} has a {kind} rotary spectrum of its own: {_MOVING[kind]}"
-            )
+def refuse_length_dependent(parts: ModelParts, layer: nn.Module) -> None:
+    """Raise `InputError` for a layer whose own frequencies change with the length of the text."""
+    kind = parts.rope(layer).get("rope_type")
+    if kind in _DYNAMIC:
+        raise InputError(f"{parts.name} has a {kind} rotary spectrum of its own: {_DYNAMIC[kind]}")
 
 
 def known_length(parts: ModelParts) -> tuple[int, str]:
@@ -129,3 +142,45 @@ def known_length(parts: ModelParts) -> tuple[int, str]:
             "train_length=…"
         )
     return longest, "max_position_embeddings"
+
+
+def refuse_odd_values(fields: Mapping[str, Any], where: str) -> None:
+    """Raise `InputError` for a value of positions of another type than transformers computes with.
+
+    Numbers must be finite, names text, and lists hold finite numbers; None is always allowed.
+    transformers checks few of these, and would fail later in whatever computes with them first.
+    """
+    for name, value in fields.items():
+        if value is None:
+            continue
+        if name in _NUMBERS and not _is_number(value):
+            raise InputError(f"{where}: {name} must be a finite number, not {value!r}")
+        if name == "layer_types" and not _is_list(value, (str,)):
+            raise InputError(f"{where}: layer_types must be a list of names, not {value!r}")
+        if name in _ROPES:
+            if not isinstance(value, Mapping):
+                raise InputError(f"{where}: {name} must be an object, not {value!r}")
+            refuse_odd_rope(value, f"{where}: {name}")
+
+
+def refuse_odd_rope(rope: Mapping[str, Any], where: str) -> None:
+    """The same for rope parameters, which may stand under the types of layers."""
+    refuse_odd_values({name: rope[name] for name in ROPE_NUMBERS & rope.keys()}, where)
+    for name, value in rope.items():
+        if name in ROPE_NAMES and not isinstance(value, str | None):
+            raise InputError(f"{where}: {name} must be a name such as 'yarn', not {value!r}")
+        if name in _LISTS and value is not None and not _is_list(value, _LISTS[name]):
+            raise InputError(f"{where}: {name} must be a list of finite numbers, not {value!r}")
+        if isinstance(value, Mapping):
+            refuse_odd_rope(value, f"{where}.{name}")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_list(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether the value is a list of these types, whose numbers are finite."""
+    return isinstance(value, list | tuple) and all(
+        type(item) in kinds and (type(item) is str or math.isfinite(item)) for item in value
+    )

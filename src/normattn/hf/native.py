@@ -1,4 +1,4 @@
-"""What a saved configuration tells of a method, also in transformers' own words.
+"""What a saved model says of a method: a record, and transformers' own words where it has them.
 
 Every engine that reads `rope_parameters` (transformers itself, vLLM, SGLang, the converter of
 llama.cpp) then applies it without normattn. The words are kept only where the model's own rotary
@@ -10,31 +10,33 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts
-from normattn.hf.rope_detection import Layer
-from normattn.hf.rotation_tables import HeadRotation, method_frequencies
+from normattn.hf.probe import rotary_buffers
+from normattn.hf.rope_detection import (
+    HeadRotation,
+    Layer,
+    method_frequencies,
+    method_gain,
+    read_tables,
+)
+from normattn.io import write_json
 from normattn.score import ScoreSpec
 from normattn.score.parts.rope_scaling import ABF, NTK, PI, YaRN
 
 _FIELDS = ("rope_parameters", "max_position_embeddings")
 FIELD, TRAINED = "normattn", "trained"
 """Where a saved configuration tells of its method, and there of the fields as they were."""
-
-
-def native(parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec) -> dict[str, Any] | None:
-    """The fields of the decoder's configuration that mean the method; None where none can."""
-    try:
-        return native_fields(parts, layers, spec)
-    except InputError:
-        return None
+ADAPTER_FILE = "normattn.json"
+"""The record beside an adapter of PEFT, whose folder holds no configuration of the model."""
 
 
 def native_fields(
@@ -42,18 +44,20 @@ def native_fields(
 ) -> dict[str, Any]:
     """The fields of the decoder's configuration that mean the method, for texts of `longest`.
 
-    Raises `InputError` as `said` and `words` do, and for families whose own rotary module makes
-    something else of the fields.
+    Raises `InputError` as `rope_with` and `words` do, and for families whose own rotary module
+    makes something else of the fields.
     """
-    turned = [layer for layer in layers if layer.rotation is not None]
-    more = words(spec, turned[0].rotation if turned else None)
+    rotated = [layer for layer in layers if layer.rotation is not None]
+    more = words(spec, rotated[0].rotation if rotated else None)
     assert spec.train_length is not None
     stretch = getattr(spec.rope_scaling, "stretch", 1.0)
     longer = int(spec.train_length * stretch) if longest is None else longest
-    rope = said(parts, layers, spec, more)
-    fields = {"rope_parameters": rope, "max_position_embeddings": longer}
-    alike = {(id(layer.tables), _kind(parts, layer)): layer for layer in turned}
-    if not all(_same(parts, layer, spec, fields) for layer in alike.values()):
+    fields = {
+        "rope_parameters": rope_with(parts, layers, spec, more),
+        "max_position_embeddings": longer,
+    }
+    kinds = {(id(x.tables), parts.layer_type(x.module)): x for x in rotated}
+    if not all(_is_meant(parts, layer, spec, fields) for layer in kinds.values()):
         raise InputError(
             f"the rotary module of {parts.name} makes something else of rope_parameters than "
             f"{spec.method} means"
@@ -61,7 +65,7 @@ def native_fields(
     return fields
 
 
-def said(
+def rope_with(
     parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec, more: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The model's rope parameters with `more` in those of its layers that see everything.
@@ -69,122 +73,102 @@ def said(
     Raises `InputError` where there are none, where they say a scaling already, and where layers
     within a window share them.
     """
-    turned = [layer for layer in layers if layer.rotation is not None]
+    rotated = [layer for layer in layers if layer.rotation is not None]
     given = getattr(parts.config, "rope_parameters", None)
-    if not turned or not isinstance(given, Mapping):
+    if not rotated or not isinstance(given, Mapping):
         raise InputError(f"{parts.name} keeps no rope_parameters that could say {spec.method}")
-    scaled = {layer.rotation.scaled for layer in turned if layer.rotation is not None} - {None}
-    if scaled:
+    scaled = next((x.rotation.scaled for x in rotated if x.rotation and x.rotation.scaled), None)
+    if scaled is not None:
         raise InputError(
-            f"{parts.name} has {scaled.pop()} frequencies already, and rope_parameters hold one "
+            f"{parts.name} has {scaled} frequencies already, and rope_parameters hold one "
             f"kind of scaling: they cannot say {spec.method} on top"
         )
-    own = [parts.rope(layer.module) for layer in turned]
-    within = [layer for layer in layers if layer.sliding is not None]
-    alone = given in own
-    if within and (alone or any(parts.rope(layer.module) in own for layer in within)):
+    own = [parts.rope(layer.module) for layer in rotated]
+    within = [parts.rope(layer.module) for layer in layers if layer.sliding is not None]
+    if within and (given in own or any(rope in own for rope in within)):
         raise InputError(
             f"the layers of {parts.name} within a window share their rope_parameters with those "
             f"that see everything: {spec.method} for the latter alone cannot be said there"
         )
-    if alone:
+    if given in own:
         return {**given, **more}
     return {name: {**rope, **more} if rope in own else rope for name, rope in given.items()}
 
 
-def words(spec: ScoreSpec, turning: HeadRotation | None) -> dict[str, Any]:
+def words(spec: ScoreSpec, rotation: HeadRotation | None) -> dict[str, Any]:
     """The rope parameters that say a method; `InputError` where transformers has none."""
-    spectrum = spec.rope_scaling
-    still = spec.remapping is None and not spec.blockwise
-    if still and spec.logn is None and turning is not None:
-        if isinstance(spectrum, PI):
-            return {"rope_type": "linear", "factor": spectrum.stretch}
-        if isinstance(spectrum, YaRN):
-            return _yarn(spectrum, spec.train_length)
-        if isinstance(spectrum, ABF):
-            return {"rope_theta": spectrum.base}
-        if isinstance(spectrum, NTK) and turning.base is not None:
-            size = 2 * turning.frequencies.numel()
-            return {"rope_theta": turning.base * spectrum.stretch ** (size / (size - 2))}
+    scaling = spec.rope_scaling
+    frequencies_alone = spec.remapping is None and not spec.blockwise and spec.logn is None
+    if frequencies_alone and rotation is not None:
+        if isinstance(scaling, PI):
+            return {"rope_type": "linear", "factor": scaling.stretch}
+        if isinstance(scaling, YaRN):
+            return _yarn(scaling, spec.train_length)
+        if isinstance(scaling, ABF):
+            return {"rope_theta": scaling.base}
+        if isinstance(scaling, NTK) and rotation.base is not None:
+            size = 2 * rotation.frequencies.numel()
+            return {"rope_theta": rotation.base * scaling.stretch ** (size / (size - 2))}
     raise InputError(
         f"transformers' rope_parameters have no words for {spec.method}: they say PI (linear), "
         "YaRN (yarn), NTK and ABF (rope_theta)"
     )
 
 
-def _yarn(spectrum: YaRN, train_length: int | None) -> dict[str, Any]:
+def _yarn(scaling: YaRN, train_length: int | None) -> dict[str, Any]:
     """`factor` and the length, and what differs from YaRN's usual values."""
     usual = {field.name: field.default for field in dataclasses.fields(YaRN)}
-    own = {
-        name: getattr(spectrum, name)
-        for name in ("beta_fast", "beta_slow", "truncate")
-        if getattr(spectrum, name) != usual[name]
-    }
-    if spectrum.sharpness != usual["sharpness"]:
-        own["attention_factor"] = spectrum.sharpness * math.log(spectrum.stretch) + 1
+    names = ("beta_fast", "beta_slow", "truncate")
+    own = {name: getattr(scaling, name) for name in names if getattr(scaling, name) != usual[name]}
+    if scaling.sharpness != usual["sharpness"]:
+        own["attention_factor"] = scaling.sharpness * math.log(scaling.stretch) + 1
     length = {"original_max_position_embeddings": train_length}
-    return {"rope_type": "yarn", "factor": spectrum.stretch, **length, **own}
+    return {"rope_type": "yarn", "factor": scaling.stretch, **length, **own}
 
 
-def trained(config: Any) -> dict[str, Any]:
-    """The fields as they are before `native` ones take their place."""
-    return {name: copy.deepcopy(getattr(config, name, None)) for name in _FIELDS}
+def _is_meant(parts: ModelParts, layer: Layer, spec: ScoreSpec, fields: Mapping[str, Any]) -> bool:
+    """Whether some rotary module of the model, made by these fields, makes what is meant."""
+    tables, rotation, given = layer.tables, layer.rotation, layer.probed.tables
+    assert tables is not None
+    assert rotation is not None
+    config = copy.deepcopy(parts.config)
+    _put_fields(config, fields)
+    first = given if isinstance(given, Tensor) else given[0]
+    ids = torch.arange(first.shape[1])[None]
+    rows = torch.zeros(1, ids.shape[1], 1, dtype=first.real.dtype)
+    theta = method_frequencies(spec, rotation).abs()
+    meant = theta, tables.amplitude * method_gain(spec)
+    for kind in {type(module) for module in parts.decoder.modules() if rotary_buffers(module)}:
+        for more in ((), (parts.layer_type(layer.module),)):
+            try:
+                made = read_tables(kind(config)(rows, ids, *more), [meant])
+            except Exception:  # another signature, or a type of layer that it does not know
+                continue
+            if made is not None and made.layout == tables.layout and made.amplitude == meant[1]:
+                return True
+    return False
 
 
-def put_fields(config: Any, fields: Mapping[str, Any]) -> None:
-    """Write these fields into a configuration."""
+def _put_fields(config: Any, fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         setattr(config, name, copy.deepcopy(value))
 
 
-def _same(parts: ModelParts, layer: Layer, spec: ScoreSpec, fields: Mapping[str, Any]) -> bool:
-    """Whether some rotary module of the model, made by these fields, makes what is meant."""
-    tables, turning, given = layer.tables, layer.rotation, layer.probed.tables
-    if tables is None or turning is None or spec.rope_scaling is None:
-        return False
-    config = copy.deepcopy(parts.config)
-    put_fields(config, fields)
-    ids = torch.arange(layer.probed.call.query.shape[2])[None]
-    gain = spec.rope_scaling.gain(spec.train_length) ** 0.5
-    theta = method_frequencies(spec, turning).abs()
-    like = given.cpu() if isinstance(given, Tensor) else tuple(table.cpu() for table in given)
-    meant = tables.make(ids, theta, tables.amplitude * gain, like)
-    kind = _kind(parts, layer)
-    return any(
-        _equal(made, meant)
-        for module in parts.decoder.modules()
-        if any(name.endswith("inv_freq") for name in module._buffers)
-        for made in _made(type(module), config, like, ids, kind)
-    )
+def record_method(config: Any, parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec) -> None:
+    """Write a method into a configuration that is about to be saved.
 
-
-def _kind(parts: ModelParts, layer: Layer) -> str | None:
-    """The type of a layer, where the configuration tells layers apart."""
-    types = getattr(parts.config, "layer_types", None)
-    index = getattr(layer.module, "layer_idx", None)
-    return types[index] if types and isinstance(index, int) else None
-
-
-def _made(rotary: Any, config: Any, like: Any, ids: Tensor, kind: str | None) -> list[Any]:
-    """What a rotary module of this class makes; nothing where it cannot be made or called so."""
-    first = like if isinstance(like, Tensor) else like[0]
-    rows = torch.zeros(1, ids.shape[1], 1, dtype=first.real.dtype)
-    made = []
-    for more in ((), (kind,)):
-        try:
-            made.append(rotary(config)(rows, ids, *more))
-        except Exception:  # another signature, or a kind that this family does not know
-            continue
-    return made
-
-
-def _equal(made: Any, meant: Any) -> bool:
-    ones = (made,) if isinstance(made, Tensor) else made
-    others = (meant,) if isinstance(meant, Tensor) else meant
-    return len(ones) == len(others) and all(
-        one.shape == other.shape and bool((one - other).abs().max() < 1e-4)
-        for one, other in zip(ones, others, strict=True)
-    )
+    In transformers' own words as well, where it has them; what they replace is kept beside.
+    """
+    record: dict[str, Any] = {"method": spec.method_text, "train_length": spec.train_length}
+    try:
+        fields = native_fields(parts, layers, spec)
+    except InputError:
+        fields = {}
+    text = config.get_text_config()
+    if fields:
+        record[TRAINED] = {name: copy.deepcopy(getattr(text, name, None)) for name in _FIELDS}
+    _put_fields(text, fields)
+    setattr(config, FIELD, record)
 
 
 def record_of(config: Any, path: str | Path) -> dict[str, Any] | None:
@@ -194,9 +178,9 @@ def record_of(config: Any, path: str | Path) -> dict[str, Any] | None:
     holds others. Raises `InputError` for a record that lacks something or has other types.
     """
     record = getattr(config, FIELD, None)
+    types = {"method": str, "train_length": int, TRAINED: dict}
     if record is None:
         return None
-    types = {"method": str, "train_length": int, TRAINED: dict}
     if (
         not isinstance(record, dict)
         or set(record) | {TRAINED} != set(types)
@@ -216,7 +200,7 @@ def take_record(config: Any, path: str | Path) -> dict[str, Any] | None:
     """
     record = record_of(config, path)
     if record is not None:
-        put_fields(config.get_text_config(), record.get(TRAINED, {}))
+        _put_fields(config.get_text_config(), record.get(TRAINED, {}))
         delattr(config, FIELD)
     return record
 
@@ -232,3 +216,58 @@ def refuse_applied(config: Any) -> None:
             f"this model was saved under {record['method']}, and transformers has applied that: "
             "load it by normattn.from_pretrained, and remove() the extension first"
         )
+
+
+def save_with_method(
+    parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec, own: Any
+) -> Callable[[], object]:
+    """Let `save_pretrained` write a method, a PEFT model's beside the adapter; what undoes it.
+
+    `own` is the model's configuration. Of an adapter that was put on an extended model PEFT would
+    save the weights alone: that raises `InputError`.
+    """
+    model, adapted = parts.model, parts.adapted
+    save = model.save_pretrained
+
+    def save_pretrained(*given: Any, **more: Any) -> Any:
+        before = model.__dict__["config"]
+        model.__dict__["config"] = copy.deepcopy(own)
+        record_method(model.config, parts, layers, spec)
+        try:
+            return save(*given, **more)
+        finally:
+            model.__dict__["config"] = before
+
+    model.__dict__["save_pretrained"] = save_pretrained
+    undo: list[Callable[[], object]] = [lambda: model.__dict__.pop("save_pretrained", None)]
+    if adapted is None:
+        hook = model.register_state_dict_pre_hook(_refuse_adapter_alone(spec))
+        undo.append(hook.remove)
+    else:
+        save_adapter = adapted.save_pretrained
+
+        def save_adapter_with_method(save_directory: Any, *given: Any, **more: Any) -> Any:
+            made = save_adapter(save_directory, *given, **more)
+            record = {"method": spec.method_text, "train_length": spec.train_length}
+            write_json(Path(save_directory) / ADAPTER_FILE, record)
+            return made
+
+        adapted.__dict__["save_pretrained"] = save_adapter_with_method
+        undo.append(lambda: adapted.__dict__.pop("save_pretrained", None))
+    return lambda: [each() for each in undo]
+
+
+def _refuse_adapter_alone(spec: ScoreSpec) -> Callable[..., None]:
+    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        tuners = sys.modules.get("peft.tuners.tuners_utils")
+        if tuners is not None and any(
+            isinstance(part, tuners.BaseTunerLayer) for part in module.modules()
+        ):
+            raise InputError(
+                f"the adapter of this model would be saved without the method {spec.method_text} "
+                "that it was trained under: extend the PEFT model itself, "
+                "normattn.extend(get_peft_model(...), ...), whose save_pretrained writes the "
+                "method, or remove() the extension first"
+            )
+
+    return hook

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.attention_fn import ATTRIBUTE, one_type
-from normattn.hf.recorder import AttentionFunction, hidden, recording
+from normattn.hf.probe import AttentionFunction, hidden, recording
 from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels.stats import Observation, Observer, announce, observer, observing
 from normattn.layers.prepare import regular_positions
@@ -40,7 +40,7 @@ class LayerStatistics:
     def __init__(self, names: Mapping[Any, str]) -> None:
         self._names = names
         self._name: str | None = None
-        self._padding: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._padding: Tensor | None = None
         self._rows: tuple[slice, Tensor | None] | None = None
         self._sums: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
         self._largest: dict[str, Tensor] = {}
@@ -54,9 +54,7 @@ class LayerStatistics:
         at: tuple[Tensor, Tensor],
     ) -> None:
         """A layer begins; those of other models are left alone."""
-        self._name, self._padding, self._rows = self._names.get(owner), padding, None
-        if self._name is None:
-            return
+        self._name, self._padding, self._rows = self._names.get(owner), padding[0], None
         for name, x, padded in (("q_norm", q, padding[0]), ("k_norm", k, padding[1])):
             norm = torch.linalg.vector_norm(x.detach().float(), dim=-1)
             real = torch.ones_like(norm, dtype=torch.bool)
@@ -65,7 +63,7 @@ class LayerStatistics:
             self._add(name, norm, real)
 
     def confine(self, rows: slice, own: Tensor | None) -> None:
-        """The next problem is that of some rows."""
+        """The next inputs are those of some rows."""
         self._rows = rows, own
 
     def functions(self, problem: AttentionInputs) -> Tensor | None:
@@ -73,16 +71,14 @@ class LayerStatistics:
         return None
 
     def see(self, problem: AttentionInputs, observation: Observation) -> None:
-        """Add the rows of a problem."""
-        if self._name is None:
-            return
+        """Add the rows of a kernel's inputs."""
         rows, own = self._rows or (slice(None), None)
         self._rows = None
         valid = (observation.visible > 0).expand(observation.entropy.shape)
         if own is not None:
             valid = valid & own.reshape(-1, 1, own.shape[-1])
-        if (padding := self._padding[0]) is not None:
-            valid = valid & ~padding[:, None, rows]
+        if self._padding is not None:
+            valid = valid & ~self._padding[:, None, rows]
         choices = observation.choices.expand(valid.shape)
         share = observation.entropy / choices.clamp(min=2).to(observation.entropy).log()
         self._add("entropy", observation.entropy, valid)
@@ -90,17 +86,19 @@ class LayerStatistics:
         self._add("first_mass", observation.first, valid)
         if observation.sink is not None:
             self._add("sink_mass", observation.sink, valid)
-        largest = observation.largest.masked_fill(~valid, -torch.inf).amax((0, 2))
-        before = self._largest.get(self._name)
-        self._largest[self._name] = largest if before is None else torch.maximum(before, largest)
+        if self._name is not None:
+            largest = observation.largest.masked_fill(~valid, -torch.inf).amax((0, 2))
+            before = self._largest.get(self._name, largest)
+            self._largest[self._name] = torch.maximum(before, largest)
 
     def _add(self, name: str, values: Float[Tensor, "b h t"], valid: Tensor) -> None:
-        assert self._name is not None
+        if self._name is None:
+            return
         kept = values.masked_fill(~valid, 0.0)
         new = kept.sum((0, 2), dtype=torch.float64), valid.sum((0, 2))
         sums = self._sums.setdefault(self._name, {})
-        before = sums.get(name)
-        sums[name] = new if before is None else (before[0] + new[0], before[1] + new[1])
+        before = sums.get(name, (0, 0))
+        sums[name] = before[0] + new[0], before[1] + new[1]
 
     def lines(self) -> dict[str, dict[str, list[float | None]]]:
         """The means of each layer by name and query head (norms of keys: key head).
@@ -117,6 +115,16 @@ class LayerStatistics:
                 for name, values in means.items()
             }
         return lines
+
+
+@contextmanager
+def observable(model: nn.Module) -> Iterator[None]:
+    """Let the layers of a model show their queries and keys while inside, if someone observes.
+
+    Configurations are put back afterwards, whatever happened; a compiled model runs uncompiled.
+    """
+    with recording(model, _attend, own=True):
+        yield
 
 
 @contextmanager
@@ -143,47 +151,30 @@ def paths(model: nn.Module) -> Mapping[nn.Module, tuple[str, ...]]:
     return {module: (path,) for path, module in model.named_modules()}
 
 
-@contextmanager
-def observable(model: nn.Module) -> Iterator[None]:
-    """Let the layers of a model show their queries and keys while inside, if someone observes.
-
-    Configurations are put back afterwards, whatever happened; a compiled model runs uncompiled.
-    """
-    with recording(model, _Shown(), computed_by="own"):
-        yield
-
-
-class _Shown:
-    """Shows the inputs of each attention layer to the observer that is set, if one is."""
-
-    def keep_mask(self, mask: Tensor, window: int) -> None:
-        """Masks come with the calls."""
-
-    def attend(
-        self,
-        own: AttentionFunction,
-        module: nn.Module,
-        query: Float[Tensor, "b h t d"],
-        key: Float[Tensor, "b g s d"],
-        value: Float[Tensor, "b g s e"],
-        attention_mask: Tensor | None = None,
-        **more: Any,
-    ) -> tuple[Tensor, Any]:
-        """The layer's own attention; beside it the same by our kernel, which is observed."""
-        ours: Tensor | None = None
-        if ATTRIBUTE in module.__dict__:  # an extended layer attends by our kernel anyway
-            at = regular_positions(query.shape[2], key.shape[2], query.device)
-            announce(module, query, key, None, None, at.query, at.key)
-        elif observer() is not None:
-            with torch.no_grad():
-                ours = _show(module, query, key, value, attention_mask, more)
-        out = own(module, query, key, value, attention_mask, **more)
-        if ours is not None and module not in _CONFIRMED and not more.get("dropout"):
-            _confirm(module, ours.transpose(1, 2), out[0].detach())
-        return out
+def _attend(
+    own: AttentionFunction,
+    module: nn.Module,
+    query: Float[Tensor, "b h t d"],
+    key: Float[Tensor, "b g s d"],
+    value: Float[Tensor, "b g s e"],
+    mask: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, Any]:
+    """The layer's own attention; beside it the same by our kernel, for the observer that is set."""
+    ours: Tensor | None = None
+    if ATTRIBUTE in module.__dict__:  # an extended layer attends by our kernel anyway
+        at = regular_positions(query.shape[2], key.shape[2], query.device)
+        announce(module, query, key, None, None, at.query, at.key)
+    elif observer() is not None:
+        with torch.no_grad():
+            ours = _observed(module, query, key, value, mask, more)
+    out = own(module, query, key, value, mask, **more)
+    if ours is not None and module not in _CONFIRMED and not more.get("dropout"):
+        _confirm(module, ours.transpose(1, 2), out[0].detach())
+    return out
 
 
-def _show(
+def _observed(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -198,8 +189,8 @@ def _show(
     own = padding if padding is not None and q.shape[2] == k.shape[2] else None
     announce(module, q, k, own, padding, seen.query, seen.key)
     cap, sink = given.get("softcap"), given.get("s_aux")
-    scaled = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     sink = None if sink is None else sink.detach()
+    scaled = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     output: Tensor = attend(one_type(AttentionInputs(scaled, k, v, seen, cap=cap, sink=sink)))
     return output
 
@@ -228,30 +219,23 @@ def _visibility(
 ) -> tuple[AttentionMask, Bool[Tensor, "b s"] | None]:
     """Who sees whom by a mask of transformers (None, of tokens, of pairs), and which keys pad."""
     queries = q.shape[2]
-    if mask is not None and mask.dim() == 4:
-        return _of_pairs(mask[..., :keys], queries, keys)
-    causal = given.get("is_causal")
-    causal = bool(getattr(module, "is_causal", True) if causal is None else causal) and queries > 1
-    padding = None if mask is None else ~mask[:, -keys:].bool()
-    if causal:
-        at = regular_positions(queries, keys, q.device)
-        regular = at.regular and padding is None
-        window = given.get("sliding_window")
-        return AttentionMask(True, at.query, at.key, regular, padding, window=window), padding
     where = torch.arange(keys, device=q.device)
-    return AttentionMask(False, where[keys - queries :], where, False, padding), padding
-
-
-def _of_pairs(
-    mask: Tensor, queries: int, keys: int
-) -> tuple[AttentionMask, Bool[Tensor, "b s"] | None]:
-    """A mask that the model made itself: keys that no query sees are padding."""
-    if mask.dtype != torch.bool:
-        hides = hidden(mask)
-        adds = bool((mask != 0)[~hides].any())
-        mask = torch.where(hides, -torch.inf, mask) if adds else ~hides
-    open_ = mask if mask.dtype == torch.bool else mask > -torch.inf
-    padding = ~open_.any(1).any(1)
-    where = torch.arange(keys, device=mask.device)
-    seen = AttentionMask(False, where[keys - queries :], where, False, mask=mask)
-    return seen, padding if bool(padding.any()) and queries == keys else None
+    if mask is not None and mask.dim() == 4:
+        mask = mask[..., :keys]
+        if mask.dtype != torch.bool:
+            hides = hidden(mask)
+            adds = bool((mask != 0)[~hides].any())
+            mask = torch.where(hides, -torch.inf, mask) if adds else ~hides
+        seen = mask if mask.dtype == torch.bool else mask > -torch.inf
+        padding = ~seen.any(1).any(1)  # keys that no query sees
+        known = bool(padding.any()) and queries == keys
+        every_pair = AttentionMask(False, where[keys - queries :], where, False, mask=mask)
+        return every_pair, padding if known else None
+    causal = given.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    padding = None if mask is None else ~mask[:, -keys:].bool()
+    if not causal or queries < 2:
+        return AttentionMask(False, where[keys - queries :], where, False, padding), padding
+    at = regular_positions(queries, keys, q.device)
+    regular, window = at.regular and padding is None, given.get("sliding_window")
+    return AttentionMask(True, at.query, at.key, regular, padding, window=window), padding

@@ -1,13 +1,20 @@
-"""Ask a model what its attention layers do: a few tokens, with an attention that is recorded.
+"""Record what reaches the attention of a model's layers, and probe each layer with other tables.
 
-The queries, keys and masks that reach the attention function tell what each layer does, whatever a
-family's file writes. Each layer is called by its own model, and then again with position embeddings
-that rotate nothing. What they do not confirm is refused, so that no family is served wrongly.
+The configurations of the model's modules name, while it runs, an attention that computes as their
+own does and shows each call to a recorder. So the queries, keys and masks that reach the attention
+function tell what a layer does, whatever a family's file writes.
+
+Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,11 +22,9 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts
-from normattn.hf.recorder import AttentionFunction, evaluating, recording
-from normattn.hf.rope_tables import find_tables, unrotated
 
 COUNT = 9
-"""How many tokens a model is asked with."""
+"""How many tokens a model is probed with."""
 KNOWN = frozenset(
     {
         *("dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache"),
@@ -30,6 +35,144 @@ KNOWN = frozenset(
 """What may reach an attention function beside q, k, v and the mask.
 
 What a model's caller adds (`num_items_in_batch` by the Trainer) passes through the layers too."""
+NAME = "position_embeddings"
+INTERNAL = "_attn_implementation_internal"
+OURS = "normattn"
+AttentionFunction = Callable[..., tuple[Tensor, Any]]
+Recorder = Callable[..., tuple[Tensor, Any]]
+"""Called in place of an attention function, with that function before its arguments."""
+MaskRecorder = Callable[[Tensor, int], None]
+"""Called with each mask that is made, and how many keys it lets a query see, 0 for all."""
+
+_RECORDER: ContextVar[tuple[Recorder, MaskRecorder | None] | None] = ContextVar(
+    "recorder", default=None
+)
+_RECORDED: dict[str, str] = {}
+"""The attention that each recorded one computes as."""
+
+
+@contextmanager
+def recording(
+    model: nn.Module, recorder: Recorder, masks: MaskRecorder | None = None, own: bool = False
+) -> Iterator[None]:
+    """Show every call of attention in `model` to `recorder` while inside.
+
+    Attention is that of each family's `eager_attention_forward`, and every layer gets its mask; an
+    extended layer, and with `own` every layer, computes as ever. A compiled model runs uncompiled.
+    """
+    given = [module.__dict__.get("config") for module in model.modules()]
+    known = [config for config in given if hasattr(config, INTERNAL)]
+    parts = {id(part): part for config in known for part in (config, config.get_text_config())}
+    before = [(config, getattr(config, INTERNAL)) for config in parts.values()]
+    token = _RECORDER.set((recorder, masks))
+    try:
+        for config, name in before:
+            setattr(config, INTERNAL, _register(str(name or "eager"), own))
+        with _uncompiled():
+            yield
+    finally:
+        for config, name in before:
+            setattr(config, INTERNAL, name)
+        _RECORDER.reset(token)
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+
+
+def recorded_as(name: str) -> str:
+    """The attention of that name, or the one that it records."""
+    return _RECORDED.get(name, name)
+
+
+@lru_cache
+def _register(name: str, own: bool) -> str:
+    """The name of an attention that is recorded and computes as another; registered once."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+    own = own or name.startswith(OURS)
+    attention = name if own else "eager"
+    masks = ALL_MASK_ATTENTION_FUNCTIONS.get(name, sdpa_mask) if own else _shown_mask
+    # A name with "flash" makes transformers choose flash attention's masks.
+    safe = name.replace("/", "_").replace("|", "_")
+    made = f"{OURS}_seen_{safe}" if own else f"{OURS}_eager_{safe.replace('flash', 'fl')}"
+    AttentionInterface.register(made, partial(_attend, attention, own))
+    AttentionMaskInterface.register(made, masks)
+    _RECORDED[made] = name
+    return made
+
+
+def _attend(
+    name: str, own: bool, module: nn.Module, *given: Any, **more: Any
+) -> tuple[Tensor, Any]:
+    function = attention_named(name, module)
+    if not own and more.get("indices") is not None:
+        function = partial(_attend_selected, function)
+    recorder = _RECORDER.get()
+    if recorder is None:  # activations that another thread computes once more
+        return function(module, *given, **more)
+    return recorder[0](function, module, *given, **more)
+
+
+def attention_named(name: str, module: nn.Module) -> AttentionFunction:
+    """The attention of that name; eager attention is that of the model's own file."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if name == "eager" and eager is None:
+        name = "sdpa"
+    function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    return function
+
+
+def _attend_selected(
+    attend: AttentionFunction, module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **more: Any
+) -> tuple[Tensor, Any]:
+    """Attention to the keys that an indexer has selected: plain kinds of attention know no other.
+
+    A layer hides the rest itself only where it sees the name of a plain attention.
+    """
+    return attend(module, q, k, v, hide_unselected(mask, more.pop("indices")), **more)
+
+
+def hide_unselected(mask: Tensor, indices: Tensor) -> Tensor:
+    """The mask of every pair (B, 1, T, S) that also hides keys not among `indices` (B, T, n)."""
+    selected = torch.zeros_like(mask[:, 0], dtype=torch.bool).scatter(-1, indices.long(), True)
+    if mask.dtype == torch.bool:
+        return mask & selected[:, None]
+    return mask.masked_fill(~selected[:, None], torch.finfo(mask.dtype).min)
+
+
+def hidden(mask: Tensor) -> Tensor:
+    """Where a mask, boolean or added to scores, hides a key."""
+    return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+
+
+def _shown_mask(*sizes: Any, **more: Any) -> Any:
+    """The mask of eager attention, never left out, shown to the recorder."""
+    from transformers.masking_utils import eager_mask
+
+    mask = eager_mask(*sizes, **{**more, "allow_is_causal_skip": False})
+    recorder = _RECORDER.get()
+    if isinstance(mask, Tensor) and recorder is not None and recorder[1] is not None:
+        recorder[1](mask, int(more.get("local_size") or 0))
+    return mask
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode and without gradients; as it was afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            for module, _ in modes:
+                module.training = False
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @dataclass
@@ -37,30 +180,41 @@ class AttentionCall:
     """One call of the attention function.
 
     Attributes:
-        module: the layer that called it.
-        query, key: as they arrived (B, H, T, D).
+        query, key: as they arrived (B, H, T, D) and (B, G, S, D).
         window: how far back its mask lets it see, 0 for all; None where transformers made no mask.
         more: the other arguments.
         output: what attention made (B, T, H, E).
     """
 
-    module: nn.Module
     query: Tensor
     key: Tensor
     window: int | None
     more: dict[str, Any]
     output: Tensor
 
+    @property
+    def sliding(self) -> int | None:
+        """The window outside of which the layer sees nothing, or None."""
+        given = self.more.get("sliding_window")
+        return int(given) if given is not None else self.window or None
+
 
 @dataclass
 class ProbedLayer:
-    """What was seen of one layer: as it is, and with embeddings that rotate nothing or double.
+    """What was seen of one layer: its calls as it is, and with other position embeddings.
 
-    `argument` is where its position embeddings stand among its arguments, None where it takes none;
-    `rotary` the module that made them, and the type of layer that it was asked for.
+    Attributes:
+        module: the layer.
+        calls: its calls in one forward.
+        argument: where its position embeddings stand among its arguments; None where it takes none.
+        tables: these embeddings.
+        has_ids: whether it is given the tokens' position_ids.
+        rotary: the module that made the embeddings, and the type of layer it made them for.
+        unrotated, doubled: its call with embeddings that rotate nothing, and that only double.
     """
 
-    call: AttentionCall
+    module: nn.Module
+    calls: list[AttentionCall]
     argument: str | int | None = None
     tables: Any = None
     has_ids: bool = False
@@ -68,24 +222,21 @@ class ProbedLayer:
     unrotated: AttentionCall | None = None
     doubled: AttentionCall | None = None
 
-
-@dataclass
-class Probed:
-    """What one forward showed: its layers in the order of their calls, and every output."""
-
-    layers: dict[nn.Module, ProbedLayer] = field(default_factory=dict)
-    outputs: dict[nn.Module, list[Tensor]] = field(default_factory=dict)
+    @property
+    def call(self) -> AttentionCall:
+        """Its first call."""
+        return self.calls[0]
 
 
 class _Probe:
     """Records a forward, and calls each layer again when it has run."""
 
     def __init__(self) -> None:
-        self._windows: dict[int, int] = {}
-        self._kept: list[Tensor] = []  # so that no other tensor takes their place in memory
-        self.calls: dict[nn.Module, list[AttentionCall]] = {}
         self.layers: dict[nn.Module, ProbedLayer] = {}
-        self._made: list[tuple[int, tuple[nn.Module, str]]] = []
+        self._done: set[nn.Module] = set()
+        self._windows: dict[int, int] = {}
+        self._made: dict[int, tuple[nn.Module, str]] = {}
+        self._kept: list[Tensor] = []  # so that no other tensor takes their place in memory
         self._again: list[AttentionCall] | None = None
 
     def keep_mask(self, mask: Tensor, window: int) -> None:
@@ -108,11 +259,11 @@ class _Probe:
         window = self._windows.get(attention_mask.data_ptr()) if seen else None
         if self._again is not None:
             out = value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-            self._again.append(AttentionCall(module, query, key, window, more, out))
+            self._again.append(AttentionCall(query, key, window, more, out))
             return out, None
         result = own(module, query, key, value, attention_mask, **more)
-        call = AttentionCall(module, query, key, window, more, result[0])
-        self.calls.setdefault(module, []).append(call)
+        layer = self.layers.setdefault(module, ProbedLayer(module, []))
+        layer.calls.append(AttentionCall(query, key, window, more, result[0]))
         return result
 
     def keep_tables(
@@ -122,7 +273,7 @@ class _Probe:
         first = made[0] if isinstance(made, tuple | list) and made else made
         kinds = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
         if isinstance(first, Tensor):
-            self._made.append((first.data_ptr(), (module, kinds[0] if kinds else "")))
+            self._made[first.data_ptr()] = module, kinds[0] if kinds else ""
             self._kept.append(first)
 
     def call_again(
@@ -132,9 +283,10 @@ class _Probe:
 
         And then as it was, so that what it hands to later layers is its own again.
         """
-        if module not in self.calls or module in self.layers or self._again is not None:
+        layer = self.layers.get(module)
+        if layer is None or module in self._done or self._again is not None:
             return
-        layer = self.layers[module] = ProbedLayer(self.calls[module][0])
+        self._done.add(module)
         argument = find_tables(args, kwargs)
         if argument is None:
             return
@@ -142,103 +294,107 @@ class _Probe:
         layer.argument, layer.tables = argument, given
         layer.has_ids = kwargs.get("position_ids") is not None
         first = given if isinstance(given, Tensor) else given[0]
-        layer.rotary = dict(self._made).get(first.data_ptr())
-        found = []
-        for size in (2.0, 1.0, None):
-            tables = given if size is None else unrotated(given, size)
+        layer.rotary = self._made.get(first.data_ptr())
+
+        def called_with(tables: Any) -> AttentionCall:
             other_args, other = with_argument(args, kwargs, argument, tables)
-            self._again = []
+            self._again = calls = []
             try:
                 module.forward(*other_args, **other)
-                found.append(self._again[0])
             finally:
                 self._again = None
-        layer.doubled, layer.unrotated, _ = found
+            return calls[0]
+
+        layer.doubled = called_with(unrotated(given, 2.0))
+        layer.unrotated = called_with(unrotated(given))
+        called_with(given)
 
 
-class _Replay:
-    """Gives every layer the output of an earlier forward, and keeps what it would have made."""
-
-    def __init__(self, outputs: dict[nn.Module, list[Tensor]]) -> None:
-        self.calls: dict[nn.Module, list[AttentionCall]] = {}
-        self._outputs = outputs
-
-    def keep_mask(self, mask: Tensor, window: int) -> None:
-        """Known from the probe."""
-
-    def attend(
-        self,
-        own: AttentionFunction,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any = None,
-        **more: Any,
-    ) -> tuple[Tensor, Any]:
-        """The layer's attention is computed and kept; what it made before is given back."""
-        out = own(module, query, key, value, attention_mask, **more)[0]
-        calls = self.calls.setdefault(module, [])
-        calls.append(AttentionCall(module, query, key, None, more, out))
-        before = self._outputs.get(module, [])
-        return (before[len(calls) - 1] if len(calls) <= len(before) else out), None
-
-
-def probe(parts: ModelParts) -> Probed:
+def probe(parts: ModelParts) -> dict[nn.Module, ProbedLayer]:
     """What each attention layer of the decoder is given and does, from one forward.
 
-    Raises `InputError` where the model cannot be asked.
+    The layers stand in the order of their calls. Raises `InputError` where the forward fails.
     """
     recorder = _Probe()
     hooks = []
     for module in parts.decoder.modules():
-        kind = recorder.keep_tables if rotary_buffers(module) else recorder.call_again
-        hooks.append(module.register_forward_hook(kind, with_kwargs=True))
+        hook = recorder.keep_tables if rotary_buffers(module) else recorder.call_again
+        hooks.append(module.register_forward_hook(hook, with_kwargs=True))
     try:
-        _forward(parts, recorder, use_cache=False)
+        _forward(parts, recorder.attend, recorder.keep_mask, use_cache=False)
     except InputError:
         raise
     except Exception as error:
         raise InputError(
-            f"{parts.name} cannot be asked what its layers do: its forward fails while its "
-            f"attention is recorded ({short(error)})"
+            f"{parts.name} cannot be probed: its forward fails while its attention is recorded "
+            f"({short(error)})"
         ) from error
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in hooks:
+            handle.remove()
     inside = set(parts.decoder.modules())
-    order = {module: recorder.layers[module] for module in recorder.calls if module in inside}
-    outputs = {module: [call.output for call in recorder.calls[module]] for module in order}
-    return Probed(order, outputs)
+    return {module: layer for module, layer in recorder.layers.items() if module in inside}
 
 
 def replay(
-    parts: ModelParts, probed: Probed, start: int | None = None
+    parts: ModelParts, probed: dict[nn.Module, ProbedLayer], start: int | None = None
 ) -> tuple[dict[nn.Module, list[AttentionCall]], Any]:
     """The calls of a forward in which every layer reads what it read in the probe, and its cache.
 
     Each layer's input is then the same as before, whatever the layers below have become. `start`
     is the position of the first token; None gives the model no position ids.
     """
-    recorder = _Replay(probed.outputs)
-    cache = _forward(parts, recorder, use_cache=start is None, start=start)
-    return recorder.calls, cache
+    calls: dict[nn.Module, list[AttentionCall]] = {}
+
+    def attend(
+        own: AttentionFunction, module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **more: Any
+    ) -> tuple[Tensor, Any]:
+        out = own(module, q, k, v, mask, **more)[0]
+        made = calls.setdefault(module, [])
+        made.append(AttentionCall(q, k, None, more, out))
+        before = probed[module].calls if module in probed else []
+        return (before[len(made) - 1].output if len(made) <= len(before) else out), None
+
+    cache = _forward(parts, attend, None, use_cache=start is None, start=start)
+    return calls, cache
 
 
 def _forward(
-    parts: ModelParts, recorder: _Probe | _Replay, use_cache: bool, start: int | None = None
+    parts: ModelParts,
+    recorder: Recorder,
+    masks: MaskRecorder | None,
+    use_cache: bool,
+    start: int | None = None,
 ) -> Any:
     ids, more = probe_tokens(parts), {}
     if start is not None:
         more["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-    with evaluating(parts.model), recording(parts.model, recorder):
+    with evaluating(parts.model), recording(parts.model, recorder, masks):
         made = parts.model(input_ids=ids, use_cache=use_cache, **more)
         return getattr(made, "past_key_values", None)
 
 
-def short(error: Exception) -> str:
-    """The kind of an error and the beginning of its text, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+def unrotated(like: Any, size: float = 1.0) -> Any:
+    """Position embeddings that rotate nothing and multiply by `size`, of the kind of `like`."""
+    if isinstance(like, Tensor):
+        return torch.full_like(like, size)
+    return torch.full_like(like[0], size), torch.zeros_like(like[1])
+
+
+def find_tables(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | int | None:
+    """Where the position embeddings stand among a layer's arguments; None where there are none."""
+    given: list[tuple[str | int, Any]] = [*kwargs.items(), *enumerate(args)]
+    given.sort(key=lambda pair: pair[0] != NAME)
+    return next((name for name, value in given if _is_table(value)), None)
+
+
+def _is_table(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return bool(value.is_complex()) and value.dim() == 3
+    pair = isinstance(value, tuple | list) and len(value) == 2
+    if not pair or not all(isinstance(x, Tensor) and x.is_floating_point() for x in value):
+        return False
+    return bool(value[0].dim() == 3 and value[0].shape == value[1].shape)
 
 
 def with_argument(
@@ -256,20 +412,24 @@ def rotary_buffers(module: nn.Module) -> list[str]:
     return [name for name in names if name.endswith("inv_freq") and "original" not in name]
 
 
+def short(error: Exception) -> str:
+    """The kind of an error and the beginning of its text, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def probe_tokens(parts: ModelParts, count: int = COUNT) -> Tensor:
     """A few tokens from all over the vocabulary.
 
     Its first tokens are often reserved and hardly trained, and what a model makes of those is much
     a matter of rounding (SmolLM2 in bf16: logits 3 to 12 % off, of other tokens 1 %).
     """
-    size = int(getattr(parts.config, "vocab_size", COUNT + 3))
+    size = int(getattr(parts.config, "vocab_size", count + 3))
     return ((torch.arange(count, device=_device(parts)) + 1) * size // (count + 1))[None]
 
 
 def _device(parts: ModelParts) -> torch.device:
-    """Where the model takes its tokens."""
-    weight = parts.model.get_input_embeddings()
-    for module in weight.modules():
+    """Where the model takes its tokens; accelerate moves what lies elsewhere."""
+    for module in parts.model.get_input_embeddings().modules():
         device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
         if device is not None:
             return torch.device(device)

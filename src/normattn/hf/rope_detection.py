@@ -1,27 +1,180 @@
-"""Detect how each layer of a probed model rotates and how far it sees, or say why not."""
+"""Detect how each layer of a probed model rotates and how far it sees, or say why not.
+
+Position embeddings have one row a token: cos and sin of its P angles, once, or twice (θ₀ … θ₀ … or
+θ₀ θ₀ θ₁ θ₁ …), or cos + i·sin as one complex number.
+
+Legend: B batch, H heads, T tokens, D head dimension, P pairs of features that rotate.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts
-from normattn.hf.probe import KNOWN, AttentionCall, ProbedLayer
-from normattn.hf.rope_tables import EmbeddingTables, read_tables, spectra_of
-from normattn.hf.rotation_fit import fit_rotation
-from normattn.hf.rotation_tables import HeadRotation
+from normattn.hf.probe import KNOWN, ProbedLayer, rotary_buffers
+from normattn.score import ScoreSpec
 from normattn.score.parts import rope_frequencies
+from normattn.score.parts.rope_scaling import PI
+from normattn.score.rotary import Rotator
 
 _ABSOLUTE = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}
-_DIVISIBLE = ("linear", "llama3")
+_SCALED_ONCE_MORE = ("linear", "llama3")
+_EXACT = (torch.float32, torch.float64, torch.complex64)
+Layout = Literal["once", "halves", "pairs", "complex"]
+Spectrum = tuple[Tensor, float]
+"""Frequencies θ (P,) in float64, and what cos and sin are multiplied with."""
 
 
 @dataclass(frozen=True)
+class EmbeddingTables:
+    """How position embeddings are made of frequencies.
+
+    Attributes:
+        layout: how the P angles of a token stand in a row.
+        frequencies: θ_m, as trained (P,), in float64.
+        amplitude: what cos and sin are multiplied with.
+    """
+
+    layout: Layout
+    frequencies: Float[Tensor, " p"]
+    amplitude: float
+
+    def alike(self, other: EmbeddingTables | None) -> bool:
+        """Whether both make the same."""
+        if other is None or (self.layout, self.amplitude) != (other.layout, other.amplitude):
+            return False
+        return torch.equal(self.frequencies, other.frequencies)
+
+    def make(self, ids: Int[Tensor, "b t"], spectrum: Spectrum, like: Any) -> Any:
+        """The position embeddings of these positions under a spectrum, of the kind of `like`."""
+        theta, amplitude = spectrum
+        first = like if isinstance(like, Tensor) else like[0]
+        # In float32 on the device, as transformers does it.
+        angle = ids.to(first.device)[..., None].float() * theta.to(first.device, torch.float32)
+        if self.layout == "complex":
+            return (torch.polar(torch.ones_like(angle), angle) * amplitude).to(first.dtype)
+        angle = _laid_out(angle, self.layout)
+        return tuple((x * amplitude).to(first.dtype) for x in (angle.cos(), angle.sin()))
+
+
+def _laid_out(angle: Tensor, layout: Layout) -> Tensor:
+    if layout == "halves":
+        return torch.cat((angle, angle), -1)
+    return angle.repeat_interleave(2, -1) if layout == "pairs" else angle
+
+
+def read_tables(value: Any, spectra: Iterable[Spectrum]) -> EmbeddingTables | None:
+    """How tables of positions 0 … T − 1 were made, by the spectrum that explains them best."""
+    cos, sin = (value.real, value.imag) if isinstance(value, Tensor) else value
+    best, off = None, 1e-4 if value[0].dtype in _EXACT else 2e-2
+    cos, sin = cos[0].double().cpu(), sin[0].double().cpu()
+    layouts: Sequence[Layout] = ("once", "halves", "pairs")
+    for theta, given in spectra:
+        size = given if abs(float(cos[0, 0]) - given) <= 1e-2 * given else float(cos[0, 0])
+        places = torch.arange(cos.shape[0], dtype=torch.float64)[:, None]
+        for layout in ("complex",) if isinstance(value, Tensor) else layouts:
+            angle = _laid_out(places * theta, layout)
+            if angle.shape[-1] != cos.shape[-1]:
+                continue
+            error = torch.stack((angle.cos() * size - cos, angle.sin() * size - sin)).abs().max()
+            if float(error) < off:
+                best, off = EmbeddingTables(layout, theta, size), float(error)
+    return best
+
+
+def spectra_of(model: nn.Module) -> list[Spectrum]:
+    """The spectra that modules of a model hold."""
+    return [
+        (
+            module._buffers[name].detach().double().cpu().flatten(),  # type: ignore[union-attr]
+            float(getattr(module, f"{name.removesuffix('inv_freq')}attention_scaling", 1.0)),
+        )
+        for module in model.modules()
+        for name in rotary_buffers(module)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRotation:
+    """How a layer's heads are rotated by the model.
+
+    Attributes:
+        frequencies: θ_m of the pairs that rotate, as trained (P,), in float64.
+        base: the base that they, or those they were scaled from, are powers of; None if unknown.
+        interleaved: whether features 2m and 2m + 1 are a pair, instead of m and m + P.
+        amplitude: what the model multiplies cos and sin with.
+        head_dim: features of a head.
+        start: the first of the 2P features that rotate.
+        scaled: the kind of scaling that the frequencies were trained with, if any.
+        normed: whether queries and keys are normalised after the rotation.
+        gains: what features of queries and of keys, those that rotate first, are multiplied with
+            so that they rotate evenly: norms after the rotation may have a gain.
+    """
+
+    frequencies: Float[Tensor, " p"]
+    base: float | None
+    interleaved: bool
+    amplitude: float
+    head_dim: int
+    start: int = 0
+    scaled: str | None = None
+    normed: bool = False
+    gains: tuple[Float[Tensor, " d"], Float[Tensor, " d"]] | None = None
+
+    def alike(self, other: HeadRotation) -> bool:
+        """Whether both rotate in the same way."""
+        names = ("base", "interleaved", "amplitude", "head_dim", "start", "scaled", "normed")
+        same = all(getattr(self, name) == getattr(other, name) for name in names)
+        return (
+            same and self.gains is other.gains and torch.equal(self.frequencies, other.frequencies)
+        )
+
+    def arranged(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
+        """x with the features that rotate first."""
+        return torch.cat((x[..., self.start :], x[..., : self.start]), -1) if self.start else x
+
+    def rotated(self, x: Float[Tensor, "b h t d"], side: int) -> Float[Tensor, "b h t d"]:
+        """Queries (side 0) or keys (1) at positions 0 … T − 1, in float64."""
+        places = torch.arange(x.shape[2], dtype=torch.float64, device=x.device)
+        turn = Rotator(self.frequencies, self.interleaved).at(places, torch.float64)
+        gain = None if self.gains is None else self.gains[side].to(x.device)
+        first = self.arranged(x.double())
+        turn = replace(turn, cos=turn.cos * self.amplitude, sin=turn.sin * self.amplitude)
+        made = turn(first) if gain is None else turn(first * gain) / gain
+        rest = made.shape[-1] - self.start
+        return torch.cat((made[..., rest:], made[..., :rest]), -1) if self.start else made
+
+
+def method_frequencies(spec: ScoreSpec, rotation: HeadRotation) -> Float[Tensor, " p"]:
+    """θ' of a method that is the same at every length; the model's own where it has none.
+
+    The method's θ'_m/θ_m, of plain frequencies, times those that are there: scaled ones are scaled
+    once more, and those that are 0 stay 0.
+    """
+    if spec.rope_scaling is None:
+        return rotation.frequencies
+    if isinstance(spec.rope_scaling, PI):
+        return rotation.frequencies / spec.rope_scaling.stretch
+    assert rotation.base is not None
+    size = 2 * rotation.frequencies.numel()
+    meant = spec.rope_scaling.inverse_frequencies(size, rotation.base, spec.train_length)
+    return rotation.frequencies * (meant / rope_frequencies(size, rotation.base))
+
+
+def method_gain(spec: ScoreSpec) -> float:
+    """What a method multiplies cos and sin with: the square root of its factor of the logits."""
+    gain = 1.0 if spec.rope_scaling is None else spec.rope_scaling.gain(spec.train_length)
+    return float(gain**0.5)
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
     """What one attention layer does.
 
@@ -29,9 +182,9 @@ class Layer:
         module: the layer.
         index: its number.
         sliding: the window outside of which it sees nothing, or None.
+        probed: what was seen of it.
         rotation: how its heads are rotated; None for one without positions, or with a window.
         tables: how the model writes its position embeddings.
-        probed: what was seen of it.
         keys_of: the layer whose keys it reads, where not its own.
     """
 
@@ -44,19 +197,41 @@ class Layer:
     keys_of: nn.Module | None = None
 
     @property
-    def masked(self) -> bool:
-        """Whether transformers makes its mask, so that ours can be put in its place."""
-        return self.probed.call.window is not None
+    def selects(self) -> bool:
+        """Whether it selects among the keys that it may see, by an indexer or by its own mask."""
+        call = self.probed.call
+        return call.more.get("indices") is not None or call.window is None
 
     @property
-    def unserved(self) -> tuple[str, ...]:
-        """What the layer asks of its attention that ours does not do."""
+    def unserved(self) -> list[str]:
+        """What the layer passes to its attention that ours does not serve."""
         more = self.probed.call.more
-        given = {name: value for name, value in more.items() if value is not None}
-        names = [name for name, value in given.items() if name not in KNOWN and value is not False]
+        given = {name: x for name, x in more.items() if x is not None and x is not False}
+        names = [name for name in given if name not in KNOWN and name != "indices"]
         # As transformers has it: what a call does not say, the layer itself does.
-        causal = given.get("is_causal", getattr(self.module, "is_causal", True))
-        return (*names, *(["is_causal=False"] if causal is False else []))
+        causal = more.get("is_causal")
+        causal = getattr(self.module, "is_causal", True) if causal is None else causal
+        return [*names, *(["is_causal=False"] if causal is False else [])]
+
+
+def detect_layers(parts: ModelParts, probed: Mapping[nn.Module, ProbedLayer]) -> tuple[Layer, ...]:
+    """What each layer does. Raises `InputError` for what is not understood."""
+    if not probed and _rotates(parts.model):
+        raise InputError(
+            f"{parts.name} has attention code of its own: no layer takes its attention function "
+            "from transformers' AttentionInterface, so its rotary positions cannot be reached"
+        )
+    if not probed:
+        raise InputError(f"{parts.name} is not a rotary model, and its attention cannot be reached")
+    spectra = spectra_of(parts.model)
+    layers: list[Layer] = []
+    for position, one in enumerate(probed.values()):
+        layer = _layer(parts, position, one, spectra, list(probed.values()))
+        if layer.tables is not None:  # one object for all that are alike
+            alike = (x.tables for x in layers if layer.tables.alike(x.tables))
+            layer = replace(layer, tables=next(alike, layer.tables))
+        layers.append(layer)
+    return tuple(layers)
 
 
 def refuse_absolute_positions(parts: ModelParts) -> None:
@@ -68,141 +243,128 @@ def refuse_absolute_positions(parts: ModelParts) -> None:
         )
 
 
-def detect_layers(parts: ModelParts, probed: Mapping[nn.Module, ProbedLayer]) -> tuple[Layer, ...]:
-    """What each layer does. Raises `InputError` for what is not understood."""
-    if not probed:
-        raise InputError(_unreached(parts))
-    spectra = spectra_of(parts.model)
-    layers: list[Layer] = []
-    for position, (module, one) in enumerate(probed.items()):
-        index = getattr(module, "layer_idx", None)
-        index = index if isinstance(index, int) else position
-        layer = _layer(parts, module, index, one, spectra, list(probed.values()))
-        alike = (
-            earlier.tables
-            for earlier in layers
-            if layer.tables and layer.tables.alike(earlier.tables)
-        )
-        layers.append(replace(layer, tables=next(alike, layer.tables)))
-    return tuple(layers)
-
-
-def _unreached(parts: ModelParts) -> str:
-    if _rotates(parts.model):
-        return (
-            f"{parts.name} has attention code of its own: no layer takes its attention function "
-            "from transformers' AttentionInterface, so its rotary positions cannot be reached"
-        )
-    return f"{parts.name} is not a rotary model, and its attention cannot be reached"
-
-
 def _rotates(model: nn.Module) -> bool:
     """Whether a module holds rotary tables or frequencies, by the names that transformers gives."""
     names = [name for name, _ in (*model.named_modules(), *model.named_buffers())]
-    told = any(name.endswith("inv_freq") or "rotary" in name for name in names)
-    held = any(
-        hasattr(module, "rotary_dim") or hasattr(module, "rotary") for module in model.modules()
-    )
-    return told or held or "RoFormer" in type(model).__name__
+    held = any(hasattr(x, "rotary_dim") or hasattr(x, "rotary") for x in model.modules())
+    named = any(name.endswith("inv_freq") or "rotary" in name for name in names)
+    return named or held or "RoFormer" in type(model).__name__
 
 
 def _layer(
     parts: ModelParts,
-    module: nn.Module,
-    index: int,
+    position: int,
     one: ProbedLayer,
-    spectra: Sequence[tuple[Tensor, float]],
+    spectra: Sequence[Spectrum],
     all_probed: Sequence[ProbedLayer],
 ) -> Layer:
-    who = f"layer {index} of this model ({type(module).__name__})"
-    if one.call.key.shape[2] != one.call.query.shape[2]:
+    index = getattr(one.module, "layer_idx", None)
+    index = index if isinstance(index, int) else position
+    who = f"layer {index} of this model ({type(one.module).__name__})"
+    call, still = one.call, one.unrotated
+    if call.key.shape[2] != call.query.shape[2]:
         raise InputError(
-            f"{who} reads {one.call.key.shape[2]} keys of {one.call.query.shape[2]} tokens: its "
-            "keys are compressed or not its own, so their positions are not known"
+            f"{who} reads {call.key.shape[2]} keys of {call.query.shape[2]} tokens: its keys are "
+            "compressed or not its own, so their positions are not known"
         )
-    sliding = _sliding(one.call)
-    if sliding is not None:
-        return Layer(module, index, sliding, one)
-    if one.unrotated is None:
-        if _rotates(module):
-            raise InputError(
-                f"{who} makes its rotary positions itself, where they cannot be replaced"
-            )
-        return Layer(module, index, None, one)
-    if _same(one.unrotated.query, one.call.query) and _same(one.unrotated.key, one.call.key):
-        return Layer(module, index, None, one)
+    if still is None and call.sliding is None and _rotates(one.module):
+        raise InputError(f"{who} makes its rotary positions itself, where they cannot be replaced")
+    plain = Layer(one.module, index, call.sliding, one)
+    if call.sliding is not None or still is None:
+        return plain
+    if torch.equal(still.query, call.query) and torch.equal(still.key, call.key):
+        return plain
     tables = read_tables(one.tables, spectra)
     if tables is None:
         raise InputError(
             f"{who} is given position embeddings that are not made of rotary frequencies which the "
             "model holds, so they cannot be replaced"
         )
-    keys = _keys(one, all_probed)
-    rotation = None if keys is None else _rotation(parts, module, one, keys, tables)
+    keys = _maker_of_keys(one, all_probed)
+    rotation = None if keys is None else _rotation(parts, one, keys, tables)
     if keys is None or rotation is None:
         raise InputError(
             f"{who} does not rotate the first or the last features of its queries and keys as RoPE "
             "does, so its positions cannot be replaced"
         )
-    other = None if keys is one else keys.call.module
-    return Layer(module, index, None, one, rotation, tables, other)
+    keys_of = None if keys is one else keys.module
+    return replace(plain, rotation=rotation, tables=tables, keys_of=keys_of)
 
 
-def _sliding(heard: AttentionCall) -> int | None:
-    given = heard.more.get("sliding_window")
-    return int(given) if given is not None else heard.window or None
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
-
-
-def _keys(one: ProbedLayer, all_probed: Sequence[ProbedLayer]) -> ProbedLayer | None:
+def _maker_of_keys(one: ProbedLayer, all_probed: Sequence[ProbedLayer]) -> ProbedLayer | None:
     """Whose keys a layer reads: its own, or those of the first layer that has the same ones."""
-    assert one.unrotated is not None
-    if not _same(one.unrotated.key, one.call.key):
-        return one
-    return next(
-        (
-            other
-            for other in all_probed
-            if other is not one
-            and other.unrotated is not None
-            and _same(other.call.key, one.call.key)
-            and not _same(other.unrotated.key, other.call.key)
-        ),
-        None,
-    )
+
+    def rotates_keys(layer: ProbedLayer) -> bool:
+        still = layer.unrotated
+        return still is not None and not torch.equal(still.key, layer.call.key)
+
+    same = (x for x in all_probed if torch.equal(x.call.key, one.call.key) and rotates_keys(x))
+    return one if rotates_keys(one) else next(same, None)
 
 
 def _rotation(
-    parts: ModelParts,
-    module: nn.Module,
-    one: ProbedLayer,
-    keys: ProbedLayer,
-    tables: EmbeddingTables,
+    parts: ModelParts, one: ProbedLayer, keys: ProbedLayer, tables: EmbeddingTables
 ) -> HeadRotation | None:
+    """How heads are rotated; None where no way gives the queries and keys that were seen.
+
+    Tried: the first features rotate, or the last; pairs apart or side by side; either direction;
+    and, where norms with a gain follow the rotation, features that the gain has made uneven.
+    """
     assert one.unrotated is not None
     assert one.doubled is not None
     assert keys.unrotated is not None
-    base, scaled = _base(parts, module, tables.frequencies)
+    theta, d = tables.frequencies, one.unrotated.query.shape[-1]
+    size = 2 * theta.numel()
+    if size > d or d != keys.unrotated.key.shape[-1]:
+        return None
+    base, scaled = _base(parts, one.module, theta)
     normed = not _doubles(one.unrotated.query, one.doubled.query)
-    like = HeadRotation(
-        frequencies=tables.frequencies,
-        base=base,
-        interleaved=False,
-        amplitude=1.0 if normed else tables.amplitude,
-        head_dim=one.unrotated.query.shape[-1],
-        scaled=scaled,
-        normed=normed,
-    )
-    heard = (one.unrotated.query, one.call.query, keys.unrotated.key, keys.call.key)
-    return fit_rotation(like, *heard)
+    amplitude = 1.0 if normed else tables.amplitude
+    q, k = (one.unrotated.query, one.call.query), (keys.unrotated.key, keys.call.key)
+    for start in sorted({0, d - size}):
+        for interleaved in (False, True):
+            for turned in (theta, -theta):
+                how = HeadRotation(turned, base, interleaved, amplitude, d, start, scaled, normed)
+                if normed:
+                    how = replace(how, gains=(_gain(how, *q), _gain(how, *k)))
+                if _fits(how, *q, side=0) and _fits(how, *k, side=1):
+                    return how
+    return None
+
+
+def _fits(how: HeadRotation, still: Tensor, given: Tensor, side: int) -> bool:
+    """Whether this rotation gives what was seen, up to the rounding of its type."""
+    close = 1e-3 if still.dtype in _EXACT else 5e-2
+    return bool((how.rotated(still, side) - given).abs().max() <= close * given.abs().max())
+
+
+def _gain(how: HeadRotation, still: Tensor, given: Tensor) -> Float[Tensor, " d"]:
+    """What to multiply features with so that they rotate evenly: g_a/g_b on the second of a pair.
+
+    A gain g after the rotation makes x = g ⊙ y of y, and a' = a·cos − (g_a/g_b)·b·sin of the pair
+    (a, b): its ratio by least squares over tokens and heads.
+    """
+
+    def pair(x: Tensor) -> tuple[Tensor, Tensor]:
+        count = how.frequencies.numel()
+        if how.interleaved:
+            return x[..., 0 : 2 * count : 2], x[..., 1 : 2 * count : 2]
+        return x[..., :count], x[..., count : 2 * count]
+
+    angle = torch.arange(still.shape[2], dtype=torch.float64)[:, None] * how.frequencies
+    a, b = pair(how.arranged(still.double().cpu()))
+    to, _ = pair(how.arranged(given.double().cpu()))
+    known, rest = b * angle.sin(), a * angle.cos() - to
+    below = known.square().sum((0, 1, 2))
+    ratio = torch.where(below > 0, (known * rest).sum((0, 1, 2)) / below.clamp(min=1e-30), 1.0)
+    gain = torch.ones(still.shape[-1], dtype=torch.float64)
+    pair(gain)[1].copy_(ratio)
+    return gain
 
 
 def _doubles(plain: Tensor, doubled: Tensor) -> bool:
     """Whether some feature of every token and head doubles with its position embeddings."""
-    close = 1e-3 if plain.dtype in (torch.float32, torch.float64) else 2e-2
+    close = 1e-3 if plain.dtype in _EXACT else 2e-2
     off = (doubled - 2 * plain).abs() <= close * plain.abs()
     return bool((off & (plain != 0)).flatten(0, 2).all(0).any())
 
@@ -211,18 +373,18 @@ def _base(parts: ModelParts, module: nn.Module, theta: Tensor) -> tuple[float | 
     """The base of frequencies, and the kind of scaling that they were trained with.
 
     Plain ones are powers of a base that the configuration names, or 0 from some pair on. Of scaled
-    ones only the kinds of `_DIVISIBLE` keep their base: a method then scales what is there.
+    ones only some kinds keep their base: a method then scales what is there.
     """
     own = parts.rope(module)
     named = [own.get("rope_theta"), *(rope.get("rope_theta") for rope in parts.ropes)]
-    listed: Any = getattr(parts.config, "layer_rope_theta", None)
-    named += list(listed) if isinstance(listed, list | tuple) else []
-    turning = int((theta != 0).sum())
+    by_layer: Any = getattr(parts.config, "layer_rope_theta", None)
+    named += list(by_layer) if isinstance(by_layer, list | tuple) else []
+    count = int((theta != 0).sum())
     for base in dict.fromkeys(float(value) for value in named if value):
         plain = rope_frequencies(2 * theta.numel(), base)
-        if torch.allclose(theta[:turning], plain[:turning], rtol=2e-2, atol=0):
+        if torch.allclose(theta[:count], plain[:count], rtol=2e-2, atol=0):
             return base, None
     kind = own.get("rope_type")
-    if kind in _DIVISIBLE and own.get("rope_theta"):
+    if kind in _SCALED_ONCE_MORE and own.get("rope_theta"):
         return float(own["rope_theta"]), str(kind)
     return None, None if kind is None else str(kind)

@@ -8,49 +8,33 @@ the tables are not made of what a module holds, each layer has a hook that gives
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.attention_fn import MASK_BEFORE, OWN_TABLES, ForwardMemory
-from normattn.hf.probe import rotary_buffers, with_argument
-from normattn.hf.rope_detection import Layer
-from normattn.hf.rope_tables import find_tables, unrotated
-from normattn.hf.rotation_tables import method_frequencies
+from normattn.hf.attention_fn import ForwardMemory
+from normattn.hf.probe import find_tables, rotary_buffers, unrotated, with_argument
+from normattn.hf.rope_detection import Layer, Spectrum, method_frequencies, method_gain
 from normattn.score import ScoreSpec
 
 Undo = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Frequencies:
-    """What a rotary module makes its tables of: θ (P,) in float64, and the factor of cos and sin.
+def spectrum_of(layer: Layer, spec: ScoreSpec) -> Spectrum | None:
+    """The spectrum that a method gives a layer, None where it keeps its own.
 
-    A θ of 0 everywhere and a factor of 1 rotate nothing.
+    Where the method rotates inside of attention, one that rotates nothing.
     """
-
-    theta: Tensor
-    scaling: float
-
-
-def frequencies_of(layer: Layer, spec: ScoreSpec) -> Frequencies | None:
-    """The frequencies that a method gives a layer, None where it keeps its own.
-
-    Nothing turns where the method rotates inside of attention.
-    """
-    assert layer.rotation is not None
-    assert layer.tables is not None
+    if layer.rotation is None or layer.tables is None:
+        return None
     if spec.remapping is not None or spec.blockwise:
-        return Frequencies(torch.zeros_like(layer.rotation.frequencies), 1.0)
+        return torch.zeros_like(layer.rotation.frequencies), 1.0
     if spec.rope_scaling is None:
         return None
-    gain = spec.rope_scaling.gain(spec.train_length) ** 0.5
-    return Frequencies(
-        method_frequencies(spec, layer.rotation).abs(), gain * layer.tables.amplitude
-    )
+    theta = method_frequencies(spec, layer.rotation).abs()
+    return theta, method_gain(spec) * layer.tables.amplitude
 
 
 def override_buffers(
@@ -60,27 +44,28 @@ def override_buffers(
 
     `but` are layers whose position embeddings must stay the model's own.
     """
-    wanted: dict[tuple[nn.Module, str], list[tuple[Layer, Frequencies | None]]] = {}
+    users: dict[tuple[nn.Module, str], list[tuple[Layer, Spectrum | None]]] = {}
     hooked: list[Layer] = []
     for layer in layers:
         place = _buffer_of(layer)
-        served = layer.rotation is not None and layer.sliding is None and layer not in but
-        other = frequencies_of(layer, spec) if served else None
-        if served and place is None and other is not None:
+        served = layer.sliding is None and layer not in but
+        wanted = spectrum_of(layer, spec) if served else None
+        if place is not None:
+            users.setdefault(place, []).append((layer, wanted))
+        elif wanted is not None:
             hooked.append(layer)
-        elif place is not None:
-            wanted.setdefault(place, []).append((layer, other))
     undo: list[Undo] = []
-    for (module, name), users in wanted.items():
-        found = [other for _, other in users]
-        first = found[0]
-        if all(other is None for other in found):
-            continue
-        if first is None or not all(_same(first, other) for other in found):
-            hooked += [layer for layer, other in users if other is not None]
-            continue
-        undo.append(_override(module, name, first))
+    for (module, name), sharing in users.items():
+        first = sharing[0][1]
+        if first is not None and all(_same(first, wanted) for _, wanted in sharing):
+            undo.append(_override(module, name, first))
+        else:
+            hooked += [layer for layer, wanted in sharing if wanted is not None]
     return undo, hooked
+
+
+def _same(one: Spectrum, other: Spectrum | None) -> bool:
+    return other is not None and one[1] == other[1] and torch.equal(one[0], other[0])
 
 
 def _buffer_of(layer: Layer) -> tuple[nn.Module, str] | None:
@@ -93,41 +78,28 @@ def _buffer_of(layer: Layer) -> tuple[nn.Module, str] | None:
     name = own if own in names else names[0] if len(names) == 1 else None
     if name is None or not hasattr(module, _scaling_of(name)):
         return None
-    if layer.tables is not None:
-        held = module._buffers[name]
-        assert held is not None
-        theta = held.detach().double().cpu().flatten()
-        if theta.shape != layer.tables.frequencies.shape:
-            return None
-    return module, name
+    held: Any = module._buffers[name]
+    other = layer.tables is not None and held.numel() != layer.tables.frequencies.numel()
+    return None if other else (module, name)
 
 
 def _scaling_of(name: str) -> str:
     return name.removesuffix("inv_freq") + "attention_scaling"
 
 
-def _same(one: Frequencies, other: Frequencies | None) -> bool:
-    return (
-        other is not None and one.scaling == other.scaling and torch.equal(one.theta, other.theta)
-    )
-
-
-def _override(module: nn.Module, name: str, other: Frequencies) -> Undo:
-    """Put other frequencies into a rotary module, in float32 whatever the model is cast to."""
-    own, scaling = module._buffers[name], getattr(module, _scaling_of(name))
-    assert own is not None
-    wide = other.theta.view(own.shape).float()
+def _override(module: nn.Module, name: str, spectrum: Spectrum) -> Undo:
+    """Put a spectrum into a rotary module, in float32 whatever the model is cast to."""
+    own: Any = module._buffers[name]
+    scaling = getattr(module, _scaling_of(name))
+    wide = spectrum[0].view(own.shape).float()
     apply: Callable[..., Any] = module._apply
-
-    def put(like: Tensor) -> None:
-        module._buffers[name] = wide.to(like.device)
 
     def apply_and_keep(*given: Any, **more: Any) -> Any:
         """`module.to(…)` moves the frequencies, but does not round them."""
         made = apply(*given, **more)
         moved = module._buffers[name]
         if moved is not None and not moved.is_meta:
-            put(moved)
+            module._buffers[name] = wide.to(moved.device)
         return made
 
     def undo() -> None:
@@ -136,78 +108,75 @@ def _override(module: nn.Module, name: str, other: Frequencies) -> Undo:
         module._buffers[name] = own if moved is None else own.to(moved.device)
         setattr(module, _scaling_of(name), scaling)
 
-    put(own)
-    setattr(module, _scaling_of(name), other.scaling)
+    module._buffers[name] = wide.to(own.device)
+    setattr(module, _scaling_of(name), spectrum[1])
     module.__dict__["_apply"] = apply_and_keep
     return undo
 
 
-class LayerTables:
-    """A hook before a layer: it gets position embeddings of its own instead of the model's."""
+class LayerHook:
+    """A hook before a layer: it gets other position embeddings, and what it needs itself is kept.
 
-    def __init__(self, layer: Layer, other: Frequencies, memory: ForwardMemory) -> None:
-        assert layer.probed.argument is not None
-        assert layer.tables is not None
-        self._argument, self._index = layer.probed.argument, layer.index
-        self._tables, self._memory, self._other = layer.tables, memory, other
-        self._still = not bool(other.theta.any())
+    Args:
+        layer: the layer.
+        spectrum: what its position embeddings are made of; None leaves them as they are.
+        memory: keeps them for all layers of a forward, and those that the layer was given.
+        keep_mask: whether to keep the mask of every pair, before the layer selects keys.
+    """
+
+    def __init__(
+        self, layer: Layer, spectrum: Spectrum | None, memory: ForwardMemory, keep_mask: bool
+    ) -> None:
+        self._layer, self._spectrum, self._memory = layer, spectrum, memory
+        self._keep_mask = keep_mask
 
     def __call__(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other position embeddings."""
-        argument = self._argument
-        before = kwargs.get(argument) if isinstance(argument, str) else args[argument]
-        if before is None:
-            raise InputError(f"layer {self._index} was called without its position embeddings")
-        if self._still:
-            self._memory.keep(OWN_TABLES, (), before)
-            return with_argument(args, kwargs, argument, unrotated(before))
+        mask = kwargs.get("attention_mask")
+        if self._keep_mask and isinstance(mask, Tensor) and mask.dtype == torch.bool:
+            self._memory.keep("mask", mask)
+        argument = self._layer.probed.argument
+        if self._spectrum is None or argument is None:
+            return args, kwargs
+        given = kwargs.get(argument) if isinstance(argument, str) else args[argument]
+        if given is None:
+            raise InputError(
+                f"layer {self._layer.index} was called without its position embeddings"
+            )
+        return with_argument(args, kwargs, argument, self._tables(given, kwargs))
+
+    def _tables(self, given: Any, kwargs: dict[str, Any]) -> Any:
+        """The tables of the tokens' positions, made once for all layers of a forward."""
+        assert self._layer.tables is not None
+        assert self._spectrum is not None
+        if not bool(self._spectrum[0].any()):
+            self._memory.keep("own tables", given)
+            return unrotated(given)
         ids = kwargs.get("position_ids")
         if ids is None or ids.dim() != 2:
             raise InputError(
-                f"layer {self._index} is not told the tokens' position_ids (batch, tokens), so its "
-                "positions cannot be stretched"
+                f"layer {self._layer.index} is not told the tokens' position_ids (batch, tokens), "
+                "so its positions cannot be stretched"
             )
-        return with_argument(args, kwargs, argument, self._made(before, ids))
-
-    def _made(self, before: Any, ids: Tensor) -> Any:
-        """The tables of these positions, made once for all layers of a forward."""
-        dtype = before.dtype if isinstance(before, Tensor) else before[0].dtype
-        name, given = f"tables {id(self._tables)} {dtype}", (ids,)
-        tables = self._memory.get(name, given)
-        if tables is None:
-            tables = self._tables.make(ids, self._other.theta, self._other.scaling, before)
-            self._memory.keep(name, given, tables)
-        return tables
+        tables, dtype = self._layer.tables, (given if isinstance(given, Tensor) else given[0]).dtype
+        name = f"tables {id(tables)} {dtype}"
+        made = self._memory.get(name, ids)
+        if made is None:
+            made = self._memory.keep(name, tables.make(ids, self._spectrum, given), ids)
+        return made
 
 
-class KeepMask:
-    """A hook before a layer that chooses among its keys: the mask before it does is kept."""
-
-    def __init__(self, memory: ForwardMemory) -> None:
-        self._memory = memory
-
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep a mask of every pair."""
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.dtype == torch.bool:
-            self._memory.keep(MASK_BEFORE, (), mask)
-
-
-class OwnTables:
+def own_tables(memory: ForwardMemory) -> Callable[..., Any]:
     """A hook before a part of a layer that gets no rotation: an indexer keeps the model's own."""
 
-    def __init__(self, memory: ForwardMemory) -> None:
-        self._memory = memory
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        argument, own = find_tables(args, kwargs), memory.get("own tables")
+        known = argument is not None and own is not None
+        return with_argument(args, kwargs, argument, own) if known else None  # type: ignore[arg-type]
 
-    def __call__(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments with the position embeddings that the layer was given."""
-        argument, own = find_tables(args, kwargs), self._memory.get(OWN_TABLES, ())
-        no = argument is None or own is None
-        return None if no else with_argument(args, kwargs, argument, own)  # type: ignore[arg-type]
+    return hook
 
 
 def refuse_images(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

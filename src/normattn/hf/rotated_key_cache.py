@@ -1,6 +1,6 @@
 """Keys that a method has rotated, kept from token to token beside transformers' cache.
 
-That cache holds keys as a layer projects them, and a decode step would rotate them all anew. Its
+That cache holds keys as a layer projects them, and a decode step would rotate them all again. Its
 `DynamicLayer` makes a new tensor of those it held and the new ones. So where it held the very
 tensor that the call before was given, or an untouched front part, only what is new is rotated.
 
@@ -42,10 +42,9 @@ class RotatedKeyCache:
 
     def __call__(self, module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
         """See what the cache of the layer holds before its forward."""
-        self._cache = self._before = None
-        if not torch.compiler.is_compiling():
-            self._cache = _dynamic(kwargs.get("past_key_values"), module)
-            self._before = None if self._cache is None else self._cache.keys
+        cache = None if torch.compiler.is_compiling() else kwargs.get("past_key_values")
+        self._cache = _dynamic(cache, module)
+        self._before = None if self._cache is None else self._cache.keys
 
     def begin(self, k: Float[Tensor, "b g s d"], new: int, whole: bool) -> None:
         """Attention is given these keys, the last `new` of which were not there before.
@@ -57,11 +56,9 @@ class RotatedKeyCache:
         self._cache = self._before = None
         first = k.shape[2] - new
         own = whole and first > 0 and cache is not None and cache.keys is k
-        self.open = own and not (k.is_inference() or k.requires_grad)
-        if first == 0:
-            self._misses = 0
+        self.open = own and before is not None and not (k.is_inference() or k.requires_grad)
         if not self.open or before is None:
-            self.open = False
+            self._misses = self._misses if first else 0
             self._forget()
             return
         if before.shape[2] == first and self._continues(before):
@@ -80,7 +77,7 @@ class RotatedKeyCache:
         """All keys, rotated in the way of that name; `rotate(first)` does those from `first` on."""
         room = self._rooms.get(name)
         if room is None:
-            # Another block of a moving spectrum rotates all keys otherwise.
+            # Another block of DynamicNTK rotates all keys otherwise.
             self._rooms = {name: (room := Room(2))}
         if room.used < k.shape[2]:
             room.append(rotate(room.used))
@@ -91,13 +88,9 @@ class RotatedKeyCache:
         source = None if self._source is None else self._source()
         if source is None or source._version != self._version:
             return False
-        front = (
-            before._base is source
-            and before.data_ptr() == source.data_ptr()
-            and before.stride() == source.stride()
-            and before.shape[:2] == source.shape[:2]
-        )
-        return before is source or front
+        same_place = before._base is source and before.data_ptr() == source.data_ptr()
+        same_shape = before.stride() == source.stride() and before.shape[:2] == source.shape[:2]
+        return before is source or (same_place and same_shape)
 
     def _forget(self, _: object = None) -> None:
         self._source = None

@@ -9,10 +9,12 @@ from typing import Any, Literal
 import torch
 
 from normattn.errors import InputError
-from normattn.hf.adapters import adapted_model, base_of, is_adapter, read_adapter_record
 from normattn.hf.extend import extend
-from normattn.hf.load import _source, load_model, read_tokeniser
-from normattn.hf.native import FIELD, TRAINED, record_of, take_record
+from normattn.hf.load import load_model, read_tokeniser, source_of
+from normattn.hf.native import ADAPTER_FILE, FIELD, TRAINED, record_of, take_record
+from normattn.io import read_object
+
+_ADAPTER = "adapter_config.json"
 
 
 def from_pretrained(path: str, **options: Any) -> Any:
@@ -21,19 +23,19 @@ def from_pretrained(path: str, **options: Any) -> Any:
     `model.save_pretrained(path)` of an extended model writes the method into config.json (the field
     `normattn`). A method that transformers has words for (PI, YaRN; NTK and ABF as another base)
     it writes in those too, so that plain `from_pretrained` and other engines apply it; any other
-    they ignore, and load the model as trained.
+    they ignore, and load the model as trained. A PEFT model's method stands beside the adapter.
 
     Args:
         path: a folder, or a name on the hub.
         options: those of `AutoModelForCausalLM.from_pretrained`.
 
-    `normattn.hf.extend_of(model).remove()` gives the model as trained. Raises `InputError` where
+    `normattn.hf.extension_of(model).remove()` gives the model as trained. Raises `InputError` where
     the configuration tells of no extension, and as `normattn.hf.load` does.
     """
     record: dict[str, Any] | None
     if is_adapter(path):
         record = read_adapter_record(path)
-        model = adapted_model(as_trained(base_of(path), **options)[0], path)
+        model = _with_adapter(path, options)
     else:
         model, record = as_trained(path, **options)
     if record is None:
@@ -87,9 +89,41 @@ def as_trained(
     if record is not None and TRAINED in record:
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(_source(path, gguf)[0], trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source_of(path, gguf)[0], trust_remote_code=False)
         take_record(config, path)
         model = load_model(path, gguf, **{**options, "config": config})
     elif record is not None:
         take_record(model.config, path)
     return model, record
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether a folder holds an adapter of PEFT."""
+    return (Path(path).expanduser() / _ADAPTER).is_file()
+
+
+def read_adapter_record(path: str | Path) -> dict[str, Any]:
+    """The method and train_length that were saved beside an adapter; `InputError` where none is."""
+    file = Path(path).expanduser() / ADAPTER_FILE
+    if not file.is_file():
+        raise InputError(
+            f"{file.parent} holds an adapter without a method (no {ADAPTER_FILE}): load it by "
+            "PEFT, and extend it"
+        )
+    record = read_object(file)
+    if type(record.get("method")) is not str or type(record.get("train_length")) is not int:
+        raise InputError(f"{file} must hold a method, a name, and a train_length, a whole number")
+    return record
+
+
+def _with_adapter(path: str, options: dict[str, Any]) -> Any:
+    """The model that an adapter was trained on, with the adapter."""
+    if importlib.util.find_spec("peft") is None:
+        raise InputError(f"{path} holds an adapter, which needs PEFT: pip install peft")
+    from peft import PeftModel
+
+    folder = Path(path).expanduser()
+    name = read_object(folder / _ADAPTER).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise InputError(f"{folder / _ADAPTER} names no base_model_name_or_path")
+    return PeftModel.from_pretrained(as_trained(name, **options)[0], str(folder)).eval()

@@ -9,15 +9,16 @@ P rotated pairs.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.hf.score_recorder import RecordedLayer
+from normattn.hf.score_record import RecordedLayer
 
 CLOSE = 2e-4
 """How far a fit may miss, as a share of the largest number, in float32."""
@@ -182,76 +183,45 @@ class Raw:
 
 
 def candidates(layer: RecordedLayer) -> Iterator[Raw]:
-    """Queries and keys apart, joined, side by side, with a gate, or of latent vectors."""
+    """Queries and keys apart, joined, side by side, with a gate, or of latent vectors.
+
+    Latent keys are those of multi-head latent attention (arXiv 2405.04434): each head's first
+    features stand before its values in one projection; the last ones, the same for all heads, are
+    the last of another.
+    """
     own = [projection.made for projection in layer.projections]
-    shared = [projection.made for projection in layer.shared]
-    yield from _apart(own, own + shared, layer)
-    yield from _joined(own, layer)
-    yield from _latent(own, layer)
-
-
-def heads_of(x: Float[Tensor, "b t w"], size: int) -> Float[Tensor, "b h t d"]:
-    """Heads of this size, side by side in x."""
-    return x.reshape(*x.shape[:2], -1, size).transpose(1, 2)
-
-
-def _queries(made: Sequence[Tensor], layer: RecordedLayer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Projections that may hold queries, alone or each before the gate of its head, and these."""
-    (_, heads, _, d), e = layer.q.shape, layer.v.shape[-1]
-    for one in made:
-        if one.shape[-1] == heads * d:
-            yield one, heads_of(one, d)
-        elif one.shape[-1] == heads * (d + e):
-            yield one, heads_of(one, d + e)[..., :d]
-
-
-def _apart(own: Sequence[Tensor], keys: Sequence[Tensor], layer: RecordedLayer) -> Iterator[Raw]:
-    """Keys of a projection of their own, or before the values in one."""
-    (_, groups, _, d), e = layer.k.shape, layer.v.shape[-1]
-    for one, q in _queries(own, layer):
-        for other in keys:
-            if one is not other and other.shape[-1] == groups * d:
-                yield Raw(q, heads_of(other, d))
-        for other in keys:
-            if one is not other and other.shape[-1] == groups * (d + e):
+    (_, heads, _, d), groups, e = layer.q.shape, layer.k.shape[1], layer.v.shape[-1]
+    # Queries stand alone, or each before the gate of its head.
+    queries = [(x, heads_of(x, d)) for x in own if x.shape[-1] == heads * d]
+    gated = [x for x in own if e and x.shape[-1] == heads * (d + e)]
+    queries += [(x, heads_of(x, d + e)[..., :d]) for x in gated]
+    both = [*own, *(projection.made for projection in layer.shared)]
+    for width in (groups * d, groups * (d + e)):  # alone, or before the values
+        for (one, q), other in itertools.product(queries, both):
+            if one is not other and other.shape[-1] == width:
                 yield Raw(q, heads_of(other[..., : groups * d], d))
-
-
-def _joined(made: Sequence[Tensor], layer: RecordedLayer) -> Iterator[Raw]:
-    """Queries, keys and values in one projection: all heads of each, or each head with its own."""
-    heads, groups, d = layer.q.shape[1], layer.k.shape[1], layer.q.shape[-1]
-    for one in made:
+    for one in own:
         if one.shape[-1] == (heads + 2 * groups) * d:
             parts = heads_of(one, d)
             yield Raw(parts[:, :heads], parts[:, heads : heads + groups])
             if heads == groups:
                 joined = heads_of(one, 3 * d)
                 yield Raw(joined[..., :d], joined[..., d : 2 * d])
-
-
-def _latent(own: Sequence[Tensor], layer: RecordedLayer) -> Iterator[Raw]:
-    """Keys as multi-head latent attention has them (arXiv 2405.04434).
-
-    Each head's first features stand before its values in one projection; the last ones, the same
-    for all heads, are the last of another.
-    """
-    (_, groups, _, d), e = layer.k.shape, layer.v.shape[-1]
-    for other in own:
+    for other, shared in itertools.permutations(own, 2):
         size, rest = divmod(other.shape[-1], groups)
         last = d + e - size
-        if rest or not 0 < last < d:
+        if rest or not 0 < last < d or shared.shape[-1] < last:
             continue
         kept = heads_of(other, size)
-        if not _close(kept[..., size - e :], layer.v):
-            continue
-        for shared in own:
-            if shared is other or shared.shape[-1] < last:
-                continue
+        if _close(kept[..., size - e :], layer.v):
             rotated = heads_of(shared[..., -last:], last).expand(-1, groups, -1, -1)
             k = torch.cat((kept[..., : size - e], rotated), -1)
-            for one, q in _queries(own, layer):
-                if one is not other:
-                    yield Raw(q, k, last)
+            yield from (Raw(q, k, last) for one, q in queries if one is not other)
+
+
+def heads_of(x: Float[Tensor, "b t w"], size: int) -> Float[Tensor, "b h t d"]:
+    """Heads of this size, side by side in x."""
+    return x.reshape(*x.shape[:2], -1, size).transpose(1, 2)
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

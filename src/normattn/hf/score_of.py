@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.hf.config_values import refuse_odd_values
+from normattn.hf.model_parts import refuse_odd_values
 from normattn.hf.plan import HANDLE
 from normattn.hf.score_fit import (
     Norm,
@@ -31,7 +31,7 @@ from normattn.hf.score_fit import (
 )
 from normattn.hf.score_names import position_words, rope_of, temperature_words
 from normattn.hf.score_output import Gating, Masking, gating, masking
-from normattn.hf.score_recorder import RecordedLayer, record_layers
+from normattn.hf.score_record import RecordedLayer, record_layers
 from normattn.layers.attention import attention
 from normattn.layers.gates import apply_gate
 from normattn.score import Score, ScoreSpec
@@ -79,21 +79,14 @@ class ModelScore:
 
     def lines(self) -> Iterator[str]:
         """A line for each run of layers with one score."""
-        runs: list[list[LayerScore]] = []
-        for layer in self.layers:
-            same = runs and _alike_said(runs[-1][0], layer)
-            runs[-1].append(layer) if same else runs.append([layer])
-        for run in runs:
+        groups = itertools.groupby(self.layers, lambda x: (x.spec, x.lacks, x.beside))
+        for (spec, lacks, beside), group in groups:
+            run = list(group)
             where = f"layer {run[0].layer}" + (f"-{run[-1].layer}" if len(run) > 1 else "")
-            name = "not read" if run[0].spec is None else str(run[0].spec)
             off = max((layer.difference or 0.0 for layer in run), default=0.0)
-            how = run[0].lacks or f"verified on {self.tokens} tokens, off by {off:.0e}"
-            how += "" if run[0].beside is None else f"; {run[0].beside}"
-            yield f"{where}: {name} ({how})"
-
-
-def _alike_said(one: LayerScore, other: LayerScore) -> bool:
-    return (one.spec, one.lacks, one.beside) == (other.spec, other.lacks, other.beside)
+            how = lacks or f"verified on {self.tokens} tokens, off by {off:.0e}"
+            how += "" if beside is None else f"; {beside}"
+            yield f"{where}: {'not read' if spec is None else spec} ({how})"
 
 
 def score_of(model: Any, tokens: int = 48) -> ModelScore:
@@ -103,9 +96,10 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
     attention function tell the normalisation, the rotation and the scale; the mask tells the
     window; numbers that so few tokens cannot show (a long window, a step of temperature) are the
     configuration's. Then `attention` with that score, on the same projections, is compared with
-    what the layer's own attention gave: 1e-5 of its largest output. Layers in half precision
-    compute in float32 for it, one at a time. Where which keys are seen, or what is added to their
-    scores, depends on the text, `attention` is given the layer's own mask, and `beside` says so.
+    what the layer's own attention gave: 1e-5 of its largest output. A model in half precision
+    computes in float32 for it, which doubles its memory meanwhile. Where which keys are seen, or
+    what is added to their scores, depends on the text, `attention` is given the layer's own mask,
+    and `beside` says so.
 
     Raises `InputError` for a model that cannot be recorded at all; a layer that cannot be read
     says so in its `lacks`.
@@ -114,10 +108,9 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
         from transformers import PreTrainedModel
     except ImportError:
         raise InputError("reading a model needs transformers: pip install normattn[hf]") from None
+    name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise InputError(
-            f"score_of() takes a model of transformers, but this is a {type(model).__name__}"
-        )
+        raise InputError(f"score_of() takes a model of transformers, but this is a {name}")
     for module in model.modules():
         if HANDLE in module.__dict__:
             raise InputError(
@@ -125,15 +118,15 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
                 "are read as they were trained: remove() the extension first"
             )
     config = model.config.get_text_config()
-    refuse_odd_values(config.to_dict(), f"the configuration of {type(model).__name__}")
+    refuse_odd_values(config.to_dict(), f"the configuration of {name}")
     with torch.no_grad():
         layers = tuple(_read(layer, config) for layer in record_layers(model, tokens))
-    return ModelScore(type(model).__name__, layers, tokens)
+    return ModelScore(name, layers, tokens)
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """One way from projections to what attention was given."""
+    """One way from projections to what attention was given; `first`: the rotation comes first."""
 
     raw: Raw
     q: Norm
@@ -142,31 +135,22 @@ class _Fit:
     k_rotation: Rotation
     first: bool
 
-    @property
-    def norm(self) -> Norm:
-        """That of queries, or of keys where queries have none."""
-        return self.q if self.q.kind else self.k
-
-    @property
-    def across(self) -> str:
-        """What both normalise over, and whether each head has a gain of its own."""
-        kinds = {norm.across for norm in (self.q, self.k) if norm.kind}
-        return "each" if "each" in kinds else next(iter(kinds), "head")
-
 
 def _read(layer: RecordedLayer, config: Any) -> LayerScore:
     keys, count = layer.k.shape[2], layer.q.shape[2]
-    if keys != count:
-        why = f"reads {keys} keys of {count} tokens, so where its keys stand is not known"
+
+    def unread(why: str) -> LayerScore:
         return LayerScore(layer.index, None, None, f"{layer.name}: {why}")
+
+    if keys != count:
+        return unread(f"reads {keys} keys of {count} tokens, so where its keys stand is not known")
     fit = next(_fits(layer, config), None)
     if fit is None:
-        return LayerScore(layer.index, None, None, f"{layer.name}: {_unread(layer, config)}")
-    gate = gating(layer)
-    mask = masking(layer, config)
+        return unread(_why_unread(layer, config))
+    gate, mask = gating(layer), masking(layer, config)
     text, length, lacks = _named(layer, config, fit, gate, mask)
     if text is None:
-        return LayerScore(layer.index, None, None, f"{layer.name}: {lacks}")
+        return unread(str(lacks))
     spec = ScoreSpec.parse(text, train_length=length)
     off = _difference(spec, layer, fit, gate, mask)
     if off > AGREES:
@@ -177,22 +161,63 @@ def _read(layer: RecordedLayer, config: Any) -> LayerScore:
 
 def _fits(layer: RecordedLayer, config: Any) -> Iterator[_Fit]:
     """Ways that agree with all that was recorded, the plainest first."""
-    d, eps = layer.q.shape[-1], _eps(layer, config)
-    shares = tuple(_shares(layer, config, d))
+    eps = _eps(layer, config)
     for raw in candidates(layer):
-        for shapes in _shapes(raw, shares, d):
+        for shapes in _shapes(layer, config, raw):
             q, k = shapes[0].restored(layer.q), shapes[0].restored(layer.k)
             sides = (list(norms(raw.q, q, eps)), list(norms(raw.k, k, eps)))
             for left, right, first, shape in itertools.product(*sides, (False, True), shapes):
-                if not _beside(left, right):
+                if not _one_part(left, right):
                     continue
-                one = _one(left, raw.q, q, shape, first)
-                other = None if one is None else _one(right, raw.k, k, shape, first)
-                if one is not None and other is not None and _alike(one, other):
+                one = _rotation(left, raw.q, q, shape, first)
+                other = None if one is None else _rotation(right, raw.k, k, shape, first)
+                if one is None or other is None:
+                    continue
+                if float((one.theta - other.theta).abs().max()) < 1e-4:
                     yield _Fit(raw, left, right, one, other, first)
 
 
-def _unread(layer: RecordedLayer, config: Any) -> str:
+def _shapes(layer: RecordedLayer, config: Any, raw: Raw) -> Iterator[list[Shape]]:
+    """What may rotate: lists of those that leave features where they are, then of others alone."""
+    d, rope = layer.q.shape[-1], rope_of(config, layer.index)
+    factors = (rope.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None))
+    parts = [max(2, int(d * share) // 2 * 2) for share in factors if share]
+    first = [(size, 0) for size in dict.fromkeys((*parts, d))]
+    last = [(size, d - size) for size in parts if size < d]
+    if raw.last is not None:
+        first, last = [(raw.last, d - raw.last)], first
+    for blocks in filter(None, (first, last)):
+        yield [Shape(*block, apart) for block in blocks for apart in (True, False)]
+        yield from ([Shape(*block, apart=False, reordered=True)] for block in blocks)
+
+
+def _rotation(norm: Norm, raw: Tensor, given: Tensor, shape: Shape, first: bool) -> Rotation | None:
+    raw, given = raw.double(), given.double()
+    if not first:
+        return fit_rotation(norm(raw), given, shape)
+    if not norm.kind:
+        return None
+    still = normalise(raw, norm.kind, norm.across, norm.eps)
+    return fit_rotation(still, (given - norm.bias[:, None]) / norm.gain[:, None], shape)
+
+
+def _one_part(one: Norm, other: Norm) -> bool:
+    """Whether one part says both normalisations."""
+    if not (one.kind and other.kind):
+        return True
+    over = {one.across == "all", other.across == "all"}
+    return (one.kind, one.eps) == (other.kind, other.eps) and len(over) == 1
+
+
+def _eps(layer: RecordedLayer, config: Any) -> list[float]:
+    """What norms may have, those of the layer itself first."""
+    names = ("eps", "variance_epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")
+    places = [*layer.module.modules(), config]
+    values = [getattr(holder, name, None) for holder in places for name in names]
+    return list(dict.fromkeys(float(eps) for eps in values if isinstance(eps, float))) or [1e-6]
+
+
+def _why_unread(layer: RecordedLayer, config: Any) -> str:
     """Why no way agrees: what no projection makes, or that it is rotated in a way of its own."""
     raws, eps = list(candidates(layer)), _eps(layer, config)
     if not raws:
@@ -211,55 +236,6 @@ def _unread(layer: RecordedLayer, config: Any) -> str:
     return "its queries and keys are rotated or normalised in a way that no part says"
 
 
-def _shapes(raw: Raw, shares: tuple[int, ...], d: int) -> Iterator[list[Shape]]:
-    """What may rotate: lists of those that leave features where they are, then of others alone."""
-    first = [(size, 0) for size in dict.fromkeys((*shares, d))]
-    last = [(size, d - size) for size in shares if size < d]
-    if raw.last is not None:
-        first, last = [(raw.last, d - raw.last)], first
-    for blocks in (first, last):
-        if blocks:
-            yield [Shape(*block, apart) for block in blocks for apart in (True, False)]
-            yield from ([Shape(*block, apart=False, reordered=True)] for block in blocks)
-
-
-def _one(norm: Norm, raw: Tensor, given: Tensor, shape: Shape, first: bool) -> Rotation | None:
-    raw, given = raw.double(), given.double()
-    if not first:
-        return fit_rotation(norm(raw), given, shape)
-    if not norm.kind:
-        return None
-    still = normalise(raw, norm.kind, norm.across, norm.eps)
-    return fit_rotation(still, (given - norm.bias[:, None]) / norm.gain[:, None], shape)
-
-
-def _beside(one: Norm, other: Norm) -> bool:
-    """Whether one part says both normalisations."""
-    if not (one.kind and other.kind):
-        return True
-    over = {one.across == "all", other.across == "all"}
-    return (one.kind, one.eps) == (other.kind, other.eps) and len(over) == 1
-
-
-def _alike(one: Rotation, other: Rotation) -> bool:
-    return bool((one.theta - other.theta).abs().max() < 1e-4)
-
-
-def _eps(layer: RecordedLayer, config: Any) -> list[float]:
-    """What norms may have, those of the layer itself first."""
-    names = ("eps", "variance_epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")
-    places = [*layer.module.modules(), config]
-    values = [getattr(holder, name, None) for holder in places for name in names]
-    return list(dict.fromkeys(float(eps) for eps in values if isinstance(eps, float))) or [1e-6]
-
-
-def _shares(layer: RecordedLayer, config: Any, d: int) -> list[int]:
-    """How many features may rotate by the configuration's words, fewer than all."""
-    rope = rope_of(config, layer.index)
-    shares = (rope.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None))
-    return [max(2, int(d * share) // 2 * 2) for share in shares if share]
-
-
 def _named(
     layer: RecordedLayer, config: Any, fit: _Fit, gate: Gating, mask: Masking
 ) -> tuple[str | None, int | None, str | None]:
@@ -276,8 +252,9 @@ def _named(
     if window.startswith("SlidingWindow") and "(factor" in position:
         window = window.replace(")", ",stretched=true)")
     cap, sink = layer.more.get("softcap"), layer.more.get("s_aux")
+    placed_alone = ScoreSpec.parse("-".join(filter(None, ("Baseline", position))), length)
     words = (
-        _variant(layer, fit, _amplitude(position, length)),
+        _variant(layer, fit, _amplitude(placed_alone)),
         warm,
         "RotateFirst" if fit.first else "",
         position,
@@ -289,43 +266,32 @@ def _named(
     return "-".join(filter(None, words)), length, lacks
 
 
-def _amplitude(position: str, length: int | None) -> float:
+def _amplitude(spec: ScoreSpec) -> float:
     """What the rotation multiplies queries and keys with."""
-    spectrum = ScoreSpec.parse(
-        f"Baseline-{position}" if position else "Baseline", length
-    ).rope_scaling
-    return 1.0 if spectrum is None else float(spectrum.gain(length) ** 0.5)
+    scaling = spec.rope_scaling
+    return 1.0 if scaling is None else float(scaling.gain(spec.train_length) ** 0.5)
 
 
 def _variant(layer: RecordedLayer, fit: _Fit, amplitude: float) -> str:
-    kinds = {"rms": "RMSNorm", "layer": "LayerNorm"}
-    fields = []
-    scaling = _scaling(layer)
-    for fitted in (fit.q, fit.k):
-        share = 1.0 if fitted.kind else float(fitted.gain[0, 0]) / amplitude
+    """The normalisation and the scale as a part."""
+    fields, scaling, normed = [], layer.scaling, [norm for norm in (fit.q, fit.k) if norm.kind]
+    for norm in (fit.q, fit.k):
+        share = 1.0 if norm.kind else float(norm.gain[0, 0]) / amplitude
         scaling *= 1.0 if abs(share - 1) < 1e-5 else share
     if abs(scaling * layer.q.shape[-1] ** 0.5 - 1) > 1e-5:
-        same = scaling == _scaling(layer)
+        same = scaling == layer.scaling
         fields.append(f"scale={scaling!r}" if same else f"scale={scaling:.7g}")
-    norm = fit.norm
-    name = "Baseline"
-    if norm.kind:
-        sides = ("Q" if fit.q.kind else "") + ("K" if fit.k.kind else "")
-        name = f"{sides}{kinds[norm.kind]}"
-        plain = all(
-            float((fitted.gain - amplitude).abs().max()) < 1e-3 and not fitted.bias.any()
-            for fitted in (fit.q, fit.k)
-            if fitted.kind
-        )
-        fields += ["gain=false"] if plain else []
-        fields += [f"across={fit.across}"] if fit.across != "head" else []
-        fields += [f"eps={norm.eps!r}"] if norm.eps != 1e-6 else []
+    if not normed:
+        return f"Baseline({','.join(fields)})" if fields else "Baseline"
+    kind = {"rms": "RMSNorm", "layer": "LayerNorm"}[normed[0].kind]
+    name = ("Q" if fit.q.kind else "") + ("K" if fit.k.kind else "") + kind
+    plain = (float((x.gain - amplitude).abs().max()) < 1e-3 and not x.bias.any() for x in normed)
+    fields += ["gain=false"] if all(plain) else []
+    across = {norm.across for norm in normed}
+    over = "each" if "each" in across else normed[0].across
+    fields += [f"across={over}"] if over != "head" else []
+    fields += [f"eps={normed[0].eps!r}"] if normed[0].eps != 1e-6 else []
     return f"{name}({','.join(fields)})" if fields else name
-
-
-def _scaling(layer: RecordedLayer) -> float:
-    """λ as the attention function was given it."""
-    return float(layer.more.get("scaling") or layer.q.shape[-1] ** -0.5)
 
 
 def _gains(layer: RecordedLayer, fit: _Fit) -> tuple[float, ...]:
@@ -336,7 +302,7 @@ def _gains(layer: RecordedLayer, fit: _Fit) -> tuple[float, ...]:
     if fit.k.kind or fit.q.kind:
         return () if fit.k.kind else (float(fit.k.gain[0, 0]),)
     q, k = float(fit.q.gain[0, 0]), float(fit.k.gain[0, 0])
-    whole = _scaling(layer) * layer.q.shape[-1] ** 0.5 * q * k
+    whole = layer.scaling * layer.q.shape[-1] ** 0.5 * q * k
     return (*((whole**0.5,) if whole > 0 else ()), k)
 
 
@@ -345,15 +311,11 @@ def _difference(
 ) -> float:
     """How far `attention` is from the layer's own, as a share of its largest output."""
     score = Score(spec, layer.q.shape[1], layer.q.shape[-1], layer.k.shape[1]).double()
-    amplitude = (
-        1.0 if spec.rope_scaling is None else spec.rope_scaling.gain(spec.train_length) ** 0.5
-    )
     for module, norm in ((score.query_norm, fit.q), (score.key_norm, fit.k)):
         for name, value in (("weight", norm.gain), ("bias", norm.bias)):
             own = getattr(module, name, None)
             if own is not None:
-                shared = value if own.dim() == 2 else value[0]
-                own.copy_(shared / amplitude)
+                own.copy_((value if own.dim() == 2 else value[0]) / _amplitude(spec))
     if score.sink is not None:
         score.sink.copy_(layer.more["s_aux"])
     q, k, v = (tensor.detach().double().cpu() for tensor in (fit.raw.q, fit.raw.k, layer.v))

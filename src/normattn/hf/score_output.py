@@ -14,10 +14,10 @@ from jaxtyping import Bool, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
-from normattn.hf.recorder import hidden
+from normattn.hf.probe import hidden
 from normattn.hf.score_fit import CLOSE
 from normattn.hf.score_names import window_words
-from normattn.hf.score_recorder import RecordedLayer
+from normattn.hf.score_record import RecordedLayer
 
 _CHANGED = "its output is changed before the last projection in a way that no part says"
 

@@ -10,36 +10,25 @@ from typing import Any
 import torch
 
 from normattn.errors import InputError
-from normattn.hf.config_values import refuse_odd_values
-from normattn.hf.load import _explained, _options, _source, refuse_kind, refuse_sizes
+from normattn.hf.load import explained, options_of, refuse_kind, refuse_sizes, source_of
+from normattn.hf.model_parts import refuse_odd_values
 from normattn.io import expanded
 
-_VOCABULARY = 64
 _RANK = 16
 """What the smallest rank of latent vectors becomes, or a multiple of it."""
-_LITTLE = {
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "intermediate_size_mlp": 32,
-    "ffn_hidden_size": 32,
-    "num_experts": 2,
-    "num_local_experts": 2,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_expert_group": 1,
-    "index_topk": 8,
-    "indexer_budget": 8,
-    "indexer_compress_ratio": 2,
-    "keep_window_size": 8,
-    "vocab_size": _VOCABULARY,
-    "vocab_size_per_layer_input": _VOCABULARY,
+_AT_MOST = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 64),
+    **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "ffn_hidden_size"), 32),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("index_topk", "indexer_budget", "keep_window_size"), 8),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "indexer_compress_ratio"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
 }
-_MOST = {"num_hidden_layers": 1000, "head_dim": 4096, "max_position_embeddings": 1 << 31}
-"""What no model exceeds: beyond it a configuration would take memory without end."""
+"""Fields that become small; of every layer where each has its own."""
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+_ABSURD = {"num_hidden_layers": 1000, "head_dim": 4096, "max_position_embeddings": 1 << 31}
+"""What no model exceeds: beyond it a configuration would take memory without end."""
 
 
 def read_configuration(model: str | Path) -> Any:
@@ -55,11 +44,11 @@ def read_configuration(model: str | Path) -> Any:
     path = expanded(model)
     if path.is_file() and path.suffix == ".json":
         refuse_kind(path)
-        with _explained(str(path)):
+        with explained(str(path)):
             return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    source, gguf = _source(model, None)
-    with _explained(gguf or source):
-        config = AutoConfig.from_pretrained(source, **_options(source, gguf))
+    source, gguf = source_of(model)
+    with explained(gguf or source):
+        config = AutoConfig.from_pretrained(source, **options_of(source, gguf))
     if gguf is not None or any(Path(source).glob("*.safetensors*")):
         refuse_sizes(source, gguf, config)
     return config
@@ -69,7 +58,7 @@ def small_model(config: Any) -> Any:
     """A random causal language model of this configuration with two heads, narrow elsewhere.
 
     Layers, their kinds, the size of a head and all about positions are as configured; where layers
-    choose among keys they keep few, so that a short text shows it. Weights are large enough for
+    select among keys they keep few, so that a short text shows it. Weights are large enough for
     attention to be far from even. Raises `InputError` where transformers cannot build it, and for
     sizes beyond those of any model.
     """
@@ -80,20 +69,18 @@ def small_model(config: Any) -> Any:
     if not hasattr(text, "model_type"):
         raise InputError(f"the text model of a {config.model_type} configuration is {text!r}")
     refuse_odd_values(text.to_dict(), f"the configuration of a {text.model_type} model")
-    subject = f"a small {text.model_type} model"
-    with _explained(subject):
-        _make_small(text)
-    text._attn_implementation = "eager"
     auto: Any = transformers.AutoModelForCausalLM
-    with _explained(subject):
+    with explained(f"a small {text.model_type} model"):
+        _make_small(text)
+        text._attn_implementation = "eager"
         torch.manual_seed(0)
         model = auto.from_config(text, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            width = weight.shape[-1] if weight.dim() > 1 else 1
-            weight.copy_(noise / width**0.5 if weight.dim() > 1 else weight + 0.2 * noise)
+            one = weight.dim() < 2
+            weight.copy_(weight + 0.2 * noise if one else noise / weight.shape[-1] ** 0.5)
     return model
 
 
@@ -116,30 +103,26 @@ def _make_small(text: Any) -> None:
             f"(num_attention_heads is {heads!r}), so there is no score to read"
         )
     groups = int(getattr(text, "num_key_value_heads", None) or heads)
-    head_dim = _configured(text, "head_dim") or text.hidden_size // heads
-    for name, most in _MOST.items():
+    try:
+        head_dim = getattr(text, "head_dim", None)
+    except RuntimeError:  # layers have sizes of their own, and transformers names no one of them
+        head_dim = text.__dict__.get("head_dim")
+    head_dim = head_dim or text.hidden_size // heads
+    for name, most in _ABSURD.items():
         size = head_dim if name == "head_dim" else getattr(text, name, None)
         if isinstance(size, int | float) and not 0 < size <= most:
             raise InputError(f"{name}={size:,} is no size of a {text.model_type} model")
     sizes = {
-        **{name: _little(getattr(text, name), size) for name, size in _few(text)},
-        **{name: value for name, value in _TOKENS.items() if hasattr(text, name)},
-        "num_attention_heads": 2,
-        "hidden_size": 2 * int(head_dim),
+        name: _little(getattr(text, name), most)
+        for name, most in _AT_MOST.items()
+        if hasattr(text, name)
     }
-    sizes.update(_narrowed(text))
+    sizes |= {name: value for name, value in _TOKENS.items() if hasattr(text, name)}
+    sizes |= {"num_attention_heads": 2, "hidden_size": 2 * int(head_dim)} | _narrowed(text)
     if hasattr(text, "num_key_value_heads"):
         sizes["num_key_value_heads"] = 2 if groups == heads else 1
     for name, value in sizes.items():
         setattr(text, name, value)
-
-
-def _configured(text: Any, name: str) -> Any:
-    """The value of a field, or the one of all layers where some have one of their own."""
-    try:
-        return getattr(text, name, None)
-    except RuntimeError:  # transformers refuses to say it for the whole
-        return text.__dict__.get(name)
 
 
 def _narrowed(text: Any) -> dict[str, int]:
@@ -153,13 +136,7 @@ def _narrowed(text: Any) -> dict[str, int]:
     return {name: size // (common // _RANK) for name, size in whole.items()}
 
 
-def _few(text: Any) -> list[tuple[str, int]]:
-    """The sizes that this configuration has."""
-    return [(name, size) for name, size in _LITTLE.items() if hasattr(text, name)]
-
-
 def _little(configured: Any, size: int) -> Any:
-    """The size, not above what is configured; of every layer where each has its own."""
     if isinstance(configured, list):
         return [_little(one, size) for one in configured]
     return min(configured, size) if isinstance(configured, int) else size

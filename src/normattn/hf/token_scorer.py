@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.hf.model_parts import model_parts
 from normattn.kernels import TokenScores
 
 _ROWS = 256
@@ -28,22 +29,21 @@ def token_scorer(model: Any) -> Callable[[Tensor], TokenScores]:
     Raises `InputError` for a model whose logits are not made of its decoder's output row by row,
     and when it is called for tokens beyond the model's vocabulary.
     """
-    from normattn.hf.model_parts import model_parts
-
-    decoder, head = model_parts(model).decoder, head_of(model)
+    decoder, head = model_parts(model).decoder, _head_of(model)
 
     def score(ids: Int[Tensor, "b t1"]) -> TokenScores:
         refuse_foreign_tokens(ids, model)
         ids = ids.to(model.device)
+        loss, correct = [], []
         with torch.no_grad():
             rows = decoder(ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
-            parts = zip(
-                torch.split(rows, _ROWS), torch.split(ids[:, 1:].flatten(), _ROWS), strict=True
-            )
-            pieces = [_scored(head(part), goal) for part, goal in parts]
+            wanted = torch.split(ids[:, 1:].flatten(), _ROWS)
+            for part, tokens in zip(torch.split(rows, _ROWS), wanted, strict=True):
+                logits = head(part).float()
+                loss.append(torch.nn.functional.cross_entropy(logits, tokens, reduction="none"))
+                correct.append(logits.argmax(-1) == tokens)
         shape = (ids.shape[0], ids.shape[1] - 1)
-        loss, correct = (torch.cat(values).view(shape) for values in zip(*pieces, strict=True))
-        return TokenScores(loss=loss, correct=correct)
+        return TokenScores(loss=torch.cat(loss).view(shape), correct=torch.cat(correct).view(shape))
 
     return score
 
@@ -58,28 +58,18 @@ def refuse_foreign_tokens(ids: Int[Tensor, "..."], model: Any) -> None:
         )
 
 
-def _scored(logits: Float[Tensor, "r v"], goal: Int[Tensor, " r"]) -> tuple[Tensor, Tensor]:
-    loss = torch.nn.functional.cross_entropy(logits.float(), goal, reduction="none")
-    return loss, logits.argmax(-1) == goal
-
-
-def head_of(model: Any) -> Callable[[Float[Tensor, "r d"]], Float[Tensor, "r v"]]:
+def _head_of(model: Any) -> Callable[[Float[Tensor, "r d"]], Float[Tensor, "r v"]]:
     """From rows of the decoder's output to logits, checked against the model on a few tokens."""
-    from normattn.hf.model_parts import model_parts
-
     linear, config = model.get_output_embeddings(), model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
     scale = getattr(config, "logit_scale", None) or 1.0
-    divisor = getattr(config, "logits_scaling", None) or 1.0
+    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
     if linear is None:
         raise InputError(f"{type(model).__name__} has no head that makes logits")
 
     def head(rows: Tensor) -> Tensor:
         logits: Tensor = linear(rows)
-        if scale != 1.0:
-            logits = logits * scale
-        if divisor != 1.0:
-            logits = logits / divisor
+        logits = logits if scale == 1 else logits * scale
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     ids = torch.arange(3, device=model.device)[None] % config.vocab_size

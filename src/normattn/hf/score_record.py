@@ -1,0 +1,216 @@
+"""A model reads a few tokens while every attention layer of it is recorded.
+
+Nothing is asked of a layer alone: the model's own forward brings it its input, mask and positions,
+so that any family whose layers take their attention function from transformers can be read.
+
+Legend: B batch, H query heads, G key heads, T tokens, D head dimension, E value size, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from normattn.errors import InputError
+from normattn.hf.probe import (
+    AttentionFunction,
+    evaluating,
+    hidden,
+    hide_unselected,
+    recording,
+    short,
+)
+
+_BATCH = 4
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Projection:
+    """A linear map inside an attention layer, with its input and output, (B, T, W)."""
+
+    given: Float[Tensor, "b t w"]
+    made: Float[Tensor, "b t w2"]
+
+
+@dataclass
+class RecordedLayer:
+    """One attention layer: its projections, what reached its attention function, and the result.
+
+    q and k are normalised and rotated already; `more` are the function's other arguments (scaling,
+    softcap, s_aux, …). `shared` are the projections of the layer whose keys this one reads too.
+    """
+
+    index: int
+    module: nn.Module
+    q: Float[Tensor, "b h t d"]
+    k: Float[Tensor, "b g s d"]
+    v: Float[Tensor, "b g s e"]
+    mask: Tensor | None
+    more: dict[str, Any]
+    out: Float[Tensor, "b t h e"]
+    projections: list[Projection] = field(default_factory=list)
+    shared: list[Projection] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """How a sentence calls the layer."""
+        return f"layer {self.index} ({type(self.module).__name__})"
+
+    @property
+    def scaling(self) -> float:
+        """λ as the attention function was given it."""
+        return float(self.more.get("scaling") or self.q.shape[-1] ** -0.5)
+
+    @property
+    def indexed(self) -> bool:
+        """Whether an indexer selects the keys of each query."""
+        return self.more.get("indices") is not None
+
+    @property
+    def visible(self) -> Bool[Tensor, "b t s"]:
+        """Who sees whom in the first head."""
+        if self.mask is None:
+            return self.q.new_ones(len(self.q), self.q.shape[2], self.k.shape[2], dtype=torch.bool)
+        return ~hidden(self.mask)[:, 0]
+
+    @property
+    def added(self) -> float:
+        """The largest number that the mask adds to a visible score."""
+        if self.mask is None or self.mask.dtype == torch.bool:
+            return 0.0
+        return float(self.mask.masked_fill(hidden(self.mask), 0.0).abs().max())
+
+    @property
+    def same_mask(self) -> bool:
+        """Whether the mask hides the same keys in every text and from every head."""
+        return self.mask is None or bool((hidden(self.mask) == ~self.visible[0]).all())
+
+
+def record_layers(model: Any, tokens: int = 48) -> list[RecordedLayer]:
+    """What every attention layer of the model does with `tokens` random tokens.
+
+    Raises `InputError` for a model that cannot read them, or whose layers do not take their
+    attention function from transformers' AttentionInterface.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, vocabulary, (_BATCH, tokens), generator=generator).to(model.device)
+    with _in_float32(model):
+        # Once to know the layers, and once more to keep what is made inside of them, not elsewhere.
+        layers = dict.fromkeys(layer.module for layer in _read(model, ids))
+        parts = dict.fromkeys(part for layer in layers for part in layer.modules())
+        with _projections([part for part in parts if isinstance(part, nn.Linear)], tokens) as made:
+            recorded = _read(model, ids)
+    _assign(recorded, made)
+    return recorded
+
+
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[None]:
+    """Half precision tells no normalisation from another: the whole computes in float32 meanwhile.
+
+    Every number of half precision comes back as it was.
+    """
+    half = [x for x in (*model.parameters(), *model.buffers()) if x.dtype in _HALF]
+    held = [(x, x.dtype) for x in half]
+    try:
+        for x, _ in held:
+            x.data = x.data.float()
+        yield
+    finally:
+        for x, dtype in held:
+            x.data = x.data.to(dtype)
+
+
+def _read(model: Any, ids: Tensor) -> list[RecordedLayer]:
+    """The calls of eager attention while the model reads these tokens."""
+    layers: list[RecordedLayer] = []
+    parts = frozenset(model.modules())
+
+    def attend(
+        own: AttentionFunction,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, Any]:
+        result = own(module, q, k, v, mask, **more)
+        if module in parts:
+            if mask is not None:
+                indices = more.get("indices")
+                mask = mask if indices is None else hide_unselected(mask, indices)
+                mask = mask[..., : k.shape[2]].expand(len(q), -1, q.shape[2], -1)
+            index = int(getattr(module, "layer_idx", len(layers)))
+            layers.append(RecordedLayer(index, module, q, k, v, mask, dict(more), result[0]))
+        return result
+
+    name = type(model).__name__
+    try:
+        with evaluating(model), recording(model, attend):
+            model(ids, use_cache=False)
+    except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"{name} cannot read tokens alone, so its layers cannot be recorded: {short(error)}"
+        ) from error
+    if not layers:
+        raise InputError(
+            f"the layers of {name} do not take their attention function from transformers' "
+            "AttentionInterface, so they cannot be recorded"
+        )
+    return layers
+
+
+@contextmanager
+def _projections(
+    linear: list[nn.Linear], tokens: int
+) -> Iterator[dict[nn.Module, list[Projection]]]:
+    """What goes into linear maps and comes out, call by call."""
+    made: dict[nn.Module, list[Projection]] = {}
+
+    def keep(module: nn.Module, given: Any, out: Any) -> None:
+        before, after = _row(given[0] if given else None, tokens), _row(out, tokens)
+        if before is not None and after is not None:
+            made.setdefault(module, []).append(Projection(before, after))
+
+    handles = [part.register_forward_hook(keep) for part in linear]
+    try:
+        yield made
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _row(x: Any, tokens: int) -> Tensor | None:
+    """x as (B, T, W): heads side by side, or one head of latent vectors; None for what is not."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() not in (3, 4):
+        return None
+    if x.dim() == 3:
+        return x
+    if x.shape[1] == tokens:
+        return x.flatten(2)
+    return x[:, 0] if x.shape[1] == 1 else None
+
+
+def _assign(recorded: list[RecordedLayer], made: dict[nn.Module, list[Projection]]) -> None:
+    """To each call of a layer what its linear maps made in the same run, and the maker of its keys.
+
+    A layer may run several times, and call its attention several times a run.
+    """
+    for number, call in enumerate(recorded):
+        calls = [other for other in recorded if other.module is call.module]
+        turn = next(at for at, other in enumerate(calls) if other is call)
+        for part in call.module.modules():
+            if runs := made.get(part):
+                call.projections.append(runs[turn * len(runs) // len(calls)])
+        for earlier in recorded[:number]:
+            if earlier.k.data_ptr() == call.k.data_ptr():
+                call.shared = earlier.projections
