@@ -8,38 +8,50 @@ for transformers, vLLM and SGLang, with what those two read otherwise; `llama_cp
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.hf.engine_input import Told, raw_of, told
-from normattn.hf.gguf import read_divisors, read_values
-from normattn.hf.llama_cpp import Served, serve, values
-from normattn.hf.mistakes import Given, Meant, mistakes
-from normattn.hf.model_parts import known_length, model_parts
+from normattn.hf.engine_input import Told, decoder_of, raw_of, read_told
+from normattn.hf.gguf import read_gguf
+from normattn.hf.llama_cpp import Served, converted, kind_of, serve
+from normattn.hf.model_parts import (
+    ROPE_NAMES,
+    ROPE_NUMBERS,
+    innermost,
+    known_length,
+    model_parts,
+)
 from normattn.hf.native import take_record
-from normattn.hf.plan import plan
+from normattn.hf.plan import plan, replaces_attention
 from normattn.hf.positions import (
     SHORT,
+    LayerValues,
     Positions,
     differences,
     read_positions,
     rotates,
-    with_rotation,
 )
-from normattn.hf.rotation_tables import method_frequencies
+from normattn.hf.rope_detection import Spectrum, method_frequencies, method_gain
 from normattn.hf.tiny_model import read_configuration, small_model
 from normattn.io import expanded
+from normattn.score import ScoreSpec
 
 _UNMULTIPLIED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn")
 """Kinds whose factor vLLM does not multiply max_position_embeddings with."""
+_COUNTED = ("yarn", "llama3", "longrope")
+"""Kinds whose frequencies depend on the trained length."""
+_PARAMETERS = {
+    *(*ROPE_NAMES, *ROPE_NUMBERS, "truncate", "finetuned", "mrope_section", "mrope_interleaved"),
+    *("short_factor", "long_factor"),
+}
+_ENGINE_PARAMETERS = {"vllm": {"mixed_b"}, "sglang": {"attn_factor"}}
+_BASE = 10000.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,22 @@ class Verdict:
     def __str__(self) -> str:
         head = "as meant" if self.equal else "not as meant"
         return "\n".join([f"{head}: {self.meant}", *self.differences, *self.mistakes])
+
+
+@dataclass(frozen=True)
+class _Meant:
+    """What is meant: `spec` is None for the model as its configuration says.
+
+    `trained` and `longest` are tokens, `bases` the rotary bases of the model, `spectra` those of
+    the layers that a method changes, whose amplitude is its factor alone.
+    """
+
+    name: str
+    spec: ScoreSpec | None
+    trained: int | None
+    longest: int | None
+    bases: tuple[float, ...]
+    spectra: Mapping[int, Spectrum]
 
 
 def verify(
@@ -95,10 +123,10 @@ def verify(
         method = method or record["method"]
         train_length = train_length or record["train_length"]
     file = expanded(folder)
-    keys = read_values(file) if file.suffix == ".gguf" else {}
-    given = told(against, raw_of(config), keys)
-    meant, rotations = _meant(config, method, train_length)
-    known = {meant.trained, meant.longest, given.longest} - {None}
+    own = read_gguf(file) if file.suffix == ".gguf" else None
+    told = read_told(against, raw_of(config), own)
+    meant = _meant(config, method, train_length)
+    known = {meant.trained, meant.longest, told.longest} - {None}
     lengths = [length for length in known if length is not None and SHORT < length < 1 << 31]
     base = read_positions(config, lengths)
     if not rotates(base):
@@ -106,239 +134,276 @@ def verify(
             f"{folder}: no layer of a {config.get_text_config().model_type} model turns by its "
             "position, so there is nothing to compare"
         )
-    wanted = with_rotation(base, _extended(base, rotations))
-    if keys and method is None:
-        own = dataclasses.replace(given, keys=_without_architecture(keys), flags={})
-        own = dataclasses.replace(own, divisors=read_divisors(file))
-        wanted = _by_llama_cpp(own, base, config)[0]
-    given, computed, sentences = _computed(given, base, config, lengths)
-    found = [*differences(wanted, computed), *sentences, *_lengths(meant, given)]
-    plain = not list(differences(base, computed))
-    seen = Given(given, plain, not found, _parameters(raw_of(config)))
-    return Verdict(meant.name, tuple(found), tuple(mistakes(meant, seen)))
+    wanted = _extended(base, meant.spectra)
+    if own is not None and method is None:
+        as_is = replace(told, keys=own.own, flags={}, divisors=own.divisors)
+        wanted = _by_llama_cpp(as_is, base, config)[0]
+    if told.engine == "llama.cpp":
+        computed, served = _by_llama_cpp(told, base, config)
+        told = replace(told, longest=served.longest, rope={"": served.rope})
+        sentences = list(served.ignored)
+    else:
+        told, computed, sentences = _by_transformers(told, config, lengths)
+    found = (*differences(wanted, computed), *sentences, *_lengths(meant, told))
+    if not found and meant.spec is None:
+        return Verdict(meant.name, (), ())
+    plain = not any(differences(base, computed))
+    mistakes = _mistakes(meant, told, plain, not found, raw_of(config))
+    return Verdict(meant.name, found, tuple(mistakes))
 
 
-def _meant(
-    config: Any, method: str | None, length: int | None
-) -> tuple[Meant, dict[int, tuple[Tensor, float]]]:
-    """What is meant; frequencies of the layers that a method changes, and its gain of amplitude."""
+def _meant(config: Any, method: str | None, length: int | None) -> _Meant:
     small = small_model(config)
     parts = model_parts(small)
     longest = getattr(parts.config, "max_position_embeddings", None)
-    bases = sorted(
-        float(rope["rope_theta"]) for rope in parts.ropes if rope.get("rope_theta") is not None
-    )
+    named = (rope.get("rope_theta") for rope in parts.ropes)
+    bases = tuple(sorted(float(base) for base in named if base is not None))
     if method is None:
-        originals = {rope.get("original_max_position_embeddings") for rope in parts.ropes}
-        originals.add(getattr(parts.config, "original_max_position_embeddings", None))
+        originals = [rope.get("original_max_position_embeddings") for rope in parts.ropes]
+        originals.append(getattr(parts.config, "original_max_position_embeddings", None))
         trained = next((one for one in originals if isinstance(one, int)), longest)
         name = f"{parts.name} as its configuration says"
-        return Meant(name, None, length or trained, longest, tuple(bases)), {}
+        return _Meant(name, None, length or trained, longest, bases, {})
     planned = plan(small, method, length if length is not None else known_length(parts)[0])
     spec = planned.spec
-    if spec.remapping is not None or spec.logn is not None or spec.blockwise:
+    if replaces_attention(spec):
         raise InputError(
             f"no configuration of rotary positions says {spec.method}: an engine without normattn "
             "reads the model as it was trained"
         )
     assert spec.train_length is not None
-    gain = 1.0 if spec.rope_scaling is None else spec.rope_scaling.gain(spec.train_length) ** 0.5
-    rotations = {
-        layer.index: (method_frequencies(spec, layer.rotation).abs(), gain)
+    spectra = {
+        layer.index: (method_frequencies(spec, layer.rotation).abs(), method_gain(spec))
         for layer in planned.layers
         if layer.rotation is not None
     }
     stretch = getattr(spec.rope_scaling, "stretch", None)
     reach = None if stretch is None else int(spec.train_length * stretch)
-    return Meant(spec.method, spec, spec.train_length, reach, tuple(bases)), rotations
+    return _Meant(spec.method, spec, spec.train_length, reach, bases, spectra)
 
 
-def _extended(
-    base: Positions, rotations: Mapping[int, tuple[Tensor, float]]
-) -> dict[int, tuple[Tensor, float]]:
-    """The frequencies under a method, and the model's own amplitude times the method's."""
+def _extended(base: Positions, spectra: Mapping[int, Spectrum]) -> Positions:
+    """The positions under a method: its frequencies, the model's own amplitude times its factor."""
+
+    def extended(index: int, values: LayerValues) -> LayerValues:
+        if index not in spectra:
+            return values
+        theta, gain = spectra[index]
+        return replace(values, frequencies=theta, amplitude=gain * base[SHORT][index].amplitude)
+
     return {
-        index: (theta, gain * base[SHORT][index].amplitude)
-        for index, (theta, gain) in rotations.items()
-        if index in base[SHORT]
+        length: {index: extended(index, values) for index, values in layers.items()}
+        for length, layers in base.items()
     }
 
 
-def _computed(
-    given: Told, base: Positions, config: Any, lengths: list[int]
+def _by_transformers(
+    told: Told, config: Any, lengths: list[int]
 ) -> tuple[Told, Positions, list[str]]:
-    """What the engine computes of what it was told; what it refuses or ignores."""
-    if given.engine == "llama.cpp":
-        computed, served = _by_llama_cpp(given, base, config)
-        made = dataclasses.replace(given, longest=served.longest, rope={"": served.rope})
-        return made, computed, list(served.ignored)
-    sentences: list[str] = []
-    raw = copy.deepcopy(given.raw)
-    ropes = list(_scalings(raw))
-    sentences += _lost_width(given, config)
-    longest = given.longest
-    if given.engine in ("vllm", "sglang"):
-        derived = _derived_length(raw, ropes, given.engine)
-        if longest is not None and derived is not None and longest > derived:
+    """What transformers, vLLM or SGLang compute of what they were told; what they refuse."""
+    raw = copy.deepcopy(told.raw)
+    own = next(iter(_ropes(raw_of(config))), {})
+    sentences = [
+        f"{name} is missing in an override that replaces all: it was {own[name]}"
+        for rope in told.rope.values()
+        for name in ("partial_rotary_factor", "mrope_section")
+        if rope and not told.whole and name not in rope and own.get(name) not in (None, 1, 1.0)
+    ]
+    if told.engine != "hf":
+        derived = _derived_length(raw, told.engine)
+        if told.longest is not None and derived is not None and told.longest > derived:
             sentences.append(
-                f"{given.engine} refuses a length of {longest:,}: it derives {derived:,} tokens "
-                "from max_position_embeddings, which must be raised"
+                f"{told.engine} refuses a length of {told.longest:,}: it derives {derived:,} "
+                "tokens from max_position_embeddings, which must be raised"
             )
-        for rope in ropes:
-            sentences += _as_engine_reads(rope, raw, given.engine, longest or derived)
-        longest = longest or derived
-    made = dataclasses.replace(given, raw=raw, longest=longest)
-    return (
-        dataclasses.replace(given, longest=longest),
-        read_positions(made.config, lengths),
-        sentences,
-    )
+        told = replace(told, longest=told.longest or derived)
+        for rope in _ropes(raw):
+            read = _as_vllm_reads if told.engine == "vllm" else _as_sglang_reads
+            sentences += read(rope, raw, told.longest)
+    return told, read_positions(replace(told, raw=raw).config, lengths), sentences
 
 
-def _scalings(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every set of rope parameters of the decoder."""
-    inner = raw.get("text_config")
-    decoder = inner if isinstance(inner, dict) else raw
-    rope = decoder.get("rope_parameters") or decoder.get("rope_scaling")
-    if isinstance(rope, dict):
-        nested = [value for value in rope.values() if isinstance(value, dict)]
-        yield from nested or [rope]
+def _ropes(raw: Mapping[str, Any]) -> list[Any]:
+    """Every set of rope parameters of a configuration's decoder."""
+    decoder = decoder_of(raw)
+    return list(innermost(decoder.get("rope_parameters") or decoder.get("rope_scaling")))
 
 
-def _type(rope: Mapping[str, Any]) -> str:
-    return str(rope.get("rope_type", rope.get("type", "default")))
-
-
-def _lost_width(given: Told, config: Any) -> Iterator[str]:
-    """A partial_rotary_factor or mrope_section that the model has and an override drops."""
-    own = next(_scalings(raw_of(config)), {})
-    for rope in given.rope.values():
-        for name in ("partial_rotary_factor", "mrope_section"):
-            if (
-                rope
-                and not given.whole
-                and name not in rope
-                and own.get(name) not in (None, 1, 1.0)
-            ):
-                yield f"{name} is missing in an override that replaces all: it was {own[name]}"
-
-
-def _derived_length(raw: Mapping[str, Any], ropes: list[dict[str, Any]], engine: str) -> int | None:
+def _derived_length(raw: Mapping[str, Any], engine: str) -> int | None:
     """The longest text by the engine's own rule.
 
     `_get_and_verify_max_len` of vLLM, `get_context_length` of SGLang.
     """
-    inner = raw.get("text_config")
-    decoder = inner if isinstance(inner, Mapping) else raw
+    decoder, factor = decoder_of(raw), 1.0
     length = decoder.get("max_position_embeddings")
-    if not isinstance(length, int):
-        return None
-    factor = 1.0
-    for rope in ropes:
-        if engine == "vllm" and "gemma3" not in str(decoder.get("model_type")):
-            factor = factor if _type(rope) in _UNMULTIPLIED else float(rope.get("factor") or factor)
-        if engine == "sglang" and _type(rope) != "llama3":
+    for rope in _ropes(raw):
+        if engine == "vllm":
+            gemma = "gemma3" in str(decoder.get("model_type"))
+            multiplied = not gemma and kind_of(rope) not in _UNMULTIPLIED
+        else:
             original = "original_max_position_embeddings" in rope
-            factor = factor if original else float(rope.get("factor") or factor)
-    return int(length * factor)
+            multiplied = not original and kind_of(rope) != "llama3"
+        factor = float(rope.get("factor") or factor) if multiplied else factor
+    return int(length * factor) if isinstance(length, int) else None
 
 
-def _as_engine_reads(
-    rope: dict[str, Any], raw: Mapping[str, Any], engine: str, longest: int | None
-) -> Iterator[str]:
-    """Turn rope parameters into those of which transformers makes what the engine makes."""
-    kind = _type(rope)
-    factor = float(rope.get("factor") or 1.0)
-    original = rope.get("original_max_position_embeddings")
-    if engine == "vllm":
-        if kind in ("yarn", "llama3", "longrope") and original is None:
-            if raw.get("original_max_position_embeddings") is None:
-                yield f"vLLM does not start: {kind} needs original_max_position_embeddings"
-        elif kind == "longrope" and longest and longest > int(original or 0):
-            rope["short_factor"] = rope["long_factor"]
-        if kind == "dynamic" and "factor" in rope and "alpha" not in rope:
-            yield (
-                "vLLM makes one base of dynamic NTK for all lengths: it does not follow the length "
-                "of each text"
-            )
-    elif kind == "yarn":
-        usual = 0.1 * math.log(max(factor, 1.0)) + 1
-        own = rope.pop("attention_factor", None)
-        if own is not None and abs(float(own) - usual) > 1e-4:
-            yield (
-                "attention_factor is ignored: SGLang reads attn_factor, a multiple of 0.1·ln s + 1"
-            )
-        if "attn_factor" in rope:
-            rope["attention_factor"] = float(rope.pop("attn_factor")) * usual
+def _as_vllm_reads(rope: Any, raw: Mapping[str, Any], longest: int | None) -> Iterator[str]:
+    """Turn rope parameters into those of which transformers makes what vLLM makes."""
+    kind, original = kind_of(rope), rope.get("original_max_position_embeddings")
+    if kind in _COUNTED and original is None:
+        if raw.get("original_max_position_embeddings") is None:
+            yield f"vLLM does not start: {kind} needs original_max_position_embeddings"
+    elif kind == "longrope" and longest and longest > int(original or 0):
+        rope["short_factor"] = rope["long_factor"]
+    if kind == "dynamic" and "factor" in rope and "alpha" not in rope:
+        yield (
+            "vLLM makes one base of dynamic NTK for all lengths: it does not follow the length of "
+            "each text"
+        )
 
 
-def _by_llama_cpp(given: Told, base: Positions, config: Any) -> tuple[Positions, Served]:
+def _as_sglang_reads(rope: Any, raw: Mapping[str, Any], longest: int | None) -> Iterator[str]:
+    """Turn rope parameters into those of which transformers makes what SGLang makes."""
+    if kind_of(rope) != "yarn":
+        return
+    usual = 0.1 * math.log(max(float(rope.get("factor") or 1.0), 1.0)) + 1
+    own = rope.pop("attention_factor", None)
+    if own is not None and abs(float(own) - usual) > 1e-4:
+        yield "attention_factor is ignored: SGLang reads attn_factor, a multiple of 0.1·ln s + 1"
+    if "attn_factor" in rope:
+        rope["attention_factor"] = float(rope.pop("attn_factor")) * usual
+
+
+def _by_llama_cpp(told: Told, base: Positions, config: Any) -> tuple[Positions, Served]:
     """The positions that llama.cpp computes in the layers of this model."""
     text = config.get_text_config()
-    full = [
-        values.frequencies
-        for values in base[SHORT].values()
-        if values.frequencies is not None and values.window is None
-    ] or [v.frequencies for v in base[SHORT].values() if v.frequencies is not None]
-    keys, divisors = dict(given.keys), given.divisors
+    rotated = [layer for layer in base[SHORT].values() if layer.frequencies is not None]
+    theta = next((x for x in rotated if x.window is None), rotated[0]).frequencies
+    assert theta is not None
+    keys, divisors = dict(told.keys), told.divisors
     if "context_length" not in keys:
-        written, divisors = _converted(config, full[0])
+        length = int(getattr(text, "max_position_embeddings", 0) or 0)
+        fields = {"rope_parameters": (_ropes(raw_of(config)) or [{}])[0]}
+        written, divisors = converted({**fields, "max_position_embeddings": length}, theta)
         keys = {**written, **keys}
     if "gemma3" in str(text.model_type):
-        keys.setdefault("_swa_base", 10000.0)
+        keys.setdefault("_swa_base", _BASE)
     loaded = None if divisors is None else torch.as_tensor(divisors).flatten()
-    served = serve(keys, given.flags, given.file, 2 * full[0].numel(), loaded)
-    windows = keys.get("attention.sliding_window")
-    positions = {}
-    for length, layers in base.items():
-        made = {}
-        for index, layer in layers.items():
-            theta, size = served.full if layer.window is None else served.within
-            if layer.frequencies is not None:
-                layer = dataclasses.replace(layer, frequencies=theta, amplitude=size)
-            if keys.get("general.architecture") == "deepseek2":
-                scale = float(text.qk_head_dim) ** -0.5 * served.score_gain
-                layer = dataclasses.replace(layer, scale=scale)
-            if layer.window is not None and windows is not None:
-                layer = dataclasses.replace(layer, window=int(windows))
-            made[index] = layer
-        positions[length] = made
-    return positions, served
+    served = serve(keys, told.flags, told.file, 2 * theta.numel(), loaded)
+    window = keys.get("attention.sliding_window")
+
+    def computed(layer: LayerValues) -> LayerValues:
+        frequencies, amplitude = served.full if layer.window is None else served.within
+        if layer.frequencies is not None:
+            layer = replace(layer, frequencies=frequencies, amplitude=amplitude)
+        if keys.get("general.architecture") == "deepseek2":
+            layer = replace(layer, scale=float(text.qk_head_dim) ** -0.5 * served.score_gain)
+        narrow = layer.window is not None and window is not None
+        return replace(layer, window=int(window)) if narrow else layer
+
+    return {
+        length: {index: computed(layer) for index, layer in layers.items()}
+        for length, layers in base.items()
+    }, served
 
 
-def _converted(config: Any, theta: Tensor) -> tuple[dict[str, Any], Any]:
-    """The keys that llama.cpp's converter writes for this configuration, and divisors."""
-    text = config.get_text_config()
-    ropes = list(_scalings(raw_of(config))) or [{}]
-    rope = dict(ropes[0])
-    length = int(getattr(text, "max_position_embeddings", 0) or 0)
-    divisors = None
-    if _type(rope) == "llama3":
-        size = 2 * theta.numel()
-        plain = float(rope["rope_theta"]) ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
-        rope, divisors = {"rope_theta": rope["rope_theta"]}, plain / theta
-    fields = {"rope_parameters": rope, "max_position_embeddings": length}
-    keys = {name.partition(".")[2]: value for name, (_, value) in values("a", fields).items()}
-    return keys, divisors
-
-
-def _without_architecture(keys: Mapping[str, Any]) -> dict[str, Any]:
-    prefix = f"{keys.get('general.architecture')}."
-    return {name.removeprefix(prefix): value for name, value in keys.items()}
-
-
-def _parameters(raw: dict[str, Any]) -> frozenset[str]:
-    return frozenset(name for rope in _scalings(raw) for name in rope)
-
-
-def _lengths(meant: Meant, given: Told) -> Iterator[str]:
-    for rope in given.rope.values():
+def _lengths(meant: _Meant, told: Told) -> Iterator[str]:
+    for rope in told.rope.values():
         length = rope.get("original_max_position_embeddings")
         if isinstance(length, int | float) and meant.trained not in (None, length):
             yield f"trained length: {int(length):,} instead of {meant.trained:,} tokens"
-    if given.longest is None or meant.longest is None or given.longest == meant.longest:
+    if told.longest is None or meant.longest is None:
         return
-    if given.longest < meant.longest and (meant.spec is not None or given.engine == "hf"):
-        yield f"longest text: {given.longest:,} instead of {meant.longest:,} tokens"
-    if given.longest > meant.longest:
-        yield f"longest text: {given.longest:,} tokens, and what is meant reaches {meant.longest:,}"
+    if told.longest < meant.longest and (meant.spec is not None or told.engine == "hf"):
+        yield f"longest text: {told.longest:,} instead of {meant.longest:,} tokens"
+    if told.longest > meant.longest:
+        yield f"longest text: {told.longest:,} tokens, and what is meant reaches {meant.longest:,}"
+
+
+def _mistakes(
+    meant: _Meant, told: Told, plain: bool, as_meant: bool, raw: Mapping[str, Any]
+) -> Iterator[str]:
+    """Every usual mistake that was made, a sentence each.
+
+    `plain`: the positions are those of training. `raw` is the model's own configuration.
+    """
+    known = {name for rope in _ropes(raw) for name in rope} | _PARAMETERS
+    known |= _ENGINE_PARAMETERS.get(told.engine, set())
+    for rope in told.rope.values():
+        kind, factor = kind_of(rope), rope.get("attention_factor")
+        if kind in _COUNTED:
+            yield from _length_mistakes(meant, told, rope, kind)
+        yield from (
+            f"{name} is no rope parameter: it is ignored" for name in sorted(rope.keys() - known)
+        )
+        if plain and (meant.spec is not None or kind == "default"):
+            yield from _ignored_factors(told, rope, kind)
+        if kind == "yarn" and factor is not None and not as_meant:
+            yield (
+                f"attention_factor={_number(factor)} stands in place of the factor that YaRN makes "
+                "of its stretch, 0.1·ln s + 1: it is the factor itself, not a switch"
+            )
+        if rope and rope.get("rope_theta") is None and not as_meant:
+            yield from _lost_base(meant, told)
+        if kind == "yarn" and float(rope.get("factor") or 1) > 1:
+            within = "" if meant.trained is None else f" within {meant.trained:,} tokens"
+            yield (
+                f"YaRN is static: it changes short prompts too, those{within} that the model was "
+                "trained for; serve them without it where they matter"
+            )
+    longer = told.longest is not None and meant.trained is not None and told.longest > meant.trained
+    if plain and longer and all(kind_of(rope) == "default" for rope in told.rope.values()):
+        yield (
+            f"the length alone was raised, to {told.longest:,} tokens: the frequencies are those "
+            f"of training, which read {meant.trained:,}"
+        )
+
+
+def _length_mistakes(
+    meant: _Meant, told: Told, rope: Mapping[str, Any], kind: str
+) -> Iterator[str]:
+    """A length that is missing, or that was multiplied already."""
+    name, length = {"yarn": "YaRN"}.get(kind, kind), rope.get("original_max_position_embeddings")
+    source, counted = "original_max_position_embeddings", length
+    if length is None:
+        source, counted = "max_position_embeddings", told.decoder.get("max_position_embeddings")
+        counted = counted if isinstance(counted, int | float) else 0
+        yield (
+            f"{name}'s factor {_number(rope.get('factor'))} stands without "
+            "original_max_position_embeddings: transformers, SGLang and llama.cpp take the longest "
+            f"length, {int(counted):,}, for it, and vLLM does not start"
+        )
+    if meant.trained is not None and counted is not None and counted > meant.trained:
+        yield (
+            f"{name} stands on top of a length that was multiplied already: its turns are counted "
+            f"within {int(counted):,} tokens ({source}), and the weights were trained to read "
+            f"{meant.trained:,}"
+        )
+
+
+def _ignored_factors(told: Told, rope: Mapping[str, Any], kind: str) -> Iterator[str]:
+    factors = ", ".join(
+        f"{name}={_number(value)}"
+        for name, value in sorted(rope.items())
+        if "factor" in name and "partial" not in name and _number(value) not in ("1", "None")
+    )
+    why = f"with rope_type {kind!r} the frequencies are those of training"
+    if told.decoder is not told.raw and told.raw.keys() & {"rope_parameters", "rope_scaling"}:
+        why = "they stand beside text_config, whose own rope parameters are the decoder's"
+    if factors:
+        yield f"the factors are ignored ({factors}): {why}"
+
+
+def _lost_base(meant: _Meant, told: Told) -> Iterator[str]:
+    """The base of the model that an override dropped, so that the default stands in its place."""
+    bases = set(meant.bases) - {_BASE}
+    rope = getattr(told.config.get_text_config(), "rope_parameters", None) or {}
+    if bases and float(rope.get("rope_theta") or _BASE) == _BASE:
+        yield (
+            "rope_theta is missing beside the scaling, which replaces all there was: the base is "
+            f"{_BASE:,.0f} instead of {max(bases):,.0f}"
+        )
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else str(value)

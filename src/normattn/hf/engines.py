@@ -7,7 +7,6 @@ has not is refused. `CHECKED` names the version of each engine whose code said t
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import shlex
@@ -17,10 +16,11 @@ from typing import Any
 
 from normattn.errors import InputError
 from normattn.hf.gguf import architecture_of
-from normattn.hf.llama_cpp import flags, values
-from normattn.hf.native import native_fields, said
+from normattn.hf.llama_cpp import flags, kind_of, values
+from normattn.hf.model_parts import innermost
+from normattn.hf.native import native_fields, rope_with
 from normattn.hf.plan import Plan
-from normattn.score.parts import RopeScaling
+from normattn.score import ScoreSpec
 from normattn.score.parts.rope_scaling import NTKMixed
 
 CHECKED = {
@@ -67,9 +67,28 @@ class Wanted:
         """The fields of the text configuration in transformers' words."""
         return native_fields(self.plan.parts, self.plan.layers, self.plan.spec, self.longest)
 
-    def nested(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def as_json(self, fields: dict[str, Any], indent: int | None = None) -> str:
         """The fields where the whole configuration has them."""
-        return fields if self.inside is None else {self.inside: fields}
+        return json.dumps(fields if self.inside is None else {self.inside: fields}, indent=indent)
+
+    def multiplied(self, kinds: tuple[str, ...]) -> dict[str, Any]:
+        """The fields without the length, where the engine multiplies the trained one itself."""
+        fields = self.fields
+        if any(kind_of(rope) in kinds for rope in innermost(fields["rope_parameters"])):
+            del fields["max_position_embeddings"]
+        return fields
+
+    @property
+    def gguf(self) -> str:
+        """The architecture; `InputError` where it is not known."""
+        kind = self.plan.parts.config.model_type
+        name = self.architecture or architecture_of(kind)
+        if name is None:
+            raise InputError(
+                f"what a GGUF of {kind} calls its architecture is not known here: give the GGUF "
+                "file itself"
+            )
+        return name
 
 
 def emit(wanted: Wanted, engine: str) -> str:
@@ -79,18 +98,17 @@ def emit(wanted: Wanted, engine: str) -> str:
     a model whose configuration cannot say the method.
     """
     refuse_engine(engine)
-    lacks = _lacks(wanted.plan.spec.rope_scaling, engine)
-    if wanted.plan.spec.chunk_remapping is not None:
-        lacks = "its dual chunk attention, if it has one, holds far queries one position further"
-    elif wanted.plan.spec.remapping is not None:
-        lacks = "it attends in one regime of positions, by rotated keys"
-    elif wanted.plan.spec.logn is not None:
-        lacks = "it has no factor that grows with the logarithm of the position"
+    lacks = _lacks(wanted.plan.spec, engine)
     if lacks is not None:
         raise InputError(
             f"{engine} has no {wanted.plan.spec.method_text}: {lacks}; normattn.extend applies it"
         )
-    _refuse_version(engine, wanted.version)
+    oldest = _OLDEST.get(engine, math.inf)
+    if wanted.version is not None and _number(wanted.version) < oldest:
+        raise InputError(
+            f"--engine-version {wanted.version}: {engine} was checked with {CHECKED[engine]}, and "
+            "older ones have other words and rules that were not"
+        )
     return ENGINES[engine](wanted)
 
 
@@ -102,19 +120,7 @@ def refuse_engine(engine: str) -> None:
         raise InputError(f"--emit knows {', '.join(ENGINES)}, not {engine!r}")
 
 
-def _refuse_version(engine: str, version: str | None) -> None:
-    if version is None:
-        return
-    number = version_number(version)
-    oldest = _OLDEST.get(engine)
-    if oldest is None or number < oldest:
-        raise InputError(
-            f"--engine-version {version}: {engine} was checked with {CHECKED[engine]}, and older "
-            "ones have other words and rules that were not"
-        )
-
-
-def version_number(version: str) -> float:
+def _number(version: str) -> float:
     """`"0.33.0"` as 0.33. `InputError` for what is no version."""
     major, _, rest = version.removeprefix("v").partition(".")
     minor = rest.partition(".")[0] or "0"
@@ -123,23 +129,29 @@ def version_number(version: str) -> float:
     return int(major) + int(minor) / 100
 
 
-def _lacks(spectrum: RopeScaling | None, engine: str) -> str | None:
-    if spectrum is not None and spectrum.blockwise:
+def _lacks(spec: ScoreSpec, engine: str) -> str | None:
+    """Why an engine has no such method, None where it has."""
+    if spec.chunk_remapping is not None:
+        return "its dual chunk attention, if it has one, holds far queries one position further"
+    if spec.remapping is not None:
+        return "it attends in one regime of positions, by rotated keys"
+    if spec.logn is not None:
+        return "it has no factor that grows with the logarithm of the position"
+    if spec.blockwise:
         return (
             "what is called dynamic NTK there gives one base to a whole text, by its length or for "
             "all lengths alike, and not to each position its own"
         )
-    if isinstance(spectrum, NTKMixed) and engine != "vllm":
+    if isinstance(spec.rope_scaling, NTKMixed) and engine != "vllm":
         return "only vLLM has a base for each frequency"
     return None
 
 
 def _hf(wanted: Wanted) -> str:
     """Fields for config.json (`modeling_rope_utils.py`); version 4 has other names for them."""
-    fields = wanted.fields
-    if wanted.version is not None and version_number(wanted.version) < 5:
-        fields = _as_version_4(fields)
-    return json.dumps(wanted.nested(fields), indent=2) + "\n"
+    old = wanted.version is not None and _number(wanted.version) < 5
+    fields = _as_version_4(wanted.fields) if old else wanted.fields
+    return wanted.as_json(fields, indent=2) + "\n"
 
 
 def _mlx(wanted: Wanted) -> str:
@@ -147,7 +159,7 @@ def _mlx(wanted: Wanted) -> str:
     fields = _as_version_4(wanted.fields)
     if "truncate" in (fields.get("rope_scaling") or {}):
         raise InputError("mlx-lm has YaRN with ⌊ ⌋ and ⌈ ⌉ only, not truncate=false")
-    return json.dumps(wanted.nested(fields), indent=2) + "\n"
+    return wanted.as_json(fields, indent=2) + "\n"
 
 
 def _as_version_4(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,12 +170,10 @@ def _as_version_4(fields: Mapping[str, Any]) -> dict[str, Any]:
             "one rope_scaling, as transformers had it before version 5, cannot say frequencies of "
             "two kinds"
         )
-    made: dict[str, Any] = {"max_position_embeddings": fields["max_position_embeddings"]}
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if name in rope:
-            made[name] = rope.pop(name)
-    made["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
-    return made
+    names = {"rope_theta", "partial_rotary_factor"} & rope.keys()
+    made = {"max_position_embeddings": fields["max_position_embeddings"]}
+    made |= {name: rope.pop(name) for name in names}
+    return {**made, "rope_scaling": None if kind_of(rope) == "default" else rope}
 
 
 def _vllm(wanted: Wanted) -> str:
@@ -174,17 +184,17 @@ def _vllm(wanted: Wanted) -> str:
     never for Gemma 3 (`_get_and_verify_max_len`); `ntk` with mixed_b is NTK-mixed
     (ntk_scaling_rope.py).
     """
-    spectrum = wanted.plan.spec.rope_scaling
-    if isinstance(spectrum, NTKMixed):
-        more = {"rope_type": "ntk", "factor": spectrum.stretch, "mixed_b": spectrum.b}
-        rope = said(wanted.plan.parts, wanted.plan.layers, wanted.plan.spec, more)
+    parts, layers, spec = wanted.plan.parts, wanted.plan.layers, wanted.plan.spec
+    if isinstance(spec.rope_scaling, NTKMixed):
+        mixed = {"mixed_b": spec.rope_scaling.b, "factor": spec.rope_scaling.stretch}
+        rope = rope_with(parts, layers, spec, {"rope_type": "ntk", **mixed})
         fields = {"rope_parameters": rope, "max_position_embeddings": wanted.longest}
     else:
-        gemma = "gemma3" in str(wanted.plan.parts.config.model_type)
-        fields = _multiplied(wanted, () if gemma else ("linear",))
+        gemma = "gemma3" in str(parts.config.model_type)
+        fields = wanted.multiplied(() if gemma else ("linear",))
     return _command(
         f"vllm serve {shlex.quote(wanted.model)}",
-        f"--hf-overrides {shlex.quote(json.dumps(wanted.nested(fields)))}",
+        f"--hf-overrides {shlex.quote(wanted.as_json(fields))}",
         f"--max-model-len {wanted.longest}",
     )
 
@@ -197,44 +207,25 @@ def _sglang(wanted: Wanted) -> str:
     alone has dropped the rotary base (sgl-project/sglang issue 41227). get_context_length
     multiplies max_position_embeddings by the factor where no original length stands beside it.
     """
-    fields = _multiplied(wanted, ("linear",))
-    rope = fields["rope_parameters"]
-    for own in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if "attention_factor" in own:
-            usual = 0.1 * math.log(own["factor"]) + 1
-            own["attn_factor"] = own.pop("attention_factor") / usual
+    fields = wanted.multiplied(("linear",))
+    for rope in innermost(fields["rope_parameters"]):
+        if isinstance(rope, dict) and "attention_factor" in rope:
+            usual = 0.1 * math.log(rope["factor"]) + 1
+            rope["attn_factor"] = rope.pop("attention_factor") / usual
     return _command(
         f"python -m sglang.launch_server --model-path {shlex.quote(wanted.model)}",
-        f"--json-model-override-args {shlex.quote(json.dumps(wanted.nested(fields)))}",
+        f"--json-model-override-args {shlex.quote(wanted.as_json(fields))}",
         f"--context-length {wanted.longest}",
     )
 
 
-def _multiplied(wanted: Wanted, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """The fields without the length where the engine itself multiplies the trained one."""
-    fields = copy.deepcopy(wanted.fields)
-    rope = fields["rope_parameters"]
-    named = {rope.get("rope_type")} | {
-        nested.get("rope_type") for nested in rope.values() if isinstance(nested, dict)
-    }
-    if named & set(kinds):
-        del fields["max_position_embeddings"]
-    return fields
-
-
 def _llama_cpp(wanted: Wanted) -> str:
-    """Flags of llama-server and its like (tools/server/README.md of ggml-org/llama.cpp).
-
-    The server caps a slot at the context_length of the file whatever --ctx-size asks for, hence
-    --override-kv.
-    """
+    """Flags of llama-server and its like (tools/server/README.md of ggml-org/llama.cpp)."""
     file = wanted.model if wanted.model.endswith(".gguf") else f"{wanted.model}.gguf"
-    architecture = _architecture(wanted)
     return _command(
         f"llama-server -m {shlex.quote(file)}",
         f"--ctx-size {wanted.longest}",
-        *flags(wanted.fields["rope_parameters"], architecture),
-        f"--override-kv {architecture}.context_length=int:{wanted.longest}",
+        *flags(wanted.fields, wanted.gguf),
     )
 
 
@@ -246,24 +237,13 @@ def _gguf(wanted: Wanted) -> str:
 
 def gguf_values(wanted: Wanted) -> dict[str, tuple[str, Any]]:
     """The keys of a GGUF file that say the method, with the kind of each value."""
-    keys = values(_architecture(wanted), wanted.fields)
+    keys = values(wanted.gguf, wanted.fields)
     if any(".yarn_beta_" in name for name in keys):
         raise InputError(
             "llama.cpp reads a file's beta_fast and beta_slow in some architectures and ignores "
             "them in most: take --emit llama.cpp, whose flags it reads in all"
         )
     return keys
-
-
-def _architecture(wanted: Wanted) -> str:
-    kind = wanted.plan.parts.config.model_type
-    name = wanted.architecture or architecture_of(kind)
-    if name is None:
-        raise InputError(
-            f"what a GGUF of {kind} calls its architecture is not known here: give the GGUF file "
-            "itself"
-        )
-    return name
 
 
 def _command(*lines: str) -> str:

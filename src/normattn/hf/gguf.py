@@ -20,7 +20,7 @@ _TENSOR_BYTES, _VALUE_BYTES = 24, 13
 
 
 class Gguf(NamedTuple):
-    """The values of a file by key, lists left out; its tensors by name; how many numbers it holds."""
+    """A file: its values by key (lists left out), its tensors by name, its count of numbers."""
 
     values: dict[str, Any]
     tensors: dict[str, Any]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,30 +17,23 @@ import torch
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.hf.model_parts import innermost
+from normattn.hf.rope_detection import Spectrum
 
-ENVIRONMENT = {
-    "LLAMA_ARG_CTX_SIZE": "--ctx-size",
-    "LLAMA_ARG_ROPE_SCALING_TYPE": "--rope-scaling",
-    "LLAMA_ARG_ROPE_SCALE": "--rope-scale",
-    "LLAMA_ARG_ROPE_FREQ_BASE": "--rope-freq-base",
-    "LLAMA_ARG_ROPE_FREQ_SCALE": "--rope-freq-scale",
-    "LLAMA_ARG_YARN_ORIG_CTX": "--yarn-orig-ctx",
-    "LLAMA_ARG_YARN_EXT_FACTOR": "--yarn-ext-factor",
-    "LLAMA_ARG_YARN_ATTN_FACTOR": "--yarn-attn-factor",
-    "LLAMA_ARG_YARN_BETA_FAST": "--yarn-beta-fast",
-    "LLAMA_ARG_YARN_BETA_SLOW": "--yarn-beta-slow",
+FLAGS = frozenset(
+    f"--{name}"
+    for name in (
+        *("ctx-size", "rope-scaling", "rope-scale", "rope-freq-base", "rope-freq-scale"),
+        *("yarn-orig-ctx", "yarn-ext-factor", "yarn-attn-factor", "yarn-beta-fast"),
+        "yarn-beta-slow",
+    )
+)
+ENVIRONMENT = {f"LLAMA_ARG_{name[2:].replace('-', '_').upper()}": name for name in FLAGS} | {
+    "LLAMA_ARG_ROPE_SCALING_TYPE": "--rope-scaling"
 }
-FLAGS = frozenset(ENVIRONMENT.values())
 _KINDS = ("none", "linear", "yarn", "longrope")
-_DEFAULT_BASE = 10000.0
-_OF_ARCHITECTURE = {
-    "yarn_beta_fast": 32.0,
-    "yarn_beta_slow": 1.0,
-    "yarn_ext_factor": -1.0,
-    "yarn_attn_factor": 1.0,
-}
-"""Keys that only the loaders of some architectures read, and what the others take instead."""
-Keys = Mapping[str, Any]
+_OF_ARCHITECTURE = {"beta_fast": 32.0, "beta_slow": 1.0, "ext_factor": -1.0, "attn_factor": 1.0}
+"""Keys `rope.scaling.yarn_…` that only the loaders of some architectures read, and the defaults."""
 
 
 @dataclass(frozen=True)
@@ -55,87 +48,94 @@ class Served:
         rope: the scaling in transformers' words.
     """
 
-    full: tuple[Tensor, float]
-    within: tuple[Tensor, float]
+    full: Spectrum
+    within: Spectrum
     score_gain: float
     longest: int | None
     ignored: tuple[str, ...]
     rope: dict[str, Any]
 
 
-def flags(rope: Mapping[str, Any], architecture: str) -> list[str]:
-    """The flags that say these rope parameters. Raises `InputError` for what has none."""
-    own = _one_scaling(rope)
-    kind, base = str(own.get("rope_type", "default")), own.get("rope_theta")
-    options = [] if base is None else [f"--rope-freq-base {short(base)}"]
-    if kind == "default":
-        return options
-    options.append(f"--rope-scaling {kind} --rope-scale {short(own['factor'])}")
-    if kind == "yarn":
-        options.append(f"--yarn-orig-ctx {own['original_max_position_embeddings']}")
-        options += [
-            f"--yarn-{name.replace('_', '-')} {short(own[name])}"
-            for name in ("beta_fast", "beta_slow")
-            if name in own
-        ]
-        if "attention_factor" in own:
-            # --yarn-attn-factor is overwritten where YaRN is on (ggml-org/llama.cpp#17945).
-            key = f"{architecture}.rope.scaling.attn_factor"
-            options.append(f"--override-kv {key}=float:{short(_beside_own(own))}")
-    return options
-
-
-def values(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """The keys of a GGUF file that say these fields, with the kind of each value."""
-    rope = _one_scaling(fields["rope_parameters"])
-    kind = str(rope.get("rope_type", "default"))
-    keys: dict[str, tuple[str, Any]] = {
-        "context_length": ("u32", int(fields["max_position_embeddings"]))
-    }
-    if rope.get("rope_theta") is not None:
-        keys["rope.freq_base"] = ("f32", float(rope["rope_theta"]))
-    scaling: dict[str, tuple[str, Any]] = {"type": ("str", kind.replace("default", "none"))}
-    if kind != "default":
-        scaling["factor"] = ("f32", float(rope["factor"]))
-    if kind == "yarn":
-        length = int(rope["original_max_position_embeddings"])
-        scaling["original_context_length"] = ("u32", length)
-        for name in ("beta_fast", "beta_slow"):
-            if name in rope:
-                scaling[f"yarn_{name}"] = ("f32", float(rope[name]))
-        if "attention_factor" in rope:
-            scaling["attn_factor"] = ("f32", _beside_own(rope))
-    keys |= {f"rope.scaling.{name}": value for name, value in scaling.items()}
-    return {f"{architecture}.{name}": value for name, value in keys.items()}
+def kind_of(rope: Mapping[str, Any]) -> str:
+    """The type of rope parameters."""
+    return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def _one_scaling(rope: Mapping[str, Any]) -> Mapping[str, Any]:
     """The parameters of the layers that see everything: llama.cpp scales no others."""
     nested = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
-    own = nested.get("full_attention", rope) if nested else rope
+    own = nested.get("full_attention", rope)
     others = [value for name, value in nested.items() if name != "full_attention"]
-    if nested and (own is rope or any(_kind(other) != "default" for other in others)):
+    if nested and (own is rope or any(kind_of(other) != "default" for other in others)):
         raise InputError(
             "llama.cpp and GGUF hold one kind of scaling, for the layers that see everything; this "
             "model scales others too"
         )
     if own.get("truncate") is False:
         raise InputError("llama.cpp has YaRN with ⌊ ⌋ and ⌈ ⌉ only, not truncate=false")
-    kind = _kind(own)
-    if kind not in ("default", "linear", "yarn"):
+    if kind_of(own) not in ("default", "linear", "yarn"):
         raise InputError(
-            f"llama.cpp reads {kind} frequencies from a tensor of the GGUF file that the converter "
-            "writes; flags and keys cannot say them"
+            f"llama.cpp reads {kind_of(own)} frequencies from a tensor of the GGUF file that the "
+            "converter writes; flags and keys cannot say them"
         )
     return own
 
 
-def _kind(rope: Mapping[str, Any]) -> str:
-    return str(rope.get("rope_type", rope.get("type", "default")))
+def values(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """The keys of a GGUF file that say these fields, with the kind of each value.
+
+    Raises `InputError` for a scaling that llama.cpp has not.
+    """
+    rope = _one_scaling(fields["rope_parameters"])
+    kind = kind_of(rope)
+    keys: dict[str, tuple[str, Any]] = {
+        "context_length": ("u32", int(fields["max_position_embeddings"]))
+    }
+    if rope.get("rope_theta") is not None:
+        keys["rope.freq_base"] = ("f32", float(rope["rope_theta"]))
+    keys["rope.scaling.type"] = ("str", kind.replace("default", "none"))
+    if kind != "default":
+        keys["rope.scaling.factor"] = ("f32", float(rope["factor"]))
+    if kind == "yarn":
+        length = int(rope["original_max_position_embeddings"])
+        keys["rope.scaling.original_context_length"] = ("u32", length)
+        for name in ("beta_fast", "beta_slow"):
+            if name in rope:
+                keys[f"rope.scaling.yarn_{name}"] = ("f32", float(rope[name]))
+        if "attention_factor" in rope:
+            # Beside the 1 + 0.1·ln s that llama.cpp multiplies with by itself.
+            usual = 1 + 0.1 * math.log(rope["factor"])
+            keys["rope.scaling.attn_factor"] = ("f32", float(rope["attention_factor"]) / usual)
+    return {f"{architecture}.{name}": value for name, value in keys.items()}
+
+
+def flags(fields: Mapping[str, Any], architecture: str) -> list[str]:
+    """The flags that say these fields. Raises as `values` does.
+
+    The server caps a slot at the context_length of the file whatever --ctx-size asks for, and
+    overwrites --yarn-attn-factor where YaRN is on (ggml-org/llama.cpp#17945), hence --override-kv.
+    """
+    named = {
+        "rope.freq_base": "--rope-freq-base",
+        "rope.scaling.type": "--rope-scaling",
+        "rope.scaling.factor": "--rope-scale",
+        "rope.scaling.original_context_length": "--yarn-orig-ctx",
+        "rope.scaling.yarn_beta_fast": "--yarn-beta-fast",
+        "rope.scaling.yarn_beta_slow": "--yarn-beta-slow",
+    }
+    options, overrides = [], []
+    for key, (kind, value) in values(architecture, fields).items():
+        text = value if kind == "str" else re.sub(r"\.0$", "", f"{float(value):.10g}")
+        flag = named.get(key.removeprefix(f"{architecture}."))
+        if flag is None:
+            overrides.append(f"--override-kv {key}={'int' if kind == 'u32' else 'float'}:{text}")
+        elif (flag, text) != ("--rope-scaling", "none"):
+            options.append(f"{flag} {text}")
+    return [*options, *overrides]
 
 
 def serve(
-    keys: Keys,
+    keys: Mapping[str, Any],
     given: Mapping[str, str],
     file: str,
     width: int,
@@ -146,95 +146,100 @@ def serve(
     `width` is the number of rotated features where no key says it; `divisors` are those of
     `rope_freqs.weight`. Raises `InputError` for a value that it would not read.
     """
-    number = _Numbers(given, file)
-    width = int(keys.get("rope.dimension_count", width))
-    base = number.flag("--rope-freq-base") or float(keys.get("rope.freq_base", _DEFAULT_BASE))
-    swa_base = float(keys.get("rope.freq_base_swa", keys.get("_swa_base", base)))
-    stored = float(keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 0.0)
+
+    def flag(name: str, default: float = 0.0, above: float = -math.inf) -> float:
+        text = given.get(name, default)
+        try:
+            value = float(text)
+        except ValueError as error:
+            raise InputError(f"{file}: {name} {text!r} is no number") from error
+        if not math.isfinite(value) or (name in given and value <= above):
+            raise InputError(f"{file}: {name} {text!r} is no finite number above 0")
+        return value
+
+    def unless_negative(name: str, default: float) -> float:
+        value = flag(name, -1.0)
+        return default if value < 0 else value
+
     kind = given.get("--rope-scaling") or str(keys.get("rope.scaling.type", "linear"))
     if kind not in _KINDS:
         raise InputError(f"{file}: llama.cpp has no rope scaling {kind!r}: {', '.join(_KINDS)}")
-    scale = number.positive("--rope-scale") if "--rope-scale" in given else 0.0
+    width = int(keys.get("rope.dimension_count", width))
+    base = flag("--rope-freq-base") or float(keys.get("rope.freq_base", 10000.0))
+    swa_base = float(keys.get("rope.freq_base_swa", keys.get("_swa_base", base)))
+    stored = float(keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 0.0)
+    scale = flag("--rope-scale", above=0)
     if "--rope-freq-scale" in given:
-        scale = 1 / number.positive("--rope-freq-scale")
+        scale = 1 / flag("--rope-freq-scale", above=0)
     factor = 1.0 if kind == "none" else (scale or stored or 1.0)
-    mix = number.flag("--yarn-ext-factor", -1.0)
-    mix = (1.0 if kind == "yarn" else 0.0) if mix < 0 else mix
-    context = int(keys.get("context_length", 0))
-    trained = number.flag("--yarn-orig-ctx") or float(
-        keys.get("rope.scaling.original_context_length") or context
-    )
-    _refuse_keys_of_architectures(keys, kind, number, file)
-    fast = number.at_least_0("--yarn-beta-fast", _OF_ARCHITECTURE["yarn_beta_fast"])
-    slow = number.at_least_0("--yarn-beta-slow", _OF_ARCHITECTURE["yarn_beta_slow"])
-    log_multiplier = float(keys.get("rope.scaling.yarn_log_multiplier", 0.0)) / 0.1
-    amplitude, gain = _amplitude(keys, number, factor, mix, log_multiplier)
-    angles = _angles(width, base, divisors)
-    scaled = _mixed(angles, factor, mix, _ramp(width, base, trained, fast, slow))
-    asked = number.flag("--ctx-size")
-    longest = min(int(asked) or context, context) if context else (int(asked) or None)
+    mix = unless_negative("--yarn-ext-factor", 1.0 if kind == "yarn" else 0.0)
+    context, asked = int(keys.get("context_length", 0)), int(flag("--ctx-size"))
+    original = float(keys.get("rope.scaling.original_context_length") or context)
+    trained = flag("--yarn-orig-ctx") or original
+    _refuse_keys_of_architectures(keys, kind, flag, file)
+    turns = [
+        unless_negative(f"--yarn-beta-{x}", _OF_ARCHITECTURE[f"beta_{x}"]) for x in ("fast", "slow")
+    ]
+    attention = unless_negative("--yarn-attn-factor", 1.0)
+    amplitude, gain = _amplitude(keys, factor, mix, attention)
+    theta = _angles(width, base)
+    theta = theta if divisors is None else theta / divisors.double()
+    share = mix * _ramp(width, base, trained, *turns)
+    words: dict[str, Any] = {"rope_type": kind, "rope_theta": base, "factor": factor}
+    if kind == "none" or factor == 1:
+        words = {"rope_type": "default", "rope_theta": base}
+    elif kind == "yarn":
+        words["original_max_position_embeddings"] = int(trained)
     return Served(
-        (scaled, amplitude),
-        (_angles(width, swa_base, None), 1.0),
-        gain,
-        longest,
-        tuple(_ignored(given, kind, mix, asked, context)),
-        _in_words(kind, base, factor, trained),
+        full=(theta / factor * (1 - share) + theta * share, amplitude),
+        within=(_angles(width, swa_base), 1.0),
+        score_gain=gain,
+        longest=min(asked or context, context) if context else asked or None,
+        ignored=tuple(_ignored(given, kind, mix, asked, context)),
+        rope=words,
     )
 
 
-def _refuse_keys_of_architectures(keys: Keys, kind: str, number: _Numbers, file: str) -> None:
+def _refuse_keys_of_architectures(
+    keys: Mapping[str, Any], kind: str, flag: Callable[..., float], file: str
+) -> None:
     """Raise `InputError` for a key that llama.cpp reads or ignores, by the architecture.
 
     The loaders of grok and laguna read them; that of llama does not: a file of llama with 16 and 2
     as its betas gave other probabilities than the flags. A flag wins over the key.
     """
     for name, default in _OF_ARCHITECTURE.items():
-        key, flag = f"rope.scaling.{name}", f"--{name.replace('_', '-')}"
-        usual = {default, 1.0 if kind == "yarn" else 0.0} if "ext" in name else {default}
-        if float(keys.get(key, default)) not in usual and number.flag(flag, -1.0) < 0:
+        key, option = f"rope.scaling.yarn_{name}", f"--yarn-{name.replace('_', '-')}"
+        usual = {default, 1.0 if kind == "yarn" else 0.0} if name == "ext_factor" else {default}
+        if float(keys.get(key, default)) not in usual and flag(option, -1.0) < 0:
             raise InputError(
                 f"{file}: llama.cpp reads {key} in some architectures and ignores it in most, so "
-                f"what it computes is not known here: say {flag} instead"
+                f"what it computes is not known here: say {option} instead"
             )
 
 
-def _in_words(kind: str, base: float, factor: float, trained: float) -> dict[str, Any]:
-    if kind == "none" or factor == 1:
-        return {"rope_type": "default", "rope_theta": base}
-    words = {"rope_type": kind, "rope_theta": base, "factor": factor}
-    return words | ({"original_max_position_embeddings": int(trained)} if kind == "yarn" else {})
-
-
 def _amplitude(
-    keys: Keys, number: _Numbers, factor: float, mix: float, log_multiplier: float
+    keys: Mapping[str, Any], factor: float, mix: float, attention: float
 ) -> tuple[float, float]:
     """What cos and sin, and what DeepSeek's scores, are multiplied with."""
     stored = float(keys.get("rope.scaling.attn_factor", 1.0))
     if mix == 0:
-        return number.at_least_0("--yarn-attn-factor", 1.0) * stored, 1.0
+        return attention * stored, 1.0
     deepseek = keys.get("general.architecture") == "deepseek2"
-    if log_multiplier == 0:
-        amplitude = _mscale(factor, 1.0) * stored
-    else:
-        top = log_multiplier if deepseek and log_multiplier != 1 else 1.0
-        amplitude = _mscale(factor, top) / _mscale(factor, log_multiplier) * stored
-    gain = (amplitude * (1 + 0.1 * log_multiplier * math.log(factor))) ** 2 if deepseek else 1.0
-    return amplitude, gain
+    weight = float(keys.get("rope.scaling.yarn_log_multiplier", 0.0)) / 0.1
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
+
+    amplitude = mscale(1.0) * stored
+    if weight != 0:
+        top = weight if deepseek and weight != 1 else 1.0
+        amplitude = mscale(top) / mscale(weight) * stored
+    return amplitude, (amplitude * mscale(weight)) ** 2 if deepseek else 1.0
 
 
-def _mscale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
-
-
-def _angles(width: int, base: float, divisors: Tensor | None) -> Tensor:
-    theta = base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    return theta if divisors is None else theta / divisors.double()
-
-
-def _mixed(theta: Tensor, factor: float, mix: float, ramp: Tensor) -> Tensor:
-    share = ramp * mix
-    return theta / factor * (1 - share) + theta * share
+def _angles(width: int, base: float) -> Tensor:
+    return base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 
 def _ramp(width: int, base: float, length: float, fast: float, slow: float) -> Tensor:
@@ -251,61 +256,31 @@ def _ramp(width: int, base: float, length: float, fast: float, slow: float) -> T
 
 
 def _ignored(
-    given: Mapping[str, str], kind: str, mix: float, asked: float, context: int
-) -> list[str]:
-    sentences = []
+    given: Mapping[str, str], kind: str, mix: float, asked: int, context: int
+) -> Iterator[str]:
     if kind == "none" and given.keys() & {"--rope-scale", "--rope-freq-scale"}:
-        sentences.append("--rope-scale is ignored: with --rope-scaling none llama.cpp sets it to 1")
+        yield "--rope-scale is ignored: with --rope-scaling none llama.cpp sets it to 1"
     if mix and "--yarn-attn-factor" in given:
-        sentences.append(
+        yield (
             "--yarn-attn-factor is ignored: llama.cpp overwrites it where YaRN is on; say "
             "--override-kv ARCH.rope.scaling.attn_factor=float:…"
         )
     if context and asked > context:
-        sentences.append(
-            f"--ctx-size {int(asked):,} is cut to the file's context_length, {context:,}: say "
+        yield (
+            f"--ctx-size {asked:,} is cut to the file's context_length, {context:,}: say "
             "--override-kv ARCH.context_length=int:…"
         )
-    return sentences
 
 
-class _Numbers:
-    """The flags' numbers."""
+def converted(fields: Mapping[str, Any], theta: Tensor) -> tuple[dict[str, Any], Tensor | None]:
+    """The keys, without architecture, that llama.cpp's converter writes, and the divisors.
 
-    def __init__(self, given: Mapping[str, str], file: str) -> None:
-        self._given, self._file = given, file
-
-    def flag(self, name: str, default: float = 0.0) -> float:
-        """The number of a flag; `InputError` where it is none."""
-        text = self._given.get(name)
-        if text is None:
-            return default
-        try:
-            value = float(text)
-        except ValueError as error:
-            raise InputError(f"{self._file}: {name} {text!r} is no number") from error
-        if not math.isfinite(value):
-            raise InputError(f"{self._file}: {name} {text!r} is no finite number above 0")
-        return value
-
-    def at_least_0(self, name: str, default: float) -> float:
-        """The number of a flag; the default where it is below 0, which llama.cpp takes as unset."""
-        value = self.flag(name, -1.0)
-        return default if value < 0 else value
-
-    def positive(self, name: str) -> float:
-        """The number of a flag that must be above 0."""
-        value = self.flag(name)
-        if value <= 0:
-            raise InputError(f"{self._file}: {name} {value:g} is no finite number above 0")
-        return value
-
-
-def _beside_own(rope: Mapping[str, Any]) -> float:
-    """The factor beside the 1 + 0.1·ln s that llama.cpp multiplies with by itself."""
-    return float(rope["attention_factor"]) / (1 + 0.1 * math.log(rope["factor"]))
-
-
-def short(value: float) -> str:
-    """A number without a needless fraction."""
-    return re.sub(r"\.0$", "", f"{float(value):.10g}")
+    `fields` are those of a configuration that give `theta`.
+    """
+    rope = dict(next(innermost(fields["rope_parameters"]), {}))
+    divisors = None
+    if kind_of(rope) == "llama3":
+        divisors = _angles(2 * theta.numel(), float(rope["rope_theta"])) / theta
+        rope = {"rope_theta": rope["rope_theta"]}
+    keys = values("", {**fields, "rope_parameters": rope})
+    return {name.removeprefix("."): value for name, (_, value) in keys.items()}, divisors

@@ -1,4 +1,7 @@
-"""Our models as models of transformers: causal, masked and classifying, under the Auto classes."""
+"""Our models as models of transformers: causal, masked and classifying, under the Auto classes.
+
+Their configurations hold ours as plain JSON, and the cache of `generate` is a `ModelCache`.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,6 @@ import transformers
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-)
 from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     MaskedLMOutput,
@@ -22,19 +19,163 @@ from transformers.modeling_outputs import (
 )
 
 from normattn.errors import InputError
-from normattn.hf.configuration import (
-    NormattnBaseConfig,
-    NormattnClassifierConfig,
-    NormattnConfig,
-    NormattnMaskedLMConfig,
-)
-from normattn.hf.generation_cache import NormattnCache
+from normattn.models.cache import ModelCache
 from normattn.models.causal_lm import CausalLM
 from normattn.models.classifier import Classifier
+from normattn.models.config import CausalLMConfig, ClassifierConfig, MaskedLMConfig, StackConfig
 from normattn.models.masked_lm import MaskedLM
 
 # Half typed by transformers: taken as Any.
+_Config: Any = transformers.PretrainedConfig
 _Model: Any = transformers.PreTrainedModel
+_Cache: Any = transformers.Cache
+_GenerationMixin: Any = transformers.GenerationMixin
+
+
+class NormattnBaseConfig(_Config):
+    """What the configurations of our three models have in common.
+
+    `settings` is `model_dump(mode="json")` of our configuration, complete and checked again when
+    it is read; `of` makes one from ours, and `ours` gives it back. Sizes have the names that
+    transformers uses as well, read-only. Raises `InputError` as our configuration does.
+    """
+
+    has_no_defaults_at_init = True
+    settings_class: ClassVar[type[StackConfig]] = StackConfig
+
+    def __init__(self, settings: dict[str, Any] | None = None, **more: Any) -> None:
+        if not isinstance(settings, dict):
+            raise InputError(
+                f"a {type(self).__name__} needs settings=…, the fields of a "
+                f"{self.settings_class.__name__} (or use {type(self).__name__}.of(config))"
+            )
+        self.settings = self.settings_class(**settings).model_dump(mode="json")
+        super().__init__(**more)
+
+    @classmethod
+    def of(cls, config: StackConfig, **more: Any) -> Any:
+        """The configuration that holds `config`; `more` are transformers' own fields."""
+        return cls(settings=config.model_dump(mode="json"), **more)
+
+    @property
+    def ours(self) -> Any:
+        """Our configuration."""
+        return self.settings_class(**self.settings)
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """The key and value heads."""
+        return int(self.settings["kv_heads"] or self.settings["heads"])
+
+    vocab_size = property(lambda self: int(self.settings["vocab_size"]))
+    hidden_size = property(lambda self: int(self.settings["dim"]))
+    num_hidden_layers = property(lambda self: int(self.settings["layers"]))
+    num_attention_heads = property(lambda self: int(self.settings["heads"]))
+    max_position_embeddings = property(lambda self: int(self.settings["train_length"]))
+
+
+class NormattnConfig(NormattnBaseConfig):
+    """A `CausalLM`'s."""
+
+    model_type = "normattn"
+    settings_class = CausalLMConfig
+
+    # Said in each class: transformers would write a constructor of its own where there is none.
+    def __init__(self, settings: dict[str, Any] | None = None, **more: Any) -> None:
+        super().__init__(settings, **more)
+
+
+class NormattnMaskedLMConfig(NormattnBaseConfig):
+    """A `MaskedLM`'s; the mask's id is `vocab_size`."""
+
+    model_type = "normattn-masked-lm"
+    settings_class = MaskedLMConfig
+
+    def __init__(self, settings: dict[str, Any] | None = None, **more: Any) -> None:
+        super().__init__(settings, **more)
+
+
+class NormattnClassifierConfig(NormattnBaseConfig):
+    """A `Classifier`'s; `num_labels` is its number of labels, each of them by itself by default."""
+
+    model_type = "normattn-classifier"
+    settings_class = ClassifierConfig
+
+    def __init__(self, settings: dict[str, Any] | None = None, **more: Any) -> None:
+        if isinstance(settings, dict) and more.get("id2label") is None and "labels" in settings:
+            more.setdefault("num_labels", settings["labels"])
+        more["problem_type"] = more.get("problem_type") or "multi_label_classification"
+        super().__init__(settings, **more)
+
+
+class NormattnCache(_Cache):
+    """A `ModelCache`, `.held`, with the names of transformers' `Cache`.
+
+    Beams are reordered, rows repeated or chosen, and the last tokens taken back (`crop`), which a
+    sliding window that has forgotten what is needed refuses. Attention layers write to it by
+    themselves, so `update` is refused.
+    """
+
+    def __init__(self, held: ModelCache) -> None:
+        super().__init__(layers=[])
+        self.held = held
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.held.length} tokens, {len(self)} layers)"
+
+    def __len__(self) -> int:
+        return len(self.held.layers)
+
+    def update(self, *_: Any, **__: Any) -> Any:
+        """Refused."""
+        raise InputError("the layers of a normattn model write to their cache by themselves")
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The tokens read."""
+        return self.held.length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """The tokens there is room for; −1 without a bound."""
+        return -1 if self.held.max_length is None else self.held.max_length
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """The same under its older name."""
+        return self.get_max_length()
+
+    def reorder_cache(self, beam_idx: Int[Tensor, " r"]) -> None:
+        """Row i becomes the old row beam_idx[i]."""
+        self.held.reorder(beam_idx)
+
+    def batch_select_indices(self, indices: Int[Tensor, " r"]) -> None:
+        """Keep these rows."""
+        self.held.reorder(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows."""
+        self.held.reorder(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last −tokens_to_remove tokens; a positive number is refused, as there."""
+        if tokens_to_remove > 0:
+            raise InputError(
+                f"crop({tokens_to_remove}): give a negative number, that of the tokens to forget"
+            )
+        self.held.truncate(self.held.length + tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.held.truncate(0)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Which layers have a sliding window."""
+        return [layer.window > 0 for layer in self.held.layers]
+
+    batch_size = property(lambda self: self.held.layers[0].rows)
+    is_compileable = property(lambda self: False)  # it grows
+    is_initialized = property(lambda self: self.held.length > 0)
+    # Whether the last tokens can always be taken back: where no layer forgets.
+    is_croppable = property(lambda self: all(layer.croppable for layer in self.held.layers))
 
 
 class NormattnModel(_Model):
@@ -81,6 +222,10 @@ class NormattnModel(_Model):
         """Put another embedding in its place."""
         self.model.embedding = value
 
+    def get_output_embeddings(self) -> Any:
+        """The head; None where it is the embedding, or makes no tokens."""
+        return getattr(self.model, "head", None)
+
     def resize_token_embeddings(self, *_: Any, **__: Any) -> Any:
         """Refused: the vocabulary is part of our configuration."""
         raise InputError(
@@ -88,14 +233,33 @@ class NormattnModel(_Model):
             "build a model with another vocab_size and copy the weights"
         )
 
+    def _returned(self, output: Any, return_dict: bool | None) -> Any:
+        """The output, or a tuple of it where transformers' `return_dict` is off."""
+        wanted = self.config.return_dict if return_dict is None else return_dict
+        return output if wanted else output.to_tuple()
 
-def padding_of(mask: Tensor | None, rows: int, tokens: int) -> Bool[Tensor, "b s"] | None:
-    """True where an attention mask (B, S) of `tokens` is 0; None where it nowhere is.
 
-    Raises `InputError` for a mask of another shape or with other values than 0 and 1.
+def _checked(
+    ids: Tensor | None,
+    mask: Tensor | None,
+    inner: tuple[bool | None, bool | None],
+    before: int = 0,
+) -> tuple[Tensor, Bool[Tensor, "b s"] | None]:
+    """The token ids, and True where an attention mask over all tokens read so far is 0.
+
+    Raises `InputError` for ids or a mask of other shapes or values, and where attentions or hidden
+    states are wanted: what is inside is seen through `normattn.lab.diagnostics`.
     """
+    if any(inner):
+        raise InputError(
+            "these models hand out neither attentions nor hidden states; see docs/diagnostics.md"
+        )
+    if ids is None or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        description = "none" if ids is None else f"{ids.dtype} of {tuple(ids.shape)}"
+        raise InputError(f"input_ids must be whole numbers (B, T), but they are {description}")
+    rows, tokens = ids.shape[0], before + ids.shape[1]
     if mask is None:
-        return None
+        return ids, None
     if mask.shape != (rows, tokens):
         raise InputError(
             f"attention_mask must be ({rows}, {tokens}), 1 for each token read so far and 0 for "
@@ -104,33 +268,7 @@ def padding_of(mask: Tensor | None, rows: int, tokens: int) -> Bool[Tensor, "b s
     padding = mask == 0
     if not bool((padding | (mask == 1)).all()):
         raise InputError("attention_mask must hold 1 for tokens and 0 for padding, nothing else")
-    return padding if bool(padding.any()) else None
-
-
-def refuse_inner(output_attentions: bool | None, output_hidden_states: bool | None) -> None:
-    """Raise `InputError`: what is inside is seen through `normattn.lab.diagnostics`."""
-    if output_attentions or output_hidden_states:
-        raise InputError(
-            "these models hand out neither attentions nor hidden states; see docs/diagnostics.md"
-        )
-
-
-def as_asked(output: Any, config: Any, return_dict: bool | None) -> Any:
-    """The output, or a tuple of it where transformers' `return_dict` is off."""
-    wanted = config.return_dict if return_dict is None else return_dict
-    return output if wanted else output.to_tuple()
-
-
-def checked_ids(ids: Tensor | None) -> Tensor:
-    """The token ids; raises `InputError` where there are none."""
-    if ids is None or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-        description = "none" if ids is None else f"{ids.dtype} of {tuple(ids.shape)}"
-        raise InputError(f"input_ids must be whole numbers (B, T), but they are {description}")
-    return ids
-
-
-# Half typed by transformers: taken as Any.
-_GenerationMixin: Any = transformers.GenerationMixin
+    return ids, padding if bool(padding.any()) else None
 
 
 class NormattnForCausalLM(NormattnModel, _GenerationMixin):
@@ -168,42 +306,37 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
 
         Raises `InputError` for ids outside the vocabulary (on CPU), other shapes, foreign caches.
         """
-        refuse_inner(output_attentions, output_hidden_states)
-        ids = checked_ids(input_ids)
         if labels is not None and logits_to_keep:
             raise InputError("labels need all logits: leave logits_to_keep out")
+        inner = output_attentions, output_hidden_states
+        _checked(input_ids, None, inner)
         cache = self._cache(past_key_values, use_cache)
         before = 0 if cache is None else cache.get_seq_length()
-        padding = padding_of(attention_mask, ids.shape[0], before + ids.shape[1])
+        ids, padding = _checked(input_ids, attention_mask, inner, before)
         if cache is None:
             hidden = self.model.hidden(ids, padding)
         else:
             new = None if padding is None else padding[:, before:]
             hidden = self.model.hidden(ids, new, cache.held)
         logits = F.linear(hidden[:, -logits_to_keep:], self.model.head_weight)
-        loss = None if labels is None else _next_token_loss(logits, labels)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-        return as_asked(output, self.config, return_dict)
+        return self._returned(output, return_dict)
 
     def new_cache(self, max_length: int | None = None) -> NormattnCache:
         """An empty cache for the scores that are active now, as `CausalLM.new_cache`."""
         return NormattnCache(self.model.new_cache(max_length))
 
-    def get_output_embeddings(self) -> Any:
-        """The head; None where it is the embedding."""
-        return self.model.head
-
     def _cache(self, given: Any, wanted: bool | None) -> NormattnCache | None:
-        if given is not None:
-            if not isinstance(given, NormattnCache):
-                raise InputError(
-                    f"past_key_values is a {type(given).__name__}, but these models keep keys as "
-                    "their score reads them: leave it out, or give model.new_cache()"
-                )
-            return given
-        if wanted is None:
-            wanted = not torch.is_grad_enabled()
-        return self.new_cache() if wanted else None
+        if given is not None and not isinstance(given, NormattnCache):
+            raise InputError(
+                f"past_key_values is a {type(given).__name__}, but these models keep keys as "
+                "their score reads them: leave it out, or give model.new_cache()"
+            )
+        wanted = not torch.is_grad_enabled() if wanted is None else wanted
+        return self.new_cache() if given is None and wanted else given
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any
@@ -217,11 +350,6 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
             )
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()
-
-
-def _next_token_loss(logits: Float[Tensor, "b t v"], labels: Int[Tensor, "b t"]) -> Tensor:
-    """Mean cross-entropy of each label given what stands before it."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
 class NormattnForMaskedLM(NormattnModel):
@@ -244,17 +372,12 @@ class NormattnForMaskedLM(NormattnModel):
         `attention_mask` (B, T) is 0 for padding, on either side. Raises `InputError` as
         `NormattnForCausalLM.forward`.
         """
-        refuse_inner(output_attentions, output_hidden_states)
-        ids = checked_ids(input_ids)
-        logits = self.model(ids, padding_of(attention_mask, *ids.shape))
+        inner = output_attentions, output_hidden_states
+        logits = self.model(*_checked(input_ids, attention_mask, inner))
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        return as_asked(MaskedLMOutput(loss=loss, logits=logits), self.config, return_dict)
-
-    def get_output_embeddings(self) -> Any:
-        """The head; None where it is the embedding."""
-        return self.model.head
+        return self._returned(MaskedLMOutput(loss=loss, logits=logits), return_dict)
 
 
 class NormattnForSequenceClassification(NormattnModel):
@@ -287,14 +410,12 @@ class NormattnForSequenceClassification(NormattnModel):
         are numbers (B,) and it is cross-entropy. Raises `InputError` for another problem type and
         labels of another shape.
         """
-        refuse_inner(output_attentions, output_hidden_states)
-        ids = checked_ids(input_ids)
-        logits = self.model(ids, padding_of(attention_mask, *ids.shape))
+        inner = output_attentions, output_hidden_states
+        logits = self.model(*_checked(input_ids, attention_mask, inner))
         loss = None if labels is None else self._loss(logits.float(), labels)
-        output = SequenceClassifierOutput(loss=loss, logits=logits)
-        return as_asked(output, self.config, return_dict)
+        return self._returned(SequenceClassifierOutput(loss=loss, logits=logits), return_dict)
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, logits: Float[Tensor, "b k"], labels: Tensor) -> Tensor:
         kind = self.config.problem_type
         if kind == "multi_label_classification" and labels.shape == logits.shape:
             return F.binary_cross_entropy_with_logits(logits, labels.float())
@@ -308,9 +429,9 @@ class NormattnForSequenceClassification(NormattnModel):
 
 
 _HOMES: tuple[tuple[Any, Any], ...] = (
-    (AutoModelForCausalLM, NormattnForCausalLM),
-    (AutoModelForMaskedLM, NormattnForMaskedLM),
-    (AutoModelForSequenceClassification, NormattnForSequenceClassification),
+    (transformers.AutoModelForCausalLM, NormattnForCausalLM),
+    (transformers.AutoModelForMaskedLM, NormattnForMaskedLM),
+    (transformers.AutoModelForSequenceClassification, NormattnForSequenceClassification),
 )
 
 
@@ -321,7 +442,7 @@ def register() -> None:
     """
     for auto, model in _HOMES:
         config = model.config_class
-        AutoConfig.register(config.model_type, config, exist_ok=True)
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
         auto.register(config, model, exist_ok=True)
 
 

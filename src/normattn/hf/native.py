@@ -91,8 +91,9 @@ def rope_with(
             f"that see everything: {spec.method} for the latter alone cannot be said there"
         )
     if given in own:
-        return {**given, **more}
-    return {name: {**rope, **more} if rope in own else rope for name, rope in given.items()}
+        return copy.deepcopy({**given, **more})
+    nested = {name: {**rope, **more} if rope in own else rope for name, rope in given.items()}
+    return copy.deepcopy(nested)
 
 
 def words(spec: ScoreSpec, rotation: HeadRotation | None) -> dict[str, Any]:

@@ -1,27 +1,26 @@
 """What a configuration computes of positions, at a short, the trained and the longest length.
 
-A small random model of the configuration is asked, so that the family's own code answers: dynamic
+A small random model of the configuration is probed, so that the family's own code answers: dynamic
 NTK and LongRoPE change frequencies with the length, DeepSeek's mscale changes the softmax scale,
 and Llama 4's temperature grows with the position.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts, model_parts
-from normattn.hf.probe import AttentionCall, Probed, ProbedLayer, probe, replay, short
-from normattn.hf.rope_tables import read_tables, spectra_of
+from normattn.hf.probe import COUNT, ProbedLayer, probe, replay, short
+from normattn.hf.rope_detection import Spectrum, read_tables, spectra_of
 from normattn.hf.tiny_model import small_model
 
-SHORT = 9
+SHORT = COUNT
 """The tokens of a short text."""
 _CLOSE = 1e-4
 """How far values may differ, as a share: configurations are read in float32."""
@@ -45,8 +44,7 @@ class LayerValues:
     window: int | None
 
 
-Layers = dict[int, LayerValues]
-Positions = dict[int, Layers]
+Positions = dict[int, dict[int, LayerValues]]
 """By length, then by layer."""
 
 
@@ -58,110 +56,63 @@ def read_positions(config: Any, lengths: Sequence[int]) -> Positions:
     """
     parts = model_parts(small_model(config))
     probed = probe(parts)
-    positions = {SHORT: _at(parts, probed, SHORT)}
-    if rotates(positions):
-        longer = sorted(length for length in set(lengths) if length > SHORT)
-        positions |= {length: _at(parts, probed, length) for length in longer}
+    positions = {SHORT: _at(parts, list(probed.values()), {}, SHORT)}
+    if not rotates(positions):
+        return positions
+    for length in sorted(length for length in set(lengths) if length > SHORT):
+        try:
+            calls, _ = replay(parts, probed, start=length - SHORT)
+        except InputError:
+            raise
+        except Exception as error:  # a family whose forward takes no position ids, or not these
+            raise InputError(
+                f"{parts.name} cannot be asked what it computes at {length:,} tokens: its forward "
+                f"rejects their position ids ({short(error)})"
+            ) from error
+        positions[length] = _at(parts, list(probed.values()), calls, length)
     return positions
 
 
-def _at(parts: ModelParts, probed: Probed, length: int) -> Layers:
-    calls = _calls(parts, probed, length)
+def _at(parts: ModelParts, probed: list[ProbedLayer], calls: Any, length: int) -> dict[int, Any]:
     layers = {}
-    for position, (module, one) in enumerate(probed.layers.items()):
-        index = getattr(module, "layer_idx", None)
-        if length > SHORT and module not in calls:
-            raise InputError(f"{parts.name}: a layer is not called at {length:,} tokens")
-        call = calls.get(module, one.call)
-        frequencies, amplitude = _rotation(parts, one, length)
-        given = call.more.get("scaling")
-        scale = 1.0 if given is None else float(given)
+    for position, one in enumerate(probed):
+        index = getattr(one.module, "layer_idx", None)
+        call = calls[one.module][0] if one.module in calls else one.call
+        theta, amplitude = _spectrum(parts, one, length) or (None, 1.0)
+        start = (_spectrum(parts, one, SHORT) or (None, 1.0))[1]
         growth = float(call.query.norm() / one.call.query.norm())
-        start = _rotation(parts, one, SHORT)[1]
-        layers[index if isinstance(index, int) else position] = LayerValues(
-            frequencies, amplitude, scale * growth * _undo(one, start, amplitude), _window(one.call)
-        )
+        if one.unrotated is not None and start > 0 and amplitude > 0:
+            growth *= start / amplitude  # what the amplitude of the tables adds to the queries
+        given = call.more.get("scaling")
+        scale = growth * (1.0 if given is None else float(given))
+        values = LayerValues(theta, amplitude, scale, one.call.sliding)
+        layers[index if isinstance(index, int) else position] = values
     return layers
 
 
-def _undo(one: ProbedLayer, start: float, amplitude: float) -> float:
-    """What takes the growth of the tables' amplitude out of that of the queries."""
-    rotates = one.unrotated is not None and start > 0 and amplitude > 0
-    return start / amplitude if rotates and start != amplitude else 1.0
-
-
-def _window(call: AttentionCall) -> int | None:
-    given = call.more.get("sliding_window")
-    return int(given) if given is not None else call.window or None
-
-
-def _calls(parts: ModelParts, probed: Probed, length: int) -> dict[nn.Module, AttentionCall]:
-    """The layers' calls for the last tokens of a text of this length; none for a short text.
-
-    Raises `InputError` for families that take no position ids.
-    """
-    if length <= SHORT:
-        return {}
-    try:
-        calls, _ = replay(parts, probed, start=length - SHORT)
-    except InputError:
-        raise
-    except Exception as error:  # a family whose forward takes no position ids, or not these
-        raise InputError(
-            f"{parts.name} cannot be asked what it computes at {length:,} tokens: its forward "
-            f"rejects their position ids ({short(error)})"
-        ) from error
-    return {module: made[0] for module, made in calls.items()}
-
-
-def _rotation(parts: ModelParts, one: ProbedLayer, length: int) -> tuple[Tensor | None, float]:
-    """The frequencies and the amplitude of a layer's tables at a length."""
+def _spectrum(parts: ModelParts, one: ProbedLayer, length: int) -> Spectrum | None:
+    """The frequencies and the amplitude of a layer's tables at a length; None without RoPE."""
     if one.unrotated is None or torch.equal(one.unrotated.query, one.call.query):
-        return None, 1.0
-    if one.rotary is not None:
-        made = _ask_rotary(*one.rotary, one.tables, length)
-        if made is not None:
-            return made
-        if length > SHORT:
-            raise InputError(
-                f"{parts.name} cannot be asked what it computes at {length:,} tokens: its rotary "
-                "module takes other arguments than a tensor, position ids and a type of layer"
-            )
-    tables = read_tables(one.tables, spectra_of(parts.model))
-    return (None, 1.0) if tables is None else (tables.frequencies, tables.amplitude)
-
-
-def _ask_rotary(
-    rotary: nn.Module, kind: str, like: Any, length: int
-) -> tuple[Tensor, float] | None:
-    """What a rotary module holds once it has made the table of a text's last token."""
-    first = like if isinstance(like, Tensor) else like[0]
-    ids = torch.tensor([[length - 1]])
-    try:
-        made = rotary(torch.zeros(1, 1, 1, dtype=first.real.dtype), ids, *([kind] if kind else []))
-    except Exception:  # another signature
         return None
+    if one.rotary is None:
+        tables = read_tables(one.tables, spectra_of(parts.model))
+        return None if tables is None else (tables.frequencies, tables.amplitude)
+    module, kind = one.rotary
+    first = one.tables if isinstance(one.tables, Tensor) else one.tables[0]
+    rows = torch.zeros(1, 1, 1, dtype=first.real.dtype)
+    try:
+        made = module(rows, torch.tensor([[length - 1]]), *([kind] if kind else []))
+    except Exception as error:  # another signature
+        raise InputError(
+            f"{parts.name} cannot be asked what it computes at {length:,} tokens: its rotary "
+            "module takes other arguments than a tensor, position ids and a type of layer"
+        ) from error
     cos, sin = (made.real, made.imag) if isinstance(made, Tensor) else made
-    held = getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))
+    held: Any = getattr(module, f"{kind}_inv_freq", getattr(module, "inv_freq", None))
     if not isinstance(held, Tensor):
         return None
     amplitude = float((cos.double() ** 2 + sin.double() ** 2).flatten()[0] ** 0.5)
     return held.detach().double().cpu().flatten(), amplitude
-
-
-def with_rotation(positions: Positions, layers: Mapping[int, tuple[Tensor, float]]) -> Positions:
-    """The same positions with other frequencies and amplitudes in some layers, at all lengths."""
-    return {
-        length: {
-            index: dataclasses.replace(
-                values, frequencies=layers[index][0], amplitude=layers[index][1]
-            )
-            if index in layers
-            else values
-            for index, values in at.items()
-        }
-        for length, at in positions.items()
-    }
 
 
 def rotates(positions: Positions) -> bool:
@@ -189,39 +140,27 @@ def differences(meant: Positions, given: Positions) -> Iterator[str]:
 
 
 def _differ(meant: LayerValues, given: LayerValues) -> Iterator[tuple[str, str]]:
-    yield from _frequencies(meant.frequencies, given.frequencies)
-    if _far(meant.amplitude, given.amplitude):
-        yield (
-            "attention factor",
-            f"cos and sin times {given.amplitude:.5g} instead of {meant.amplitude:.5g}",
-        )
-    if _far(meant.scale, given.scale):
-        yield "softmax scale", f"{given.scale:.5g} instead of {meant.scale:.5g}"
+    one, other = meant.frequencies, given.frequencies
+    if one is None or other is None:
+        if one is not other:
+            yield "rotary positions", "none" if other is None else "some instead of none"
+    elif one.shape != other.shape:
+        wide = f"{2 * other.numel()} features rotate instead of {2 * one.numel()}"
+        yield "rotary width", wide
+    else:
+        off = (one - other).abs() / torch.maximum(one.abs(), other.abs()).clamp(min=1e-30)
+        if float(off.max()) > _CLOSE:
+            pair = int(off.argmax())
+            yield (
+                "inverse frequencies",
+                f"{int((off > _CLOSE).sum())} of {one.numel()} differ, pair {pair} turns by "
+                f"{float(other[pair]):.4g} a token instead of {float(one[pair]):.4g}",
+            )
+    for kind, name, mine, theirs in (
+        ("attention factor", "cos and sin times ", meant.amplitude, given.amplitude),
+        ("softmax scale", "", meant.scale, given.scale),
+    ):
+        if abs(mine - theirs) > 10 * _CLOSE * abs(mine):
+            yield kind, f"{name}{theirs:.5g} instead of {mine:.5g}"
     if meant.window != given.window:
         yield "window", f"{given.window or 'none'} instead of {meant.window or 'none'}"
-
-
-def _frequencies(meant: Tensor | None, given: Tensor | None) -> Iterator[tuple[str, str]]:
-    if meant is None or given is None:
-        if meant is not given:
-            yield "rotary positions", "none" if given is None else "some instead of none"
-        return
-    if meant.shape != given.shape:
-        yield (
-            "rotary width",
-            f"{2 * given.numel()} features rotate instead of {2 * meant.numel()}",
-        )
-        return
-    largest = torch.maximum(meant.abs(), given.abs()).clamp(min=1e-30)
-    off = (meant - given).abs() / largest
-    if float(off.max()) > _CLOSE:
-        pair = int(off.argmax())
-        yield (
-            "inverse frequencies",
-            f"{int((off > _CLOSE).sum())} of {meant.numel()} differ, pair {pair} turns by "
-            f"{float(given[pair]):.4g} a token instead of {float(meant[pair]):.4g}",
-        )
-
-
-def _far(one: float, other: float) -> bool:
-    return abs(one - other) > 10 * _CLOSE * abs(one)
