@@ -15,7 +15,7 @@ import torch
 from normattn import InputError
 from normattn.cli.app import main
 from normattn.hf.engines import ENGINES, Wanted, emit
-from normattn.hf.gguf import architecture_of, read_values
+from normattn.hf.gguf import architecture_of, read_gguf
 from normattn.hf.native import native_fields
 from normattn.hf.plan import Plan, plan
 
@@ -280,7 +280,7 @@ def test_a_copy_of_a_gguf_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     for one, other in zip(before.tensors, after.tensors, strict=True):
         assert one.tensor_type == other.tensor_type
         assert (one.data == other.data).all()
-    held = read_values(place)
+    held = read_gguf(place).values
     assert held["llama.rope.scaling.type"] == "yarn"
     assert held["llama.context_length"] == 64
     for name, field in before.fields.items():

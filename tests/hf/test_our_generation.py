@@ -12,7 +12,7 @@ from transformers import set_seed
 
 import normattn.hf
 from normattn import InputError
-from normattn.hf.generation_cache import NormattnCache
+from normattn.hf.modeling_normattn import NormattnCache
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.score import ScoreSpec
 

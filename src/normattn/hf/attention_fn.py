@@ -186,7 +186,11 @@ class ExtendedLayer:
         self, q: Tensor, k: Tensor, v: Tensor, placed: Placing, options: CallOptions
     ) -> Float[Tensor, "b h t e"]:
         """The same for keys and queries that stand where `placed` says."""
-        extra = {"dropout": options.dropout, "cap": options.softcap, "sink": options.sink}
+        extra: dict[str, Any] = {
+            "dropout": options.dropout,
+            "cap": options.softcap,
+            "sink": options.sink,
+        }
 
         def part(rows: slice, keys: int, block: int) -> Tensor:
             given = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]

@@ -202,7 +202,7 @@ def _by_transformers(
 ) -> tuple[Told, Positions, list[str]]:
     """What transformers, vLLM or SGLang compute of what they were told; what they refuse."""
     raw = copy.deepcopy(told.raw)
-    own = next(iter(_ropes(raw_of(config))), {})
+    own: Any = next(iter(_ropes(raw_of(config))), {})
     sentences = [
         f"{name} is missing in an override that replaces all: it was {own[name]}"
         for rope in told.rope.values()
@@ -298,8 +298,9 @@ def _by_llama_cpp(told: Told, base: Positions, config: Any) -> tuple[Positions, 
             layer = replace(layer, frequencies=frequencies, amplitude=amplitude)
         if keys.get("general.architecture") == "deepseek2":
             layer = replace(layer, scale=float(text.qk_head_dim) ** -0.5 * served.score_gain)
-        narrow = layer.window is not None and window is not None
-        return replace(layer, window=int(window)) if narrow else layer
+        if layer.window is None or window is None:
+            return layer
+        return replace(layer, window=int(window))
 
     return {
         length: {index: computed(layer) for index, layer in layers.items()}

@@ -71,7 +71,7 @@ def from_llama(model: Any) -> CausalLM:
         for mine, names in _LAYER.items():
             parts = [theirs.get(f"model.layers.{layer}.{name}") for name in names]
             if parts[0] is not None:
-                ours[f"blocks.{layer}.{mine}"] = torch.cat(parts)  # type: ignore[arg-type]
+                ours[f"blocks.{layer}.{mine}"] = torch.cat(parts)
     with on_meta():
         made = CausalLM(config)
     made.load_state_dict(ours, assign=True)
@@ -165,10 +165,11 @@ def _refuse_settings(theirs: Any, rope: dict[str, Any], kind: str) -> None:
     windowed = getattr(theirs, "sliding_window", None) is not None
     unknown = [key for key, value in rope.items() if value is not None and key not in _ROPE_FIELDS]
     scaled = rope.get("rope_type", "default")
+    also = unknown[0] if unknown else ""
     reasons = {
         f"rotary positions scaled by {scaled!r}": scaled not in _ROPE_TYPES,
         "a partial rotation": rope.get("partial_rotary_factor", 1.0) != 1.0,
-        f"settings of rotary positions which ours have not, {unknown}": unknown,
+        f"the setting {also!r} of rotary positions, which ours have not": unknown,
         "layers with a sliding window": layers - {"full_attention"} or (windowed and not layers),
         "a bias of the attention's output": getattr(theirs, "attention_bias", False),
         "biases of the feed-forward layers": getattr(theirs, "mlp_bias", False),

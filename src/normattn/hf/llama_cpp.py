@@ -168,9 +168,9 @@ def serve(
     base = flag("--rope-freq-base") or float(keys.get("rope.freq_base", 10000.0))
     swa_base = float(keys.get("rope.freq_base_swa", keys.get("_swa_base", base)))
     stored = float(keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 0.0)
-    scale = flag("--rope-scale", above=0)
+    scale = flag("--rope-scale", above=0.0)
     if "--rope-freq-scale" in given:
-        scale = 1 / flag("--rope-freq-scale", above=0)
+        scale = 1 / flag("--rope-freq-scale", above=0.0)
     factor = 1.0 if kind == "none" else (scale or stored or 1.0)
     mix = unless_negative("--yarn-ext-factor", 1.0 if kind == "yarn" else 0.0)
     context, asked = int(keys.get("context_length", 0)), int(flag("--ctx-size"))

@@ -59,7 +59,7 @@ class ModelParts:
 
     def layer_type(self, layer: nn.Module) -> str | None:
         """The type of a layer, where the configuration tells layers apart."""
-        types = getattr(self.config, "layer_types", None)
+        types: Any = getattr(self.config, "layer_types", None)
         index = getattr(layer, "layer_idx", None)
         known = types and isinstance(index, int) and index < len(types)
         return str(types[index]) if known else None

@@ -157,7 +157,7 @@ def _attend(
     query: Float[Tensor, "b h t d"],
     key: Float[Tensor, "b g s d"],
     value: Float[Tensor, "b g s e"],
-    mask: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, Any]:
     """The layer's own attention; beside it the same by our kernel, for the observer that is set."""
@@ -167,8 +167,8 @@ def _attend(
         announce(module, query, key, None, None, at.query, at.key)
     elif observer() is not None:
         with torch.no_grad():
-            ours = _observed(module, query, key, value, mask, more)
-    out = own(module, query, key, value, mask, **more)
+            ours = _observed(module, query, key, value, attention_mask, more)
+    out = own(module, query, key, value, attention_mask, **more)
     if ours is not None and module not in _CONFIRMED and not more.get("dropout"):
         _confirm(module, ours.transpose(1, 2), out[0].detach())
     return out
@@ -227,10 +227,10 @@ def _visibility(
             adds = bool((mask != 0)[~hides].any())
             mask = torch.where(hides, -torch.inf, mask) if adds else ~hides
         seen = mask if mask.dtype == torch.bool else mask > -torch.inf
-        padding = ~seen.any(1).any(1)  # keys that no query sees
-        known = bool(padding.any()) and queries == keys
+        unseen = ~seen.any(1).any(1)  # these keys are padding
+        known = bool(unseen.any()) and queries == keys
         every_pair = AttentionMask(False, where[keys - queries :], where, False, mask=mask)
-        return every_pair, padding if known else None
+        return every_pair, unseen if known else None
     causal = given.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     padding = None if mask is None else ~mask[:, -keys:].bool()

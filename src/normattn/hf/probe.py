@@ -60,7 +60,7 @@ def recording(
     Attention is that of each family's `eager_attention_forward`, and every layer gets its mask; an
     extended layer, and with `own` every layer, computes as ever. A compiled model runs uncompiled.
     """
-    given = [module.__dict__.get("config") for module in model.modules()]
+    given: list[Any] = [module.__dict__.get("config") for module in model.modules()]
     known = [config for config in given if hasattr(config, INTERNAL)]
     parts = {id(part): part for config in known for part in (config, config.get_text_config())}
     before = [(config, getattr(config, INTERNAL)) for config in parts.values()]
@@ -128,13 +128,20 @@ def attention_named(name: str, module: nn.Module) -> AttentionFunction:
 
 
 def _attend_selected(
-    attend: AttentionFunction, module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **more: Any
+    attend: AttentionFunction,
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor,
+    **more: Any,
 ) -> tuple[Tensor, Any]:
     """Attention to the keys that an indexer has selected: plain kinds of attention know no other.
 
     A layer hides the rest itself only where it sees the name of a plain attention.
     """
-    return attend(module, q, k, v, hide_unselected(mask, more.pop("indices")), **more)
+    mask = hide_unselected(attention_mask, more.pop("indices"))
+    return attend(module, q, k, v, mask, **more)
 
 
 def hide_unselected(mask: Tensor, indices: Tensor) -> Tensor:
@@ -298,7 +305,8 @@ class _Probe:
 
         def called_with(tables: Any) -> AttentionCall:
             other_args, other = with_argument(args, kwargs, argument, tables)
-            self._again = calls = []
+            calls: list[AttentionCall] = []
+            self._again = calls
             try:
                 module.forward(*other_args, **other)
             finally:
@@ -347,9 +355,9 @@ def replay(
     calls: dict[nn.Module, list[AttentionCall]] = {}
 
     def attend(
-        own: AttentionFunction, module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **more: Any
+        own: AttentionFunction, module: nn.Module, q: Tensor, k: Tensor, *given: Any, **more: Any
     ) -> tuple[Tensor, Any]:
-        out = own(module, q, k, v, mask, **more)[0]
+        out = own(module, q, k, *given, **more)[0]
         made = calls.setdefault(module, [])
         made.append(AttentionCall(q, k, None, more, out))
         before = probed[module].calls if module in probed else []

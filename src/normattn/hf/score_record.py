@@ -140,9 +140,10 @@ def _read(model: Any, ids: Tensor) -> list[RecordedLayer]:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         **more: Any,
     ) -> tuple[Tensor, Any]:
+        mask = attention_mask
         result = own(module, q, k, v, mask, **more)
         if module in parts:
             if mask is not None:
